@@ -32,9 +32,10 @@ from daskserve.cluster.store.opening import open_store
 from daskserve.control import app_verbs, app_views, backend_state, backend_verbs, checkpoint
 from daskserve.control.controller import Controller
 from daskserve.control.observed import Observed
-from daskserve.control.records import Change, encode
+from daskserve.control.records import Change
 from daskserve.control.replica_actions import StartReplica
 from daskserve.control.state import State
+from daskserve.control.stored_records import encode
 from daskserve.options.actor import ActorOptions
 from daskserve.options.app_spec import ApplicationSpec, DeploymentSpec
 from daskserve.options.backend import BackendConfig
@@ -249,6 +250,7 @@ async def creations(folder: Path) -> tuple[list[float], list[tuple[int, int]]]:
                 middlewares=None,
                 start_timeout_s=600.0,
                 callback=None,
+                start_id="",
             ).encode()
         )
         view = cluster.process("w0")

@@ -53,6 +53,7 @@ from daskserve.types import (
     Load,
     Message,
     OnAnswer,
+    Reach,
     Receive,
     Send,
 )
@@ -89,7 +90,7 @@ class Published:
     def watch(self, key: str, update: Callable[[Any], None]) -> Callable[[], None]:
         if key.startswith("endpoint/"):
             update({"legacy": self._is_legacy, "traffic": {"b": 1.0}, "shadows": {}})
-        else:
+        elif key.startswith("backend/"):
             update({"replicas": [("b#AAAAAA", "worker", 1)], "concurrency": 100, "max_queued": 1000})
         return lambda: None
 
@@ -114,6 +115,19 @@ class OneLink:
         return True
 
 
+class OneRoute:
+    """The routes to the one worker, which is always reached directly."""
+
+    def to(self, worker: str) -> Reach:
+        return Reach.DIRECT
+
+    def watch(self, note: object, is_used: object) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
 class Seam:
     """A cluster with one replica, which a given function calls."""
 
@@ -129,6 +143,7 @@ class Seam:
         self.link = OneLink(loop)
         self.clock = OneLoopClock(loop)
         self.listener = Published(is_legacy=is_legacy)
+        self.routes = OneRoute()
 
     def is_local(self, address: ActorAddress) -> bool:
         return self._is_local
@@ -241,6 +256,7 @@ class Bench:
             user_config=None,
             environment=None,
             debug=False,
+            is_async=False,
             code_name="b@1",
             standing=(0, 0, 0, 1),
             actors={},
@@ -293,7 +309,7 @@ class Bench:
     def app(self, request: Request, *, is_local: bool = True) -> IngressApp:
         """Return an ingress whose router calls its replica through the given function."""
         seam: Any = Seam(request, is_local=is_local)
-        routers = Routers(seam, seam.listener, self.clock, random.Random(0))
+        routers = Routers(seam, seam.listener, self.clock, random.Random(0), seam.routes)
         self.routers.append(routers)
 
         def dispatch(

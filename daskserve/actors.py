@@ -23,6 +23,7 @@ from daskserve.proxies.ingress.forwarded import ForwardedHeaders
 from daskserve.proxies.ingress.routes import RouteTable
 from daskserve.proxies.server.choice import server_type
 from daskserve.proxies.server.life import HTTPServer
+from daskserve.proxies.server.listen import can_share_ports
 from daskserve.proxies.server.tls import server_context
 from daskserve.starts import ProxyStart, ReplicaStart
 from daskserve.types import Envelope, Load, Receive, Send
@@ -77,12 +78,16 @@ class ProxyActor:
         self._routes_known = asyncio.Event()
         self._server: HTTPServer | None = None
         self._ingress: IngressApp | None = None
-        self._stop_watching: Any = None
+        self._watches: list[Any] = []
 
     async def start(self) -> dict[str, Any]:
         """Listen once the route table is known; return the port and the URLs."""
         self._routers = await routers_of(self._cluster)
-        self._stop_watching = self._cluster.listener.watch("routes", self._update_routes)
+        watch = self._cluster.listener.watch
+        self._watches = [
+            watch("routes", self._update_routes),
+            watch("system", self._routers.suspects.learn_system_workers),
+        ]
         options = self._start.options
         middlewares = load_bytes(self._start.middlewares) if self._start.middlewares else []
         if options.proxy_callback is not None:
@@ -100,7 +105,8 @@ class ProxyActor:
         self._server = server_type(options.server)(
             app,
             options,
-            reuse_port=self._start.reuse_port,
+            # Its successor on this host listens on the same port before this proxy stops.
+            reuse_port=self._start.reuse_port or can_share_ports(),
             claims_port=self._start.claims_port,
             public_host=self._start.public_host,
             tls=server_context(options.ssl_certfile, options.ssl_keyfile, options.ssl_keyfile_password),
@@ -115,16 +121,19 @@ class ProxyActor:
         return {"port": self._server.port, "urls": list(self._server.urls)}
 
     async def stop(self, grace_s: float) -> None:
-        """Let running requests finish for up to ``grace_s``, then close the port."""
-        if self._stop_watching is not None:
-            self._stop_watching()
+        """Close the port, and let running requests finish for up to ``grace_s``.
+
+        A second call, as by a new controller, waits for the same requests, and ends them at its own time.
+        """
+        for stop_watching in self._watches:
+            stop_watching()
+        self._watches = []
         if self._server is not None:
-            server, self._server = self._server, None
             if grace_s > 0:
                 if self._ingress is not None:
                     self._ingress.start_draining()
-                await server.drain(grace_s)
-            await server.stop()
+                await self._server.drain(grace_s)
+            await self._server.stop()
 
     def health(self) -> dict[str, Any]:
         """Return how many requests are under way; a proxy does not check its own health."""

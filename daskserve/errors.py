@@ -20,15 +20,19 @@
     │   ├── ClusterUnreachableError (OSError)
     │   ├── VersionMismatchError
     │   ├── LibraryVersionError                    install a version of the library that works
+    │   ├── StoreLostError                         put the store back, or call rewrite_store()
     │   └── PortInUseError     (OSError, ValueError)
     ├── DeployError            (RuntimeError) 500  the change failed
     │   ├── ReplicaStartError                      the user's constructor raised; carries the traceback
-    │   └── NoCapacityError                        no worker has room
+    │   ├── NoCapacityError                        no worker has room
+    │   ├── SupersededError                  409   a later change replaced it; see by whom
+    │   └── DeletedError                     410   deploy it again: it was deleted meanwhile
     ├── BackPressureError                    503   retry later
     ├── UnavailableError                     503   retry: no replica could take the request
     │   ├── DeploymentUnavailableError             deploy it again: its last deploy failed
     │   ├── DeploymentIsBeingDeletedError          deploy it again, or call another one
     │   ├── ReplicaUnavailableError                choose another replica
+    │   ├── QuarantinedError                       find out what ends the processes of this request
     │   ├── StaleEpochError                        a newer controller has taken over
     │   ├── ReplicaBusyError                       not begun: another replica may take it
     │   └── ActorLostError                         the actor is gone; `begun`: user code may have run
@@ -163,6 +167,13 @@ class LibraryVersionError(InstanceError):
         self.versions = versions
 
 
+class StoreLostError(InstanceError):
+    """What the store writes to is not what the next start would open: it was removed, moved or replaced.
+
+    The change was refused. `Client.rewrite_store` writes all records anew to the place that the URL names.
+    """
+
+
 class PortInUseError(InstanceError, OSError, ValueError):
     """Another program or instance already listens on the requested port."""
 
@@ -187,6 +198,44 @@ class ReplicaStartError(DeployError):
 
 class NoCapacityError(DeployError):
     """No worker has room for a replica."""
+
+
+class SupersededError(DeployError):
+    """A later change replaced this one before it was complete, so it may never have served.
+
+    Attributes
+    ----------
+    by : str
+        The program that made the later change.
+    version : str
+        The version that the later change deploys; of an application, its ingress's.
+    goal : str
+        The goal of the later change, for `Client.wait_for_goal`.
+    """
+
+    http_status = 409
+
+    def __init__(self, message: str = "", *, by: str = "", version: str = "", goal: str = "") -> None:
+        super().__init__(message)
+        self.by = by
+        self.version = version
+        self.goal = goal
+
+
+class DeletedError(DeployError):
+    """What a change was to bring up was deleted before the change was complete.
+
+    Attributes
+    ----------
+    by : str
+        The program that deleted it.
+    """
+
+    http_status = 410
+
+    def __init__(self, message: str = "", *, by: str = "") -> None:
+        super().__init__(message)
+        self.by = by
 
 
 class BackPressureError(ServeError):
@@ -233,14 +282,24 @@ class ActorLostError(UnavailableError):
         False only if user code cannot have seen the request.
     is_disconnected : bool
         Only the connection is known to be broken: the actor may be alive, and a new connection may reach it.
+    is_planned : bool
+        The actor was healthy when it was stopped, so this request is not the reason.
     """
 
     http_status = 502
 
-    def __init__(self, message: str = "", *, begun: bool = True, is_disconnected: bool = False) -> None:
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        begun: bool = True,
+        is_disconnected: bool = False,
+        is_planned: bool = False,
+    ) -> None:
         super().__init__(message)
         self.begun = begun
         self.is_disconnected = is_disconnected
+        self.is_planned = is_planned
 
 
 class DeploymentUnavailableError(UnavailableError):
@@ -257,6 +316,13 @@ class DeploymentIsBeingDeletedError(UnavailableError):
 
 class ReplicaUnavailableError(UnavailableError):
     """The chosen replica has stopped, or was lost."""
+
+
+class QuarantinedError(UnavailableError):
+    """Retries of the same request ended or blocked several processes, so it is refused for a moment."""
+
+    http_status = 502
+    is_retryable = False
 
 
 class StaleEpochError(UnavailableError):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from contextvars import ContextVar
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,15 @@ class ProcessSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class SchedulerSettings:
+    """Settings for the time without a scheduler."""
+
+    #: How long workers serve, and programs wait, while the scheduler is away, in seconds; 0 leaves both to
+    #: Dask, whose workers close at once.
+    grace_s: float = 60.0
+
+
+@dataclass(frozen=True, slots=True)
 class ControllerSettings:
     """Settings of the controllers of instances that this process starts."""
 
@@ -80,19 +89,23 @@ class ControllerSettings:
 
 @dataclass(frozen=True, slots=True)
 class ChannelSettings:
-    """Settings of the connections from a user program to the workers."""
+    """Settings of the connections from programs and workers to the workers."""
 
-    #: ``direct``: connect to each worker. ``scheduler``: send everything through the scheduler's connection.
-    #: ``auto``: use the scheduler for workers that cannot be reached directly.
+    #: ``direct``: connect to each worker. ``scheduler``: programs send everything through the scheduler's
+    #: connection. ``auto``: use the scheduler for workers that cannot be reached directly. Workers take
+    #: ``scheduler`` as ``auto``.
     route: str = "auto"
     #: Timeout of a direct connection to a worker, in seconds.
     direct_timeout_s: float = 1.5
-    #: Time after which new connections try an unreachable host directly again, in seconds.
+    #: Maximum time until an unreachable host is tried directly again, in seconds; between workers at most 30.
     retry_direct_s: float = 300.0
     #: Time without an acknowledgement from the other machine after which a connection is lost, in seconds; at
     #: least 3, or 0 to leave this to TCP.
     lost_after_s: float = 5.0
 
+
+#: Limit of ``retry_direct_s`` between workers, which reach each other directly unless the network is broken.
+WORKER_RETRY_S = 30.0
 
 #: In a child process: the settings of its worker.
 given_process: ContextVar[ProcessSettings | None] = ContextVar("daskserve_given_process", default=None)
@@ -114,6 +127,16 @@ def channel() -> ChannelSettings:
     return found
 
 
+def worker_channel() -> ChannelSettings:
+    """Return the channel settings of a worker."""
+    found = channel()
+    return replace(
+        found,
+        route="auto" if found.route == "scheduler" else found.route,
+        retry_direct_s=min(found.retry_direct_s, WORKER_RETRY_S),
+    )
+
+
 def controller() -> ControllerSettings:
     """Return the settings of controllers, from ``daskserve.controller.*``."""
     return ControllerSettings(**_known("daskserve.controller", ControllerSettings))
@@ -122,6 +145,11 @@ def controller() -> ControllerSettings:
 def process() -> ProcessSettings:
     """Return the settings of worker processes, from ``daskserve.process.*``."""
     return given_process.get() or ProcessSettings(**_known("daskserve.process", ProcessSettings))
+
+
+def scheduler() -> SchedulerSettings:
+    """Return the settings for the time without a scheduler, from ``daskserve.scheduler.*``."""
+    return SchedulerSettings(**_known("daskserve.scheduler", SchedulerSettings))
 
 
 def timeouts() -> Timeouts:

@@ -99,6 +99,8 @@ class ReplicaStart(StartMessage):
         it; None means the worker's environment.
     debug : bool
         Whether HTTP responses to failed requests contain the user's traceback.
+    is_async : bool
+        Whether the callable is known to answer on an event loop.
     actors : dict
         The tags of the deployment's actors, by name.
     gang : list of str
@@ -119,6 +121,7 @@ class ReplicaStart(StartMessage):
     user_config: bytes | None
     environment: str | None
     debug: bool
+    is_async: bool
     code_name: str
     standing: Standing
     actors: Mapping[str, str]
@@ -137,6 +140,9 @@ class ProxyStart(StartMessage):
         After decoding, the options as attributes, without the middlewares.
     middlewares : bytes or None
         ``dump_bytes`` of the list of Starlette ``Middleware`` objects.
+    reuse_port : bool
+        Whether several proxies of a host share the port; else one proxy does so with its successor, where the
+        platform allows it.
     claims_port : bool
         Whether the port must be free of every other listener; False if others of the instance share it.
     public_host : str
@@ -166,6 +172,8 @@ class ControllerStart(StartMessage):
         Timeout of a replica's start or reconfiguration.
     callback : str or None
         Import path of a function that the controller calls when it starts.
+    start_id : str
+        Differs between two starts of an instance on the same store, but not between their controllers.
     """
 
     OPTIONS: ClassVar[Mapping[str, Any]] = {"http": dump_http}
@@ -174,3 +182,4 @@ class ControllerStart(StartMessage):
     middlewares: bytes | None
     start_timeout_s: float
     callback: str | None
+    start_id: str

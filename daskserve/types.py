@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import pickle
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, Protocol, TypeAlias, cast
 
@@ -160,6 +160,18 @@ def as_standing(values: Iterable[int]) -> Standing:
     return rank, node_rank, local_rank, world_size
 
 
+#: The key of the long poll's list of workers whose process does not answer.
+SILENT_WORKERS: Final = "silent_workers"
+
+
+class Reach(enum.StrEnum):
+    """How a process reaches a worker: through the scheduler if they do not reach each other directly."""
+
+    DIRECT = "direct"
+    SCHEDULER = "scheduler"
+    NONE = "none"
+
+
 class Location(enum.StrEnum):
     """Which workers run an HTTP proxy."""
 
@@ -204,6 +216,42 @@ class WorkerInfo:
     is_head: bool = False
     #: The worker is being retired; its actors must move.
     is_retiring: bool = False
+    #: Whether its process has not answered the supervisor lately.
+    is_suspect: bool = False
+    #: The worker is kept for the controller and the proxies.
+    is_system: bool = False
+
+    def matches(self, names: Collection[str]) -> bool:
+        """Return whether one of the names is the worker's address, name or host, or one of its resources."""
+        return not {self.address, self.name, self.host, *self.resources}.isdisjoint(names)
+
+
+@dataclass(frozen=True, slots=True)
+class UseReport:
+    """A controller's report to the scheduler about the workers that its instance uses.
+
+    Attributes
+    ----------
+    in_use : frozenset
+        Workers that hold replicas, other bundles of their placement groups, or proxies, or are about to.
+    retiring : frozenset
+        Workers that are about to leave, so that the controller places nothing new on them.
+    waiting_workers : int
+        Number of additional workers needed for the replicas that wait for capacity.
+    proxies : frozenset
+        Workers that hold proxies, from which the controller keeps away.
+    held : frozenset
+        Workers that an adaptive cluster must keep: those in use, except for proxies that may end with them.
+    grace_s : float
+        How long the requests on retiring workers may take, in seconds.
+    """
+
+    in_use: frozenset[WorkerAddress] = frozenset()
+    retiring: frozenset[WorkerAddress] = frozenset()
+    waiting_workers: int = 0
+    proxies: frozenset[WorkerAddress] = frozenset()
+    held: frozenset[WorkerAddress] = frozenset()
+    grace_s: float = 0.0
 
 
 #: Answers of at least this size stay at the actor until the caller reads them: it may pass them on unseen.

@@ -52,6 +52,8 @@ DOCUMENTED_MODULES: Mapping[str, frozenset[str]] = {
 PRIVATE_EXCEPTIONS: Mapping[str, str] = {
     "daskserve/cluster/store/folders.py:_pipe_file": "fsspec documents it for its asynchronous file systems",
     "daskserve/cluster/worker/child_main.py:_exit": "os._exit is documented",
+    "daskserve/loops/forks.py:_exit": "os._exit is documented",
+    "benchmarks/bench_faults.py:_exit": "os._exit is documented",
     "daskserve/control/scaling/importing.py:_current_frames": "sys._current_frames is documented",
     "daskserve/data/replica/loop_watch.py:_current_frames": "sys._current_frames is documented",
 }
@@ -676,7 +678,11 @@ def test_every_error_round_trips_through_pickle(error_class: type[BaseException]
 
 def test_the_error_classes_and_their_fields_are_found() -> None:
     assert {errors.ReplicaBusyError, errors.PortInUseError} <= set(ERROR_CLASSES)
-    assert _keyword_fields(errors.ActorLostError) == {"begun": False, "is_disconnected": True}
+    assert _keyword_fields(errors.ActorLostError) == {
+        "begun": False,
+        "is_disconnected": True,
+        "is_planned": True,
+    }
 
 
 class NotPicklable(Exception):

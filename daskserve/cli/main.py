@@ -12,6 +12,7 @@ from daskserve._version import __version__
 #: The location and the help text of each command or group: ``name -> ("module:command", "help")``.
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "metrics": ("daskserve.cli.metrics:metrics", "Set up Prometheus and Grafana for daskserve."),
+    "rewrite-store": ("daskserve.cli.run:rewrite_store", "Write the records of an instance anew."),
     "run": ("daskserve.cli.run:run", "Serve an application until Ctrl-C."),
     "shutdown": ("daskserve.cli.run:shutdown", "End the instance on a cluster."),
     "simulate": ("daskserve.cli.simulate:simulate", "Try autoscaling policies on a recorded load."),

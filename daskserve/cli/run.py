@@ -106,15 +106,7 @@ def run(
 @address_option
 def status(address: str | None) -> None:
     """Show what runs on a cluster, and why the rest does not."""
-    with errors_as_messages():
-        client = running(known(address))
-        if client is None:
-            click.echo(str(Status()))
-            return
-        try:
-            click.echo(str(client.status()))
-        finally:
-            client.disconnect()
+    tell(address, lambda client: str(client.status()))
 
 
 @click.command()
@@ -128,6 +120,26 @@ def shutdown(address: str | None, yes: bool) -> None:
             click.echo(str(Status()))
         else:
             client.shutdown()
+
+
+@click.command(name="rewrite-store")
+@address_option
+def rewrite_store(address: str | None) -> None:
+    """Write all records of the instance on a cluster anew, after its store was removed, moved or replaced."""
+    tell(address, lambda client: f"{client.rewrite_store()} records written.")
+
+
+def tell(address: str | None, text_of: Callable[[Client], str]) -> None:
+    """Print a text about the instance on a cluster, or that none runs there."""
+    with errors_as_messages():
+        client = running(known(address))
+        if client is None:
+            click.echo(str(Status()))
+            return
+        try:
+            click.echo(text_of(client))
+        finally:
+            client.disconnect()
 
 
 def running(address: str) -> Client | None:

@@ -232,6 +232,7 @@ async def _start_on(
         middlewares=dump_bytes(options.middlewares) if options.middlewares else None,
         start_timeout_s=timeouts.start_s,
         callback=settings.controller().callback,
+        start_id=message["start_id"],
     )
     await start_instance(
         link,
@@ -239,6 +240,7 @@ async def _start_on(
         timeout_s=timeouts.proxy_s,
         grace_s=timeouts.grace_s,
         payload=controller.encode(),
+        system_workers=options.system_workers,
         **message,
     )
     await wait_for_http(ControllerCalls(link, instance), timeouts.proxy_s)

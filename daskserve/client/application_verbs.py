@@ -9,6 +9,7 @@ from typing import Any
 
 from daskserve import settings
 from daskserve.amounts import shown
+from daskserve.client.connection import this_program
 from daskserve.client.deployments import Deployment
 from daskserve.client.graph import ApplicationGraph
 from daskserve.client.handle_verbs import HandleVerbs
@@ -75,7 +76,7 @@ class ApplicationVerbs(HandleVerbs):
         for each in applications:
             await self._check_handles(each)
         specs = [each.spec for each in applications]
-        answer = await self._call("deploy_applications", apps=specs)
+        answer = await self._call("deploy_applications", apps=specs, by=this_program())
         if blocking:
             # All of them: one that fails does not end the others.
             goals = [(name, goal) for name, goal in answer["goals"].items() if goal is not None]
@@ -95,11 +96,13 @@ class ApplicationVerbs(HandleVerbs):
         ------
         RequestTimeoutError
             A `TimeoutError`: it took longer than ``timeout_s``. The deletion continues.
+        SupersededError
+            The application was deployed again before it was gone.
         """
-        answer = await self._call("delete_application", name=name)
+        answer = await self._call("delete_application", name=name, by=this_program())
         goal: GoalId | None = answer["goal"]
         calls = self._connection.calls
-        if goal is not None and blocking and not await self._run(calls.wait_for_goal(goal, timeout_s)):
+        if goal is not None and blocking and not await self._run(calls.wait_until_reached(goal, timeout_s)):
             raise RequestTimeoutError(
                 f"Application {name!r} was not deleted within {shown(timeout_s)} s; its requests may still "
                 "be running. See serve.status()."

@@ -78,6 +78,8 @@ async def _run(
         deployments need each other in a cycle.
     ReplicaStartError, NoCapacityError
         See `daskserve.client.client.Client.create_backend`.
+    SupersededError, DeletedError
+        Another call deployed or deleted the application before this one was complete.
     """
     one = RunTarget(target, name, route_prefix, args, external_scaler_enabled)
     (handle,) = await _run_many(

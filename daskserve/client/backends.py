@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from daskserve import settings
-from daskserve.client.connection import Verbs
+from daskserve.client.connection import Verbs, this_program
 from daskserve.client.specs import check_name, join_config, make_spec, split_config
 from daskserve.errors import ServeError
 from daskserve.options.actor import ActorOptions, parse_actor_options
@@ -83,6 +83,8 @@ class BackendVerbs(Verbs):
             environment could not be installed; the error carries the traceback or the installer's output.
         NoCapacityError
             No worker had room within ``timeout_s``.
+        SupersededError, DeletedError
+            Another call changed or deleted the backend before this change was complete.
         """
         self._connection.check_open()
         check_name(backend_tag, "backend_tag")
@@ -98,7 +100,7 @@ class BackendVerbs(Verbs):
             env=env,
         )
         try:
-            return await self._change("create_backend", blocking=blocking, spec=spec)
+            return await self._change("create_backend", blocking=blocking, spec=spec, by=this_program())
         except (KeyboardInterrupt, asyncio.CancelledError):
             await self._undo_create(spec)
             raise
@@ -122,6 +124,8 @@ class BackendVerbs(Verbs):
             The options are neither a `BackendConfig` nor a dict.
         NotRegisteredError
             There is no such backend.
+        SupersededError, DeletedError
+            Another call changed or deleted the backend before this change was complete.
         """
         if config_options is None:
             raise TypeError("config_options must be a BackendConfig or a dict of its options, got None")
@@ -135,6 +139,7 @@ class BackendVerbs(Verbs):
             user_config=user_config,
             sets_user_config="user_config" in config.model_fields_set,
             timeout_s=timeout_s if timeout_s is not None else settings.timeouts().change_s,
+            by=this_program(),
         )
 
     async def scale(self, name: str, target_num_replicas: int) -> int:
@@ -179,13 +184,15 @@ class BackendVerbs(Verbs):
         BadRequestError
             An endpoint still sends traffic or shadow traffic to the backend.
         """
-        return await self._change("delete_backend", blocking=blocking, tag=backend_tag, force=force)
+        return await self._change(
+            "delete_backend", blocking=blocking, tag=backend_tag, force=force, by=this_program()
+        )
 
     async def _undo_create(self, spec: BackendSpec) -> None:
         """Delete the backend that an interrupted call was creating."""
         try:
             # Sending the same spec again changes nothing if it is registered, and fails if another one is.
-            await self._change("create_backend", blocking=False, spec=spec)
-            await self._change("delete_backend", tag=spec.tag, force=True)
+            await self._change("create_backend", blocking=False, spec=spec, by=this_program())
+            await self._change("delete_backend", tag=spec.tag, force=True, by=this_program())
         except ServeError as error:
             logger.info("The interrupted creation of backend %s was not undone: %s", spec.tag, error)

@@ -18,6 +18,7 @@ from daskserve.errors import (
 )
 from daskserve.options.app_spec import ApplicationSpec
 from daskserve.options.backend_spec import BackendSpec
+from daskserve.payload.packed_errors import load_error
 from daskserve.payload.parcels import Parcel
 from daskserve.types import ActorAddress, GoalId, InstanceName
 
@@ -72,28 +73,55 @@ class ControllerCalls:
     async def complete(self, answer: Mapping[str, Any], *, blocking: bool = True) -> GoalId | None:
         """Return when the change that a verb's answer accepts is complete and visible here.
 
-        With ``blocking=False``, do not wait for its goal, but return it.
+        With ``blocking=False``, do not wait for its goal, but return it. Raises what `wait_until_reached`
+        raises.
         """
         goal: GoalId | None = answer.get("goal")
         if goal is not None and not blocking:
             return goal
         if goal is not None:
-            await self.wait_for_goal(goal, None)
+            await self.wait_until_reached(goal, None)
         else:
             await self.wait_until_applied(answer.get("snapshot"))
         return None
 
     async def wait_for_goal(self, goal: GoalId, timeout_s: float | None) -> bool:
-        """Return whether a goal was reached in time; raise the goal's error if it failed."""
-        deadline = None if timeout_s is None else self.link.clock.now() + timeout_s
+        """Return whether a goal was reached or superseded in time; raise the goal's error if it failed."""
+        return await self._end_of(goal, self._deadline(timeout_s)) is not None
+
+    async def wait_until_reached(self, goal: GoalId, timeout_s: float | None) -> bool:
+        """Return whether what was asked for is there in time; raise the goal's error if it failed.
+
+        Raises
+        ------
+        SupersededError, DeletedError
+            A later change replaced this one, which was not complete.
+        """
+        deadline = self._deadline(timeout_s)
+        while goal:
+            answer = await self._end_of(goal, deadline)
+            if answer is None:
+                return False
+            if answer["error"] is not None:
+                raise load_error(answer["error"])
+            goal = answer["successor"]
+        return True
+
+    def _deadline(self, timeout_s: float | None) -> float | None:
+        return None if timeout_s is None else self.link.clock.now() + timeout_s
+
+    async def _end_of(self, goal: GoalId, deadline: float | None) -> Mapping[str, Any] | None:
+        """Return the controller's answer about a goal that has ended; None if it has not in time."""
         while True:
             left_s = POLL_S if deadline is None else min(POLL_S, deadline - self.link.clock.now())
-            answer = await self.call("wait_for_goal", goal_id=goal, timeout_s=max(0.0, left_s))
+            answer: Mapping[str, Any] = await self.call(
+                "wait_for_goal", goal_id=goal, timeout_s=max(0.0, left_s)
+            )
             if answer["is_done"]:
                 await self.wait_until_applied(answer.get("snapshot"))
-                return True
+                return answer
             if deadline is not None and self.link.clock.now() >= deadline:
-                return False
+                return None
 
     async def wait_until_applied(self, snapshot: Sequence[int] | None) -> None:
         """Wait until this process's routers, if it has any, have applied a change."""

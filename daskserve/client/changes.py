@@ -33,6 +33,9 @@ def changes(before: Status | None, after: Status) -> Iterator[str]:
         line = _backend_change(name, before, after)
         if line:
             yield line
+    for worker, routes in after.broken_routes.items():
+        for other in sorted(set(routes) - set(before.broken_routes.get(worker, ()))):
+            yield f"Worker {worker} does not reach {other} directly"
     for worker in after.unresponsive_workers:
         if worker not in before.unresponsive_workers:
             yield f"Worker {worker} does not answer"

@@ -64,6 +64,9 @@ class ClientVerbs(BackendVerbs, EndpointVerbs, DeploymentVerbs, ApplicationVerbs
     async def wait_for_goal(self, goal_id: GoalId, timeout_s: float | None = None) -> bool:
         """Return whether a change that was started with ``blocking=False`` completed in time.
 
+        As in the classic system, a change that a later one supersedes is complete; `status` names its
+        successor.
+
         Parameters
         ----------
         goal_id : str
@@ -143,6 +146,20 @@ class ClientVerbs(BackendVerbs, EndpointVerbs, DeploymentVerbs, ApplicationVerbs
             A `ValueError`: the percentage is not a number from 0 to 100.
         """
         await self._change("set_target_capacity", percent=checked_capacity(percent))
+
+    async def rewrite_store(self) -> int:
+        """Write all records of the instance anew to the store, and return their number.
+
+        For a store that was lost: while its file or folder is removed, moved or replaced, the instance keeps
+        serving and replaces what dies, but refuses changes with `StoreLostError`. The records go to the place
+        that the store's URL names, and replace what the instance has there.
+
+        Raises
+        ------
+        ServeError
+            The place cannot be used, or a newer instance uses it; the message names the remedy.
+        """
+        return int(await self._call("rewrite_store"))
 
     async def explain(self, name: str) -> Explanation:
         """Return an explanation of the number of replicas of a backend or deployment; print it to read it.
@@ -283,6 +300,7 @@ class Client(InstanceClient):
     wait_for_goal = method(ClientVerbs.wait_for_goal)
     scale = method(ClientVerbs.scale)
     set_target_capacity = method(ClientVerbs.set_target_capacity)
+    rewrite_store = method(ClientVerbs.rewrite_store)
     status = method(ClientVerbs.status)
     explain = method(ClientVerbs.explain)
     http_urls = method(ClientVerbs.http_urls)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import os
+import socket
+import sys
 import weakref
 from collections.abc import Coroutine, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 from daskserve.client.calls import ControllerCalls
@@ -100,6 +104,12 @@ class _Ownership:
         abandon_instance(self._link, self._instance)
 
 
+def this_program() -> str:
+    """Return how others know this program: its file, process and machine."""
+    name = Path(sys.argv[0]).name if sys.argv and sys.argv[0] else "Python"
+    return f"{name} (process {os.getpid()} on {socket.gethostname()})"
+
+
 class Verbs:
     """Base class of the verbs of a client: coroutines that call the instance.
 
@@ -127,7 +137,7 @@ class Verbs:
         """Call a verb that changes something; return when the change is complete and visible here.
 
         With ``blocking=False`` it returns as soon as the controller accepts the change, with the goal to wait
-        for.
+        for. Otherwise it raises `SupersededError` or `DeletedError` if a later change came first.
         """
         return await self._complete(await self._call(verb, **message), blocking=blocking)
 
@@ -144,11 +154,11 @@ class Verbs:
         calls = self._connection.calls
         make_display = find_display()
         if make_display is None:
-            await self._run(calls.wait_for_goal(goal, None))
+            await self._run(calls.wait_until_reached(goal, None))
             return
 
         def wait(seconds: float) -> Coroutine[Any, Any, bool]:
-            return self._run(calls.wait_for_goal(goal, seconds))
+            return self._run(calls.wait_until_reached(goal, seconds))
 
         async def describe() -> str:
             return waits_for(Status.of(await self._call("status")), goal)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
-from daskserve.client.connection import Verbs
+from daskserve.client.connection import Verbs, this_program
 from daskserve.client.specs import check_name, check_route, make_spec
 from daskserve.client.stored_code import StoredCode
 from daskserve.data.replica.definitions import python_methods
@@ -115,6 +115,8 @@ class DeploymentVerbs(Verbs):
             A `ValueError`: ``prev_version`` is not the current version, or the version is reserved.
         ReplicaStartError, NoCapacityError
             The new version did not start; the old version, if any, keeps running. See `create_backend`.
+        SupersededError, DeletedError
+            Another call deployed something else under this name, or deleted it, before this was complete.
         """
         check_name(name, "backend_tag")
         resources, env = parse_actor_options(actor_options, ray_actor_options, env)
@@ -143,7 +145,12 @@ class DeploymentVerbs(Verbs):
         """Deploy a spec that `daskserve.client.specs.make_spec` returned; see `deploy`."""
         check_route(route)
         answer = await self._call(
-            "deploy", spec=spec, route=route, methods=list(ALL_HTTP_METHODS), python_methods=methods
+            "deploy",
+            spec=spec,
+            route=route,
+            methods=list(ALL_HTTP_METHODS),
+            python_methods=methods,
+            by=this_program(),
         )
         version = "no version" if spec.user_version is None else f"version {spec.user_version!r}"
         if answer["updating"]:
@@ -157,7 +164,9 @@ class DeploymentVerbs(Verbs):
         self, name: str, force: bool = False, *, blocking: bool = True
     ) -> GoalId | None:
         """Remove a deployment, its backend and its endpoint; do nothing if the name is unknown."""
-        return await self._change("delete_deployment", blocking=blocking, name=name, force=force)
+        return await self._change(
+            "delete_deployment", blocking=blocking, name=name, force=force, by=this_program()
+        )
 
     async def get_deployment_info(self, name: str) -> tuple[DeploymentInfo, str | None]:
         """Return a deployment's info and route; raise `NotFoundError` (a `KeyError`) if there is none."""

@@ -90,16 +90,26 @@ def _called(
     try:
         return body(form, *args, **kwargs)
     except TypeError:
-        known = inspect.signature(body).parameters
-        theirs = next((each for each in kwargs if each in INSTEAD and each not in known), None)
-        if theirs is None:
-            raise
-        raise TypeError(
-            f"{owner}.{name}() has no argument '{theirs}'. That is Ray Serve's name: {INSTEAD[theirs]}."
-        ) from None
+        signature = _users(body)
+        theirs = next((each for each in kwargs if each in INSTEAD and each not in signature.parameters), None)
+        if theirs is not None:
+            raise TypeError(
+                f"{owner}.{name}() has no argument '{theirs}'. That is Ray Serve's name: {INSTEAD[theirs]}."
+            ) from None
+        known = ", ".join(signature.parameters)
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{owner}.{name}(): {error}. Its arguments are: {known}.") from None
+        raise
 
 
 def _name(form: Any, name: str, body: Callable[..., Any]) -> None:
-    signature = inspect.signature(body)
-    form.__signature__ = signature.replace(parameters=list(signature.parameters.values())[1:])
+    form.__signature__ = _users(body)
     form.__name__ = form.__qualname__ = name
+
+
+def _users(body: Callable[..., Any]) -> inspect.Signature:
+    """Return the signature that users see: the body's without the form."""
+    signature = inspect.signature(body)
+    return signature.replace(parameters=list(signature.parameters.values())[1:])

@@ -50,6 +50,7 @@ async def running_cluster(
         middlewares=dump_bytes(options.middlewares) if options.middlewares else None,
         start_timeout_s=settings.timeouts().start_s,
         callback=settings.controller().callback,
+        start_id="local",
     )
     factories: dict[ActorKind, Any] = {
         ActorKind.CONTROLLER: actors.make_controller,

@@ -152,13 +152,18 @@ class EndpointStatus(_FromPlain):
 
 @dataclass(frozen=True, slots=True)
 class GoalStatus(_FromPlain):
-    """One requested change of a backend or an application: PENDING, DONE or FAILED."""
+    """One requested change of a backend or an application: PENDING, DONE or FAILED.
+
+    ``by`` is the program that asked for it, and ``successor`` the goal of a later change that superseded it.
+    """
 
     goal_id: str
     backend: str
     state: str
     failures: int = 0
     application: str = ""
+    by: str = ""
+    successor: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +188,9 @@ class Status:
         Whether the percentage last went ``"UP"`` or ``"DOWN"``.
     unresponsive_workers : tuple of str
         Workers whose process does not answer.
+    broken_routes : dict
+        Workers that do not reach other workers directly: for each, the others with their route,
+        ``"scheduler"`` or ``"none"``.
     refused_workers : dict
         Workers that get no actors, each with the reason and the remedy.
     problems : dict
@@ -197,6 +205,7 @@ class Status:
     goals: tuple[GoalStatus, ...] = ()
     http_urls: tuple[str, ...] = ()
     unresponsive_workers: tuple[str, ...] = ()
+    broken_routes: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     refused_workers: Mapping[str, str] = field(default_factory=dict)
     problems: Mapping[str, str] = field(default_factory=dict)
     target_capacity: float | None = None
@@ -221,6 +230,7 @@ class Status:
             goals=tuple(GoalStatus.of(each) for each in values["goals"]),
             http_urls=tuple(values["http_urls"]),
             unresponsive_workers=tuple(values["unresponsive_workers"]),
+            broken_routes={name: dict(each) for name, each in values["broken_routes"].items()},
             refused_workers=dict(values["refused_workers"]),
             problems=dict(values["problems"]),
             target_capacity=values.get("target_capacity"),
@@ -229,7 +239,7 @@ class Status:
 
     @property
     def proxies(self) -> dict[str, str]:
-        """The state of each proxy, by name: STARTING or HEALTHY."""
+        """The state of each proxy, by name: STARTING, HEALTHY, UNHEALTHY or DRAINING."""
         proxies = (each for each in self.actors if each.kind == "proxy")
         return {each.name: "HEALTHY" if each.state == "RUNNING" else each.state for each in proxies}
 
@@ -269,6 +279,13 @@ class Status:
         ]
         lines += ["", table(head, rows)]
         notes = [f"Worker {each} does not answer." for each in self.unresponsive_workers]
+        notes += [
+            f"Worker {worker} reaches {other} only through the scheduler."
+            if route == "scheduler"
+            else f"Worker {worker} cannot reach {other}."
+            for worker, routes in sorted(self.broken_routes.items())
+            for other, route in sorted(routes.items())
+        ]
         notes += [f"Worker {worker} gets no actors: {why}" for worker, why in self.refused_workers.items()]
         notes += [f"Record {key} could not be read: {why}" for key, why in self.problems.items()]
         return "\n".join([*lines, *([""] if notes else []), *notes])

@@ -39,6 +39,7 @@ from daskserve.types import (
     Load,
     OnAnswer,
     Payload,
+    Reach,
     Receive,
     Send,
     WorkerAddress,
@@ -97,6 +98,8 @@ class ActorBook:
         Returns the context manager in which an actor is created and its start begins.
     on_change : callable, optional
         Called after an actor started or stopped.
+    broken_routes : callable, optional
+        Returns the workers that this process does not reach directly for an instance, each with its route.
 
     Attributes
     ----------
@@ -115,6 +118,7 @@ class ActorBook:
         *,
         surroundings: Callable[[], AbstractContextManager[None]] = nullcontext,
         on_change: Callable[[], None] = _nothing,
+        broken_routes: Callable[[InstanceName], Mapping[WorkerAddress, Reach]] = lambda _: {},
     ) -> None:
         self.worker = worker
         self.entries: dict[str, Entry] = {}
@@ -124,6 +128,7 @@ class ActorBook:
         self._make = make
         self._surroundings = surroundings
         self._on_change = on_change
+        self._broken_routes = broken_routes
         self._stopping = TaskSet(logger)
         self._verbs = verbs_of(self)
 
@@ -223,6 +228,8 @@ class ActorBook:
     async def actors(self, instance: InstanceName, figures_of: Collection[str] = ()) -> list[dict[str, Any]]:
         """Return an instance's actors; see `Cluster.inspect`."""
         named = set(figures_of)
+        routes = {worker: route.value for worker, route in self._broken_routes(instance).items()}
+        broken = {"broken_routes": routes} if routes else {}
         return [
             {
                 "name": entry.spec.name,
@@ -231,6 +238,7 @@ class ActorBook:
                 "is_ready": entry.is_ready,
                 **entry.health(),
                 **(entry.figures() if entry.spec.name in named else {}),
+                **broken,
                 "worker": self.worker,
                 "pid": self._pid,
             }
@@ -243,6 +251,27 @@ class ActorBook:
         """Return an answer that stays here; raise `UnavailableError` if its caller has dropped it."""
         return self.kept.find(token)
 
+    def controllers(self) -> list[Entry]:
+        """Return the controllers that are ready."""
+        return [
+            entry
+            for entry in self.entries.values()
+            if entry.spec.kind is ActorKind.CONTROLLER and entry.is_ready
+        ]
+
+    async def end_controllers(self) -> None:
+        """Stop all controllers; the actors that they started stay."""
+        await asyncio.gather(*map(self._end, self.controllers()))
+
+    async def drain(self, grace_s: float, instance: InstanceName | None = None) -> None:
+        """Stop all actors, or those of one instance, once their requests have completed or had their time.
+
+        Proxies stop before the replicas that answer their requests.
+        """
+        mine = [entry for entry in self.entries.values() if instance in (None, entry.spec.instance)]
+        for kind in (ActorKind.CONTROLLER, ActorKind.PROXY, ActorKind.REPLICA):
+            await asyncio.gather(*(self._end(each, grace_s) for each in mine if each.spec.kind is kind))
+
     async def end_instance(self, instance: InstanceName) -> None:
         """Stop an instance's actors, the controller first so that it does not replace the others."""
         mine = [entry for entry in self.entries.values() if entry.spec.instance == instance]
@@ -250,9 +279,9 @@ class ActorBook:
         for together in (controllers, [entry for entry in mine if entry not in controllers]):
             await asyncio.gather(*map(self._end, together))
 
-    async def _end(self, entry: Entry) -> None:
+    async def _end(self, entry: Entry, grace_s: float = 0) -> None:
         try:
-            await self._remove(entry, grace_s=0)
+            await self._remove(entry, grace_s)
         except Exception:
             # An actor that fails to stop must not prevent the others from stopping.
             logger.exception("Actor %s failed to stop", entry.spec.name)

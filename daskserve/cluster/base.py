@@ -26,9 +26,11 @@ from daskserve.types import (
     Load,
     OnAnswer,
     Payload,
+    Reach,
     Receive,
     Send,
     SnapshotId,
+    UseReport,
     WorkerAddress,
     WorkerInfo,
 )
@@ -45,25 +47,6 @@ class ActorSpec:
     incarnation: int
     instance: InstanceName
     payload: bytes = b""
-
-
-@dataclass(frozen=True, slots=True)
-class UseReport:
-    """A controller's report to the scheduler about the workers that its instance uses.
-
-    Attributes
-    ----------
-    in_use : frozenset
-        Workers that hold replicas, other bundles of their placement groups, or proxies, or are about to.
-    retiring : frozenset
-        Workers that are about to leave, so that the controller places nothing new on them.
-    waiting_workers : int
-        Number of additional workers needed for the replicas that wait for capacity.
-    """
-
-    in_use: frozenset[WorkerAddress] = frozenset()
-    retiring: frozenset[WorkerAddress] = frozenset()
-    waiting_workers: int = 0
 
 
 ViewT_co = TypeVar("ViewT_co", bound=HasLink, covariant=True)
@@ -156,11 +139,14 @@ class ReportsFigures(Protocol):
 class StoreChange:
     """One transaction: records to write (bytes) and to remove (None).
 
-    ``parcels`` are the digests of the parcels behind codes that are written, by the code's name.
+    ``parcels`` are the digests of the parcels behind codes that are written, by the code's name. A change
+    that ``must_last`` fails if the store is lost; what the controller does by itself is kept in memory, for
+    `Store.rewrite`.
     """
 
     records: Mapping[str, bytes | None] = field(default_factory=dict)
     parcels: Mapping[str, str] = field(default_factory=dict)
+    must_last: bool = True
 
 
 class Store(Protocol):
@@ -170,10 +156,22 @@ class Store(Protocol):
         """Return all records."""
 
     async def commit(self, epoch: int, change: StoreChange) -> None:
-        """Write one transaction atomically; raise if ``epoch`` is not the newest."""
+        """Write one transaction atomically; raise if ``epoch`` is not the newest.
+
+        Raises
+        ------
+        StoreLostError
+            The change must last, and what it would be written to is not what the next start would open.
+        """
+
+    async def rewrite(self, epoch: int, change: StoreChange, unreadable: Sequence[str] = ()) -> None:
+        """Replace all records at the place that the store's URL names now, except ``unreadable`` ones."""
 
     def problems(self) -> Mapping[str, str]:
-        """Return the records that could not be read, each with the reason and where it is kept."""
+        """Return the records that could not be read, each with the reason and where it is kept.
+
+        The problem ``store`` says that the store is lost.
+        """
 
 
 class InstanceStore(Store, Protocol):
@@ -202,6 +200,9 @@ class Cluster(Protocol):
     """One process's view of the cluster, for one instance."""
 
     instance: InstanceName
+
+    @property
+    def routes(self) -> Routes: ...
 
     @property
     def store(self) -> Store: ...
@@ -240,12 +241,13 @@ class Cluster(Protocol):
         """
 
     async def inspect(
-        self, worker: WorkerAddress, *, figures_of: Collection[str] = ()
+        self, worker: WorkerAddress, *, figures_of: Collection[str] = (), by_scheduler: bool = False
     ) -> Sequence[Mapping[str, Any]]:
-        """Return the current actors of the instance on a worker.
+        """Return the current actors of the instance on a worker, asked directly or by the scheduler.
 
         Each is ``{"name", "kind", "incarnation", "is_ready", "is_healthy", "detail", "worker", "pid"}``, with
-        ``"figures"`` if the actor has any and is named in ``figures_of``, and further facts of its health.
+        ``"figures"`` if the actor has any and is named in ``figures_of``, ``"broken_routes"`` if there are
+        workers that its process does not reach directly, and further facts of its health.
         Raises `ActorLostError` if the worker is gone, and never returns if its process is stopped.
         """
 
@@ -291,6 +293,30 @@ class Cluster(Protocol):
 
     def is_local(self, address: ActorAddress) -> bool:
         """Return whether the actor is in this process."""
+
+
+class Routes(Protocol):
+    """The routes from one process to the workers; see `daskserve.cluster.routes.WorkerRoutes`."""
+
+    def watch(
+        self, note: Callable[[WorkerAddress, Reach], object], is_used: Callable[[WorkerAddress], bool]
+    ) -> None:
+        """Call ``note(worker, route)`` when a route changes; a lost worker is dialled while it is used."""
+
+    def to(self, worker: WorkerAddress) -> Reach | None:
+        """Return the route to a worker; None if it is not known yet."""
+
+    async def connect(self, worker: WorkerAddress) -> None:
+        """Connect to a worker if necessary; raise `ActorLostError` if it cannot be reached at once."""
+
+    def break_off(self, worker: WorkerAddress) -> None:
+        """Fail the requests that are under way at a worker, because it does not answer."""
+
+    def broken(self) -> Mapping[WorkerAddress, Reach]:
+        """Return the workers that are not reached directly, each with its route."""
+
+    def close(self) -> None:
+        """Forget everything, and report no more changes. Idempotent."""
 
 
 class Listener(Protocol):

@@ -6,34 +6,33 @@ scheduler and its topics) and a pool of channels (for requests to actors).
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from distributed import Client
 
-from daskserve._version import __version__
+from daskserve._version import PROTOCOL, __version__
 from daskserve.clock import Clock
 from daskserve.cluster.actor_book import ActorBook
 from daskserve.cluster.actor_calls import ActorCalls
-from daskserve.cluster.base import Link, StoreChange, TopicHandler, UseReport
+from daskserve.cluster.base import Link, StoreChange, TopicHandler
 from daskserve.cluster.channel.pool import ChannelPool
 from daskserve.cluster.distributed_internals import call_scheduler
 from daskserve.cluster.long_poll import LongPollClient
 from daskserve.cluster.parcel_memory import ParcelCarrier
-from daskserve.errors import InstanceError, NotRunningError
+from daskserve.cluster.routes import WorkerRoutes
+from daskserve.cluster.subscription import TopicSubscription
+from daskserve.errors import InstanceError, NotRunningError, ServeError, StoreLostError, UnavailableError
 from daskserve.figures.collector import PROCESS
 from daskserve.payload.packed_errors import load_error
 from daskserve.payload.parcels import Parcel
-from daskserve.types import ActorAddress, InstanceName, WorkerAddress, WorkerInfo
+from daskserve.types import ActorAddress, InstanceName, UseReport, WorkerAddress, WorkerInfo
 
 #: The scheduler handler that the supervisor plugin adds.
 SUPERVISOR_OP = "daskserve"
-MARKER_RETRY_S = 0.005
-MAX_MARKER_RETRY_S = 0.5
+#: How long after the return of the scheduler an instance that it does not know may still come back.
+RETURN_S = 10.0
 
 
 def topic_of(instance: InstanceName) -> str:
@@ -53,7 +52,9 @@ async def ask_supervisor(client: Client, verb: str, **message: Any) -> Any:
     OSError
         The scheduler cannot be reached.
     """
-    answer = await call_scheduler(client, SUPERVISOR_OP, verb=verb, message=message, version=__version__)
+    answer = await call_scheduler(
+        client, SUPERVISOR_OP, verb=verb, message=message, version=__version__, protocol=PROTOCOL
+    )
     if answer is None:  # Dask's answer to an operation it does not know
         raise NotRunningError("No daskserve instance runs on this Dask cluster.")
     if "error" in answer:
@@ -80,14 +81,31 @@ class RemoteStore:
         return dict(self._problems)
 
     async def commit(self, epoch: int, change: StoreChange) -> None:
-        await ask_supervisor(
-            self._client,
-            "commit_records",
-            instance=self._instance,
-            epoch=epoch,
-            records=dict(change.records),
-            parcels=dict(change.parcels),
-        )
+        try:
+            await self._write("commit_records", epoch, change, must_last=change.must_last)
+        except StoreLostError as error:
+            self._problems = {**self._problems, "store": str(error)}
+            raise
+
+    async def rewrite(self, epoch: int, change: StoreChange, unreadable: Sequence[str] = ()) -> None:
+        await self._write("rewrite_records", epoch, change, unreadable=list(unreadable))
+
+    async def _write(self, verb: str, epoch: int, change: StoreChange, **message: Any) -> None:
+        try:
+            self._problems = await ask_supervisor(
+                self._client,
+                verb,
+                instance=self._instance,
+                epoch=epoch,
+                records=dict(change.records),
+                parcels=dict(change.parcels),
+                **message,
+            )
+        except NotRunningError as error:
+            # Callers learn which of both it is when they look for the controller again.
+            raise UnavailableError(
+                f"The instance has ended, or another scheduler starts it: {error}"
+            ) from error
 
 
 class DaskCluster(ActorCalls):
@@ -116,6 +134,7 @@ class DaskCluster(ActorCalls):
     ) -> None:
         super().__init__(instance, channels, book)
         self.clock = clock
+        self.routes = WorkerRoutes(channels, clock)
         self.store = RemoteStore(client, instance)
         self.link = link
         #: Objects that the layers above keep once per process and instance, by name.
@@ -126,8 +145,8 @@ class DaskCluster(ActorCalls):
         self._listener: LongPollClient | None = None
         self._parcels = ParcelCarrier(partial(ask_supervisor, client, instance=instance))
         self.is_ended = False
-        self._handlers: list[TopicHandler] = []
-        self._subscribing: asyncio.Future[None] | None = None
+        self._topic = TopicSubscription(client, topic_of(instance), clock)
+        self._resumed_at: float | None = None
 
     @property
     def listener(self) -> LongPollClient:
@@ -145,9 +164,9 @@ class DaskCluster(ActorCalls):
 
     def _mark_ended(self) -> None:
         self.is_ended = True
+        self.routes.close()
         self._controller = None
-        if self._subscribing is not None and self._subscribing.done():
-            self._unsubscribe()  # the scheduler keeps the topic while this process listens
+        self._topic.end()  # the scheduler keeps the topic while this process listens
 
     async def close(self) -> None:
         """Stop listening. The Dask client and the channels stay open: the link owns them."""
@@ -169,6 +188,15 @@ class DaskCluster(ActorCalls):
         refused: Mapping[WorkerAddress, str] = answer["refused"]
         return refused
 
+    async def inspect(
+        self, worker: WorkerAddress, *, figures_of: Collection[str] = (), by_scheduler: bool = False
+    ) -> Sequence[Mapping[str, Any]]:
+        if not by_scheduler:
+            return await super().inspect(worker, figures_of=figures_of)
+        message = {"instance": self.instance, "worker": worker, "figures_of": list(figures_of)}
+        actors: Sequence[Mapping[str, Any]] = await ask_supervisor(self._client, "inspect", **message)
+        return actors
+
     async def report(self, epoch: int, report: UseReport) -> bool:
         is_adaptive: bool = await ask_supervisor(
             self._client,
@@ -178,6 +206,9 @@ class DaskCluster(ActorCalls):
             in_use=sorted(report.in_use),
             retiring=sorted(report.retiring),
             waiting_workers=report.waiting_workers,
+            proxies=sorted(report.proxies),
+            held=sorted(report.held),
+            grace_s=report.grace_s,
         )
         return is_adaptive
 
@@ -194,7 +225,16 @@ class DaskCluster(ActorCalls):
         if self.is_ended:
             raise NotRunningError(f"Instance {self.instance!r} has been shut down.")
         if self._controller is None:
-            found = await ask_supervisor(self._client, "controller", instance=self.instance)
+            try:
+                found = await ask_supervisor(self._client, "controller", instance=self.instance)
+            except NotRunningError as error:
+                if self._resumed_at is None or self.clock.now() > self._resumed_at + RETURN_S:
+                    raise
+                raise UnavailableError(f"Instance {self.instance!r} is coming back: {error}") from error
+            except OSError as error:
+                if isinstance(error, ServeError) or self._client.status not in ("running", "connecting"):
+                    raise
+                raise UnavailableError(f"The scheduler was lost during a call: {error}") from error
             self._controller = ActorAddress(**found)
         return self._controller
 
@@ -208,51 +248,12 @@ class DaskCluster(ActorCalls):
         self._worker.log_event(topic_of(self.instance), message)
 
     async def subscribe(self, handler: TopicHandler) -> Callable[[], Awaitable[None]]:
-        # Dask has one handler per client and topic, so the process subscribes once for all its listeners.
-        self._handlers.append(handler)
-        try:
-            if self._subscribing is None or self._subscribing.cancelled():
-                self._subscribing = asyncio.ensure_future(self._subscribe())
-            await asyncio.shield(self._subscribing)
-        except BaseException:
-            self._handlers.remove(handler)
-            if not self._handlers:
-                self._subscribing = None
-            raise
+        return await self._topic.subscribe(handler)
 
-        async def unsubscribe() -> None:
-            if handler in self._handlers:
-                self._handlers.remove(handler)
-            if not self._handlers:
-                self._unsubscribe()
-
-        return unsubscribe
-
-    def _unsubscribe(self) -> None:
-        if self._subscribing is not None:
-            self._subscribing = None
-            if self._client.status == "running":
-                self._client.unsubscribe_topic(topic_of(self.instance))
-
-    async def _subscribe(self) -> None:
-        topic = topic_of(self.instance)
-        marker = uuid.uuid4().hex
-        seen = asyncio.Event()
-
-        def hear(event: tuple[float, Any]) -> None:
-            message = event[1]
-            if message.get("kind") == "marker":
-                if message["id"] == marker:
-                    seen.set()
-                return
-            for each in list(self._handlers):
-                each(message)
-
-        # Dask does not acknowledge a subscription; receiving our own marker event proves that it is active.
-        patience_s = MARKER_RETRY_S
-        while not seen.is_set():
-            self._client.subscribe_topic(topic, hear)
-            await self._client.log_event(topic, {"kind": "marker", "id": marker})
-            with contextlib.suppress(TimeoutError):
-                await self.clock.wait_for(seen.wait(), patience_s)
-            patience_s = min(MAX_MARKER_RETRY_S, patience_s * 2)
+    async def resume(self) -> None:
+        """Listen to the scheduler that has taken the place of a lost one, and learn what was missed."""
+        self._resumed_at = self.clock.now()
+        self._controller = None
+        await self._topic.resume()
+        if self._listener is not None:
+            self._listener.refresh()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import enum
+import inspect
 import socket
+import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +18,7 @@ from daskserve.internals.checking import needs
 
 with needs("distributed", ">=2025.1,<2026.9") as check:
     from distributed import Client, Scheduler, Security, Worker
+    from distributed.batched import BatchedSend
     from distributed.broker import Broker, Topic
     from distributed.client import _maybe_call_security_loader
     from distributed.comm import parse_address
@@ -26,16 +30,21 @@ with needs("distributed", ">=2025.1,<2026.9") as check:
     from distributed.scheduler import WorkerState
     from distributed.utils import get_ip
     from distributed.worker import _worker_cvar
+    from distributed.worker_state_machine import FreeKeysEvent
     from distributed.worker_state_machine import WorkerState as TaskStates
 
     check.fields(Client, "_asynchronous", "_handle_report_task", "preloads", "rpc", "scheduler")
-    check.attributes(Client, "_send_to_scheduler")
+    check.fields(Client, "_scheduler_identity")
+    check.attributes(Client, "_ensure_connected", "_send_to_scheduler")
     check.attributes(Scheduler, "client_desires_keys", "get_task_status")
     check.fields(Server, "handlers")
     check.fields(Worker, "state")
     check.fields(TaskStates, "actors")
-    check.attributes(Worker, "actor_execute", "_get_client")
-    check.fields(Scheduler, "client_comms", "idle_timeout", "_broker")
+    check.attributes(Worker, "actor_execute", "_get_client", "_register_with_scheduler")
+    check.fields(Worker, "batched_stream", "connection_args", "extensions", "periodic_callbacks")
+    check.constants(inspect.unwrap(Worker.handle_scheduler), "worker-handle-scheduler-connection-broken")
+    check.constants(Worker.heartbeat, "worker-heartbeat-missing")
+    check.fields(Scheduler, "client_comms", "idle_timeout", "stream_comms", "_broker")
     check.fields(Broker, "_topics")
     check.fields(Topic, "subscribers")
     check.attributes(Scheduler, "adaptive_target", "retire_workers", "workers_to_close")
@@ -53,6 +62,13 @@ with needs("dask", ">=2025.1,<2026.9") as check:
 
 #: For the other modules of the cluster room.
 __all__ = ["get_ip", "to_serialize"]
+
+#: Why a worker closes: its stream from the scheduler broke, or the scheduler does not know the worker.
+_STREAM_BROKE = "worker-handle-scheduler-connection-broken"
+_IS_UNKNOWN = "worker-heartbeat-missing"
+
+#: Interval at which to check whether a client has connected again.
+_CONNECTING_S = 0.05
 
 #: Fields of the handshake from which both ends of a connection choose an encoding.
 _HANDSHAKE_FIELDS = ("compression", "python", "pickle-protocol")
@@ -84,6 +100,9 @@ async def call_scheduler(client: Client, operation: str, **arguments: Any) -> An
     OSError
         The client is closed, or the scheduler cannot be reached.
     """
+    # Dask's own attempts to reach a dead scheduler go on for long after another one has come.
+    while is_connecting(client):  # noqa: ASYNC110 - Dask has no event
+        await asyncio.sleep(_CONNECTING_S)
     if client.scheduler is None:
         raise OSError("the Dask client is closed")
     return await getattr(client.scheduler, operation)(**arguments)
@@ -145,6 +164,125 @@ async def call_actor(client: Client, worker: str, key: str, function: str, *argu
     if answer["status"] != "OK":
         raise answer["exception"]
     return answer["result"]
+
+
+def connect_again_when(
+    client: Client, is_back: Callable[[], Awaitable[None]], connected: Callable[[], None]
+) -> None:
+    """Have a client that has lost its scheduler wait for a function before it tries to connect again.
+
+    Dask's own attempts are further apart the longer they fail, and end after 30 seconds.
+
+    Parameters
+    ----------
+    is_back
+        Returns when the client should connect; raises `OSError` to give up.
+    connected
+        Called each time the client has connected again.
+    """
+    original = client._ensure_connected
+
+    async def ensure_connected(timeout: float | None = None) -> None:
+        is_first = not client._scheduler_identity
+        if not is_first:
+            await is_back()
+        await original(timeout)
+        if not is_first and client.status == "running":
+            connected()
+
+    client._ensure_connected = ensure_connected  # type: ignore[method-assign]
+
+
+def is_connecting(client: Client) -> bool:
+    """Return whether a client has lost its scheduler and tries to connect again."""
+    return bool(client.status == "connecting" and client._scheduler_identity)
+
+
+def scheduler_id(client: Client) -> str | None:
+    """Return the id of the scheduler process that a client was last connected to."""
+    found = client._scheduler_identity.get("id")
+    return None if found is None else str(found)
+
+
+class Fate(enum.Enum):
+    """What becomes of a worker that has lost its scheduler."""
+
+    #: It is registered again.
+    STAYS = enum.auto()
+    #: It closes, and its nanny, if it has one, starts another.
+    RESTARTS = enum.auto()
+    #: It closes, and so does its nanny, as Dask wants.
+    CLOSES = enum.auto()
+
+
+def answer_lost_scheduler(worker: Worker, survive: Callable[[], Awaitable[Fate]]) -> None:
+    """Let a function decide what a worker does when its connection to the scheduler breaks.
+
+    A worker that the scheduler tells to close closes all the same.
+    """
+    original = worker.close
+    is_surviving = False
+
+    async def close(
+        timeout: float = 30, executor_wait: bool = True, nanny: bool = True, reason: str = "worker-close"
+    ) -> str | None:
+        nonlocal is_surviving
+        if is_surviving and reason == _IS_UNKNOWN:
+            return None  # a heartbeat of before the loss has reached the next scheduler
+        is_lost = reason == _STREAM_BROKE and is_present(worker) and sys.exception() is None
+        if is_lost and not is_surviving:
+            is_surviving = True
+            try:
+                fate = await survive()
+            except Exception:
+                await original(timeout, executor_wait, False, reason)
+                raise
+            finally:
+                is_surviving = False
+            if fate is Fate.STAYS:
+                return None
+            if fate is Fate.RESTARTS:
+                executor_wait = nanny = False  # what runs in its threads may run for long
+        return await original(timeout, executor_wait, nanny, reason)
+
+    worker.close = close  # type: ignore[method-assign]
+
+
+def stop_answering_lost_scheduler(worker: Worker) -> None:
+    """Undo `answer_lost_scheduler`; idempotent."""
+    vars(worker).pop("close", None)
+
+
+def is_present(worker: Worker) -> bool:
+    """Return whether a worker is neither closing nor closed."""
+    return worker.status in (Status.running, Status.paused)
+
+
+def pause_heartbeat(worker: Worker) -> None:
+    """Stop a worker's heartbeats until it is registered again."""
+    worker.periodic_callbacks["heartbeat"].stop()
+
+
+def forget_tasks(worker: Worker) -> bool:
+    """Have a worker forget all tasks, actors and data; return whether it has, which running tasks prevent."""
+    keys = list(worker.state.tasks)
+    worker.handle_stimulus(FreeKeysEvent(keys=keys, stimulus_id="daskserve-lost-scheduler"))
+    return not worker.state.tasks and not worker.data
+
+
+async def register_again(worker: Worker) -> None:
+    """Register a worker that has no tasks with the scheduler that is at the address of the lost one."""
+    worker.batched_stream = BatchedSend(interval="2ms", loop=worker.loop)
+    await worker._register_with_scheduler()
+    for extension in worker.extensions.values():
+        # The registration has collected measurements, which the first heartbeat expects to be sent.
+        if hasattr(extension, "heartbeat"):
+            extension.heartbeat()
+
+
+def connection_args(worker: Worker) -> dict[str, Any]:
+    """Return the arguments with which a worker connects to other processes."""
+    return dict(worker.connection_args)
 
 
 def actors_on(worker: Worker) -> list[Any]:
@@ -233,6 +371,30 @@ def restore_method(scheduler: Scheduler, name: str, original: Callable[..., Any]
     """Undo `replace_method`."""
     scheduler.handlers[name] = original
     vars(scheduler).pop(name, None)
+
+
+def answer_signal(scheduler: Scheduler, leave: Callable[[], None]) -> None:
+    """Call a function before a scheduler closes because of a signal, and not because a client wants it."""
+    original = scheduler.close
+
+    async def close(timeout: float | None = None, reason: str = "unknown") -> None:
+        if reason.startswith("signal-") and is_running(scheduler):
+            leave()
+        await original(timeout, reason)
+
+    scheduler.close = close  # type: ignore[method-assign]
+
+
+def stop_answering_signal(scheduler: Scheduler) -> None:
+    """Undo `answer_signal`; idempotent."""
+    vars(scheduler).pop("close", None)
+
+
+def break_stream(scheduler: Scheduler, worker: str) -> None:
+    """Break the connection to a worker, so that it takes the scheduler for lost and is not told to close."""
+    stream = scheduler.stream_comms.get(worker)
+    if stream is not None:
+        stream.abort()
 
 
 def topics_of(scheduler: Scheduler) -> list[str]:

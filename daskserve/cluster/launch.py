@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
@@ -67,12 +67,18 @@ CHECK_FILE_S = 0.05
 _LOCALHOST = "127.0.0.1"
 
 
-def command(cls: str, options: dict[str, Any], *addresses: str, prelude: str = "") -> list[str]:
+def command(
+    cls: str,
+    options: dict[str, Any],
+    *addresses: str,
+    prelude: str = "",
+    config: Mapping[str, Any] | None = None,
+) -> list[str]:
     """Return the command line of a process that runs one Dask server, after ``prelude``."""
     here = os.getcwd()
     message = {
         "path": [entry or here for entry in sys.path],
-        "config": {"distributed.admin.event-loop": _event_loop()},
+        "config": {"distributed.admin.event-loop": _event_loop(), **(config or {})},
         "arguments": [*addresses, "--spec", json.dumps({"cls": cls, "opts": options})],
     }
     return [sys.executable, "-c", prelude + _MAIN, json.dumps(message)]
@@ -103,6 +109,8 @@ class WorkerProcess(ProcessInterface):
             {**worker_options, "name": str(name)},
             scheduler,
             prelude=_END_WITH_CALLER.format(grace_s=END_TIMEOUT_S),
+            # The scheduler is in the caller's process, and does not come back.
+            config={"daskserve.scheduler.grace-s": 0},
         )
         self._process: asyncio.subprocess.Process | None = None
         self._lifeline: int | None = None

@@ -13,14 +13,12 @@ import logging
 from collections.abc import Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 from distributed import Client, Security, Worker, get_worker
 from distributed.comm import connect
 
 from daskserve import settings
-from daskserve._version import __version__
 from daskserve.amounts import shown
 from daskserve.clock import OneLoopClock, RequestIds, system_rng
 from daskserve.cluster.actor_book import ActorBook
@@ -36,6 +34,7 @@ from daskserve.cluster.distributed_internals import (
     scheduler_address,
 )
 from daskserve.cluster.probe import mismatch, version_probe
+from daskserve.cluster.returning import identity_on, keep_connected
 from daskserve.cluster.values import DaskTransfer
 from daskserve.context import current_replica
 from daskserve.errors import (
@@ -120,8 +119,7 @@ class DaskLink:
         self.hop = self.hops.onto(self.loop, self.landing)
         self.rng = system_rng()
         self.request_ids = RequestIds(self.rng)
-        # Workers always reach each other directly, because Dask requires it.
-        channel = settings.channel() if worker is None else replace(settings.channel(), route="direct")
+        channel = settings.channel() if worker is None else settings.worker_channel()
         connection_args = client.security.get_connection_args(role)
         dialler = Dialler(connection_args, lambda: scheduler_address(client), channel, self.clock)
         self.channels = ChannelPool(
@@ -130,6 +128,9 @@ class DaskLink:
             None if book is None else book.dispatch_nowait,
             self.landing,
             lost_after_s=channel.lost_after_s,
+            connect_directly=None if channel.route == "scheduler" else dialler.dial_directly,
+            retry_direct_s=channel.retry_direct_s,
+            on_silent=dialler.note_silence,
             kept=None if book is None else book.kept,
         )
         PROCESS.add(self.channels)
@@ -150,6 +151,7 @@ class DaskLink:
         #: The `daskserve.client.connection.InstanceConnection` that `serve.run` reuses, if there is one.
         self.default_instance: Any = None
         self._address = "an unknown scheduler"
+        keep_connected(client, connection_args, self._clusters.values, self.clock)
 
     @property
     def owner_id(self) -> str:
@@ -270,7 +272,7 @@ class DaskLink:
             raise ClusterUnreachableError(
                 f"The Dask scheduler at {self.scheduler_address} did not answer: {error!r}"
             ) from error
-        problem = mismatch(f"The scheduler {self.scheduler_address}", dict(found), __version__)
+        problem = mismatch(f"The scheduler {self.scheduler_address}", found)
         if problem is not None:
             raise VersionMismatchError(problem)
         return bool(found["is_supervised"])
@@ -442,8 +444,7 @@ async def _check_is_scheduler(address: str, timeout_s: float, security: Security
         async with asyncio.timeout(timeout_s + CONNECT_MARGIN_S):
             comm = await connect(address, timeout=timeout_s, **security.get_connection_args("client"))
             try:
-                await comm.write({"op": "identity", "n_workers": 0, "reply": True})
-                answer = await comm.read()
+                answer = await identity_on(comm)
             finally:
                 comm.abort()
     except TimeoutError as error:

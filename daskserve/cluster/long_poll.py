@@ -222,6 +222,11 @@ class LongPollClient:
         """Call ``callback()`` when the instance has been shut down."""
         self._ended.append(callback)
 
+    def refresh(self) -> None:
+        """Fetch all values, because messages may have been missed."""
+        self._wanted.update(self._watchers)
+        self._fetch_wanted.set()
+
     async def wait_for_snapshot(self, snapshot_id: SnapshotId, timeout_s: float) -> None:
         """Return when this process has applied that change or a newer one; raise `TimeoutError` if late."""
         deadline = self._clock.now() + timeout_s

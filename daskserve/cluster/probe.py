@@ -7,8 +7,11 @@ is pickled by value, so it runs anywhere.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
+
+from daskserve._version import PROTOCOL, __version__
+from daskserve.errors import VersionMismatchError
 
 
 def version_probe() -> Callable[..., dict[str, Any]]:
@@ -19,32 +22,52 @@ def version_probe() -> Callable[..., dict[str, Any]]:
 
         found: dict[str, Any] = {
             "version": None,
+            "protocol": None,
             "detail": "",
             "python": f"{sys.version_info.major}.{sys.version_info.minor}",
             "is_supervised": "daskserve" in getattr(dask_scheduler, "handlers", {}),
         }
         try:
-            from daskserve._version import __version__
+            from daskserve import _version
         except Exception as error:
             found["detail"] = f"{type(error).__name__}: {error}"
         else:
-            found["version"] = __version__
+            found["version"] = _version.__version__
+            found["protocol"] = getattr(_version, "PROTOCOL", None)
         return found
 
     return probe
 
 
-def mismatch(place: str, installed: dict[str, Any], wanted: str) -> str | None:
-    """Return an error text about the daskserve of ``place``; None if the version matches."""
+def can_mix(version: str, protocol: int | None) -> bool:
+    """Return whether a process with this version works together with this one.
+
+    Patch versions of one minor version do if their protocols are the same, so that workers can be upgraded
+    one after the other.
+    """
+    return version.split(".")[:2] == __version__.split(".")[:2] and protocol == PROTOCOL
+
+
+def check_caller(scheduler: str, version: str, protocol: int | None) -> None:
+    """Raise `VersionMismatchError` in the scheduler if a caller's version cannot mix with this one."""
+    if not can_mix(version, protocol):
+        raise VersionMismatchError(
+            f"The scheduler {scheduler} has daskserve {__version__}, this program has {version}; install the "
+            "same version on both and restart the older one."
+        )
+
+
+def mismatch(place: str, installed: Mapping[str, Any]) -> str | None:
+    """Return an error text about the daskserve of ``place``; None if the versions can mix."""
     if installed["version"] is None:
         return (
-            f"{place} cannot import daskserve ({installed['detail']}); install daskserve {wanted} there "
-            f"(pip install daskserve=={wanted}) and restart it."
+            f"{place} cannot import daskserve ({installed['detail']}); install daskserve {__version__} there "
+            f"(pip install daskserve=={__version__}) and restart it."
         )
-    if installed["version"] != wanted:
+    if not can_mix(installed["version"], installed["protocol"]):
         return (
-            f"{place} has daskserve {installed['version']}, this program has {wanted}; install the same "
-            f"version on both (pip install daskserve=={wanted}) and restart it."
+            f"{place} has daskserve {installed['version']}, this program has {__version__}; install the same "
+            f"version on both (pip install daskserve=={__version__}) and restart it."
         )
     here = f"{sys.version_info.major}.{sys.version_info.minor}"
     if installed["python"] != here:

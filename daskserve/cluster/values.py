@@ -23,8 +23,8 @@ from daskserve.payload.arguments import take_out
 from daskserve.payload.pickling import SEARCHED_BYTES, load_bytes
 from daskserve.types import Payload
 
-#: In arguments that are too large to be searched, so many items of each container are looked at, to this
-#: depth.
+#: In arguments that are too large to be searched, the number of items of each container that are looked at,
+#: and the depth.
 MAX_ITEMS = 100
 MAX_DEPTH = 3
 

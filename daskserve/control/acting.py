@@ -15,24 +15,23 @@ from typing import Any, TypeAlias
 
 from daskserve.amounts import shown
 from daskserve.clock import Clock
-from daskserve.cluster.base import STOP_MARGIN_S, ActorSpec, Cluster, UseReport
+from daskserve.cluster.base import STOP_MARGIN_S, ActorSpec, Cluster
 from daskserve.control.http_state import StartProxy, StopProxy
 from daskserve.control.observed import Observed
 from daskserve.control.places import places_of
+from daskserve.control.proxy_record import ProxyRecord
 from daskserve.control.ranks import standing_of
-from daskserve.control.records import ProxyRecord, ReplicaRecord
+from daskserve.control.records import ReplicaRecord
 from daskserve.control.replica_actions import ReconfigureReplica, StartReplica, StopReplica
 from daskserve.control.state import State
 from daskserve.errors import ActorLostError, InstanceError, RequestTimeoutError, ServeError, UnavailableError
 from daskserve.starts import ProxyStart, ReplicaStart, dump_config
-from daskserve.types import ActorKind, Standing, as_standing
+from daskserve.types import ActorKind, Standing, UseReport, as_standing
 
 logger = logging.getLogger("daskserve.controller")
 
 #: Delay before a call to an unreachable actor is retried.
 ACTION_RETRY_S = 0.2
-#: Time that a stopping proxy has to finish its requests.
-PROXY_GRACE_S = 5.0
 
 #: Timeout of a proxy's start, which takes milliseconds; after it, the start is retried.
 PROXY_START_S = 30.0
@@ -113,9 +112,13 @@ class Acting:
         """Begin an action on a proxy."""
         proxy = action.proxy
         if isinstance(action, StartProxy):
-            self._spawn("start proxy", proxy.name, self._start_proxy(proxy), None)
+            # By its incarnation: an older one may not have answered yet.
+            self._spawn("start proxy", str(proxy.incarnation), self._start_proxy(proxy), None)
         else:
-            self._spawn("stop proxy", proxy.name, self._stop_proxy(proxy, PROXY_GRACE_S), None)
+            starting = self._tasks.get(("start proxy", str(proxy.incarnation)))
+            if starting is not None:
+                starting.cancel()
+            self._spawn("stop proxy", proxy.tag, self._stop_proxy(proxy, action.grace_s), None)
 
     def _spawn(self, kind: str, name: str, coroutine: Any, backend: str | None) -> None:
         key = (kind, name)
@@ -192,6 +195,7 @@ class Acting:
                 user_config=backend.user_config,
                 environment=backend.env,
                 debug=self._debug,
+                is_async=not backend.config.internal_metadata.is_blocking,
                 code_name=code.name,
                 standing=self._standing_of(replica),
                 actors=backend.actors,
@@ -248,45 +252,60 @@ class Acting:
             self._observed.standings[replica.tag] = standing
 
     async def _start_proxy(self, proxy: ProxyRecord) -> None:
+        address = proxy.address(self._cluster.instance)
         spec = ActorSpec(
             kind=ActorKind.PROXY,
-            name=proxy.address(self._cluster.instance).name,
+            name=address.name,
             incarnation=proxy.incarnation,
             instance=self._cluster.instance,
             payload=self._proxy_start(proxy).encode(),
         )
         try:
-            facts = await self._clock.wait_for(self._cluster.create(spec, proxy.worker), PROXY_START_S)
+            facts = await self._clock.wait_for(self._cluster.create(spec, address.worker), PROXY_START_S)
         except Exception as error:
             # A port in use, a lost worker, or a middleware that raises: reported to callers that wait for
             # HTTP.
-            self._observed.proxies_failed[proxy.name] = error
+            if self._is_current(proxy):
+                self._observed.proxies_failed[proxy.name] = error
             logger.warning("Proxy %s did not start on %s: %s", proxy.name, proxy.worker, error)
             await self._clock.sleep(ACTION_RETRY_S)
             return
-        self._observed.proxies_failed.pop(proxy.name, None)
         if proxy.port != facts["port"]:
             async with self._lock:
                 if self._state.proxies.get(proxy.name) == proxy:
                     await self._commit({proxy.key: replace(proxy, port=facts["port"])})
-        self._observed.proxies_ready[proxy.name] = {**facts, "incarnation": proxy.incarnation}
+        if self._is_current(proxy):
+            self._observed.proxies_failed.pop(proxy.name, None)
+            self._observed.proxies_ready[proxy.name] = {**facts, "incarnation": proxy.incarnation}
+
+    def _is_current(self, proxy: ProxyRecord) -> bool:
+        """Return whether a proxy is neither leaving nor lost by now."""
+        current = self._state.proxies.get(proxy.name)
+        place = (proxy.worker, proxy.incarnation)
+        return current is not None and (current.worker, current.incarnation) == place
 
     async def close_proxies(self, proxies: Iterable[ProxyRecord], grace_s: float) -> None:
         """Stop proxies for good, each once its requests have ended, or after the grace period."""
-        closing = (self._stop_proxy(proxy, grace_s) for proxy in proxies)
+        closing = (self._stop_proxy(proxy, grace_s) for proxy in proxies if proxy.worker is not None)
         for outcome in await asyncio.gather(*closing, return_exceptions=True):
             if isinstance(outcome, Exception):
                 logger.warning("A proxy did not stop: %r", outcome)
 
     async def _stop_proxy(self, proxy: ProxyRecord, grace_s: float) -> None:
         address = proxy.address(self._cluster.instance)
-        try:
-            await self._clock.wait_for(self._cluster.destroy(address, grace_s), grace_s + STOP_MARGIN_S)
-        except TimeoutError:
-            logger.warning("Proxy %s did not stop within its grace period and is abandoned", proxy.name)
         facts = self._observed.proxies_ready.get(proxy.name)
         if facts is not None and facts["incarnation"] == proxy.incarnation:
             del self._observed.proxies_ready[proxy.name]
+        try:
+            await self._clock.wait_for(self._cluster.destroy(address, grace_s), grace_s + STOP_MARGIN_S)
+        except TimeoutError:
+            logger.warning("Proxy %s did not stop within its grace period and is abandoned", proxy.tag)
+        except (ServeError, OSError) as error:
+            logger.warning("Stopping proxy %s failed and is retried: %s", proxy.tag, error)
+            await self._clock.sleep(ACTION_RETRY_S)
+            return
+        if proxy.is_leaving and proxy.tag in self._state.proxies:
+            self._observed.proxies_gone.add(proxy.tag)
 
     async def stop(self) -> None:
         """Cancel all running actions."""

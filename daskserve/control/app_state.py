@@ -6,7 +6,7 @@ order survives a crash. A change of an application ends in the step of the deplo
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from daskserve.control import goals
@@ -43,11 +43,11 @@ def awaited(
     ]
 
 
-def is_up(state: State, backend: BackendRecord, undone: Change) -> bool:
+def is_up(state: State, backend: BackendRecord, undone: Change | None = None) -> bool:
     """Return whether enough replicas run with a backend's version and config; older ones may still drain."""
     running = sum(
         each.version == backend.version and each.config_id == backend.config_id
-        for each in _running(state, undone, backend.tag)
+        for each in _running(state, undone or {}, backend.tag)
     )
     return running >= backend.needed_replicas
 
@@ -85,17 +85,26 @@ def may_stop(state: State, backend: BackendRecord) -> bool:
     return not any(each.is_deleting for each in callers)
 
 
-def neighbours(state: State, backend: BackendRecord) -> list[BackendTag]:
-    """Return the backends for which a change of this one may matter.
+def neighbours(
+    state: State, backend: BackendRecord, change: Change, informed: Collection[BackendTag] = ()
+) -> list[BackendTag]:
+    """Return the backends for which a change of this one, which is applied, may matter.
 
-    The ingress looks whether a change of the application is complete, in case several came up together.
+    The ingress looks whether a change of the application is complete, in case several came up together. That
+    replicas begin to start matters to nobody. Those that call this one matter unless they are ``informed``:
+    their own steps had the change among those `awaited` looks at.
     """
-    if not backend.application:
+    starts = (
+        isinstance(each, ReplicaRecord) and each.state is ReplicaState.STARTING for each in change.values()
+    )
+    if not backend.application or all(starts):
         return []
+    found = [tag for tag in state.apps.needed_by(backend.tag) if tag not in informed]
     app = state.apps.get(backend.application)
-    ingress = () if app is None or app.goal is None else (app.ingress,)
-    called = backend.needs if backend.is_deleting else ()
-    return [*ingress, *state.apps.needed_by(backend.tag), *called]
+    ingress = None if app is None or app.goal is None else state.backends.get(app.ingress)
+    if ingress is not None and is_up(state, ingress):
+        found.append(ingress.tag)
+    return [*found, *backend.needs] if backend.is_deleting else found
 
 
 def is_left_over(state: State, backend: BackendRecord) -> bool:
@@ -146,7 +155,7 @@ def completed(state: State, app: AppRecord, backend: BackendRecord) -> Change:
             if settled.goal is None:
                 change.update(old_codes(state, settled))
         elif not member.is_deleting and not is_used(state, tag):
-            change.update(goals.ended(state, member, app.goal))
+            change.update(goals.ended(state, member, app.goal, None))
             settled = replace(settled, is_deleting=True, goal=None)
         if settled is not member:
             change[member.key] = settled

@@ -30,7 +30,12 @@ class Deployed:
 
 
 def deploy(
-    state: State, specs: Sequence[ApplicationSpec], *, new_goal: Callable[[], GoalId], now: float
+    state: State,
+    specs: Sequence[ApplicationSpec],
+    *,
+    new_goal: Callable[[], GoalId],
+    now: float,
+    by: str = "",
 ) -> Deployed:
     """Deploy applications in one change; a repeated call, or one that changes nothing, is without a change.
 
@@ -45,7 +50,7 @@ def deploy(
     found = Deployed()
     first = goals.next_number(state)
     for number, spec in enumerate(specs, first):
-        outcome = _deploy(state, spec, found.change, goal_id=new_goal(), number=number, now=now)
+        outcome = _deploy(state, spec, found.change, goal_id=new_goal(), number=number, now=now, by=by)
         found.change.update(outcome.change)
         found.goals[spec.name] = outcome.goal
         found.updating[spec.name] = outcome.is_update
@@ -99,6 +104,7 @@ def _deploy(
     goal_id: GoalId,
     number: int,
     now: float,
+    by: str,
 ) -> Outcome:
     existing = state.apps.get(spec.name)
     is_new = existing is None or existing.is_deleting
@@ -142,7 +148,9 @@ def _deploy(
         # A failed deploy is history once what runs is deployed again.
         settled = replace(existing, last_error="", failed="")
         return Outcome({} if settled == existing else {app.key: settled}, existing.goal, is_update=False)
-    goals.open_goal(state, change, app, *wanted, goal_id=goal_id, timeout_s=spec.timeout_s, number=number)
+    goals.open_goal(
+        state, change, app, *wanted, goal_id=goal_id, timeout_s=spec.timeout_s, number=number, by=by
+    )
     return Outcome(change, goal_id)
 
 
@@ -152,10 +160,10 @@ def _is_same(existing: AppRecord, wanted: AppRecord) -> bool:
     )
 
 
-def delete(state: State, name: str, *, goal_id: GoalId) -> Outcome:
+def delete(state: State, name: str, *, goal_id: GoalId, by: str = "") -> Outcome:
     """Stop an application, the ingress first, and remove it; ignore an unknown name.
 
-    The endpoints of the deployments that it calls go when nobody calls them any more.
+    The endpoints of the deployments that it calls are removed once nothing calls them.
     """
     app = state.apps.get(name)
     if app is None:
@@ -171,7 +179,7 @@ def delete(state: State, name: str, *, goal_id: GoalId) -> Outcome:
         change[f"endpoint/{app.ingress}"] = None
     leaving = [replace(each, is_deleting=True) for each in members]
     gone = replace(app, is_deleting=True, failed="")
-    goals.open_goal(state, change, gone, *leaving, goal_id=goal_id, timeout_s=None)
+    goals.open_goal(state, change, gone, *leaving, goal_id=goal_id, timeout_s=None, by=by)
     return Outcome(change, goal_id)
 
 

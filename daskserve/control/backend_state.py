@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from daskserve.amounts import shown
-from daskserve.control import app_state, gangs, goals
+from daskserve.control import app_state, gangs, goals, spreading
 from daskserve.control.burdens import burdens_of
 from daskserve.control.observed import DeadReplica, Notes, Observed
 from daskserve.control.placement import Trial, demand_of, explain, place, room_for
@@ -263,11 +263,15 @@ class _Stepper:
             return
         surge, world = self.surge(), self.world
         burdens = burdens_of(world.state, world.observed, self.backend, self.replicas, world.avoid, world.now)
+        is_busy = self.goal is not None or self.backend.is_deleting
+        leaving, self.notes.stays = spreading.leaving(
+            world.observed, self.notes, self.replicas, is_busy=is_busy
+        )
         steps = gangs.next_steps(
             self.backend,
             list(self.replicas.values()),
             max_surge=surge,
-            leaving=self.world.observed.retiring_of(self.replicas.values()),
+            leaving=leaving,
             burdens=burdens,
         )
         for replica in steps.stop:

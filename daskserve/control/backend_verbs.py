@@ -78,7 +78,7 @@ def _new_record(
     return configured(at_capacity(state, backend), spec.config, spec.user_config), code
 
 
-def create_backend(state: State, spec: BackendSpec, *, goal_id: GoalId, now: float) -> Outcome:
+def create_backend(state: State, spec: BackendSpec, *, goal_id: GoalId, now: float, by: str = "") -> Outcome:
     """Register a backend; a retried call (same request id) changes nothing."""
     existing = state.backends.get(spec.tag)
     _check_owner(state, spec.tag, "")
@@ -92,11 +92,11 @@ def create_backend(state: State, spec: BackendSpec, *, goal_id: GoalId, now: flo
     record, code = _new_record(state, spec, now, is_deployment=False)
     change: Change = {code.key: code}
     record = scaling.carried_over(record, None, now)
-    goals.open_goal(state, change, record, goal_id=goal_id, timeout_s=spec.timeout_s)
+    goals.open_goal(state, change, record, goal_id=goal_id, timeout_s=spec.timeout_s, by=by)
     return Outcome(change, goal_id)
 
 
-def deploy(state: State, spec: BackendSpec, *, goal_id: GoalId, now: float) -> Outcome:
+def deploy(state: State, spec: BackendSpec, *, goal_id: GoalId, now: float, by: str = "") -> Outcome:
     """Register a deployment's backend, or update an existing one to this code and config.
 
     The same version and config change nothing. The same version with another config reconfigures replicas in
@@ -110,7 +110,7 @@ def deploy(state: State, spec: BackendSpec, *, goal_id: GoalId, now: float) -> O
     assert wanted is not None
     record, code = wanted
     change: Change = {code.key: code}
-    goals.open_goal(state, change, record, goal_id=goal_id, timeout_s=spec.timeout_s)
+    goals.open_goal(state, change, record, goal_id=goal_id, timeout_s=spec.timeout_s, by=by)
     return Outcome(change, goal_id)
 
 
@@ -226,6 +226,7 @@ def update_backend_config(
     goal_id: GoalId,
     timeout_s: float | None,
     now: float,
+    by: str = "",
 ) -> Outcome:
     """Merge the given options into a backend's options."""
     backend = get(state, tag)
@@ -246,12 +247,18 @@ def update_backend_config(
     if wanted == backend:
         return Outcome({}, backend.goal)
     change: Change = {}
-    goals.open_goal(state, change, wanted, goal_id=goal_id, timeout_s=timeout_s)
+    goals.open_goal(state, change, wanted, goal_id=goal_id, timeout_s=timeout_s, by=by)
     return Outcome(change, goal_id)
 
 
 def delete_backend(
-    state: State, tag: BackendTag, *, is_forced: bool, goal_id: GoalId, leaving: EndpointTag | None = None
+    state: State,
+    tag: BackendTag,
+    *,
+    is_forced: bool,
+    goal_id: GoalId,
+    leaving: EndpointTag | None = None,
+    by: str = "",
 ) -> Outcome:
     """Stop a backend's replicas, after draining unless forced, and remove it; ignore an unknown tag.
 
@@ -271,7 +278,7 @@ def delete_backend(
         return Outcome({}, backend.goal)
     change: Change = {}
     wanted = replace(backend, is_deleting=True, is_forced=is_forced)
-    goals.open_goal(state, change, wanted, goal_id=goal_id, timeout_s=None)
+    goals.open_goal(state, change, wanted, goal_id=goal_id, timeout_s=None, by=by)
     return Outcome(change, goal_id)
 
 

@@ -18,7 +18,10 @@ from daskserve.types import GoalId
 
 
 class ChangingVerbs:
-    """The verbs that change an instance: each takes the lock, calls a pure function and commits."""
+    """The verbs that change an instance: each takes the lock, calls a pure function and commits.
+
+    The argument ``by`` is the program that calls; others whose changes it replaces learn of it.
+    """
 
     def __init__(self, core: ControllerCore) -> None:
         self._core = core
@@ -56,11 +59,11 @@ class ChangingVerbs:
     # Verbs: backends
 
     @verb
-    async def create_backend(self, spec: Mapping[str, Any]) -> dict[str, Any]:
+    async def create_backend(self, spec: Mapping[str, Any], by: str = "") -> dict[str, Any]:
         async with self._deciding():
             wanted = BackendSpec.from_plain(spec)
             outcome = backend_verbs.create_backend(
-                self._core.state, wanted, goal_id=self._goal_id(), now=self._core.clock.wall()
+                self._core.state, wanted, goal_id=self._goal_id(), now=self._core.clock.wall(), by=by
             )
             return await self._commit_outcome(outcome, wanted.tag)
 
@@ -72,6 +75,7 @@ class ChangingVerbs:
         user_config: bytes | None,
         sets_user_config: bool,
         timeout_s: float | None,
+        by: str = "",
     ) -> dict[str, Any]:
         async with self._deciding():
             outcome = backend_verbs.update_backend_config(
@@ -83,15 +87,16 @@ class ChangingVerbs:
                 goal_id=self._goal_id(),
                 timeout_s=timeout_s,
                 now=self._core.clock.wall(),
+                by=by,
             )
             return await self._commit_outcome(outcome, tag)
 
     @verb
-    async def delete_backend(self, tag: str, force: bool) -> dict[str, Any]:
+    async def delete_backend(self, tag: str, force: bool, by: str = "") -> dict[str, Any]:
         async with self._deciding():
             app_verbs.check_separate(self._core.state, tag)
             outcome = backend_verbs.delete_backend(
-                self._core.state, tag, is_forced=force, goal_id=self._goal_id()
+                self._core.state, tag, is_forced=force, goal_id=self._goal_id(), by=by
             )
             return await self._commit_outcome(outcome, tag)
 
@@ -126,12 +131,13 @@ class ChangingVerbs:
         route: str | None,
         methods: Sequence[str],
         python_methods: Sequence[str],
+        by: str = "",
     ) -> dict[str, Any]:
         """Create or update a deployment (a backend and an endpoint of one name) in one transaction."""
         async with self._deciding():
             wanted = BackendSpec.from_plain(spec)
             outcome = backend_verbs.deploy(
-                self._core.state, wanted, goal_id=self._goal_id(), now=self._core.clock.wall()
+                self._core.state, wanted, goal_id=self._goal_id(), now=self._core.clock.wall(), by=by
             )
             change = dict(outcome.change)
             change.update(
@@ -148,11 +154,11 @@ class ChangingVerbs:
         }
 
     @verb
-    async def delete_deployment(self, name: str, force: bool = False) -> dict[str, Any]:
+    async def delete_deployment(self, name: str, force: bool = False, by: str = "") -> dict[str, Any]:
         async with self._deciding():
             app_verbs.check_separate(self._core.state, name)
             outcome = backend_verbs.delete_backend(
-                self._core.state, name, is_forced=force, goal_id=self._goal_id(), leaving=name
+                self._core.state, name, is_forced=force, goal_id=self._goal_id(), leaving=name, by=by
             )
             outcome.change.update(endpoint_state.delete_endpoint(self._core.state, name))
             answer = await self._commit_outcome(outcome, name)
@@ -161,12 +167,12 @@ class ChangingVerbs:
     # Verbs: applications
 
     @verb
-    async def deploy_applications(self, apps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    async def deploy_applications(self, apps: Sequence[Mapping[str, Any]], by: str = "") -> dict[str, Any]:
         """Create or update applications in one transaction; return the goals and updates by name."""
         specs = [ApplicationSpec.from_plain(each) for each in apps]
         async with self._deciding():
             deployed = app_verbs.deploy(
-                self._core.state, specs, new_goal=self._goal_id, now=self._core.clock.wall()
+                self._core.state, specs, new_goal=self._goal_id, now=self._core.clock.wall(), by=by
             )
             await self._core.writer.commit(deployed.change)
         self._core.loop.poke(deployed.tags)
@@ -178,9 +184,9 @@ class ChangingVerbs:
         }
 
     @verb
-    async def delete_application(self, name: str) -> dict[str, Any]:
+    async def delete_application(self, name: str, by: str = "") -> dict[str, Any]:
         async with self._deciding():
-            outcome = app_verbs.delete(self._core.state, name, goal_id=self._goal_id())
+            outcome = app_verbs.delete(self._core.state, name, goal_id=self._goal_id(), by=by)
             await self._core.writer.commit(outcome.change)
         self._core.loop.poke(self._core.state.apps.members(name))
         return {"goal": outcome.goal, "snapshot": await self._core.barrier()}
@@ -238,6 +244,12 @@ class ChangingVerbs:
             await self._core.writer.commit(change)
         self._core.loop.poke()
         return {"snapshot": await self._core.barrier()}
+
+    @verb
+    async def rewrite_store(self) -> int:
+        """Write all records anew to where the store's URL names; return their number."""
+        async with self._deciding():
+            return await self._core.writer.rewrite(self._core.corrupt)
 
     # Verbs: looking at endpoints
 

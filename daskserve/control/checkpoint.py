@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from daskserve.cluster.base import Store, StoreChange
-from daskserve.control.records import Change, CodeRecord, CorruptRecordError, decode, encode
+from daskserve.control.records import Change, CodeRecord, Record
 from daskserve.control.state import State
+from daskserve.control.stored_records import CorruptRecordError, decode, encode
 from daskserve.payload.parcels import Parcel
 
 logger = logging.getLogger("daskserve.controller")
@@ -33,14 +34,27 @@ def restore(records: Mapping[str, bytes]) -> tuple[State, dict[str, CorruptRecor
     return state, corrupt
 
 
-async def write(store: Store, epoch: int, change: Change) -> None:
-    """Store a change as one transaction."""
+def encoded(records: Mapping[str, Record]) -> dict[str, bytes]:
+    """Return records as a store keeps them."""
+    return {key: encode(record) for key, record in records.items()}
+
+
+async def write(store: Store, epoch: int, change: Change, *, must_last: bool = True) -> None:
+    """Store a change as one transaction; see `StoreChange.must_last`."""
     if change:
         encoded = {key: None if record is None else encode(record) for key, record in change.items()}
-        await store.commit(epoch, StoreChange(encoded, _parcels(change)))
+        await store.commit(epoch, StoreChange(encoded, _parcels(change), must_last))
 
 
-def _parcels(change: Change) -> dict[str, str]:
+async def rewrite(store: Store, epoch: int, state: State, unreadable: Collection[str]) -> int:
+    """Replace all records in the store by those of the state, and return their number."""
+    records = state.records()
+    encoded = {key: encode(record) for key, record in records.items()}
+    await store.rewrite(epoch, StoreChange(encoded, _parcels(records)), sorted(unreadable))
+    return len(encoded)
+
+
+def _parcels(change: Mapping[str, Record | None]) -> dict[str, str]:
     codes = [record for record in change.values() if isinstance(record, CodeRecord)]
     found = {code.name: Parcel.labelled(code.code) for code in codes}
     return {name: parcel.digest for name, parcel in found.items() if parcel is not None}

@@ -27,7 +27,10 @@ class ControlFigures:
 
     def __init__(self) -> None:
         self.rounds = LatencyHistogram()
+        self.steps = 0
         self.failures = 0
+        #: Number of replicas that were to move to better workers.
+        self.moves = 0
         #: Number of ended goals, by outcome.
         self.goals: Counter[GoalState] = Counter()
         self.started_at = 0.0
@@ -38,6 +41,7 @@ class ControlFigures:
         return [
             ("control_loop_duration_seconds", me, self.rounds),
             ("control_loop_failures", me, self.failures),
+            ("replica_moves", me, self.moves),
             ("goals", (*me, "done"), self.goals[GoalState.DONE]),
             ("goals", (*me, "failed"), self.goals[GoalState.FAILED]),
         ]
@@ -83,7 +87,7 @@ def _deployments(instance: str, state: State, observed: Observed) -> list[Metric
 
 def _proxies(instance: str, state: State, observed: Observed) -> list[MetricSample]:
     return [
-        ("proxy_status", (instance, proxy.name, views.proxy_state(proxy, observed)), 1)
+        ("proxy_status", (instance, proxy.tag, views.proxy_state(proxy, observed)), 1)
         for proxy in list(state.proxies.values())
     ]
 

@@ -13,10 +13,11 @@ from typing import Any
 
 from daskserve.amounts import shown
 from daskserve.cluster.base import ActorContext, verb, verbs_of
-from daskserve.control import app_views, backend_verbs, explaining, views
+from daskserve.control import app_views, backend_verbs, checkpoint, explaining, views
 from daskserve.control.changes import ChangingVerbs
 from daskserve.control.core import MAX_WAIT_S, ControllerCore
 from daskserve.control.draining import DrainingVerbs
+from daskserve.control.http_state import is_ready
 from daskserve.control.records import GoalRecord, GoalState
 from daskserve.control.stored_deployments import stored_deployments
 from daskserve.errors import DeployError, NotFoundError, RequestTimeoutError
@@ -61,6 +62,8 @@ class ReadingVerbs:
     async def wait_for_goal(self, goal_id: GoalId, timeout_s: float) -> dict[str, Any]:
         """Return when a goal has ended, or after ``timeout_s`` (at most 30 s) with ``is_done`` False.
 
+        A goal that was superseded is done; the answer has its error and its successor.
+
         Raises
         ------
         ServeError
@@ -76,7 +79,12 @@ class ReadingVerbs:
                 error = load_error(goal.error) if goal.error else DeployError("The change failed.")
                 raise error
             if goal.state is GoalState.DONE:
-                return {"is_done": True, "snapshot": await self._core.barrier()}
+                return {
+                    "is_done": True,
+                    "snapshot": await self._core.barrier(),
+                    "error": goal.error,
+                    "successor": goal.successor,
+                }
             try:
                 await self._core.clock.wait_for(ended.wait(), max(0.0, deadline - self._core.clock.now()))
             except TimeoutError:
@@ -94,10 +102,10 @@ class ReadingVerbs:
         """Return when every target proxy listens; raise the error of a proxy that cannot."""
         deadline = self._core.clock.now() + timeout_s
         while True:
-            proxies = list(self._core.state.proxies.values())
             if not self._core.http.has_proxies:
                 return {"urls": []}
-            if proxies and all(proxy.name in self._core.observed.proxies_ready for proxy in proxies):
+            proxies = [each for each in self._core.state.proxies.values() if not each.is_leaving]
+            if proxies and all(is_ready(self._core.observed, proxy) for proxy in proxies):
                 return {"urls": self._urls()}
             for proxy in proxies:
                 if proxy.name in self._core.observed.proxies_failed:
@@ -111,9 +119,7 @@ class ReadingVerbs:
         return self._urls()
 
     def _urls(self) -> list[str]:
-        ready = self._core.observed.proxies_ready
-        urls = [url for name in sorted(ready) for url in ready[name]["urls"]]
-        return list(dict.fromkeys(urls))
+        return views.http_urls(self._core.state, self._core.observed)
 
     @verb
     async def status(self) -> dict[str, Any]:
@@ -136,6 +142,9 @@ class ReadingVerbs:
             "target_capacity": state.capacity.percent,
             "target_capacity_direction": state.capacity.direction,
             "unresponsive_workers": sorted(observed.unresponsive),
+            "broken_routes": views.broken_routes(
+                observed, self._core.worker, self._core.cluster.routes.broken()
+            ),
             "refused_workers": dict(await self._core.cluster.refused_workers()),
             "problems": {
                 **self._core.cluster.store.problems(),
@@ -178,6 +187,15 @@ class ReadingVerbs:
     @verb
     async def snapshot(self) -> dict[str, Any]:
         return views.snapshot(self._core.state, self._core.cluster.instance)
+
+    @verb
+    async def hand_over(self) -> dict[str, Any]:
+        """Return what a scheduler that knows nothing needs to bring the instance back."""
+        return {
+            "workers": sorted(self._core.observed.workers),
+            "epoch": self._core.epoch,
+            "records": checkpoint.encoded(self._core.state.records()),
+        }
 
     @verb
     async def ping(self) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import socket
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import replace
 from typing import Any
@@ -17,9 +18,11 @@ from daskserve.cluster.base import ActorContext, Cluster
 from daskserve.cluster.long_poll import WORKERS, LongPollHost
 from daskserve.control import checkpoint, endpoint_state, views
 from daskserve.control.acting import Acting
+from daskserve.control.http_state import ProxyRules, is_ready
 from daskserve.control.observed import Observed
+from daskserve.control.proxy_record import ProxyRecord
 from daskserve.control.reconcile import Reconciler
-from daskserve.control.records import Change, GoalRecord, GoalState, ProxyRecord
+from daskserve.control.records import Change, GoalRecord, GoalState
 from daskserve.control.scaling.scaler import Scaler
 from daskserve.control.state import State
 from daskserve.control.watch import WorkerWatch
@@ -29,7 +32,7 @@ from daskserve.figures.table import MetricSample
 from daskserve.options.http import HTTPOptions
 from daskserve.payload.importing import call_imported
 from daskserve.starts import ControllerStart, ProxyStart
-from daskserve.types import Location, SnapshotId, WorkerInfo
+from daskserve.types import SILENT_WORKERS, Location, SnapshotId, WorkerInfo
 
 logger = logging.getLogger("daskserve.controller")
 
@@ -52,7 +55,7 @@ class ControllerCore:
         self.http = HTTPOptions(**self._start.http.model_dump())
         self.news = LongPollHost(self.epoch, self.cluster.publish, self.clock)
         self.state = State()
-        self.observed = Observed()
+        self.observed = Observed(system_workers=tuple(self.http.system_workers))
         self.goal_ended = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._reconciler: Reconciler | None = None
@@ -67,18 +70,16 @@ class ControllerCore:
         if self._start.callback is not None:
             await asyncio.to_thread(call_imported, self._start.callback, "daskserve.controller.callback")
         records = await self.cluster.store.load()
-        self.state, corrupt = checkpoint.restore(records)
-        self.corrupt = corrupt
-        for key, error in corrupt.items():
+        self.state, self.corrupt = checkpoint.restore(records)
+        for key, error in self.corrupt.items():
             logger.error("Stored record %s is skipped: %s", key, error)
         self.writer = Writer(self.cluster.store, self.epoch, self.state, self._apply)
-        location = self.http.location if self.http.has_proxies else Location.NO_SERVER
         self._acting = Acting(
             self.cluster,
             self.clock,
             self.state,
             self.observed,
-            commit=self.writer.commit,
+            commit=self.writer.note,
             lock=self.writer,
             proxy_start=self._proxy_start,
             poke=self._poke,
@@ -91,11 +92,11 @@ class ControllerCore:
             self._acting,
             self.clock,
             self.rng,
-            commit=self.writer.commit,
+            commit=self.writer.note,
             lock=self.writer,
             worker=self.worker,
-            location=location,
-            port=self.http.port,
+            rules=ProxyRules.of(self.http, avoid=self.worker, start_id=self._start.start_id),
+            waits_for_replicas=self.http.take_over,
             epoch=self.epoch,
         )
         self.scaler = Scaler(self.state, self.observed, self.clock, poke=self._reconciler.poke)
@@ -108,6 +109,7 @@ class ControllerCore:
             self.state,
             self.observed,
             poke=self._reconciler.poke,
+            announce=self._announce_silent,
             epoch=self.epoch,
         )
         self._tasks = [
@@ -156,20 +158,25 @@ class ControllerCore:
         self._tasks.append(task)
         return task
 
+    def resume(self) -> None:
+        """Run the loop again if it has ended because another cluster has taken over."""
+        if any(task.done() and task.get_name() == "daskserve-reconcile" for task in self._tasks):
+            self.spawn(self.loop.run(), "reconcile")
+
     def _poke(self, backends: Iterable[str] | None) -> None:
         self.loop.poke(backends)
 
     def _proxy_start(self, proxy: ProxyRecord) -> ProxyStart:
-        reuse = self.http.location is Location.EVERY_WORKER
-        shares = any(
-            other.host == proxy.host and other.name in self.observed.proxies_ready
+        shares = self.http.take_over or any(
+            other.host == proxy.host and (other.is_leaving or is_ready(self.observed, other))
             for other in self.state.proxies.values()
-            if other.name != proxy.name
+            if other.tag != proxy.tag
         )
         return ProxyStart(
             options=self.http.model_copy(update={"port": proxy.port}),
             middlewares=self._start.middlewares,
-            reuse_port=reuse,
+            # Always where it can be, so that the instance of an upgrade may listen beside it.
+            reuse_port=self.http.location is Location.EVERY_WORKER or hasattr(socket, "SO_REUSEPORT"),
             claims_port=not shares,
             public_host=proxy.host,
         )
@@ -186,13 +193,29 @@ class ControllerCore:
             self.observed.workers.pop(worker, None)
             self.observed.lost_workers.add(worker)
         for fields in message["joined"]:
-            info = WorkerInfo(**fields)
+            info = self.observed.marked(WorkerInfo(**fields))
             self.observed.workers[info.address] = info
         for worker in message.get("retiring", ()):
             known = self.observed.workers.get(worker)
             if known is not None:
                 self.observed.workers[worker] = replace(known, is_retiring=True, is_available=False)
+        self._note_system_workers()
         self.loop.poke()
+
+    def _note_system_workers(self) -> None:
+        """Log whether there are workers for the controller and the proxies, if that has changed."""
+        names, had_any = ", ".join(self.observed.system_workers), self.observed.had_system_workers
+        self.observed.had_system_workers = self.observed.has_system_workers()
+        if self.observed.had_system_workers is had_any:
+            return
+        if self.observed.had_system_workers:
+            logger.info("A system worker (%s) is in the cluster", names)
+        else:
+            logger.warning(
+                "None of the system_workers (%s) is in the cluster; until one joins, the controller and the "
+                "proxies run on the workers of replicas",
+                names,
+            )
 
     async def _refresh_workers(self) -> None:
         events = -1
@@ -200,9 +223,10 @@ class ControllerCore:
             # An event that arrived during the call may be newer than the answer, which must not undo it.
             events = self._events
             infos = await self.cluster.workers()
-        self.observed.workers = {info.address: info for info in infos}
+        self.observed.workers = {info.address: self.observed.marked(info) for info in infos}
         in_use = set(self.state.workers_in_use())
         self.observed.lost_workers |= in_use - set(self.observed.workers)
+        self._note_system_workers()
 
     async def _keep_refreshing(self) -> None:
         while True:
@@ -229,6 +253,8 @@ class ControllerCore:
         for key, record in change.items():
             if record is None and key.startswith("replica/"):
                 self.observed.forget_replica(key.removeprefix("replica/"))
+            elif record is None and key.startswith("proxy/"):
+                self.observed.forget_proxy(key.removeprefix("proxy/"))
             elif record is None and key.startswith("backend/"):
                 self.observed.dead.pop(key.removeprefix("backend/"), None)
             elif isinstance(record, GoalRecord) and record.state is not GoalState.PENDING:
@@ -249,6 +275,8 @@ class ControllerCore:
                 keys |= {key, "routes"}
             elif kind == "backend":
                 keys.add(key)
+            elif kind == "proxy":
+                keys.add("system")
             elif kind == "replica":
                 keys.add(f"backend/{name.rpartition('#')[0]}")
         return keys
@@ -257,6 +285,7 @@ class ControllerCore:
         state = self.state
         return {
             "routes",
+            "system",
             *(each.key for each in state.endpoints.values()),
             *(each.key for each in state.backends.values()),
         }
@@ -267,11 +296,16 @@ class ControllerCore:
             kind, _, name = key.partition("/")
             if kind == "routes":
                 values[key] = endpoint_state.published_routes(self.state)
+            elif kind == "system":
+                values[key] = views.published_system(self.state, self.worker)
             elif kind == "endpoint":
                 values[key] = endpoint_state.published(self.state.endpoints.get(name))
             else:
                 values[key] = views.published_backend(self.state, name)
         return self.news.notify(values)
+
+    def _announce_silent(self) -> None:
+        self.news.notify({SILENT_WORKERS: sorted(self.observed.unresponsive) or None})
 
     async def barrier(self) -> list[int]:
         """Return the newest snapshot once every proxy that answers has applied it."""
@@ -280,7 +314,9 @@ class ControllerCore:
         proxies = [
             proxy
             for proxy in self.state.proxies.values()
-            if proxy.worker in self.observed.workers and proxy.worker not in self.observed.unresponsive
+            if proxy.worker in self.observed.workers
+            and proxy.worker not in self.observed.unresponsive
+            and proxy.tag not in self.observed.proxies_gone
         ]
         waits = (self._wait_for_proxy(proxy, epoch, counter) for proxy in proxies)
         for proxy, outcome in zip(proxies, await asyncio.gather(*waits, return_exceptions=True), strict=True):

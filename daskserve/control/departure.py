@@ -24,7 +24,7 @@ def leaving(state: State) -> Change:
     for endpoint in state.endpoints.values():
         backend = state.backends.get(endpoint.name)
         if endpoint.is_legacy or backend is None or not state.apps.needed_by(backend.tag):
-            change[endpoint.key] = None  # the others go when nobody calls them any more
+            change[endpoint.key] = None  # the others are removed once nothing calls them
     for app in state.apps:
         change[app.key] = replace(app, is_deleting=True, goal=None)
     for backend in state.backends.values():

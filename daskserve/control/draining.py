@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 
-from daskserve.cluster.base import verb
+from daskserve.cluster.base import StoreChange, verb
 from daskserve.control import departure
 from daskserve.control.core import ControllerCore
 from daskserve.control.watch import ANSWER_S
+from daskserve.errors import ServeError, StaleEpochError
+
+logger = logging.getLogger("daskserve.controller")
 
 #: Interval of the checks whether everything has stopped; only while requests are under way.
 POLL_S = 0.01
@@ -22,13 +26,13 @@ class DrainingVerbs:
 
     @verb
     async def drain(self) -> float:
-        """Begin to drain if requests are under way; return within how many seconds it ends, or 0.
+        """Begin to drain if there may be requests; return within how many seconds it ends, or 0.
 
         From then on nothing is written to the store, and the verbs that change something are refused.
         """
         core = self._core
         if self._draining is None:
-            if not await self._is_busy():
+            if not await self._is_busy() and not await self._is_overtaken():
                 return 0.0
             async with core.writer:
                 core.writer.detach()
@@ -54,6 +58,18 @@ class DrainingVerbs:
             for actor in found
         )
 
+    async def _is_overtaken(self) -> bool:
+        """Return whether another cluster has taken over: its proxies share the port, so requests go on."""
+        core = self._core
+        empty = StoreChange(must_last=False)
+        try:
+            await core.clock.wait_for(core.cluster.store.commit(core.epoch, empty), ANSWER_S)
+        except StaleEpochError:
+            return True
+        except (ServeError, OSError, TimeoutError) as error:
+            logger.warning("The store did not answer before the end of the instance: %s", error)
+        return False
+
     async def _drain(self) -> None:
         """Stop the proxies, which finish what they have taken, then the replicas, the callers first."""
         core = self._core
@@ -61,5 +77,6 @@ class DrainingVerbs:
         async with core.writer:
             await core.writer.commit(departure.leaving(core.state))
         core.loop.poke()
+        core.resume()
         while core.state.replicas:
             await core.clock.sleep(POLL_S)

@@ -63,12 +63,6 @@ def fit(
     room: Room, bundles: Sequence[Amounts], strategy: Strategy, rank: Rank
 ) -> tuple[WorkerAddress, ...] | None:
     """Return a worker for each bundle, and take their room; None, and no change, without room for all."""
-    if len(bundles) == 1:
-        found = min((each for each in room.free if room.has(each, bundles[0])), key=rank, default=None)
-        if found is None:
-            return None
-        room.take(found, bundles[0])
-        return (found,)
     ranks = {each: rank(each) for each in room.free}
     free = total(room.free.values())
     order = sorted(range(len(bundles)), key=lambda place: _largest_first(bundles[place], free))

@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from daskserve.control import rollout
 from daskserve.control.burdens import Burdens
 from daskserve.control.placement import Demand, Trial, demand_of, room_for
-from daskserve.control.places import bundles_of, is_on
+from daskserve.control.places import bundles_of
 from daskserve.control.records import BackendRecord, ReplicaRecord
 from daskserve.control.replica_lifecycle import STOP_ORDER, WANTED_STATES
-from daskserve.control.rollout import PASSING_STATES, Steps
-from daskserve.types import ReplicaState, ReplicaTag, WorkerAddress, WorkerInfo
+from daskserve.control.rollout import Steps
+from daskserve.types import ReplicaState, ReplicaTag, WorkerInfo
 
 
 def are_gangs(backend: BackendRecord, replicas: Iterable[ReplicaRecord]) -> bool:
@@ -52,7 +52,7 @@ def next_steps(
     replicas: Sequence[ReplicaRecord],
     *,
     max_surge: int,
-    leaving: Collection[WorkerAddress],
+    leaving: Collection[ReplicaTag],
     burdens: Burdens,
 ) -> Steps:
     """Return the next steps, as `daskserve.control.rollout.next_steps` does, in whole gangs.
@@ -88,7 +88,7 @@ def next_steps(
 
 
 def _units(
-    backend: BackendRecord, replicas: Sequence[ReplicaRecord], leaving: Collection[WorkerAddress]
+    backend: BackendRecord, replicas: Sequence[ReplicaRecord], leaving: Collection[ReplicaTag]
 ) -> Iterable[_Together]:
     """Return the live replicas as units of at least the wanted size.
 
@@ -110,15 +110,13 @@ def _units(
         yield _together(members, backend.version, leaving)
 
 
-def _together(
-    members: tuple[ReplicaRecord, ...], version: str, leaving: Collection[WorkerAddress]
-) -> _Together:
+def _together(members: tuple[ReplicaRecord, ...], version: str, leaving: Collection[ReplicaTag]) -> _Together:
     states = [each.state for each in members]
     is_old = members[0].version != version
     # What still serves of old replicas is worth keeping; a new gang serves once it is complete.
     serves = (any if is_old else all)(state is ReplicaState.RUNNING for state in states)
     state = ReplicaState.RUNNING if serves else min(states, key=STOP_ORDER.index)
-    on_leaving = (each for each in members if is_on(each, leaving))
+    on_leaving = (each for each in members if each.tag in leaving)
     return _Together(members, replace(next(on_leaving, members[0]), state=state))
 
 
@@ -146,16 +144,10 @@ def to_drain(
     """
     if len(demand.bundles) == 1 and not any(each.gang or each.bundles for each in replicas):
         return rollout.replicas_to_drain(backend, replicas, trial, workers, demand, ongoing)
-    if any(each.state in PASSING_STATES for each in replicas):
-        return ()
-    running = [each for each in replicas if each.state is ReplicaState.RUNNING]
-    old = [each for each in running if each.version != backend.version]
-    missing = backend.needed_replicas - (len(running) - len(old))
-    units = max(1, -(-missing // demand.replicas))
+    old, is_useful = rollout.drainable(backend, replicas, trial, workers, demand)
     gangs = sorted(by_gang(old), key=lambda members: _ongoing(members, ongoing))
-    with trial.without(old):
-        if room_for(trial, workers, demand, units) < units:
-            return next(iter(gangs), ()) if missing <= 0 else ()
+    if not is_useful:
+        return next(iter(gangs), ())
 
     def is_enough(gangs: Iterable[tuple[ReplicaRecord, ...]]) -> bool:
         with trial.without(each for members in gangs for each in members):

@@ -1,14 +1,14 @@
 """Goals: requested changes that are still in progress.
 
 A goal covers one backend or one application, and holds the records from before the change, so that a failure
-takes all of it back. A newer goal supersedes those of everything that it touches, which completes them for
-their callers. Finished goals are kept for a while, so that a caller that lost its connection can still read
-the outcome.
+takes all of it back. A newer goal supersedes those of everything that it touches: they are done, as in the
+classic system, with an error for callers that wait for what they asked for. Finished goals are kept for a
+while, so that a caller that lost its connection can still read the outcome.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -21,12 +21,13 @@ from daskserve.control.records import (
     GoalRecord,
     GoalState,
     ReplicaRecord,
-    from_plain,
     to_plain,
 )
 from daskserve.control.scaled import taken_back
 from daskserve.control.state import State
-from daskserve.errors import ServeError
+from daskserve.control.stored_records import from_plain
+from daskserve.control.versions import unmarked
+from daskserve.errors import DeletedError, ServeError, SupersededError
 from daskserve.payload.packed_errors import dump_error
 from daskserve.types import BackendTag, GoalId, ReplicaState
 
@@ -46,8 +47,11 @@ def open_goal(
     goal_id: GoalId,
     timeout_s: float | None,
     number: int | None = None,
+    by: str = "",
 ) -> None:
     """Add the wanted records of one backend or one application to ``change``, with a pending goal.
+
+    ``by`` is the program that asks for it.
 
     Pending goals of what they replace are superseded. A change of one deployment while its application
     changes becomes part of that change. On failure, everything returns to the last completed state.
@@ -60,7 +64,7 @@ def open_goal(
     for each in wanted:
         previous |= _before(state, each)
     for old in superseded:
-        change[old.key] = finish(old)
+        change[old.key] = overtaken(state, old, goal_id, by, _named(state, wanted))
         previous |= old.previous
     for each in (*wanted, *([] if app is None else [app])):
         if isinstance(each, BackendRecord):
@@ -78,6 +82,7 @@ def open_goal(
         timeout_s=timeout_s,
         previous={} if any(each.is_deleting for each in wanted) else previous,
         application="" if app is None else app.name,
+        by=by,
     )
     change[goal.key] = goal
     _sweep(state.goals.values(), change)
@@ -152,10 +157,58 @@ def finish(goal: GoalRecord, error: ServeError | None = None) -> GoalRecord:
     return replace(goal, state=GoalState.FAILED, previous={}, error=dump_error(error))
 
 
-def ended(state: State, backend: BackendRecord, goal_id: GoalId | None) -> Change:
+def _named(state: State, wanted: Sequence[BackendRecord | AppRecord]) -> BackendRecord | None:
+    """Return the record that names the version of a change: an application's ingress, or the backend.
+
+    None if the change deletes.
+    """
+    app = next((each for each in wanted if isinstance(each, AppRecord)), None)
+    backends = {each.tag: each for each in wanted if isinstance(each, BackendRecord)}
+    if app is None:
+        (backend,) = backends.values()
+        return None if backend.is_deleting else backend
+    return None if app.is_deleting else backends.get(app.ingress) or state.backends[app.ingress]
+
+
+def overtaken(
+    state: State, goal: GoalRecord, successor: GoalId, by: str, now_wanted: BackendRecord | None
+) -> GoalRecord:
+    """Return a pending goal as done, because a later change decides what becomes of what it covers.
+
+    ``now_wanted`` names the version that the later change deploys; None if it deletes. A deletion that
+    another one replaces has no error: whoever waits for it waits for its successor.
+    """
+    app, backend = state.apps.get(goal.application), state.backends.get(goal.backend)
+    is_deletion = any(each is not None and each.is_deleting for each in (app, backend))
+    what = f"Application '{goal.application}'" if goal.application else f"'{goal.backend}'"
+    whom = by or "another program"
+    error: ServeError | None = None
+    if now_wanted is None and not is_deletion:
+        error = DeletedError(f"{what} was deleted by {whom} before this change was complete.", by=by)
+    elif now_wanted is not None:
+        version = now_wanted.user_version or unmarked(now_wanted.version)
+        error = SupersededError(
+            f"{what} was changed by {whom} before this {'deletion' if is_deletion else 'change'} was "
+            f"complete: version '{version}' of '{now_wanted.tag}' is deployed instead.",
+            by=by,
+            version=version,
+            goal=successor,
+        )
+    packed = None if error is None else dump_error(error)
+    return replace(finish(goal), error=packed, successor=successor)
+
+
+def ended(
+    state: State, backend: BackendRecord, goal_id: GoalId | None, now_wanted: BackendRecord | None
+) -> Change:
     """Return the end of a backend's own pending goal, because that of its application decides."""
     own = None if backend.goal in (None, goal_id) else state.goals.get(backend.goal or "")
-    return {own.key: finish(own)} if own is not None and own.is_pending else {}
+    if own is None or not own.is_pending:
+        return {}
+    deciding = state.goals.get(goal_id or "")
+    return {
+        own.key: overtaken(state, own, goal_id or "", "" if deciding is None else deciding.by, now_wanted)
+    }
 
 
 def rolled_back(
@@ -172,18 +225,19 @@ def rolled_back(
         if kind == "backend":
             current = culprit if name == culprit.tag else state.backends.get(name)
             if current is not None:
-                change.update(ended(state, current, goal.goal_id))
+                before: BackendRecord | None = None if plain is None else from_plain("backend", plain)
+                change.update(ended(state, current, goal.goal_id, before))
                 is_culprit = current is culprit
-                if plain is not None:
-                    previous = replace(from_plain("backend", plain), last_error=text if is_culprit else "")
+                if before is not None:
+                    previous = replace(before, last_error=text if is_culprit else "")
                     change[current.key] = taken_back(replace(previous, goal=None), current, wall)
                 else:
                     why = text if is_culprit else f"Deployment '{culprit.tag}' of the same change failed."
                     change.update(_removed(state, current, why))
         elif kind == "endpoint" and plain is not None:
-            before: EndpointRecord = from_plain(kind, plain)
+            endpoint: EndpointRecord = from_plain(kind, plain)
             if f"backend/{name}" not in goal.previous or goal.previous[f"backend/{name}"] is not None:
-                change.update(endpoint_state.routed_as_before(state, before))
+                change.update(endpoint_state.routed_as_before(state, endpoint))
         elif kind == "app":
             change.update(_app_back(state, name, plain, culprit.tag, text))
     return change

@@ -31,7 +31,7 @@ def workers_needed(waiting: Iterable[Demand], workers: Iterable[WorkerInfo]) -> 
     that wait for another host, unless each worker has a host of its own: others would join the hosts there
     are.
     """
-    known = list(workers)
+    known = [worker for worker in workers if not worker.is_system]
     have_own_hosts = len({worker.host for worker in known}) == len(known)
     new = _NewWorkers(known)
     singles: dict[tuple[Any, ...], Demand] = {}
@@ -82,7 +82,7 @@ class _NewWorkers:
         return (whole,) if is_one else demand.bundles
 
     def add(self, demand: Demand, count: int) -> None:
-        """Add workers for so many replicas, or bundles."""
+        """Add workers for ``count`` replicas or bundles."""
         (amounts,) = demand.bundles
         most = demand.most_per_host
         for worker in self.filled:

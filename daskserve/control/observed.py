@@ -6,7 +6,7 @@ Observations are not stored: a new controller queries the cluster again.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from daskserve.autoscaling.context import Sample
@@ -84,6 +84,8 @@ class Notes:
         The pending goal that the step has seen.
     drained_at_once : int
         Number of old replicas of one worker that this rollout stops together, so that a new one has room.
+    stays : str or None
+        The replica that was to move to a better worker, and does not.
     deadlines : dict
         Deadlines of the goals that this step observed first.
     configured, reconfigure_failed : dict
@@ -98,6 +100,7 @@ class Notes:
     full_since: float | None = None
     goal: GoalId | None = None
     drained_at_once: int = 1
+    stays: ReplicaTag | None = None
     deadlines: dict[GoalId, float] = field(default_factory=dict)
     configured: dict[ReplicaTag, str] = field(default_factory=dict)
     reconfigure_failed: dict[ReplicaTag, BaseException] = field(default_factory=dict)
@@ -113,6 +116,10 @@ class Observed:
     """Levels by replica, proxy and worker."""
 
     workers: dict[WorkerAddress, WorkerInfo] = field(default_factory=dict)
+    #: The option of this name.
+    system_workers: tuple[str, ...] = ()
+    #: Whether there was a worker for the controller and the proxies when that was last noted in the log.
+    had_system_workers: bool = True
     #: Workers that have left the scheduler, until their last record is removed.
     lost_workers: set[WorkerAddress] = field(default_factory=set)
     #: Replicas that have answered this controller, with their facts.
@@ -121,6 +128,8 @@ class Observed:
     unhealthy: dict[ReplicaTag, str] = field(default_factory=dict)
     #: Workers that the scheduler still lists, but whose process does not answer.
     unresponsive: set[WorkerAddress] = field(default_factory=set)
+    #: The workers that other workers do not reach directly, each with its route.
+    broken_routes: dict[WorkerAddress, Mapping[WorkerAddress, str]] = field(default_factory=dict)
     failed: dict[ReplicaTag, BaseException] = field(default_factory=dict)
     gone: set[ReplicaTag] = field(default_factory=set)
     #: The config each replica runs with, as far as it differs from its record.
@@ -141,6 +150,8 @@ class Observed:
     dead: dict[BackendTag, tuple[DeadReplica, ...]] = field(default_factory=dict)
     #: Number of old replicas that such a rollout stops together, where it is not 1.
     drained_at_once: dict[BackendTag, int] = field(default_factory=dict)
+    #: The replica that moves to a better worker; see `daskserve.control.spreading`.
+    moving: ReplicaTag | None = None
     #: Whether the cluster removes empty workers, as under ``cluster.adapt()``.
     is_adaptive: bool = False
     #: The load that routers and replicas have reported.
@@ -152,6 +163,27 @@ class Observed:
     goals: dict[BackendTag, GoalId] = field(default_factory=dict)
     proxies_ready: dict[str, dict[str, Any]] = field(default_factory=dict)
     proxies_failed: dict[str, BaseException] = field(default_factory=dict)
+    #: The tags of leaving proxies that have stopped.
+    proxies_gone: set[str] = field(default_factory=set)
+    #: Since when a proxy has had a reason to move to another host, by name.
+    proxies_apart: dict[str, float] = field(default_factory=dict)
+
+    def marked(self, worker: WorkerInfo) -> WorkerInfo:
+        """Return a worker with the mark of those that are kept for the controller and the proxies."""
+        return replace(worker, is_system=worker.matches(self.system_workers))
+
+    def has_system_workers(self) -> bool:
+        """Whether there is a worker for the controller and the proxies, if any should be kept for them."""
+        return not self.system_workers or any(each.is_system for each in self.workers.values())
+
+    def stray(self, worker: WorkerAddress | None) -> str:
+        """Return why the controller or a proxy is on a worker that is not kept for it; empty if it is."""
+        known = self.workers.get(worker or "")
+        if not self.system_workers or known is None or known.is_system:
+            return ""
+        names = ", ".join(map(repr, self.system_workers))
+        where = "are about to be used again" if self.has_system_workers() else "are not in the cluster"
+        return f"on a worker of replicas: system_workers ({names}) {where}"
 
     def retiring(self) -> set[WorkerAddress]:
         """Return the workers that are retiring from the cluster."""
@@ -254,6 +286,8 @@ class Observed:
         if notes.dead:
             self.dead[tag] = (*self.dead.get(tag, ()), *notes.dead)[-KEPT_DEAD:]
         _put(self.drained_at_once, tag, None if notes.drained_at_once == 1 else notes.drained_at_once)
+        if notes.stays is not None and notes.stays == self.moving:
+            self.moving = None
         self.deadlines.update(notes.deadlines)
         # A replica may have answered again in the meantime; that answer stays for the next step.
         for replica, config_id in notes.configured.items():
@@ -263,11 +297,17 @@ class Observed:
             if self.reconfigure_failed.get(replica) is error:
                 del self.reconfigure_failed[replica]
 
-    def forget_proxies(self, names: Iterable[str]) -> None:
-        """Drop the observations of proxies whose workers are gone."""
-        for name in names:
+    def learn_proxies(self, lost: Iterable[str], apart: Mapping[str, float]) -> None:
+        """Apply what a step of the proxies has learnt; those that are lost listen no more."""
+        for name in lost:
             self.proxies_ready.pop(name, None)
             self.proxies_failed.pop(name, None)
+        self.proxies_apart = dict(apart)
+
+    def forget_proxy(self, tag: str) -> None:
+        """Drop the observations of a proxy whose record is gone; a leaving one may listen under its name."""
+        self.proxies_gone.discard(tag)
+        self.proxies_failed.pop(tag, None)
 
     def forget_replica(self, tag: ReplicaTag) -> None:
         """Drop the observations of a replica whose record is gone."""
@@ -275,6 +315,8 @@ class Observed:
         for each in (*levels, self.reconfigure_failed, self.standings, self.routing_stats):
             each.pop(tag, None)
         self.gone.discard(tag)
+        if self.moving == tag:
+            self.moving = None
         self.loads.forget_replica(tag)
 
 

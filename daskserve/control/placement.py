@@ -1,25 +1,28 @@
 """Placement: which workers get a replica, or the bundles of a placement group or gang.
 
 Dask reserves no resources for actors, so this module compares the resources that a worker declares with the
-requests of the replicas placed on it. A worker must be available and allowed, and must have room; its host
+requests of the replicas placed on it. A worker must be available and allowed, and must have room; it must not
+be one that ``system_workers`` keeps for the controller and the proxies; its host
 must not have as many replicas as ``max_replicas_per_node`` allows. Among these, the worker with the fewest
-replicas of the same backend wins, then the one whose host has the fewest; then the one with the fewest
-replicas, where a proxy or the controller counts as `COMPANY` more. With the option ``placement="PACK"``, the
-most replicas win in each case, and a proxy or the controller is avoided first. Ties are resolved by address,
-so the result is repeatable.
+replicas of the same backend wins, then the one whose host has the fewest; then one without the controller
+and proxies, as long as it has fewer replicas than threads; then the one with the fewest replicas, where a
+proxy or the controller counts as `COMPANY` more. With the option ``placement="PACK"``, the most replicas
+win in each case, and a proxy or the controller is avoided first. Ties are resolved by address, so the
+result is repeatable.
 
-All that is placed together is one `Demand`: bundles that have room all or none (`daskserve.control.fitting`).
-A replica is one bundle, or those of its placement group; a gang is the bundles of all its replicas.
+All that is placed together is one `Demand`: bundles that have room all or none
+(`daskserve.control.fitting`). A replica is one bundle, or those of its placement group; a gang is the
+bundles of all its replicas.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from daskserve.amounts import shown, shown_size
 from daskserve.control.fitting import TOLERANCE, Amounts, Room, by_host, fill, fit, total
@@ -29,8 +32,14 @@ from daskserve.control.state import State
 from daskserve.options.placement_group import Strategy
 from daskserve.types import BackendTag, WorkerAddress, WorkerInfo
 
-#: As how many replicas the controller or a proxy counts where deployments spread.
+#: As how many replicas the controller or a proxy counts where all workers are full.
 COMPANY = 2
+#: The workers that replicas spread over, in order: those that have fewer replicas than threads, then such
+#: workers with the controller or a proxy, then all others.
+FREE, AVOIDED, FULL = range(3)
+
+#: What sorts workers, the best first; see `ranks`.
+WorkerRank: TypeAlias = tuple[int, int, int, int, WorkerAddress]
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +157,40 @@ def is_allowed(worker: WorkerInfo, allowed: tuple[str, ...] | None) -> bool:
     return allowed is None or bool({worker.address, worker.name, worker.host} & set(allowed))
 
 
+def ranks(
+    ledger: Ledger, workers: Iterable[WorkerInfo], demand: Demand, avoid: Iterable[WorkerAddress] = ()
+) -> Callable[[WorkerAddress], WorkerRank]:
+    """Return a function that ranks workers; `place` takes the smallest rank, which ends with the address."""
+    known, avoided = {each.address: each for each in workers}, set(avoid)
+    same, total_on = ledger.workers_of(demand.backend), ledger.bundles_on()
+    on_hosts = _count_on_hosts(known.values(), same)
+
+    def rank(worker: WorkerAddress) -> WorkerRank:
+        info = known[worker]
+        mine, near = same.get(worker, 0), on_hosts.get(info.host, 0)
+        crowd, is_avoided = total_on.get(worker, 0), worker in avoided
+        if demand.is_packed:
+            return (-mine, -near, is_avoided, -crowd, worker)
+        return (mine, near, *crowding(info, crowd, is_avoided=is_avoided), worker)
+
+    return rank
+
+
+def crowding(worker: WorkerInfo, bundles: int, *, is_avoided: bool) -> tuple[int, int]:
+    """Return the part of the rank of a worker that does not depend on the backend.
+
+    Parameters
+    ----------
+    bundles : int
+        The number of bundles on it, of all backends.
+    is_avoided : bool
+        Whether it has the controller or a proxy.
+    """
+    # Where only busy workers are left, all of them share the load.
+    tier = FULL if bundles >= worker.threads else AVOIDED if is_avoided else FREE
+    return tier, bundles + COMPANY * is_avoided
+
+
 def place(
     ledger: Ledger, workers: Iterable[WorkerInfo], demand: Demand, avoid: Iterable[WorkerAddress] = ()
 ) -> tuple[WorkerAddress, ...] | None:
@@ -156,24 +199,14 @@ def place(
     Parameters
     ----------
     avoid
-        Workers that count as busier than they are: those of the controller and the proxies.
+        The workers of the controller and the proxies.
     """
-    known, avoided = list(workers), set(avoid)
-    hosts = {each.address: each.host for each in known}
-    same, total_on = ledger.workers_of(demand.backend), ledger.bundles_on()
-    on_hosts = _count_on_hosts(known, same)
-
-    def rank(worker: WorkerAddress) -> tuple[int, int, bool, int, str]:
-        mine, near = same.get(worker, 0), on_hosts.get(hosts[worker], 0)
-        crowd, is_avoided = total_on.get(worker, 0), worker in avoided
-        if not demand.is_packed:
-            # A cluster of two workers has more use of both than of one that the controller has for itself.
-            return (mine, near, False, crowd + COMPANY * is_avoided, worker)
-        return (-mine, -near, is_avoided, -crowd, worker)
-
+    known = list(workers)
+    rank = ranks(ledger, known, demand, avoid)
+    on_hosts = _count_on_hosts(known, ledger.workers_of(demand.backend))
     if len(demand.bundles) > 1:
         return fit(_room_of(ledger, known, demand), demand.bundles, demand.strategy, rank)
-    best: tuple[int, int, bool, int, str] | None = None
+    best: WorkerRank | None = None
     for worker in known:
         ranked = rank(worker.address)
         # The rank first: it takes less time than the room, and few workers are better than all before them.
@@ -200,8 +233,9 @@ def room_for(
     if only is not None:
         room.free = {only: room.free[only]} if only in room.free else {}
     first, strategy = demand.bundles[0], demand.strategy
-    if strategy in ("PACK", "SPREAD") and all(each == first for each in demand.bundles):
-        # Equal bundles have room in any order.
+    are_free = len(demand.bundles) == 1 or strategy in ("PACK", "SPREAD")
+    if are_free and all(each == first for each in demand.bundles):
+        # Equal bundles have room in any order, wherever they lie.
         return _count_equal(room, first, most * len(demand.bundles)) // len(demand.bundles)
     found = 0
     while found < most and fit(room, demand.bundles, strategy, lambda worker: (worker,)) is not None:
@@ -242,7 +276,7 @@ def _room_of(
     names = {name for each in demand.bundles for name in each}
     free = {}
     for worker in workers:
-        if worker.is_available and is_allowed(worker, demand.allowed_workers):
+        if worker.is_available and not worker.is_system and is_allowed(worker, demand.allowed_workers):
             offered, used = capacity(worker), ledger.used(worker.address)
             free[worker.address] = {name: offered.get(name, 0) - used.get(name, 0) for name in names}
     hosts = {worker.address: worker.host for worker in workers}
@@ -281,7 +315,13 @@ def demand_of(backend: BackendRecord) -> Demand:
 
 def explain(ledger: Ledger, workers: Iterable[WorkerInfo], demand: Demand) -> str:
     """Return the reason why no worker has room, with the numbers."""
-    known = list(workers)
+    everyone = list(workers)
+    known = [worker for worker in everyone if not worker.is_system]
+    if not known and everyone:
+        kept = f"{len(everyone)} worker{'s' if len(everyone) > 1 else ''}"
+        return (
+            f"system_workers keeps all {kept} for the controller and the proxies; start others for replicas"
+        )
     if not known:
         return "the cluster has no workers that can hold replicas"
     allowed = [worker for worker in known if is_allowed(worker, demand.allowed_workers)]

@@ -15,19 +15,20 @@ from functools import partial
 from typing import Any
 
 from daskserve.clock import Clock, stopwatch
-from daskserve.cluster.base import UseReport
-from daskserve.control import app_state, backend_state, gangs, http_state
+from daskserve.control import app_state, backend_state, departure, gangs, http_state
 from daskserve.control.acting import ACTION_RETRY_S, Acting, Commit
 from daskserve.control.control_figures import ControlFigures
 from daskserve.control.growth import workers_needed
 from daskserve.control.observed import Observed
 from daskserve.control.records import BackendRecord, Change
+from daskserve.control.spreading import Spreader
 from daskserve.control.state import State
+from daskserve.control.take_over import Listening, all_run
 from daskserve.errors import (
     ServeError,
     StaleEpochError,
 )
-from daskserve.types import Location, WorkerAddress
+from daskserve.types import Location, UseReport, WorkerAddress
 
 logger = logging.getLogger("daskserve.controller")
 
@@ -65,8 +66,8 @@ class Reconciler:
         commit: Commit,
         lock: AbstractAsyncContextManager[Any],
         worker: WorkerAddress,
-        location: Location | None,
-        port: int,
+        rules: http_state.ProxyRules,
+        waits_for_replicas: bool,
         epoch: int,
     ) -> None:
         self._state = state
@@ -77,24 +78,23 @@ class Reconciler:
         self._commit = commit
         self._lock = lock
         self._worker = worker
-        self._location = location
-        self._port = port
+        self._rules = rules
         # Incarnations grow across epochs; 2**32 actors per controller are enough.
         self._incarnation = epoch << 32
         self._epoch = epoch
         self._dirty: set[str] = set()
         self._dirty_all = True
         self._to_tick: list[str] = []
+        self._spreader = Spreader()
         self._wake = asyncio.Event()
         self._wake_at: dict[str, float] = {}
-        self._steps = 0
-        self._has_proxies = True
+        self._listening = Listening.LATER if waits_for_replicas else Listening.NOW
         self.figures = ControlFigures()
 
     @property
     def steps(self) -> int:
-        """The number of completed iterations of the loop."""
-        return self._steps
+        """The number of iterations of the loop that have begun."""
+        return self.figures.steps
 
     def poke(self, backends: Iterable[str] | None = None) -> None:
         """Check these backends (None: everything) as soon as possible."""
@@ -107,7 +107,7 @@ class Reconciler:
     async def close_proxies(self, grace_s: float) -> None:
         """Stop all proxies for good; return once their requests have ended, or after the grace period."""
         async with self._lock:
-            self._has_proxies = False
+            self._listening = Listening.NO_MORE
             proxies = list(self._state.proxies.values())
         await self._acting.close_proxies(proxies, grace_s)
 
@@ -150,7 +150,7 @@ class Reconciler:
     async def step(self) -> None:
         """Check everything that is marked once, and do what is due."""
         self._wake.clear()
-        self._steps += 1
+        self.figures.steps += 1
         now = self._clock.now()
         dirty, self._dirty = self._dirty, set()
         if self._dirty_all:
@@ -161,12 +161,23 @@ class Reconciler:
             self._wake_at.pop(tag, None)
         if PROXIES in dirty:
             dirty.discard(PROXIES)
-            if self._has_proxies:
+            if self._listening is Listening.NOW:
                 await self._attempt([PROXIES], self._step_proxies())
+        moving = self._spreader.next_move(self._state, self._observed, self._workers_to_avoid(), now)
+        if moving is not None:
+            logger.info(
+                "Moving replica %s: other workers are less crowded than %s", moving.tag, moving.worker
+            )
+            self._observed.moving = moving.tag
+            self.figures.moves += 1
+            dirty.add(moving.backend)
         tags = sorted(dirty)
         while tags:
             some, tags = tags[:BATCH], tags[BATCH:]
             tags = await self._attempt(some, self._step_backends(some)) + tags
+        if self._listening is Listening.LATER and all_run(self._state, self._observed):
+            self._listening = Listening.NOW
+            self.poke()
         self._forget_lost_workers()
         self._report()
 
@@ -198,8 +209,17 @@ class Reconciler:
             for gang in gangs.by_gang(backend_state.unplaced(self._state.replicas_of(tag)))
         ]
         more = workers_needed(waiting, self._observed.workers.values()) if waiting else 0
-        in_use, retiring = self._state.workers_in_use(), self._observed.retiring()
-        self._acting.tell_scheduler(self._epoch, UseReport(frozenset(in_use), frozenset(retiring), more))
+        retiring = self._observed.retiring()
+        report = UseReport(
+            frozenset(self._state.workers_in_use()),
+            frozenset(retiring),
+            more,
+            frozenset(http_state.proxy_workers(self._state)),
+            frozenset(http_state.held_workers(self._state, self._rules.location)),
+            # Asked of all backends, and only while it matters.
+            departure.grace_s(self._state) if retiring else 0.0,
+        )
+        self._acting.tell_scheduler(self._epoch, report)
 
     async def _step_backends(self, tags: list[str]) -> list[str]:
         """Step some backends and write all changes as one transaction; return those that are left.
@@ -236,12 +256,14 @@ class Reconciler:
                     left += more
                 left.pop(0)
             await self._commit(change, partial(self._learn, taken))
+        later = {backend.tag for backend, _ in taken}
         for backend, step in taken:
+            later.discard(backend.tag)
             if step.wake_at is not None:
                 self._wake_at[backend.tag] = step.wake_at
             for action in step.actions:
                 self._acting.act(action)
-            again = self._affected(backend, step.change)
+            again = self._affected(backend, step.change, later)
             if again:
                 self._dirty |= again
                 self._wake.set()
@@ -270,34 +292,42 @@ class Reconciler:
         for backend, step in taken:
             self._observed.learn(backend.tag, step.notes)
 
-    def _affected(self, backend: BackendRecord, change: Change) -> set[str]:
-        """Return the backends for which a change from a step of one of them matters."""
+    def _affected(self, backend: BackendRecord, change: Change, later: set[str]) -> set[str]:
+        """Return the backends for which a change from a step of one of them matters.
+
+        ``later`` are those that were stepped after it for the same transaction.
+        """
         if not change:
             return set()
         found = {name for kind, _, name in (key.partition("/") for key in change) if kind == "backend"}
         current = self._state.backends.get(backend.tag)
         if current is None or (current.goal, current.is_deleting) == (backend.goal, backend.is_deleting):
             found.discard(backend.tag)  # otherwise the goal ended, perhaps back to an older spec: step again
-        return found.union(app_state.neighbours(self._state, current or backend))
+        return found.union(app_state.neighbours(self._state, current or backend, change, later))
 
     async def _step_proxies(self) -> list[str]:
         async with self._lock:
             step = http_state.step(
                 self._state,
                 self._observed,
-                location=self._location,
-                port=self._port,
+                self._rules,
                 incarnation=self._incarnation,
-                avoid=self._worker,
+                now=self._clock.now(),
             )
             self._incarnation = step.incarnation
-            await self._commit(step.change, partial(self._observed.forget_proxies, step.lost))
+            await self._commit(step.change, partial(self._observed.learn_proxies, step.lost, step.apart))
+        for message in step.messages:
+            logger.warning("%s", message)
+        if step.wake_at is not None:
+            self._wake_at[PROXIES] = step.wake_at
         for action in step.actions:
             self._acting.act_on_proxy(action)
         return []
 
     def _workers_to_avoid(self) -> set[WorkerAddress]:
-        return {self._worker, *(proxy.worker for proxy in self._state.proxies.values())}
+        if self._rules.location is Location.EVERY_WORKER:
+            return {self._worker}  # the replicas are to be near the proxies
+        return {self._worker, *http_state.proxy_workers(self._state)}
 
     def _forget_lost_workers(self) -> None:
         lost = self._observed.lost_workers

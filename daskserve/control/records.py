@@ -12,10 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, TypeAlias, get_args
 
-import msgpack
-
+from daskserve.control.proxy_record import ProxyRecord
 from daskserve.control.versions import unmarked
-from daskserve.errors import InstanceError
 from daskserve.options.actor import ActorOptions
 from daskserve.options.autoscaling import AutoscalingConfig
 from daskserve.options.backend import BackendConfig
@@ -329,27 +327,6 @@ class AppRecord:
         return self.tags[-1] if self.deployments else ""
 
 
-@dataclass(frozen=True, slots=True)
-class ProxyRecord:
-    """One HTTP proxy. ``port`` is its actual port, so that its replacement uses the same."""
-
-    KIND: ClassVar[str] = "proxy"
-
-    name: str
-    worker: WorkerAddress
-    host: str
-    incarnation: int
-    port: int
-
-    @property
-    def key(self) -> str:
-        return f"{self.KIND}/{self.name}"
-
-    def address(self, instance: str) -> ActorAddress:
-        """Return the address of the proxy's actor."""
-        return ActorAddress(f"{instance}/proxy/{self.name}", self.worker, self.incarnation)
-
-
 class GoalState(enum.StrEnum):
     """The state of a goal."""
 
@@ -371,7 +348,12 @@ class GoalRecord:
     failures : dict
         Number of consecutive constructor failures of each backend while this goal was pending.
     error : bytes or None
-        The error of a FAILED goal, packed by `daskserve.payload.packed_errors.dump_error`.
+        The error of a FAILED goal, packed by `daskserve.payload.packed_errors.dump_error`. One that is DONE
+        has an error if a later change replaced it: the classic system calls such a goal complete.
+    by : str
+        The program that asked for it.
+    successor : str
+        The goal that replaced it; empty if none did.
     """
 
     KIND: ClassVar[str] = "goal"
@@ -385,6 +367,8 @@ class GoalRecord:
     failures: Mapping[BackendTag, int] = field(default_factory=dict)
     error: bytes | None = None
     application: str = ""
+    by: str = ""
+    successor: GoalId = ""
 
     @property
     def key(self) -> str:
@@ -409,90 +393,25 @@ Record: TypeAlias = (
 #: Store key -> the new record, or None to remove it. One change is one transaction.
 Change: TypeAlias = dict[str, Record | None]
 
-FORMAT = 1
-_KINDS: Mapping[str, type[Any]] = {kind.KIND: kind for kind in get_args(Record)}
-_ENUMS: Mapping[str, type[enum.StrEnum]] = {"replica": ReplicaState, "goal": GoalState}
-
-
+#: The class of each kind of record.
+KINDS: Mapping[str, type[Any]] = {kind.KIND: kind for kind in get_args(Record)}
 #: Fields that are tuples; msgpack returns lists.
-_TUPLES = frozenset(
-    each.name for kind in _KINDS.values() for each in fields(kind) if str(each.type).startswith("tuple[")
+TUPLES = frozenset(
+    each.name for kind in KINDS.values() for each in fields(kind) if str(each.type).startswith("tuple[")
 )
 
 
-class CorruptRecordError(InstanceError):
-    """A stored record cannot be read."""
-
-
-def encode(record: Record) -> bytes:
-    """Return a record as bytes that contain the number of their format."""
-    return bytes(msgpack.packb({"format": FORMAT, "fields": _fields(record)}))
-
-
-def decode(key: str, data: bytes) -> Record:
-    """Return the record stored under ``key``.
-
-    Raises
-    ------
-    CorruptRecordError
-        The bytes are not a record, or a newer daskserve wrote them.
-    """
-    kind = key.partition("/")[0]
-    try:
-        stored = msgpack.unpackb(data)
-        if stored["format"] > FORMAT:
-            raise CorruptRecordError(
-                f"Record {key!r} has format {stored['format']}; this daskserve reads up to {FORMAT}. "
-                "Use a newer one."
-            )
-        record: Record = from_plain(kind, stored["fields"])
-        return record
-    except CorruptRecordError:
-        raise
-    except Exception as error:
-        raise CorruptRecordError(f"Record {key!r} cannot be read: {error!r}") from error
-
-
-def _fields(record: Record) -> dict[str, Any]:
+def fields_of(record: Record) -> dict[str, Any]:
+    """Return the fields of a record, with plain options."""
     values = {each.name: getattr(record, each.name) for each in fields(record)}
     return {name: value.to_plain() if isinstance(value, Options) else value for name, value in values.items()}
 
 
-def from_plain(kind: str, values: Mapping[str, Any]) -> Any:
-    """Return a record from the plain values that `to_plain` returned."""
-    changed = dict(values)
-    if kind in _ENUMS:
-        changed["state"] = _ENUMS[kind](changed["state"])
-    for name in _TUPLES:
-        if name in changed:
-            changed[name] = tuple(changed[name])
-    if "scalings" in changed:
-        changed["scalings"] = tuple(tuple(each) for each in changed["scalings"])
-    if kind == BackendRecord.KIND:
-        changed["config"] = BackendConfig(**changed["config"])
-        changed["actor_options"] = ActorOptions(**changed["actor_options"])
-    if kind == GoalRecord.KIND and "application" not in changed:
-        changed = _goal_of_one_backend(changed)
-    return _KINDS[kind](**changed)
-
-
-def _goal_of_one_backend(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a goal that an earlier daskserve wrote, whose goals cover one backend each."""
-    previous, endpoint = values.pop("previous"), values.pop("previous_endpoint", None)
-    tag, records = values["backend"], {}
-    if values["state"] == GoalState.PENDING:
-        records[f"{BackendRecord.KIND}/{tag}"] = previous
-    if endpoint is not None:
-        records[f"{EndpointRecord.KIND}/{tag}"] = endpoint
-    failures = {tag: values["failures"]} if values["failures"] else {}
-    return {**values, "previous": records, "failures": failures}
-
-
 def to_plain(record: Record) -> dict[str, Any]:
     """Return a record as plain values."""
-    values = _fields(record)
+    values = fields_of(record)
     # The same types as after a round trip through the store, possibly inside another record.
-    for name in _TUPLES:
+    for name in TUPLES:
         if name in values:
             values[name] = list(values[name])
     if "scalings" in values:

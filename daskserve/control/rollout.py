@@ -17,7 +17,6 @@ from dataclasses import dataclass
 
 from daskserve.control.burdens import Burdens
 from daskserve.control.placement import Demand, Trial, room_for
-from daskserve.control.places import is_on
 from daskserve.control.records import BackendRecord, ReplicaRecord
 from daskserve.control.replica_lifecycle import STOP_ORDER, WANTED_STATES
 from daskserve.types import ReplicaState, ReplicaTag, WorkerAddress, WorkerInfo
@@ -44,17 +43,17 @@ def next_steps(
     *,
     max_surge: int,
     max_unavailable: int,
-    leaving: Collection[WorkerAddress] = (),
+    leaving: Collection[ReplicaTag] = (),
     burdens: Burdens = _NO_BURDENS,
 ) -> Steps:
     """Return the next steps towards ``wanted`` replicas of ``version``.
 
-    Replicas on workers that are ``leaving`` are treated like those of an older version. They are replaced
-    before they stop even without a surge, because their room is lost.
+    Replicas that are ``leaving`` their workers are treated like those of an older version. They are replaced
+    before they stop even without a surge, because their room is of no use.
     """
     live = [each for each in replicas if each.state in WANTED_STATES]
-    new = [each for each in live if each.version == version and not is_on(each, leaving)]
-    old = [each for each in live if each.version != version or is_on(each, leaving)]
+    new = [each for each in live if each.version == version and each.tag not in leaving]
+    old = [each for each in live if each.version != version or each.tag in leaving]
     excess = _expendable(new, max(0, len(new) - wanted), burdens)
     given_up = {each.tag for each in excess}
     new = [each for each in new if each.tag not in given_up]
@@ -67,7 +66,7 @@ def next_steps(
     needed = max(0, wanted - max_unavailable) if is_update else wanted
     surplus = max(0, len(serving_old) + serving_new - needed)
     stop = (*excess, *idle_old, *serving_old[:surplus])
-    surge = max(max_surge, any(is_on(each, leaving) for each in old)) if old else 0
+    surge = max(max_surge, any(each.tag in leaving for each in old)) if old else 0
     room = wanted + surge - (len(live) - len(stop))
     return Steps(max(0, min(wanted - len(new), room)), stop)
 
@@ -82,27 +81,20 @@ def replicas_to_drain(
 ) -> tuple[ReplicaRecord, ...]:
     """Return the fewest old replicas of one worker that stop so that a new one takes their room.
 
-    None should while another replica starts or stops, so that whatever fails, no more are missing. None
-    should either if a complete rollout would not fit. Once it is complete but for old replicas whose room is
-    of no use, because the load asks for more replicas than fit, they stop one by one.
+    Those whose room is of no use stop one by one.
 
     Parameters
     ----------
     trial : Trial
         The ledger; the same afterwards.
     """
-    if any(each.state in PASSING_STATES for each in replicas):
-        return ()
-    running = [each for each in replicas if each.state is ReplicaState.RUNNING]
-    old = [each for each in running if each.version != backend.version]
-    missing = backend.needed_replicas - (len(running) - len(old))
+    old, is_useful = drainable(backend, replicas, trial, workers, demand)
 
     def load(replica: ReplicaRecord) -> float:
         return ongoing.get(replica.tag, 0.0)
 
-    with trial.without(old):
-        if room_for(trial, workers, demand, max(1, missing)) < max(1, missing):
-            return () if missing > 0 else tuple(sorted(old, key=load)[:1])
+    if not is_useful:
+        return tuple(sorted(old, key=load)[:1])
     by_worker: dict[WorkerAddress | None, list[ReplicaRecord]] = {}
     for each in sorted(old, key=load):
         by_worker.setdefault(each.worker, []).append(each)
@@ -111,6 +103,31 @@ def replicas_to_drain(
         return tuple(min(by_worker.values(), key=lambda crowd: load(crowd[0]), default=[])[:1])
     found = [_fewest(trial, workers, demand, crowd) for crowd in by_worker.values()]
     return min(filter(None, found), key=lambda stop: (len(stop), sum(map(load, stop))), default=())
+
+
+def drainable(
+    backend: BackendRecord,
+    replicas: Sequence[ReplicaRecord],
+    trial: Trial,
+    workers: Sequence[WorkerInfo],
+    demand: Demand,
+) -> tuple[list[ReplicaRecord], bool]:
+    """Return the old replicas that may stop before new ones run, and whether their room is of use.
+
+    None may while another replica starts or stops, so that whatever fails, no more are missing. None may
+    either if a complete rollout would not fit. Their room is of no use once the rollout is complete but for
+    them, because the load asks for more replicas than fit.
+    """
+    if any(each.state in PASSING_STATES for each in replicas):
+        return [], False
+    running = [each for each in replicas if each.state is ReplicaState.RUNNING]
+    old = [each for each in running if each.version != backend.version]
+    missing = backend.needed_replicas - (len(running) - len(old))
+    units = max(1, -(-missing // demand.replicas))
+    with trial.without(old):
+        if room_for(trial, workers, demand, units) == units:
+            return old, True
+    return ([] if missing > 0 else old), False
 
 
 def _fewest(

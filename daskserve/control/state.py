@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Set
 
 from daskserve.control.applications import Applications
 from daskserve.control.places import places_of
+from daskserve.control.proxy_record import ProxyRecord
 from daskserve.control.records import (
     AppRecord,
     BackendRecord,
@@ -17,7 +18,6 @@ from daskserve.control.records import (
     CodeRecord,
     EndpointRecord,
     GoalRecord,
-    ProxyRecord,
     Record,
     ReplicaRecord,
 )
@@ -107,7 +107,8 @@ class State:
 
     def workers_in_use(self) -> Iterable[WorkerAddress]:
         """Return the workers that hold a replica, another bundle of its placement group, or a proxy."""
-        return {*self._bundles_on, *(proxy.worker for proxy in self.proxies.values())}
+        with_proxies = {proxy.worker for proxy in self.proxies.values() if proxy.worker is not None}
+        return {*self._bundles_on, *with_proxies}
 
     def used(self, worker: WorkerAddress) -> Mapping[str, float]:
         """Return the amounts that the replicas on a worker occupy, by resource."""
@@ -150,7 +151,7 @@ class State:
         elif isinstance(record, GoalRecord):
             self.goals[record.goal_id] = record
         elif isinstance(record, ProxyRecord):
-            self.proxies[record.name] = record
+            self.proxies[record.tag] = record
         elif isinstance(record, CapacityRecord):
             self.capacity = record
         elif isinstance(record, EndpointRecord):

@@ -12,12 +12,14 @@ from typing import Any
 from daskserve.amounts import shown
 from daskserve.control import app_state, backend_verbs, endpoint_state
 from daskserve.control.backend_state import NEW_WORKER_S
+from daskserve.control.http_state import is_ready
 from daskserve.control.observed import Observed
-from daskserve.control.records import BackendRecord, GoalState, ProxyRecord
+from daskserve.control.proxy_record import ProxyRecord
+from daskserve.control.records import BackendRecord, GoalState
 from daskserve.control.state import State
 from daskserve.errors import NotFoundError
 from daskserve.options.credentials import masked
-from daskserve.types import ActorKind, BackendTag, ReplicaState
+from daskserve.types import ActorKind, BackendTag, Reach, ReplicaState, WorkerAddress
 
 UNVERSIONED = "Unversioned"
 
@@ -73,8 +75,45 @@ def status_word(observed: Observed, backend: BackendRecord, running: int) -> str
 
 def proxy_state(proxy: ProxyRecord, observed: Observed) -> str:
     """Return the status word of a proxy."""
-    facts = observed.proxies_ready.get(proxy.name)
-    return "RUNNING" if facts is not None and facts["incarnation"] == proxy.incarnation else "STARTING"
+    if proxy.is_leaving:
+        return "DRAINING"
+    if proxy.worker in observed.unresponsive:
+        return "UNHEALTHY"
+    return "RUNNING" if is_ready(observed, proxy) else "STARTING"
+
+
+def proxy_message(proxy: ProxyRecord, observed: Observed) -> str:
+    """Return why a proxy does not listen, or not where its clients expect it; empty otherwise."""
+    if proxy.is_leaving:
+        return "finishes its requests once another proxy listens in its place"
+    found = []
+    if proxy.worker is None:
+        found.append(f"waits for a worker on host {proxy.host}")
+    elif proxy.worker in observed.unresponsive:
+        found.append(f"worker {proxy.worker} does not answer")
+    elif proxy.name in observed.proxies_failed:
+        found.append(str(observed.proxies_failed[proxy.name]))
+    if stray := observed.stray(proxy.worker or ""):
+        found.append(stray)
+    if proxy.home:
+        found.append(f"moved here from host {proxy.home}, and moves back once that has a worker for it")
+    return "; ".join(found)
+
+
+def http_urls(state: State, observed: Observed) -> list[str]:
+    """Return the URLs at which proxies listen, each once."""
+    urls = [
+        url
+        for name, facts in sorted(observed.proxies_ready.items())
+        if any(_is_of(facts, proxy) for proxy in state.proxies.values() if proxy.name == name)
+        for url in facts["urls"]
+    ]
+    return list(dict.fromkeys(urls))
+
+
+def _is_of(facts: Mapping[str, Any], proxy: ProxyRecord) -> bool:
+    """Return whether facts are of this proxy, which has a worker; one that is leaving may still accept."""
+    return proxy.worker is not None and facts["incarnation"] == proxy.incarnation
 
 
 def actors(state: State, observed: Observed, instance: str, controller: Mapping[str, Any]) -> list[Any]:
@@ -91,19 +130,19 @@ def actors(state: State, observed: Observed, instance: str, controller: Mapping[
             "state": "RUNNING",
             **where(controller["worker"]),
             "pid": controller["pid"],
+            "message": observed.stray(controller["worker"]),
         }
     ]
     for proxy in state.proxies.values():
-        facts = observed.proxies_ready.get(proxy.name)
-        word = proxy_state(proxy, observed)
+        facts = observed.proxies_ready.get(proxy.name, {})
         found.append(
             {
                 "kind": ActorKind.PROXY.value,
-                "name": proxy.name,
-                "state": word,
+                "name": proxy.tag,
+                "state": proxy_state(proxy, observed),
                 **where(proxy.worker),
-                "pid": facts.get("pid") if facts is not None and word == "RUNNING" else None,
-                "message": str(observed.proxies_failed.get(proxy.name, "")),
+                "pid": facts.get("pid") if facts and _is_of(facts, proxy) else None,
+                "message": proxy_message(proxy, observed),
             }
         )
     for replica in state.replicas.values():
@@ -134,6 +173,8 @@ def goals(state: State) -> list[dict[str, Any]]:
             "application": goal.application,
             "state": goal.state.value,
             "failures": sum(goal.failures.values()),
+            "by": goal.by,
+            "successor": goal.successor,
         }
         for goal in ordered
     ]
@@ -201,6 +242,7 @@ def published_backend(state: State, tag: str) -> Any:
         ],
         "concurrency": backend.config.concurrency(),
         "max_queued": backend.config.max_queued_requests,
+        "max_crash_retries": backend.config.max_crash_retries,
     }
     if backend.autoscaling is not None:
         value["autoscaled"] = True
@@ -210,6 +252,31 @@ def published_backend(state: State, tag: str) -> Any:
         # Why, if its first deploy failed; else nothing. As long as others call it, it is as before to them.
         value["ending"] = backend.last_error
     return value
+
+
+def broken_routes(
+    observed: Observed, here: WorkerAddress, from_here: Mapping[WorkerAddress, Reach]
+) -> dict[WorkerAddress, dict[WorkerAddress, str]]:
+    """Return the workers that other workers do not reach directly, each with its route.
+
+    ``from_here`` are those that the controller's own worker does not reach. Workers that answer nobody are
+    left out.
+    """
+    found = {**observed.broken_routes, here: {each: route.value for each, route in from_here.items()}}
+    there = observed.workers.keys() - observed.unresponsive
+    kept = {
+        worker: {other: route for other, route in routes.items() if other in there}
+        for worker, routes in found.items()
+        if worker in there
+    }
+    return {worker: routes for worker, routes in kept.items() if routes}
+
+
+def published_system(state: State, controller: WorkerAddress) -> dict[str, list[WorkerAddress]]:
+    """Return the workers with proxies or the controller, as published for routers."""
+    return {
+        "workers": sorted({controller, *(proxy.worker for proxy in state.proxies.values() if proxy.worker)})
+    }
 
 
 #: The classic controller's introspection calls.
@@ -227,9 +294,10 @@ VIEWS: Mapping[str, Callable[[State, Observed], Any]] = {
             "worker": proxy.worker,
             "host": proxy.host,
             "port": proxy.port,
-            "is_ready": proxy.name in observed.proxies_ready,
+            "is_ready": is_ready(observed, proxy),
         }
         for proxy in state.proxies.values()
+        if not proxy.is_leaving
     },
     "all_replica_handles": lambda state, _: {
         tag: [each.tag for each in state.replicas_of(tag) if each.state is ReplicaState.RUNNING]

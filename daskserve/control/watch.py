@@ -2,8 +2,11 @@
 
 Once a second, every worker in use is queried for the instance's actors and their health. The answer is a
 level, so it also repairs what events have missed: an actor that vanished, or one without a record. After
-three consecutive missed answers the worker is unresponsive: its replicas are replaced immediately. A worker
-that holds a proxy, and so a port, is restarted.
+three consecutive missed answers the worker is unresponsive: its replicas are replaced immediately, and
+routers give up the requests that it has. A worker that holds a proxy, and so a port, is restarted.
+
+After a missed answer the scheduler asks instead: the process may run, and only the network between it and the
+controller be broken. The next query is direct again.
 """
 
 from __future__ import annotations
@@ -24,8 +27,8 @@ from daskserve.types import ActorAddress, ActorKind, ReplicaState, WorkerAddress
 logger = logging.getLogger("daskserve.controller")
 
 PERIOD_S = 1.0
-#: Timeout of an answer, which takes milliseconds.
-ANSWER_S = 1.0
+#: Timeout of an answer, which takes milliseconds: less than a period, so that each period has its own query.
+ANSWER_S = 0.9
 MISSES = 3
 #: Interval at which workers without known actors are checked for leftover actors.
 SWEEP_S = 30.0
@@ -42,6 +45,7 @@ class WorkerWatch:
         observed: Observed,
         *,
         poke: Callable[[Iterable[str] | None], None],
+        announce: Callable[[], None],
         epoch: int,
     ) -> None:
         self._cluster = cluster
@@ -49,6 +53,8 @@ class WorkerWatch:
         self._state = state
         self._observed = observed
         self._poke = poke
+        #: Publishes the unresponsive workers.
+        self._announce = announce
         self._epoch = epoch
         # A controller that was replaced must not treat its successor's actors as orphans.
         self._newest_incarnation = (epoch + 1) << 32
@@ -84,8 +90,10 @@ class WorkerWatch:
         names = [
             each.address(instance).name for each in self._state.replicas_on(worker) if each.backend in scaled
         ]
+        by_scheduler = self._misses.get(worker, 0) > 0
+        asking = self._cluster.inspect(worker, figures_of=names, by_scheduler=by_scheduler)
         try:
-            actors = await self._clock.wait_for(self._cluster.inspect(worker, figures_of=names), ANSWER_S)
+            actors = await self._clock.wait_for(asking, ANSWER_S)
         except (ServeError, OSError, TimeoutError) as error:
             self._missed(worker, error)
         else:
@@ -95,10 +103,15 @@ class WorkerWatch:
 
     def _missed(self, worker: WorkerAddress, error: BaseException) -> None:
         misses = self._misses[worker] = self._misses.get(worker, 0) + 1
-        if misses != MISSES or worker not in self._observed.workers:
+        info = self._observed.workers.get(worker)
+        if info is None or worker in self._observed.unresponsive:
+            return
+        # The supervisor has replaced a controller there, so this one does not wait as long once more.
+        if misses < (1 if info.is_suspect else MISSES):
             return
         logger.warning("Worker %s does not answer (%r); its replicas are replaced", worker, error)
         self._observed.unresponsive.add(worker)
+        self._announce()
         if any(proxy.worker == worker for proxy in self._state.proxies.values()):
             self._tasks.spawn(self._restart(worker), "watch")
         self._poke(None)
@@ -116,7 +129,13 @@ class WorkerWatch:
         if worker in self._observed.unresponsive:
             logger.info("Worker %s answers again", worker)
             self._observed.unresponsive.discard(worker)
+            self._announce()
             self._poke(None)
+        broken = next((each["broken_routes"] for each in actors if "broken_routes" in each), None)
+        if broken is None:
+            self._observed.broken_routes.pop(worker, None)
+        else:
+            self._observed.broken_routes[worker] = broken
         there = {(actor["name"], actor["incarnation"]): actor for actor in actors}
         for replica in expected:
             current = self._state.replicas.get(replica.tag)
@@ -164,13 +183,14 @@ class WorkerWatch:
         self, worker: WorkerAddress, there: Mapping[tuple[str, int], Mapping[str, Any]]
     ) -> None:
         for proxy in self._state.proxies.values():
+            if proxy.worker != worker:
+                continue
             is_there = (proxy.address(self._cluster.instance).name, proxy.incarnation) in there
-            if (
-                proxy.worker == worker
-                and not is_there
-                and self._observed.proxies_ready.pop(proxy.name, None) is not None
-            ):
-                logger.warning("Proxy %s vanished from %s", proxy.name, worker)
+            facts = self._observed.proxies_ready.get(proxy.name)
+            is_known = facts is not None and facts["incarnation"] == proxy.incarnation
+            if is_known and not is_there:
+                logger.warning("Proxy %s vanished from %s", proxy.tag, worker)
+                del self._observed.proxies_ready[proxy.name]
                 self._poke(None)
 
     def _end_orphans(self, worker: WorkerAddress, actors: Sequence[Mapping[str, Any]]) -> None:
@@ -195,6 +215,10 @@ class WorkerWatch:
 
     def _forget_workers(self) -> None:
         known = set(self._observed.workers)
-        self._observed.unresponsive &= known
+        if not self._observed.unresponsive <= known:
+            self._observed.unresponsive &= known
+            self._announce()
+        for worker in set(self._observed.broken_routes) - known:
+            del self._observed.broken_routes[worker]
         for worker in set(self._misses) - known:
             del self._misses[worker]

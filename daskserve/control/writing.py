@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Self, TypeAlias
 
 from daskserve.cluster.base import Store
@@ -71,7 +71,15 @@ class Writer:
     async def __aexit__(self, *exc_info: object) -> None:
         self._lock.release()
 
-    async def commit(self, change: Change, then: Then | None = None) -> None:
+    async def note(self, change: Change, then: Then | None = None) -> None:
+        """Commit what the controller does by itself; it is applied even if the store is lost."""
+        await self.commit(change, then, must_last=False)
+
+    async def rewrite(self, unreadable: Collection[str]) -> int:
+        """Write all records anew, and return their number; call under the lock."""
+        return await checkpoint.rewrite(self._store, self._epoch, self._state, unreadable)
+
+    async def commit(self, change: Change, then: Then | None = None, *, must_last: bool = True) -> None:
         """Write a change, apply it and call ``then``, or raise; the change may be in the store even then.
 
         If it is, it is applied and ``then`` is called when the records are read again.
@@ -80,7 +88,7 @@ class Writer:
             if then is not None:
                 then()
             return
-        writing = asyncio.create_task(self._write(change, then), name="daskserve-write")
+        writing = asyncio.create_task(self._write(change, then, must_last), name="daskserve-write")
         try:
             await asyncio.shield(writing)
         except asyncio.CancelledError:
@@ -93,10 +101,10 @@ class Writer:
                 logger.warning("A change whose caller was cancelled was not written: %r", writing.exception())
             raise
 
-    async def _write(self, change: Change, then: Then | None) -> None:
+    async def _write(self, change: Change, then: Then | None, must_last: bool) -> None:
         try:
             if not self.is_detached:
-                await checkpoint.write(self._store, self._epoch, change)
+                await checkpoint.write(self._store, self._epoch, change, must_last=must_last)
         except StaleEpochError:
             raise
         except BaseException:

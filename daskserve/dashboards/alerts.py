@@ -193,7 +193,8 @@ def _of_the_instance() -> list[Alert]:
     return [
         Alert(
             "DaskserveProxyDown",
-            'max by (serve_instance, proxy, status) (daskserve_proxy_status{status!="RUNNING"}) == 1',
+            "max by (serve_instance, proxy, status) "
+            '(daskserve_proxy_status{status!~"RUNNING|DRAINING"}) == 1',
             "2m",
             Severity.CRITICAL,
             "Proxy {{ $labels.proxy }} does not listen",

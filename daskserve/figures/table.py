@@ -132,6 +132,7 @@ SECTIONS: Mapping[str, Sequence[MetricSpec]] = {
         MetricSpec("controller_start_time_seconds", _G, _I, "Time of its start, in seconds since the epoch."),
         MetricSpec("control_loop_duration_seconds", _T, _I, "Seconds per round of the control loop."),
         MetricSpec("control_loop_failures", _C, _I, "Steps of the loop that failed and are retried."),
+        MetricSpec("replica_moves", _C, _I, "Moves of replicas to better workers that began."),
         MetricSpec("goals_pending", _G, _I, "Requested changes that are in progress."),
         MetricSpec("goals", _C, (*_I, "outcome"), "Changes that have ended, by outcome: done or failed."),
         MetricSpec("deployment_wanted_replicas", _G, _D, "Target number of replicas."),

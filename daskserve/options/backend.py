@@ -81,6 +81,13 @@ class BackendConfig(Options):
         ge=-1,
         description="Maximum number of requests queued in a router for this backend; -1: no limit.",
     )
+    max_crash_retries: Annotated[int, CONTROLLER_ONLY] = Field(
+        1,
+        ge=0,
+        le=3,
+        description="How often an idempotent HTTP request is retried after its replica died or hung while it "
+        "ran; 0: never. See [Faults of user code](docs/faults.md#poisonous-requests).",
+    )
     max_surge: Annotated[int | str, CONTROLLER_ONLY] = Field(
         1,
         description="Maximum number of additional replicas during an update: a number, or a percentage such "
@@ -103,6 +110,12 @@ class BackendConfig(Options):
         "SPREAD",
         description="Where replicas go among the workers that have room: ``SPREAD`` over as many workers and "
         "hosts as possible, or ``PACK`` onto as few as possible.",
+    )
+    rebalance_after_s: Annotated[float | None, CONTROLLER_ONLY] = Field(
+        30,
+        ge=0,
+        description="Replicas move to better workers once there have been such for this many seconds, see "
+        "[Spreading again](docs/deployments.md#spreading-again). None: never.",
     )
     gang_scheduling_config: Annotated[GangSchedulingConfig | None, CONTROLLER_ONLY, REPLACES] = Field(
         None,

@@ -39,6 +39,19 @@ class HTTPOptions(Options):
         Location.HEAD_ONLY,
         description="Workers that get a proxy. None: no proxies, as with NoServer, or Disabled.",
     )
+    return_grace_s: float = Field(
+        10.0,
+        ge=0,
+        description="Time in seconds before the proxy of HeadOnly moves to another host: its own host may "
+        "have a worker again. It moves back when its own host has had a worker for as long.",
+    )
+    system_workers: list[str] = Field(
+        default_factory=list,
+        description="Workers that are kept for the controller and the proxies: names, addresses or hosts of "
+        "workers, or resources that workers declare. Replicas never go there. While none of them is in the "
+        "cluster, the controller and the proxies run on other workers, and the status says so. Empty: the "
+        "controller and the proxies share the workers of replicas.",
+    )
     root_path: str = Field("", description="Path prefix under which a reverse proxy publishes daskserve.")
     request_timeout_s: float | None = Field(
         None, gt=0, description="Time in seconds after which a request gets 408; None means no limit."
@@ -78,6 +91,11 @@ class HTTPOptions(Options):
     )
     ssl_keyfile_password: str | None = Field(
         None, repr=False, description="Password of the private key, if it is encrypted."
+    )
+    take_over: bool = Field(
+        False,
+        description="Whether the proxies listen beside those of the instance that used the store before, on "
+        "the same port, as soon as all replicas run: for upgrades (docs/upgrading.md).",
     )
     debug: bool = Field(
         False,

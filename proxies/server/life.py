@@ -43,6 +43,9 @@ class ServerListener(Protocol):
     def stop(self) -> None:
         """Stop accepting connections."""
 
+    def accept_last(self, listening: socket.socket) -> None:
+        """Accept what waits on a socket after `stop`, which is closed next."""
+
     async def wait_made(self) -> None:
         """Return once all accepted connections are among the carrier's."""
 
@@ -152,7 +155,7 @@ class HTTPServer(abc.ABC):
         if self._listener is not None:
             while self._clock.now() < deadline and _has_backlog(self._sockets):
                 await self._clock.sleep(0)
-        await self._close_sockets()
+        await self._close_sockets(accepts=True)
         for session in list(self._carrier.sockets):
             session.leave()
         while (left_s := deadline - self._clock.now()) > 0 and (
@@ -198,10 +201,13 @@ class HTTPServer(abc.ABC):
             f"{len(carrier.tasks)} tasks>"
         )
 
-    async def _close_sockets(self) -> None:
+    async def _close_sockets(self, *, accepts: bool = False) -> None:
         if self._listener is not None:
             self._listener.stop()
         for sock in self._sockets:
+            if self._listener is not None and accepts:
+                # Closing the socket resets what came since the last look.
+                self._listener.accept_last(sock)
             sock.close()  # a second time does no harm
         self._sockets = []
         if self._listener is not None:

@@ -24,6 +24,11 @@ _FREE_PORT_ATTEMPTS = 8
 _NO_SUCH_ADDRESS = frozenset((errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT))
 
 
+def can_share_ports() -> bool:
+    """Return whether two processes can listen on one port of this platform."""
+    return hasattr(socket, "SO_REUSEPORT")
+
+
 async def bind_sockets(
     host: str, port: int, *, reuse_port: bool = False, claims_port: bool = True
 ) -> list[socket.socket]:
@@ -50,7 +55,7 @@ async def bind_sockets(
     InstanceError
         The operating system refuses for another reason.
     """
-    if reuse_port and not hasattr(socket, "SO_REUSEPORT"):
+    if reuse_port and not can_share_ports():
         raise BadRequestError("This platform has no SO_REUSEPORT, so proxies cannot share one port.")
     addresses = await _resolve(host, port)
     attempts_left = 1 if port else _FREE_PORT_ATTEMPTS

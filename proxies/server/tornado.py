@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from tornado.netutil import add_accept_handler
@@ -43,6 +44,11 @@ class _TornadoListener:
         for stop in self._stops:
             stop()
         self._stops = []
+
+    def accept_last(self, listening: socket.socket) -> None:
+        with suppress(OSError):  # nothing waits any more, or the process has run out of descriptors
+            while True:
+                self._accept(*listening.accept())
 
     async def wait_made(self) -> None:
         """Return: connections are set up when they are accepted."""

@@ -12,6 +12,7 @@ import asyncio
 import errno
 import logging
 import socket
+from contextlib import suppress
 
 from daskserve.amounts import shown
 from daskserve.loops.tasks import TaskSet
@@ -61,6 +62,11 @@ class _UvicornListener:
         self._sockets = []
         self._pauses = set()
 
+    def accept_last(self, listening: socket.socket) -> None:
+        with suppress(OSError):  # nothing waits any more, or the process has run out of descriptors
+            while True:
+                self._take(listening.accept()[0])
+
     async def wait_made(self) -> None:
         # The duration of a TLS handshake is up to the client.
         await self._setups.wait(None if self._carrier.tls is None else _HANDSHAKES_S)
@@ -83,8 +89,11 @@ class _UvicornListener:
                 log.error("Accepting no connections for %s s: %s", shown(_EXHAUSTED_S), error)
                 self._pause(listener)
                 return
-            sock.setblocking(False)
-            self._setups.spawn(self._set_up(sock))
+            self._take(sock)
+
+    def _take(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self._setups.spawn(self._set_up(sock))
 
     async def _set_up(self, sock: socket.socket) -> None:
         carrier = self._carrier

@@ -14,6 +14,7 @@ from daskserve.cli import run
 from daskserve.cli.main import main
 from daskserve.client.application_verbs import RunTarget
 from daskserve.errors import NotRunningError, ReplicaStartError
+from daskserve.testing import local_instance
 
 MODULE = """
 import daskserve as serve
@@ -100,14 +101,14 @@ def test_an_error_of_the_users_module_keeps_its_traceback(hosted: dict[str, Any]
     assert result.exception.args == ("of the user",)
 
 
-@pytest.mark.parametrize("command", ["status", "shutdown"])
+@pytest.mark.parametrize("command", ["status", "shutdown", "rewrite-store"])
 def test_other_commands_need_an_address(command: str) -> None:
     result = CliRunner().invoke(main, [command])
     assert result.exit_code == 2
     assert "Give --address" in result.output
 
 
-@pytest.mark.parametrize("arguments", [["status"], ["shutdown"], ["shutdown", "--yes"]])
+@pytest.mark.parametrize("arguments", [["status"], ["shutdown"], ["shutdown", "--yes"], ["rewrite-store"]])
 def test_a_cluster_without_an_instance_is_no_error(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,3 +119,12 @@ def test_a_cluster_without_an_instance_is_no_error(
     monkeypatch.setattr(run, "connect", connect)
     result = CliRunner().invoke(main, [*arguments, "-a", "tcp://host:1"])
     assert (result.exit_code, result.output) == (0, "No instance runs.\n")
+
+
+def test_the_records_are_rewritten_by_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    with local_instance() as client:
+        client.create_backend("b", "builtins.str")
+        monkeypatch.setattr(run, "connect", lambda *, address: client)
+        count = client.rewrite_store()
+        result = CliRunner().invoke(main, ["rewrite-store", "-a", "tcp://host:1"])
+        assert (result.exit_code, result.output) == (0, f"{count} records written.\n")

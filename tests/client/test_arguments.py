@@ -134,3 +134,18 @@ def test_awaitable_forms_name_themselves_in_errors() -> None:
 def test_an_argument_that_nobody_has_is_a_type_error() -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument 'nonsense'"):
         serve.run(None, nonsense=1)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "kwargs", "text"),
+    [
+        ("connect", (1, 2, 3), {}, "too many positional arguments. Its arguments are: dask_client, address."),
+        ("run", (), {}, "missing a required argument: 'target'. Its arguments are: target, blocking"),
+        ("start", (), {"prt": 1}, "got an unexpected keyword argument 'prt'. Its arguments are: detached"),
+    ],
+)
+def test_wrong_arguments_are_errors_that_name_the_function_and_its_arguments(
+    function: str, args: tuple[Any, ...], kwargs: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(TypeError, match=rf"^serve.{function}\(\): {text}"):
+        getattr(serve, function)(*args, **kwargs)

@@ -69,13 +69,20 @@ def test_an_update_says_its_version_route_and_what_it_waits_for() -> None:
 
 def test_addresses_controllers_workers_and_deletions_have_lines() -> None:
     after = status(
-        epoch=2, http_urls=("http://b:8000",), unresponsive_workers=("tcp://c:1",), backends={}, endpoints={}
+        epoch=2,
+        http_urls=("http://b:8000",),
+        unresponsive_workers=("tcp://c:1",),
+        broken_routes={"tcp://a:1": {"tcp://b:1": "scheduler", "tcp://d:1": "none"}},
+        backends={},
+        endpoints={},
     )
-    assert list(changes(status(), after)) == [
+    before = status(broken_routes={"tcp://a:1": {"tcp://d:1": "scheduler"}})
+    assert list(changes(before, after)) == [
         "Listening at http://b:8000",
         "No longer listening at http://127.0.0.1:8000",
         "The controller was replaced",
         "echo was deleted",
+        "Worker tcp://a:1 does not reach tcp://b:1 directly",
         "Worker tcp://c:1 does not answer",
     ]
 

@@ -65,6 +65,7 @@ def test_a_status_is_a_table_of_backends_and_one_of_actors() -> None:
         target_capacity=50.0,
         target_capacity_direction="DOWN",
         unresponsive_workers=("tcp://c:1",),
+        broken_routes={"tcp://a:1": {"tcp://b:1": "scheduler", "tcp://e:1": "none"}},
         refused_workers={"tcp://d:1": "it has no daskserve."},
         problems={"backend/x": "unreadable"},
     )
@@ -84,6 +85,8 @@ def test_a_status_is_a_table_of_backends_and_one_of_actors() -> None:
         "replica     digits#abcdef         STARTING  tcp://b:1",
         "",
         "Worker tcp://c:1 does not answer.",
+        "Worker tcp://a:1 reaches tcp://b:1 only through the scheduler.",
+        "Worker tcp://a:1 cannot reach tcp://e:1.",
         "Worker tcp://d:1 gets no actors: it has no daskserve.",
         "Record backend/x could not be read: unreadable",
     ]

@@ -12,14 +12,19 @@ from distributed import Client, LocalCluster, get_worker
 from distributed.broker import Broker
 from distributed.comm import listen
 from distributed.comm.core import Comm
+from distributed.core import Status
 
 from daskserve.cluster.distributed_internals import (
+    Fate,
     agree,
+    answer_lost_scheduler,
+    answer_signal,
     as_current_worker,
     call_before_close,
     call_when_closed,
     config_variables,
     configured_security,
+    connect_again_when,
     connect_comm,
     detach_socket,
     is_plain_tcp,
@@ -28,6 +33,8 @@ from daskserve.cluster.distributed_internals import (
     replace_method,
     restore_method,
     socket_of,
+    stop_answering_lost_scheduler,
+    stop_answering_signal,
     stream_of,
 )
 
@@ -195,3 +202,124 @@ def test_a_function_is_called_before_a_client_closes() -> None:
 
     asyncio.run(scenario())
     assert states == ["closing"]
+
+
+class ClosingWorker:
+    """A worker that tells how it is closed."""
+
+    def __init__(self) -> None:
+        self.status = Status.running
+        self.closed: list[tuple[bool, bool, str]] = []
+
+    async def close(self, timeout: float, executor_wait: bool, nanny: bool, reason: str) -> str:
+        self.closed.append((executor_wait, nanny, reason))
+        return "OK"
+
+
+BROKE = "worker-handle-scheduler-connection-broken"
+
+
+@pytest.mark.parametrize(
+    ("fate", "closed"),
+    [(Fate.STAYS, []), (Fate.RESTARTS, [(False, False, BROKE)]), (Fate.CLOSES, [(True, True, BROKE)])],
+)
+def test_a_function_decides_what_becomes_of_a_worker_whose_stream_breaks(fate: Fate, closed: Any) -> None:
+    async def survive() -> Fate:
+        return fate
+
+    async def main() -> None:
+        worker: Any = ClosingWorker()
+        answer_lost_scheduler(worker, survive)
+        await worker.close(reason=BROKE)
+        assert worker.closed == closed
+        stop_answering_lost_scheduler(worker)
+        assert "close" not in vars(worker)
+
+    asyncio.run(main())
+
+
+def test_a_worker_that_is_told_to_close_closes_while_its_scheduler_is_away() -> None:
+    async def main() -> None:
+        worker: Any = ClosingWorker()
+        back = asyncio.Event()
+
+        async def survive() -> Fate:
+            await back.wait()
+            return Fate.STAYS
+
+        answer_lost_scheduler(worker, survive)
+        waiting = asyncio.create_task(worker.close(reason=BROKE))
+        await asyncio.sleep(0)
+        await worker.close(reason="worker-heartbeat-missing")  # of the next scheduler
+        assert worker.closed == []
+        await worker.close(nanny=False, reason="signal-15")
+        assert worker.closed == [(True, False, "signal-15")]
+        back.set()
+        await waiting
+
+    asyncio.run(main())
+
+
+def test_a_worker_whose_survival_fails_closes_and_its_nanny_starts_another() -> None:
+    async def main() -> None:
+        worker: Any = ClosingWorker()
+
+        async def survive() -> Fate:
+            raise ValueError("refused")
+
+        answer_lost_scheduler(worker, survive)
+        with pytest.raises(ValueError, match="refused"):
+            await worker.close(reason=BROKE)
+        assert worker.closed == [(True, False, BROKE)]
+
+    asyncio.run(main())
+
+
+def test_a_scheduler_that_a_signal_ends_leaves_before_it_closes() -> None:
+    class ClosingScheduler:
+        status = Status.running
+
+        def __init__(self) -> None:
+            self.events: list[str] = []
+
+        async def close(self, timeout: float | None, reason: str) -> None:
+            self.events.append(reason)
+
+    async def main() -> None:
+        scheduler: Any = ClosingScheduler()
+        answer_signal(scheduler, lambda: scheduler.events.append("left"))
+        await scheduler.close(reason="scheduler-close")
+        await scheduler.close(reason="signal-15")
+        assert scheduler.events == ["scheduler-close", "left", "signal-15"]
+        stop_answering_signal(scheduler)
+        assert "close" not in vars(scheduler)
+
+    asyncio.run(main())
+
+
+def test_a_client_connects_again_only_when_its_scheduler_is_back() -> None:
+    class ConnectingClient:
+        status = "connecting"
+
+        def __init__(self) -> None:
+            self._scheduler_identity: dict[str, Any] = {}
+            self.events: list[str] = []
+
+        async def _ensure_connected(self, timeout: float | None) -> None:
+            self.events.append("connected")
+            self._scheduler_identity = {"id": "s"}
+            self.status = "running"
+
+    async def main() -> None:
+        client: Any = ConnectingClient()
+
+        async def is_back() -> None:
+            client.events.append("back")
+
+        connect_again_when(client, is_back, lambda: client.events.append("resumed"))
+        await client._ensure_connected(timeout=1)
+        assert client.events == ["connected"]
+        await client._ensure_connected(timeout=1)
+        assert client.events[1:] == ["back", "connected", "resumed"]
+
+    asyncio.run(main())

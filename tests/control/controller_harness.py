@@ -14,7 +14,8 @@ from daskserve.cluster.base import ActorContext, StoreChange, verb, verbs_of
 from daskserve.cluster.local.cluster import LocalCluster
 from daskserve.cluster.store.opening import MemoryStore
 from daskserve.control.controller import Controller
-from daskserve.control.records import CorruptRecordError, Record, ReplicaRecord, decode
+from daskserve.control.records import Record, ReplicaRecord
+from daskserve.control.stored_records import CorruptRecordError, decode
 from daskserve.errors import ReplicaStartError
 from daskserve.figures.table import MetricSample
 from daskserve.options.app_spec import ApplicationSpec
@@ -159,6 +160,7 @@ class ScriptedProxy:
     async def stop(self, grace_s: float) -> None:
         if self._stage.proxies.get(self.worker) is self:
             del self._stage.proxies[self.worker]
+            self._stage.successors.append((self.worker, set(self._stage.proxies)))
         await self._stage.clock.sleep(min(grace_s, self._stage.drain_s))
 
 
@@ -177,6 +179,8 @@ class Stage:
         self.cluster = LocalCluster(factories, workers=workers, store=self.store)
         self.clock = self.cluster.clock
         self.http = http or HTTPOptions(location=Location.NO_SERVER)
+        #: The start of the instance; another one stands for a new cluster on the same store.
+        self.start_id = "first"
         self.calls = ControllerCalls(self.cluster.program.link, self.cluster.instance)
         #: What replicas do in their start and their reconfigure, how long they take and how long they drain.
         self.start: Callable[[ScriptedReplica], Awaitable[None]] | None = None
@@ -193,6 +197,8 @@ class Stage:
         self.stopped: list[tuple[str, float]] = []
         self.running: dict[str, ScriptedReplica] = {}
         self.proxies: dict[WorkerAddress, ScriptedProxy] = {}
+        #: The workers of the proxies that stopped, each with those that listened then.
+        self.successors: list[tuple[WorkerAddress, set[WorkerAddress]]] = []
         self._requests = itertools.count()
 
     def check_written_ahead(self, incarnation: int, tag: str) -> None:
@@ -203,7 +209,7 @@ class Stage:
         assert record.incarnation == incarnation
 
     async def open(self, start_timeout_s: float = 600.0) -> ActorAddress:
-        message = ControllerStart(self.http, None, start_timeout_s, None)
+        message = ControllerStart(self.http, None, start_timeout_s, None, self.start_id)
         return await self.cluster.start(message.encode())
 
     # asking

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 
 import pytest
-from control_harness import app_spec
+from control_harness import app_spec, backend, replica, state_of
 from controller_harness import ScriptedReplica, Stage, boom, play
 
+from daskserve.control.app_state import neighbours
 from daskserve.control.records import AppRecord, GoalRecord
+from daskserve.control.state import State
 from daskserve.errors import (
     AlreadyRegisteredError,
     BadRequestError,
+    DeletedError,
     NoCapacityError,
     NotFoundError,
     ReplicaStartError,
 )
+from daskserve.types import ReplicaState
 
 CHAIN = {"back": (), "middle": ("back",), "front": ("middle",)}
 
@@ -318,7 +323,8 @@ def test_a_change_of_a_deployment_that_the_new_version_drops_ends_with_it() -> N
         await stage.run()
         stage.start_s = 2.0
         await stage.deploy_apps(app_spec(graph={"front": ()}, request_id="r2", front={"version": "2"}))
-        await stage.update("back", num_replicas=200)  # more than fit
+        with pytest.raises(DeletedError, match="'back' was deleted"):
+            await stage.update("back", num_replicas=200)  # more than fit
         await stage.until(lambda: list(stage.stored("backend")) == ["backend/front"])
 
     play(scenario)
@@ -337,3 +343,31 @@ def test_a_called_deployment_takes_requests_until_its_callers_have_drained() -> 
         assert "ending" not in await stage.published("backend/back")
 
     play(scenario)
+
+
+# ---- whom a change wakes
+
+
+def chain_of(front: ReplicaState) -> State:
+    return state_of(
+        AppRecord("a", "/", {name: name for name in CHAIN}, goal="g"),
+        *(backend(tag, application="a", goal="g", needs=needs) for tag, needs in CHAIN.items()),
+        replica("front#1", front),
+    )
+
+
+def test_a_deployment_that_comes_up_wakes_those_that_call_it() -> None:
+    up = replica("back#1")
+    state = chain_of(ReplicaState.STARTING)
+    wakes = partial(neighbours, state, state.backends["back"])
+    assert wakes({up.key: up}) == ["middle"]
+    assert wakes({up.key: up}, {"middle"}) == []
+    assert wakes({up.key: replica("back#1", ReplicaState.STARTING)}) == []
+    assert wakes({up.key: replica("back#1", ReplicaState.SHOULD_START)}) == ["middle"]
+    assert wakes({up.key: None}) == ["middle"]
+
+
+def test_the_ingress_looks_whether_a_change_is_complete_once_it_is_up() -> None:
+    state = chain_of(ReplicaState.RUNNING)
+    up = replica("back#1")
+    assert neighbours(state, state.backends["back"], {up.key: up}, {"front", "middle"}) == ["front"]

@@ -781,6 +781,7 @@ def test_only_running_replicas_are_published_to_routers() -> None:
         "replicas": [["b#1", "w1", 4]],
         "concurrency": 5,
         "max_queued": 9,
+        "max_crash_retries": 1,
     }
     assert published_backend(state, "other") is None
 

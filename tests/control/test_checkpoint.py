@@ -11,7 +11,8 @@ from control_harness import backend, endpoint, goal, replica
 from daskserve.cluster.base import StoreChange
 from daskserve.cluster.store.opening import MemoryStore
 from daskserve.control.checkpoint import restore, write
-from daskserve.control.records import Change, CodeRecord, CorruptRecordError, encode
+from daskserve.control.records import Change, CodeRecord
+from daskserve.control.stored_records import CorruptRecordError, encode
 from daskserve.errors import StaleEpochError
 
 

@@ -11,7 +11,8 @@ from controller_harness import ScriptedReplica, Stage, boom, hang, play
 from daskserve.cluster.base import ActorContext, ActorSpec
 from daskserve.control.controller import Controller
 from daskserve.control.core import MAX_WAIT_S, REFRESH_S
-from daskserve.control.records import EndpointRecord, encode
+from daskserve.control.records import EndpointRecord
+from daskserve.control.stored_records import encode
 from daskserve.errors import (
     AlreadyRegisteredError,
     BadRequestError,
@@ -21,14 +22,16 @@ from daskserve.errors import (
     PortInUseError,
     ReplicaStartError,
     RequestTimeoutError,
+    SupersededError,
 )
 from daskserve.options.backend import BackendConfig
 from daskserve.options.http import HTTPOptions
 from daskserve.starts import ControllerStart
-from daskserve.testing import run_virtual
+from daskserve.testing import run_virtual, wait_until
 from daskserve.types import ActorKind, Location
 
 EVERY_WORKER = HTTPOptions(location=Location.EVERY_WORKER)
+KEPT = "local://worker-3"
 
 
 # ---- a whole life
@@ -56,7 +59,12 @@ def test_the_life_of_a_backend_from_creation_to_deletion() -> None:
         assert before < set(stage.running)
         await stage.update(num_replicas=1)
         assert len(stage.running) == 1
-        assert len(await stage.published("backend/b") or ()) == 3
+        assert set(await stage.published("backend/b")) == {
+            "replicas",
+            "concurrency",
+            "max_queued",
+            "max_crash_retries",
+        }
 
         await stage.change("delete_endpoint", name="e")
         await stage.delete()
@@ -219,10 +227,25 @@ def test_a_newer_spec_ends_the_wait_for_the_older_one() -> None:
         await stage.clock.sleep(0.5)
         began = stage.clock.now()
         second = asyncio.create_task(stage.update(num_replicas=3))
-        await first
+        with pytest.raises(SupersededError):
+            await first
         assert stage.clock.now() == began
         await second
         assert len(stage.running) == 3
+
+    play(scenario)
+
+
+def test_a_deletion_waits_for_the_end_of_one_that_replaces_it() -> None:
+    async def scenario(stage: Stage) -> None:
+        await stage.create()
+        stage.drain_s = 5.0
+        gentle = await stage.call("delete_backend", tag="b", force=False)
+        await stage.call("delete_backend", tag="b", force=True)
+        assert await stage.calls.wait_for_goal(gentle["goal"], 0.0)
+        assert stage.stored("backend")
+        assert await stage.calls.wait_until_reached(gentle["goal"], 60.0)
+        assert not stage.stored("backend")
 
     play(scenario)
 
@@ -462,6 +485,7 @@ def test_a_controller_that_fails_to_start_raises_the_reason() -> None:
                     middlewares=None,
                     start_timeout_s=600.0,
                     callback=None,
+                    start_id="",
                 ).encode(),
             )
             process = stage.cluster.process(stage.cluster.workers()[0].address)
@@ -527,5 +551,44 @@ def test_a_replica_gets_its_start_message_and_runs() -> None:
         assert (message.config.max_batch_size, message.config.batch_wait_timeout) == (3, 0.5)
         assert message.config.event_loop == "worker"
         assert message.config.health_check_period_s == BackendConfig().health_check_period_s
+
+    play(scenario)
+
+
+def test_replicas_keep_off_the_workers_of_the_controller_and_the_status_says_if_there_are_none() -> None:
+    async def scenario(stage: Stage) -> None:
+        async def message() -> str:
+            actors = (await stage.call("status"))["actors"]
+            return next(each["message"] for each in actors if each["kind"] == "proxy")
+
+        await stage.create(num_replicas=4)
+        assert KEPT not in stage.replica_workers()
+        await wait_until(lambda: set(stage.proxies) == {KEPT})
+        assert await message() == ""
+        published = await stage.published("system")
+        assert set(published["workers"]) >= {KEPT}
+        stage.cluster.remove_worker(KEPT)
+        await wait_until(lambda: len(stage.proxies) == 1 and KEPT not in stage.proxies)
+        assert await message() == (
+            f"on a worker of replicas: system_workers ('{KEPT}', 'kept') are not in the cluster"
+        )
+        joined = stage.cluster.add_worker(resources={"kept": 1.0})
+        await wait_until(lambda: set(stage.proxies) == {joined.address})
+        assert await message() == ""
+
+    play(scenario, http=HTTPOptions(port=0, system_workers=[KEPT, "kept"]))
+
+
+# ---- another scheduler
+
+
+def test_what_a_controller_hands_over_is_all_that_its_store_has() -> None:
+    async def scenario(stage: Stage) -> None:
+        await stage.create(num_replicas=2)
+        await stage.endpoint()
+        left = await stage.calls.call("hand_over")
+        assert left["records"] == await stage.store.load()
+        assert left["epoch"] == await stage.store.newest_epoch()
+        assert list(left["workers"]) == sorted({info.address for info in stage.cluster.workers()})
 
     play(scenario)

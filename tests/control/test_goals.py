@@ -8,9 +8,16 @@ import pytest
 from control_harness import backend, goal, state_of
 
 from daskserve.control.goals import KEPT_GOALS, SWEEP_AT, finish, open_goal
-from daskserve.control.records import BackendRecord, Change, GoalRecord, GoalState, from_plain
+from daskserve.control.records import (
+    AppRecord,
+    BackendRecord,
+    Change,
+    GoalRecord,
+    GoalState,
+)
 from daskserve.control.state import State
-from daskserve.errors import NoCapacityError
+from daskserve.control.stored_records import from_plain
+from daskserve.errors import DeletedError, NoCapacityError, SupersededError
 from daskserve.payload.packed_errors import load_error
 
 
@@ -117,3 +124,49 @@ def test_a_finished_goal_has_no_previous_record() -> None:
     error = load_error(failed.error)
     assert isinstance(error, NoCapacityError)
     assert str(error) == "no room"
+
+
+def replaced_by(state: State, *wanted: BackendRecord | AppRecord) -> GoalRecord:
+    """Return the goal ``old`` after a program changed what it covers."""
+    change: Change = {}
+    open_goal(state, change, *wanted, goal_id="new", timeout_s=5.0, by="b.py")
+    found = change["goal/old"]
+    assert isinstance(found, GoalRecord)
+    assert (found.state, found.successor) == (GoalState.DONE, "new")
+    return found
+
+
+def test_a_superseded_goal_says_by_whom_and_which_version() -> None:
+    state = state_of(backend(goal="old"), goal("old"))
+    error = load_error(replaced_by(state, backend(version="v2", user_version="2")).error or b"")
+    assert isinstance(error, SupersededError)
+    assert (error.by, error.version, error.goal) == ("b.py", "2", "new")
+    assert str(error) == (
+        "'b' was changed by b.py before this change was complete: version '2' of 'b' is deployed instead."
+    )
+
+
+def test_a_goal_whose_backend_is_deleted_says_by_whom() -> None:
+    state = state_of(backend(goal="old"), goal("old"))
+    error = load_error(replaced_by(state, backend(is_deleting=True)).error or b"")
+    assert isinstance(error, DeletedError)
+    assert error.by == "b.py"
+    assert str(error) == "'b' was deleted by b.py before this change was complete."
+
+
+def test_a_deletion_that_is_hurried_on_has_no_error() -> None:
+    state = state_of(backend(goal="old", is_deleting=True), goal("old"))
+    assert replaced_by(state, backend(is_deleting=True, is_forced=True)).error is None
+
+
+def test_a_deletion_that_a_deploy_takes_back_is_superseded() -> None:
+    state = state_of(backend(goal="old", is_deleting=True), goal("old"))
+    assert isinstance(load_error(replaced_by(state, backend()).error or b""), SupersededError)
+
+
+def test_an_application_that_only_changes_its_route_names_the_version_of_its_ingress() -> None:
+    app = AppRecord("a", "/old", {"i": "b"}, goal="old")
+    state = state_of(app, backend(application="a", goal="old"), goal("old", backend="", application="a"))
+    error = load_error(replaced_by(state, replace(app, route="/new")).error or b"")
+    assert isinstance(error, SupersededError)
+    assert error.version == "v1"

@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
-from control_harness import replica, worker
+from control_harness import backend, replica, worker
 
-from daskserve.control.http_state import HttpStep, StartProxy, StopProxy, step
+from daskserve.control.http_state import HttpStep, ProxyRules, StartProxy, StopProxy, held_workers, step
 from daskserve.control.observed import Observed
-from daskserve.control.records import ProxyRecord
+from daskserve.control.proxy_record import ProxyRecord
 from daskserve.control.state import State
 from daskserve.types import Location, WorkerInfo
 
@@ -18,6 +18,9 @@ from daskserve.types import Location, WorkerInfo
 HEAD_1, HEAD_2 = worker(1, is_head=True), worker(2, is_head=True)
 FAR_3, FAR_4 = worker(3, host="h2"), worker(4, host="h2")
 ALL = (HEAD_1, HEAD_2, FAR_3, FAR_4)
+
+
+GRACE_S = 10.0
 
 
 def is_idle(taken: HttpStep) -> bool:
@@ -38,6 +41,8 @@ class Proxies:
         self.location = location
         self.port = port
         self.avoid = avoid or None
+        self.start_id = "first"
+        self.now = 0.0
         self.state = State()
         self.observed = Observed(workers={each.address: each for each in workers})
         self._incarnation = 0
@@ -46,14 +51,13 @@ class Proxies:
         taken = step(
             self.state,
             self.observed,
-            location=self.location,
-            port=self.port,
+            ProxyRules(self.location, self.port, self.avoid, GRACE_S, self.start_id),
             incarnation=self._incarnation,
-            avoid=self.avoid,
+            now=self.now,
         )
         self._incarnation = taken.incarnation
         self.state.apply(taken.change)
-        self.observed.forget_proxies(taken.lost)
+        self.observed.learn_proxies(taken.lost, taken.apart)
         self.observed.lost_workers &= set(self.state.workers_in_use())
         return taken
 
@@ -68,21 +72,42 @@ class Proxies:
             for action in taken.actions:
                 if isinstance(action, StartProxy):
                     self.listen(action.proxy, 40000 + number)
+                else:
+                    self.observed.proxies_gone.add(action.proxy.tag)
             if not taken.change and not taken.actions:
                 return
         raise AssertionError("the proxies do not settle")
+
+    def retire(self, address: str) -> None:
+        known = self.observed.workers[address]
+        self.observed.workers[address] = replace(known, is_retiring=True, is_available=False)
+
+    def join(self, info: WorkerInfo) -> None:
+        self.observed.workers[info.address] = info
 
     def lose(self, address: str) -> None:
         self.observed.lost_workers.add(address)
         del self.observed.workers[address]
 
     @property
-    def workers(self) -> list[str]:
-        return sorted(each.worker for each in self.state.proxies.values())
+    def workers(self) -> list[str | None]:
+        return sorted((each.worker for each in self.state.proxies.values()), key=str)
+
+    @property
+    def leaving(self) -> list[str | None]:
+        return [each.worker for each in self.state.proxies.values() if each.is_leaving]
+
+    @property
+    def head(self) -> ProxyRecord:
+        return self.state.proxies["head"]
 
 
 def starts(taken: HttpStep) -> list[ProxyRecord]:
     return [each.proxy for each in taken.actions if isinstance(each, StartProxy)]
+
+
+def stops(taken: HttpStep) -> list[str | None]:
+    return sorted((each.proxy.worker for each in taken.actions if isinstance(each, StopProxy)), key=str)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +155,7 @@ def test_the_controllers_worker_and_busy_workers_come_last_and_paused_ones_very_
 def test_a_proxy_is_written_before_it_starts() -> None:
     proxies = Proxies(Location.HEAD_ONLY)
     taken = proxies.step()
-    record = ProxyRecord("head", "w1", "h1", incarnation=1, port=8000)
+    record = ProxyRecord("head", "w1", "h1", incarnation=1, port=8000, start_id="first")
     assert (taken.change, taken.actions) == ({"proxy/head": record}, [StartProxy(record)])
     taken = proxies.step()  # asked again until it answers
     assert (taken.change, taken.actions) == ({}, [StartProxy(record)])
@@ -175,7 +200,8 @@ def test_the_port_outlives_the_loss_of_all_workers(location: Location) -> None:
     proxies.settle()
     (before,) = proxies.state.proxies.values()
     proxies.lose("w1")
-    assert is_idle(proxies.step())
+    assert starts(proxies.step()) == []
+    proxies.now += 10 * GRACE_S
     assert is_idle(proxies.step())
     assert proxies.observed.proxies_ready == {}
     proxies.observed.workers["w2"] = HEAD_2
@@ -190,6 +216,8 @@ def test_its_replacement_on_another_host_takes_the_port_that_was_asked_for() -> 
     proxies.settle()
     assert proxies.state.proxies["head"].port == 40000
     proxies.lose("w1")
+    proxies.step()
+    proxies.now += GRACE_S
     (start,) = starts(proxies.step())
     assert (start.worker, start.port) == ("w3", 0)
 
@@ -241,8 +269,8 @@ def test_a_worker_that_rejoined_before_its_loss_was_observed_gets_one_new_proxy(
     proxies.settle()
     proxies.observed.lost_workers.add("w1")
     taken = proxies.step()
-    assert (taken.change, taken.actions) == ({"proxy/head": None}, [])
-    assert proxies.observed.lost_workers == set()
+    assert (taken.change, taken.actions) == ({"proxy/head": proxies.head}, [])
+    assert (proxies.head.worker, proxies.observed.lost_workers) == (None, set())
     proxies.settle()
     (record,) = proxies.state.proxies.values()
     assert (record.worker, record.incarnation) == ("w1", 2)
@@ -252,11 +280,298 @@ def test_unneeded_proxies_stop() -> None:
     proxies = Proxies(Location.EVERY_WORKER)
     proxies.settle()
     proxies.location = Location.NO_SERVER
-    taken = proxies.step()
+    assert stops(proxies.step()) == ["w1", "w2", "w3", "w4"]
+    proxies.settle()
     assert proxies.state.proxies == {}
-    assert sorted(each.proxy.worker for each in taken.actions if isinstance(each, StopProxy)) == [
-        "w1",
-        "w2",
-        "w3",
-        "w4",
+
+
+# ---- a worker retires
+
+
+@pytest.mark.parametrize("location", [Location.HEAD_ONLY, Location.EVERY_NODE])
+@pytest.mark.parametrize("port", [8000, 0])
+def test_a_successor_listens_before_the_proxy_of_a_retiring_worker_stops(
+    location: Location, port: int
+) -> None:
+    proxies = Proxies(location, [HEAD_1, HEAD_2], port=port)
+    proxies.state.apply({"backend/b": backend(config={"graceful_shutdown_timeout_s": 30})})
+    proxies.settle()
+    (before,) = proxies.state.proxies.values()
+    proxies.retire("w1")
+    taken = proxies.step()
+    (start,) = starts(taken)
+    assert (start.worker, start.port, stops(taken)) == ("w2", before.port, [])
+    assert stops(proxies.step()) == []
+    proxies.listen(start)
+    (stop,) = proxies.step().actions
+    assert stop == StopProxy(replace(before, is_leaving=True), grace_s=30)
+    assert set(proxies.state.workers_in_use()) == {"w1", "w2"}, "it counts until it has ended"
+    assert stops(proxies.step()) == ["w1"], "it is told again until it has ended"
+    proxies.observed.proxies_gone.add(stop.proxy.tag)
+    assert proxies.step().change == {stop.proxy.key: None}
+    assert proxies.workers == ["w2"]
+
+
+def test_a_new_controller_finishes_what_an_earlier_one_began() -> None:
+    proxies = Proxies(Location.HEAD_ONLY)
+    proxies.settle()
+    proxies.retire("w1")
+    (start,) = starts(proxies.step())
+    proxies.observed.proxies_ready.clear()
+    taken = proxies.step()
+    assert (starts(taken), stops(taken)) == ([start], [])
+    proxies.listen(start)
+    assert stops(proxies.step()) == ["w1"]
+
+
+def test_a_leaving_proxy_whose_worker_is_lost_has_ended() -> None:
+    proxies = Proxies(Location.HEAD_ONLY)
+    proxies.settle()
+    proxies.retire("w1")
+    proxies.step()
+    proxies.lose("w1")
+    proxies.settle()
+    assert proxies.workers == ["w2"]
+    assert proxies.observed.lost_workers == set()
+
+
+def test_where_every_worker_has_a_proxy_the_others_of_the_host_are_the_successors() -> None:
+    proxies = Proxies(Location.EVERY_WORKER)
+    proxies.settle()
+    proxies.retire("w1")
+    assert stops(proxies.step()) == ["w1"]
+    proxies.settle()
+    assert proxies.workers == ["w2", "w3", "w4"]
+    proxies.join(worker(5, host="h2"))
+    (start,) = starts(proxies.step())
+    proxies.retire("w3")
+    proxies.retire("w4")
+    assert stops(proxies.step()) == [], "the other proxy of the host does not listen yet"
+    proxies.listen(start)
+    assert stops(proxies.step()) == ["w3", "w4"]
+    proxies.settle()
+    proxies.retire("w2")
+    assert stops(proxies.step()) == ["w2"], "its host has no other worker"
+
+
+def test_without_another_worker_a_proxy_serves_as_long_as_the_replicas_beside_it() -> None:
+    proxies = Proxies(Location.HEAD_ONLY, [HEAD_1])
+    proxies.state.apply({"replica/b#1": replica("b#1", worker="w1")})
+    proxies.settle()
+    proxies.retire("w1")
+    assert stops(proxies.step()) == []
+    proxies.join(HEAD_2)
+    taken = proxies.step()
+    assert stops(taken) == []
+    proxies.listen(*starts(taken))
+    assert stops(proxies.step()) == ["w1"]
+
+
+@pytest.mark.parametrize("location", [Location.HEAD_ONLY, Location.EVERY_NODE, Location.EVERY_WORKER])
+def test_the_address_outlives_the_last_worker_at_the_end_of_its_lifetime(location: Location) -> None:
+    proxies = Proxies(location, [HEAD_1], port=0)
+    proxies.settle()
+    (before,) = proxies.state.proxies.values()
+    proxies.retire("w1")
+    assert stops(proxies.step()) == ["w1"]
+    proxies.settle()
+    proxies.lose("w1")
+    proxies.step()
+    proxies.join(HEAD_2)
+    (start,) = starts(proxies.step())
+    assert (start.worker, start.port, start.home) == ("w2", before.port, "")
+    assert proxies.workers == ["w2"]
+
+
+def test_a_proxy_alone_keeps_no_worker_unless_clients_know_its_address() -> None:
+    for location, held in (
+        (Location.HEAD_ONLY, {"w1", "w4"}),
+        (Location.EVERY_NODE, {"w4"}),
+        (Location.EVERY_WORKER, {"w4"}),
+    ):
+        proxies = Proxies(location)
+        proxies.settle()
+        proxies.state.apply({"replica/b#1": replica("b#1", worker="w4")})
+        assert held_workers(proxies.state, location) == held
+    proxies = Proxies(Location.HEAD_ONLY)
+    proxies.settle()
+    proxies.retire("w1")
+    proxies.step()
+    assert held_workers(proxies.state, Location.HEAD_ONLY) == {"w2"}
+
+
+# ---- the host of the only proxy
+
+
+@pytest.mark.parametrize("port", [8000, 0])
+def test_the_only_proxy_comes_back_on_its_host_where_that_comes_back(port: int) -> None:
+    proxies = Proxies(Location.HEAD_ONLY, [HEAD_1, FAR_3, FAR_4], port=port)
+    proxies.settle()
+    before = proxies.head
+    proxies.lose("w1")
+    taken = proxies.step()
+    assert (starts(taken), taken.wake_at) == ([], GRACE_S)
+    assert set(proxies.state.workers_in_use()) == set()
+    proxies.now += GRACE_S / 2
+    assert is_idle(proxies.step())
+    proxies.join(worker(5, is_head=True))
+    taken = proxies.step()
+    (start,) = starts(taken)
+    assert (start.worker, start.host, start.port) == ("w5", "h1", before.port)
+    assert (start.home, taken.messages) == ("", [])
+
+
+@pytest.mark.parametrize("port", [8000, 0])
+def test_the_only_proxy_moves_after_the_grace_period_and_back_when_its_host_lasts(port: int) -> None:
+    proxies = Proxies(Location.HEAD_ONLY, [HEAD_1, FAR_3], port=port)
+    proxies.settle()
+    before = proxies.head
+    proxies.lose("w1")
+    proxies.step()
+    proxies.now += GRACE_S
+    taken = proxies.step()
+    (away,) = starts(taken)
+    assert (away.worker, away.home, away.home_port) == ("w3", "h1", before.port)
+    assert taken.messages == [
+        "Proxy head moves from host h1, which has no worker for it, to host h2; it moves back once host h1 "
+        "has one"
     ]
+    proxies.settle()
+    for _ in range(3):  # a worker that ends again and again
+        proxies.join(HEAD_1)
+        assert is_idle(proxies.step())
+        proxies.now += GRACE_S / 2
+        assert is_idle(proxies.step())
+        proxies.lose("w1")
+        assert is_idle(proxies.step())
+        proxies.now += GRACE_S
+    proxies.join(HEAD_1)
+    assert proxies.step().wake_at == proxies.now + GRACE_S
+    proxies.now += GRACE_S
+    taken = proxies.step()
+    (back,) = starts(taken)
+    assert (back.worker, back.port, back.home, stops(taken)) == ("w1", before.port, "", [])
+    assert taken.messages == ["Proxy head moves back from host h2 to host h1"]
+    proxies.listen(back)
+    assert stops(proxies.step()) == ["w3"]
+    proxies.settle()
+    assert proxies.workers == ["w1"]
+
+
+def test_the_proxy_that_moved_serves_until_the_one_at_home_listens() -> None:
+    proxies = Proxies(Location.HEAD_ONLY, [HEAD_1, FAR_3])
+    proxies.settle()
+    proxies.lose("w1")
+    proxies.step()
+    proxies.now += GRACE_S
+    proxies.settle()
+    proxies.join(HEAD_1)
+    proxies.step()
+    proxies.now += GRACE_S
+    assert [each.worker for each in starts(proxies.step())] == ["w1"]
+    proxies.lose("w1")
+    assert stops(proxies.step()) == []
+    assert (proxies.head.worker, proxies.leaving) == (None, ["w3"])
+
+
+def test_the_only_proxy_leaves_a_host_that_retires_at_once() -> None:
+    proxies = Proxies(Location.HEAD_ONLY, [HEAD_1, FAR_3])
+    proxies.settle()
+    proxies.retire("w1")
+    (start,) = starts(proxies.step())
+    assert (start.worker, start.home) == ("w3", "h1")
+
+
+def test_hosts_of_another_cluster_are_not_waited_for() -> None:
+    proxies = Proxies(Location.HEAD_ONLY, [HEAD_1])
+    proxies.settle()
+    proxies.observed = Observed(workers={"w3": FAR_3}, lost_workers={"w1"})
+    proxies.start_id = "second"
+    (start,) = starts(proxies.step())
+    assert (start.worker, start.home) == ("w3", "h1")
+
+
+def test_the_automatic_port_of_a_host_outlives_its_last_worker_for_the_grace_period() -> None:
+    for location in (Location.EVERY_NODE, Location.EVERY_WORKER):
+        proxies = Proxies(location, [HEAD_1, FAR_3], port=0)
+        proxies.settle()
+        port = next(each.port for each in proxies.state.proxies.values() if each.host == "h2")
+        proxies.lose("w3")
+        proxies.step()
+        proxies.now += GRACE_S / 2
+        proxies.join(FAR_4)
+        (start,) = starts(proxies.step())
+        assert (start.worker, start.port) == ("w4", port)
+        proxies.settle()
+        assert proxies.workers == ["w1", "w4"]
+        proxies.lose("w4")
+        proxies.step()
+        proxies.now += GRACE_S
+        proxies.settle()
+        assert proxies.workers == ["w1"]
+
+
+# ---- a worker that does not answer
+
+
+def test_a_hanging_worker_keeps_its_proxy_where_nothing_else_would_take_its_place() -> None:
+    for location in (Location.EVERY_NODE, Location.EVERY_WORKER):
+        proxies = Proxies(location, [HEAD_1, FAR_3])
+        proxies.settle()
+        proxies.observed.unresponsive.add("w3")
+        assert is_idle(proxies.step())
+        proxies.observed.unresponsive.clear()
+        assert is_idle(proxies.step())
+        proxies.observed.unresponsive.add("w3")
+        proxies.retire("w3")
+        assert stops(proxies.step()) == ["w3"], "its end is not waited for"
+
+
+def test_the_proxy_of_a_hanging_worker_moves_within_its_host_at_once_and_elsewhere_after_the_grace() -> None:
+    proxies = Proxies(Location.HEAD_ONLY)
+    proxies.settle()
+    proxies.observed.unresponsive.add("w1")
+    (start,) = starts(proxies.step())
+    assert (start.worker, start.port) == ("w2", 8000)
+    proxies.listen(start)
+    assert stops(proxies.step()) == ["w1"]
+
+    proxies = Proxies(Location.HEAD_ONLY, [HEAD_1, FAR_3])
+    proxies.settle()
+    proxies.observed.unresponsive.add("w1")
+    assert is_idle(proxies.step())
+    proxies.now += GRACE_S
+    assert [each.worker for each in starts(proxies.step())] == ["w3"]
+    assert proxies.leaving == ["w1"]
+
+
+def test_the_proxies_of_an_earlier_controller_are_found_before_others_start_beside_them() -> None:
+    """Only the first of a host expects the port to be free."""
+    proxies = Proxies(Location.EVERY_WORKER, [HEAD_2])
+    proxies.settle()
+    proxies.observed.proxies_ready.clear()
+    proxies.observed.workers = {"w1": HEAD_1, "w2": HEAD_2}
+    assert [each.worker for each in starts(proxies.step())] == ["w2"]
+
+
+@pytest.mark.parametrize("location", [Location.HEAD_ONLY, Location.EVERY_NODE, Location.EVERY_WORKER])
+def test_proxies_run_on_the_workers_that_are_kept_for_them(location: Location) -> None:
+    kept = replace(FAR_4, is_system=True)
+    proxies = Proxies(location, [HEAD_1, HEAD_2, FAR_3, kept])
+    proxies.step()
+    assert {each.worker for each in proxies.state.proxies.values()} == {"w4"}
+
+
+def test_proxies_run_elsewhere_while_the_workers_that_are_kept_for_them_are_gone() -> None:
+    def workers() -> set[str | None]:
+        proxies.step()
+        found = proxies.state.proxies.values()
+        return {each.worker for each in found if not getattr(each, "is_leaving", False)}
+
+    proxies = Proxies(Location.EVERY_WORKER, [HEAD_1, HEAD_2])
+    assert workers() == {"w1", "w2"}
+    proxies.observed.workers["w4"] = replace(FAR_4, is_system=True)
+    assert workers() == {"w4"}
+    del proxies.observed.workers["w4"]
+    proxies.observed.lost_workers.add("w4")
+    assert workers() == {"w1", "w2"}

@@ -225,3 +225,25 @@ def test_more_workers_help_a_capped_backend_only_if_they_are_on_other_hosts() ->
     assert workers_needed(capped, [worker(1, host="h1"), worker(2, host="h2")]) == 3
     assert workers_needed(capped, [worker(1), worker(2)]) == 0
     assert workers_needed([*capped, Demand("other", ({"CPU": 1.0},))], [worker(1), worker(2)]) == 1
+
+
+def test_workers_that_are_kept_for_the_controller_get_no_replicas() -> None:
+    kept, other = worker(1, is_system=True), worker(2)
+    assert place(State(), [kept, other], TENTH) == ("w2",)
+    assert place(State(), [kept], TENTH) is None
+    assert place(State(), [kept, other], Demand("b", ({"CPU": 3.0}, {"CPU": 3.0}))) is None
+    assert room_for(State(), [kept, other], ONE, 100) == 4
+    assert explain(State(), [kept], TENTH) == (
+        "system_workers keeps all 1 worker for the controller and the proxies; start others for replicas"
+    )
+    assert "1 workers were looked at" in explain(State(), [kept, other], Demand("b", ({"CPU": 9.0},)))
+    assert workers_needed([ONE], [kept]) == 1
+    assert workers_needed([Demand("b", ({"CPU": 9.0},))], [worker(1, threads=9, is_system=True), other]) == 0
+
+
+@pytest.mark.parametrize("name", ["w1", "h1", "name-1", "system"])
+def test_a_worker_is_named_by_its_address_name_host_or_resource(name: str) -> None:
+    known = worker(1, resources={"system": 1.0})
+    assert known.matches(["other", name])
+    assert not known.matches(["other"])
+    assert not known.matches([])

@@ -19,8 +19,9 @@ from daskserve.control.observed import Observed
 from daskserve.control.placement import Trial, demand_of
 from daskserve.control.places import places_of
 from daskserve.control.ranks import ranks_to_change
-from daskserve.control.records import AppRecord, GoalState, ReplicaRecord, encode
+from daskserve.control.records import AppRecord, GoalState, ReplicaRecord
 from daskserve.control.replica_actions import StartReplica, StopReplica
+from daskserve.control.stored_records import encode
 from daskserve.errors import NoCapacityError
 from daskserve.payload.packed_errors import load_error
 from daskserve.types import ReplicaState as S

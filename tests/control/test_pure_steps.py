@@ -17,7 +17,8 @@ from daskserve.cluster.store.opening import MemoryStore
 from daskserve.control import backend_state, http_state
 from daskserve.control.backend_state import START_RETRY_S
 from daskserve.control.observed import Observed, Scaling
-from daskserve.control.records import CodeRecord, EndpointRecord, ProxyRecord, Record, to_plain
+from daskserve.control.proxy_record import ProxyRecord
+from daskserve.control.records import CodeRecord, EndpointRecord, Record, to_plain
 from daskserve.control.state import State
 from daskserve.control.writing import Writer
 from daskserve.errors import ReplicaStartError
@@ -112,10 +113,12 @@ def test_a_backend_s_step_is_repeatable_and_changes_nothing(
 
 
 proxies = st.builds(
-    lambda name, at, port: ProxyRecord(name, at, f"h{at[1]}", 1, port),
+    lambda name, at, host, port, leaving: ProxyRecord(name, at, host, 1, port, is_leaving=leaving),
     st.sampled_from(["head", *WORKERS, "h1", "h2"]),
-    st.sampled_from(WORKERS),
+    st.sampled_from([*WORKERS, None]),
+    st.sampled_from(["h1", "h2", "h3"]),
     st.sampled_from([0, 8000]),
+    st.booleans(),
 )
 
 
@@ -143,10 +146,10 @@ def test_a_step_of_the_proxies_is_repeatable_and_changes_nothing(
         proxies_failed=dict.fromkeys(ready, BOOM),
     )
     before = pickle.dumps((state, observed))
-    options: dict[str, Any] = {"location": location, "port": port, "incarnation": 7, "avoid": "w1"}
-    answer = http_state.step(state, observed, **options)
+    rules = http_state.ProxyRules(location, port, "w1", 10.0, "")
+    answer = http_state.step(state, observed, rules, incarnation=7, now=100.0)
     assert pickle.dumps((state, observed)) == before
-    assert http_state.step(state, observed, **options) == answer
+    assert http_state.step(state, observed, rules, incarnation=7, now=100.0) == answer
 
 
 # ---- what a step learns holds once its change is in the store

@@ -15,9 +15,16 @@ from controller_harness import ScriptedReplica, ScriptedStore, Stage, boom, hang
 from daskserve.cluster.base import StoreChange
 from daskserve.cluster.local.process import LocalProcess
 from daskserve.control.reconcile import ACTION_RETRY_S, TICK_S
-from daskserve.control.records import BackendRecord, CodeRecord, ReplicaRecord, encode
+from daskserve.control.records import BackendRecord, CodeRecord, ReplicaRecord
+from daskserve.control.stored_records import encode
 from daskserve.control.watch import MISSES
-from daskserve.errors import ActorLostError, BadRequestError, ReplicaStartError, UnavailableError
+from daskserve.errors import (
+    ActorLostError,
+    BadRequestError,
+    ReplicaStartError,
+    SupersededError,
+    UnavailableError,
+)
 from daskserve.options.http import HTTPOptions
 from daskserve.testing import run_virtual
 from daskserve.types import Location, ReplicaState
@@ -366,11 +373,13 @@ def break_looks(process: LocalProcess, refused: dict[str, int]) -> None:
     """Fail the first looks of a process at each of the given workers, and count them."""
     inspect = process.inspect
 
-    async def broken(worker: str, *, figures_of: Collection[str] = ()) -> Sequence[Mapping[str, Any]]:
+    async def broken(
+        worker: str, *, figures_of: Collection[str] = (), by_scheduler: bool = False
+    ) -> Sequence[Mapping[str, Any]]:
         if refused.get(worker, MISSES) < MISSES - 1:
             refused[worker] += 1
             raise ActorLostError("cannot be reached", begun=False)
-        return await inspect(worker, figures_of=figures_of)
+        return await inspect(worker, figures_of=figures_of, by_scheduler=by_scheduler)
 
     process.inspect = broken  # type: ignore[method-assign]
 
@@ -479,7 +488,8 @@ def test_scaling_down_cancels_a_start_that_hangs() -> None:
         growing = asyncio.create_task(stage.update(num_replicas=3))
         await stage.until(lambda: len(stage.started) == 3)
         await stage.update(num_replicas=1)
-        await growing
+        with pytest.raises(SupersededError):
+            await growing
         assert len(stage.running_of("b")) == 1
         assert len([each for each in stage.cluster.actors() if "/replica/" in each.name]) == 1
 
@@ -513,7 +523,7 @@ def test_a_reconfiguration_that_fails_is_taken_back_everywhere() -> None:
 
 def test_a_replica_that_refuses_every_config_is_replaced_and_not_asked_for_ever() -> None:
     async def scenario(stage: Stage) -> None:
-        await stage.create(num_replicas=2, user_config=b"one")
+        await stage.create(num_replicas=2, rebalance_after_s=None, user_config=b"one")
         first, second = sorted(stage.running)
 
         async def refuse(replica: ScriptedReplica) -> None:
@@ -548,7 +558,8 @@ def test_a_config_that_is_superseded_before_it_fails_does_no_harm() -> None:
         first = asyncio.create_task(stage.update(user_config=b"bad"))
         await stage.until(lambda: stage.reconfigured)
         await stage.update(user_config=b"good")
-        await first
+        with pytest.raises(SupersededError):
+            await first
         assert [each.user_config for each in stage.running_of("b")] == [b"good"]
 
     play(scenario)

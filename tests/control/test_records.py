@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import msgpack
@@ -10,23 +11,19 @@ from control_harness import backend, endpoint, goal, replica
 from hypothesis import given
 from hypothesis import strategies as st
 
+from daskserve.control.proxy_record import ProxyRecord
 from daskserve.control.records import (
-    FORMAT,
     AppRecord,
     BackendRecord,
     CodeRecord,
-    CorruptRecordError,
     EndpointRecord,
     GoalRecord,
     GoalState,
-    ProxyRecord,
     Record,
     ReplicaRecord,
-    decode,
-    encode,
-    from_plain,
     to_plain,
 )
+from daskserve.control.stored_records import FORMAT, CorruptRecordError, decode, encode, from_plain
 from daskserve.options.actor import ActorOptions
 from daskserve.options.autoscaling import AutoscalingConfig
 from daskserve.options.backend import BackendConfig, BackendMetadata
@@ -243,6 +240,10 @@ def test_keys_are_kind_and_name() -> None:
 
 def test_addresses_name_the_instance_and_the_incarnation() -> None:
     assert replica("b#1", worker="w2", incarnation=7).address("i") == ActorAddress("i/replica/b#1", "w2", 7)
-    assert ProxyRecord("head", "w1", "h1", 3, 80).address("i") == ActorAddress("i/proxy/head", "w1", 3)
+    proxy = ProxyRecord("head", "w1", "h1", 3, 80)
+    assert proxy.address("i") == ActorAddress("i/proxy/head/3", "w1", 3)
+    assert (proxy.key, replace(proxy, is_leaving=True).key) == ("proxy/head", "proxy/head@3")
+    with pytest.raises(ValueError, match="has no worker"):
+        replace(proxy, worker=None).address("i")
     with pytest.raises(ValueError, match="b#1 has not been placed"):
         replica("b#1", ReplicaState.SHOULD_START).address("i")

@@ -198,4 +198,4 @@ def test_as_many_old_replicas_stop_first_as_may_be_missing() -> None:
 def test_nothing_may_be_missing_without_an_update() -> None:
     replicas = some("v1", S.RUNNING, S.RUNNING)
     assert next_steps(2, "v1", replicas, max_unavailable=1) == Steps(0, ())
-    assert next_steps(2, "v1", replicas, max_unavailable=1, leaving=["w1"]) == Steps(1, ())
+    assert next_steps(2, "v1", replicas, max_unavailable=1, leaving=[replicas[0].tag]) == Steps(1, ())

@@ -11,7 +11,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from daskserve.control.records import Change, CodeRecord, ProxyRecord, Record, ReplicaRecord
+from daskserve.control.proxy_record import ProxyRecord
+from daskserve.control.records import Change, CodeRecord, Record, ReplicaRecord
 from daskserve.control.state import State
 from daskserve.types import ReplicaState
 

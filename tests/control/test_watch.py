@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections import Counter
 from functools import partial
 from typing import Any
 
@@ -9,10 +11,12 @@ from controller_harness import ScriptedReplica, Stage, play
 
 from daskserve.cluster.base import ActorSpec
 from daskserve.control.watch import ANSWER_S, MISSES, PERIOD_S, SWEEP_S
+from daskserve.data.caller.handle import routers_of
+from daskserve.errors import ActorLostError
 from daskserve.options.http import HTTPOptions
 from daskserve.starts import ProxyStart
 from daskserve.testing import run_virtual
-from daskserve.types import ActorKind, Location
+from daskserve.types import ActorKind, Envelope, EnvelopeKind, Load, Location, nothing_to_receive
 
 #: A worker that hangs is known to after so long.
 NOTICED_S = MISSES * max(PERIOD_S, ANSWER_S) + 2 * PERIOD_S
@@ -102,6 +106,115 @@ def test_a_worker_that_hangs_with_a_proxy_is_restarted() -> None:
         assert len((await stage.call("wait_for_http", timeout_s=5))["urls"]) == 1
 
     play(scenario, http=HTTPOptions(location=Location.HEAD_ONLY), workers=4)
+
+
+def test_requests_on_a_worker_that_hangs_are_repeated_or_fail() -> None:
+    async def scenario(stage: Stage) -> None:
+        await stage.create(num_replicas=2)
+        await stage.endpoint()
+        victim = await not_on_the_controllers_worker(stage)
+
+        async def answer(replica: ScriptedReplica, *_: Any) -> Load:
+            if replica.tag == victim.tag:
+                await asyncio.Event().wait()
+            return Load()
+
+        for each in stage.running.values():
+            each.handle = partial(answer, each)  # type: ignore[method-assign]
+        router = (await routers_of(stage.cluster.program)).router("e")
+        await router.wait_until_known()
+
+        async def send(method: str) -> int:
+            head = {"type": "http", "method": method}
+            envelope = Envelope(EnvelopeKind.HTTP, head, has_body=False)
+            try:
+                await router.send(envelope, nothing_to_receive, nothing_to_receive)
+            except ActorLostError as error:
+                return error.http_status
+            return 200
+
+        sent = {method: [asyncio.create_task(send(method)) for _ in range(8)] for method in ("GET", "POST")}
+        await stage.clock.sleep(0.5)
+        under_way = {method: sum(not each.done() for each in tasks) for method, tasks in sent.items()}
+        assert min(under_way.values()) > 0, "chance would have it otherwise"
+        stage.cluster.suspend_worker(victim.worker)
+        began = stage.clock.now()
+        await asyncio.wait([each for tasks in sent.values() for each in tasks], timeout=NOTICED_S)
+        took_s = stage.clock.now() - began
+        stage.cluster.suspend_worker(victim.worker, is_suspended=False)
+        found = {
+            method: Counter(each.result() if each.done() else 0 for each in tasks)
+            for method, tasks in sent.items()
+        }
+        assert found == {"GET": {200: 8}, "POST": {200: 8 - under_way["POST"], 502: under_way["POST"]}}
+        assert took_s < NOTICED_S
+
+    play(scenario, workers=4)
+
+
+def test_a_worker_that_only_the_scheduler_reaches_is_no_worker_that_hangs() -> None:
+    async def scenario(stage: Stage) -> None:
+        await stage.create(num_replicas=2)
+        other = await not_on_the_controllers_worker(stage)
+        controller = await stage.cluster.program.controller()
+        process = stage.cluster.process(controller.worker)
+
+        async def hear_nothing(*_: Any) -> Load:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        reach, process.channels.request = process.channels.request, hear_nothing  # type: ignore
+        await stage.clock.sleep(2 * NOTICED_S)
+        assert len(stage.started) == 2
+        status = await stage.call("status")
+        assert list(status["unresponsive_workers"]) == []
+        process.channels.request = reach  # type: ignore[method-assign]
+
+        # Once the controller's process has noticed, too, it goes through the scheduler.
+        stage.cluster.network.cut(controller.worker, other.worker)
+        await stage.clock.sleep(2 * PERIOD_S)
+        status = await stage.call("status")
+        assert status["broken_routes"] == {controller.worker: {other.worker: "scheduler"}}
+        stage.cluster.network.mend(controller.worker, other.worker)
+        await stage.clock.sleep(60)
+        assert (await stage.call("status"))["broken_routes"] == {}
+        assert len(stage.started) == 2
+
+    play(scenario)
+
+
+def test_a_worker_that_another_one_cannot_reach_is_in_the_status() -> None:
+    async def scenario(stage: Stage) -> None:
+        await stage.create(num_replicas=2)
+        one, other = sorted(each.worker for each in stage.running.values())
+        await stage.cluster.process(one).channels.connect(other)
+        stage.cluster.network.cut(one, other)
+        await stage.cluster.process(one).channels.connect(other)
+        await stage.clock.sleep(2 * PERIOD_S)
+        found = (await stage.call("status"))["broken_routes"]
+        assert found[one] == {other: "scheduler"}
+        stage.cluster.remove_worker(other)
+        await stage.clock.sleep(2 * PERIOD_S)
+        assert one not in (await stage.call("status"))["broken_routes"]
+
+    play(scenario, workers=4)
+
+
+def test_a_worker_on_which_the_supervisor_has_lost_a_controller_is_noticed_at_once() -> None:
+    async def scenario(stage: Stage) -> None:
+        await stage.create(num_replicas=2)
+        controller = (await stage.cluster.program.controller()).worker
+        victim = next(each for each in stage.running_of() if each.worker != controller)
+        stage.cluster.change_worker(victim.worker, is_suspect=True)
+        await stage.clock.sleep(60)  # the controller has asked for the workers again
+        assert victim.tag in stage.running, "it answers"
+        stage.cluster.suspend_worker(victim.worker)
+        began = stage.clock.now()
+        await stage.until(lambda: len(stage.started) == 3, timeout_s=NOTICED_S)
+        assert stage.clock.now() - began < PERIOD_S + ANSWER_S + 0.1
+        stage.cluster.suspend_worker(victim.worker, is_suspended=False)
+
+    play(scenario, workers=3)
 
 
 def test_a_short_silence_is_forgiven() -> None:

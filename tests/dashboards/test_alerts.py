@@ -147,7 +147,10 @@ CASES: Mapping[str, Case] = {
         {**I, "proxy": "p", "status": "STARTING"},
         "1",
         [("daskserve_proxy_status", {**I, "proxy": "p", "status": "STARTING"}, "1x30")],
-        [("daskserve_proxy_status", {**I, "proxy": "p", "status": "RUNNING"}, "1x30")],
+        [
+            ("daskserve_proxy_status", {**I, "proxy": "p", "status": "RUNNING"}, "1x30"),
+            ("daskserve_proxy_status", {**I, "proxy": "p@1", "status": "DRAINING"}, "1x30"),
+        ],
     ),
     "DaskserveGoalsStuck": Case(
         I, "1", [("daskserve_goals_pending", I, "1x30")], [("daskserve_goals_pending", I, "1x10 0 1x20")]

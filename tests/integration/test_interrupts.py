@@ -237,6 +237,7 @@ async def start_late(link: DaskLink) -> None:
             middlewares=None,
             start_timeout_s=600.0,
             callback=None,
+            start_id="",
         ).encode(),
         store="memory://",
         timeout_s=10.0,

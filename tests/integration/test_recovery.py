@@ -26,6 +26,7 @@ from dask_processes import dask_worker, fetch, poll_for
 from distributed import Client
 
 import daskserve as serve
+from daskserve.errors import StoreLostError
 
 EPHEMERAL = {"http_options": {"port": 0}}
 
@@ -330,6 +331,13 @@ def test_a_new_cluster_on_an_old_store_brings_all_deployments_back(scheme: str, 
         client = serve.start(dask_client=dask, **options)
         serve_pids(client)
         client.update_backend_config("b", {"user_config": None, "num_replicas": 1})
+        for path in tmp_path.iterdir():
+            path.rename(path.with_name(f"lost-{path.name}"))
+        with pytest.raises(StoreLostError, match="removed"):
+            client.create_endpoint("headless", backend="b")
+        assert "store" in client.status().problems
+        assert client.rewrite_store() > 0
+        assert client.status().problems == {}
         client.create_endpoint("headless", backend="b")
         epoch = client.status().epoch
         dask.cluster.close()  # everything dies at once, without a shutdown of the instance

@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from dask_processes import Program, dask_scheduler, dask_worker, poll_for
-from vanishing_machine import Machines, machines
+from dask_processes import poll_for
+from machines import Machines, machines
 
 
 @pytest.fixture
 def two_machines() -> Iterator[Machines]:
     try:
-        made = machines()
+        made = machines("near", "far")
         found = made.__enter__()
     except (OSError, subprocess.CalledProcessError) as error:
         pytest.skip(f"no network namespaces can be made here: {error}")
@@ -28,25 +28,22 @@ def two_machines() -> Iterator[Machines]:
 def test_requests_in_flight_to_a_vanished_machine_do_not_wait_for_tcp(
     two_machines: Machines, tmp_path: Path
 ) -> None:
-    near, far = two_machines.near, two_machines.far
-    near_host, far_host = two_machines.addresses
-    on_near, on_far = two_machines.enter(near), two_machines.enter(far)
     with (
-        dask_scheduler(tmp_path, prelude=on_near, extra=["--host", near_host]) as address,
-        dask_worker(address, tmp_path, prelude=on_near, extra=["--host", near_host]),
+        two_machines.scheduler("near", tmp_path) as address,
+        two_machines.worker("near", address, tmp_path),
     ):
-        source = f"{on_near}\nimport sys, runpy\nrunpy.run_module('vanishing_machine', run_name='__main__')"
         # Makes the call by handle go through the scheduler; HTTP requests go from worker to worker.
         route = {"DASK_DASKSERVE__CHANNEL__ROUTE": "scheduler"}
-        program = Program(["-c", source, address, str(tmp_path)], tmp_path, environment=route)
+        program = two_machines.program(
+            "near", "vanishing_machine", [address, str(tmp_path)], tmp_path, **route
+        )
         try:
             program.wait_for_line("started")
-            only_far = ["--host", far_host, "--resources", "far=1"]
-            with dask_worker(address, tmp_path, prelude=on_far, extra=only_far):
+            only_far = ["--resources", "far=1"]
+            with two_machines.worker("far", address, tmp_path, *only_far):
                 poll_for(lambda: len(list(tmp_path.glob("begun *"))) == 3, what=program.report)
-                spare = ["--host", near_host, "--resources", "far=1"]
-                with dask_worker(address, tmp_path, prelude=on_near, extra=spare):
-                    two_machines.unplug_far()
+                with two_machines.worker("near", address, tmp_path, *only_far, label="spare"):
+                    two_machines.unplug("far")
                     (tmp_path / "go").touch()
                     assert program.wait(40) == 0, program.report()
         finally:

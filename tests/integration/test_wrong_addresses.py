@@ -16,6 +16,7 @@ import daskserve as serve
 from daskserve.errors import ClusterUnreachableError, NotRunningError, PortInUseError
 
 NO_SERVER = {"location": "NoServer"}
+NO_GRACE = "import dask; dask.config.set({'daskserve.scheduler.grace-s': 0})"
 
 
 @pytest.fixture(autouse=True)
@@ -107,10 +108,11 @@ def test_a_closed_dask_client_is_reported(external: ExternalCluster) -> None:
 
 
 def test_calls_fail_soon_after_the_scheduler_is_lost(tmp_path: Path) -> None:
-    """When the cluster dies, calls fail within seconds and shutdown still works."""
+    """When the cluster dies and nobody waits for it, calls fail within seconds and shutdown still works."""
     with ExitStack() as stack:
+        stack.enter_context(dask.config.set({"daskserve.scheduler.grace-s": 0}))
         with dask_scheduler(tmp_path) as address:
-            worker = stack.enter_context(dask_worker(address, tmp_path))
+            worker = stack.enter_context(dask_worker(address, tmp_path, prelude=NO_GRACE))
             with dask.config.set({"distributed.comm.timeouts.connect": "1s"}):
                 dask_client = stack.enter_context(Client(address, set_as_default=False, timeout=1))
             dask_client.wait_for_workers(1)

@@ -16,6 +16,10 @@ NO_SERVER = {"location": "NoServer"}
 #: Code that runs before the Dask process starts, and the resulting message.
 MISSING = "import sys; sys.modules['daskserve'] = None"
 OTHER = "import daskserve._version; daskserve._version.__version__ = '0.0.9'"
+PATCHED = (
+    "import daskserve._version as version; "
+    "version.__version__ = '.'.join(version.__version__.split('.')[:2]) + '.99'"
+)
 WRONG = [
     pytest.param(MISSING, r"cannot import daskserve .*pip install daskserve==", id="missing"),
     pytest.param(
@@ -79,11 +83,11 @@ def test_a_worker_with_a_wrong_version_that_joins_later_is_refused(
     poll_for(lambda: not client.status().refused_workers)
 
 
-def test_a_worker_that_joins_later_takes_replicas(
+def test_a_worker_of_another_patch_version_that_joins_later_takes_replicas(
     external: ExternalCluster, client: serve.Client, tmp_path: Path
 ) -> None:
     """It takes replicas like the workers that were there before."""
-    with dask_worker(external.address, tmp_path, name="late"):
+    with dask_worker(external.address, tmp_path, prelude=PATCHED, name="late"):
         external.client.wait_for_workers(3)
         workers = external.client.scheduler_info(n_workers=-1)["workers"]
         (late,) = (address for address, facts in workers.items() if facts["name"] == "late")

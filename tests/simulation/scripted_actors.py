@@ -169,3 +169,4 @@ class ScriptedProxy:
     async def stop(self, grace_s: float) -> None:
         if self._stop_watching is not None:
             self._stop_watching()
+        await self._clock.sleep(min(grace_s, SLOW_S))  # its requests end

@@ -130,6 +130,8 @@ class SimulatedCluster(LocalCluster):
         )
         self.suspects: set[WorkerAddress] = set()
         self.has_nannies = True
+        #: Called with a text when a worker retires with a proxy that has not ended.
+        self.on_cut: Callable[[str], None] = lambda text: None
         super().__init__(factories, store=store, **options)
 
     # State that the keeper holds instead of `LocalCluster`.
@@ -242,6 +244,10 @@ class SimulatedCluster(LocalCluster):
         ):
             await self.clock.sleep(0.25)
         if self.has(worker) and not self._is_ended:
+            for actor in self.actors():
+                is_proxy = actor.worker == worker and "/proxy/" in actor.name
+                if is_proxy and self.entry_is_ready(actor) and self.clock.now() < deadline:
+                    self.on_cut(f"worker {worker} retires with {actor}")
             self.remove_worker(worker)
 
     def is_suspended(self, worker: WorkerAddress) -> bool:

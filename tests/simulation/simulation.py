@@ -18,16 +18,16 @@ from simulated_cluster import LATE_S, SimulatedCluster, SimulatedStore, delivery
 from witness import Call, Witness, listing
 
 from daskserve.client.calls import ControllerCalls
-from daskserve.cluster.base import ActorContext, UseReport
+from daskserve.cluster.base import ActorContext
 from daskserve.control.controller import Controller
 from daskserve.control.placement import capacity
+from daskserve.control.proxy_record import ProxyRecord
 from daskserve.control.records import (
     BackendRecord,
     CodeRecord,
     EndpointRecord,
     GoalRecord,
     GoalState,
-    ProxyRecord,
     ReplicaRecord,
 )
 from daskserve.data.caller.load_reports import LoadReports
@@ -35,7 +35,7 @@ from daskserve.errors import ClosedError, ServeError
 from daskserve.options.http import HTTPOptions
 from daskserve.starts import ControllerStart
 from daskserve.testing import VirtualTimeLoop
-from daskserve.types import ActorAddress, ActorKind, Location, ReplicaState, WorkerInfo
+from daskserve.types import ActorAddress, ActorKind, Location, ReplicaState, UseReport, WorkerInfo
 
 BACKENDS = ("a", "b", "d", "x/a", "x/d")
 ENDPOINTS = ("d", "e", "f", "a", "b", "x/a", "x/d")
@@ -51,6 +51,8 @@ GOAL_MARGIN_S = 10.0
 ANSWER_S = 40.0
 #: How long the instance must stay at rest.
 STAY_S = 7.0
+#: Number of replicas that may move to better workers before an instance is at rest.
+MOST_MOVES = 20
 #: Time without a change under constant load, delays included, after which an autoscaler is settled.
 SETTLED_S = 15.0
 
@@ -133,13 +135,18 @@ class Simulation:
             factories, store=self.store, workers=[], rng=self.rng, latency_s=self._delay
         )
         self.cluster.has_nannies = self.has_nannies
+        self.cluster.on_cut = self.witness.report
         self.script.on_start = self._check_written_ahead
         publish = self.cluster.topic.publish
         self.cluster.topic.publish = lambda message: self._intercept(publish, message)  # type: ignore[method-assign]
         for _ in range(workers):
             self._add_worker()
         message = ControllerStart(
-            http=HTTPOptions(location=self.location), middlewares=None, start_timeout_s=START_S, callback=None
+            http=HTTPOptions(location=self.location),
+            middlewares=None,
+            start_timeout_s=START_S,
+            callback=None,
+            start_id="",
         )
         self.reports = LoadReports(
             cast(Any, self.cluster.program), self.cluster.program.clock, cast(Any, self.queues)
@@ -515,11 +522,23 @@ class Simulation:
             self.advance(pause_s)
             waited_s += pause_s
             pause_s = min(8.0, pause_s * 2)
-        commits = self.store.commits
-        self.advance(STAY_S)
-        if self.store.commits != commits or (problems := self.problems()):
+        moved = False
+        for _ in range(MOST_MOVES):
+            commits, moves = self.store.commits, self._moves()
+            self.advance(STAY_S)
+            moved, was_moving = self._moves() != moves, moved
+            if not moved and not was_moving:
+                break
+        problems = self.problems()
+        if moved or problems or self.store.commits != commits:
             written = self.store.commits - commits
             raise AssertionError(f"the rest did not last: {written} changes;{listing(problems)}")
+
+    def _moves(self) -> int:
+        """Return how many replicas the controller has moved to better workers."""
+        (address,) = [each for each in self.cluster.actors() if each.name.endswith("/controller")]
+        samples = self.cluster.actor(address).samples()
+        return next(int(value) for name, _, value in samples if name == "replica_moves")
         self.witness.open_calls.clear()
         self.calls.clear()
         self.goal_waits.clear()
@@ -612,7 +631,7 @@ class Simulation:
         expected = {*([] if controller is None else [controller])}
         expected |= {each.address("local") for each in self.witness.of(ReplicaRecord) if each.worker}
         proxies = self.witness.of(ProxyRecord)
-        expected |= {each.address("local") for each in proxies}
+        expected |= {each.address("local") for each in proxies if each.worker is not None}
         actors = self.cluster.actors()
         if set(actors) != expected or len(actors) != len(expected):
             yield f"left over: {set(actors) - expected}, missing: {expected - set(actors)}"
@@ -625,10 +644,19 @@ class Simulation:
         }[self.location]
         if {each.name for each in proxies} != slots:
             yield f"there are the proxies {proxies}, wanted are {slots}"
-        in_use = {each.worker for each in (*self.witness.of(ReplicaRecord), *proxies)}
-        in_use |= {worker for each in self.witness.of(ReplicaRecord) for worker in each.bundle_workers}
-        if self.cluster.reported != UseReport(frozenset(in_use)):
-            yield f"the reported use is {self.cluster.reported}, but in use are {in_use}"
+        for proxy in proxies:
+            if proxy.worker is None or proxy.is_leaving:
+                yield f"{proxy} has not settled"
+            if proxy.home in {each.host for each in workers}:
+                yield f"{proxy} is not back at home"
+        held = {each.worker for each in self.witness.of(ReplicaRecord)}
+        held |= {worker for each in self.witness.of(ReplicaRecord) for worker in each.bundle_workers}
+        with_proxies = frozenset(each.worker for each in proxies if each.worker is not None)
+        in_use = held | with_proxies
+        if self.location is Location.HEAD_ONLY:
+            held = in_use
+        if self.cluster.reported != UseReport(frozenset(in_use), proxies=with_proxies, held=frozenset(held)):
+            yield f"the reported use is {self.cluster.reported}, but in use are {in_use}, held {held}"
 
     def _wrong_updates(self) -> Iterator[str]:
         expected = self._expected_updates()
@@ -666,6 +694,7 @@ class Simulation:
                 ),
                 "concurrency": backend.config.concurrency(),
                 "max_queued": backend.config.max_queued_requests,
+                "max_crash_retries": backend.config.max_crash_retries,
             }
             if backend.autoscaling is not None:
                 updates[f"backend/{backend.tag}"]["autoscaled"] = True

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
 #: Number of schedules in every run of the suite. The profile ``nightly`` runs more, different ones each time.
-SCHEDULES = 400
+SCHEDULES = 300
 APP_SCHEDULES = 150
 STEPS = 30
 

@@ -127,6 +127,15 @@ def test_a_version_that_does_not_start_gives_its_route_back() -> None:
         assert witness.wanted.endpoints == before
 
 
+@pytest.mark.parametrize("location", ["HeadOnly", "EveryWorker"])
+def test_a_retired_worker_stays_until_its_proxy_has_ended(location: str) -> None:
+    with played(location=location) as state:
+        for index in range(3):
+            state.rest()
+            state.harm_worker(index, "retire", seconds=0.1)
+        state.harm_controller("kill", seconds=2.0)
+
+
 @pytest.mark.parametrize("max_surge", [0, 1])
 @pytest.mark.parametrize("kind", ["restart", "suspend", "retire"])
 def test_an_update_of_a_full_cluster_survives_a_worker(kind: str, max_surge: int) -> None:

@@ -27,10 +27,10 @@ from daskserve.control.records import (
     GoalState,
     Record,
     ReplicaRecord,
-    decode,
 )
 from daskserve.control.replica_lifecycle import PLACED_STATES, WANTED_STATES
 from daskserve.control.scaled import autoscaling_of, bounds_of
+from daskserve.control.stored_records import decode
 from daskserve.errors import BadRequestError, NotFoundError
 from daskserve.types import ReplicaState
 
@@ -372,12 +372,21 @@ class Witness:
     def _check_availability(self, before: Mapping[str, Record], changed: Mapping[str, Record | None]) -> None:
         """Check that replicas left service only if others replace them, make room for others, or failed."""
         leaving: dict[str, list[ReplicaRecord]] = {}
+        others: set[str] = set()
         for key, record in changed.items():
             old = before.get(key)
-            if isinstance(old, ReplicaRecord) and old.state is ReplicaState.RUNNING:
-                stays = isinstance(record, ReplicaRecord) and record.state is ReplicaState.RUNNING
-                if not stays and not self._is_excused(old, before):
-                    leaving.setdefault(old.backend, []).append(old)
+            if not isinstance(old, ReplicaRecord) or old.state not in WANTED_STATES:
+                continue
+            new = record if isinstance(record, ReplicaRecord) else None
+            if new is not None and new.state in WANTED_STATES:
+                continue
+            if old.state is not ReplicaState.RUNNING:
+                if new is not None and "started" in new.events:
+                    others.add(old.tag)  # it has started just now, and leaves at once
+            elif self._is_excused(old, before):
+                others.add(old.tag)
+            else:
+                leaving.setdefault(old.backend, []).append(old)
         for tag, replicas in leaving.items():
             backend = self.backend(tag)
             if backend is None or backend.is_deleting:
@@ -386,7 +395,7 @@ class Witness:
             needed = backend.num_replicas
             if all(each.version != backend.version for each in replicas):
                 needed -= backend.config.unavailable(needed // backend.gang_size) * backend.gang_size
-            if len(serving) < needed and not self._makes_room(backend, replicas):
+            if len(serving) < needed and not self._makes_room(backend, replicas, others):
                 self.report(
                     f"{replicas} left for no reason; {backend.num_replicas} are wanted, {serving} stay"
                 )
@@ -431,13 +440,15 @@ class Witness:
             if has and any(amount > has.get(name, 0) + 1e-6 for name, amount in amounts.items()):
                 self.report(f"worker {worker} has {has}, and {amounts} are taken by {placed} and others")
 
-    def _makes_room(self, backend: BackendRecord, leaving: list[ReplicaRecord]) -> bool:
+    def _makes_room(self, backend: BackendRecord, leaving: list[ReplicaRecord], together: set[str]) -> bool:
         """Return whether one old replica makes room, and no other one is missing because of the update.
+
+        Others that need no reason leave ``together`` with it.
 
         Several do only on one worker, where a new one needs more than the room of all but one of them, and
         for a gang or a placement group.
         """
-        tags = {tag for each in leaving for tag in (each.tag, *each.gang)}
+        tags = together.union(tag for each in leaving for tag in (each.tag, *each.gang))
         others = [each for each in self.replicas(backend.tag) if each.tag not in tags]
         news = [each for each in others if each.version == backend.version]
         return (

@@ -95,6 +95,8 @@ class Channel:
         #: Where this side keeps large answers, and those that were offered, by stream; None if it sends all.
         self._kept = kept
         self._offered: dict[int, tuple[str, Load]] = {}
+        #: The streams whose large answers the other side keeps for callers of this one.
+        self._held: set[int] = set()
         self._dispatch_nowait = dispatch_nowait
         self._landing = landing
         self.is_closed = False
@@ -105,6 +107,11 @@ class Channel:
             f"<Channel to {self._transport.peer_address} {state} opened={len(self._opened)} "
             f"handling={len(self._accepted) + len(self._taskless)}>"
         )
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing that this side has opened is under way, and the other side keeps nothing for it."""
+        return not (self._opened or self._held)
 
     async def serve(self) -> None:
         """Carry streams until either side closes; open streams then end with an error."""
@@ -284,9 +291,11 @@ class Channel:
             with suppress(RuntimeError):  # what a closed loop raises
                 loop.call_soon_threadsafe(self._release, number)
 
+        self._held.add(number)
         stream.inbox.put(Offer(KeptPayload(worker, token, size_bytes, release), Load(ongoing, queued)))
 
     def _release(self, number: int) -> None:
+        self._held.discard(number)
         if not self.is_closed:
             self._post((CANCEL, number))
 
@@ -397,7 +406,7 @@ class Channel:
                 stream.end(load)
         except asyncio.CancelledError:
             # Either the opener cancelled it and no longer listens, or the actor was stopped.
-            stopped = ActorLostError(f"{name} was stopped.", begun=True)
+            stopped = ActorLostError(f"{name} was stopped.", begun=True, is_planned=True)
             self._post((ERROR, number, dump_error(stopped)))
             raise
         except Exception as error:

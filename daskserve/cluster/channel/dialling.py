@@ -17,7 +17,7 @@ from typing import Any
 
 from distributed.comm import get_address_host
 
-from daskserve._version import __version__
+from daskserve._version import PROTOCOL, __version__
 from daskserve.amounts import shown
 from daskserve.clock import Clock
 from daskserve.cluster.channel.comm_transport import take_over
@@ -182,6 +182,24 @@ class Dialler:
         self._memory.reached(host)
         return transport
 
+    def note_silence(self, worker: WorkerAddress) -> None:
+        """Record that a worker's machine was silent on a direct connection, so that the next dial is none."""
+        self._memory.blocked(get_address_host(worker), self._clock.now())
+
+    async def dial_directly(self, worker: WorkerAddress) -> Transport:
+        """Return a connection to a worker that was not dialled directly the last time.
+
+        Raises
+        ------
+        ActorLostError
+            Another process has taken over the worker's address.
+        OSError
+            The worker cannot be reached.
+        """
+        transport = await self._dial_directly(worker, self._settings.direct_timeout_s)
+        self._memory.reached(get_address_host(worker))
+        return transport
+
     async def _dial_directly(self, worker: WorkerAddress, timeout_s: float) -> Transport:
         return await dial_worker(worker, timeout_s, connect=self._connect, **self._connection_args)
 
@@ -191,7 +209,12 @@ class Dialler:
             raise OSError("the Dask client is closed")
         comm = await self._connect(scheduler, SCHEDULER_TIMEOUT_S, **self._connection_args)
         comm.name = f"daskserve channel to {worker}"
-        message = {"worker": worker, "version": __version__, "by_socket": is_plain_tcp(comm)}
+        message = {
+            "worker": worker,
+            "version": __version__,
+            "protocol": PROTOCOL,
+            "by_socket": is_plain_tcp(comm),
+        }
         try:
             await comm.write({"op": SPLICE_OP, **message})
             answer = await comm.read()
@@ -205,4 +228,6 @@ class Dialler:
         if answer["handshake"] is not None:
             # From now on, the other end of this connection is the worker.
             agree(comm, answer["handshake"])
-        return take_over(comm, by_socket=answer["by_socket"])
+        transport = take_over(comm, by_socket=answer["by_socket"])
+        transport.is_detour = True
+        return transport

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from typing import Any
 
+from daskserve.amounts import shown
 from daskserve.cluster.channel.channel import Channel, Dispatch, DispatchNowait
 from daskserve.cluster.channel.comm_transport import take_over
+from daskserve.cluster.channel.detours import Detours
 from daskserve.cluster.channel.dialling import READY
 from daskserve.cluster.channel.kept import KeptAnswers
 from daskserve.cluster.channel.segments import Segments
@@ -17,10 +19,13 @@ from daskserve.errors import ActorLostError
 from daskserve.figures.table import MetricSample
 from daskserve.loops.hops import Landing
 from daskserve.loops.tasks import is_cancelling
-from daskserve.types import ActorAddress, Envelope, Load, OnAnswer, Receive, Send, WorkerAddress
+from daskserve.types import ActorAddress, Envelope, Load, OnAnswer, Reach, Receive, Send, WorkerAddress
 
 #: Opens a connection that a worker has taken over as a channel.
 Connect = Callable[[WorkerAddress], Awaitable[Transport]]
+
+#: Interval at which a channel that was replaced is checked for requests that are still under way on it.
+RETIRED_S = 1.0
 
 
 class ChannelPool:
@@ -35,16 +40,24 @@ class ChannelPool:
         *,
         lost_after_s: float = 0.0,
         kept: KeptAnswers | None = None,
+        connect_directly: Connect | None = None,
+        retry_direct_s: float = 0.0,
+        on_silent: Callable[[WorkerAddress], object] = lambda _: None,
     ) -> None:
         self._dispatch = dispatch
         self._dispatch_nowait = dispatch_nowait
         self._landing = landing
         self._lost_after_s = lost_after_s
         self._kept = kept
+        #: Called with a worker when the connection to it is lost because its machine was silent.
+        self._on_silent = on_silent
         self._connect = connect
-        self._dialled: dict[WorkerAddress, asyncio.Task[Channel]] = {}
+        self._dialling: dict[WorkerAddress, asyncio.Task[Channel]] = {}
         #: The channels that were dialled and are open.
         self._open_to: dict[WorkerAddress, Channel] = {}
+        self._detours = Detours(connect_directly, retry_direct_s)
+        #: Called with a worker and its route, each time that it was dialled or its connection was lost.
+        self.watchers: list[Callable[[WorkerAddress, Reach], object]] = []
         self._serving: dict[Channel, asyncio.Task[None]] = {}
         self._is_closed = False
         self._segments = Segments()
@@ -89,22 +102,64 @@ class ChannelPool:
             return None
         return channel.ask(address, envelope, on_answer)
 
+    async def connect(self, worker: WorkerAddress, patience_s: float | None = None) -> None:
+        """Open the channel to a worker unless it is open.
+
+        Raises
+        ------
+        ActorLostError
+            The worker cannot be reached, or not within ``patience_s``; the dial then continues.
+        """
+        if worker in self._open_to:
+            return
+        try:
+            async with asyncio.timeout(patience_s):
+                await self._channel(worker)
+        except TimeoutError:
+            if worker in self._dialling:
+                self._tell(worker, Reach.NONE)
+            raise _unreached(worker, f"it did not answer within {shown(patience_s or 0.0)} s") from None
+
+    def route_to(self, worker: WorkerAddress) -> Reach | None:
+        """Return the route of the open channel to a worker; None if there is none."""
+        if worker not in self._open_to:
+            return None
+        return Reach.SCHEDULER if worker in self._detours else Reach.DIRECT
+
+    @property
+    def detours(self) -> Iterable[WorkerAddress]:
+        """The workers that are reached through the scheduler."""
+        return self._detours.workers
+
+    @property
+    def peers(self) -> Collection[WorkerAddress]:
+        """The workers to which this process has opened channels."""
+        return self._open_to.keys()
+
     def drop(self, worker: WorkerAddress) -> None:
         """Close the channel to a worker that is gone, so that its requests fail at once."""
         self._reached.discard(worker)
-        self._open_to.pop(worker, None)
-        dialled = self._dialled.pop(worker, None)
-        if dialled is None:
-            return
-        channel = _channel_in(dialled)
+        self._detours.end(worker)
+        channel = self._open_to.pop(worker, None)
         if channel is not None:
             channel.close()
-        else:
-            dialled.cancel()
+        dialling = self._dialling.pop(worker, None)
+        if dialling is not None:
+            dialling.cancel()
+
+    def break_off(self, worker: WorkerAddress) -> None:
+        """Close the channel to a worker that does not answer, so that its requests fail at once."""
+        self.drop(worker)
+        self._tell(worker, Reach.NONE)
+
+    def _tell(self, worker: WorkerAddress, route: Reach) -> None:
+        if not self._is_closed:
+            for watcher in list(self.watchers):
+                watcher(worker, route)
 
     def abort(self) -> None:
         """Close every channel at once, and cancel pending dials."""
-        for worker in list(self._dialled):
+        for worker in [*self._dialling, *self._open_to]:
             self.drop(worker)
         for channel in list(self._serving):
             channel.close()
@@ -119,37 +174,62 @@ class ChannelPool:
             await asyncio.wait(tasks, timeout=2)
 
     async def _channel(self, worker: WorkerAddress) -> Channel:
-        task = self._dialled.get(worker)
-        if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
+        task = self._dialling.get(worker)
+        if task is None:
             task = asyncio.create_task(self._dial(worker), name="daskserve-channel-dial")
             # Retrieve the exception even if every waiting caller was cancelled.
             task.add_done_callback(lambda done: done.cancelled() or done.exception())
-            self._dialled[worker] = task
+            self._dialling[worker] = task
         # Shielded: a cancelled caller must not cancel the dial for the others.
         try:
             return await asyncio.shield(task)
         except OSError as error:
-            raise ActorLostError(f"Worker {worker} cannot be reached: {error}", begun=False) from error
+            raise _unreached(worker, str(error)) from error
         except asyncio.CancelledError:
             if task.cancelled() and not is_cancelling():
                 raise ActorLostError(f"Worker {worker} left the cluster.", begun=False) from None
             raise
 
     async def _dial(self, worker: WorkerAddress) -> Channel:
+        task = asyncio.current_task()
         try:
             transport = await self._connect(worker)
         except Exception:
             self._failed += 1
+            self._end_dial(worker, task)
+            self._tell(worker, Reach.NONE)
             raise
-        channel = self._open(transport, first_stream=0)
+        self._end_dial(worker, task)
+        return self._adopt(worker, transport)
+
+    def _end_dial(self, worker: WorkerAddress, task: object) -> None:
+        if self._dialling.get(worker) is task:
+            del self._dialling[worker]
+
+    def _adopt(self, worker: WorkerAddress, transport: Transport) -> Channel:
+        """Use a new connection to a worker from now on."""
+        channel = self._open(transport, first_stream=0, worker=worker)
         self._reopened += worker in self._reached
         self._reached.add(worker)
         task = asyncio.create_task(self._serve_dialled(worker, channel), name="daskserve-channel")
         self._serving[channel] = task
+        before = self._open_to.get(worker)
         self._open_to[worker] = channel
+        if before is not None:
+            self._retire(before)
+        if transport.is_detour:
+            self._detours.begin(worker, lambda direct: self._adopt(worker, direct))
+        self._tell(worker, Reach.SCHEDULER if transport.is_detour else Reach.DIRECT)
         return channel
 
-    def _open(self, transport: Transport, *, first_stream: int) -> Channel:
+    def _retire(self, channel: Channel) -> None:
+        """Close a channel that was replaced, once nothing is under way on it."""
+        if channel.is_idle:
+            channel.close()
+        elif not channel.is_closed:
+            asyncio.get_running_loop().call_later(RETIRED_S, self._retire, channel)
+
+    def _open(self, transport: Transport, *, first_stream: int, worker: WorkerAddress = "") -> Channel:
         self._opened += 1
         transport.traffic = self._traffic
         transport.share(self._segments, begins=first_stream == 0)
@@ -161,8 +241,14 @@ class ChannelPool:
             landing=self._landing,
             kept=self._kept,
         )
+
+        def lose() -> None:
+            if worker and not transport.is_detour:
+                self._on_silent(worker)
+            channel.close()
+
         if transport.sock is not None:
-            PeerWatch(transport.sock, self._lost_after_s, channel.close)
+            PeerWatch(transport.sock, self._lost_after_s, lose)
         return channel
 
     def samples(self) -> list[MetricSample]:
@@ -181,14 +267,11 @@ class ChannelPool:
             await channel.serve()
         finally:
             self._serving.pop(channel, None)
-            if _channel_in(self._dialled.get(worker)) is channel:
-                del self._dialled[worker]
             if self._open_to.get(worker) is channel:
                 del self._open_to[worker]
+                self._detours.end(worker)
+                self._tell(worker, Reach.NONE)
 
 
-def _channel_in(dialled: asyncio.Task[Channel] | None) -> Channel | None:
-    """Return the channel of a finished dial; None if the dial is pending or failed."""
-    if dialled is None or not dialled.done() or dialled.cancelled() or dialled.exception() is not None:
-        return None
-    return dialled.result()
+def _unreached(worker: WorkerAddress, why: str) -> ActorLostError:
+    return ActorLostError(f"Worker {worker} cannot be reached: {why}", begun=False, is_disconnected=True)

@@ -55,6 +55,9 @@ class Traffic:
 class Transport(Protocol):
     """One connection, as a channel uses it."""
 
+    #: Whether it leads through the scheduler.
+    is_detour: bool
+
     #: Counts the connection's bytes.
     traffic: Traffic
 
@@ -104,6 +107,7 @@ class SocketTransport(Outbox):
 
     def __init__(self, sock: socket.socket, peer_address: str) -> None:
         super().__init__()
+        self.is_detour = False
         self._socket = sock
         self.traffic = Traffic()
         self._sharing = Sharing(None, self._send_note)

@@ -1,10 +1,13 @@
-"""Detection of a vanished machine at the other end of a TCP connection.
+"""Detection of a machine that does not answer at the other end of a TCP connection.
 
 Problem: a machine that loses power or network sends nothing. With Dask's settings TCP gives up after half a
 minute, while requests wait that other replicas could answer. A shorter ``TCP_USER_TIMEOUT`` would end
 connections to live processes that do not read for a while. Choice: the kernel probes silent connections
 (keepalive), and a timer checks once a second when the other kernel last acknowledged anything. A kernel
 acknowledges even if its processes are busy, blocked or stopped.
+
+If packets are lost in one direction only, the other machine is heard: it repeats what it has sent, with old
+acknowledgements. So bytes that stay unacknowledged count as silence, too.
 """
 
 from __future__ import annotations
@@ -21,20 +24,37 @@ logger = logging.getLogger("daskserve.channel")
 PERIOD_S = 1.0
 
 #: Fields of Linux's ``struct tcp_info``, which only grows at its end (see tcp(7)): unacknowledged segments,
-#: milliseconds since the last acknowledgement, bytes not sent yet.
-_INFO = struct.Struct("=24x I 28x I 84x I")
+#: milliseconds since the last packet with an acknowledgement, acknowledged bytes, bytes not sent yet.
+_INFO = struct.Struct("=24x I 28x I 60x Q 16x I")
 
 
-def silence_s(info: bytes) -> float:
-    """Return how long the other kernel has been silent, from a ``struct tcp_info``."""
-    if len(info) < _INFO.size:
-        return 0.0
-    unacked, last_ack_ms, not_sent_bytes = _INFO.unpack_from(info)
-    if not_sent_bytes and not unacked:
-        # The other process does not read, so this kernel sends window probes at growing intervals. A long
-        # silence then says nothing about the machine.
-        return 0.0
-    return float(last_ack_ms) / 1000
+class Silence:
+    """How long the other kernel has acknowledged nothing, from one check of a connection to the next.
+
+    Pure: ``struct tcp_info`` and the time are arguments.
+    """
+
+    def __init__(self, now: float) -> None:
+        self._acked_bytes = 0
+        self._progress_at = now
+
+    def at(self, info: bytes, now: float) -> float:
+        """Return the silence in seconds.
+
+        Both of these are silence:
+
+        1. No packet has arrived. If this kernel sends only window probes, at growing intervals, because the
+           other process does not read, that says nothing about the machine.
+        2. Bytes are in flight, and none has been acknowledged since the last check without such bytes, or
+           with an acknowledgement of others.
+        """
+        if len(info) < _INFO.size:
+            return 0.0
+        unacked, last_ack_ms, acked_bytes, not_sent_bytes = _INFO.unpack_from(info)
+        if not unacked or acked_bytes != self._acked_bytes:
+            self._acked_bytes, self._progress_at = acked_bytes, now
+        unheard_s = 0.0 if not_sent_bytes and not unacked else float(last_ack_ms) / 1000
+        return max(unheard_s, now - self._progress_at)
 
 
 class PeerWatch:
@@ -54,6 +74,7 @@ class PeerWatch:
         self._lost_after_s = lost_after_s
         self._on_lost = on_lost
         self._is_suspect = False
+        self._silence = Silence(asyncio.get_running_loop().time())
         is_tcp = sock.family in (socket.AF_INET, socket.AF_INET6)
         if sys.platform == "linux" and is_tcp and lost_after_s:
             try:
@@ -69,9 +90,10 @@ class PeerWatch:
 
     def _check(self) -> None:
         try:
-            silent_s = silence_s(self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size))
+            info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
         except OSError:
             return  # the socket is closed
+        silent_s = self._silence.at(info, asyncio.get_running_loop().time())
         was_suspect, self._is_suspect = self._is_suspect, silent_s > self._lost_after_s
         # Two checks in a row: if this machine was suspended itself, the answers to its probes are in flight.
         if self._is_suspect and was_suspect:

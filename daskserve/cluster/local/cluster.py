@@ -19,27 +19,19 @@ import asyncio
 import logging
 import os
 import random
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, Self, TypeVar
 
 from daskserve.clock import Clock, LoopClock
 from daskserve.cluster.actor_book import ActorBook
-from daskserve.cluster.base import (
-    ActorContext,
-    ActorFactory,
-    ActorSpec,
-    Hosted,
-    InstanceStore,
-    UseReport,
-)
-from daskserve.cluster.channel.transport import Transport
+from daskserve.cluster.base import ActorContext, ActorFactory, ActorSpec, Hosted, InstanceStore
 from daskserve.cluster.draining import drain
+from daskserve.cluster.local.network import LocalNetwork
 from daskserve.cluster.local.process import LocalProcess
 from daskserve.cluster.local.run_state import RunState
 from daskserve.cluster.local.topic import Deliver, LocalTopic, deliver_at_once
-from daskserve.cluster.local.transport import WhenAwake, connect
 from daskserve.cluster.local.world import LocalWorld
 from daskserve.cluster.long_poll import CONTROLLER, ENDED, WORKERS
 from daskserve.cluster.store.opening import MemoryStore
@@ -51,7 +43,7 @@ from daskserve.errors import (
     UnavailableError,
 )
 from daskserve.loops.tasks import TaskSet
-from daskserve.types import ActorAddress, ActorKind, InstanceName, WorkerAddress, WorkerInfo
+from daskserve.types import ActorAddress, ActorKind, InstanceName, UseReport, WorkerAddress, WorkerInfo
 
 logger = logging.getLogger("daskserve.local")
 
@@ -78,7 +70,9 @@ class LocalHost:
 
         state = RunState(world.clock)
         self.info = info
-        self.book = ActorBook(info.address, info.pid, state.clock, make)
+        self.book = ActorBook(
+            info.address, info.pid, state.clock, make, broken_routes=lambda _: self.process.routes.broken()
+        )
         self.process = LocalProcess(world, state, self.book)
 
     async def stop(self) -> None:
@@ -108,6 +102,8 @@ class LocalCluster:
     ----------
     program : LocalProcess
         The view of a program outside the workers, such as a test.
+    network : LocalNetwork
+        The network between the processes, which may be cut.
     topic : LocalTopic
         The instance's topic; set ``topic.deliver`` to change its delivery.
     reported : UseReport
@@ -149,7 +145,6 @@ class LocalCluster:
         self.store: InstanceStore = store or MemoryStore()
         self.refused: dict[WorkerAddress, str] = {}
         self._factories = dict(factories)
-        self._latency_s = latency_s if callable(latency_s) else lambda: latency_s
         self.topic = LocalTopic(deliver)
         self._hosts: dict[WorkerAddress, LocalHost] = {}
         self._worker_count = 0
@@ -162,6 +157,8 @@ class LocalCluster:
         self._replacing: asyncio.Task[None] | None = None
         self._is_ended = False
         self._tasks = TaskSet(logger)
+        latency = latency_s if callable(latency_s) else lambda: latency_s
+        self.network = LocalNetwork(self._hosts, latency, self._tasks.spawn)
         self.program = LocalProcess(self, RunState(self.clock))
         for each in [None] * workers if isinstance(workers, int) else workers:
             self._join(each)
@@ -394,15 +391,15 @@ class LocalCluster:
 
     # Called by the processes
 
-    def connect(self, caller: str, when_awake: WhenAwake, worker: WorkerAddress) -> Transport:
-        """Return one end of a new connection to a worker; raise `OSError` if there is no such worker."""
+    async def inspect(
+        self, worker: WorkerAddress, figures_of: Collection[str]
+    ) -> Sequence[Mapping[str, Any]]:
+        """Return the actors on a worker, as the scheduler asks for them."""
         host = self._hosts.get(worker)
         if host is None:
-            raise OSError("there is no such worker")
-        process = host.process
-        ours, theirs = connect((caller, when_awake), (worker, process.state.when_awake), self._latency_s)
-        self.spawn(process.channels.serve(theirs))
-        return ours
+            raise ActorLostError(f"Worker {worker} has left the cluster.", begun=False)
+        await host.process.state.wait_until_running()
+        return await host.book.actors(self.instance, figures_of)
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run a coroutine without waiting for it; `close` cancels it."""

@@ -6,12 +6,13 @@ through the same `daskserve.cluster.actor_calls.ActorCalls`, over channels whose
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from daskserve.cluster.actor_book import ActorBook
 from daskserve.cluster.actor_calls import ActorCalls
-from daskserve.cluster.base import Store, StoreChange, TopicHandler, UseReport
+from daskserve.cluster.base import Store, StoreChange, TopicHandler
 from daskserve.cluster.channel.pool import ChannelPool
 from daskserve.cluster.channel.transport import Transport
 from daskserve.cluster.local.link import LocalLink
@@ -19,9 +20,23 @@ from daskserve.cluster.local.run_state import RunState
 from daskserve.cluster.local.topic import plain_copy
 from daskserve.cluster.local.world import LocalWorld
 from daskserve.cluster.long_poll import LongPollClient
+from daskserve.cluster.routes import WorkerRoutes
 from daskserve.errors import InstanceError, StaleEpochError
 from daskserve.payload.parcels import Parcel
-from daskserve.types import ActorAddress, Envelope, Load, OnAnswer, Receive, Send, WorkerAddress, WorkerInfo
+from daskserve.types import (
+    ActorAddress,
+    Envelope,
+    Load,
+    OnAnswer,
+    Receive,
+    Send,
+    UseReport,
+    WorkerAddress,
+    WorkerInfo,
+)
+
+#: Limit of the pauses between two tries of the direct way to a worker.
+RETRY_DIRECT_S = 30.0
 
 
 async def _refuse(name: str, incarnation: int, envelope: Envelope, receive: Receive, send: Send) -> Load:
@@ -61,12 +76,17 @@ class LocalProcess(ActorCalls):
         self.when_ended: Callable[[], None] | None = None
         self.link = LocalLink(world, self)
         self.store: Store = _ProcessStore(world, state)
-        if book is None:
-            self.channels = ChannelPool(_refuse, self._connect)
-        else:
-            self.channels = ChannelPool(book.dispatch, self._connect, book.dispatch_nowait, kept=book.kept)
-        super().__init__(world.instance, self.channels, book)
         self._world = world
+        self.channels = ChannelPool(
+            _refuse if book is None else book.dispatch,
+            self._connect,
+            None if book is None else book.dispatch_nowait,
+            kept=None if book is None else book.kept,
+            connect_directly=partial(self._connect, directly=True),
+            retry_direct_s=RETRY_DIRECT_S,
+        )
+        super().__init__(world.instance, self.channels, book)
+        self.routes = WorkerRoutes(self.channels, self.clock)
         self._listener: LongPollClient | None = None
         self._subscriptions: list[Callable[[], None]] = []
 
@@ -84,16 +104,19 @@ class LocalProcess(ActorCalls):
 
     def _mark_ended(self) -> None:
         self.is_ended = True
+        self.routes.close()
 
     def kill(self) -> None:
         """Kill the process: end its subscriptions and connections."""
         self.state.kill()
+        self.routes.close()
         for unsubscribe in self._subscriptions:
             unsubscribe()
         self.channels.abort()
 
     async def stop_listening(self) -> None:
         """Stop the long-poll client, if there is one."""
+        self.routes.close()
         if self._listener is not None:
             await self._listener.stop()
 
@@ -124,8 +147,17 @@ class LocalProcess(ActorCalls):
     ) -> Callable[[], None] | None:
         return super().ask(address, envelope, on_answer) if self.state.is_running else None
 
-    async def _connect(self, worker: WorkerAddress) -> Transport:
-        return self._world.connect(self._here or "program", self.state.when_awake, worker)
+    async def inspect(
+        self, worker: WorkerAddress, *, figures_of: Collection[str] = (), by_scheduler: bool = False
+    ) -> Sequence[Mapping[str, Any]]:
+        if by_scheduler:
+            await self.state.wait_until_running()
+            return list(plain_copy(await self._world.inspect(worker, figures_of)))
+        return await super().inspect(worker, figures_of=figures_of)
+
+    async def _connect(self, worker: WorkerAddress, *, directly: bool = False) -> Transport:
+        here = self._here or "program"
+        return self._world.network.connect(here, self.state.when_awake, worker, directly=directly)
 
     async def report(self, epoch: int, report: UseReport) -> bool:
         await self.state.wait_until_running()
@@ -192,3 +224,7 @@ class _ProcessStore:
             raise StaleEpochError(f"Controller epoch {epoch} was replaced by {self._world.epoch}.")
         await self._world.store.commit(epoch, change)
         await self._state.wait_until_running()
+
+    async def rewrite(self, epoch: int, change: StoreChange, unreadable: Sequence[str] = ()) -> None:
+        await self._state.wait_until_running()
+        await self._world.store.rewrite(epoch, change, unreadable)

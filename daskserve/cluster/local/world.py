@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from typing import Any, Protocol
 
 from daskserve.clock import Clock
-from daskserve.cluster.base import Store, UseReport
-from daskserve.cluster.channel.transport import Transport
+from daskserve.cluster.base import Store
+from daskserve.cluster.local.network import LocalNetwork
 from daskserve.cluster.local.topic import LocalTopic
-from daskserve.cluster.local.transport import WhenAwake
-from daskserve.types import ActorAddress, InstanceName, WorkerAddress, WorkerInfo
+from daskserve.types import ActorAddress, InstanceName, UseReport, WorkerAddress, WorkerInfo
 
 
 class UserProgram(Protocol):
@@ -44,6 +43,8 @@ class LocalWorld(Protocol):
     @property
     def topic(self) -> LocalTopic: ...
     @property
+    def network(self) -> LocalNetwork: ...
+    @property
     def epoch(self) -> int: ...
     @property
     def is_adaptive(self) -> bool: ...
@@ -55,5 +56,6 @@ class LocalWorld(Protocol):
     async def drain(self) -> None: ...
     async def end(self) -> None: ...
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> object: ...
-    def connect(self, caller: str, when_awake: WhenAwake, worker: WorkerAddress) -> Transport:
-        """Return one end of a new connection to a worker; raise `OSError` if there is no such worker."""
+    async def inspect(
+        self, worker: WorkerAddress, figures_of: Collection[str]
+    ) -> Sequence[Mapping[str, Any]]: ...

@@ -5,8 +5,8 @@ its actors, and the idle timeout ends the whole cluster. While instances run, th
 scheduler's decisions. Afterwards it restores them:
 
 - ``idle_timeout`` is suspended;
-- ``adaptive_target`` is never below the workers in use plus the workers that waiting replicas need, nor below
-  one, which the controllers need;
+- ``adaptive_target`` is never below the workers to keep plus the workers that waiting replicas need, nor
+  below one, which the controllers need;
 - ``retire_workers`` (called by adaptive scale-down, ``--lifetime`` and users) first lets the controllers move
   the worker's actors.
 
@@ -23,10 +23,9 @@ from typing import Any
 
 from distributed import Scheduler
 
-from daskserve.cluster.base import UseReport
 from daskserve.cluster.distributed_internals import replace_idle_timeout, replace_method, restore_method
 from daskserve.cluster.scheduler.hosts import HOST_KEY
-from daskserve.types import InstanceName, WorkerAddress
+from daskserve.types import InstanceName, UseReport, WorkerAddress
 
 logger = logging.getLogger("daskserve.supervisor")
 
@@ -106,6 +105,15 @@ class Capacity:
         """Return the workers that hold actors of any instance."""
         return {worker for report in self._reports.values() for worker in report.in_use}
 
+    def held(self) -> set[WorkerAddress]:
+        """Return the workers that an adaptive cluster must keep for any instance."""
+        return {worker for report in self._reports.values() for worker in report.held}
+
+    @property
+    def grace_s(self) -> float:
+        """How long the requests on retiring workers may take, in seconds."""
+        return max((report.grace_s for report in self._reports.values()), default=0.0)
+
     def is_free(self, leaving: set[WorkerAddress], instances: Iterable[InstanceName]) -> bool:
         """Return whether leaving workers hold no actors, and these instances will place none there.
 
@@ -140,7 +148,7 @@ class Capacity:
             # Dask counts Hosts as data that must fit on the workers that may leave, so it never releases the
             # last one of them.
             by_tasks = min(by_tasks, len(workers) - len(self._empty()))
-        return max(max(by_tasks, len(self.in_use())) + self.workers_wanted(), int(self._has_instances()))
+        return max(max(by_tasks, len(self.held())) + self.workers_wanted(), int(self._has_instances()))
 
     async def wait_for_worker(self, timeout_s: float) -> None:
         """Return once there is a worker, or once none can be expected any more.

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from daskserve.cluster.actor_calls import create_actor, destroy_actor, list_actors
 from daskserve.cluster.base import ActorSpec, InstanceStore
@@ -19,13 +19,15 @@ from daskserve.cluster.long_poll import CONTROLLER, WORKERS
 from daskserve.cluster.scheduler.hosts import HostRegistry
 from daskserve.cluster.scheduler.parcels import InstanceParcels
 from daskserve.errors import ActorLostError, BadRequestError, ServeError
-from daskserve.types import ActorAddress, ActorKind, InstanceName, WorkerAddress
+from daskserve.types import ActorAddress, ActorKind, InstanceName, WorkerAddress, WorkerInfo
 
 logger = logging.getLogger("daskserve.supervisor")
 
 #: How often a controller is pinged, and after how many missed answers it is replaced.
 PERIOD_S = 1.0
 MISSES = 3
+#: How long another worker must be better before a controller moves there: it may be about to get a proxy.
+SETTLED_S = 10.0
 #: Timeout of a controller's start, which includes reading the store; its worker may hang.
 START_TIMEOUT_S = 10.0
 #: Pause before the next attempt when no worker could start a controller or the store was unreachable.
@@ -44,9 +46,15 @@ class Instance:
     start_id: str = ""
     #: Whether ``serve.run()`` started the instance, so that other programs use it.
     is_default: bool = False
+    #: The option of this name.
+    system_workers: tuple[str, ...] = ()
     epoch: int = 0
     #: Number of controllers started so far.
     starts: int = 0
+    #: The workers of the proxies, as the controller reported them last.
+    proxies: frozenset[WorkerAddress] = frozenset()
+    #: Since when there has been a better worker for the controller.
+    better_since: float | None = None
     controller: ActorAddress | None = None
     controller_up: asyncio.Event = field(default_factory=asyncio.Event)
     starting: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -64,10 +72,55 @@ class Instance:
     def __post_init__(self) -> None:
         self.parcels = InstanceParcels(self.store)
 
+    @classmethod
+    def started_by(cls, start: Mapping[str, Any], store: InstanceStore) -> Self:
+        """Return the instance that a message of the verb ``start_instance`` starts."""
+        fields = {name: start[name] for name in ("owner", "owns_cluster", "grace_s", "payload")}
+        optional = {name: start[name] for name in ("start_id", "is_default") if name in start}
+        system_workers = tuple(start.get("system_workers", ()))
+        return cls(name=start["instance"], store=store, system_workers=system_workers, **fields, **optional)
+
 
 def plain(address: ActorAddress) -> dict[str, Any]:
     """Return an address as plain values."""
     return {"name": address.name, "worker": address.worker, "incarnation": address.incarnation}
+
+
+def best_worker(
+    infos: Iterable[Mapping[str, Any]],
+    excluded: Collection[WorkerAddress],
+    proxies: Collection[WorkerAddress],
+    system_workers: Collection[str] = (),
+) -> WorkerAddress | None:
+    """Return the best worker for a controller, or None: one on the scheduler's host, without a proxy.
+
+    A worker that is kept for the controller and the proxies is better than any other.
+
+    If one worker had both and hung, the proxy would be replaced only once the controller has been: clients
+    would wait for two detections in a row.
+
+    Parameters
+    ----------
+    infos
+        The workers, as the fields of `daskserve.types.WorkerInfo`.
+    proxies
+        The workers of the proxies; before there are any, the worker that gets the first one is expected.
+    system_workers
+        The option of this name.
+    """
+    known = [each for each in infos if not each["is_retiring"]]
+    system = {info["address"] for info in known if WorkerInfo(**info).matches(system_workers)}
+    if not proxies and known:
+        own = [info for info in known if info["address"] in system] or known
+        first = min(own, key=lambda info: (not info["is_head"], not info["is_available"], info["address"]))
+        proxies = {first["address"]}
+    candidates = [info for info in known if info["address"] not in excluded]
+
+    def rank(info: Mapping[str, Any]) -> tuple[bool, bool, bool, bool, str]:
+        address = info["address"]
+        return (info["is_available"], address in system, address not in proxies, info["is_head"], address)
+
+    return max(candidates, key=rank)["address"] if candidates else None
 
 
 class ControllerKeeper:
@@ -79,6 +132,8 @@ class ControllerKeeper:
         Publishes plain values on an instance's topic.
     spawn
         Runs a coroutine as a task of the supervisor.
+    may_move
+        Returns whether controllers may move onto workers that the cluster could do without.
     """
 
     def __init__(
@@ -88,8 +143,10 @@ class ControllerKeeper:
         *,
         publish: Callable[[InstanceName, Mapping[str, Any]], None],
         spawn: Callable[[Any], Any],
+        may_move: Callable[[], bool] = lambda: True,
     ) -> None:
         self._hosts = hosts
+        self._may_move = may_move
         self._instances = instances
         self._publish = publish
         self._spawn = spawn
@@ -108,14 +165,17 @@ class ControllerKeeper:
         tried: set[WorkerAddress] = set(excluded or ())
         is_first = not entry.epoch
         while not entry.is_ending and entry.controller is None:
-            worker = self._hosts.best_for_controller(tried)
+            worker = self._best(entry, tried)
             if worker is None:
                 if not is_first:
                     self._spawn(self._start_later(entry))
                 return
             tried.add(worker)
-            entry.epoch += 1  # at once, so that a pending start of an older controller is discarded
             try:
+                if not is_first and await entry.store.newest_epoch() > entry.epoch:
+                    logger.warning("Instance %s has no controller: another cluster took over", entry.name)
+                    return
+                entry.epoch += 1  # at once, so that a pending start of an older controller is discarded
                 epoch = entry.epoch = await entry.store.claim_epoch()
             except ServeError as error:
                 if is_first:
@@ -158,7 +218,7 @@ class ControllerKeeper:
 
     def expected(self, leaving: set[WorkerAddress]) -> list[InstanceName]:
         """Return the instances that have a controller, or will get one on another worker."""
-        has_room = self._hosts.best_for_controller(leaving) is not None
+        has_room = best_worker(self._hosts.infos(), leaving, ()) is not None
         return [
             entry.name
             for entry in self._instances.values()
@@ -177,6 +237,7 @@ class ControllerKeeper:
                     continue
                 if await self._answers(address):
                     misses.pop(address.incarnation, None)
+                    await self._keep_apart(entry, address)
                     continue
                 misses[address.incarnation] = misses.get(address.incarnation, 0) + 1
                 if misses[address.incarnation] >= MISSES and entry.controller == address:
@@ -186,6 +247,43 @@ class ControllerKeeper:
                     self._spawn(self._clear_suspect(address.worker))
                     await self.replace(entry, {address.worker})
             await asyncio.sleep(max(0.0, began + PERIOD_S - loop.time()))
+
+    def _best(self, entry: Instance, excluded: Collection[WorkerAddress] = ()) -> WorkerAddress | None:
+        return best_worker(self._hosts.infos(), excluded, entry.proxies, entry.system_workers)
+
+    async def _keep_apart(self, entry: Instance, address: ActorAddress) -> None:
+        """Move a controller to a worker that is kept for it, or away from a proxy, if there is one by now."""
+        if entry.controller != address:
+            return
+        found = self._better(entry, address.worker)
+        if found is None:
+            entry.better_since = None
+            return
+        now = asyncio.get_running_loop().time()
+        if entry.better_since is None:
+            entry.better_since = now
+        if now < entry.better_since + SETTLED_S:
+            return
+        entry.better_since = None
+        best, why = found
+        logger.info("Moving controller %s, which %s, to %s", address, why, best)
+        await self.replace(entry, {address.worker})
+
+    def _better(self, entry: Instance, here: WorkerAddress) -> tuple[WorkerAddress, str] | None:
+        """Return a better worker for a controller, and what is wrong with its own; None if there is none."""
+        known = {info["address"]: WorkerInfo(**info) for info in self._hosts.infos()}
+        best = self._best(entry)
+        if best is None or here not in known or not known[best].is_available:
+            return None
+
+        def rank(worker: WorkerAddress) -> tuple[bool, bool]:
+            return known[worker].matches(entry.system_workers), worker not in entry.proxies
+
+        now, then = rank(here), rank(best)
+        # A worker that is kept for it stays in the cluster anyway.
+        if then <= now or not (then[0] > now[0] or self._may_move()):
+            return None
+        return best, "shares its worker with a proxy" if then[0] == now[0] else "is on no system worker"
 
     async def _create(self, entry: Instance, address: ActorAddress) -> None:
         spec = ActorSpec(ActorKind.CONTROLLER, address.name, address.incarnation, entry.name, entry.payload)

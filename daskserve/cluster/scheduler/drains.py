@@ -57,6 +57,10 @@ class Drains:
         if entry.controller is not None:
             await drain(entry.name, partial(self._call, entry.controller), LoopClock())
         # It serves no requests any more, so it must not stay.
+        self.end_after(entry, DRAINED_S)
+
+    def end_after(self, entry: Instance, delay_s: float) -> None:
+        """End an instance later, unless its ``grace`` is cancelled before."""
         entry.grace = asyncio.get_running_loop().call_later(
-            DRAINED_S, lambda: self._spawn(self._end(entry.name, entry.start_id))
+            delay_s, lambda: self._spawn(self._end(entry.name, entry.start_id))
         )

@@ -5,19 +5,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Mapping
+from collections.abc import Awaitable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from distributed import Client, Future, Scheduler, wait
 from distributed.comm import get_address_host
 
-from daskserve._version import __version__
 from daskserve.amounts import shown
-from daskserve.cluster.distributed_internals import call_actor, get_ip, is_running
+from daskserve.cluster.actor_calls import list_actors
+from daskserve.cluster.distributed_internals import break_stream, call_actor, get_ip, is_running
 from daskserve.cluster.probe import mismatch, version_probe
-from daskserve.cluster.worker.host import Host
-from daskserve.errors import ActorLostError, InstanceError, VersionMismatchError
+from daskserve.cluster.worker.host import Host, present_host
+from daskserve.errors import ActorLostError, InstanceError, ServeError, VersionMismatchError
 from daskserve.loops.tasks import TaskSet
 from daskserve.payload.packed_errors import load_error
 from daskserve.types import ActorAddress, InstanceName, WorkerAddress
@@ -32,6 +32,10 @@ PROBE_TIMEOUT_S = 5.0
 STRAGGLER_S = 2.0
 #: Timeout for stopping the actors of one worker when their instance ends.
 END_TIMEOUT_S = 4.0
+#: Timeout of the answer to `HostRegistry.inspect`: the caller has given up by then.
+INSPECT_S = 2.0
+#: Time that a worker has to answer before it is restarted because it does not.
+ANSWER_S = 0.5
 #: How often to check whether Dask has forgotten a released Host, which takes milliseconds.
 RELEASE_POLL_S = 0.005
 
@@ -51,6 +55,8 @@ class HostRegistry:
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._client: Client | None = None
+        #: The message that starts each instance; the Hosts keep them for the next scheduler.
+        self.starts: dict[InstanceName, Mapping[str, Any]] = {}
         self._entries: dict[WorkerAddress, _HostEntry] = {}
         self._refused: dict[WorkerAddress, str] = {}
         self._failed: dict[WorkerAddress, str] = {}
@@ -102,6 +108,7 @@ class HostRegistry:
                         and address not in self.suspects,
                         "is_head": worker.host in (head_host, get_ip()),
                         "is_retiring": address in self.retiring,
+                        "is_suspect": address in self.suspects,
                     }
                 )
         return found
@@ -180,8 +187,14 @@ class HostRegistry:
             return False
         assert self._client is not None
         key = f"{HOST_KEY}{uuid.uuid4().hex}"
-        future = self._client.submit(
-            Host, actor=True, key=key, workers=[worker], allow_other_workers=False, pure=False, priority=1000
+        future: Future[Host] = self._client.submit(
+            present_host,
+            actor=True,
+            key=key,
+            workers=[worker],
+            allow_other_workers=False,
+            pure=False,
+            priority=1000,
         )
         entry = self._entries[worker] = _HostEntry(key, future)
         with self._client.as_current():  # otherwise wait() uses the default client, which may be a user's
@@ -193,7 +206,7 @@ class HostRegistry:
                 self._failed[worker] = f"worker {worker}: {await future.exception()!r}"
                 logger.error("Starting a Host failed on %s", self._failed[worker])
             return False
-        entry.facts = await self._execute(worker, "open")
+        entry.facts = await self._execute(worker, "open", self.starts)
         entry.is_open = self._entries.get(worker) is entry
         return entry.is_open
 
@@ -210,7 +223,7 @@ class HostRegistry:
             if worker in self._scheduler.workers:
                 self._refused[worker] = f"Worker {worker} did not answer the version check: {answer!r}."
             return False
-        problem = mismatch(f"Worker {worker}", answer, __version__)
+        problem = mismatch(f"Worker {worker}", answer)
         if problem is None:
             self._refused.pop(worker, None)
             return True
@@ -224,20 +237,6 @@ class HostRegistry:
             known.pop(worker, None)
         self.retiring.discard(worker)
         self.suspects.discard(worker)
-
-    def best_for_controller(self, excluded: set[WorkerAddress]) -> WorkerAddress | None:
-        """Return the best worker for a controller, or None."""
-        candidates = [
-            info
-            for info in self.infos()
-            if info["address"] not in excluded and info["address"] not in self.retiring
-        ]
-        if not candidates:
-            return None
-        # With HeadOnly, the proxy runs on the first worker of the head's host, so the controller takes the
-        # last.
-        best = max(candidates, key=lambda info: (info["is_available"], info["is_head"], info["address"]))
-        return str(best["address"])
 
     async def call(self, address: ActorAddress, verb: str, **message: Any) -> Any:
         """Call a verb of an actor or of a Host; see `daskserve.cluster.base.Cluster.call`.
@@ -255,8 +254,25 @@ class HostRegistry:
             raise load_error(answer["error"])
         return answer["value"]
 
+    async def inspect(
+        self, worker: WorkerAddress, instance: InstanceName, figures_of: Collection[str]
+    ) -> Sequence[Mapping[str, Any]]:
+        """Return an instance's actors on a worker, for a caller that cannot reach the worker itself."""
+        async with asyncio.timeout(INSPECT_S):
+            return await list_actors(self.call, worker, instance, figures_of)
+
+    async def entrust(self, instance: InstanceName) -> None:
+        """Have all Hosts keep the message that starts an instance."""
+        start = self.starts[instance]
+        workers = [worker for worker in self._entries if self.has(worker)]
+        # A worker that is lost now needs no message.
+        await asyncio.gather(
+            *(self._execute(worker, "entrust", instance, start) for worker in workers), return_exceptions=True
+        )
+
     async def end_instance(self, instance: InstanceName) -> None:
         """Stop all actors of an instance on all workers; a worker that does not answer is skipped."""
+        self.starts.pop(instance, None)
         workers = [worker for worker in self._entries if self.has(worker)]
         await asyncio.gather(*(self._end_on(worker, instance) for worker in workers))
 
@@ -265,6 +281,11 @@ class HostRegistry:
             await asyncio.wait_for(self._execute(worker, "end_instance", instance), END_TIMEOUT_S)
         except (OSError, TimeoutError, ActorLostError) as error:
             logger.warning("Ending instance %s on %s failed: %s", instance, worker, error)
+
+    def abandon(self) -> None:
+        """Leave the workers to the next scheduler at this address, because this one ends by a signal."""
+        for worker in list(self._entries):
+            break_stream(self._scheduler, worker)
 
     async def release(self, worker: WorkerAddress) -> None:
         """Close the Host of a leaving worker, so that Dask finds no actor there."""
@@ -279,7 +300,10 @@ class HostRegistry:
             await asyncio.sleep(RELEASE_POLL_S)
 
     async def restart(self, worker: WorkerAddress) -> None:
-        """Make the nanny of an unresponsive worker kill and restart it, in the background.
+        """Make the nanny of a worker kill and restart it, in the background, unless the worker answers.
+
+        The order may be late: a controller on a machine without network takes all others for unresponsive,
+        and what it sent arrives when the network is back.
 
         Raises
         ------
@@ -291,6 +315,9 @@ class HostRegistry:
             return
         if not known.nanny:
             raise InstanceError(f"Worker {worker} cannot be restarted: it has no nanny.")
+        if await _is_answered(list_actors(self.call, worker, "")):
+            logger.info("Worker %s answers the scheduler and is not restarted", worker)
+            return
         logger.warning("Restarting worker %s by its nanny: it does not answer", worker)
         self._tasks.spawn(
             self._scheduler.restart_workers(
@@ -325,3 +352,13 @@ class HostRegistry:
         if entry is None:
             raise ActorLostError(f"Worker {worker} has no daskserve Host.", begun=False)
         return await call_actor(self._client, worker, entry.key, function, *arguments)
+
+
+async def _is_answered(asking: Awaitable[Any]) -> bool:
+    """Return whether a worker answers in time."""
+    try:
+        async with asyncio.timeout(ANSWER_S):
+            await asking
+    except (OSError, TimeoutError, ServeError):
+        return False
+    return True

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from typing import Any
 
 from daskserve.cluster.link import DaskLink
 from daskserve.cluster.scheduler.supervisor import Supervisor
 from daskserve.errors import NotRunningError
-from daskserve.types import InstanceName
+from daskserve.types import InstanceName, WorkerAddress
+
+#: Timeout of the check of a scheduler that has just started.
+CHECK_S = 5.0
 
 
 async def start_instance(link: DaskLink, instance: InstanceName, *, timeout_s: float, **message: Any) -> None:
@@ -22,8 +26,7 @@ async def start_instance(link: DaskLink, instance: InstanceName, *, timeout_s: f
         The other arguments of the supervisor's verb ``start_instance``.
     """
     while True:
-        if not await link.check_scheduler(timeout_s):
-            await link.client.register_plugin(Supervisor())
+        await _install(link, timeout_s)
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             # A call, perhaps Dask's own wait_for, swallowed a cancellation. The cancelled program may have
@@ -34,3 +37,27 @@ async def start_instance(link: DaskLink, instance: InstanceName, *, timeout_s: f
             return
         except NotRunningError:
             continue  # the supervisor was unregistering after another program's last instance
+
+
+async def bring_back(
+    link: DaskLink, start: Mapping[str, Any], worker: WorkerAddress, left: Mapping[str, Any]
+) -> bool:
+    """Ask a scheduler to bring back an instance that has outlived another one; return whether it runs.
+
+    Parameters
+    ----------
+    start : dict
+        The message that started the instance.
+    worker : str
+        The worker that asks, which has actors of the instance.
+    left : dict
+        What the instance's controller of that time knows, if it is on this worker.
+    """
+    await _install(link, CHECK_S)
+    is_running: bool = await link.ask("bring_back", start=start, worker=worker, **left)
+    return is_running
+
+
+async def _install(link: DaskLink, timeout_s: float) -> None:
+    if not await link.check_scheduler(timeout_s):
+        await link.client.register_plugin(Supervisor())

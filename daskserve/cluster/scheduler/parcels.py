@@ -116,12 +116,21 @@ class InstanceParcels:
                 raise BadRequestError(
                     f"The constructor arguments of {code} are not at the scheduler any more; deploy again."
                 )
-            content = self._memory[digest].content
-            pieces = range(0, len(content), PIECE_BYTES)
-            rows |= {
-                f"{_ROW}{code}/{number}": content[at : at + PIECE_BYTES] for number, at in enumerate(pieces)
-            }
+            rows |= self._pieces(code, digest)
         return rows
+
+    async def all_rows(self, parcels: Mapping[str, str]) -> dict[str, Any]:
+        """Return the rows of all codes, given the digests of the parcels behind them."""
+        rows: dict[str, Any] = {}
+        for code, digest in parcels.items():
+            await self._read(code, digest)
+            rows |= self._pieces(code, digest)
+        return rows
+
+    def _pieces(self, code: str, digest: str) -> dict[str, Any]:
+        content = self._memory[digest].content
+        pieces = range(0, len(content), PIECE_BYTES)
+        return {f"{_ROW}{code}/{number}": content[at : at + PIECE_BYTES] for number, at in enumerate(pieces)}
 
     def committed(self, records: Mapping[str, bytes | None], parcels: Mapping[str, str]) -> None:
         """Note that a transaction is in the store."""

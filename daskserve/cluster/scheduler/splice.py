@@ -22,7 +22,6 @@ from distributed import Scheduler
 from tornado.iostream import IOStream
 
 from daskserve import settings
-from daskserve._version import __version__
 from daskserve.cluster.channel.dialling import begin_channel, connect_once
 from daskserve.cluster.channel.vanishing import PeerWatch
 from daskserve.cluster.distributed_internals import (
@@ -32,8 +31,9 @@ from daskserve.cluster.distributed_internals import (
     socket_of,
     stream_of,
 )
+from daskserve.cluster.probe import check_caller
 from daskserve.cluster.scheduler.hosts import HostRegistry
-from daskserve.errors import ActorLostError, ServeError, VersionMismatchError
+from daskserve.errors import ActorLostError, ServeError
 from daskserve.payload.packed_errors import dump_error
 from daskserve.types import WorkerAddress
 
@@ -56,14 +56,16 @@ class Splices:
     def __repr__(self) -> str:
         return f"<Splices of {self._scheduler.address} open={len(self._open)}>"
 
-    async def accept(self, comm: Any, worker: WorkerAddress, version: str, by_socket: bool) -> Any:
+    async def accept(
+        self, comm: Any, worker: WorkerAddress, version: str, by_socket: bool, protocol: int | None = None
+    ) -> Any:
         """Connect a caller with a worker, as a handler of the scheduler; return when the splice has ended.
 
         ``by_socket``: the caller wants to use the TCP socket below Dask's comm. Both connections need a plain
         TCP socket for that.
         """
         try:
-            far = await self._dial(comm, worker, version)
+            far = await self._dial(comm, worker, version, protocol)
             by_socket = by_socket and is_plain_tcp(far) and is_plain_tcp(comm)
             await self._begin(far, worker, by_socket)
         except ServeError as error:
@@ -109,12 +111,8 @@ class Splices:
             if sock is not None:
                 PeerWatch(sock, settings.channel().lost_after_s, comm.abort)
 
-    async def _dial(self, comm: Any, worker: WorkerAddress, version: str) -> Any:
-        if version != __version__:
-            raise VersionMismatchError(
-                f"The scheduler {self._scheduler.address} has daskserve {__version__}, this program has "
-                f"{version}; install the same version on both and restart the older one."
-            )
+    async def _dial(self, comm: Any, worker: WorkerAddress, version: str, protocol: int | None) -> Any:
+        check_caller(self._scheduler.address, version, protocol)
         self._check(worker)
         try:
             return await connect_once(

@@ -16,13 +16,21 @@ from typing import Any
 
 from distributed import Client, Scheduler, SchedulerPlugin
 
-from daskserve._version import __version__
-from daskserve.cluster.base import StoreChange, UseReport
+from daskserve.amounts import shown
+from daskserve.cluster.base import StoreChange
 from daskserve.cluster.channel.dialling import SPLICE_OP
 from daskserve.cluster.dask import SUPERVISOR_OP, topic_of
-from daskserve.cluster.distributed_internals import add_handler, is_running, publish, remove_handler
+from daskserve.cluster.distributed_internals import (
+    add_handler,
+    answer_signal,
+    is_running,
+    publish,
+    remove_handler,
+    stop_answering_signal,
+)
 from daskserve.cluster.encryption import as_client
 from daskserve.cluster.long_poll import ENDED, WORKERS
+from daskserve.cluster.probe import check_caller
 from daskserve.cluster.scheduler.capacity import Capacity
 from daskserve.cluster.scheduler.controllers import START_TIMEOUT_S, ControllerKeeper, Instance, plain
 from daskserve.cluster.scheduler.discovery import Targets
@@ -30,23 +38,23 @@ from daskserve.cluster.scheduler.drains import Drains
 from daskserve.cluster.scheduler.figures import SupervisorFigures
 from daskserve.cluster.scheduler.hosts import HostRegistry
 from daskserve.cluster.scheduler.parcels import parcel_verbs
+from daskserve.cluster.scheduler.records import record_verbs
+from daskserve.cluster.scheduler.returns import Returns
 from daskserve.cluster.scheduler.scale_route import ScaleRoute
 from daskserve.cluster.scheduler.splice import Splices
 from daskserve.cluster.scheduler.topics import EndedTopics
-from daskserve.cluster.store.opening import open_store
+from daskserve.cluster.store.opening import is_in_memory, open_store
 from daskserve.errors import (
     AlreadyRunningError,
     InstanceError,
     NotRunningError,
     ServeError,
-    StaleEpochError,
     UnavailableError,
-    VersionMismatchError,
 )
 from daskserve.figures.collector import PROCESS
 from daskserve.loops.tasks import TaskSet
 from daskserve.payload.packed_errors import dump_error
-from daskserve.types import DEFAULT_INSTANCE, InstanceName, WorkerAddress
+from daskserve.types import DEFAULT_INSTANCE, InstanceName, UseReport, WorkerAddress
 
 logger = logging.getLogger("daskserve.supervisor")
 
@@ -55,7 +63,7 @@ PLUGIN_NAME = "daskserve-supervisor"
 UNUSED_S = 2.0
 #: Number of cancelled starts that are remembered; each matters for milliseconds.
 MAX_CANCELLED_STARTS = 100
-#: How long a retiring worker waits until its actors are replaced elsewhere.
+#: How long a retiring worker waits until its actors are replaced elsewhere, besides the time of its requests.
 EVACUATION_S = 60.0
 
 
@@ -85,10 +93,15 @@ class Supervisor(SchedulerPlugin):
             became_adaptive=lambda: self._publish(None, adaptive),
             has_instances=lambda: bool(self._instances),
         )
-        self._targets = Targets(scheduler, self._hosts.facts_of)
-        self._scaling = ScaleRoute(scheduler, self._instances, self._hosts)
+        targets = Targets(scheduler, self._hosts.facts_of)
+        #: What changes the scheduler while there are Hosts.
+        self._installed = (self._capacity, targets, ScaleRoute(scheduler, self._instances, self._hosts))
         self._controllers = ControllerKeeper(
-            self._hosts, self._instances, publish=self._publish, spawn=self._tasks.spawn
+            self._hosts,
+            self._instances,
+            publish=self._publish,
+            spawn=self._tasks.spawn,
+            may_move=lambda: not self._capacity.is_adaptive,
         )
         self._watching: asyncio.Task[Any] | None = None
         self._lock = asyncio.Lock()
@@ -96,38 +109,41 @@ class Supervisor(SchedulerPlugin):
         #: Ids of ``serve.start()`` calls that were cancelled before they arrived here.
         self._cancelled_starts: deque[str] = deque(maxlen=MAX_CANCELLED_STARTS)
         self._is_closed = False
-        drains = Drains(self._known, self._hosts.call, self._end_instance, self._tasks.spawn)
+        self._drains = Drains(self._known, self._hosts.call, self._end_instance, self._tasks.spawn)
+        self._returns = Returns(
+            scheduler, self._instances, self._start_instance, self._drains.end_after, self._tasks.spawn
+        )
         self._verbs: dict[str, Callable[..., Awaitable[Any]]] = {
             "start_instance": self._start_instance,
-            "drain_instance": drains.drain_instance,
+            "bring_back": self._returns.bring_back,
+            "drain_instance": self._drains.drain_instance,
             "end_instance": self._end_instance,
             "controller": self._find_controller,
             "instances": self._list_instances,
             "workers": self._hosts.describe,
-            "load_records": self._load_records,
-            "commit_records": self._commit_records,
+            **record_verbs(self._known),
             **parcel_verbs(lambda instance: self._known(instance).parcels),
             "report": self._report,
             "restart_worker": self._hosts.restart,
-            "targets": self._targets.describe,
+            "inspect": self._hosts.inspect,
+            "targets": targets.describe,
         }
         self._figures = SupervisorFigures(self._instances, self._hosts)
         PROCESS.add(self._figures)
         add_handler(scheduler, SUPERVISOR_OP, self.handle)
         add_handler(scheduler, SPLICE_OP, self._splices.accept)
+        answer_signal(scheduler, self._hosts.abandon)
         # The program that registered it may be interrupted or killed before it starts an instance.
         self._unused = asyncio.get_running_loop().call_later(
             UNUSED_S, lambda: self._tasks.spawn(self._unregister_if_unused())
         )
 
-    async def handle(self, verb: str, message: Mapping[str, Any], version: str) -> dict[str, Any]:
+    async def handle(
+        self, verb: str, message: Mapping[str, Any], version: str, protocol: int | None = None
+    ) -> dict[str, Any]:
         """Answer one verb; an error travels as bytes that the caller unpickles."""
         try:
-            if version != __version__:
-                raise VersionMismatchError(
-                    f"The scheduler {self._scheduler.address} has daskserve {__version__}, this program has "
-                    f"{version}; install the same version on both and restart the older one."
-                )
+            check_caller(self._scheduler.address, version, protocol)
             return {"value": await self._verbs[verb](**message)}
         except Exception as error:
             # Every error goes back to the caller, which raises it.
@@ -140,6 +156,8 @@ class Supervisor(SchedulerPlugin):
             self._tasks.spawn(self._admit(worker))
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
+        if not is_running(scheduler):
+            return
         self._hosts.forget(worker)
         self._splices.drop(worker)
         self._reported.set()
@@ -150,7 +168,7 @@ class Supervisor(SchedulerPlugin):
                 self._tasks.spawn(self._controllers.start(instance))
 
     def valid_workers_downscaling(self, scheduler: Scheduler, workers: list[Any]) -> list[Any]:
-        held = self._capacity.in_use() | {
+        held = self._capacity.held() | {
             each.controller.worker for each in self._instances.values() if each.controller is not None
         }
         return [worker for worker in workers if worker.address not in held]
@@ -162,7 +180,6 @@ class Supervisor(SchedulerPlugin):
                 instance.grace = None
 
     def remove_client(self, scheduler: Scheduler, client: str) -> None:
-        loop = asyncio.get_running_loop()
         for instance in self._instances.values():
             if instance.owner == client and instance.grace is None and not instance.is_ending:
                 logger.info(
@@ -170,27 +187,21 @@ class Supervisor(SchedulerPlugin):
                     instance.name,
                     instance.grace_s,
                 )
-                instance.grace = loop.call_later(
-                    instance.grace_s,
-                    lambda name, start_id: self._tasks.spawn(self._end_instance(name, start_id)),
-                    instance.name,
-                    instance.start_id,
-                )
+                self._drains.end_after(instance, instance.grace_s)
 
     # Verbs
 
     async def _start_instance(
         self,
-        instance: InstanceName,
-        owner: str | None,
-        owns_cluster: bool,
-        grace_s: float,
-        payload: bytes,
-        store: str,
-        timeout_s: float,
-        start_id: str = "",
-        is_default: bool = False,
+        epoch: int = 0,
+        records: Mapping[str, bytes] | None = None,
+        **start: Any,
     ) -> dict[str, Any]:
+        """Start an instance, with the records that it had under another scheduler, if there are any.
+
+        ``start`` has the fields of `Instance`, the URL of its store, and the timeout for the first worker.
+        """
+        instance, start_id, store = start["instance"], start.get("start_id", ""), start["store"]
         if self._is_closed:
             raise NotRunningError("The supervisor unregistered after its last instance; register it again.")
         if start_id in self._cancelled_starts:
@@ -207,13 +218,16 @@ class Supervisor(SchedulerPlugin):
         except ServeError:
             await self._unregister_if_unused()
             raise
-        entry = Instance(instance, owner, owns_cluster, grace_s, payload, opened, start_id, is_default)
-        self._instances[instance] = entry
+        entry = self._instances[instance] = Instance.started_by(start, opened)
         self._topics.sweep()  # messages may have arrived after the end of an earlier instance
         try:
             try:
                 await entry.store.open()
-                await self._hosts_ready(entry, timeout_s)
+                if records is not None and is_in_memory(store):
+                    await entry.store.commit(epoch, StoreChange(records))
+                self._hosts.starts[instance] = start
+                await self._hosts_ready(entry, start["timeout_s"])
+                await self._hosts.entrust(instance)
                 await self._controllers.start(entry)
             finally:
                 entry.has_begun.set()
@@ -298,26 +312,6 @@ class Supervisor(SchedulerPlugin):
             if not entry.is_ending and entry.draining is None
         }
 
-    async def _load_records(self, instance: InstanceName) -> dict[str, Any]:
-        entry = self._known(instance)
-        records = entry.parcels.without_rows(await entry.store.load())
-        return {"records": records, "problems": dict(entry.store.problems())}
-
-    async def _commit_records(
-        self,
-        instance: InstanceName,
-        epoch: int,
-        records: Mapping[str, bytes | None],
-        parcels: Mapping[str, str],
-    ) -> None:
-        entry = self._known(instance)
-        if epoch < entry.epoch:
-            # The store itself refuses the old epoch only after the new controller's first write.
-            raise StaleEpochError(f"Controller epoch {epoch} was replaced by {entry.epoch}.")
-        rows = entry.parcels.rows_of(records, parcels)
-        await entry.store.commit(epoch, StoreChange({**records, **rows}))
-        entry.parcels.committed(records, parcels)
-
     async def _report(
         self,
         instance: InstanceName,
@@ -325,10 +319,21 @@ class Supervisor(SchedulerPlugin):
         in_use: list[WorkerAddress],
         retiring: list[WorkerAddress],
         waiting_workers: int,
+        proxies: list[WorkerAddress],
+        held: list[WorkerAddress],
+        grace_s: float,
     ) -> bool:
         entry = self._known(instance)
         if epoch == entry.epoch:
-            report = UseReport(frozenset(in_use), frozenset(retiring), waiting_workers)
+            entry.proxies = frozenset(proxies)
+            report = UseReport(
+                frozenset(in_use),
+                frozenset(retiring),
+                waiting_workers,
+                entry.proxies,
+                frozenset(held),
+                grace_s,
+            )
             self._capacity.report(instance, report)
             self._reported.set()
         return self._capacity.is_adaptive
@@ -360,9 +365,8 @@ class Supervisor(SchedulerPlugin):
                 )
                 await self._client
                 self._hosts.open(self._client)
-                self._capacity.install()
-                self._targets.install()
-                self._scaling.install()
+                for each in self._installed:
+                    each.install()
                 self._watching = self._tasks.spawn(self._controllers.watch())
         if not entry.is_ending:
             waiting = entry.awaiting_hosts = asyncio.create_task(ready())
@@ -395,18 +399,20 @@ class Supervisor(SchedulerPlugin):
             if entry.controller is not None and entry.controller.worker in leaving:
                 await self._controllers.replace(entry, leaving)
         try:
-            async with asyncio.timeout(EVACUATION_S):
+            began = asyncio.get_running_loop().time()
+            async with asyncio.timeout(EVACUATION_S) as limit:
                 # Workers that have already left are not reported any more.
                 while not self._is_closed and (here := {each for each in leaving if self._hosts.has(each)}):
                     if self._capacity.is_free(here, self._controllers.expected(here)):
                         break
+                    limit.reschedule(began + EVACUATION_S + self._capacity.grace_s)
                     self._reported.clear()
                     await self._reported.wait()
         except TimeoutError:
             logger.warning(
                 "Workers %s are retired with actors of daskserve, which were not replaced within %s s",
                 leaving,
-                EVACUATION_S,
+                shown(EVACUATION_S + self._capacity.grace_s),
             )
         for worker in leaving:
             await self._hosts.release(worker)
@@ -428,7 +434,7 @@ class Supervisor(SchedulerPlugin):
 
     async def _unregister_if_unused(self) -> None:
         async with self._lock:
-            if not self._instances and not self._is_closed:
+            if not self._instances and not self._returns.are_pending and not self._is_closed:
                 await self.close()
 
     async def close(self) -> None:
@@ -439,13 +445,13 @@ class Supervisor(SchedulerPlugin):
             PROCESS.forget(instance)
         self._reported.set()
         self._unused.cancel()
-        self._capacity.uninstall()
-        self._targets.uninstall()
-        self._scaling.uninstall()
+        for each in self._installed:
+            each.uninstall()
         if self._watching is not None:
             self._watching.cancel()
         remove_handler(self._scheduler, SUPERVISOR_OP)
         remove_handler(self._scheduler, SPLICE_OP)
+        stop_answering_signal(self._scheduler)
         self._splices.close()
         if PLUGIN_NAME in self._scheduler.plugins:
             self._scheduler.remove_plugin(PLUGIN_NAME)

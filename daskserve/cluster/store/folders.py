@@ -45,6 +45,9 @@ class Folder(Protocol):
     def read(self, names: Sequence[str]) -> dict[str, bytes]:
         """Return the contents of objects; raise `FileNotFoundError` if one is missing."""
 
+    def has(self, name: str) -> bool:
+        """Return whether an object exists."""
+
     def names(self, folder: str) -> list[str]:
         """Return the names of the objects in a folder, without the folder's path."""
 
@@ -110,6 +113,9 @@ class LocalFolder:
 
     def read(self, names: Sequence[str]) -> dict[str, bytes]:
         return {name: (self._root / name).read_bytes() for name in names}
+
+    def has(self, name: str) -> bool:
+        return (self._root / name).exists()
 
     def names(self, folder: str) -> list[str]:
         return os.listdir(self._root / folder)
@@ -200,6 +206,10 @@ class RemoteFolder:
                 raise data
             contents[name] = bytes(data)
         return contents
+
+    def has(self, name: str) -> bool:
+        self._files.invalidate_cache()
+        return bool(self._files.exists(self._path(name)))
 
     def names(self, folder: str) -> list[str]:
         self._files.invalidate_cache()

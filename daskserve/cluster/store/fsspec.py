@@ -24,6 +24,10 @@ provides: an object appears complete, and is created only if its name is free. T
 * Unknown outcomes. A commit whose outcome is unknown (the connection broke) raises, and its number is not
   used again. The next commit builds on the one before it, so the lost commit is void even if it arrives late.
 
+* A folder that is removed, moved or replaced is noticed. A commit checks that the epoch that this process
+  knows and the head of its journal are in the folder. If they are not, changes that must last are refused,
+  and all others are kept in memory until `FsspecStore.rewrite` writes everything as one snapshot.
+
 Compaction writes a snapshot when the journal outgrows the records, so its cost stays proportional to what is
 written. A snapshot removes only what the *previous* snapshot covers: if the newest one is damaged, nothing is
 lost. Compaction removes snapshots before changes, and a reader lists them in the same order, so a crash or a
@@ -42,6 +46,7 @@ from daskserve.cluster.store.errors import StoreUnavailableError, check_format, 
 from daskserve.cluster.store.folders import Folder, connect, translated_errors
 from daskserve.cluster.store.journal import (
     FORMAT,
+    START,
     DamagedError,
     Journal,
     JournalEntry,
@@ -94,6 +99,8 @@ class FsspecStore:
         self._writer = uuid.uuid4().hex
         self._connected: Folder | None = None
         self._seen_epoch = 0
+        #: Whether the newest epoch that this process knows was in the folder when it looked last.
+        self._has_epoch = True
         self._journal: Journal | None = None
 
     @property
@@ -118,7 +125,7 @@ class FsspecStore:
             self._connected = None
 
     def _check_format(self) -> bool:
-        found = [int(name) for name in self._folder.names("format") if name.isdecimal()]
+        found = [int(name) for name in self._names("format") if name.isdecimal()]
         if found:
             check_format(self.url, max(found), FORMAT)
         return bool(found)
@@ -154,7 +161,7 @@ class FsspecStore:
 
     # Writing
 
-    def commit(self, epoch: int, records: Mapping[str, bytes | None]) -> None:
+    def commit(self, epoch: int, records: Mapping[str, bytes | None], must_last: bool = True) -> None:
         with translated_errors(self.url):
             self._refuse_stale(epoch)
             if epoch > self._seen_epoch:
@@ -163,7 +170,7 @@ class FsspecStore:
                 return
             for _ in range(ATTEMPTS):
                 try:
-                    journal = self._append(epoch, records)
+                    journal = self._append(epoch, records, must_last)
                 except FileExistsError:
                     self._journal = None  # another process writes with this epoch; read its changes first
                     continue
@@ -172,19 +179,57 @@ class FsspecStore:
                 return
         raise StoreUnavailableError(f"Another process is writing to the store {self.url}; retry later.")
 
-    def _append(self, epoch: int, records: Mapping[str, bytes | None]) -> Journal:
+    def _append(self, epoch: int, records: Mapping[str, bytes | None], must_last: bool) -> Journal:
         journal = self._known()
         if epoch < journal.last.epoch:
             self._seen_epoch = journal.last.epoch
             raise stale(epoch, self._seen_epoch)
+        lost = self._lost(journal)
+        self.problems.check_place(lost, must_last=must_last)
         number = journal.numbers.get(epoch, 0) + 1
         journal.numbers[epoch] = number  # used up, even if the write fails
         change = JournalEntry(Position(epoch, number), journal.last, records)
+        if lost:
+            journal.add(change, 0)
+            return journal
         data = encode_change(change, self._writer)
         self._folder.create(f"txn/{change.position.name}", data)
         self._refuse_stale(epoch)
+        self.problems.check_place(self._lost(), must_last=must_last)
         journal.add(change, len(data))
         return journal
+
+    def _lost(self, journal: Journal | None = None) -> str:
+        """Return why the folder is not the one in which this process writes; empty if it is.
+
+        Looks for the newest epoch, as of the last listing, and for the head of ``journal``.
+        """
+        if not self._has_epoch:
+            return f"the folder of instance {self.instance!r} was removed, moved or replaced"
+        if journal is None or journal.last == START:
+            return ""
+        if not any(self._folder.has(f"{folder}/{journal.last.name}") for folder in ("txn", "snapshot")):
+            return f"change {journal.last.name} of instance {self.instance!r} is missing"
+        return ""
+
+    def rewrite(self, epoch: int, records: Mapping[str, bytes]) -> None:
+        with translated_errors(self.url):
+            self._folder.prepare(FOLDERS)
+            if not self._check_format():
+                self._folder.create(f"format/{FORMAT:08d}", self._note())
+            epochs = self._listed_epochs()
+            if max(epochs, default=0) > epoch:
+                raise stale(epoch, max(epochs))
+            if epoch not in epochs:
+                self._folder.create(f"epoch/{epoch:08d}", self._note())
+            there = [*positions_in(self._folder, "txn"), *positions_in(self._folder, "snapshot")]
+            numbers = [each.number for each in there if each.epoch == epoch]
+            known = 0 if self._journal is None else self._journal.numbers.get(epoch, 0)
+            journal = Journal.of(Position(epoch, 1 + max([known, *numbers])), records)
+            if not self._write_snapshot(journal):
+                raise StoreUnavailableError(f"The store {self.url} lost what was written to it; try again.")
+            self._journal, self._seen_epoch, self._has_epoch = journal, epoch, True
+            self.problems.check_place(self._lost(journal), must_last=True)
 
     # Epochs
 
@@ -199,10 +244,17 @@ class FsspecStore:
             written = max(
                 (
                     each.epoch
-                    for each in (*positions_in(self._folder, "txn"), *positions_in(self._folder, "snapshot"))
+                    for folder in ("txn", "snapshot")
+                    for each in map(Position.parse, self._names(folder))
+                    if each is not None
                 ),
                 default=0,
             )
+            if self._refresh_epoch() and not self._has_epoch:
+                # The folder is lost. Its instance goes on from memory, until the records are written anew.
+                self._seen_epoch = max(written, self._seen_epoch) + 1
+                self.problems.check_place(self._lost(), must_last=False)
+                return self._seen_epoch
             for _ in range(ATTEMPTS):
                 claimed = max(written, self._refresh_epoch()) + 1
                 if self._take_epoch(claimed) and self._refresh_epoch() == claimed:
@@ -221,15 +273,23 @@ class FsspecStore:
         except FileExistsError:
             self._refresh_epoch()
             return False
-        self._seen_epoch = epoch
+        self._seen_epoch, self._has_epoch = epoch, True
         return True
 
     def _listed_epochs(self) -> list[int]:
-        return [int(name) for name in self._folder.names("epoch") if name.isdecimal()]
+        return [int(name) for name in self._names("epoch") if name.isdecimal()]
+
+    def _names(self, folder: str) -> list[str]:
+        try:
+            return self._folder.names(folder)
+        except FileNotFoundError:
+            return []  # the folder was removed
 
     def _refresh_epoch(self) -> int:
         """Return the newest epoch; drop the journal if another process claimed it."""
-        newest = max(self._listed_epochs(), default=0)
+        listed = self._listed_epochs()
+        newest = max(listed, default=0)
+        self._has_epoch = newest >= self._seen_epoch
         if newest > self._seen_epoch:
             self._seen_epoch = newest
             self._journal = None

@@ -245,6 +245,12 @@ class Journal:
             or self.size > COMPACT_BYTES + self.state_size
         )
 
+    @classmethod
+    def of(cls, position: Position, records: Mapping[str, bytes]) -> Journal:
+        """Return the journal that a new snapshot of all records begins."""
+        size = sum(len(key) + len(value) for key, value in records.items())
+        return cls(dict(records), position, {position.epoch: position.number}, position, 0, 0, size)
+
     def add(self, change: JournalEntry, size: int) -> None:
         """Apply a change that has been written."""
         self.last = change.position

@@ -16,7 +16,7 @@ any of fsspec     SIGKILL, power loss (local folders are      exactly where crea
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from urllib.parse import urlsplit
 
 from daskserve.cluster.base import InstanceStore, StoreChange
@@ -35,6 +35,7 @@ __all__ = [
     "StoreError",
     "StoreFormatError",
     "StoreUnavailableError",
+    "is_in_memory",
     "open_store",
 ]
 
@@ -65,6 +66,10 @@ class MemoryStore:
             else:
                 self._records[key] = value
 
+    async def rewrite(self, epoch: int, change: StoreChange, unreadable: Sequence[str] = ()) -> None:
+        kept = {key: self._records[key] for key in unreadable if key in self._records}
+        self._records = {**kept, **{key: each for key, each in change.records.items() if each is not None}}
+
     async def newest_epoch(self) -> int:
         return self._epoch
 
@@ -74,6 +79,11 @@ class MemoryStore:
 
     def problems(self) -> Mapping[str, str]:
         return {}
+
+
+def is_in_memory(url: str) -> bool:
+    """Return whether the records of a store at a URL are lost with the scheduler."""
+    return url.startswith("memory:")
 
 
 def open_store(url: str, instance: InstanceName) -> InstanceStore:

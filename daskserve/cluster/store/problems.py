@@ -1,10 +1,11 @@
-"""What could not be read of a store."""
+"""What is wrong with a store: what could not be read, and that it is lost."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
 
+from daskserve.errors import StoreLostError
 from daskserve.types import InstanceName
 
 logger = logging.getLogger("daskserve.store")
@@ -18,12 +19,15 @@ class StoreProblems:
     found : mapping
         The reason for each problem, by the name of what could not be read. It is replaced, never changed, so
         any thread may read it.
+    lost : str
+        Why the place that the store writes to is not what the next start would open; empty if it is.
     """
 
     def __init__(self, url: str, instance: InstanceName) -> None:
         self._url = url
         self._instance = instance
         self.found: Mapping[str, str] = {}
+        self.lost = ""
 
     def report(self, problems: Mapping[str, str]) -> None:
         """Replace what was found, and log the new problems."""
@@ -31,3 +35,29 @@ class StoreProblems:
             if name not in self.found:
                 logger.error("Store %s, instance %s: %s: %s", self._url, self._instance, name, reason)
         self.found = dict(problems)
+
+    def check_place(self, lost: str, *, must_last: bool) -> None:
+        """Note whether the store is lost, and why; raise if it is and a change must last.
+
+        Raises
+        ------
+        StoreLostError
+            The message names the remedy.
+        """
+        if lost != self.lost:
+            if lost:
+                logger.error("Store %s, instance %s is lost: %s", self._url, self._instance, lost)
+            else:
+                logger.info("Store %s, instance %s is where it was", self._url, self._instance)
+            self.lost = lost
+        if lost and must_last:
+            raise StoreLostError(
+                f"The store {self._url} is not what the next start would open: {lost}. The change was "
+                "refused. Write the records anew: client.rewrite_store(), or the command daskserve "
+                "rewrite-store."
+            )
+
+    def all(self) -> dict[str, str]:
+        """Return all problems by name, for the status."""
+        lost = f"Changes are refused: {self.lost}. Call client.rewrite_store()."
+        return {**self.found, **({"store": lost} if self.lost else {})}

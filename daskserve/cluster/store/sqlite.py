@@ -7,12 +7,17 @@ commit is one ``BEGIN IMMEDIATE`` transaction that checks the epoch and writes u
 also holds between processes: two schedulers may share a file, and the older controller is refused. The file
 must be on a local disk: SQLite's write-ahead log does not work on network file systems.
 
+A file that is removed or moved stays open, and would take changes that nobody finds again. So a commit
+checks, before it writes *and after*, that the file and its log are those at the path (`FilesWatch`).
+
 Table names start with ``daskserve_``, so other programs may use the same file. Each record has a checksum,
 because SQLite has none: a damaged record is moved to ``daskserve_aside``, not returned.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sqlite3
 import time
 import zlib
@@ -82,6 +87,32 @@ LASTING: Mapping[str, str] = {
 }
 
 
+class FilesWatch:
+    """Whether the files that SQLite has open, the database and its log, are those at their paths."""
+
+    def __init__(self, path: Path) -> None:
+        self._paths = (path, Path(f"{path}-wal"))
+        self._opened = [_identity(each) for each in self._paths]
+
+    def lost(self) -> str:
+        """Return what has happened to a file; empty if nothing has."""
+        for path, opened in zip(self._paths, self._opened, strict=True):
+            found = _identity(path)
+            if found is None:
+                return f"the file {path} was removed or moved"
+            if found != opened:
+                return f"{path} is another file than the one that was opened"
+        return ""
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        found = os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return found.st_dev, found.st_ino
+
+
 class SqliteStore:
     """A `BlockingStore` in an SQLite file; the module docstring states its guarantees."""
 
@@ -89,26 +120,29 @@ class SqliteStore:
         self.url = without_password(url)
         self.instance = instance
         self.problems = StoreProblems(self.url, instance)
-        self._path = Path(path)
+        self._path = Path(path).absolute()
         self._connection: sqlite3.Connection | None = None
+        self._files: FilesWatch | None = None
 
     # Lifecycle
 
     def open(self) -> None:
-        path = self._path.absolute()
-        if not path.parent.is_dir():
+        folder = self._path.parent
+        if not folder.is_dir():
             raise StoreError(
-                f"The store {self.url} cannot be opened: there is no folder {path.parent} on the scheduler's "
+                f"The store {self.url} cannot be opened: there is no folder {folder} on the scheduler's "
                 "machine. Create it or use another file."
             )
         with self._translated_errors():
-            self._connection = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None)
+            self._connection = sqlite3.connect(self._path, timeout=BUSY_TIMEOUT_S, isolation_level=None)
             # A damaged key must not prevent reading the other records; the checksum detects it.
             self._connection.text_factory = lambda data: data.decode("utf-8", "surrogateescape")
             self._use_log()
             self._connection.execute("PRAGMA synchronous = FULL")
         with self._transaction() as db:
             self._prepare(db)
+        self._files = FilesWatch(self._path)
+        self.problems.check_place(self._files.lost(), must_last=True)
 
     def close(self) -> None:
         if self._connection is not None:
@@ -214,7 +248,7 @@ class SqliteStore:
         kept = {key: f"{reason} It is kept in the table daskserve_aside." for key, reason in aside}
         self.problems.report({**kept, **unreadable})
 
-    def commit(self, epoch: int, records: Mapping[str, bytes | None]) -> None:
+    def commit(self, epoch: int, records: Mapping[str, bytes | None], must_last: bool = True) -> None:
         written = [
             (self.instance, key, value, _checksum(key, value))
             for key, value in records.items()
@@ -222,13 +256,42 @@ class SqliteStore:
         ]
         removed = [(self.instance, key) for key, value in records.items() if value is None]
         with self._transaction() as db:
-            newest = self._epoch(db)
-            if epoch < newest:
-                raise stale(epoch, newest)
-            if epoch > newest:
-                db.execute(SET_EPOCH, (self.instance, epoch))
+            self._check_place(must_last)
+            self._advance(db, epoch)
             db.executemany(UPSERT, written)
             db.executemany("DELETE FROM daskserve_records WHERE instance = ? AND key = ?", removed)
+        self._check_place(must_last)
+
+    def _check_place(self, must_last: bool) -> None:
+        assert self._files is not None
+        self.problems.check_place(self._files.lost(), must_last=must_last)
+
+    def _advance(self, db: sqlite3.Connection, epoch: int) -> None:
+        newest = self._epoch(db)
+        if epoch < newest:
+            raise stale(epoch, newest)
+        if epoch > newest:
+            db.execute(SET_EPOCH, (self.instance, epoch))
+
+    def rewrite(self, epoch: int, records: Mapping[str, bytes]) -> None:
+        rows = [(self.instance, key, value, _checksum(key, value)) for key, value in records.items()]
+        before = self._connection, self._files
+        self._connection = None
+        try:
+            with contextlib.suppress(FileExistsError, FileNotFoundError):
+                self._path.parent.mkdir()  # open() says what is missing above it
+            self.open()
+            with self._transaction() as db:
+                self._advance(db, epoch)
+                db.execute("DELETE FROM daskserve_records WHERE instance = ?", (self.instance,))
+                db.executemany(UPSERT, rows)
+            self._check_place(True)
+        except BaseException:
+            self.close()
+            self._connection, self._files = before
+            raise
+        if before[0] is not None:
+            before[0].close()
 
     # Epochs
 

@@ -12,7 +12,7 @@ import asyncio
 import logging
 import queue
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from typing import Any, ParamSpec, Protocol, TypeVar
 
@@ -148,8 +148,11 @@ class BlockingStore(Protocol):
     def load(self) -> Mapping[str, bytes]:
         """Return all records."""
 
-    def commit(self, epoch: int, records: Mapping[str, bytes | None]) -> None:
-        """Write one transaction, whole or not at all; raise if ``epoch`` is not the newest."""
+    def commit(self, epoch: int, records: Mapping[str, bytes | None], must_last: bool) -> None:
+        """Write one transaction, whole or not at all; raise as `Store.commit` does."""
+
+    def rewrite(self, epoch: int, records: Mapping[str, bytes]) -> None:
+        """Replace all records at the place that the URL names now; raise if ``epoch`` is not the newest."""
 
     def newest_epoch(self) -> int:
         """Return the newest epoch; 0 if there is none."""
@@ -194,7 +197,14 @@ class ThreadedStore:
 
     async def commit(self, epoch: int, change: StoreChange) -> None:
         """See `Store.commit`."""
-        await self.calls.run(self.blocking.commit, epoch, dict(change.records))
+        await self.calls.run(self.blocking.commit, epoch, dict(change.records), change.must_last)
+
+    async def rewrite(self, epoch: int, change: StoreChange, unreadable: Sequence[str] = ()) -> None:
+        """See `Store.rewrite`."""
+        known = await self.load() if unreadable else {}
+        kept = {key: known[key] for key in unreadable if key in known}
+        written = {key: value for key, value in change.records.items() if value is not None}
+        await self.calls.run(self.blocking.rewrite, epoch, {**kept, **written})
 
     async def newest_epoch(self) -> int:
         """See `InstanceStore.newest_epoch`."""
@@ -206,4 +216,4 @@ class ThreadedStore:
 
     def problems(self) -> Mapping[str, str]:
         """See `InstanceStore.problems`."""
-        return dict(self.blocking.problems.found)
+        return self.blocking.problems.all()

@@ -44,6 +44,7 @@ from daskserve.cluster.channel.segments import Segments
 from daskserve.cluster.channel.transport import SocketTransport, Transport
 from daskserve.cluster.distributed_internals import scheduler_address
 from daskserve.cluster.link import DaskLink
+from daskserve.cluster.probe import can_mix
 from daskserve.cluster.worker.child_view import FACTS, ClusterAccess
 from daskserve.errors import InstanceError, VersionMismatchError
 from daskserve.options.environment import Interpreter
@@ -68,11 +69,12 @@ while not line.endswith(b"\\n"):
 options = json.loads(line.decode())
 if options["path"] is not None: sys.path[:] = options["path"]
 sys.path[:0] = options["first"]
-facts = {"python": "%d.%d" % sys.version_info[:2], "version": None, "detail": ""}
+facts = {"python": "%d.%d" % sys.version_info[:2], "version": None, "protocol": None, "detail": ""}
 main = None
 try:
-    from daskserve._version import __version__
-    facts["version"] = __version__
+    from daskserve import _version
+    facts["version"] = _version.__version__
+    facts["protocol"] = getattr(_version, "PROTOCOL", None)
     from daskserve.cluster.worker.child_main import prepare
     main = prepare(options)
 except BaseException as error:
@@ -269,7 +271,7 @@ def _mismatch(interpreter: Interpreter, facts: Mapping[str, Any]) -> str | None:
         )
     if facts["version"] is None:
         return f"{who} has no daskserve ({facts['detail']}); install it there: {remedy}"
-    if facts["version"] != __version__:
+    if not can_mix(facts["version"], facts["protocol"]):
         return (
             f"{who} has daskserve {facts['version']} but its worker has {__version__}; install the same "
             f"version there: {remedy}"

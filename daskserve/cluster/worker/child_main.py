@@ -19,6 +19,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 from daskserve import settings
@@ -28,10 +29,13 @@ from daskserve.cluster.channel.transport import SocketTransport
 from daskserve.cluster.worker.log_thread import LogThread
 from daskserve.internals.python import run_exit_functions
 from daskserve.loops.event_loop import new_event_loop
+from daskserve.loops.forks import ForkGuard
 from daskserve.types import Envelope, Load, Receive, Send
 
 #: Interval at which a child checks for a new parent process; needed only if a fork holds its lifeline open.
 PARENT_CHECK_S = 1.0
+#: From -1000 to 1000: a process with the higher number is killed first. The numbers of others are 0.
+OOM_SCORE = 500
 
 
 class Served(Protocol):
@@ -52,12 +56,15 @@ def prepare(options: Mapping[str, Any]) -> Callable[[socket.socket, int], None]:
 
 def _run(factory: Callable[[], Served], pair: socket.socket, lifeline: int) -> None:
     _end_with_parent(lifeline)
+    _be_killed_before_parent()
     with contextlib.suppress(Exception):  # raised if there is no stderr
         faulthandler.enable()  # writes the location of a crash in native code to the worker's log
     switch_interval_s = settings.process().switch_interval_s
     if switch_interval_s is not None:
         # As in the worker, so that user code delays the channel less.
         sys.setswitchinterval(switch_interval_s)
+    forks = ForkGuard()
+    forks.open()
     if settings.process().log_thread:
         LogThread().open()  # the exit functions flush it
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
@@ -74,6 +81,12 @@ async def _serve(factory: Callable[[], Served], pair: socket.socket) -> None:
     transport = SocketTransport(pair, f"parent://{os.getppid()}")
     transport.share(Segments(), begins=False)
     await Channel(transport, factory().dispatch, first_stream=1).serve()
+
+
+def _be_killed_before_parent() -> None:
+    """Let Linux end this process rather than the worker when the machine is out of memory."""
+    with contextlib.suppress(OSError):  # elsewhere
+        Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE), encoding="ascii")
 
 
 def _end_with_parent(lifeline: int) -> None:

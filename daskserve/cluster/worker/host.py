@@ -16,6 +16,7 @@ import importlib
 import logging
 import os
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 from distributed import Client, Worker, get_worker
@@ -39,15 +40,26 @@ from daskserve.cluster.link import DaskLink
 from daskserve.cluster.metrics_path import facts_of_server
 from daskserve.cluster.worker.interpreter import InterpreterTuning
 from daskserve.cluster.worker.log_thread import LogThread
+from daskserve.cluster.worker.outage import Outage
 from daskserve.cluster.worker.user_clients import UserClients
 from daskserve.context import current_replica
 from daskserve.errors import UnavailableError
 from daskserve.figures.collector import PROCESS
 from daskserve.loops.event_loop import running_loop
+from daskserve.loops.forks import ForkGuard
 from daskserve.payload.packed_errors import dump_error
 from daskserve.types import ACTOR_FACTORIES, ActorKind, InstanceName
 
 logger = logging.getLogger("daskserve.host")
+
+#: The worker's attribute that holds its open Host.
+_ATTRIBUTE = "_daskserve_host"
+
+
+def present_host() -> Host:
+    """Return the Host of the current worker if it has outlived its scheduler; otherwise a new one."""
+    host: Host | None = getattr(get_worker(), _ATTRIBUTE, None)
+    return Host() if host is None else host
 
 
 def load_factory(kind: ActorKind) -> ActorFactory:
@@ -73,6 +85,7 @@ class Host:
         self._worker = get_worker()
         self._tuning = InterpreterTuning(self._has_replicas)
         self._logs = LogThread()
+        self._forks = ForkGuard(self._peers)
         security = as_client(self._worker.security, "worker")
         self._user_clients = UserClients(self._worker.scheduler.address, security)
         #: The link of this worker's process; None until `open`.
@@ -85,13 +98,25 @@ class Host:
             # User code in an actor finds this worker with Dask's own get_worker() and get_client().
             surroundings=lambda: as_current_worker(self._worker),
             on_change=self._tuning.objects_changed,
+            broken_routes=lambda instance: self._open_link.cluster(instance).routes.broken(),
         )
+        self._outage = Outage(self._worker, self.book, settings.scheduler().grace_s)
         # In this task thread, imports do not block the event loop, and later deploys do not wait for them.
         self._factories = {kind: load_factory(kind) for kind in ActorKind}
 
-    async def open(self) -> dict[str, Any]:
-        """Connect to the scheduler and start answering channels; idempotent."""
-        if self.link is None:
+    async def open(self, starts: Mapping[InstanceName, Mapping[str, Any]]) -> dict[str, Any]:
+        """Connect to the scheduler and start answering channels; idempotent.
+
+        A Host that has outlived its scheduler ends the controllers of that time.
+
+        Parameters
+        ----------
+        starts
+            The messages that start the instances on the cluster; see `entrust`.
+        """
+        if self.link is not None:
+            await self.book.end_controllers()
+        else:
             client = Client(
                 self._worker.scheduler.address,
                 asynchronous=True,
@@ -103,12 +128,21 @@ class Host:
             self.link = DaskLink(client, role="worker", worker=self._worker, book=self.book)
             # `close` may be called during the first await, so everything that it undoes is done before.
             add_handler(self._worker, CHANNEL_OP, self._accept)
+            self._outage.open(self.link)
+            setattr(self._worker, _ATTRIBUTE, self)
             answer_get_client(self._worker, self._find_user_client)
             self._tuning.open()
-            if settings.process().log_thread and is_own_process(self._worker):
-                self._logs.open()
+            if is_own_process(self._worker):
+                self._forks.open()
+                if settings.process().log_thread:
+                    self._logs.open()
             await client
+        self._outage.starts.update(starts)
         return {"pid": os.getpid(), "version": __version__, **facts_of_server(self._worker)}
+
+    async def entrust(self, instance: InstanceName, start: Mapping[str, Any]) -> None:
+        """Keep the message that starts an instance, to bring it back on the next scheduler."""
+        self._outage.starts[instance] = start
 
     async def _accept(self, comm: Any, by_socket: bool) -> Any:
         await self._open_link.channels.accept(comm, by_socket=by_socket)
@@ -130,6 +164,7 @@ class Host:
 
     async def end_instance(self, instance: InstanceName) -> None:
         """Stop an instance's actors and forget the instance."""
+        self._outage.starts.pop(instance, None)
         await self.book.end_instance(instance)
         await self._open_link.drop_cluster(instance)
         PROCESS.forget(instance)
@@ -141,8 +176,11 @@ class Host:
         remove_handler(self._worker, CHANNEL_OP)
         stop_answering_get_client(self._worker)
         self._tuning.close()
+        self._forks.close()
         await asyncio.to_thread(self._logs.close)
         if self.link is not None:
+            self._outage.close()
+            delattr(self._worker, _ATTRIBUTE)
             link, self.link = self.link, None
             await link.close()
             await link.client.close()
@@ -152,6 +190,10 @@ class Host:
         if loop is None or loop is self._open_link.loop or current_replica.get() is None:
             return None
         return self._user_clients.of_running_loop()
+
+    def _peers(self) -> list[str]:
+        channels = [] if self.link is None else list(self.link.channels.peers)
+        return [self._worker.scheduler.address, *channels]
 
     def _has_replicas(self) -> bool:
         return any(entry.spec.kind is ActorKind.REPLICA for entry in self.book.entries.values())

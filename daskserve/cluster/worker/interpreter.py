@@ -17,10 +17,14 @@ from __future__ import annotations
 import asyncio
 import gc
 import importlib
+import logging
 import sys
 from collections.abc import Callable
+from types import ModuleType
 
 from daskserve import settings
+
+logger = logging.getLogger("daskserve.host")
 
 #: Time without starts and stops of actors after which a collection and `gc.freeze` run.
 SETTLE_S = 0.5
@@ -76,7 +80,12 @@ class InterpreterTuning:
             self._freeze()
         else:
             imported = asyncio.get_running_loop().run_in_executor(None, importlib.import_module, CLIENT)
-            imported.add_done_callback(lambda _: self._freeze())
+            imported.add_done_callback(self._imported)
+
+    def _imported(self, imported: asyncio.Future[ModuleType]) -> None:
+        if not imported.cancelled() and (error := imported.exception()):
+            logger.warning("Cannot import %s before user code does: %r.", CLIENT, error)
+        self._freeze()
 
     def _freeze(self) -> None:
         if self._is_open and self._settings.gc_freeze:

@@ -54,7 +54,7 @@ async def routers_of(cluster: Process) -> Routers:
     """Return the routers of a process for an instance; the first call creates and starts them."""
     routers: Routers | None = cluster.shared.get("routers")
     if routers is None:
-        routers = Routers(cluster, cluster.listener, cluster.clock, cluster.link.rng)
+        routers = Routers(cluster, cluster.listener, cluster.clock, cluster.link.rng, cluster.routes)
         cluster.shared["routers"] = routers
         PROCESS.add(routers)
     if not cluster.listener.is_started:

@@ -18,7 +18,8 @@ from daskserve.types import Envelope, Message, Receive, Send
 IDEMPOTENT_METHODS = frozenset({"GET", "HEAD", "OPTIONS", "PUT", "DELETE"})
 #: Bodies up to this size are kept for a retry.
 KEPT_BYTES = 64 * 1024
-#: Maximum number of retries after a loss; a request that loses more replicas may be what kills them.
+#: Maximum number of retries of a request that had begun. After the loss of a process, the backend's option
+#: ``max_crash_retries`` allows fewer: the request may be what ended it.
 MAX_REPEATS = 3
 
 

@@ -9,12 +9,14 @@ from dataclasses import replace
 from typing import Any
 
 from daskserve.clock import Clock, stopwatch
-from daskserve.cluster.base import Cluster
+from daskserve.cluster.base import Cluster, Routes
+from daskserve.data.caller.apart_queue import ApartQueue
 from daskserve.data.caller.load_reports import LoadReports
 from daskserve.data.caller.queued_request import QueuedRequest
 from daskserve.data.caller.replay import Replay
 from daskserve.data.caller.roster import ReplicaEntry, Roster
 from daskserve.data.caller.router_metrics import ReplicaSetMetrics
+from daskserve.data.caller.suspects import Suspects, SuspectTrial
 from daskserve.errors import (
     ActorLostError,
     BackPressureError,
@@ -42,7 +44,9 @@ class ReplicaSet:
         cluster: Cluster,
         clock: Clock,
         rng: random.Random,
+        routes: Routes,
         *,
+        suspects: Suspects,
         reports: LoadReports | None = None,
     ) -> None:
         self.tag = tag
@@ -52,10 +56,14 @@ class ReplicaSet:
         self._cluster = cluster
         self._clock = clock
         self._rng = rng
-        self._roster = Roster(cluster.is_local)
+        self._routes = routes
+        #: The replicas.
+        self.roster = Roster(cluster.is_local, routes.to)
         self._name_of = f"{cluster.instance}/replica/{{}}".format
         # Ordered, because a cancelled request leaves from any position.
         self._waiting: OrderedDict[asyncio.Future[ReplicaEntry], None] = OrderedDict()
+        #: The requests that may end their replica's process.
+        self._apart = ApartQueue(tag, self.roster, suspects, clock, rng, self._serve_waiting)
         #: None until the controller has published it; requests that arrive earlier wait.
         self._max_queued: int | None = None
         self._is_deleted = False
@@ -70,17 +78,17 @@ class ReplicaSet:
         self._metrics = ReplicaSetMetrics()
 
     def __repr__(self) -> str:
-        return f"<ReplicaSet {self.tag} waiting={self.waiting} {self._roster!r}>"
+        return f"<ReplicaSet {self.tag} waiting={self.waiting} {self.roster!r}>"
 
     @property
     def waiting(self) -> int:
         """The number of requests that wait for a slot, here or in the queue of a full replica."""
-        return len(self._waiting) + self._roster.queued
+        return len(self._waiting) + len(self._apart.waiters) + self.roster.queued
 
     @property
     def in_flight(self) -> int:
         """The number of this process's requests at the replicas, without those queued there."""
-        return self._roster.in_flight - self._roster.queued
+        return self.roster.in_flight - self.roster.queued
 
     def samples(self) -> list[MetricSample]:
         """Return the metric samples; none once the backend is deleted."""
@@ -93,29 +101,30 @@ class ReplicaSet:
     async def addresses(self) -> list[ActorAddress]:
         """Return the addresses of the running replicas, ordered by tag, once they are known."""
         await self._known.wait()
-        return self._roster.addresses()
+        return self.roster.addresses()
 
     @property
     def is_starving(self) -> bool:
         """Whether requests wait although there are no replicas."""
-        return bool(self._waiting) and self._roster.is_empty
+        return bool(self._waiting or self._apart.waiters) and self.roster.is_empty
 
     def update(self, value: Any) -> None:
         """Apply the state of the backend that the controller published."""
         self._known.set()
         self._is_deleted = value is None
         if value is None:
-            self._roster.update({}, 1, self._name_of)
+            self.roster.update({}, 1, self._name_of)
             self._fail_waiting()
             return
         published = {tag: (worker, incarnation) for tag, worker, incarnation in value["replicas"]}
-        self._roster.update(published, value["concurrency"], self._name_of)
+        self.roster.update(published, value["concurrency"], self._name_of)
         is_first = self._max_queued is None
         self._max_queued = value["max_queued"]
+        self._apart.max_crash_retries = value["max_crash_retries"]
         self.is_autoscaled = value.get("autoscaled", False)
         self._is_off = value.get("off", False)
         self._ending = value.get("ending")
-        if self._ending is not None or (self._is_off and self._roster.is_empty):
+        if self._ending is not None or (self._is_off and self.roster.is_empty):
             self._fail_waiting()
         self._serve_waiting()
         if is_first:
@@ -126,15 +135,16 @@ class ReplicaSet:
         if self.is_autoscaled and self._reports is not None:
             self._reports.poke(is_urgent=self.is_starving)
 
-    def forget_worker(self, worker: str) -> None:
-        """Stop using the replicas of a worker that left the cluster."""
-        self._roster.forget_worker(worker)
+    def note_route(self, worker: str) -> None:
+        """Record that the route to a worker has changed."""
+        self.roster.note_route(worker)
+        self._serve_waiting()
 
     def take_now(self) -> ReplicaEntry | None:
         """Return a replica with room, counting one more request in flight; None if no replica has room."""
         if self._waiting:
             return None
-        replica = self._roster.take(self._clock.now(), self._rng)
+        replica = self.roster.take(self._clock.now(), self._rng)
         if replica is None or replica.has_queued_request:
             if replica is not None:
                 self._release_unused(replica)
@@ -145,17 +155,17 @@ class ReplicaSet:
     def put_back(self, replica: ReplicaEntry) -> None:
         """Undo `take_now`; the replica gets the next request."""
         self._metrics.sent -= 1
-        self._roster.put_first(replica)
+        self.roster.put_first(replica)
         self.release(replica, None)
 
     def release(self, replica: ReplicaEntry, outcome: Load | Exception | None) -> None:
         """Record that a request to a replica has ended, and what the outcome says about the replica."""
         if type(outcome) is Load:
-            self._roster.report(replica, outcome, self._clock.now())
+            self.roster.report(replica, outcome, self._clock.now())
         elif isinstance(outcome, (ReplicaBusyError, ActorLostError)):
             self._note_refusal(replica, outcome, was_queued=False)
-        self._roster.release(replica)
-        if self._waiting:
+        self.roster.release(replica)
+        if self._waiting or self._apart.waiters:
             self._serve_waiting()
 
     def _note_refusal(
@@ -163,9 +173,9 @@ class ReplicaSet:
     ) -> None:
         now = self._clock.now()
         if isinstance(error, ReplicaBusyError):
-            self._roster.note_busy(replica, error.ongoing, now, was_queued=was_queued)
+            self.roster.note_busy(replica, error.ongoing, now, was_queued=was_queued)
         else:
-            self._roster.suspend(
+            self.roster.suspend(
                 replica, now + (DISCONNECTED_BACKOFF_S if error.is_disconnected else UNREACHABLE_BACKOFF_S)
             )
 
@@ -189,50 +199,60 @@ class ReplicaSet:
             The backend was deleted, or has no replicas because the target capacity is 0 %.
         ActorLostError
             The replica was lost after the request had begun, and the request must not be retried.
+        QuarantinedError
+            Retries of the same request have ended several processes.
         """
-        replay = None
-        roster = self._roster
-        is_socket = False
+        replay = trial = queued_since = None
+        roster, metrics, is_socket = self.roster, self._metrics, False
         if envelope.kind is EnvelopeKind.HTTP:  # calls have no messages to repeat
+            if self._apart.suspects.known:
+                trial = self._apart.trial_of(envelope)
             replay = Replay(envelope, receive, send)
             receive, send = replay.receive, replay.send
-            is_socket = envelope.head["type"] == "websocket"
-            if is_socket:
+            if is_socket := envelope.head["type"] == "websocket":
                 envelope = replace(envelope, note_turn=roster.turns.note)
-        metrics = self._metrics
         is_rejected = refused is not None
-        if refused is None:
-            metrics.sent += 1
-        else:
+        metrics.sent += not is_rejected
+        if refused is not None:
             metrics.note_retry(refused)
-        queued_since: float | None = None
         while True:
-            replica = None
-            if is_rejected or not self._waiting:  # else the requests that already wait go first
-                replica = roster.take(self._clock.now(), self._rng)
+            if trial is not None:
+                replica = self._apart.take(trial)
+            else:  # the requests that already wait go first
+                may_go = is_rejected or not self._waiting
+                replica = roster.take(self._clock.now(), self._rng) if may_go else None
             if replica is None:
-                replica = await self._wait(is_rejected)
+                replica = await self._wait(is_rejected, trial)
             has_queued_request = replica.has_queued_request
             replica.sockets += is_socket
             try:
+                if replica.route is None:
+                    await self._routes.connect(replica.address.worker)
                 if has_queued_request:
-                    if queued_since is None:
-                        queued_since = self._clock.now()
+                    queued_since = self._clock.now() if queued_since is None else queued_since
                     load = await self._send_queued(replica, queued_since, envelope, receive, send)
                 else:
                     load = await self._cluster.request(replica.address, envelope, receive, send)
             except (ReplicaBusyError, ActorLostError) as error:
                 self._note_refusal(replica, error, was_queued=has_queued_request)
-                _rewind(replay, error)
+                trial = self._apart.rewind(envelope, replay, trial, replica, error)
                 metrics.note_retry(error)
                 is_rejected = True
+            except Exception as error:
+                if trial is not None:
+                    trial.failed(error)
+                raise
             else:
                 roster.report(replica, load, self._clock.now(), is_answer=not is_socket)
+                if trial is not None:
+                    trial.passed()
                 return
             finally:
                 replica.sockets -= is_socket
                 roster.release(replica)
-                if self._waiting:
+                if trial is not None:
+                    trial.leave()
+                if self._waiting or self._apart.waiters:
                     self._serve_waiting()
 
     async def _send_queued(
@@ -240,7 +260,7 @@ class ReplicaSet:
     ) -> Load:
         """Send a request to the queue of a full replica; the next may follow once this one has a slot."""
         queued = QueuedRequest(
-            self._roster, replica, self._clock, send, self._metrics.waits, self._serve_waiting
+            self.roster, replica, self._clock, send, self._metrics.waits, self._serve_waiting
         )
         envelope = replace(envelope, patience=queued.patience(since))
         try:
@@ -248,9 +268,9 @@ class ReplicaSet:
         finally:
             queued.leave()
 
-    async def _wait(self, is_rejected: bool) -> ReplicaEntry:
+    async def _wait(self, is_rejected: bool, trial: SuspectTrial | None) -> ReplicaEntry:
         """Wait for this request's turn; return a replica, counting one more request in flight."""
-        if self._is_deleted or self._ending is not None or (self._is_off and self._roster.is_empty):
+        if self._is_deleted or self._ending is not None or (self._is_off and self.roster.is_empty):
             raise self._gone()
         # A request that a replica refused has already passed the queue, so the limit does not apply to it.
         limit = self._max_queued
@@ -258,10 +278,13 @@ class ReplicaSet:
             self._metrics.rejected += 1
             raise _queue_overflow(self.tag, self.waiting, limit)
         waiter: asyncio.Future[ReplicaEntry] = asyncio.get_running_loop().create_future()
-        self._waiting[waiter] = None
-        if is_rejected:
-            self._waiting.move_to_end(waiter, last=False)
-        if len(self._waiting) == 1 and self._roster.is_empty:
+        if trial is not None:
+            self._apart.put(waiter, trial)
+        else:
+            self._waiting[waiter] = None
+            if is_rejected:
+                self._waiting.move_to_end(waiter, last=False)
+        if len(self._waiting) + len(self._apart.waiters) == 1 and self.roster.is_empty:
             self._report_load()
         self._set_alarm()
         began = stopwatch()
@@ -270,8 +293,12 @@ class ReplicaSet:
         except asyncio.CancelledError:
             if waiter in self._waiting:
                 del self._waiting[waiter]
+            elif waiter in self._apart.waiters:
+                self._apart.remove(waiter)
             elif waiter.done() and not waiter.cancelled() and waiter.exception() is None:
                 self._release_unused(waiter.result())
+                if trial is not None:
+                    trial.leave()
                 self._serve_waiting()  # the next request gets this turn
             raise
         finally:
@@ -280,8 +307,11 @@ class ReplicaSet:
     def _serve_waiting(self) -> None:
         """Give free replicas to the waiting requests, in order."""
         now = self._clock.now()
+        if self._apart.waiters:
+            self._apart.serve()
+            self._set_alarm()
         while self._waiting:
-            replica = self._roster.take(now, self._rng)
+            replica = self.roster.take(now, self._rng)
             if replica is None:
                 self._set_alarm()
                 return
@@ -302,12 +332,13 @@ class ReplicaSet:
 
     def _release_unused(self, replica: ReplicaEntry) -> None:
         """Release a replica that was taken but got no request."""
-        self._roster.leave_queue(replica)
-        self._roster.release(replica)
+        self.roster.leave_queue(replica)
+        self.roster.release(replica)
 
     def _fail_waiting(self) -> None:
-        while self._waiting:
-            waiter, _ = self._waiting.popitem(last=False)
+        waiters = [*self._apart.clear(), *self._waiting]
+        self._waiting.clear()
+        for waiter in waiters:
             if not waiter.done():
                 waiter.set_exception(self._gone())
 
@@ -332,14 +363,14 @@ class ReplicaSet:
         )
 
     def _set_alarm(self) -> None:
-        at = self._roster.next_resume_at()
-        if at is not None:
-            self._alarm.set(at)
+        for at in (self.roster.next_resume_at(), self._apart.next_at()):
+            if at is not None:
+                self._alarm.set(at)
 
     def close(self) -> None:
         """Fail the requests that still wait."""
         self._is_deleted = True
-        self._roster.update({}, 1, self._name_of)
+        self.roster.update({}, 1, self._name_of)
         self._alarm.cancel()
         self._fail_waiting()
 
@@ -351,11 +382,3 @@ def _queue_overflow(tag: BackendTag, waiting: int, limit: int) -> BackPressureEr
         num_queued_requests=waiting,
         max_queued_requests=limit,
     )
-
-
-def _rewind(replay: Replay | None, error: ReplicaBusyError | ActorLostError) -> None:
-    """Prepare the request for another replica, or raise the error if it must not be retried."""
-    begun = isinstance(error, ActorLostError) and error.begun
-    may_go_on = not begun if replay is None else replay.rewind(begun=begun)
-    if not may_go_on:
-        raise error

@@ -19,6 +19,9 @@ answers. From then on it gets only requests for which no other replica has room.
 (`daskserve.data.replica.slots`), one at a time per router. This ends when the replica reports room, or has
 reported nothing for `REPORT_S`.
 
+A replica whose worker this process does not reach gets no requests until there is a connection again. One
+that is reached only through the scheduler gets those for which no replica with a direct route has room.
+
 Pure: time and randomness are arguments.
 """
 
@@ -29,11 +32,12 @@ import itertools
 import math
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeAlias
 
 from daskserve.data.caller.routing import choose
 from daskserve.data.caller.turns import TurnMeter
-from daskserve.types import ActorAddress, Load, ReplicaTag, WorkerAddress
+from daskserve.types import ActorAddress, Load, Reach, ReplicaTag, WorkerAddress
 
 #: Load reports older than this are ignored.
 REPORT_S = 1.0
@@ -68,6 +72,7 @@ class ReplicaEntry:
         "peers",
         "reported",
         "reported_at",
+        "route",
         "sockets",
         "tag",
     )
@@ -91,7 +96,9 @@ class ReplicaEntry:
         #: Whether its last report said that it is full, and whether this process has a request queued there.
         self.is_full = False
         self.has_queued_request = False
-        #: The list that holds it while it has room, local or remote; None once the replica is no longer used.
+        #: How this process reaches its worker; None if that is not known yet.
+        self.route: Reach | None = None
+        #: The list that holds it while it has room: local, remote or detoured; None once it is not used.
         self.peers: list[ReplicaEntry] | None = None
         #: Whether it is in one of the queues of replicas that are probably idle.
         self.is_hinted = False
@@ -105,6 +112,10 @@ class ReplicaEntry:
         return self.in_flight
 
 
+#: Chooses one of some replicas for a request, or none.
+Pick: TypeAlias = Callable[[Sequence[ReplicaEntry]], ReplicaEntry | None]
+
+
 class Roster:
     """The replicas of one backend.
 
@@ -112,17 +123,26 @@ class Roster:
     ----------
     is_local : callable
         ``is_local(address)`` returns whether the replica at the address runs in this process.
+    route_to : callable
+        Returns how this process reaches a worker; None if that is not known yet.
     """
 
-    def __init__(self, is_local: Callable[[ActorAddress], bool]) -> None:
+    def __init__(
+        self,
+        is_local: Callable[[ActorAddress], bool],
+        route_to: Callable[[WorkerAddress], Reach | None] = lambda _: Reach.DIRECT,
+    ) -> None:
         self._is_local = is_local
+        self._route_to = route_to
         self._entries: dict[ReplicaTag, ReplicaEntry] = {}
         self._local: list[ReplicaEntry] = []
         self._remote: list[ReplicaEntry] = []
+        self._detoured: list[ReplicaEntry] = []
         self._full: list[ReplicaEntry] = []
         # Replicas whose last request has ended. Those that have new requests are dropped when they are drawn.
         self._idle_local: deque[ReplicaEntry] = deque()
         self._idle_remote: deque[ReplicaEntry] = deque()
+        self._idle_detoured: deque[ReplicaEntry] = deque()
         self._newcomers: deque[ReplicaEntry] = deque()
         self._suspended: list[tuple[float, int, ReplicaEntry]] = []
         self._numbers = itertools.count()
@@ -168,7 +188,6 @@ class Roster:
             entry.concurrency = concurrency
             entries.append(entry)
         self._replace(entries)
-        self._newcomers = deque(each for each in self._newcomers if each.peers is self._remote)
         if len(newcomers) < len(entries):
             self._newcomers.extend(each for each in newcomers if each.peers is self._remote)
 
@@ -176,22 +195,39 @@ class Roster:
         """Stop using the replicas of a worker."""
         self._replace([each for each in self._entries.values() if each.address.worker != worker])
 
+    def has_worker(self, worker: WorkerAddress) -> bool:
+        """Return whether one of the replicas is on a worker."""
+        return any(each.address.worker == worker for each in self._entries.values())
+
+    def note_route(self, worker: WorkerAddress) -> None:
+        """Record that the route to a worker has changed."""
+        if self.has_worker(worker):
+            self._replace(list(self._entries.values()))
+
     def _replace(self, entries: Iterable[ReplicaEntry]) -> None:
         for entry in self._entries.values():
             entry.peers = None
             entry.index = -1
             entry.is_hinted = False
-        for each in (self._local, self._remote, self._full, self._idle_local, self._idle_remote):
+        for each in (self._local, self._remote, self._detoured, self._full):
             each.clear()
+        for hints in (self._idle_local, self._idle_remote, self._idle_detoured):
+            hints.clear()
         self._entries = {entry.tag: entry for entry in entries}
         for entry in self._entries.values():
-            entry.peers = self._local if self._is_local(entry.address) else self._remote
+            if self._is_local(entry.address):
+                entry.route, entry.peers = Reach.DIRECT, self._local
+            else:
+                entry.route = self._route_to(entry.address.worker)
+                entry.peers = self._detoured if entry.route is Reach.SCHEDULER else self._remote
             self._add(entry)
+        self._newcomers = deque(each for each in self._newcomers if each.peers is self._remote)
 
-    def take(self, now: float, rng: random.Random) -> ReplicaEntry | None:
+    def take(self, now: float, rng: random.Random, pick: Pick | None = None) -> ReplicaEntry | None:
         """Return the replica for a request, or None; the request counts as in flight from now on.
 
-        If no replica has room, this returns a full one and sets ``has_queued_request``.
+        If no replica has room, this returns a full one and sets ``has_queued_request``. ``pick`` chooses
+        instead, from all replicas that are not suspended, one with an index that is not negative.
         """
         if self._suspended and self._suspended[0][0] <= now:
             self._resume_due(now)
@@ -201,7 +237,15 @@ class Roster:
             if now - entry.reported_at >= REPORT_S:
                 self._set_full(entry, is_full=False)
         local, remote = self._local, self._remote
-        if local:
+        if pick is not None:
+            picked = pick([each for each in self._entries.values() if not each.is_suspended])
+            if picked is None:
+                return None
+            entry = picked
+            if entry.is_full:
+                entry.has_queued_request = True
+                self.queued += 1
+        elif local:
             entry = local[0] if len(local) == 1 else _draw(local, self._idle_local, now, rng)
             if remote and entry.score(now) * entry.pace_s > HOP_S:
                 work = self._work(entry, now)
@@ -213,6 +257,8 @@ class Roster:
             entry = (self._newcomers and self._newcomer()) or (
                 remote[0] if len(remote) == 1 else _draw(remote, self._idle_remote, now, rng)
             )
+        elif self._detoured:
+            entry = _draw(self._detoured, self._idle_detoured, now, rng)
         elif self._full:
             entry = choose(self._full, now, rng)
             entry.has_queued_request = True
@@ -318,6 +364,7 @@ class Roster:
     def _add(self, entry: ReplicaEntry) -> None:
         if (
             entry.is_suspended
+            or entry.route is Reach.NONE
             or entry.has_queued_request
             or entry.peers is None
             or entry.in_flight >= entry.concurrency
@@ -331,7 +378,10 @@ class Roster:
 
     def _hint(self, entry: ReplicaEntry) -> None:
         entry.is_hinted = True
-        (self._idle_local if entry.peers is self._local else self._idle_remote).append(entry)
+        if entry.peers is self._local:
+            self._idle_local.append(entry)
+        else:
+            (self._idle_remote if entry.peers is self._remote else self._idle_detoured).append(entry)
 
     def _remove(self, entry: ReplicaEntry) -> None:
         peers = self._full if entry.is_full else entry.peers

@@ -10,22 +10,34 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from daskserve.amounts import shown
 from daskserve.clock import Clock
-from daskserve.cluster.base import Cluster, Listener
+from daskserve.cluster.base import Cluster, Listener, Routes
 from daskserve.data.caller.load_reports import LoadReports
 from daskserve.data.caller.replica_set import ReplicaSet
 from daskserve.data.caller.router_metrics import CallMetrics
 from daskserve.data.caller.routing import TrafficPolicy, shard_draw
 from daskserve.data.caller.shadow import Shadow
+from daskserve.data.caller.suspects import Suspects
 from daskserve.errors import NotFoundError, RequestTimeoutError, ServeError, UnavailableError
 from daskserve.figures.table import MetricSample
 from daskserve.loops.tasks import TaskSet
-from daskserve.types import ActorAddress, BackendTag, EndpointTag, Envelope, Message, Receive, Send
+from daskserve.types import (
+    SILENT_WORKERS,
+    ActorAddress,
+    BackendTag,
+    EndpointTag,
+    Envelope,
+    Message,
+    Reach,
+    Receive,
+    Send,
+    WorkerAddress,
+)
 
 #: How long a request waits for the first update of its endpoint.
 ENDPOINT_TIMEOUT_S = 10.0
@@ -174,7 +186,9 @@ class Router:
 class Routers:
     """All routers of one process for one instance. Runs on one event loop."""
 
-    def __init__(self, cluster: Cluster, listener: Listener, clock: Clock, rng: random.Random) -> None:
+    def __init__(
+        self, cluster: Cluster, listener: Listener, clock: Clock, rng: random.Random, routes: Routes
+    ) -> None:
         self.clock = clock
         self.rng = rng
         self._cluster = cluster
@@ -185,6 +199,13 @@ class Routers:
         self._watches: dict[str, Callable[[], None]] = {}
         self._shadows = TaskSet(logger)
         self._reports = LoadReports(cluster, clock, self._sets)
+        #: The workers that do not answer the controller.
+        self._silent: frozenset[WorkerAddress] = frozenset()
+        self._routes = routes
+        routes.watch(self._note_route, self._uses_worker)
+        self._watches[SILENT_WORKERS] = listener.watch(SILENT_WORKERS, self._note_silent)
+        #: The requests under which processes were lost, to all backends.
+        self.suspects = Suspects()
         listener.on_worker_left(self._forget_worker)
         listener.on_ended(self.close)
 
@@ -228,7 +249,13 @@ class Routers:
         found = self._sets.get(backend)
         if found is None:
             found = self._sets[backend] = ReplicaSet(
-                backend, self._cluster, self.clock, self.rng, reports=self._reports
+                backend,
+                self._cluster,
+                self.clock,
+                self.rng,
+                self._routes,
+                suspects=self.suspects,
+                reports=self._reports,
             )
             key = f"backend/{backend}"
             self._watches[key] = self._listener.watch(key, found.update)
@@ -249,10 +276,26 @@ class Routers:
 
     def _forget_worker(self, worker: str) -> None:
         for each in self._sets.values():
-            each.forget_worker(worker)
+            each.roster.forget_worker(worker)
+
+    def _note_silent(self, workers: Sequence[WorkerAddress] | None) -> None:
+        """Give up what is under way at workers that do not answer; what may be repeated goes elsewhere."""
+        before, self._silent = self._silent, frozenset(workers or ())
+        for worker in sorted(self._silent - before):
+            if self._routes.to(worker) is not None:
+                logger.warning("Worker %s does not answer; the requests that it has are given up", worker)
+            self._routes.break_off(worker)
+
+    def _note_route(self, worker: WorkerAddress, route: Reach) -> None:
+        for each in self._sets.values():
+            each.note_route(worker)
+
+    def _uses_worker(self, worker: WorkerAddress) -> bool:
+        return any(each.roster.has_worker(worker) for each in self._sets.values())
 
     def close(self) -> None:
         """Stop watching, and fail the requests that wait."""
+        self._routes.close()
         for stop in self._watches.values():
             stop()
         self._watches.clear()

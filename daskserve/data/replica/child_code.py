@@ -94,6 +94,8 @@ class ChildCode:
         self._routing_stats: Mapping[str, Any] = {}
         self._asking: asyncio.Task[None] | None = None
         self._has_last_figures = False
+        #: Whether it is stopped although it is healthy.
+        self._is_planned = False
 
     def __repr__(self) -> str:
         return repr(self._child)
@@ -178,7 +180,7 @@ class ChildCode:
             return error
         await child.ended.wait()
         loss = self.loss or f"Replica {self._start.replica_tag!r} was stopped."
-        return ActorLostError(loss, begun=error.begun)
+        return ActorLostError(loss, begun=error.begun, is_planned=self._is_planned)
 
     def _note_end(self) -> None:
         if not self.slots.is_open or self._child is None:
@@ -292,15 +294,16 @@ class ChildCode:
         except TimeoutError:
             pass  # the counts of its last second are lost
 
-    async def destruct(self, grace_s: float) -> None:
+    async def destruct(self, grace_s: float, *, is_planned: bool) -> None:
         """Cancel the requests that still run, and destruct the user's object; kill the child if cancelled."""
+        self._is_planned = is_planned
         child = self._child
         if child is None or self._runner is None:
             return
         try:
             if self._has_last_figures:
                 await self._ask_for_the_last_time()
-            await child.call("stop", grace_s=grace_s)
+            await child.call("stop", grace_s=grace_s, is_planned=is_planned)
         except ActorLostError:
             pass  # it has ended already
         except asyncio.CancelledError:

@@ -142,10 +142,10 @@ class ReplicaServer:
         return await self._replica.start()
 
     @verb
-    async def stop(self, grace_s: float) -> None:
+    async def stop(self, grace_s: float, is_planned: bool) -> None:
         """Stop the replica, and close its view of the cluster."""
         if self._replica is not None:
-            await self._replica.end(grace_s)
+            await self._replica.end(grace_s, is_planned=is_planned)
             gc.collect()  # objects in reference cycles may have destructors, and the process ends next
         if self._view is not None:
             await asyncio.to_thread(self._view.close)

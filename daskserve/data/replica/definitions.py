@@ -5,7 +5,7 @@ from __future__ import annotations
 import copyreg
 import functools
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -105,11 +105,7 @@ def python_methods(definition: Any) -> list[str]:
     """Return the names of the public methods of a class, which a handle may call."""
     if not inspect.isclass(definition):
         return []
-    return sorted(
-        name
-        for name, value in inspect.getmembers(definition, callable)
-        if not name.startswith("_") and not inspect.isclass(value)
-    )
+    return [name for name, _ in _functions_of(definition) if name != CALL]
 
 
 def _describe(definition: Any) -> str:
@@ -121,13 +117,19 @@ def _describe(definition: Any) -> str:
 
 def _methods_of_class(cls: type) -> dict[str, Method]:
     methods = {}
-    for name in dir(cls):
-        value = getattr(cls, name, None)
-        if (name == CALL or not name.startswith("_")) and callable(value) and not inspect.isclass(value):
-            static = inspect.getattr_static(cls, name)
-            is_bound = isinstance(static, (staticmethod, classmethod))
-            methods[name] = _method(name, value, cls, skip=0 if is_bound else 1)
+    for name, value in _functions_of(cls):
+        is_bound = isinstance(inspect.getattr_static(cls, name), (staticmethod, classmethod))
+        methods[name] = _method(name, value, cls, skip=0 if is_bound else 1)
     return methods
+
+
+def _functions_of(cls: type) -> Iterator[tuple[str, Any]]:
+    """Yield the name and the value of each public method of a class, and of ``__call__``, in order."""
+    for name in dir(cls):
+        if name == CALL or not name.startswith("_"):
+            value = getattr(cls, name, None)
+            if callable(value) and not inspect.isclass(value):
+                yield name, value
 
 
 def _method(name: str, function: Any, owner: Any, skip: int = 0) -> Method:

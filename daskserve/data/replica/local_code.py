@@ -16,7 +16,7 @@ from daskserve.data.replica.autoscaling_stats import AUTOSCALING, autoscaling_fi
 from daskserve.data.replica.batches import ReplicaBatches
 from daskserve.data.replica.call_answer import CallAnswer, call_answer_for
 from daskserve.data.replica.chained_values import filled
-from daskserve.data.replica.construction import construct, destruct
+from daskserve.data.replica.construction import Construction, destruct
 from daskserve.data.replica.definitions import is_async, takes_rank
 from daskserve.data.replica.failures import user_traceback
 from daskserve.data.replica.health import probe_liveness
@@ -99,12 +99,12 @@ class LocalCode:
         step = "could not be loaded"
         metadata: Mapping[str, Any] = {}
         try:
-            load = partial(load_definition, backend_tag=start.backend_tag, is_debug=start.debug)
             parts = await parts_of(start, self._context.cluster)
-            servable = self._servable = await wall.run_sync(load, start.code, parts)
-            servable.check_batching(start.config.max_batch_size)
-            step = "failed in its constructor"
-            await construct(wall, servable)
+            construction = Construction(wall, partial(_load, start, parts), is_async=start.is_async)
+            try:
+                servable = await construction.run()
+            finally:
+                step, self._servable = construction.step, construction.servable
             self._set_current_replica(servable.target)
             if start.user_config is not None:
                 step = "failed in reconfigure()"
@@ -115,7 +115,8 @@ class LocalCode:
                 metadata = as_plain(await self._run(wall, servable.hook(METADATA)))
             wall.is_watched = True
             step = "failed its first health check"
-            await self._context.clock.wait_for(self.probe(), start.config.health_check_timeout_s)
+            check = self.probe(construction)
+            await self._context.clock.wait_for(check, start.config.health_check_timeout_s)
         except Exception as error:
             failure = self._user_error(step, error)
         if failure is not None:
@@ -234,10 +235,11 @@ class LocalCode:
             self._serving.has_method_header = options.method_header
             self._serving.on_disconnect = options.on_disconnect
 
-    async def probe(self) -> None:
+    async def probe(self, construction: Construction | None = None) -> None:
         """Return if user code can run, and the user's ``check_health`` does not fail.
 
-        It returns late, or never, if the event loop or the threads are blocked: call it with a timeout.
+        It returns late, or never, if the event loop or the threads are blocked: call it with a timeout. A
+        ``construction`` that has just run shows whether they are.
 
         Raises
         ------
@@ -248,7 +250,10 @@ class LocalCode:
         """
         wall, servable = self._parts()
         if self._has_liveness_probe:
-            await probe_liveness(wall, servable, self._start.replica_tag, self.slots.concurrency)
+            if construction is not None:
+                await construction.turned.wait()
+            else:
+                await probe_liveness(wall, servable, self._start.replica_tag, self.slots.concurrency)
         if servable.is_class and hasattr(servable.target, "check_health"):
             try:
                 await self._run(wall, servable.hook("check_health"), is_reserved=True)
@@ -314,12 +319,13 @@ class LocalCode:
         await self.send_away()
         await self._context.clock.wait_for(self.slots.wait_until_idle(), grace_s)
 
-    async def destruct(self, grace_s: float) -> None:
+    async def destruct(self, grace_s: float, *, is_planned: bool) -> None:
         """Cancel the requests that still run, and destruct the user's object."""
         wall, servable = self._wall, self._servable
         if wall is None:
             return
-        wall.abort_runs(ActorLostError(f"Replica {self._start.replica_tag!r} was stopped."))
+        stopped = f"Replica {self._start.replica_tag!r} was stopped."
+        wall.abort_runs(ActorLostError(stopped, is_planned=is_planned))
         self._set_current_replica(None)
         # Cancelled code may clean up.
         await self._context.clock.wait_for(self.slots.wait_until_idle(), CLOSE_GRACE_S)
@@ -337,6 +343,12 @@ class LocalCode:
 
     def __repr__(self) -> str:
         return f"the code of {self._start.replica_tag}"
+
+
+def _load(start: ReplicaStart, parts: Sequence[Any]) -> Servable:
+    servable = load_definition(start.code, parts, backend_tag=start.backend_tag, is_debug=start.debug)
+    servable.check_batching(start.config.max_batch_size)
+    return servable
 
 
 def _wants_rank(servable: Servable, before: Standing, after: Standing) -> bool:

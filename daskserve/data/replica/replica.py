@@ -54,6 +54,8 @@ class Replica:
         self._ending: asyncio.Task[None] | None = None
         #: The time limit of the destructor while that runs.
         self._limit: asyncio.Timeout | None = None
+        #: Whether it stops although it is healthy.
+        self._is_planned = True
         self._health = HealthWatch(
             start.replica_tag,
             self.probe,
@@ -237,10 +239,11 @@ class Replica:
             await self._code.drain(grace_s)
         except TimeoutError:
             logger.info("%r cancels the requests that still run after %s s", self, grace_s)
-        await self.end(ends_at - self._context.clock.now())
+        await self.end(ends_at - self._context.clock.now(), is_planned=self._health.is_healthy)
 
-    async def end(self, grace_s: float) -> None:
+    async def end(self, grace_s: float, *, is_planned: bool) -> None:
         """Refuse requests, cancel the running ones, and destruct within ``grace_s``, or one second."""
+        self._is_planned = is_planned
         self._slots.close()
         await self._health.stop()
         await self._end(self._context.clock.now() + grace_s)
@@ -257,7 +260,7 @@ class Replica:
     async def _tear_down(self, ends_at: float) -> None:
         try:
             async with asyncio.timeout_at(ends_at) as self._limit:
-                await self._code.destruct(ends_at - self._context.clock.now())
+                await self._code.destruct(ends_at - self._context.clock.now(), is_planned=self._is_planned)
         except TimeoutError:
             logger.warning("%r does not end; its threads are abandoned, or its process is killed", self)
         finally:

@@ -75,10 +75,11 @@ class UserCode(Protocol):
     async def drain(self, grace_s: float) -> None:
         """Wait up to ``grace_s`` for the running requests; no new ones arrive."""
 
-    async def destruct(self, grace_s: float) -> None:
+    async def destruct(self, grace_s: float, *, is_planned: bool) -> None:
         """Cancel running code, and destruct the user's object.
 
-        The caller cancels this when the time is over; ``grace_s`` is for a process that counts by itself.
+        ``is_planned`` is False if the code is stopped because it is unhealthy. The caller cancels this after
+        ``grace_s``; a process of its own keeps the time itself.
         """
 
     async def close(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -20,6 +21,7 @@ from daskserve.clock import LoopClock
 from daskserve.data.replica.runner import CodeRun, RunListener, reportable
 from daskserve.data.replica.user_threads import UserThreads, wait_for_event
 from daskserve.loops.event_loop import new_event_loop
+from daskserve.loops.forks import end_if_forked
 from daskserve.loops.hops import Hop
 
 logger = logging.getLogger("daskserve.replica")
@@ -96,14 +98,17 @@ class LoopRun(CodeRun):
         self._place.to_worker(self._end, None, None)
 
     async def _run(self) -> None:
+        pid = os.getpid()
         try:
             value = await self._function(*self._args)
         except BaseException as error:
+            end_if_forked(pid)
             self._place.to_worker(self._end, None, reportable(error))
             # A sys.exit() in a handler ends that request, not the loop that the others run on.
             if not isinstance(error, (Exception, SystemExit, KeyboardInterrupt)):
                 raise
         else:
+            end_if_forked(pid)
             self._place.to_worker(self._end, value, None)
 
 
@@ -126,12 +131,15 @@ class UserLoop:
         self._guests: set[Guest] = set()
         self._no_guests = asyncio.Event()
 
-    def run_in_thread(self, threads: UserThreads | None = None) -> None:
+    def run_in_thread(
+        self, threads: UserThreads | None = None, before: Callable[[], None] | None = None
+    ) -> None:
         """Run the loop in the thread that is idle among ``threads``, or else in a new one.
 
         The idle one has just loaded user code, and a class without plain methods does not need it again.
+        The thread first calls ``before``, which must not raise.
         """
-        main = partial(self._context.run, self._main)
+        main = partial(self._context.run, self._main, before)
         idle = None if threads is None else threads.give_away(main)
         if idle is None:
             self.thread = threading.Thread(target=main, name=self._name, daemon=True)
@@ -180,7 +188,10 @@ class UserLoop:
         self.thread.join()  # as in UserThreads.close
         return True
 
-    def _main(self) -> None:
+    def _main(self, before: Callable[[], None] | None) -> None:
+        if before is not None:
+            self._context.copy().run(before)
+            del before  # the thread lasts as long as the loop
         asyncio.set_event_loop(self.loop)
         root = self.loop.create_task(self._run_until_closing(), name="daskserve-user-loop")
         # User code may stop the loop by mistake, or with sys.exit() in a task; the loop continues.

@@ -7,6 +7,7 @@ would keep a process alive for ever. These threads are daemons.
 from __future__ import annotations
 
 import asyncio
+import os
 import queue
 import threading
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from contextvars import Context
 from typing import Any
 
 from daskserve.data.replica.runner import CodeRun, RunListener, reportable
+from daskserve.loops.forks import end_if_forked
 from daskserve.loops.hops import Hop
 
 
@@ -71,8 +73,10 @@ class ThreadRun(CodeRun):
         try:
             value = self._context.run(self._function, *self._args)
         except BaseException as error:  # all errors go to the caller: this thread runs other requests next
+            end_if_forked(self._threads.pid)
             post(self._end, None, reportable(error))
         else:
+            end_if_forked(self._threads.pid)
             post(self._end, value, None)
 
 
@@ -92,6 +96,7 @@ class UserThreads:
         #: Cancelled runs that have not ended.
         self.abandoned = 0
         self.unfinished = 0
+        self.pid = os.getpid()
         self._name = name
         #: What the threads take turns to run; a function is the last work of the thread that takes it.
         self._jobs: queue.SimpleQueue[ThreadRun | Callable[[], object] | None] = queue.SimpleQueue()
@@ -103,7 +108,7 @@ class UserThreads:
         return len(self._threads)
 
     def make_room(self, running: int) -> None:
-        """Allow so many functions to run beside one more."""
+        """Allow one more function than ``running`` to run at the same time."""
         self.limit = max(self.limit, running + 1)
 
     def start(

@@ -89,13 +89,15 @@ class Wall:
     @property
     def user_loop(self) -> UserLoop:
         """The user's own loop, made on first use."""
-        if self._user_loop is None:
-            self._user_loop = UserLoop(
-                f"daskserve-{self._name}", self.context.copy(), self.to_worker, self.runs
-            )
-            self._watch = LoopWatch(self, self._user_loop)
-            self._user_loop.run_in_thread(self.threads)
-        return self._user_loop
+        return self._user_loop or self.open_loop()
+
+    def open_loop(self, before: Callable[[], None] | None = None) -> UserLoop:
+        """Make the user's own loop; its thread first calls ``before``, which must not raise."""
+        loop = UserLoop(f"daskserve-{self._name}", self.context.copy(), self.to_worker, self.runs)
+        self._user_loop = loop
+        self._watch = LoopWatch(self, loop)
+        loop.run_in_thread(self.threads, before)
+        return loop
 
     def start(
         self,

@@ -207,3 +207,28 @@ def test_settings_come_from_the_dask_configuration() -> None:
                 settings.channel()
     with dask.config.set({"daskserve.channel.lost-after-s": 0}):
         assert settings.channel().lost_after_s == 0
+
+
+def test_a_silent_machine_is_reached_through_the_scheduler_without_another_try() -> None:
+    network = Network(SCHEDULER, WORKER)
+
+    async def main() -> None:
+        dialler = network.dialler()
+        assert not (await dialler.dial(WORKER)).is_detour
+        dialler.note_silence(WORKER)
+        assert (await dialler.dial(NEIGHBOUR)).is_detour
+        assert network.tried == [WORKER, SCHEDULER]
+        assert not (await dialler.dial_directly(WORKER)).is_detour
+        await dialler.dial(WORKER)
+        assert network.tried[2:] == [WORKER, WORKER], "its host is reached again"
+
+    run_virtual(main)
+
+
+def test_workers_take_the_direct_route_or_else_that_through_the_scheduler() -> None:
+    for route, of_worker in (("auto", "auto"), ("scheduler", "auto"), ("direct", "direct")):
+        with dask.config.set({"daskserve.channel.route": route}):
+            assert settings.worker_channel().route == of_worker
+    with dask.config.set({"daskserve.channel.retry-direct-s": 5}):
+        assert settings.worker_channel().retry_direct_s == 5
+    assert settings.worker_channel().retry_direct_s == settings.WORKER_RETRY_S

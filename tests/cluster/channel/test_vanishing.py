@@ -13,15 +13,16 @@ from typing import Any
 import pytest
 
 from daskserve.cluster.channel import vanishing
-from daskserve.cluster.channel.vanishing import PeerWatch, silence_s
+from daskserve.cluster.channel.vanishing import PeerWatch, Silence
 
 DEADLINE_S = 10
 
 
-def info(*, last_ack_ms: int, unacked: int = 0, not_sent_bytes: int = 0) -> bytes:
+def info(*, last_ack_ms: int = 0, unacked: int = 0, acked_bytes: int = 0, not_sent_bytes: int = 0) -> bytes:
     raw = bytearray(148)
     for at, value in ((24, unacked), (56, last_ack_ms), (144, not_sent_bytes)):
         struct.pack_into("I", raw, at, value)
+    struct.pack_into("Q", raw, 120, acked_bytes)
     return bytes(raw)
 
 
@@ -81,6 +82,29 @@ def test_two_consecutive_silent_checks_are_a_loss(infos: list[bytes], times: int
     assert times_lost(*infos) == times
 
 
+def silences(*infos: bytes) -> list[float]:
+    """Return the silence at each of these checks, one a second."""
+    silence = Silence(now=0.0)
+    return [silence.at(each, now) for now, each in enumerate(infos, start=1)]
+
+
+def test_bytes_that_are_never_acknowledged_are_silence_although_packets_arrive() -> None:
+    # Packets are lost in one direction: the other machine repeats what it has sent, so it is always heard.
+    stuck = info(last_ack_ms=10, unacked=2, acked_bytes=70)
+    assert silences(info(acked_bytes=70), *[stuck] * 6) == [0, 1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    "well", [info(acked_bytes=70), info(unacked=2, acked_bytes=71), info(acked_bytes=70, not_sent_bytes=9)]
+)
+def test_progress_ends_the_silence(well: bytes) -> None:
+    # Nothing is in flight, something was acknowledged, or the other process does not read.
+    stuck = info(unacked=2, acked_bytes=70)
+    assert silences(stuck, stuck, stuck, well)[-2:] == [2, 0]
+    moving = [info(unacked=2, acked_bytes=each) for each in range(9)]
+    assert silences(*moving)[1:] == [0] * 8
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux reports this")
 @pytest.mark.parametrize(("lost_after_s", "left"), [(0.0, 1), (5.0, 0)])
 def test_a_socket_left_to_tcp_is_not_checked(
@@ -131,11 +155,12 @@ def test_the_kernel_fills_the_fields_that_are_read(connected: Any, is_read: bool
     deadline = time.monotonic() + DEADLINE_S
     while True:
         raw = near.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 148)
-        unacked, last_ack_ms, not_sent_bytes = vanishing._INFO.unpack(raw)
+        unacked, last_ack_ms, acked_bytes, not_sent_bytes = vanishing._INFO.unpack(raw)
         if (unacked, not_sent_bytes > 0) == (0, not is_read) and 20 <= last_ack_ms < DEADLINE_S * 1000:
             break
         assert time.monotonic() < deadline, (unacked, last_ack_ms, not_sent_bytes)
-    assert silence_s(raw) == (last_ack_ms / 1000 if is_read else 0)
+    assert acked_bytes == 2 or not is_read  # the handshake counts as a byte
+    assert Silence(5.0).at(raw, 5.0) == (last_ack_ms / 1000 if is_read else 0)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux reports this")

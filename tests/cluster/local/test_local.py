@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from daskserve.cluster.actor_calls import host_of
-from daskserve.cluster.base import ActorContext, ActorSpec, Cluster, StoreChange, UseReport, verb, verbs_of
+from daskserve.cluster.base import ActorContext, ActorSpec, Cluster, StoreChange, verb, verbs_of
 from daskserve.cluster.local.cluster import LocalCluster, deliver_at_once
 from daskserve.cluster.local.process import LocalProcess
 from daskserve.cluster.store.opening import MemoryStore
@@ -36,6 +36,7 @@ from daskserve.types import (
     OnAnswer,
     Receive,
     Send,
+    UseReport,
     WorkerInfo,
 )
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from daskserve.cluster.base import UseReport
 from daskserve.cluster.scheduler.capacity import ADAPTIVE_S, REQUEST_WAIT_S, Capacity
 from daskserve.cluster.scheduler.hosts import HOST_KEY
 from daskserve.testing import run_virtual
+from daskserve.types import UseReport
 
 W1, W2 = "tcp://w1", "tcp://w2"
 
@@ -94,8 +94,9 @@ def test_the_target_covers_the_workers_of_all_instances_and_waiting_replicas(
 ) -> None:
     scheduler.unrunnable = {"a task": None}
     assert capacity.adaptive_target() == 1
-    capacity.report("a", UseReport(in_use=frozenset({W1})))
-    capacity.report("b", UseReport(in_use=frozenset({W1, W2}), waiting_workers=2))
+    capacity.report("a", UseReport(in_use=frozenset({W1}), held=frozenset({W1})))
+    both = frozenset({W1, W2})
+    capacity.report("b", UseReport(in_use=both, held=both, waiting_workers=2))
     assert capacity.in_use() == {W1, W2}
     assert capacity.adaptive_target() == 2 + 2
     capacity.forget("b")
@@ -120,8 +121,23 @@ def test_an_instance_needs_a_worker_even_before_it_has_a_controller(
     assert capacity.adaptive_target() == 0
     scheduler.instances.append("a")
     assert capacity.adaptive_target() == 1
-    capacity.report("a", UseReport(in_use=frozenset({W1, W2})))
+    both = frozenset({W1, W2})
+    capacity.report("a", UseReport(in_use=both, held=both))
     assert capacity.adaptive_target() == 2
+
+
+def test_a_worker_in_use_that_is_not_held_may_leave_once_it_is_free(
+    capacity: Capacity, scheduler: Any
+) -> None:
+    """A proxy with others like it: an adaptive cluster may take its worker, after its requests have ended."""
+    scheduler.held, scheduler.by_tasks = {W1}, 2
+    both = frozenset({W1, W2})
+    capacity.report("a", UseReport(in_use=both, held=frozenset({W1})))
+    assert capacity.adaptive_target() == 1
+    assert capacity.held() == {W1}
+    capacity.report("a", UseReport(in_use=both, held=frozenset({W1}), retiring=frozenset({W2}), grace_s=20))
+    assert not capacity.is_free({W2}, ["a"])
+    assert capacity.grace_s == 20
 
 
 @pytest.mark.parametrize("is_adaptive", [False, True])

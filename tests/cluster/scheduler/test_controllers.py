@@ -7,10 +7,12 @@ import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import pytest
+
 from daskserve.clock import LoopClock
 from daskserve.cluster.actor_book import ActorBook
 from daskserve.cluster.base import ActorSpec, Hosted, verb, verbs_of
-from daskserve.cluster.scheduler.controllers import ControllerKeeper, Instance
+from daskserve.cluster.scheduler.controllers import ControllerKeeper, Instance, best_worker
 from daskserve.cluster.store.opening import MemoryStore
 from daskserve.errors import ActorLostError
 from daskserve.loops.tasks import TaskSet
@@ -41,6 +43,26 @@ class Controller:
             await asyncio.Event().wait()
 
 
+def _info(
+    worker: WorkerAddress,
+    *,
+    is_head: bool = True,
+    is_available: bool = True,
+    is_retiring: bool = False,
+    resources: Mapping[str, float] | None = None,
+) -> dict[str, Any]:
+    return {
+        "address": worker,
+        "host": "h1",
+        "threads": 1,
+        "memory_bytes": 0,
+        "resources": resources or {},
+        "is_head": is_head,
+        "is_available": is_available,
+        "is_retiring": is_retiring,
+    }
+
+
 class Hosts:
     """Workers with an open Host each."""
 
@@ -57,10 +79,10 @@ class Hosts:
         return worker in self._books
 
     def infos(self) -> list[dict[str, Any]]:
-        return [{"address": worker} for worker in self._books]
+        return [_info(worker) for worker in self._books]
 
-    def best_for_controller(self, excluded: set[WorkerAddress]) -> WorkerAddress | None:
-        return min(set(self._books) - excluded, default=None)
+    def join(self, worker: WorkerAddress) -> None:
+        self._books[worker] = ActorBook(worker, 1, LoopClock(), self._make)
 
     async def call(self, address: ActorAddress, verb: str, **message: Any) -> Any:
         if address.worker not in self._books:
@@ -80,11 +102,13 @@ class Site:
         self.published: list[Mapping[str, Any]] = []
         self.entry = Instance("shop", None, False, 5.0, b"settings", MemoryStore())
         self.tasks = TaskSet(logging.getLogger(__name__))
+        self.may_move = True
         self.keeper = ControllerKeeper(
             self.hosts,  # type: ignore[arg-type]
             {"shop": self.entry},
             publish=lambda _, message: self.published.append(message),
             spawn=self.tasks.spawn,
+            may_move=lambda: self.may_move,
         )
 
 
@@ -94,7 +118,7 @@ def test_a_controller_is_started_with_its_instances_payload() -> None:
         await site.keeper.start(site.entry)
         [controller] = site.hosts.made
         assert controller.spec == ActorSpec(ActorKind.CONTROLLER, "shop/controller", 1, "shop", b"settings")
-        assert site.entry.controller == ActorAddress("shop/controller", "w1", 1)
+        assert site.entry.controller == ActorAddress("shop/controller", "w2", 1)
 
     run_virtual(scenario)
 
@@ -108,7 +132,7 @@ def test_a_controller_that_does_not_answer_pings_is_replaced_and_stopped() -> No
         assert len(site.hosts.made) == 1
         site.hosts.made[0].hangs = True
         await wait_until(lambda: site.hosts.made[0].is_stopped)
-        assert site.entry.controller == ActorAddress("shop/controller", "w2", 2)
+        assert site.entry.controller == ActorAddress("shop/controller", "w1", 2)
         assert [controller.is_stopped for controller in site.hosts.made] == [True, False]
         assert not site.hosts.suspects, "the worker's Host answers, so the worker is used again"
         await site.tasks.close()
@@ -120,9 +144,120 @@ def test_a_lost_worker_does_not_prevent_the_replacement_of_its_controller() -> N
     async def scenario() -> None:
         site = Site()
         await site.keeper.start(site.entry)
-        site.hosts.lose("w1")
-        await site.keeper.replace(site.entry, {"w1"})
+        site.hosts.lose("w2")
+        await site.keeper.replace(site.entry, {"w2"})
         await site.tasks.wait()
+        assert site.entry.controller == ActorAddress("shop/controller", "w1", 2)
+
+    run_virtual(scenario)
+
+
+def test_a_lost_controller_is_not_replaced_once_another_cluster_has_taken_over() -> None:
+    """It would take the store back from the instance that replaces this one."""
+
+    async def scenario() -> None:
+        site = Site()
+        await site.keeper.start(site.entry)
+        taken = await site.entry.store.claim_epoch()  # by the other scheduler
+        await site.keeper.replace(site.entry, {"w2"})
+        await site.tasks.wait()
+        assert site.entry.controller is None
+        assert await site.entry.store.newest_epoch() == taken
+
+    run_virtual(scenario)
+
+
+@pytest.mark.parametrize(
+    ("infos", "excluded", "proxies", "expected"),
+    [
+        ([], (), (), None),
+        ([_info("a")], (), (), "a"),
+        ([_info("a")], ("a",), (), None),
+        # The first proxy will start on the first worker of the scheduler's host.
+        ([_info("a"), _info("b"), _info("z", is_head=False)], (), (), "b"),
+        ([_info("a"), _info("y", is_head=False), _info("z", is_head=False)], (), (), "z"),
+        ([_info("a"), _info("b"), _info("z", is_head=False)], (), ("b",), "a"),
+        ([_info("a"), _info("z", is_head=False)], (), ("a",), "z"),
+        ([_info("a"), _info("z", is_head=False)], (), ("z",), "a"),
+        # Everything has a proxy.
+        ([_info("a"), _info("b")], (), ("a", "b"), "b"),
+        ([_info("a"), _info("b", is_available=False)], (), ("a",), "a"),
+        ([_info("a"), _info("b", is_retiring=True)], (), ("a",), "a"),
+    ],
+)
+def test_a_controller_keeps_away_from_proxies(
+    infos: list[dict[str, Any]],
+    excluded: tuple[str, ...],
+    proxies: tuple[str, ...],
+    expected: str | None,
+) -> None:
+    assert best_worker(infos, excluded, proxies) == expected
+
+
+def test_a_controller_moves_once_there_is_a_worker_without_a_proxy() -> None:
+    async def scenario() -> None:
+        site = Site()
+        site.hosts.lose("w2")
+        await site.keeper.start(site.entry)
+        site.entry.proxies = frozenset({"w1"})
+        site.tasks.spawn(site.keeper.watch())
+        await asyncio.sleep(10)
+        assert site.entry.epoch == 1
+        site.hosts.join("w2")
+        site.may_move = False
+        await asyncio.sleep(10)
+        assert site.entry.epoch == 1, "an adaptive cluster would have one worker more in use"
+        site.may_move = True
+        await asyncio.sleep(5)
+        site.entry.proxies = frozenset({"w1", "w2"})  # it was only about to start there
+        await asyncio.sleep(5)
+        site.entry.proxies = frozenset({"w1"})
+        await asyncio.sleep(9)
+        assert site.entry.epoch == 1
+        await wait_until(lambda: site.entry.epoch == 2)
+        await asyncio.sleep(10)
         assert site.entry.controller == ActorAddress("shop/controller", "w2", 2)
+        assert [controller.is_stopped for controller in site.hosts.made] == [True, False]
+        await site.tasks.close()
+
+    run_virtual(scenario)
+
+
+SYSTEM = {"system": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("infos", "proxies", "expected"),
+    [
+        ([_info("a", resources=SYSTEM), _info("b")], (), "a"),
+        ([_info("a", resources=SYSTEM), _info("b")], ("a",), "a"),
+        ([_info("a", resources=SYSTEM), _info("b", resources=SYSTEM), _info("c")], (), "b"),
+        ([_info("a", resources=SYSTEM), _info("b", resources=SYSTEM), _info("c")], ("b",), "a"),
+        ([_info("a", is_head=False, resources=SYSTEM), _info("b")], (), "a"),
+        ([_info("a", is_available=False, resources=SYSTEM), _info("b")], (), "b"),
+        ([_info("a"), _info("b")], ("b",), "a"),
+    ],
+)
+def test_a_controller_goes_to_the_workers_that_are_kept_for_it(
+    infos: list[dict[str, Any]], proxies: tuple[str, ...], expected: str
+) -> None:
+    assert best_worker(infos, (), proxies, ["system"]) == expected
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_a_controller_moves_to_a_worker_that_is_kept_for_it_once_that_joins(is_shared: bool) -> None:
+    async def scenario() -> None:
+        site = Site()
+        site.may_move = False  # a worker that is kept for it does not keep an adaptive cluster larger
+        site.entry.system_workers = ("w0",)
+        await site.keeper.start(site.entry)
+        site.tasks.spawn(site.keeper.watch())
+        await asyncio.sleep(10)
+        assert site.entry.controller == ActorAddress("shop/controller", "w2", 1)
+        site.entry.proxies = frozenset({"w0"} if is_shared else {"w1"})
+        site.hosts.join("w0")
+        await asyncio.sleep(20)
+        assert site.entry.controller == ActorAddress("shop/controller", "w0", 2)
+        await site.tasks.close()
 
     run_virtual(scenario)

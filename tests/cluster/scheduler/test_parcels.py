@@ -103,6 +103,20 @@ def test_a_parcel_survives_the_scheduler(url: str) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("url", ["sqlite", "file"], indirect=True)
+def test_a_parcel_is_rewritten_with_all_other_records(url: str) -> None:
+    async def main() -> None:
+        async with scheduler(url) as here:
+            await deploy(here)
+            rows = await here.parcels.all_rows({"b@1": PARCEL.digest})
+            await here.store.rewrite(1, StoreChange({**CODE, **rows}))
+        async with scheduler(url) as here:
+            assert here.parcels.without_rows(await here.store.load()) == CODE
+            assert await fetched(here) == PARTS
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("is_shared", [True, False])
 def test_other_machines_carry_the_content_in_pieces(monkeypatch: pytest.MonkeyPatch, is_shared: bool) -> None:
     if is_shared:

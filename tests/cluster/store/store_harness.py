@@ -159,6 +159,10 @@ class TrappedFolder:
         self.trap.step(f"read {', '.join(names)}")
         return self.inner.read(names)
 
+    def has(self, name: str) -> bool:
+        self.trap.step(f"look for {name}")
+        return self.inner.has(name)
+
     def names(self, folder: str) -> list[str]:
         self.trap.step(f"list {folder}")
         return self.inner.names(folder)

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from scripted_routes import ScriptedRoutes
 
 from daskserve.clock import LoopClock
 from daskserve.cluster.base import Cluster
@@ -82,7 +83,11 @@ class Process:
         self.listener = Listener()
         self.link = self
         self.routers = Routers(
-            cast(Cluster, self), cast(LongPollClient, self.listener), self.clock, random.Random(1)
+            cast(Cluster, self),
+            cast(LongPollClient, self.listener),
+            self.clock,
+            random.Random(1),
+            ScriptedRoutes(),
         )
         self.shared = {"routers": self.routers}
 
@@ -111,7 +116,10 @@ class Process:
 
     def publish(self, *tags: str, concurrency: int = 2) -> None:
         replicas = [[tag, f"worker-of-{tag}", 1] for tag in tags]
-        self.listener.tell("backend/b", {"replicas": replicas, "concurrency": concurrency, "max_queued": 100})
+        self.listener.tell(
+            "backend/b",
+            {"replicas": replicas, "concurrency": concurrency, "max_queued": 100, "max_crash_retries": 1},
+        )
 
     def handle(self, *tags: str, **options: Any) -> Handle:
         self.routers.router("e")
@@ -130,7 +138,7 @@ class Process:
 
     def idle_replicas(self) -> dict[str, int]:
         """Return what is in flight at each replica."""
-        roster = self.routers.replica_set("b")._roster
+        roster = self.routers.replica_set("b").roster
         return {entry.tag: entry.in_flight for entry in roster._entries.values()}
 
 

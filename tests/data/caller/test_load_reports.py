@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import pytest
+from scripted_routes import ScriptedRoutes
 
 from daskserve.clock import LoopClock
 from daskserve.cluster.base import Cluster
@@ -147,7 +148,7 @@ class Listener:
         pass
 
 
-NOTHING = {"replicas": [], "concurrency": 1, "max_queued": 5, "autoscaled": True}
+NOTHING = {"replicas": [], "concurrency": 1, "max_queued": 5, "max_crash_retries": 1, "autoscaled": True}
 
 
 @pytest.mark.parametrize("is_known", [True, False])
@@ -155,7 +156,11 @@ def test_requests_to_a_backend_without_replicas_are_reported_together_at_once(is
     async def main() -> None:
         controller = Controller()
         routers = Routers(
-            cast(Cluster, controller), cast(LongPollClient, Listener()), LoopClock(), random.Random(1)
+            cast(Cluster, controller),
+            cast(LongPollClient, Listener()),
+            LoopClock(),
+            random.Random(1),
+            ScriptedRoutes(),
         )
         replicas = routers.replica_set("b")
         if is_known:
@@ -198,7 +203,11 @@ def test_a_request_queued_at_a_replica_is_reported_once_as_waiting() -> None:
     async def main() -> None:
         controller = FullReplica()
         routers = Routers(
-            cast(Cluster, controller), cast(LongPollClient, Listener()), LoopClock(), random.Random(1)
+            cast(Cluster, controller),
+            cast(LongPollClient, Listener()),
+            LoopClock(),
+            random.Random(1),
+            ScriptedRoutes(),
         )
         replicas = routers.replica_set("b")
         replicas.update(NOTHING | {"replicas": [["r", "worker", 1]]})

@@ -22,7 +22,7 @@ from daskserve.data.caller.roster import (
     ReplicaEntry,
     Roster,
 )
-from daskserve.types import ActorAddress, Load
+from daskserve.types import ActorAddress, Load, Reach
 
 HERE = "here"
 
@@ -471,3 +471,73 @@ def test_addresses_name_the_replica() -> None:
     entry = roster_of("b#X").take(0.0, random.Random(1))
     assert entry is not None
     assert entry.address == ActorAddress("i/replica/b#X", "worker-of-b#X", 1)
+
+
+# ---- routes
+
+
+def routed(*tags: str, concurrency: int = 2) -> tuple[Roster, dict[str, Reach | None]]:
+    """Return a roster and the routes by tag, which a test may change before it calls `Roster.note_route`."""
+    routes: dict[str, Reach | None] = {}
+
+    def route_to(worker: str) -> Reach | None:
+        return routes.get(worker.removeprefix("worker-of-"), Reach.DIRECT)
+
+    roster = Roster(lambda address: address.worker == HERE, route_to)
+    publish(roster, *tags, concurrency=concurrency)
+    return roster, routes
+
+
+def change(roster: Roster, routes: dict[str, Reach | None], tag: str, route: Reach | None) -> None:
+    routes[tag] = route
+    roster.note_route(f"worker-of-{tag}")
+
+
+def test_a_replica_that_cannot_be_reached_gets_no_requests_until_it_can() -> None:
+    roster, routes = routed("a", "b")
+    change(roster, routes, "a", Reach.NONE)
+    assert [each.tag for each in take_all(roster)] == ["b", "b"]
+    assert roster.next_resume_at() is None, "time alone does not bring it back"
+    change(roster, routes, "a", Reach.DIRECT)
+    assert [each.tag for each in take_all(roster)] == ["a", "a"]
+
+
+def test_a_replica_published_on_a_worker_that_cannot_be_reached_is_left_out_at_once() -> None:
+    roster, routes = routed("a")
+    routes["b"] = Reach.NONE
+    publish(roster, "a", "b", concurrency=2)
+    assert {each.tag for each in take_all(roster)} == {"a"}
+
+
+def test_the_way_through_the_scheduler_is_for_requests_that_no_other_replica_can_take() -> None:
+    roster, routes = routed("a", "b", "c")
+    change(roster, routes, "b", Reach.SCHEDULER)
+    change(roster, routes, "c", Reach.NONE)
+    taken = take_all(roster)
+    assert [each.tag for each in taken] == ["a", "a", "b", "b"]
+    roster.release(taken[0])
+    roster.release(taken[2])
+    assert [each.tag for each in take_all(roster)] == ["a", "b"]
+
+
+def test_replicas_behind_the_scheduler_share_the_requests_if_there_are_no_others() -> None:
+    roster, routes = routed("a", "b", concurrency=10)
+    for tag in ("a", "b"):
+        change(roster, routes, tag, Reach.SCHEDULER)
+    rng = random.Random(1)
+    taken = Counter()
+    for _ in range(100):
+        entry = roster.take(0.0, rng)
+        assert entry is not None
+        taken[entry.tag] += 1
+        roster.release(entry)
+    assert min(taken["a"], taken["b"]) > 20
+
+
+def test_a_change_of_the_route_keeps_what_is_in_flight() -> None:
+    roster, routes = routed("a")
+    (first, _) = take_all(roster)
+    change(roster, routes, "a", Reach.SCHEDULER)
+    assert take_all(roster) == []
+    roster.release(first)
+    assert [each.in_flight for each in take_all(roster)] == [2]

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, cast
 
 import pytest
+from scripted_routes import ScriptedRoutes
 
 from daskserve.clock import LoopClock
 from daskserve.cluster.base import Cluster
@@ -33,6 +34,7 @@ from daskserve.figures.histogram import HistogramCounts
 from daskserve.figures.replica import ReplicaFigures
 from daskserve.testing import run_virtual
 from daskserve.types import (
+    SILENT_WORKERS,
     SLOT_TAKEN,
     ActorAddress,
     Envelope,
@@ -40,6 +42,7 @@ from daskserve.types import (
     Load,
     Message,
     Patience,
+    Reach,
     Receive,
     Send,
 )
@@ -131,8 +134,13 @@ class Stage:
         self.listener = Listener()
         self.clock = LoopClock()
         self.sent: list[asyncio.Task[None]] = []
+        self.routes = ScriptedRoutes()
         self.routers = Routers(
-            cast(Cluster, self.replicas), cast(LongPollClient, self.listener), self.clock, random.Random(1)
+            cast(Cluster, self.replicas),
+            cast(LongPollClient, self.listener),
+            self.clock,
+            random.Random(1),
+            self.routes,
         )
 
     def publish(
@@ -145,7 +153,13 @@ class Stage:
         **more: Any,
     ) -> None:
         replicas = [[tag, f"worker-of-{tag}", incarnation] for tag in tags]
-        value = {"replicas": replicas, "concurrency": concurrency, "max_queued": max_queued, **more}
+        value = {
+            "replicas": replicas,
+            "concurrency": concurrency,
+            "max_queued": max_queued,
+            "max_crash_retries": 1,
+            **more,
+        }
         self.listener.tell(f"backend/{backend}", value)
 
     def backend(self, *tags: str, **fields: Any) -> ReplicaSet:
@@ -1418,5 +1432,65 @@ def test_series_of_a_deleted_backend_disappear_and_return_with_their_totals() ->
         assert series(stage) == {}
         stage.publish("r2")
         assert series(stage)[("router_requests",)] == 1
+
+    run(scenario)
+
+
+# ---- routes
+
+
+def test_a_request_does_not_wait_for_a_worker_that_cannot_be_reached() -> None:
+    async def scenario(stage: Stage) -> None:
+        stage.routes.known["worker-of-r1"] = None  # never dialled
+        backend = stage.backend("r1", "r2", concurrency=10)
+        for _ in range(20):
+            stage.send(backend)
+        await quiet()
+        # Each request that had chosen it went to the other one.
+        assert set(stage.replicas.asked) == {"r2"}
+        assert set(stage.routes.dialled) == {"worker-of-r1"}
+        dialled = len(stage.routes.dialled)
+        stage.replicas.finish("r2")
+        for _ in range(20):
+            stage.send(backend)
+        await quiet()
+        assert len(stage.routes.dialled) == dialled, "it is left out from now on"
+        assert now() == 0
+
+    run(scenario)
+
+
+def test_requests_that_wait_go_on_when_their_replica_can_be_reached_again() -> None:
+    async def scenario(stage: Stage) -> None:
+        backend = stage.backend("r1")
+        stage.routes.tell("worker-of-r1", Reach.NONE)
+        stage.send(backend)
+        await asyncio.sleep(60)
+        assert stage.replicas.asked == []
+        stage.routes.tell("worker-of-r1", Reach.SCHEDULER)
+        await quiet()
+        assert stage.replicas.asked == ["r1"]
+
+    run(scenario)
+
+
+def test_what_is_under_way_at_a_worker_that_does_not_answer_is_given_up_once() -> None:
+    async def scenario(stage: Stage) -> None:
+        stage.backend("r1", "r2")
+        stage.listener.tell(SILENT_WORKERS, ["worker-of-r1"])
+        stage.listener.tell(SILENT_WORKERS, ["worker-of-r1", "worker-of-r2"])
+        stage.listener.tell(SILENT_WORKERS, None)
+        stage.listener.tell(SILENT_WORKERS, ["worker-of-r2"])
+        assert stage.routes.broken_off == ["worker-of-r1", "worker-of-r2", "worker-of-r2"]
+
+    run(scenario)
+
+
+def test_a_worker_is_used_as_long_as_a_replica_is_there() -> None:
+    async def scenario(stage: Stage) -> None:
+        stage.backend("r1", "r2")
+        assert stage.routes.is_used("worker-of-r1")
+        stage.publish("r2")
+        assert not stage.routes.is_used("worker-of-r1")
 
     run(scenario)

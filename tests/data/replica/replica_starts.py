@@ -17,6 +17,7 @@ def replica_start(
     concurrency: int,
     user_config: bytes | None = None,
     debug: bool = False,
+    is_async: bool = False,
     environment: str | None = None,
     **options: Any,
 ) -> ReplicaStart:
@@ -30,6 +31,7 @@ def replica_start(
         user_config=user_config,
         environment=environment,
         debug=debug,
+        is_async=is_async,
         code_name="b@1",
         standing=(0, 0, 0, 1),
         actors={},

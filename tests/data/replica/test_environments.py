@@ -119,6 +119,7 @@ def run_replica(where: str, env: Any) -> Any:
         user_config=None,
         environment=spec.env,
         debug=False,
+        is_async=False,
         code_name="b@1",
         standing=(0, 0, 0, 1),
         actors={},

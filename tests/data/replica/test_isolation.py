@@ -630,6 +630,7 @@ def test_requests_that_exceed_the_grace_period_are_cancelled(kind: str, tmp_path
             (outcome,) = await asyncio.gather(request, return_exceptions=True)
             assert isinstance(outcome, ActorLostError)
             assert outcome.begun
+            assert outcome.is_planned
             assert "was stopped" in str(outcome)
             await patient
             assert (tmp_path / "late-cancelled").exists()
@@ -687,10 +688,39 @@ def test_it_is_another_process(model: Bench) -> None:
     assert psutil.Process(model.pid).cmdline()[-1] == "b#AAAAAA"
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux has the numbers in /proc")
+def test_a_process_of_user_code_is_killed_first_if_the_machine_is_out_of_memory(tmp_path: Path) -> None:
+    with breaker(tmp_path) as bench:
+        own, child = (int(Path(f"/proc/{pid}/oom_score_adj").read_text()) for pid in ("self", bench.pid))
+        assert child > own
+
+
 @pytest.mark.parametrize("model", ["process"], indirect=True)
 def test_it_says_why_handles_do_not_work_in_a_cluster_within_one_process(model: Bench) -> None:
     with pytest.raises(InstanceError, match="runs within a single process; use isolation='thread'"):
         model.run(call(model.replica, "connect"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_requests_of_an_unhealthy_replica_that_is_stopped_may_be_the_reason(
+    kind: str, tmp_path: Path
+) -> None:
+    often = {"health_check_period_s": 0.01, "health_check_threshold": 1}
+    with Bench(kind, code.Model, tmp_path, str(tmp_path), **often) as bench:
+
+        async def scenario() -> None:
+            request = asyncio.create_task(call(bench.replica, "hold_async", "ill"))
+            await until((tmp_path / "ill-began").exists)
+            feverish = reconfiguration(user_config=pickling.dump_bytes("ill"), concurrency=4, **often)
+            await bench.replica.reconfigure(**feverish)
+            await until(lambda: not bench.replica.health()["is_healthy"])
+            await bench.replica.stop(0)
+            (outcome,) = await asyncio.gather(request, return_exceptions=True)
+            assert isinstance(outcome, ActorLostError)
+            assert outcome.begun
+            assert not outcome.is_planned
+
+        bench.run(scenario())
 
 
 @pytest.mark.parametrize(
@@ -711,6 +741,7 @@ def test_a_process_that_ends_is_a_lost_replica(
             for error in outcomes:
                 assert isinstance(error, ActorLostError), error
                 assert error.begun
+                assert not error.is_planned
                 assert str(error) == f"Replica 'b#AAAAAA' is lost: its process {fate}."
             assert replica.load() == Load(0, 0)
             for verb in (call(replica, "pid"), replica.probe(), replica.statistics()):

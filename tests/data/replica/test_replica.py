@@ -1289,6 +1289,111 @@ def test_a_replica_whose_first_health_check_fails_does_not_start() -> None:
     asyncio.run(main())
 
 
+class LeavesATask:
+    """Its constructor leaves a task on the loop which blocks that."""
+
+    def __init__(self) -> None:
+        self.task = asyncio.ensure_future(self.block())
+
+    async def block(self) -> None:
+        GATES.began.release()
+        GATES.go.wait(DEADLINE_S)
+
+    async def __call__(self) -> None: ...
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+def test_a_replica_whose_loop_is_blocked_from_the_beginning_does_not_start(is_async: bool) -> None:
+    async def main() -> None:
+        replica = make(LeavesATask, is_async=is_async, health_check_timeout_s=0.05)
+        starting = asyncio.create_task(replica.start())
+        await until(lambda: series(replica)[("deployment_replica_start_failures",)] == 1)
+        assert GATES.began.acquire(blocking=False)
+        GATES.go.set()
+        with pytest.raises(ReplicaStartError, match="failed its first health check: TimeoutError"):
+            await starting
+
+    asyncio.run(main())
+
+
+def test_blocking_the_loop_on_purpose_does_not_fail_the_start() -> None:
+    async def scenario(replica: Replica) -> None:
+        GATES.go.set()
+        await call(replica)
+
+    run(scenario, LeavesATask, is_async=True, health_check_timeout_s=0.05, liveness=None)
+
+
+# ---- where it is loaded and constructed
+
+
+class NotesWhere:
+    """Notes where it is unpickled: the thread, and whether an event loop runs there."""
+
+    def __reduce__(self) -> Any:
+        return note_where, ()
+
+
+class AsyncNotesWhere:
+    def __init__(self, argument: Any) -> None:
+        note_where()
+
+    async def __call__(self) -> None:
+        note_where()
+
+
+class PlainNotesWhere(AsyncNotesWhere):
+    def __call__(self) -> None:  # type: ignore[override]
+        note_where()
+
+
+def note_where() -> None:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        GATES.notes.append((threading.current_thread(), False))
+    else:
+        GATES.notes.append((threading.current_thread(), True))
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+def test_async_code_is_loaded_in_the_thread_of_its_loop_before_that_runs(is_async: bool) -> None:
+    async def scenario(replica: Replica) -> None:
+        await call(replica)
+        threads, has_loop = zip(*GATES.notes, strict=True)
+        assert has_loop == (False, True, True)
+        assert len(set(threads)) == 1
+
+    run(scenario, AsyncNotesWhere, NotesWhere(), is_async=is_async)
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+def test_plain_code_is_loaded_and_constructed_in_a_thread_without_a_loop(is_async: bool) -> None:
+    async def scenario(replica: Replica) -> None:
+        await call(replica)
+        threads, has_loop = zip(*GATES.notes, strict=True)
+        assert has_loop == (False, False, False)
+        assert threads[0] is threads[1]
+
+    run(scenario, PlainNotesWhere, NotesWhere(), is_async=is_async)
+
+
+class Unloadable:
+    def __reduce__(self) -> Any:
+        return int, ("many",)
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+def test_an_error_while_code_is_loaded_says_so(is_async: bool) -> None:
+    async def main() -> None:
+        replica = make(AsyncNotesWhere, Unloadable(), is_async=is_async)
+        with pytest.raises(ReplicaStartError, match="'b' could not be loaded: ValueError: invalid literal"):
+            await replica.start()
+        await until(lambda: our_threads() == [])
+
+    asyncio.run(main())
+
+
 # ---- stop
 
 

@@ -23,6 +23,7 @@ from daskserve.cluster.base import ActorContext, ActorSpec, Cluster
 from daskserve.cluster.channel.dialling import dial_worker
 from daskserve.cluster.channel.pool import ChannelPool
 from daskserve.cluster.long_poll import LongPollClient
+from daskserve.cluster.routes import WorkerRoutes
 from daskserve.data.caller.router import Routers
 from daskserve.data.replica.replica import Replica
 from daskserve.errors import RequestTimeoutError
@@ -85,7 +86,7 @@ class Listener:
         self._news = news
 
     def watch(self, key: str, watcher: Callable[[Any], None]) -> Callable[[], None]:
-        watcher(self._news[key])
+        watcher(self._news.get(key))
         return lambda: None
 
     def on_worker_left(self, callback: Callable[[str], None]) -> None:
@@ -122,9 +123,12 @@ class Plant:
                 ],
                 "concurrency": CONCURRENCY,
                 "max_queued": MAX_QUEUED,
+                "max_crash_retries": 1,
             }
         listener = cast(LongPollClient, Listener(news))
-        self.routers = Routers(cast(Cluster, self), listener, LoopClock(), random.Random(2))
+        clock = LoopClock()
+        self.routes = WorkerRoutes(self.near, clock)
+        self.routers = Routers(cast(Cluster, self), listener, clock, random.Random(2), self.routes)
         table = RouteTable({f"/{tag}": {"endpoint": tag, "methods": ["GET", "POST"]} for tag in BACKENDS})
         self.ingress = IngressApp(
             options=HTTPOptions(),
@@ -143,6 +147,7 @@ class Plant:
             user_config=None,
             environment=None,
             debug=False,
+            is_async=False,
             code_name="b@1",
             standing=(0, 0, 0, 1),
             actors={},
@@ -231,7 +236,7 @@ class Plant:
             "ingress": self.ingress.statistics().ongoing,
             "in flight": sum(each.in_flight for each in sets),
             "in flight by replica": sum(
-                entry.in_flight for each in sets for entry in each._roster._entries.values()
+                entry.in_flight for each in sets for entry in each.roster._entries.values()
             ),
             "waiting": sum(each.waiting for each in sets),
             "ongoing": sum(each.load().ongoing for each in self.replicas.values()),

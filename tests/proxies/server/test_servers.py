@@ -306,8 +306,14 @@ def test_draining_closes_idle_connections_after_a_moment() -> None:
     run(test)
 
 
-def test_draining_serves_existing_connections() -> None:
-    """Connections in the backlog were accepted by the kernel: their clients believe they are served."""
+@pytest.mark.parametrize("is_late", [False, True])
+def test_draining_serves_existing_connections(monkeypatch: pytest.MonkeyPatch, is_late: bool) -> None:
+    """Connections in the backlog were accepted by the kernel: their clients believe they are served.
+
+    Late ones come between the last look at the backlog and the end of the socket.
+    """
+    if is_late:
+        monkeypatch.setattr("daskserve.proxies.server.life._has_backlog", lambda sockets: False)
 
     async def test() -> None:
         async with serving(hello) as server:

@@ -1,0 +1,64 @@
+"""The supervisor's verbs for the records of an instance, which its controllers read and write."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from daskserve.cluster.base import StoreChange
+from daskserve.cluster.scheduler.controllers import Instance
+from daskserve.errors import StaleEpochError
+from daskserve.types import InstanceName
+
+
+def record_verbs(find: Callable[[InstanceName], Instance]) -> dict[str, Callable[..., Awaitable[Any]]]:
+    """Return the verbs, given the running instances."""
+
+    def verb(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+        return lambda instance, **message: method(find(instance), **message)
+
+    return {
+        "load_records": verb(_load),
+        "commit_records": verb(_commit),
+        "rewrite_records": verb(_rewrite),
+    }
+
+
+async def _load(entry: Instance) -> dict[str, Any]:
+    records = entry.parcels.without_rows(await entry.store.load())
+    return {"records": records, "problems": dict(entry.store.problems())}
+
+
+async def _commit(
+    entry: Instance,
+    epoch: int,
+    records: Mapping[str, bytes | None],
+    parcels: Mapping[str, str],
+    must_last: bool = True,
+) -> dict[str, str]:
+    """Write a transaction; return the store's problems."""
+    _check_epoch(entry, epoch)
+    rows = entry.parcels.rows_of(records, parcels)
+    await entry.store.commit(epoch, StoreChange({**records, **rows}, must_last=must_last))
+    entry.parcels.committed(records, parcels)
+    return dict(entry.store.problems())
+
+
+async def _rewrite(
+    entry: Instance,
+    epoch: int,
+    records: Mapping[str, bytes],
+    parcels: Mapping[str, str],
+    unreadable: Sequence[str],
+) -> dict[str, str]:
+    """Replace all records in the store; return its problems."""
+    _check_epoch(entry, epoch)
+    rows = await entry.parcels.all_rows(parcels)
+    await entry.store.rewrite(epoch, StoreChange({**records, **rows}), unreadable)
+    return dict(entry.store.problems())
+
+
+def _check_epoch(entry: Instance, epoch: int) -> None:
+    if epoch < entry.epoch:
+        # The store itself refuses the old epoch only after the new controller's first write.
+        raise StaleEpochError(f"Controller epoch {epoch} was replaced by {entry.epoch}.")

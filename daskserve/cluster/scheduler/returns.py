@@ -1,0 +1,138 @@
+"""Instances that come back: their workers have outlived another scheduler and register with this one.
+
+Each worker asks for each of its instances until it runs. The first to ask is not the only one: the instance
+starts once all workers are back that it had, as far as they are known, or once it has waited for them long
+enough. A controller that started earlier would take those that are missing for lost, and replace what runs
+there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from distributed import Scheduler
+
+from daskserve.cluster.scheduler.controllers import Instance
+from daskserve.cluster.store.opening import is_in_memory
+from daskserve.errors import ServeError
+from daskserve.types import InstanceName, WorkerAddress
+
+logger = logging.getLogger("daskserve.supervisor")
+
+#: How long an instance waits for workers of which it knows, and for others.
+KNOWN_S = 3.0
+UNKNOWN_S = 1.0
+#: Interval of the checks whether the workers are there.
+CHECK_S = 0.02
+
+
+@dataclass(slots=True)
+class _Return:
+    """An instance that is about to start."""
+
+    start: Mapping[str, Any]
+    began_at: float
+    workers: set[WorkerAddress] = field(default_factory=set)
+    #: Whether a controller has told which workers there were.
+    is_complete: bool = False
+    epoch: int = 0
+    records: Mapping[str, bytes] | None = None
+
+    def is_due(self, present: Collection[WorkerAddress], now: float) -> bool:
+        """Return whether the instance should start, with these workers in the cluster."""
+        waited_s = now - self.began_at
+        if not present:
+            return waited_s >= float(self.start["timeout_s"])
+        if self.is_complete and self.workers <= set(present):
+            return True
+        return waited_s >= (KNOWN_S if self.is_complete else UNKNOWN_S)
+
+
+class Returns:
+    """See the module.
+
+    Parameters
+    ----------
+    start
+        Starts an instance, given its last epoch, its records, and the message that started it.
+    end_after
+        Ends an instance after a delay, unless its owner connects.
+    spawn
+        Runs a coroutine as a task of the supervisor.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        instances: Mapping[InstanceName, Instance],
+        start: Callable[..., Awaitable[Any]],
+        end_after: Callable[[Instance, float], None],
+        spawn: Callable[[Coroutine[Any, Any, Any]], Any],
+    ) -> None:
+        self._scheduler = scheduler
+        self._instances = instances
+        self._start = start
+        self._end_after = end_after
+        self._spawn = spawn
+        self._returning: dict[InstanceName, _Return] = {}
+
+    @property
+    def are_pending(self) -> bool:
+        """Whether an instance is about to start."""
+        return bool(self._returning)
+
+    async def bring_back(
+        self,
+        start: Mapping[str, Any],
+        worker: WorkerAddress,
+        workers: Collection[WorkerAddress] = (),
+        epoch: int = 0,
+        records: Mapping[str, bytes] | None = None,
+    ) -> bool:
+        """Return whether an instance runs; if it does not, have it start.
+
+        Parameters
+        ----------
+        worker
+            The worker that asks.
+        workers, epoch, records
+            From the worker that has the instance's last controller: what that knows.
+        """
+        name = start["instance"]
+        if name in self._instances:
+            return self._instances[name].controller is not None
+        entry = self._returning.get(name)
+        if entry is None:
+            if is_in_memory(start["store"]) and records is None:
+                return False  # only the worker with the controller has the records
+            entry = self._returning[name] = _Return(start, asyncio.get_running_loop().time())
+            self._spawn(self._begin(name, entry))
+        entry.workers |= {worker, *workers}
+        if epoch:
+            entry.is_complete, entry.epoch, entry.records = True, epoch, records
+        return False
+
+    async def _begin(self, name: InstanceName, entry: _Return) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            while not entry.is_due(self._scheduler.workers, loop.time()):  # noqa: ASYNC110 - many causes
+                await asyncio.sleep(CHECK_S)
+            missing = entry.workers - set(self._scheduler.workers)
+            logger.warning(
+                "Instance %s comes back on %d workers; lost: %s",
+                name,
+                len(self._scheduler.workers),
+                ", ".join(sorted(missing)) or "none",
+            )
+            await self._start(epoch=entry.epoch, records=entry.records, **entry.start)
+            instance = self._instances.get(name)
+            if instance is not None and instance.owner not in (None, *self._scheduler.clients):
+                self._end_after(instance, instance.grace_s)
+        except (OSError, ServeError) as error:
+            logger.error("Instance %s could not be brought back: %s", name, error)
+        finally:
+            del self._returning[name]

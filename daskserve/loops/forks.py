@@ -1,0 +1,106 @@
+"""Processes that user code forks from a worker or a replica's process, without ``exec``.
+
+A forked process has the sockets of its parent, and holds them open for as long as it lives: connections of
+other requests do not end when the worker closes them, and when the worker dies, neither its clients nor the
+scheduler notice. It also has the parent's event loops, and would take events from them.
+
+So in a forked process, the connections of daskserve and Dask and all inherited event loops lead nowhere:
+their descriptors become those of ``/dev/null``. To close them would let objects of user code close a number
+that was used again. All other files and sockets stay. This works on Linux; elsewhere, nothing is changed.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import weakref
+from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
+from typing import Any
+from urllib.parse import urlsplit
+
+_DESCRIPTORS = "/proc/self/fd"
+_EVENT_LOOP = "anon_inode:[eventpoll]"
+
+
+class ForkGuard:
+    """Cuts processes that are forked from this one off, from `open` until `close`.
+
+    Parameters
+    ----------
+    peers : callable
+        Returns the addresses that this process has connected to: ``tcp://host:port``, or with another scheme.
+    """
+
+    def __init__(self, peers: Callable[[], Collection[str]] = tuple) -> None:
+        self._peers = peers
+        self._is_open = False
+
+    def open(self) -> None:
+        """Act in processes that are forked from now on."""
+        self._is_open = True
+        if sys.platform == "linux":
+            guard = weakref.ref(self)  # a registration lasts as long as the process
+
+            def after_in_child() -> None:
+                found = guard()
+                if found is not None and found._is_open:
+                    found.cut_off()
+
+            os.register_at_fork(after_in_child=after_in_child)
+
+    def close(self) -> None:
+        """Act no longer; idempotent."""
+        self._is_open = False
+
+    def cut_off(self) -> None:
+        """Let the inherited event loops and the connections of daskserve and Dask lead nowhere."""
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for descriptor in [*_event_loops(), *_connections({_endpoint(each) for each in self._peers()})]:
+            with suppress(OSError):
+                os.dup2(nowhere, descriptor, inheritable=False)
+        os.close(nowhere)
+
+
+def end_if_forked(parent: int) -> None:
+    """End this process if it is a fork: user code has returned in it, and the parent answers the request."""
+    if os.getpid() != parent:
+        os._exit(0)
+
+
+def _event_loops() -> Iterator[int]:
+    for name in os.listdir(_DESCRIPTORS):
+        with suppress(OSError):
+            if os.readlink(f"{_DESCRIPTORS}/{name}") == _EVENT_LOOP:
+                yield int(name)
+
+
+def _connections(peers: Collection[Any]) -> Iterator[int]:
+    """Return the sockets that listen, those that they have accepted, and the connections to some peers."""
+    found: dict[int, tuple[Any, Any]] = {}
+    listening = set()
+    for name in os.listdir(_DESCRIPTORS):
+        with suppress(OSError):
+            if not os.readlink(f"{_DESCRIPTORS}/{name}").startswith("socket:"):
+                continue
+            known = socket.socket(fileno=int(name))
+            try:
+                if known.family not in (socket.AF_INET, socket.AF_INET6) or known.type != socket.SOCK_STREAM:
+                    continue
+                port = known.getsockname()[1]
+                if known.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    listening.add(port)
+                    found[int(name)] = port, None
+                else:
+                    found[int(name)] = port, tuple(known.getpeername()[:2])
+            finally:
+                known.detach()
+    for descriptor, (port, peer) in found.items():
+        if port in listening or peer in peers:
+            yield descriptor
+
+
+def _endpoint(address: str) -> tuple[str | None, int | None]:
+    parts = urlsplit(address)
+    return parts.hostname, parts.port

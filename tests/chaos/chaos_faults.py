@@ -1,0 +1,211 @@
+"""What breaks in a chaos run: each kind of fault, and a record of what it hit."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from chaos_clients import Balancer, by_http
+from chaos_machines import ChaosMachines, stop_for
+from chaos_schedule import ROLES, SEATS, WORKERS, Fault
+from chaos_verdict import Damage
+from distributed import Client
+
+import daskserve as serve
+from daskserve.client.status import Status
+
+
+@dataclass
+class Watch:
+    """The last status of the instance, read all the time."""
+
+    client: serve.Client
+    balancer: Balancer
+    status: Status = field(default_factory=Status)
+    #: When the last status was asked for.
+    asked: float = 0.0
+
+    def look(self) -> None:
+        asked = time.monotonic()
+        try:
+            status = self.client.status()
+        except Exception:
+            # The scheduler or the controller is away; the last status stays.
+            return
+        if status.instance:
+            self.status, self.asked = status, asked
+            self.balancer.know(status.http_urls)
+
+    def pids_of(self, kind: str) -> set[int]:
+        return {each.pid for each in self.status.actors if each.kind == kind and each.pid is not None}
+
+    def proxies(self) -> dict[int, str]:
+        """Return the addresses of the machines of all proxies, by process."""
+        found = {}
+        for each in self.status.actors:
+            if each.kind == "proxy" and each.pid is not None and each.worker is not None:
+                found[each.pid] = each.worker.removeprefix("tcp://").partition(":")[0]
+        return found
+
+
+class Faults:
+    """Lets faults happen, and records them as damages."""
+
+    def __init__(
+        self,
+        machines: ChaosMachines,
+        watch: Watch,
+        dask: Client,
+        *,
+        has_one_proxy: bool,
+        store: Path,
+        deploy: Callable[[], None],
+        ran_in: Callable[[str], list[int]],
+        say: Callable[[str], None],
+    ) -> None:
+        self._machines = machines
+        self._watch = watch
+        self._dask = dask
+        self._has_one_proxy = has_one_proxy
+        self._store = store
+        self._deploy = deploy
+        self._ran_in = ran_in
+        self._say = say
+        self._round = 0
+        self.damages: list[Damage] = []
+        #: The faults that could not be done.
+        self.failures: list[str] = []
+
+    def act(self, fault: Fault, round_number: int) -> None:
+        """Let a fault happen, from its begin to its end."""
+        self._round = round_number
+        time.sleep(fault.at_s)
+        acts: dict[str, Callable[[Fault], None]] = {
+            "kill worker": self._kill_worker,
+            "kill host": self._kill_host,
+            "stop worker": self._stop_worker,
+            "cut": self._cut,
+            "cut off host": self._cut_off_host,
+            "retire": self._retire,
+            "freeze scheduler": self._freeze_scheduler,
+            "kill scheduler": self._kill_scheduler,
+            "poison": self._poison,
+            "redeploy": self._redeploy,
+            "remove store": self._remove_store,
+        }
+        try:
+            acts[fault.kind](fault)
+        except Exception as error:
+            self.failures.append(f"round {round_number}: {fault} could not be done: {error!r}")
+
+    @contextmanager
+    def _damage(
+        self, fault: Fault, pids: Iterable[int] = (), *, cuts_off_proxies: bool = True
+    ) -> Iterator[set[int]]:
+        """Record a fault that lasts as long as the block, and the processes that it hits."""
+        began, hit = time.monotonic(), set(pids)
+        proxies = self._watch.proxies()
+        yield hit
+        lost = {pid for pid in proxies if cuts_off_proxies and pid in hit}
+        damage = Damage(
+            fault.kind,
+            str(fault),
+            self._round,
+            began,
+            time.monotonic(),
+            frozenset(hit),
+            frozenset(proxies[pid] for pid in lost),
+            hits_last_proxy=self._has_one_proxy and bool(hit) and len(lost) == len(proxies),
+        )
+        self.damages.append(damage)
+
+    def _seat(self, target: str) -> str:
+        """Return the worker that a fault means; any one if none has this role now."""
+        if target in ROLES:
+            wanted = self._watch.pids_of(target)
+            having = [seat for seat in WORKERS if wanted.intersection(self._machines.worker_pids(seat))]
+            return having[0] if having else WORKERS[0]
+        return target
+
+    def _pids_on(self, *hosts: str) -> list[int]:
+        return [pid for host in hosts for seat in SEATS[host] for pid in self._machines.worker_pids(seat)]
+
+    def _kill_worker(self, fault: Fault) -> None:
+        pids = self._machines.worker_pids(self._seat(fault.target))
+        with self._damage(fault, pids):
+            _signal(pids[:1], signal.SIGKILL)
+
+    def _kill_host(self, fault: Fault) -> None:
+        with self._damage(fault, self._pids_on(fault.target)):
+            self._machines.kill_host(fault.target)
+            time.sleep(fault.lasts_s)
+            self._machines.revive_host(fault.target)
+
+    def _stop_worker(self, fault: Fault) -> None:
+        pids = self._machines.worker_pids(self._seat(fault.target))
+        with self._damage(fault, pids):
+            for pid in pids[:1]:
+                stop_for(pid, fault.lasts_s)
+
+    def _cut(self, fault: Fault) -> None:
+        one, other, *both = fault.target.split()
+        with self._damage(fault, self._pids_on(one, other), cuts_off_proxies=False):
+            self._machines.cut(one, other, both=bool(both))
+            time.sleep(fault.lasts_s)
+            self._machines.mend(one, other, both=bool(both))
+
+    def _cut_off_host(self, fault: Fault) -> None:
+        with self._damage(fault, self._pids_on(fault.target)):
+            self._machines.unplug(fault.target)
+            time.sleep(fault.lasts_s)
+            self._machines.plug(fault.target)
+
+    def _retire(self, fault: Fault) -> None:
+        seat = self._seat(fault.target)
+        with self._damage(fault):
+            self._dask.retire_workers(names=[seat])
+
+    def _freeze_scheduler(self, fault: Fault) -> None:
+        with self._damage(fault):
+            stop_for(self._machines.scheduler_pid(), fault.lasts_s)
+
+    def _kill_scheduler(self, fault: Fault) -> None:
+        with self._damage(fault):
+            self._machines.kill_scheduler()
+            time.sleep(fault.lasts_s)
+            self._machines.start_scheduler()
+
+    def _poison(self, fault: Fault) -> None:
+        request_id = f"poison-{self._round}"
+        with self._damage(fault) as hit:
+            try:
+                with self._watch.balancer.connection() as (address, sock):
+                    by_http(address, sock, "poison", request_id)
+            except Exception as error:
+                self._say(f"the poisonous request ended with {error}")
+            hit.update(self._ran_in(request_id))
+            self._say(f"the poisonous request ended {len(hit)} processes")
+
+    def _redeploy(self, fault: Fault) -> None:
+        with self._damage(fault):
+            self._deploy()
+
+    def _remove_store(self, fault: Fault) -> None:
+        with self._damage(fault):
+            for path in self._store.parent.iterdir():
+                path.unlink()
+            time.sleep(fault.lasts_s)
+            self._watch.client.rewrite_store()
+
+
+def _signal(pids: Iterable[int], number: signal.Signals) -> None:
+    for pid in pids:
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            continue

@@ -1,0 +1,276 @@
+"""Whether a chaos run was survived: what was asked and broken goes in, the violations come out.
+
+All times are on one monotonic clock. Processes are known by their numbers, and proxies by the addresses of
+their machines.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+#: Requests that have to be done exactly once.
+ONCE = ("POST", "call")
+#: Requests that are not sent again if their replica is lost.
+NOT_REPEATED = (*ONCE, "websocket")
+
+#: Time that a restarted worker takes until it holds actors, while all others do the same.
+START_S = 6.0
+#: Time until a machine or a route that is lost without a sign, and a stopped process, are noticed.
+LOST_S, STOPPED_S = 7.5, 5.0
+#: Time until requests go on after the death of a process, or while nothing should be felt at all.
+DEAD_S, UNFELT_S = 1.0, 0.5
+#: Time between two answers of one kind without faults: what a request and a pause take, and a busy machine.
+QUIET_S = 1.5
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One request of the load."""
+
+    kind: str
+    id: str
+    began: float
+    ended: float
+    #: "ok", "going away" for a WebSocket that shall connect again, "cut short" after the response had begun,
+    #: or what went wrong.
+    outcome: str
+    #: The address of the machine whose proxy got it; empty for calls by handle.
+    proxy: str = ""
+    version: int = -1
+
+    @property
+    def is_good(self) -> bool:
+        return self.outcome in ("ok", "going away")
+
+
+@dataclass(frozen=True)
+class Damage:
+    """A fault as it happened: until when, and what it hit."""
+
+    kind: str
+    name: str
+    round: int
+    began: float
+    ended: float
+    #: The processes, and the machines whose proxies were hit.
+    pids: frozenset[int] = frozenset()
+    proxies: frozenset[str] = frozenset()
+    #: Whether no other proxy was left.
+    hits_last_proxy: bool = False
+
+    @property
+    def label(self) -> str:
+        """Its kind, and whether it hit a proxy."""
+        if self.hits_last_proxy:
+            return f"{self.kind} (the proxy)"
+        return f"{self.kind} (a proxy)" if self.proxies else self.kind
+
+    @property
+    def silence_s(self) -> float:
+        """How long clients may wait because of it."""
+        return felt_s(self.kind, self.ended - self.began, hits_last_proxy=self.hits_last_proxy)
+
+
+def felt_s(kind: str, lasts_s: float, *, hits_last_proxy: bool, grace_s: float = 10.0) -> float:
+    """Return how long a fault may be felt, with the return of the only address if that is lost."""
+    noticed = {
+        "kill worker": DEAD_S,
+        "poison": DEAD_S,
+        "kill host": DEAD_S,
+        "stop worker": STOPPED_S,
+        "cut": LOST_S,
+        "cut off host": LOST_S,
+    }.get(kind, UNFELT_S)
+    if not hits_last_proxy or noticed == UNFELT_S:
+        return noticed
+    # A worker starts again on its machine, or the proxy moves after its grace.
+    return noticed + min(lasts_s + START_S, grace_s + START_S / 2)
+
+
+@dataclass(frozen=True)
+class Stall:
+    """A time in which this machine did not run the program of the run."""
+
+    at: float
+    lasted_s: float
+
+
+@dataclass
+class Run:
+    """All that a run has seen."""
+
+    samples: Sequence[Sample]
+    damages: Sequence[Damage]
+    #: The processes in which each request ran.
+    ran: Mapping[str, Sequence[frozenset[int]]]
+    #: When each version was acknowledged.
+    acknowledged: Sequence[tuple[float, int]] = ()
+    stalls: Sequence[Stall] = ()
+    #: What was not as it should have been when it was looked at.
+    leftovers: Sequence[str] = ()
+    #: When it began: the violations name the seconds since then.
+    origin: float = 0.0
+
+
+def violations(run: Run) -> list[str]:
+    """Return what a run did that it must not do, in words."""
+    return [
+        *_unexplained(run),
+        *_not_once(run),
+        *_lost_changes(run),
+        *_too_long(run),
+        *run.leftovers,
+    ]
+
+
+# ---- failures
+
+
+def _unexplained(run: Run) -> Iterator[str]:
+    for sample in run.samples:
+        if not sample.is_good and not any(_explains(each, sample, run) for each in run.damages):
+            yield (
+                f"no fault explains that {sample.kind} {sample.id} at {sample.began - run.origin:.2f} "
+                f"failed after {sample.ended - sample.began:.2f} s: {sample.outcome}"
+            )
+
+
+def _explains(damage: Damage, sample: Sample, run: Run) -> bool:
+    """Return whether a request was under way on what a fault hit."""
+    if sample.ended < damage.began or sample.began > _felt_until(run, damage):
+        return False
+    if sample.proxy in damage.proxies:
+        return True
+    if not damage.pids:
+        return False
+    ran = run.ran.get(sample.id, ())
+    is_there = any(pids & damage.pids for pids in ran)
+    if sample.kind in NOT_REPEATED:
+        # One that no replica has noted was lost on its way to one.
+        return is_there or not ran
+    # A request under which a process died is retried once.
+    hit = frozenset().union(*(each.pids for each in run.damages))
+    return is_there and (sample.outcome == "cut short" or sum(bool(pids & hit) for pids in ran) > 1)
+
+
+def _not_once(run: Run) -> Iterator[str]:
+    for sample in run.samples:
+        if sample.kind in ONCE:
+            times = len(run.ran.get(sample.id, ()))
+            if times > 1 or (sample.is_good and times != 1):
+                yield f"{sample.kind} {sample.id} was done {times} times, and ended with: {sample.outcome}"
+
+
+def _lost_changes(run: Run) -> Iterator[str]:
+    changes = sorted(run.acknowledged)
+    for sample in run.samples:
+        known = [version for at, version in changes if at < sample.began]
+        if sample.outcome == "ok" and known and sample.version < max(known):
+            yield (
+                f"{sample.kind} {sample.id} at {sample.began - run.origin:.2f} got version {sample.version}, "
+                f"after {max(known)} was acknowledged"
+            )
+
+
+# ---- waits
+
+
+def _too_long(run: Run) -> Iterator[str]:
+    for silence in _silences(run.samples):
+        felt = [each for each in run.damages if _is_felt(run, each, silence)]
+        allowed = QUIET_S + _felt_together_s(felt) + 2 * _stalled(run, silence.at, silence.until)
+        if silence.lasted_s > allowed:
+            names = " + ".join(f"round {each.round}: {each.name}" for each in felt) or "no fault"
+            yield (
+                f"no {silence.kind} was answered for {silence.lasted_s:.2f} s from "
+                f"{silence.at - run.origin:.2f}, more than {allowed:.2f} s ({names})"
+            )
+
+
+def _felt_together_s(damages: Sequence[Damage]) -> float:
+    """Return how long faults may be felt together: what is lost without a scheduler waits for its return."""
+    away = [each.ended - each.began + START_S for each in damages if each.kind.endswith("scheduler")]
+    is_something_lost = any(each.pids for each in damages)
+    return sum(each.silence_s for each in damages) + (sum(away) if is_something_lost else 0.0)
+
+
+@dataclass(frozen=True)
+class Silence:
+    """The time between two answers to one kind of request."""
+
+    kind: str
+    at: float
+    until: float
+
+    @property
+    def lasted_s(self) -> float:
+        return self.until - self.at
+
+
+def _silences(samples: Sequence[Sample]) -> Iterator[Silence]:
+    """Yield all silences, those before the first answer and after the last one included."""
+    if not samples:
+        return
+    first, last = min(each.began for each in samples), max(each.ended for each in samples)
+    for kind in sorted({each.kind for each in samples}):
+        ends = sorted(each.ended for each in samples if each.kind == kind and each.is_good)
+        for at, until in pairwise([first, *ends, last]):
+            yield Silence(kind, at, until)
+
+
+def _is_felt(run: Run, damage: Damage, silence: Silence) -> bool:
+    return damage.began < silence.until and silence.at < _felt_until(run, damage)
+
+
+def _felt_until(run: Run, damage: Damage) -> float:
+    until = damage.ended + damage.silence_s
+    return until + 2 * _stalled(run, damage.began, until)
+
+
+def _stalled(run: Run, since: float, until: float) -> float:
+    """Return the longest stall of this machine within a time."""
+    stalls = [each.lasted_s for each in run.stalls if each.at < until and since < each.at + each.lasted_s]
+    return max(stalls, default=0.0)
+
+
+# ---- the report
+
+
+def report(run: Run) -> str:
+    """Return what a run did to whom, as a table with a row for each kind of round."""
+    rounds: dict[int, list[Damage]] = defaultdict(list)
+    for each in run.damages:
+        rounds[each.round].append(each)
+    names = {number: " + ".join(sorted(each.label for each in found)) for number, found in rounds.items()}
+    begins = {number: min(each.began for each in found) for number, found in rounds.items()}
+    counts, failed = Counter(names.values()), Counter[str]()
+    for sample in run.samples:
+        if not sample.is_good:
+            guilty = [each.round for each in run.damages if _explains(each, sample, run)]
+            failed[names[guilty[-1]] if guilty else "no fault"] += 1
+    longest = dict.fromkeys([*counts, *failed], 0.0)
+    for silence in _silences(run.samples):
+        name = names.get(_round_of(silence, begins), "no fault")
+        longest[name] = max(longest.get(name, 0.0), silence.lasted_s)
+    width = max(map(len, longest), default=5)
+    lines = [f"{'fault':{width}}  times  failed requests  longest silence"]
+    lines += [
+        f"{name:{width}}  {counts[name]:5}  {failed[name]:15}  {longest[name]:13.2f} s"
+        for name in sorted(longest, key=lambda name: ("+" in name, name))
+    ]
+    sent = Counter(each.kind for each in run.samples)
+    lost = Counter(each.kind for each in run.samples if not each.is_good)
+    lines += ["", *(f"{kind}: {sent[kind]} sent, {lost[kind]} failed" for kind in sorted(sent))]
+    lines.append(f"changes acknowledged: {len(run.acknowledged)}")
+    lines.append(f"longest stall of this machine: {max((s.lasted_s for s in run.stalls), default=0.0):.2f} s")
+    return "\n".join(lines)
+
+
+def _round_of(silence: Silence, begins: Mapping[int, float]) -> int | None:
+    """Return the first round that began in a silence, or else the last one before it."""
+    within = [number for number, began in begins.items() if silence.at <= began < silence.until]
+    before = [number for number, began in begins.items() if began < silence.at]
+    return min(within) if within else max(before, default=None)

@@ -1,0 +1,206 @@
+"""The channels of one process when the network between it and others breaks, in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from daskserve.cluster.channel.kept import KeptAnswers
+from daskserve.cluster.channel.pool import RETIRED_S, ChannelPool
+from daskserve.cluster.channel.transport import Transport
+from daskserve.cluster.local.transport import connect
+from daskserve.errors import ActorLostError
+from daskserve.testing import run_virtual
+from daskserve.types import (
+    KEPT_BYTES,
+    ActorAddress,
+    Envelope,
+    EnvelopeKind,
+    KeptPayload,
+    Load,
+    Message,
+    Payload,
+    Reach,
+    Receive,
+    Send,
+    nothing_to_receive,
+)
+
+WORKER = "tcp://10.0.0.2:4000"
+ACTOR = ActorAddress("i/replica/b#A", WORKER, 1)
+
+
+class Leaves:
+    """A call that leaves a large answer where it is."""
+
+    leaves_value = True
+
+
+class Network:
+    """A process and a worker, what is between them, and what the process was told."""
+
+    def __init__(self) -> None:
+        #: How long a direct dial takes; None if nothing answers, so that it goes through the scheduler.
+        self.dial_s: float | None = 0.0
+        self.dials: list[tuple[str, float]] = []
+        self.told: list[Reach] = []
+        self.far = ChannelPool(self._answer, self._dial, kept=KeptAnswers(WORKER))
+        self.pool = ChannelPool(
+            self._answer, self._dial, connect_directly=self._dial_directly, retry_direct_s=8.0
+        )
+        self.pool.watchers.append(lambda worker, route: self.told.append(route))
+        self.go = asyncio.Event()
+        self.answer: Payload = Payload(b"done")
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def _answer(
+        self, name: str, incarnation: int, envelope: Envelope, receive: Receive, send: Send
+    ) -> Load:
+        await self.go.wait()
+        await send({"type": "call.result", "payload": self.answer})
+        return Load()
+
+    async def _dial(self, worker: str) -> Transport:
+        if self.dial_s is not None:
+            return await self._dial_directly(worker)
+        transport = self._connected()
+        transport.is_detour = True
+        return transport
+
+    async def _dial_directly(self, worker: str) -> Transport:
+        self.dials.append((worker, asyncio.get_running_loop().time()))
+        if self.dial_s is None:
+            raise OSError("nothing answers")
+        await asyncio.sleep(self.dial_s)
+        return self._connected()
+
+    def _connected(self) -> Transport:
+        def at_once(handler: Callable[[Any], None], message: Any) -> None:
+            handler(message)
+
+        near, far = connect(("program", at_once), (WORKER, at_once), lambda: 0.0)
+        self._tasks.append(asyncio.create_task(self.far.serve(far)))
+        return near
+
+    def request(self, got: list[Message] | None = None) -> asyncio.Task[Load]:
+        async def keep(message: Message) -> None:
+            if got is not None:
+                got.append(message)
+
+        envelope = Envelope(EnvelopeKind.CALL, {}, has_body=False, call=Leaves())
+        return asyncio.create_task(self.pool.request(ACTOR, envelope, nothing_to_receive, keep))
+
+    async def close(self) -> None:
+        await self.pool.close()
+        await self.far.close()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+def play(scenario: Callable[[Network], Coroutine[Any, Any, None]]) -> None:
+    async def main() -> None:
+        network = Network()
+        try:
+            await scenario(network)
+        finally:
+            await network.close()
+        await asyncio.sleep(0)
+        assert len(asyncio.all_tasks()) == 1
+
+    run_virtual(main)
+
+
+def test_a_worker_that_does_not_answer_the_dial_at_once_is_told_and_dialled_on() -> None:
+    async def scenario(network: Network) -> None:
+        network.dial_s = 3.0
+        with pytest.raises(ActorLostError, match=r"not answer within 0\.25 s") as caught:
+            await network.pool.connect(WORKER, 0.25)
+        assert (caught.value.begun, caught.value.is_disconnected) == (False, True)
+        assert network.told == [Reach.NONE]
+        await network.pool.connect(WORKER)
+        assert network.told == [Reach.NONE, Reach.DIRECT]
+        assert network.dials == [(WORKER, 0.0)]
+        assert network.pool.route_to(WORKER) is Reach.DIRECT
+
+    play(scenario)
+
+
+def test_a_lost_connection_is_told() -> None:
+    async def scenario(network: Network) -> None:
+        request = network.request()
+        await asyncio.sleep(1)
+        network.far.abort()
+        with pytest.raises(ActorLostError, match="was lost"):
+            await request
+        assert network.told == [Reach.DIRECT, Reach.NONE]
+        assert network.pool.route_to(WORKER) is None
+
+    play(scenario)
+
+
+def test_breaking_off_fails_what_is_under_way() -> None:
+    async def scenario(network: Network) -> None:
+        request = network.request()
+        await asyncio.sleep(1)
+        network.pool.break_off(WORKER)
+        with pytest.raises(ActorLostError) as caught:
+            await request
+        assert caught.value.begun, "user code may have seen it"
+        assert network.told[-1] is Reach.NONE
+
+    play(scenario)
+
+
+def test_the_direct_way_is_tried_again_with_growing_pauses_and_replaces_the_detour() -> None:
+    async def scenario(network: Network) -> None:
+        network.dial_s = None
+        request = network.request()
+        await asyncio.sleep(24)
+        assert network.told == [Reach.SCHEDULER]
+        assert list(network.pool.detours) == [WORKER]
+        assert [at for _, at in network.dials] == [1, 3, 7, 15, 23]
+        network.dial_s = 0.0
+        await asyncio.sleep(8)
+        assert network.told == [Reach.SCHEDULER, Reach.DIRECT]
+        assert network.pool.route_to(WORKER) is Reach.DIRECT
+        assert not list(network.pool.detours)
+        # What was under way ends on the detour, which is then closed.
+        assert ("channels", (), 2) in network.pool.samples()
+        network.go.set()
+        await request
+        await asyncio.sleep(2 * RETIRED_S)
+        assert ("channels", (), 1) in network.pool.samples()
+
+    play(scenario)
+
+
+def test_a_detour_stays_as_long_as_the_worker_keeps_an_answer_for_it() -> None:
+    async def scenario(network: Network) -> None:
+        network.dial_s = None
+        network.answer = Payload(b"", (bytes(KEPT_BYTES),))
+        network.go.set()
+        got: list[Message] = []
+        await network.request(got)
+        assert isinstance(got[0]["payload"], KeptPayload)
+        network.dial_s = 0.0
+        await asyncio.sleep(10)
+        assert ("channels", (), 2) in network.pool.samples()
+        got.clear()
+        await asyncio.sleep(2 * RETIRED_S)
+        assert ("channels", (), 1) in network.pool.samples()
+
+    play(scenario)
+
+
+def test_a_worker_that_left_is_not_dialled_again() -> None:
+    async def scenario(network: Network) -> None:
+        network.dial_s = None
+        await network.pool.connect(WORKER)
+        network.pool.drop(WORKER)
+        await asyncio.sleep(60)
+        assert network.dials == []
+        assert network.told == [Reach.SCHEDULER]
+
+    play(scenario)

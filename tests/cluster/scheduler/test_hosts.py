@@ -1,0 +1,74 @@
+"""Which workers the supervisor has restarted."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from daskserve.cluster.scheduler import hosts
+from daskserve.cluster.scheduler.hosts import ANSWER_S, HostRegistry, _HostEntry
+from daskserve.errors import ActorLostError, InstanceError
+from daskserve.testing import run_virtual
+
+WORKER = "tcp://10.0.0.1:1"
+
+
+class NannyScheduler:
+    """A scheduler with one worker, whose restarts are recorded."""
+
+    def __init__(self, *, nanny: str | None = "tcp://10.0.0.1:2") -> None:
+        self.workers = {WORKER: SimpleNamespace(nanny=nanny)}
+        self.restarted: list[str] = []
+
+    async def restart_workers(self, workers: list[str], **options: Any) -> None:
+        self.restarted += workers
+
+
+async def restarted(monkeypatch: pytest.MonkeyPatch, answer: Any, **options: Any) -> list[str]:
+    """Return the workers that an order to restart the only worker restarts."""
+
+    async def call_actor(*arguments: Any) -> Any:
+        return await answer()
+
+    monkeypatch.setattr(hosts, "call_actor", call_actor)
+    scheduler: Any = NannyScheduler(**options)
+    registry = HostRegistry(scheduler)
+    client: Any = object()
+    registry.open(client)
+    registry._entries[WORKER] = _HostEntry("key", future=client, is_open=True)
+    await registry.restart(WORKER)
+    await asyncio.sleep(0)
+    return list(scheduler.restarted)
+
+
+async def hangs() -> None:
+    await asyncio.sleep(100)
+
+
+async def is_gone() -> None:
+    raise ActorLostError("gone")
+
+
+async def answers() -> dict[str, Any]:
+    return {"value": []}
+
+
+@pytest.mark.parametrize("answer", [hangs, is_gone])
+def test_a_worker_that_does_not_answer_is_restarted(monkeypatch: pytest.MonkeyPatch, answer: Any) -> None:
+    async def main() -> None:
+        assert await restarted(monkeypatch, answer) == [WORKER]
+        assert asyncio.get_running_loop().time() <= ANSWER_S + 0.01
+
+    run_virtual(main)
+
+
+def test_a_late_order_does_not_restart_a_worker_that_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run_virtual(lambda: restarted(monkeypatch, answers)) == []
+
+
+def test_a_worker_without_a_nanny_cannot_be_restarted(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InstanceError, match="has no nanny"):
+        run_virtual(lambda: restarted(monkeypatch, hangs, nanny=None))

@@ -1,0 +1,136 @@
+"""Instances come back when their workers register with the next scheduler."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+from daskserve.cluster.scheduler.returns import KNOWN_S, UNKNOWN_S, Returns
+from daskserve.errors import InstanceError
+from daskserve.loops.tasks import TaskSet
+from daskserve.testing import run_virtual
+
+LOST = {"instance": "a", "store": "sqlite:///a.db", "timeout_s": 60.0}
+RECORDS = {"backend/b": b"..."}
+
+
+class NextScheduler:
+    """A scheduler that has just started, and what a supervisor does there."""
+
+    def __init__(self, *workers: str) -> None:
+        self.workers = dict.fromkeys(workers)
+        self.clients: dict[str, Any] = {}
+        self.instances: dict[str, Any] = {}
+        self.started: list[tuple[float, dict[str, Any]]] = []
+        self.ends: list[str] = []
+        self.fails = False
+        self.owner: str | None = None
+        scheduler: Any = self
+        self.returns = Returns(
+            scheduler,
+            self.instances,
+            self._start,
+            lambda entry, delay_s: self.ends.append(entry.name),
+            TaskSet(logging.getLogger()).spawn,
+        )
+
+    async def _start(self, **message: Any) -> None:
+        if self.fails:
+            raise InstanceError("no")
+        self.started.append((asyncio.get_running_loop().time(), message))
+        self.instances["a"] = SimpleNamespace(name="a", owner=self.owner, grace_s=5.0, controller="there")
+
+
+def test_an_instance_starts_once_all_known_workers_are_back() -> None:
+    async def main() -> None:
+        scheduler = NextScheduler("w1")
+        ask = scheduler.returns.bring_back
+        assert not await ask(LOST, "w1", workers=["w1", "w2"], epoch=7, records=RECORDS)
+        assert scheduler.returns.are_pending
+        await asyncio.sleep(UNKNOWN_S + 0.5)
+        assert scheduler.started == []
+        scheduler.workers["w2"] = None
+        await asyncio.sleep(0.1)
+        ((_, message),) = scheduler.started
+        assert message == {**LOST, "epoch": 7, "records": RECORDS}
+        assert await ask(LOST, "w2")
+        assert not scheduler.returns.are_pending
+
+    run_virtual(main)
+
+
+def test_an_instance_does_not_wait_long_for_lost_workers() -> None:
+    async def main() -> None:
+        scheduler = NextScheduler("w1")
+        await scheduler.returns.bring_back(LOST, "w1", workers=["w1", "w2"], epoch=7)
+        await asyncio.sleep(KNOWN_S + 1)
+        assert KNOWN_S <= scheduler.started[0][0] <= KNOWN_S + 0.1
+
+    run_virtual(main)
+
+
+def test_without_a_controller_an_instance_waits_for_workers_that_may_follow() -> None:
+    async def main() -> None:
+        scheduler = NextScheduler("w1")
+        await scheduler.returns.bring_back(LOST, "w1")
+        await asyncio.sleep(UNKNOWN_S + 1)
+        assert UNKNOWN_S <= scheduler.started[0][0] <= UNKNOWN_S + 0.1
+
+    run_virtual(main)
+
+
+def test_an_instance_whose_workers_are_all_replaced_waits_for_one() -> None:
+    async def main() -> None:
+        scheduler = NextScheduler()
+        await scheduler.returns.bring_back(LOST, "w1", workers=["w1"], epoch=7)
+        await asyncio.sleep(30)
+        assert scheduler.started == []
+        scheduler.workers["new"] = None
+        await asyncio.sleep(0.1)
+        assert len(scheduler.started) == 1
+
+    run_virtual(main)
+
+
+def test_records_in_memory_come_from_the_worker_with_the_controller_only() -> None:
+    async def main() -> None:
+        scheduler = NextScheduler("w1", "w2")
+        in_memory = {**LOST, "store": "memory://"}
+        assert not await scheduler.returns.bring_back(in_memory, "w1")
+        await asyncio.sleep(10)
+        assert scheduler.started == []
+        await scheduler.returns.bring_back(in_memory, "w2", workers=["w1", "w2"], epoch=3, records=RECORDS)
+        await asyncio.sleep(0.1)
+        assert scheduler.started[0][1]["records"] == RECORDS
+
+    run_virtual(main)
+
+
+def test_a_start_that_fails_is_tried_again_when_a_worker_asks_again() -> None:
+    async def main() -> None:
+        scheduler = NextScheduler("w1")
+        scheduler.fails = True
+        await scheduler.returns.bring_back(LOST, "w1", workers=["w1"], epoch=7)
+        await asyncio.sleep(0.1)
+        scheduler.fails = False
+        assert not await scheduler.returns.bring_back(LOST, "w1", workers=["w1"], epoch=7)
+        await asyncio.sleep(0.1)
+        assert len(scheduler.started) == 1
+
+    run_virtual(main)
+
+
+def test_an_instance_whose_owner_does_not_come_back_ends() -> None:
+    async def main(owner: str | None, clients: list[str]) -> list[str]:
+        scheduler = NextScheduler("w1")
+        scheduler.owner = owner
+        scheduler.clients = dict.fromkeys(clients)
+        await scheduler.returns.bring_back(LOST, "w1", workers=["w1"], epoch=7)
+        await asyncio.sleep(0.1)
+        return scheduler.ends
+
+    assert run_virtual(main, "program", []) == ["a"]
+    assert run_virtual(main, "program", ["program"]) == []
+    assert run_virtual(main, None, []) == []

@@ -1,0 +1,104 @@
+"""The routes of a process: a lost worker is dialled again as long as somebody uses it, in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any, cast
+
+from daskserve.clock import LoopClock
+from daskserve.cluster.channel.pool import ChannelPool
+from daskserve.cluster.routes import FIRST_PAUSE_S, LONGEST_PAUSE_S, WorkerRoutes
+from daskserve.errors import ActorLostError
+from daskserve.testing import run_virtual
+from daskserve.types import Reach, WorkerAddress
+
+WORKER = "tcp://10.0.0.2:4000"
+
+
+class Channels:
+    """A pool whose connections fail until the test says otherwise."""
+
+    def __init__(self) -> None:
+        self.watchers: list[Callable[[WorkerAddress, Reach], object]] = []
+        self.detours: list[WorkerAddress] = []
+        self.route: Reach | None = None
+        self.dials: list[float] = []
+
+    def route_to(self, worker: WorkerAddress) -> Reach | None:
+        return self.route
+
+    async def connect(self, worker: WorkerAddress, patience_s: float | None = None) -> None:
+        self.dials.append(asyncio.get_running_loop().time())
+        if self.route is None:
+            raise ActorLostError("nothing answers", begun=False)
+        self.tell(self.route)
+
+    def tell(self, route: Reach) -> None:
+        for watcher in list(self.watchers):
+            watcher(WORKER, route)
+
+
+class Stage:
+    def __init__(self) -> None:
+        self.channels = Channels()
+        self.routes = WorkerRoutes(cast(ChannelPool, self.channels), LoopClock())
+        self.told: list[Reach] = []
+        self.used = {WORKER}
+        self.routes.watch(lambda worker, route: self.told.append(route), self.used.__contains__)
+
+
+def play(scenario: Callable[[Stage], Coroutine[Any, Any, None]]) -> None:
+    async def main() -> None:
+        stage = Stage()
+        await scenario(stage)
+        stage.routes.close()
+        await asyncio.sleep(0)
+        assert stage.channels.watchers == []
+        assert len(asyncio.all_tasks()) == 1
+
+    run_virtual(main)
+
+
+def test_a_lost_worker_is_dialled_with_growing_pauses_until_it_answers() -> None:
+    async def scenario(stage: Stage) -> None:
+        stage.channels.tell(Reach.NONE)
+        assert stage.routes.to(WORKER) is Reach.NONE
+        assert stage.routes.broken() == {WORKER: Reach.NONE}
+        await asyncio.sleep(20)
+        dials = stage.channels.dials
+        pauses = [round(after - before, 3) for before, after in zip([0.0, *dials], dials, strict=False)]
+        assert pauses[:3] == [FIRST_PAUSE_S, 2 * FIRST_PAUSE_S, 4 * FIRST_PAUSE_S]
+        assert pauses[-2:] == [LONGEST_PAUSE_S] * 2
+        stage.channels.route = Reach.SCHEDULER
+        await asyncio.sleep(LONGEST_PAUSE_S)
+        assert stage.told == [Reach.NONE, Reach.SCHEDULER]
+        assert stage.routes.to(WORKER) is Reach.SCHEDULER
+        count = len(dials)
+        await asyncio.sleep(60)
+        assert len(dials) == count
+
+    play(scenario)
+
+
+def test_a_worker_that_is_not_used_any_more_is_not_dialled() -> None:
+    async def scenario(stage: Stage) -> None:
+        stage.channels.tell(Reach.NONE)
+        stage.used.clear()
+        await asyncio.sleep(60)
+        assert len(stage.channels.dials) <= 1
+        assert stage.routes.broken() == {}
+        stage.channels.tell(Reach.NONE)
+        await asyncio.sleep(60)
+        assert len(stage.channels.dials) <= 1
+
+    play(scenario)
+
+
+def test_the_workers_behind_the_scheduler_count_as_broken_routes() -> None:
+    async def scenario(stage: Stage) -> None:
+        stage.channels.detours = ["tcp://10.0.0.3:4000"]
+        stage.channels.tell(Reach.NONE)
+        assert stage.routes.broken() == {"tcp://10.0.0.3:4000": Reach.SCHEDULER, WORKER: Reach.NONE}
+
+    play(scenario)

@@ -1,0 +1,69 @@
+"""An instance that takes over from another one listens when its replicas run; the other one drains."""
+
+from __future__ import annotations
+
+import asyncio
+
+from control_harness import backend, goal, replica, state_of
+from controller_harness import ScriptedStore, Stage, play
+
+from daskserve.control.observed import Observed
+from daskserve.control.take_over import all_run
+from daskserve.options.http import HTTPOptions
+from daskserve.types import ReplicaState
+
+
+def seen(*tags: str) -> Observed:
+    observed = Observed()
+    observed.ready.update({tag: {} for tag in tags})
+    return observed
+
+
+def test_replicas_count_when_this_controller_has_seen_them() -> None:
+    """The records in the store may be those of another cluster."""
+    state = state_of(backend(num_replicas=2), replica("b#1"), replica("b#2"))
+    assert not all_run(state, seen())
+    assert not all_run(state, seen("b#1"))
+    assert all_run(state, seen("b#1", "b#2"))
+
+
+def test_replicas_that_start_do_not_count() -> None:
+    state = state_of(backend(), replica("b#1", ReplicaState.STARTING))
+    assert not all_run(state, seen("b#1"))
+
+
+def test_a_change_under_way_and_a_deletion_are_not_waited_for() -> None:
+    assert all_run(state_of(backend(goal="g"), goal()), seen())
+    assert all_run(state_of(backend(is_deleting=True)), seen())
+
+
+def test_proxies_of_an_instance_that_takes_over_wait_for_its_replicas() -> None:
+    store = ScriptedStore()
+
+    async def first(stage: Stage) -> None:
+        await stage.create(num_replicas=2)
+
+    async def second(stage: Stage) -> None:
+        stage.start_s = 3.0
+        began = stage.clock.now()
+        await stage.until(lambda: stage.proxies)
+        assert len(stage.running) == 2
+        assert began + 3 <= stage.clock.now() < began + 4, "soon, not at the next regular check"
+
+    play(first, store=store)
+    play(second, store=store, http=HTTPOptions(take_over=True))
+
+
+def test_an_instance_that_was_taken_over_drains_although_it_is_idle() -> None:
+    """Its proxies share the port, so that requests may arrive at any time."""
+
+    async def scenario(stage: Stage) -> None:
+        await stage.create()
+        stage.drain_s = 2.0
+        await stage.store.claim_epoch()  # by another cluster
+        began = stage.clock.now()
+        await asyncio.wait_for(stage.cluster.drain(), 60)
+        assert stage.clock.now() >= began + 2
+        assert not stage.running
+
+    play(scenario, http=HTTPOptions())

@@ -1,0 +1,46 @@
+"""The routes of a process to workers, as a test changes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from daskserve.errors import ActorLostError
+from daskserve.types import Reach, WorkerAddress
+
+
+class ScriptedRoutes:
+    """Every worker is reached directly, unless the test says otherwise."""
+
+    def __init__(self) -> None:
+        self.known: dict[WorkerAddress, Reach | None] = {}
+        #: The workers to which a connection was requested, and those that were broken off.
+        self.dialled: list[WorkerAddress] = []
+        self.broken_off: list[WorkerAddress] = []
+        self._note: Callable[[WorkerAddress, Reach], object] | None = None
+
+    def watch(
+        self, note: Callable[[WorkerAddress, Reach], object], is_used: Callable[[WorkerAddress], bool]
+    ) -> None:
+        self._note, self.is_used = note, is_used
+
+    def tell(self, worker: WorkerAddress, route: Reach) -> None:
+        self.known[worker] = route
+        assert self._note is not None
+        self._note(worker, route)
+
+    def to(self, worker: WorkerAddress) -> Reach | None:
+        return self.known.get(worker, Reach.DIRECT)
+
+    async def connect(self, worker: WorkerAddress) -> None:
+        self.dialled.append(worker)
+        self.tell(worker, Reach.NONE)
+        raise ActorLostError(f"Worker {worker} cannot be reached", begun=False, is_disconnected=True)
+
+    def break_off(self, worker: WorkerAddress) -> None:
+        self.broken_off.append(worker)
+
+    def broken(self) -> dict[WorkerAddress, Reach]:
+        return {}
+
+    def close(self) -> None:
+        pass

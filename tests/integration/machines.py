@@ -1,0 +1,127 @@
+"""Machines as network namespaces on one switch, whose network can be broken in every way, with Dask on them.
+
+For tests and for chaos runs on Linux, as root. Nothing leaves the namespaces.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+from dask_processes import Program, dask_scheduler, dask_worker
+
+#: Code that runs first in a process and moves it to a machine.
+ENTER = """
+import ctypes, os
+number = os.open("/var/run/netns/{machine}", os.O_RDONLY)
+assert ctypes.CDLL(None, use_errno=True).setns(number, 0) == 0
+os.close(number)
+"""
+
+
+class Machines:
+    """Machines by name, each with an address, on one switch."""
+
+    def __init__(self, *names: str) -> None:
+        prefix = f"daskserve-{os.getpid()}"
+        self._switch = f"{prefix}-switch"
+        self._namespaces = {name: f"{prefix}-{name}" for name in names}
+        self.addresses: Mapping[str, str] = {
+            name: f"10.98.76.{number}" for number, name in enumerate(names, start=1)
+        }
+
+    # ---- the network
+
+    def make(self) -> None:
+        for namespace in (self._switch, *self._namespaces.values()):
+            _run("ip", "netns", "add", namespace)
+        self._ip(self._switch, "link", "add", "bridge", "type", "bridge")
+        self._ip(self._switch, "link", "set", "bridge", "up")
+        for name, namespace in self._namespaces.items():
+            wire = (
+                "link",
+                "add",
+                "wire",
+                "type",
+                "veth",
+                "peer",
+                "name",
+                f"to-{name}",
+                "netns",
+                self._switch,
+            )
+            self._ip(namespace, *wire)
+            self._ip(namespace, "addr", "add", f"{self.addresses[name]}/24", "dev", "wire")
+            for link in ("wire", "lo"):
+                self._ip(namespace, "link", "set", link, "up")
+            self.plug(name)
+
+    def remove(self) -> None:
+        for namespace in (self._switch, *self._namespaces.values()):
+            subprocess.run(["ip", "netns", "delete", namespace], check=False, capture_output=True)
+
+    def unplug(self, name: str) -> None:
+        """Drop all traffic from and to a machine; everybody only sees silence."""
+        self._ip(self._switch, "link", "set", f"to-{name}", "nomaster")
+
+    def plug(self, name: str) -> None:
+        """Connect a machine to the switch."""
+        self._ip(self._switch, "link", "set", f"to-{name}", "master", "bridge", "up")
+
+    def cut(self, source: str, target: str) -> None:
+        """Drop all packets from one machine to another; those in the other direction pass."""
+        self._filter("-A", source, target)
+
+    def mend(self, source: str, target: str) -> None:
+        """Undo `cut`."""
+        self._filter("-D", source, target)
+
+    def _filter(self, change: str, source: str, target: str) -> None:
+        # Where they arrive, because the sender must not notice.
+        rule = ("INPUT", "-s", self.addresses[source], "-j", "DROP")
+        _run("ip", "netns", "exec", self._namespaces[target], "iptables", change, *rule)
+
+    def _ip(self, namespace: str, *arguments: str) -> None:
+        _run("ip", "-n", namespace, *arguments)
+
+    # ---- the processes
+
+    def enter(self, name: str) -> str:
+        """Return the code that moves a Python program to a machine."""
+        return ENTER.format(machine=self._namespaces[name])
+
+    def scheduler(self, name: str, folder: Path) -> AbstractContextManager[str]:
+        """Run a scheduler on a machine; see `dask_scheduler`."""
+        return dask_scheduler(folder, prelude=self.enter(name), extra=["--host", self.addresses[name]])
+
+    def worker(
+        self, name: str, address: str, folder: Path, *extra: str, label: str = ""
+    ) -> AbstractContextManager[Program]:
+        """Run a worker on a machine, named ``label`` or as the machine; see `dask_worker`."""
+        host = ["--host", self.addresses[name], *extra]
+        return dask_worker(address, folder, prelude=self.enter(name), name=label or name, extra=host)
+
+    def program(
+        self, name: str, module: str, arguments: Sequence[str], folder: Path, **environment: str
+    ) -> Program:
+        """Run the ``__main__`` part of a module of this folder on a machine."""
+        source = f"{self.enter(name)}\nimport runpy\nrunpy.run_module({module!r}, run_name='__main__')"
+        return Program(["-c", source, *arguments], folder, environment=environment)
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, text=True)
+
+
+@contextmanager
+def machines(*names: str) -> Iterator[Machines]:
+    """Create machines; raise `OSError` or `subprocess.CalledProcessError` if that is not possible."""
+    made = Machines(*names)
+    try:
+        made.make()
+        yield made
+    finally:
+        made.remove()

@@ -1,0 +1,111 @@
+"""The scheduler dies under load, and comes back at its address as another process."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from clusters import Load, serve_pids
+from dask_processes import Program, Reply, dask_command, dask_worker, fetch, poll_for
+from distributed import Client
+
+import daskserve as serve
+
+GRACE_S = 0.5
+SHORT_GRACE = f"import dask; dask.config.set({{'daskserve.scheduler.grace-s': {GRACE_S}}})"
+
+
+def start_scheduler(port: int, folder: Path) -> Program:
+    arguments = ["--no-dashboard", "--host", "127.0.0.1", "--port", str(port)]
+    return Program(dask_command("scheduler", *arguments), folder, keeps_stdin=True)
+
+
+def end(scheduler: Program, how: signal.Signals) -> None:
+    scheduler.process.send_signal(how)
+    scheduler.wait()
+
+
+@contextmanager
+def cluster(folder: Path, workers: int, **options: Any) -> Iterator[tuple[int, Program, list[Program]]]:
+    """Yield a scheduler's port, the scheduler, and workers."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    with ExitStack() as stack:
+        scheduler = start_scheduler(port, folder)
+        stack.callback(scheduler.kill)
+        address = f"tcp://127.0.0.1:{port}"
+        programs = [stack.enter_context(dask_worker(address, folder, **options)) for _ in range(workers)]
+        yield port, scheduler, programs
+
+
+def slow_stream(request: Any) -> AsyncIterator[str]:
+    async def lines() -> AsyncIterator[str]:
+        for number in range(15):
+            yield f"{number}\n"
+            await asyncio.sleep(0.1)
+
+    return lines()
+
+
+class Fetching:
+    """A request in a thread of its own."""
+
+    def __init__(self, url: str) -> None:
+        self.replies: list[Reply] = []
+        self._thread = threading.Thread(target=lambda: self.replies.append(fetch(url)))
+        self._thread.start()
+
+    def wait(self) -> Reply:
+        self._thread.join()
+        return self.replies[0]
+
+
+@pytest.mark.smoke
+def test_the_loss_of_the_scheduler_fails_no_request_and_costs_no_replica(tmp_path: Path) -> None:
+    """Of an instance with its records in the scheduler's memory, whose owner lives on."""
+    with cluster(tmp_path, 2) as (port, scheduler, _), Client(f"tcp://127.0.0.1:{port}") as dask:
+        dask.wait_for_workers(2, timeout=30)
+        with serve.start(dask_client=dask, http_options={"port": 0}) as client:
+            url = serve_pids(client)
+            handle = client.get_handle("e")
+            first = {actor.name: actor.pid for actor in client.status().actors if actor.kind != "controller"}
+            replicas = 2
+            with Load(url) as load:
+                for how in (signal.SIGKILL, signal.SIGTERM):
+                    end(scheduler, how)
+                    load.more()
+                    assert handle.remote(None).result(5)
+                    scheduler = start_scheduler(port, tmp_path)
+                    try:
+                        replicas += 1
+                        client.update_backend_config("b", {"num_replicas": replicas})
+                        load.more()
+                    except BaseException:
+                        scheduler.kill()
+                        raise
+            assert load.failures == []
+            found = {actor.name: actor.pid for actor in client.status().actors}
+            assert first.items() <= found.items()
+        scheduler.kill()
+
+
+def test_a_scheduler_that_stays_away_ends_its_workers_after_what_runs(tmp_path: Path) -> None:
+    with cluster(tmp_path, 1, prelude=SHORT_GRACE) as (port, scheduler, workers):
+        with Client(f"tcp://127.0.0.1:{port}") as dask:
+            dask.wait_for_workers(1, timeout=30)
+            client = serve.start(dask_client=dask, http_options={"port": 0}, detached=True)
+            client.create_backend("b", slow_stream)
+            client.create_endpoint("e", backend="b", route="/e")
+            stream = Fetching(f"{client.http_urls()[0]}/e")
+            poll_for(lambda: client.status().backends["b"])
+            end(scheduler, signal.SIGKILL)
+            assert len(stream.wait().text.splitlines()) == 15
+            workers[0].wait()

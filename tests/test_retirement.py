@@ -1,0 +1,102 @@
+"""A worker with a proxy retires, with the real data plane in one process."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+import urllib.request
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from daskserve.client.client import Client
+from daskserve.cluster.local.cluster import LocalCluster
+from daskserve.options.http import HTTPOptions
+from daskserve.testing import local_instance
+from daskserve.types import Location
+
+PATIENCE_S = 20.0
+
+
+class Gates:
+    """What the handler waits for, and that it does."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.is_waiting = threading.Event()
+
+
+GATES = Gates()
+
+
+def answer(request: Any) -> str:
+    if request.query_params.get("wait"):
+        GATES.is_waiting.set()
+        GATES.go.wait(PATIENCE_S)
+    return "ok"
+
+
+def poll_for(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {PATIENCE_S:g} s"
+        time.sleep(0.002)
+
+
+def get(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=PATIENCE_S) as response:
+        body: bytes = response.read()
+        return body.decode()
+
+
+def proxies(client: Client) -> dict[str, str]:
+    return {each.name: each.state for each in client.status().actors if each.kind == "proxy"}
+
+
+@pytest.mark.parametrize("server", ["tornado", "uvicorn"])
+@pytest.mark.parametrize("location", [Location.HEAD_ONLY, Location.EVERY_WORKER])
+def test_a_proxy_that_leaves_ends_with_its_last_request(server: Any, location: Location) -> None:
+    """Others on its port take new connections, and a second order to stop, as by a new controller, waits."""
+    GATES.__init__()  # type: ignore[misc]
+    options = HTTPOptions(port=0, server=server, location=location)
+    with local_instance(http_options=options) as client, ThreadPoolExecutor() as pool:
+        cluster: LocalCluster = client._connection.link._world  # type: ignore[attr-defined]
+        link = client._connection.link
+        client.create_backend("b", answer)
+        client.create_endpoint("e", backend="b", route="/e")
+        (url,) = client.http_urls()
+        waiting = pool.submit(get, f"{url}/e?wait=1")
+        assert GATES.is_waiting.wait(PATIENCE_S)
+
+        async def retire() -> str:
+            (busy,) = [each for each in cluster.actors() if ongoing(cluster, each)]
+            cluster.retire_worker(busy.worker)
+            return busy.worker
+
+        async def stop_again(worker: str) -> asyncio.Task[None]:
+            (actor,) = [each for each in cluster.actors() if each.worker == worker and "/proxy/" in each.name]
+            return cluster.spawn(cluster.program.destroy(actor, PATIENCE_S))
+
+        worker = link.sync(retire())
+        poll_for(lambda: "DRAINING" in proxies(client).values() and "RUNNING" in proxies(client).values())
+        stopping = link.sync(stop_again(worker))
+        for _ in range(20):
+            assert get(f"{url}/e") == "ok"
+        assert list(client.http_urls()) == [url]
+        assert "DRAINING" in proxies(client).values()
+        assert worker in cluster.reported.in_use
+        assert not stopping.done()
+        GATES.go.set()
+        assert waiting.result(PATIENCE_S) == "ok"
+        poll_for(lambda: worker not in cluster.reported.in_use)
+        assert set(proxies(client).values()) == {"RUNNING"}
+
+
+def ongoing(cluster: LocalCluster, address: Any) -> bool:
+    if "/proxy/" not in address.name:
+        return False
+    actor: Any = cluster.actor(address)
+    return bool(actor.health()["ongoing"])
