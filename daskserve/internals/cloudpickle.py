@@ -7,11 +7,12 @@ function that defines a pydantic model, and the locks of the routers of FastAPI.
 
 from __future__ import annotations
 
+import os.path
 import pickle
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from io import BytesIO
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 from daskserve.internals.checking import needs
@@ -25,6 +26,7 @@ with needs("cloudpickle", ">=3.0,<4") as check:
         _DYNAMIC_CLASS_TRACKER_BY_ID,
         _DYNAMIC_CLASS_TRACKER_LOCK,
         _class_getstate,
+        _code_reduce,
         _dynamic_class_reduce,
     )
 
@@ -32,7 +34,13 @@ with needs("cloudpickle", ">=3.0,<4") as check:
     # The third item of what they return for a class: its attributes, and its slots.
     check.parameters(_dynamic_class_reduce, "obj")
     check.parameters(_class_getstate, "obj")
+    # The second item of what it returns: the arguments of `CodeType`, which also differ between versions of Python.
+    check.parameters(_code_reduce, "obj")
 
+#: Where the name of the file is in the arguments of `CodeType`.
+FILE_ARGUMENT = 10
+#: The file of code that is in no file, as cloudpickle names it since 3.1.3.
+NO_FILE = "<dynamic-code>"
 #: The packages whose objects get new locks. Their locks protect caches, and nobody holds one while the
 #: application is pickled.
 FRAMEWORKS = ("fastapi.", "starlette.")
@@ -83,6 +91,8 @@ class CodePickler(Pickler):  # type: ignore[misc]
             substituted = self._substitute(value)
             if substituted is not NotImplemented:
                 return substituted
+        if type(value) is CodeType:
+            return _with_its_file(value)
         may_be_new = isinstance(value, type) and value not in _DYNAMIC_CLASS_TRACKER_BY_CLASS
         reduced = super().reducer_override(value)
         if isinstance(value, type):
@@ -121,6 +131,17 @@ class SeparatingPickler(CodePickler):
             number = self._numbers[id(value)] = len(self._values)
             self._values.append(value)
         return number
+
+
+def _with_its_file(code: CodeType) -> Any:
+    """Keep the name of the file, which tracebacks show, with the lines where the file can be read.
+
+    cloudpickle has dropped it since 3.1.3, because the cells of a notebook have other names in each process. So
+    it is dropped here if there is no such file.
+    """
+    make, arguments = _code_reduce(code)
+    name = code.co_filename if os.path.exists(code.co_filename) else NO_FILE
+    return make, (*arguments[:FILE_ARGUMENT], name, *arguments[FILE_ARGUMENT + 1 :])
 
 
 def _with_new_locks(value: Any) -> Any:

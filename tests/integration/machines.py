@@ -6,6 +6,7 @@ For tests and for chaos runs on Linux, as root. Nothing leaves the namespaces.
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -119,6 +120,8 @@ def _run(*command: str) -> None:
 @contextmanager
 def machines(*names: str) -> Iterator[Machines]:
     """Create machines; raise `OSError` or `subprocess.CalledProcessError` if that is not possible."""
+    if shutil.which("iptables") is None:
+        raise FileNotFoundError("iptables is not installed")
     made = Machines(*names)
     try:
         made.make()

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import traceback
 from types import FunctionType
 from typing import Annotated, Any, Optional
 
@@ -163,3 +164,23 @@ class TopLevel(BaseModel):
 def test_a_model_at_the_top_level_of_a_program_can_be_pickled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TopLevel, "__module__", "__main__")  # so that it is pickled by value
     assert load_bytes(dump_bytes(TopLevel(number=3))).number == 3
+
+
+def test_code_keeps_the_name_of_its_file_so_that_tracebacks_show_its_lines() -> None:
+    def fail() -> None:
+        raise ValueError("here")
+
+    copied = load_bytes(dump_bytes(fail))
+    assert copied.__code__ is not fail.__code__
+    with pytest.raises(ValueError, match="here") as caught:
+        copied()
+    assert 'raise ValueError("here")' in "".join(traceback.format_exception(caught.value))
+
+
+def test_code_of_a_notebook_has_the_same_bytes_in_each_process() -> None:
+    def pickled(cell: str) -> bytes:
+        names: dict[str, Any] = {"__name__": "__main__"}
+        exec(compile("def answer():\n    return (lambda: 42)()", cell, "exec"), names)
+        return dump_bytes(names["answer"])
+
+    assert pickled("/tmp/ipykernel_1/2345.py") == pickled("/tmp/ipykernel_6/2345.py")
