@@ -34,7 +34,7 @@ with needs("cloudpickle", ">=3.0,<4") as check:
     # The third item of what they return for a class: its attributes, and its slots.
     check.parameters(_dynamic_class_reduce, "obj")
     check.parameters(_class_getstate, "obj")
-    # The second item of what it returns: the arguments of `CodeType`, which also differ between versions of Python.
+    # The second item of what it returns: the arguments of `CodeType`.
     check.parameters(_code_reduce, "obj")
 
 #: Where the name of the file is in the arguments of `CodeType`.
@@ -136,8 +136,8 @@ class SeparatingPickler(CodePickler):
 def _with_its_file(code: CodeType) -> Any:
     """Keep the name of the file, which tracebacks show, with the lines where the file can be read.
 
-    cloudpickle has dropped it since 3.1.3, because the cells of a notebook have other names in each process. So
-    it is dropped here if there is no such file.
+    cloudpickle has dropped it since 3.1.3, because the cells of a notebook have other names in each process.
+    So it is dropped here if there is no such file.
     """
     make, arguments = _code_reduce(code)
     name = code.co_filename if os.path.exists(code.co_filename) else NO_FILE
