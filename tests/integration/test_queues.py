@@ -116,10 +116,11 @@ def test_a_redis_outage_removes_no_replica(
         poll_for(lambda: len(running(client, "b")) == 4, what=lambda: explanation(client))
         assert "7 wait in queue 'tasks'" in explanation(client)
         server.stop()
+        # The last length still counts for a moment after the first error.
+        parts = ("the length of queue 'tasks' is unknown", "cannot be read: ConnectionError")
         poll_for(
-            lambda: "cannot be read: ConnectionError" in explanation(client), what=lambda: explanation(client)
+            lambda: all(part in explanation(client) for part in parts), what=lambda: explanation(client)
         )
-        assert "the length of queue 'tasks'" in explanation(client)
         assert_hidden(client, external)
         server.start()  # empty
         poll_for(lambda: not client.status().replicas("b"), what=lambda: explanation(client))
