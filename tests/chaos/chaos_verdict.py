@@ -22,6 +22,8 @@ START_S = 6.0
 LOST_S, STOPPED_S = 7.5, 5.0
 #: Time until requests go on after the death of a process, or while nothing should be felt at all.
 DEAD_S, UNFELT_S = 1.0, 0.5
+#: Time until a proxy that was cut off knows what has changed meanwhile.
+NEWS_S = 2.0
 #: Time between two answers of one kind without faults: what a request and a pause take, and a busy machine.
 QUIET_S = 1.5
 
@@ -168,11 +170,18 @@ def _lost_changes(run: Run) -> Iterator[str]:
     changes = sorted(run.acknowledged)
     for sample in run.samples:
         known = [version for at, version in changes if at < sample.began]
-        if sample.outcome == "ok" and known and sample.version < max(known):
+        is_old = sample.outcome == "ok" and known and sample.version < max(known)
+        if is_old and not any(_cuts_off_news(each, sample, run) for each in run.damages):
             yield (
                 f"{sample.kind} {sample.id} at {sample.began - run.origin:.2f} got version {sample.version}, "
                 f"after {max(known)} was acknowledged"
             )
+
+
+def _cuts_off_news(damage: Damage, sample: Sample, run: Run) -> bool:
+    """Return whether a request came to a proxy that could not know of a change yet."""
+    until = damage.ended + NEWS_S + 2 * _stalled(run, damage.began, damage.ended + NEWS_S)
+    return sample.proxy in damage.proxies and damage.began < sample.began < until
 
 
 # ---- waits

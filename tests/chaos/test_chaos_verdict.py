@@ -92,6 +92,14 @@ def test_an_acknowledged_version_is_not_followed_by_an_older_one() -> None:
     assert "got version 3, after 4 was acknowledged" in violations(run)[0]
 
 
+def test_a_proxy_that_was_cut_off_answers_with_the_older_version_for_a_moment_only() -> None:
+    cut_off = replace(KILL, kind="cut off host", ended=18.0)
+    for began, proxy, count in ((18.3, "one", 0), (20.5, "one", 1), (18.3, "two", 1)):
+        answered = sample("GET", began=began, ended=began + 0.1, proxy=proxy, outcome="ok", version=3)
+        run = Run([answered], (cut_off,), {}, acknowledged=[(15.0, 4)])
+        assert len([each for each in violations(run) if "got version 3" in each]) == count
+
+
 def with_gap(since: float, until: float, *kinds: str) -> list[Sample]:
     others = steady("GET")
     return [*others, *(each for each in steady(*kinds) if not since <= each.began < until)]
