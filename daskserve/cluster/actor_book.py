@@ -259,6 +259,12 @@ class ActorBook:
             if entry.spec.kind is ActorKind.CONTROLLER and entry.is_ready
         ]
 
+    def newest_epoch(self, instance: InstanceName) -> int:
+        """Return the epoch of the newest controller of which there is an actor; 0 if there is none."""
+        return max(
+            (each.spec.epoch for each in self.entries.values() if each.spec.instance == instance), default=0
+        )
+
     async def end_controllers(self) -> None:
         """Stop all controllers; the actors that they started stay."""
         await asyncio.gather(*map(self._end, self.controllers()))

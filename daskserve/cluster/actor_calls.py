@@ -74,8 +74,10 @@ async def destroy_actor(call: Call, address: ActorAddress, grace_s: float) -> No
     name, incarnation = address.name, address.incarnation
     try:
         await call(host_of(address.worker), "destroy", name=name, incarnation=incarnation, grace_s=grace_s)
-    except ActorLostError:
-        pass  # the worker is gone, so the actor is too
+    except ActorLostError as error:
+        if error.is_disconnected:
+            raise  # only the connection is known to be lost; the actor may be in its grace period
+        # The worker is gone, so the actor is too.
 
 
 async def list_actors(

@@ -38,6 +38,10 @@ from daskserve.types import (
 T = TypeVar("T")
 
 
+#: Incarnations grow across epochs; 2**32 actors per controller are enough.
+EPOCH_BITS = 32
+
+
 @dataclass(frozen=True, slots=True)
 class ActorSpec:
     """All that a Host needs to create one actor. Only the actor's own layer reads ``payload``."""
@@ -47,6 +51,11 @@ class ActorSpec:
     incarnation: int
     instance: InstanceName
     payload: bytes = b""
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the controller that it is, or that has made it."""
+        return self.incarnation if self.kind is ActorKind.CONTROLLER else self.incarnation >> EPOCH_BITS
 
 
 ViewT_co = TypeVar("ViewT_co", bound=HasLink, covariant=True)
@@ -257,7 +266,7 @@ class Cluster(Protocol):
         Returns whether the cluster is adaptive: it adds workers for waiting replicas and removes empty ones.
         """
 
-    async def restart_worker(self, worker: WorkerAddress) -> None:
+    async def restart_worker(self, epoch: int, worker: WorkerAddress) -> None:
         """Request that a worker that does not answer is killed and restarted; return before that is done."""
 
     async def send_parcel(self, parcel: Parcel, parts: Sequence[Any]) -> None:

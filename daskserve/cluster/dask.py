@@ -180,11 +180,11 @@ class DaskCluster(ActorCalls):
             PROCESS.forget(self.instance)
 
     async def workers(self) -> Sequence[WorkerInfo]:
-        answer = await ask_supervisor(self._client, "workers")
+        answer = await ask_supervisor(self._client, "workers", instance=self.instance)
         return [WorkerInfo(**worker) for worker in answer["workers"]]
 
     async def refused_workers(self) -> Mapping[WorkerAddress, str]:
-        answer = await ask_supervisor(self._client, "workers")
+        answer = await ask_supervisor(self._client, "workers", instance=self.instance)
         refused: Mapping[WorkerAddress, str] = answer["refused"]
         return refused
 
@@ -212,8 +212,9 @@ class DaskCluster(ActorCalls):
         )
         return is_adaptive
 
-    async def restart_worker(self, worker: WorkerAddress) -> None:
-        await ask_supervisor(self._client, "restart_worker", worker=worker)
+    async def restart_worker(self, epoch: int, worker: WorkerAddress) -> None:
+        message = {"instance": self.instance, "epoch": epoch, "worker": worker}
+        await ask_supervisor(self._client, "restart_worker", **message)
 
     async def send_parcel(self, parcel: Parcel, parts: Sequence[Any]) -> None:
         await self._parcels.send(parcel, parts)

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from daskserve.clock import Clock
 from daskserve.cluster.channel.detours import pause_s
 from daskserve.cluster.channel.pool import ChannelPool
-from daskserve.errors import ActorLostError
+from daskserve.errors import ServeError
 from daskserve.types import Reach, WorkerAddress
 
 logger = logging.getLogger("daskserve.channel")
@@ -102,7 +102,7 @@ class WorkerRoutes:
             tries += 1
             try:
                 await self._channels.connect(worker)
-            except (ActorLostError, OSError) as error:
+            except (ServeError, OSError) as error:
                 logger.debug("Worker %s still cannot be reached: %s", worker, error)
             else:
                 break

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -160,7 +160,8 @@ class Acting:
             self._observed.failed[replica.tag] = RequestTimeoutError(
                 f"Replica {replica.tag} did not start within {shown(self._start_timeout_s)} s."
             )
-            await self._cluster.destroy(address, 0)
+            with suppress(ServeError, OSError):  # later it is an actor without a record
+                await self._cluster.destroy(address, 0)
         except UnavailableError as error:
             # The replica may exist: retry until the worker answers or is lost.
             logger.warning("Replica %s cannot be reached; the call is retried: %s", replica.tag, error)

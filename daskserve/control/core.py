@@ -110,11 +110,16 @@ class ControllerCore:
             self.observed,
             poke=self._reconciler.poke,
             announce=self._announce_silent,
+            confirm_reign=self.confirm_reign,
             epoch=self.epoch,
         )
+        watching = asyncio.create_task(self._watch.run(), name="daskserve-watch-workers")
+        reconciling = asyncio.create_task(self._reconciler.run(), name="daskserve-reconcile")
+        # It ends if a newer controller has taken over, and then this one must not act either.
+        reconciling.add_done_callback(lambda _: watching.cancel())
         self._tasks = [
-            asyncio.create_task(self._watch.run(), name="daskserve-watch-workers"),
-            asyncio.create_task(self._reconciler.run(), name="daskserve-reconcile"),
+            watching,
+            reconciling,
             asyncio.create_task(self._keep_refreshing(), name="daskserve-refresh"),
             asyncio.create_task(self.scaler.run(), name="daskserve-scale"),
         ]

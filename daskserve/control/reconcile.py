@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 from daskserve.clock import Clock, stopwatch
+from daskserve.cluster.base import EPOCH_BITS
 from daskserve.control import app_state, backend_state, departure, gangs, http_state
 from daskserve.control.acting import ACTION_RETRY_S, Acting, Commit
 from daskserve.control.control_figures import ControlFigures
@@ -79,8 +80,7 @@ class Reconciler:
         self._lock = lock
         self._worker = worker
         self._rules = rules
-        # Incarnations grow across epochs; 2**32 actors per controller are enough.
-        self._incarnation = epoch << 32
+        self._incarnation = epoch << EPOCH_BITS
         self._epoch = epoch
         self._dirty: set[str] = set()
         self._dirty_all = True

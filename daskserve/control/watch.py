@@ -6,21 +6,21 @@ three consecutive missed answers the worker is unresponsive: its replicas are re
 routers give up the requests that it has. A worker that holds a proxy, and so a port, is restarted.
 
 After a missed answer the scheduler asks instead: the process may run, and only the network between it and the
-controller be broken. The next query is direct again.
+controller be broken. The next query is direct again, because the scheduler may be away.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from daskserve.clock import Clock
-from daskserve.cluster.base import Cluster
+from daskserve.cluster.base import EPOCH_BITS, Cluster
 from daskserve.control.observed import Observed
 from daskserve.control.records import ReplicaRecord
 from daskserve.control.state import State
-from daskserve.errors import ActorLostError, ServeError
+from daskserve.errors import ActorLostError, ServeError, StaleEpochError, UnavailableError
 from daskserve.loops.tasks import TaskSet
 from daskserve.types import ActorAddress, ActorKind, ReplicaState, WorkerAddress, as_standing
 
@@ -30,6 +30,8 @@ PERIOD_S = 1.0
 #: Timeout of an answer, which takes milliseconds: less than a period, so that each period has its own query.
 ANSWER_S = 0.9
 MISSES = 3
+#: Pause before a worker that could not be restarted is tried again.
+RESTART_RETRY_S = 2.0
 #: Interval at which workers without known actors are checked for leftover actors.
 SWEEP_S = 30.0
 
@@ -46,6 +48,7 @@ class WorkerWatch:
         *,
         poke: Callable[[Iterable[str] | None], None],
         announce: Callable[[], None],
+        confirm_reign: Callable[[], Awaitable[None]],
         epoch: int,
     ) -> None:
         self._cluster = cluster
@@ -55,9 +58,11 @@ class WorkerWatch:
         self._poke = poke
         #: Publishes the unresponsive workers.
         self._announce = announce
+        #: Raises an error if a newer controller has taken over.
+        self._confirm_reign = confirm_reign
         self._epoch = epoch
         # A controller that was replaced must not treat its successor's actors as orphans.
-        self._newest_incarnation = (epoch + 1) << 32
+        self._newest_incarnation = (epoch + 1) << EPOCH_BITS
         self._misses: dict[WorkerAddress, int] = {}
         self._asking: set[WorkerAddress] = set()
         self._tasks = TaskSet(logger)
@@ -90,7 +95,7 @@ class WorkerWatch:
         names = [
             each.address(instance).name for each in self._state.replicas_on(worker) if each.backend in scaled
         ]
-        by_scheduler = self._misses.get(worker, 0) > 0
+        by_scheduler = self._misses.get(worker, 0) % 2 == 1
         asking = self._cluster.inspect(worker, figures_of=names, by_scheduler=by_scheduler)
         try:
             actors = await self._clock.wait_for(asking, ANSWER_S)
@@ -117,10 +122,15 @@ class WorkerWatch:
         self._poke(None)
 
     async def _restart(self, worker: WorkerAddress) -> None:
-        try:
-            await self._cluster.restart_worker(worker)
-        except (ServeError, OSError) as error:
-            logger.warning("Worker %s holds a proxy and could not be restarted: %s", worker, error)
+        while worker in self._observed.unresponsive:
+            try:
+                await self._cluster.restart_worker(self._epoch, worker)
+                return
+            except (ServeError, OSError) as error:
+                logger.warning("Worker %s holds a proxy and could not be restarted: %s", worker, error)
+                if not isinstance(error, OSError | UnavailableError) or isinstance(error, StaleEpochError):
+                    return
+            await self._clock.sleep(RESTART_RETRY_S)
 
     def _answered(
         self, worker: WorkerAddress, actors: Sequence[Mapping[str, Any]], expected: Sequence[ReplicaRecord]
@@ -209,6 +219,8 @@ class WorkerWatch:
 
     async def _end(self, address: ActorAddress) -> None:
         try:
+            # A controller that was cut off does not know the actors that its successor has adopted.
+            await self._confirm_reign()
             await self._cluster.destroy(address, 0)
         except (ServeError, OSError) as error:
             logger.info("Actor %s could not be stopped: %s", address, error)

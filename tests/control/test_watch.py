@@ -9,7 +9,7 @@ from typing import Any
 
 from controller_harness import ScriptedReplica, Stage, play
 
-from daskserve.cluster.base import ActorSpec
+from daskserve.cluster.base import EPOCH_BITS, ActorSpec
 from daskserve.control.watch import ANSWER_S, MISSES, PERIOD_S, SWEEP_S
 from daskserve.data.caller.handle import routers_of
 from daskserve.errors import ActorLostError
@@ -264,6 +264,80 @@ def test_a_replaced_controller_does_not_end_its_successors_actors() -> None:
         assert len(stage.stopped) == stopped
 
     play(scenario, workers=4)
+
+
+async def start_successor(stage: Stage) -> None:
+    """Start a newer controller on another worker, as if the first one did not answer; both live."""
+    controller = await stage.cluster.program.controller()
+    stage.cluster.change_worker(controller.worker, is_retiring=True)
+    stage.cluster._controller = None
+    stage.cluster._controller_up.clear()
+    stage.cluster._replace_controller()
+    await stage.until(lambda: stage.cluster._controller is not None)
+
+
+def test_one_late_answer_makes_no_worker_unresponsive_while_the_scheduler_is_away() -> None:
+    async def scenario(stage: Stage) -> None:
+        await stage.create(num_replicas=2)
+        victim = await not_on_the_controllers_worker(stage)
+        process = stage.cluster.process((await stage.cluster.program.controller()).worker)
+        inspect, asked = process.inspect, list[bool]()
+
+        async def slow_once(worker: str, *, by_scheduler: bool = False, **options: Any) -> Any:
+            if worker == victim.worker:
+                asked.append(by_scheduler)
+                if by_scheduler or len(asked) == 1:
+                    await asyncio.Event().wait()
+            return await inspect(worker, **options)
+
+        process.inspect = slow_once  # type: ignore[method-assign]
+        await stage.clock.sleep((MISSES + 2) * PERIOD_S)
+        assert asked[:3] == [False, True, False]
+        assert stage.stopped == []
+
+    play(scenario, workers=3)
+
+
+def test_a_replaced_controller_ends_no_actor_that_its_successor_may_have_adopted() -> None:
+    async def scenario(stage: Stage) -> None:
+        await stage.create(num_replicas=3)
+        first = await stage.cluster.program.controller()
+
+        async def inspect_nothing(worker: str, **options: Any) -> Any:
+            await asyncio.Event().wait()
+
+        for info in stage.cluster.workers():
+            if info.address != first.worker:
+                stage.cluster.process(info.address).inspect = inspect_nothing  # type: ignore[method-assign]
+        await start_successor(stage)
+        # It was started by the first controller, and its record was written just before that was cut off.
+        victim = next(each for each in stage.running.values() if each.worker != first.worker)
+        payload = ProxyStart(HTTPOptions(port=0), None, False, True, "127.0.0.1").encode()
+        incarnation = (first.incarnation << EPOCH_BITS) + 1000
+        adopted = ActorSpec(ActorKind.PROXY, "local/proxy/adopted", incarnation, "local", payload)
+        await stage.cluster.program.create(adopted, victim.worker)
+        await stage.clock.sleep(1.5 * PERIOD_S)
+        assert "local/proxy/adopted" in {each.name for each in stage.cluster.actors()}
+
+    play(scenario, workers=4)
+
+
+def test_a_draining_replica_keeps_its_grace_if_only_the_connection_to_it_breaks() -> None:
+    async def scenario(stage: Stage) -> None:
+        await stage.create(num_replicas=4, experimental_graceful_shutdown_timeout_s=20)
+        controller = await stage.cluster.program.controller()
+        stage.drain_s = 15
+        updating = asyncio.create_task(stage.update(num_replicas=2))
+        await stage.until(lambda: len(stage.stopped) == 2)
+        await stage.clock.sleep(1)
+        for info in stage.cluster.workers():
+            if info.address != controller.worker:
+                stage.cluster.process(controller.worker).channels.drop(info.address)
+        await stage.clock.sleep(5 * PERIOD_S)
+        assert all(grace_s > 0 for _, grace_s in stage.stopped)
+        await updating
+
+    play(scenario, workers=3)
 
 
 # ---- workers that leave in order

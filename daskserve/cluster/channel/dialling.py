@@ -166,8 +166,13 @@ class Dialler:
         if self._settings.route == "direct":
             return await self._dial_directly(worker, ONLY_ROUTE_TIMEOUT_S)
         host = get_address_host(worker)
-        if self._settings.route == "scheduler" or self._memory.is_blocked(host, self._clock.now()):
+        if self._settings.route == "scheduler":
             return await self._dial_through_scheduler(worker)
+        if self._memory.is_blocked(host, self._clock.now()):
+            try:
+                return await self._dial_through_scheduler(worker)
+            except OSError as error:
+                logger.debug("The scheduler is away (%s); dialling %s directly", error, worker)
         try:
             transport = await self._dial_directly(worker, self._settings.direct_timeout_s)
         except (OSError, ValueError) as error:

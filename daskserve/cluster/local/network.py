@@ -9,6 +9,7 @@ from daskserve.cluster.channel.pool import ChannelPool
 from daskserve.cluster.channel.transport import Transport
 from daskserve.cluster.local.run_state import RunState
 from daskserve.cluster.local.transport import WhenAwake, connect
+from daskserve.errors import ActorLostError
 from daskserve.types import WorkerAddress
 
 
@@ -70,12 +71,14 @@ class LocalNetwork:
 
         Raises
         ------
+        ActorLostError
+            There is no such worker.
         OSError
-            There is no such worker. With ``directly``: the two are cut off from each other.
+            With ``directly``: the two are cut off from each other.
         """
         host = self._hosts.get(worker)
         if host is None:
-            raise OSError("there is no such worker")
+            raise ActorLostError(f"Worker {worker} has left the cluster.", begun=False)
         is_cut = frozenset((caller, worker)) in self._cut
         if is_cut and directly:
             raise OSError("the network between them is cut")

@@ -165,7 +165,7 @@ class LocalProcess(ActorCalls):
             self._world.reported = report
         return self._world.is_adaptive
 
-    async def restart_worker(self, worker: WorkerAddress) -> None:
+    async def restart_worker(self, epoch: int, worker: WorkerAddress) -> None:
         await self.state.wait_until_running()
         self._world.remove_worker(worker)
 

@@ -194,6 +194,7 @@ class ControllerKeeper:
                 # A worker that has left, as all do when the cluster closes, is nothing to warn of.
                 level = logging.INFO if isinstance(error, ActorLostError) else logging.WARNING
                 logger.log(level, "The controller of %s did not start on %s: %r", entry.name, worker, error)
+                self._spawn(self._end(address))  # it may still come up
                 continue
             if entry.epoch == epoch and self._hosts.has(worker) and not entry.is_ending:
                 entry.controller = address

@@ -14,10 +14,22 @@ from distributed.comm import get_address_host
 
 from daskserve.amounts import shown
 from daskserve.cluster.actor_calls import list_actors
-from daskserve.cluster.distributed_internals import break_stream, call_actor, get_ip, is_running
+from daskserve.cluster.distributed_internals import (
+    break_stream,
+    call_actor,
+    connect_comm,
+    get_ip,
+    is_running,
+)
 from daskserve.cluster.probe import mismatch, version_probe
 from daskserve.cluster.worker.host import Host, present_host
-from daskserve.errors import ActorLostError, InstanceError, ServeError, VersionMismatchError
+from daskserve.errors import (
+    ActorLostError,
+    InstanceError,
+    ServeError,
+    UnavailableError,
+    VersionMismatchError,
+)
 from daskserve.loops.tasks import TaskSet
 from daskserve.payload.packed_errors import load_error
 from daskserve.types import ActorAddress, InstanceName, WorkerAddress
@@ -309,6 +321,8 @@ class HostRegistry:
         ------
         InstanceError
             The worker has no nanny.
+        UnavailableError
+            The nanny does not answer, either.
         """
         known = self._scheduler.workers.get(worker)
         if known is None:
@@ -318,6 +332,9 @@ class HostRegistry:
         if await _is_answered(list_actors(self.call, worker, "")):
             logger.info("Worker %s answers the scheduler and is not restarted", worker)
             return
+        # Otherwise the order would arrive when the network is back, and end what serves again.
+        if not await _is_answered(self._reach(known.nanny)):
+            raise UnavailableError(f"Worker {worker} cannot be restarted: its nanny does not answer, either.")
         logger.warning("Restarting worker %s by its nanny: it does not answer", worker)
         self._tasks.spawn(
             self._scheduler.restart_workers(
@@ -328,6 +345,10 @@ class HostRegistry:
                 stimulus_id="daskserve-restart-worker",
             )
         )
+
+    async def _reach(self, address: str) -> None:
+        comm = await connect_comm(address, **self._scheduler.connection_args)
+        comm.abort()
 
     async def close(self) -> None:
         """Close and release every Host."""
@@ -347,9 +368,9 @@ class HostRegistry:
         entry.future.release()
 
     async def _execute(self, worker: WorkerAddress, function: str, *arguments: Any) -> Any:
-        assert self._client is not None
         entry = self._entries.get(worker)
-        if entry is None:
+        # Another scheduler's controller asks as soon as this one answers, before there is a client.
+        if entry is None or self._client is None:
             raise ActorLostError(f"Worker {worker} has no daskserve Host.", begun=False)
         return await call_actor(self._client, worker, entry.key, function, *arguments)
 

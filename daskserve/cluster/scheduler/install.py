@@ -51,7 +51,8 @@ async def bring_back(
     worker : str
         The worker that asks, which has actors of the instance.
     left : dict
-        What the instance's controller of that time knows, if it is on this worker.
+        What the instance's controller of that time knows, if it is on this worker; at least the newest epoch
+        that is known there.
     """
     await _install(link, CHECK_S)
     is_running: bool = await link.ask("bring_back", start=start, worker=worker, **left)

@@ -7,7 +7,7 @@ from typing import Any
 
 from daskserve.cluster.base import StoreChange
 from daskserve.cluster.scheduler.controllers import Instance
-from daskserve.errors import StaleEpochError
+from daskserve.errors import StaleEpochError, UnavailableError
 from daskserve.types import InstanceName
 
 
@@ -37,7 +37,7 @@ async def _commit(
     must_last: bool = True,
 ) -> dict[str, str]:
     """Write a transaction; return the store's problems."""
-    _check_epoch(entry, epoch)
+    check_epoch(entry, epoch)
     rows = entry.parcels.rows_of(records, parcels)
     await entry.store.commit(epoch, StoreChange({**records, **rows}, must_last=must_last))
     entry.parcels.committed(records, parcels)
@@ -52,13 +52,19 @@ async def _rewrite(
     unreadable: Sequence[str],
 ) -> dict[str, str]:
     """Replace all records in the store; return its problems."""
-    _check_epoch(entry, epoch)
+    check_epoch(entry, epoch)
     rows = await entry.parcels.all_rows(parcels)
     await entry.store.rewrite(epoch, StoreChange({**records, **rows}), unreadable)
     return dict(entry.store.problems())
 
 
-def _check_epoch(entry: Instance, epoch: int) -> None:
+def check_epoch(entry: Instance, epoch: int) -> None:
+    """Raise an error unless an epoch is that of the newest controller."""
+    if not entry.epoch:
+        # A controller that outlived another scheduler takes the workers that are not back yet for lost.
+        raise UnavailableError(
+            f"Instance {entry.name!r} comes back, and has no new controller yet; try again."
+        )
     if epoch < entry.epoch:
         # The store itself refuses the old epoch only after the new controller's first write.
         raise StaleEpochError(f"Controller epoch {epoch} was replaced by {entry.epoch}.")

@@ -16,6 +16,7 @@ from typing import Any
 
 from distributed import Scheduler
 
+from daskserve.cluster.base import StoreChange
 from daskserve.cluster.scheduler.controllers import Instance
 from daskserve.cluster.store.opening import is_in_memory
 from daskserve.errors import ServeError
@@ -37,19 +38,22 @@ class _Return:
     start: Mapping[str, Any]
     began_at: float
     workers: set[WorkerAddress] = field(default_factory=set)
-    #: Whether a controller has told which workers there were.
-    is_complete: bool = False
+    #: The newest epoch that is known.
     epoch: int = 0
+    #: What the newest controller knew; None if none has told.
     records: Mapping[str, bytes] | None = None
+    records_epoch: int = 0
 
     def is_due(self, present: Collection[WorkerAddress], now: float) -> bool:
         """Return whether the instance should start, with these workers in the cluster."""
         waited_s = now - self.began_at
         if not present:
             return waited_s >= float(self.start["timeout_s"])
-        if self.is_complete and self.workers <= set(present):
+        # A controller has told which workers there were.
+        is_complete = self.records is not None
+        if is_complete and self.workers <= set(present):
             return True
-        return waited_s >= (KNOWN_S if self.is_complete else UNKNOWN_S)
+        return waited_s >= (KNOWN_S if is_complete else UNKNOWN_S)
 
 
 class Returns:
@@ -99,8 +103,10 @@ class Returns:
         ----------
         worker
             The worker that asks.
-        workers, epoch, records
-            From the worker that has the instance's last controller: what that knows.
+        epoch
+            The newest epoch of which the worker has an actor.
+        workers, records
+            From a worker that has a controller of the instance: what that knows.
         """
         name = start["instance"]
         if name in self._instances:
@@ -112,8 +118,9 @@ class Returns:
             entry = self._returning[name] = _Return(start, asyncio.get_running_loop().time())
             self._spawn(self._begin(name, entry))
         entry.workers |= {worker, *workers}
-        if epoch:
-            entry.is_complete, entry.epoch, entry.records = True, epoch, records
+        entry.epoch = max(entry.epoch, epoch)
+        if records is not None and epoch >= entry.records_epoch:
+            entry.records, entry.records_epoch = records, epoch
         return False
 
     async def _begin(self, name: InstanceName, entry: _Return) -> None:
@@ -136,3 +143,26 @@ class Returns:
             logger.error("Instance %s could not be brought back: %s", name, error)
         finally:
             del self._returning[name]
+
+
+async def restore(entry: Instance, url: str, epoch: int, records: Mapping[str, bytes] | None) -> None:
+    """Give a store that was lost together with the scheduler what the last controller knew.
+
+    Later epochs are newer than those of the actors, even if nothing else is known: so actors without a record
+    are recognized.
+    """
+    if await entry.store.newest_epoch() >= epoch:
+        return
+    if not is_in_memory(url):
+        logger.error(
+            "Store %s has lost what instance %s wrote there while the scheduler was away; %s",
+            url,
+            entry.name,
+            "nobody knows the records"
+            if records is None
+            else "the last controller's records are written to it",
+        )
+    if records is not None:
+        await entry.store.rewrite(epoch, StoreChange(records))
+    else:
+        await entry.store.commit(epoch, StoreChange({}))

@@ -17,7 +17,6 @@ from typing import Any
 from distributed import Client, Scheduler, SchedulerPlugin
 
 from daskserve.amounts import shown
-from daskserve.cluster.base import StoreChange
 from daskserve.cluster.channel.dialling import SPLICE_OP
 from daskserve.cluster.dask import SUPERVISOR_OP, topic_of
 from daskserve.cluster.distributed_internals import (
@@ -38,12 +37,12 @@ from daskserve.cluster.scheduler.drains import Drains
 from daskserve.cluster.scheduler.figures import SupervisorFigures
 from daskserve.cluster.scheduler.hosts import HostRegistry
 from daskserve.cluster.scheduler.parcels import parcel_verbs
-from daskserve.cluster.scheduler.records import record_verbs
-from daskserve.cluster.scheduler.returns import Returns
+from daskserve.cluster.scheduler.records import check_epoch, record_verbs
+from daskserve.cluster.scheduler.returns import Returns, restore
 from daskserve.cluster.scheduler.scale_route import ScaleRoute
 from daskserve.cluster.scheduler.splice import Splices
 from daskserve.cluster.scheduler.topics import EndedTopics
-from daskserve.cluster.store.opening import is_in_memory, open_store
+from daskserve.cluster.store.opening import open_store
 from daskserve.errors import (
     AlreadyRunningError,
     InstanceError,
@@ -120,11 +119,11 @@ class Supervisor(SchedulerPlugin):
             "end_instance": self._end_instance,
             "controller": self._find_controller,
             "instances": self._list_instances,
-            "workers": self._hosts.describe,
+            "workers": self._describe_workers,
             **record_verbs(self._known),
             **parcel_verbs(lambda instance: self._known(instance).parcels),
             "report": self._report,
-            "restart_worker": self._hosts.restart,
+            "restart_worker": self._restart_worker,
             "inspect": self._hosts.inspect,
             "targets": targets.describe,
         }
@@ -197,9 +196,14 @@ class Supervisor(SchedulerPlugin):
         records: Mapping[str, bytes] | None = None,
         **start: Any,
     ) -> dict[str, Any]:
-        """Start an instance, with the records that it had under another scheduler, if there are any.
+        """Start an instance.
 
         ``start`` has the fields of `Instance`, the URL of its store, and the timeout for the first worker.
+
+        Parameters
+        ----------
+        epoch, records
+            The newest epoch and the records that it had under another scheduler, if it comes back.
         """
         instance, start_id, store = start["instance"], start.get("start_id", ""), start["store"]
         if self._is_closed:
@@ -223,8 +227,7 @@ class Supervisor(SchedulerPlugin):
         try:
             try:
                 await entry.store.open()
-                if records is not None and is_in_memory(store):
-                    await entry.store.commit(epoch, StoreChange(records))
+                await restore(entry, store, epoch, records)
                 self._hosts.starts[instance] = start
                 await self._hosts_ready(entry, start["timeout_s"])
                 await self._hosts.entrust(instance)
@@ -311,6 +314,19 @@ class Supervisor(SchedulerPlugin):
             for name, entry in self._instances.items()
             if not entry.is_ending and entry.draining is None
         }
+
+    async def _describe_workers(self, instance: InstanceName) -> dict[str, Any]:
+        entry = self._instances.get(instance)
+        if entry is None or not entry.epoch:
+            # Not all Hosts are there, and a controller that has outlived another scheduler would miss them.
+            raise UnavailableError(
+                f"Instance {instance!r} has no controller of this scheduler yet; try again."
+            )
+        return await self._hosts.describe()
+
+    async def _restart_worker(self, instance: InstanceName, epoch: int, worker: WorkerAddress) -> None:
+        check_epoch(self._known(instance), epoch)
+        await self._hosts.restart(worker)
 
     async def _report(
         self,

@@ -67,6 +67,9 @@ class MemoryStore:
                 self._records[key] = value
 
     async def rewrite(self, epoch: int, change: StoreChange, unreadable: Sequence[str] = ()) -> None:
+        if epoch < self._epoch:
+            raise stale(epoch, self._epoch)
+        self._epoch = epoch
         kept = {key: self._records[key] for key in unreadable if key in self._records}
         self._records = {**kept, **{key: each for key, each in change.records.items() if each is not None}}
 

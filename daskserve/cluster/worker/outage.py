@@ -34,7 +34,6 @@ from daskserve.cluster.distributed_internals import (
 )
 from daskserve.cluster.link import DaskLink
 from daskserve.cluster.returning import PERIOD_S, wait_for_scheduler
-from daskserve.cluster.store.opening import is_in_memory
 from daskserve.errors import ServeError
 from daskserve.loops.tasks import TaskSet
 from daskserve.payload.importing import import_definition
@@ -167,12 +166,10 @@ class Outage:
 
     async def _ask(self, instance: InstanceName, left: Mapping[InstanceName, Any]) -> bool:
         """Ask the scheduler to bring back an instance; return whether it runs."""
-        start, known = self.starts[instance], left.get(instance, {})
-        if known and not is_in_memory(start["store"]):
-            known = {**known, "records": None}  # they are where the scheduler will read them
+        known = left.get(instance) or {"epoch": self._book.newest_epoch(instance)}
         try:
             is_back: bool = await import_definition(BRING_BACK)(
-                self._link, start, self._worker.address, known
+                self._link, self.starts[instance], self._worker.address, known
             )
         except (OSError, ServeError) as error:
             logger.info("Instance %s is not back yet: %s", instance, error)

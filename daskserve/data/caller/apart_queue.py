@@ -14,6 +14,9 @@ from daskserve.data.caller.suspects import Suspects, SuspectTrial, target_of
 from daskserve.errors import ActorLostError, ReplicaBusyError
 from daskserve.types import BackendTag, Envelope
 
+#: After so many requests in a row that no replica takes, the others are not tried: thousands may wait.
+MISSES = 16
+
 
 class ApartQueue:
     """Suspect requests, which have no common order: each takes the first replica that it may have.
@@ -68,13 +71,20 @@ class ApartQueue:
         return replica
 
     def serve(self) -> None:
-        """Give free replicas to the requests that wait."""
-        for waiter, trial in list(self.waiters.items()):
+        """Give free replicas to the requests that wait, until there are none for several in a row."""
+        done: list[asyncio.Future[ReplicaEntry]] = []
+        misses = 0
+        for waiter, trial in self.waiters.items():
             replica = None if waiter.done() else self.take(trial)
             if replica is not None:
                 waiter.set_result(replica)
             if waiter.done():
-                self.waiters.pop(waiter, None)
+                done.append(waiter)
+                misses = 0
+            elif (misses := misses + 1) == MISSES:
+                break
+        for waiter in done:
+            del self.waiters[waiter]
         self._listen_no_longer()
 
     def next_at(self) -> float | None:

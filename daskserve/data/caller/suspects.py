@@ -30,8 +30,9 @@ from daskserve.data.caller.roster import ReplicaEntry
 from daskserve.errors import QuarantinedError, RequestTimeoutError
 from daskserve.types import BackendTag, Reach, WorkerAddress
 
-#: How long the loss of a process is remembered.
+#: How long the loss of a process is remembered, and the interval at which memories are removed.
 WINDOW_S = 60.0
+SWEEP_S = 10.0
 #: How many processes the retries of a target may end within that time.
 MAX_KILLS = 2
 #: How long the requests of a target are refused after that.
@@ -158,7 +159,7 @@ class Suspects:
         #: Functions to call when a worker may have become free for trials.
         self.on_free: set[Callable[[], None]] = set()
         self._trials: dict[WorkerAddress, Counter[RequestTarget]] = {}
-        #: When the next suspicion may be too old.
+        #: When to look for old suspicions: not at each request, of which there may be thousands on a worker.
         self._sweep_at = 0.0
 
     def __repr__(self) -> str:
@@ -176,10 +177,10 @@ class Suspects:
         QuarantinedError
             Retries of the same target have ended `MAX_KILLS` processes lately.
         """
+        if now >= self._sweep_at:
+            self._sweep(now)
         suspicion = self.known.get(target)
-        if suspicion is None:
-            if now >= self._sweep_at:
-                self._sweep(now)
+        if suspicion is None or now - suspicion.since >= WINDOW_S:
             return None
         if now < suspicion.refused_until:
             raise _refusal(target, suspicion, now)
@@ -189,10 +190,10 @@ class Suspects:
         self, target: RequestTarget, trial: SuspectTrial | None, worker: WorkerAddress, now: float
     ) -> SuspectTrial:
         """Note that a process died or hung under a request; return the request's trial, if it is retried."""
-        self._sweep(now)
+        if now >= self._sweep_at:
+            self._sweep(now)
         suspicion = self.known.setdefault(target, Suspicion(now))
         suspicion.since = now
-        self._sweep_at = now + WINDOW_S
         if trial is None:
             trial = SuspectTrial(self, target, now)
         elif trial.retries:
@@ -246,6 +247,7 @@ class Suspects:
             each()
 
     def _sweep(self, now: float) -> None:
+        self._sweep_at = now + SWEEP_S
         for target, suspicion in list(self.known.items()):
             if now - suspicion.since >= WINDOW_S:
                 del self.known[target]

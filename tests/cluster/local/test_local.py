@@ -892,7 +892,7 @@ def test_only_reports_of_the_newest_controller_count() -> None:
 
 def test_a_restarted_worker_is_lost_first() -> None:
     async def scenario(cluster: LocalCluster) -> None:
-        await cluster.process(W2).restart_worker(W1)
+        await cluster.process(W2).restart_worker(1, W1)
         assert [each.address for each in cluster.workers()] == [W2]
 
     run(scenario)

@@ -10,7 +10,7 @@ import pytest
 
 from daskserve.cluster.scheduler import hosts
 from daskserve.cluster.scheduler.hosts import ANSWER_S, HostRegistry, _HostEntry
-from daskserve.errors import ActorLostError, InstanceError
+from daskserve.errors import ActorLostError, InstanceError, UnavailableError
 from daskserve.testing import run_virtual
 
 WORKER = "tcp://10.0.0.1:1"
@@ -21,19 +21,29 @@ class NannyScheduler:
 
     def __init__(self, *, nanny: str | None = "tcp://10.0.0.1:2") -> None:
         self.workers = {WORKER: SimpleNamespace(nanny=nanny)}
+        self.connection_args: dict[str, Any] = {}
         self.restarted: list[str] = []
 
     async def restart_workers(self, workers: list[str], **options: Any) -> None:
         self.restarted += workers
 
 
-async def restarted(monkeypatch: pytest.MonkeyPatch, answer: Any, **options: Any) -> list[str]:
+async def restarted(
+    monkeypatch: pytest.MonkeyPatch, answer: Any, *, has_network: bool = True, **options: Any
+) -> list[str]:
     """Return the workers that an order to restart the only worker restarts."""
 
     async def call_actor(*arguments: Any) -> Any:
         return await answer()
 
+    async def connect(address: str) -> Any:
+        assert address == "tcp://10.0.0.1:2"
+        if not has_network:
+            await asyncio.sleep(100)
+        return SimpleNamespace(abort=lambda: None)
+
     monkeypatch.setattr(hosts, "call_actor", call_actor)
+    monkeypatch.setattr(hosts, "connect_comm", connect)
     scheduler: Any = NannyScheduler(**options)
     registry = HostRegistry(scheduler)
     client: Any = object()
@@ -72,3 +82,10 @@ def test_a_late_order_does_not_restart_a_worker_that_answers(monkeypatch: pytest
 def test_a_worker_without_a_nanny_cannot_be_restarted(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InstanceError, match="has no nanny"):
         run_virtual(lambda: restarted(monkeypatch, hangs, nanny=None))
+
+
+def test_a_worker_without_network_is_not_restarted_when_the_network_is_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(UnavailableError, match="its nanny does not answer, either"):
+        run_virtual(lambda: restarted(monkeypatch, hangs, has_network=False))

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from daskserve.cluster.scheduler.returns import KNOWN_S, UNKNOWN_S, Returns
+import pytest
+
+from daskserve.cluster.base import StoreChange
+from daskserve.cluster.scheduler.controllers import Instance
+from daskserve.cluster.scheduler.returns import KNOWN_S, UNKNOWN_S, Returns, restore
+from daskserve.cluster.store.opening import open_store
 from daskserve.errors import InstanceError
 from daskserve.loops.tasks import TaskSet
 from daskserve.testing import run_virtual
 
 LOST = {"instance": "a", "store": "sqlite:///a.db", "timeout_s": 60.0}
 RECORDS = {"backend/b": b"..."}
+OWNED = {"owner": None, "owns_cluster": False, "grace_s": 0.0, "payload": b""}
 
 
 class NextScheduler:
@@ -64,7 +71,7 @@ def test_an_instance_starts_once_all_known_workers_are_back() -> None:
 def test_an_instance_does_not_wait_long_for_lost_workers() -> None:
     async def main() -> None:
         scheduler = NextScheduler("w1")
-        await scheduler.returns.bring_back(LOST, "w1", workers=["w1", "w2"], epoch=7)
+        await scheduler.returns.bring_back(LOST, "w1", workers=["w1", "w2"], epoch=7, records=RECORDS)
         await asyncio.sleep(KNOWN_S + 1)
         assert KNOWN_S <= scheduler.started[0][0] <= KNOWN_S + 0.1
 
@@ -84,7 +91,7 @@ def test_without_a_controller_an_instance_waits_for_workers_that_may_follow() ->
 def test_an_instance_whose_workers_are_all_replaced_waits_for_one() -> None:
     async def main() -> None:
         scheduler = NextScheduler()
-        await scheduler.returns.bring_back(LOST, "w1", workers=["w1"], epoch=7)
+        await scheduler.returns.bring_back(LOST, "w1", workers=["w1"], epoch=7, records=RECORDS)
         await asyncio.sleep(30)
         assert scheduler.started == []
         scheduler.workers["new"] = None
@@ -108,14 +115,50 @@ def test_records_in_memory_come_from_the_worker_with_the_controller_only() -> No
     run_virtual(main)
 
 
+def test_what_the_newest_controller_knew_counts() -> None:
+    async def main() -> None:
+        scheduler = NextScheduler("w1", "w2")
+        ask = scheduler.returns.bring_back
+        await ask(LOST, "w1", workers=["w1", "w2", "w3"], epoch=8, records=RECORDS)
+        await ask(LOST, "w2", workers=["w1", "w2"], epoch=7, records={"backend/b": b"older"})
+        await ask(LOST, "w3", epoch=6)
+        await asyncio.sleep(KNOWN_S + 1)
+        assert scheduler.started[0][1] == {**LOST, "epoch": 8, "records": RECORDS}
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize("url", ["memory://", "sqlite"])
+def test_a_store_that_was_lost_with_the_scheduler_gets_the_records_of_the_last_controller(
+    url: str, tmp_path: Path
+) -> None:
+    async def main() -> None:
+        place = f"sqlite:///{tmp_path}/store.db" if url == "sqlite" else url
+        entry = Instance.started_by({**LOST, **OWNED}, open_store(place, "a"))
+        await entry.store.open()
+        try:
+            await restore(entry, place, 7, RECORDS)
+            assert await entry.store.load() == RECORDS
+            await entry.store.commit(9, StoreChange({"backend/b": b"newer"}))
+            await restore(entry, place, 7, RECORDS)
+            assert await entry.store.load() == {"backend/b": b"newer"}
+            # Actors of a later epoch are left, and nobody knows the records.
+            await restore(entry, place, 12, None)
+            assert await entry.store.claim_epoch() == 13
+        finally:
+            await entry.store.close()
+
+    asyncio.run(main())
+
+
 def test_a_start_that_fails_is_tried_again_when_a_worker_asks_again() -> None:
     async def main() -> None:
         scheduler = NextScheduler("w1")
         scheduler.fails = True
-        await scheduler.returns.bring_back(LOST, "w1", workers=["w1"], epoch=7)
+        await scheduler.returns.bring_back(LOST, "w1", workers=["w1"], epoch=7, records=RECORDS)
         await asyncio.sleep(0.1)
         scheduler.fails = False
-        assert not await scheduler.returns.bring_back(LOST, "w1", workers=["w1"], epoch=7)
+        assert not await scheduler.returns.bring_back(LOST, "w1", workers=["w1"], epoch=7, records=RECORDS)
         await asyncio.sleep(0.1)
         assert len(scheduler.started) == 1
 
@@ -127,7 +170,7 @@ def test_an_instance_whose_owner_does_not_come_back_ends() -> None:
         scheduler = NextScheduler("w1")
         scheduler.owner = owner
         scheduler.clients = dict.fromkeys(clients)
-        await scheduler.returns.bring_back(LOST, "w1", workers=["w1"], epoch=7)
+        await scheduler.returns.bring_back(LOST, "w1", workers=["w1"], epoch=7, records=RECORDS)
         await asyncio.sleep(0.1)
         return scheduler.ends
 

@@ -11,7 +11,7 @@ import pytest
 
 from daskserve.clock import LoopClock
 from daskserve.cluster.actor_book import ActorBook
-from daskserve.cluster.base import ActorSpec, Hosted, verb, verbs_of
+from daskserve.cluster.base import EPOCH_BITS, ActorSpec, Hosted, verb, verbs_of
 from daskserve.cluster.distributed_internals import Fate
 from daskserve.cluster.worker import outage
 from daskserve.cluster.worker.outage import DRAIN_S, Outage
@@ -20,6 +20,7 @@ from daskserve.testing import run_virtual
 from daskserve.types import ActorKind
 
 GRACE_S = 60.0
+LEFT = {"workers": ["here"], "epoch": 4, "records": {"backend/b": b"..."}}
 
 
 class Actor:
@@ -39,7 +40,7 @@ class Actor:
 
     @verb
     async def hand_over(self) -> dict[str, Any]:
-        return {"workers": ["here"], "epoch": 4, "records": {"backend/b": b"..."}}
+        return LEFT
 
 
 class Lost:
@@ -52,7 +53,7 @@ class Lost:
         self.next_id = "next"
         self.is_present = True
         self.answer: Callable[[], bool] = lambda: True
-        self.store = "sqlite:///a.db"
+        self.kinds = [ActorKind.REPLICA, ActorKind.PROXY, ActorKind.CONTROLLER]
 
         async def wait(address: str, *_: Any, is_awaited: Callable[[], bool], **__: Any) -> str:
             await asyncio.sleep(min(back_after_s, GRACE_S))
@@ -93,13 +94,15 @@ class Lost:
         worker: Any = SimpleNamespace(address="here", scheduler=SimpleNamespace(address="there"))
         link: Any = SimpleNamespace(client=None, clock=LoopClock())
         book = ActorBook("here", 1, LoopClock(), make)
-        for kind in (ActorKind.REPLICA, ActorKind.PROXY, ActorKind.CONTROLLER):
-            spec = {"kind": kind.value, "name": f"a/{kind.value}", "incarnation": 1, "instance": "a"}
+        for kind in self.kinds:
+            incarnation = 4 if kind is ActorKind.CONTROLLER else (3 << EPOCH_BITS) + 1
+            spec = {"kind": kind.value, "name": f"a/{kind.value}", "incarnation": incarnation}
+            spec["instance"] = "a"
             await book.create({**spec, "payload": b""})
         found = Outage(worker, book, GRACE_S)
         found.open(link)
         if serves:
-            found.starts["a"] = {"instance": "a", "store": self.store}
+            found.starts["a"] = {"instance": "a", "store": "sqlite:///a.db"}
         fate: Fate = await worker.survive()
         await asyncio.sleep(then_s)
         self.starts = dict(found.starts)
@@ -112,15 +115,17 @@ def test_a_worker_keeps_its_actors_and_registers_with_the_next_scheduler(
     lost = Lost(monkeypatch, back_after_s=50)
     assert run_virtual(lost.survive, 1.0) is Fate.STAYS
     assert lost.registered_at == 50
-    assert lost.asked == [(50, {"workers": ["here"], "epoch": 4, "records": None})]
+    assert lost.asked == [(50, LEFT)]
     assert lost.stops == []
 
 
-def test_records_travel_if_the_store_was_in_the_schedulers_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_without_a_controller_tells_the_newest_epoch_of_its_actors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     lost = Lost(monkeypatch, back_after_s=1)
-    lost.store = "memory://"
+    lost.kinds = [ActorKind.REPLICA]
     run_virtual(lost.survive, 1.0)
-    assert lost.asked[0][1]["records"] == {"backend/b": b"..."}
+    assert lost.asked == [(1, {"epoch": 3})]
 
 
 def test_a_worker_asks_until_the_instance_runs(monkeypatch: pytest.MonkeyPatch) -> None:

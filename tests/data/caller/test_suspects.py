@@ -14,7 +14,14 @@ from scripted_routes import ScriptedRoutes
 from daskserve.clock import LoopClock
 from daskserve.cluster.base import Cluster
 from daskserve.data.caller.replica_set import ReplicaSet
-from daskserve.data.caller.suspects import REFUSAL_S, TRIAL_WAIT_S, WINDOW_S, Suspects, target_of
+from daskserve.data.caller.suspects import (
+    REFUSAL_S,
+    SWEEP_S,
+    TRIAL_WAIT_S,
+    WINDOW_S,
+    Suspects,
+    target_of,
+)
 from daskserve.errors import ActorLostError, QuarantinedError, UserCodeError
 from daskserve.proxies.ingress.errors import reply_to
 from daskserve.testing import run_virtual
@@ -430,3 +437,22 @@ def test_suspects_that_wait_fail_when_their_backend_is_deleted() -> None:
         assert "was deleted" in str(await failed(lost))
 
     run(scenario)
+
+
+def test_thousands_of_requests_lost_with_one_worker_cost_a_fixed_time_each() -> None:
+    suspects = Suspects()
+    looks = 0
+
+    class Counted(dict[Any, Any]):
+        def items(self) -> Any:
+            nonlocal looks
+            looks += 1
+            return super().items()
+
+    suspects.known = Counted()
+    for number in range(1000):
+        suspects.lost(("b", "GET", b"/p", b"%d" % number), None, "tcp://10.0.0.1:1", 100.0)
+    assert looks == 1
+    assert len(suspects.known) == 1000
+    suspects.trial_of(("b", "GET", b"/p", b""), 100.0 + WINDOW_S + SWEEP_S)
+    assert suspects.known == {}
