@@ -333,7 +333,7 @@ class HostRegistry:
             logger.info("Worker %s answers the scheduler and is not restarted", worker)
             return
         # Otherwise the order would arrive when the network is back, and end what serves again.
-        if not await _is_answered(self._reach(known.nanny)):
+        if not await _is_answered(_reach(known.nanny, self._scheduler.connection_args)):
             raise UnavailableError(f"Worker {worker} cannot be restarted: its nanny does not answer, either.")
         logger.warning("Restarting worker %s by its nanny: it does not answer", worker)
         self._tasks.spawn(
@@ -345,10 +345,6 @@ class HostRegistry:
                 stimulus_id="daskserve-restart-worker",
             )
         )
-
-    async def _reach(self, address: str) -> None:
-        comm = await connect_comm(address, **self._scheduler.connection_args)
-        comm.abort()
 
     async def close(self) -> None:
         """Close and release every Host."""
@@ -373,6 +369,11 @@ class HostRegistry:
         if entry is None or self._client is None:
             raise ActorLostError(f"Worker {worker} has no daskserve Host.", begun=False)
         return await call_actor(self._client, worker, entry.key, function, *arguments)
+
+
+async def _reach(address: str, connection_args: Mapping[str, Any]) -> None:
+    comm = await connect_comm(address, **connection_args)
+    comm.abort()
 
 
 async def _is_answered(asking: Awaitable[Any]) -> bool:
