@@ -46,7 +46,7 @@ class ActorSpec:
     name: str
     incarnation: int
     instance: InstanceName
-    payload: bytes = b""
+    payload: bytes = field(default=b"", repr=False)  # may hold passwords
 
 
 ViewT_co = TypeVar("ViewT_co", bound=HasLink, covariant=True)
