@@ -228,6 +228,7 @@ WRONG: Mapping[str, Callable[[], Any]] = {
     "variables in a list": lambda: Environment(env_vars=[VALUE]),
     "a variable of a wrong type": lambda: Environment(env_vars={"A": [VALUE]}),
     "a wrong name of variables": lambda: Environment(env_var={"A": VALUE}),
+    "the password of a store": lambda: serve.start(store=f"redis://user:{VALUE}@host/0"),
     "variables of a deployment": lambda: serve.deployment(env={"env_vars": {"A": [VALUE]}})(
         type("D", (), {})
     ),
@@ -236,7 +237,7 @@ WRONG: Mapping[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("make", WRONG.values(), ids=WRONG)
 def test_errors_do_not_show_secrets(make: Callable[[], Any]) -> None:
-    with pytest.raises(ValidationError) as caught:
+    with pytest.raises(ValueError, match=r".") as caught:
         make()
     assert VALUE not in str(caught.value)
     assert VALUE not in repr(caught.value)
