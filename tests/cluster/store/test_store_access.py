@@ -133,9 +133,17 @@ def test_objects_without_hard_links_are_their_users_only(
     def fail(*args: Any) -> None:
         raise OSError("no links here")
 
+    seen: list[int] = []
+    real = os.replace
+
+    def replace(source: Path, target: Path) -> None:
+        seen.extend([mode(source), mode(target)])
+        real(source, target)
+
     monkeypatch.setattr(os, "link", fail)
+    monkeypatch.setattr(os, "replace", replace)
     folder.create("txn/1", b"secret")
-    assert mode(tmp_path / "store" / "i" / "txn" / "1") == 0o600
+    assert [*seen, mode(tmp_path / "store" / "i" / "txn" / "1")] == [0o600] * 3
 
 
 def test_the_mode_of_an_existing_database_stays_and_is_reported_with_the_remedy(
