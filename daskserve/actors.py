@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import ssl
 from collections.abc import Coroutine
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.middleware import Middleware
 
+from daskserve import settings
 from daskserve.cluster.base import ActorContext, verb, verbs_of
 from daskserve.data.caller.handle import routers_of
 from daskserve.data.replica.child_code import ChildCode
@@ -16,6 +18,7 @@ from daskserve.data.replica.local_code import LocalCode
 from daskserve.data.replica.replica import Replica
 from daskserve.errors import BadRequestError, ServeError
 from daskserve.figures.table import MetricSample
+from daskserve.options.secrets import read_secret
 from daskserve.payload.importing import call_imported
 from daskserve.payload.pickling import load_bytes
 from daskserve.proxies.ingress.app import IngressApp, build_app
@@ -27,6 +30,9 @@ from daskserve.proxies.server.listen import can_share_ports
 from daskserve.proxies.server.tls import server_context
 from daskserve.starts import ProxyStart, ReplicaStart
 from daskserve.types import Envelope, Load, Receive, Send
+
+if TYPE_CHECKING:
+    from daskserve.options.http import HTTPOptions
 
 logger = logging.getLogger("daskserve.actors")
 
@@ -64,6 +70,14 @@ def middlewares_from(path: str) -> list[Middleware]:
             f"{found!r}"
         )
     return found
+
+
+def tls_of(options: HTTPOptions) -> ssl.SSLContext | None:
+    """Return the context of the proxy's HTTPS server; raise `BadRequestError` if a file is wrong."""
+    password = options.ssl_keyfile_password
+    if password is not None:
+        password = read_secret(password, "ssl_keyfile_password", settings.process_variables())
+    return server_context(options.ssl_certfile, options.ssl_keyfile, password)
 
 
 class ProxyActor:
@@ -109,7 +123,7 @@ class ProxyActor:
             reuse_port=self._start.reuse_port or can_share_ports(),
             claims_port=self._start.claims_port,
             public_host=self._start.public_host,
-            tls=server_context(options.ssl_certfile, options.ssl_keyfile, options.ssl_keyfile_password),
+            tls=tls_of(options),
             clock=self._context.clock,
         )
         await self._server.bind()

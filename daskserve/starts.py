@@ -7,7 +7,7 @@ Messages are plain values in msgpack, with user code as opaque ``bytes``. They a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
 import msgpack
@@ -115,11 +115,11 @@ class ReplicaStart(StartMessage):
 
     backend_tag: str
     replica_tag: str
-    code: bytes
+    code: bytes = field(repr=False)
     config: BackendConfig
     concurrency: int
-    user_config: bytes | None
-    environment: str | None
+    user_config: bytes | None = field(repr=False)
+    environment: str | None = field(repr=False)
     debug: bool
     is_async: bool
     code_name: str

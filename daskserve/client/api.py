@@ -30,6 +30,7 @@ from daskserve.cluster.scheduler.install import start_instance
 from daskserve.context import current_replica
 from daskserve.errors import AlreadyRunningError, ClosedError, NotRunningError
 from daskserve.options.base import parse_options
+from daskserve.options.credentials import masked
 from daskserve.options.http import HTTPOptions
 from daskserve.payload.pickling import dump_bytes
 from daskserve.starts import ControllerStart
@@ -169,8 +170,8 @@ def _check_instance_name(name: str | None, detached: bool, store: str) -> None:
             )
     if name is None and not detached and not store.startswith("memory:"):
         raise ValueError(
-            f"An instance with a random name cannot find its records in {store!r} again; pass name= or "
-            "detached=True."
+            f"An instance with a random name cannot find its records in {masked(store)!r} again; pass name= "
+            "or detached=True."
         )
 
 

@@ -50,7 +50,7 @@ class ActorSpec:
     name: str
     incarnation: int
     instance: InstanceName
-    payload: bytes = b""
+    payload: bytes = field(default=b"", repr=False)  # may hold passwords
 
     @property
     def epoch(self) -> int:

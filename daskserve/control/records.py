@@ -70,8 +70,8 @@ class BackendRecord:
     config: BackendConfig
     config_id: str
     actor_options: ActorOptions
-    user_config: bytes | None = None
-    env: str | None = None
+    user_config: bytes | None = field(default=None, repr=False)
+    env: str | None = field(default=None, repr=False)
     request_id: str = ""
     #: The version that the user named; None if it was derived from the code.
     user_version: str | None = None
@@ -363,7 +363,7 @@ class GoalRecord:
     state: GoalState
     number: int
     timeout_s: float | None
-    previous: Mapping[str, Mapping[str, Any] | None] = field(default_factory=dict)
+    previous: Mapping[str, Mapping[str, Any] | None] = field(default_factory=dict, repr=False)
     failures: Mapping[BackendTag, int] = field(default_factory=dict)
     error: bytes | None = None
     application: str = ""

@@ -19,6 +19,7 @@ from daskserve.control.records import BackendRecord, GoalState
 from daskserve.control.state import State
 from daskserve.errors import NotFoundError
 from daskserve.options.credentials import masked
+from daskserve.options.environment import Environment
 from daskserve.types import ActorKind, BackendTag, Reach, ReplicaState, WorkerAddress
 
 UNVERSIONED = "Unversioned"
@@ -190,12 +191,19 @@ def deployment_info(state: State, name: str) -> dict[str, Any]:
         "name": name,
         "version": backend.user_version,
         "config": masked(backend.config.to_plain()),
-        "actor_options": backend.place_options,
+        "actor_options": _shown_options(backend),
         "python_methods": list(endpoint.python_methods) if endpoint is not None else [],
         "route": endpoint.route if endpoint is not None else None,
         "deployed_at": backend.deployed_at,
         "running": sum(each.state is ReplicaState.RUNNING for each in state.replicas_of(name)),
     }
+
+
+def _shown_options(backend: BackendRecord) -> dict[str, Any]:
+    found = backend.place_options
+    if found.get("env") is not None:
+        found["env"] = Environment.from_text(found["env"]).to_shown_text()
+    return found
 
 
 def list_deployments(state: State) -> dict[str, Any]:

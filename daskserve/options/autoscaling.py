@@ -11,7 +11,7 @@ from pydantic import AliasChoices, ConfigDict, Field, field_validator, model_val
 from daskserve.amounts import shown
 from daskserve.options.base import Options
 from daskserve.options.bounds import Bounds
-from daskserve.options.credentials import masked, validated
+from daskserve.options.credentials import Secret, masked, validated
 from daskserve.options.queues import QueueOptions, queue_options_of
 
 #: Policies that come with daskserve. Any other string is an import path.
@@ -133,8 +133,10 @@ class AutoscalingConfig(Options):
     dry_run: bool = Field(
         False, description="Whether to only report decisions, in the log and the status, and change nothing."
     )
-    prometheus_address: str | None = Field(
-        None, description="Address of a Prometheus server, such as ``http://prometheus:9090``."
+    prometheus_address: Secret | None = Field(
+        None,
+        description="Address of a Prometheus server, such as ``http://prometheus:9090``, or a "
+        "[reference](SECURITY.md#secrets) to it.",
     )
     prometheus_queries: dict[str, str] = Field(
         default_factory=dict, description="PromQL expressions by name, each with one value."

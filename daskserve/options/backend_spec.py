@@ -7,7 +7,7 @@ were set: a reader with newer models fills in its own defaults.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
 from daskserve.options.actor import ActorOptions
@@ -38,14 +38,14 @@ class BackendSpec:
     """
 
     tag: BackendTag
-    code: bytes
+    code: bytes = field(repr=False)
     config: BackendConfig
-    user_config: bytes | None
+    user_config: bytes | None = field(repr=False)
     actor_options: ActorOptions
     version: str | None
     user_version: str | None
     prev_version: str | None
-    env: str | None
+    env: str | None = field(repr=False)
     request_id: str
     timeout_s: float | None
     parts: tuple[Any, ...]

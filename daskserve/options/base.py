@@ -8,11 +8,14 @@ configuration (`daskserve.settings`). Pydantic stays off the request path.
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar, Final, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError
 from pydantic.fields import FieldInfo
+from pydantic_core import CoreSchema
+from pydantic_core.core_schema import no_info_wrap_validator_function
 
 from daskserve.options.unknown import explained
 
@@ -20,6 +23,19 @@ from daskserve.options.unknown import explained
 CONTROLLER_ONLY: Final = "read by the controller only"
 #: Marks a field that is fixed for the life of a replica: a change of it replaces the replicas.
 REPLACES: Final = "a change replaces the replicas"
+
+
+@dataclass(frozen=True, slots=True)
+class Concealed:
+    """Marks a field with secrets, as ``Annotated[..., Concealed(hidden)]``.
+
+    Attributes
+    ----------
+    show : callable
+        Returns what `repr` and errors show of a value.
+    """
+
+    show: Callable[[Any], Any]
 
 
 class Effect(enum.StrEnum):
@@ -44,15 +60,34 @@ class Options(BaseModel):
     #: The argument that takes these options, for errors; empty if users do not set them.
     place: ClassVar[str] = ""
 
-    @model_validator(mode="wrap")
     @classmethod
-    def _explains_unknown_options(cls, values: Any, validate: Any) -> Any:
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        # Not a model validator: those of derived classes would be outside of it.
+        return no_info_wrap_validator_function(cls._with_explained_errors, handler(source))
+
+    @classmethod
+    def _with_explained_errors(cls, values: Any, validate: Any) -> Any:
         try:
             return validate(values)
         except ValidationError as error:
             others = [each for each in Options.__subclasses__() if each is not cls and each.place]
             places = [(name, each.place) for each in others for name in each.model_fields]
-            raise explained(error, cls, places) from None
+            raise explained(error, cls, places, cls._concealed()) from None
+
+    @classmethod
+    def _concealed(cls) -> dict[str, Callable[[Any], Any]]:
+        """Return what is shown of the values of options with secrets, by the option's name."""
+        return {
+            name: each.show
+            for name, field in cls.model_fields.items()
+            for each in field.metadata
+            if isinstance(each, Concealed)
+        }
+
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        concealed = self._concealed()
+        for name, value in super().__repr_args__():
+            yield name, concealed[name](value) if name in concealed else value
 
     def to_plain(self) -> dict[str, Any]:
         """Return the options that were set, as plain values from which the model can be restored."""

@@ -1,18 +1,20 @@
-"""Mask credentials in URLs before they reach logs, reasons, errors and `repr`."""
+"""Mask credentials before they reach logs, reasons, errors and `repr`; secrets in options."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, BeforeValidator, ValidationError
 from pydantic_core import InitErrorDetails
 
+from daskserve.options.secrets import HIDDEN, checked_secret
 from daskserve.options.unknown import as_details
 
-#: The replacement of a username and password.
-HIDDEN = "***"
+#: The type of an option that holds a secret or a reference to one; see `daskserve.options.secrets`.
+Secret = Annotated[str | dict[str, str], BeforeValidator(checked_secret)]
+
 #: A password may contain an unescaped @, and the scheme may be missing, so everything up to the last @ before
 #: the path is hidden.
 _LOGIN = re.compile(r"(?:(?<=://)[^/?#\s]*|[^\s/?#:@'\"]+:[^\s/?#'\"]+)@")

@@ -10,14 +10,16 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import AliasChoices, Field, field_validator, model_validator
 
 from daskserve.errors import BadRequestError
-from daskserve.options.base import Options, parse_options
+from daskserve.options.base import Concealed, Options, parse_options
+from daskserve.options.credentials import Secret
+from daskserve.options.secrets import each_hidden
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,10 @@ class Environment(Options):
         "if it is there, otherwise with pip.",
         validation_alias=AliasChoices("packages", "pip", "uv"),
     )
-    env_vars: dict[str, str] = Field(default_factory=dict, description="Environment variables.")
+    env_vars: Annotated[dict[str, Secret], Concealed(each_hidden)] = Field(
+        default_factory=dict,
+        description="Environment variables: values, or [references](SECURITY.md#secrets) to secrets.",
+    )
     working_dir: str | None = Field(
         None,
         description="Folder or zip file, local or a URL that fsspec opens, which is sent along, unpacked for "
@@ -108,6 +113,10 @@ class Environment(Options):
         values = {"python": self.python, "packages": self.packages, "env_vars": self.env_vars}
         return json.dumps(values, sort_keys=True)
 
+    def to_shown_text(self) -> str:
+        """Return what `to_text` returns, without the values of variables."""
+        return self.model_copy(update={"env_vars": each_hidden(self.env_vars)}).to_text()
+
     @classmethod
     def from_text(cls, text: str) -> Self:
         """Return the environment that `to_text` wrote."""
@@ -131,7 +140,7 @@ class Interpreter:
     python: str
     prefix: str
     is_own: bool = True
-    variables: Mapping[str, str] | None = None
+    variables: Mapping[str, str] | None = field(default=None, repr=False)
     first: tuple[str, ...] = ()
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from daskserve.options.base import Options
+from daskserve.options.base import Concealed, Options
+from daskserve.options.credentials import Secret
+from daskserve.options.secrets import hidden
 from daskserve.types import Location
 
 
@@ -89,8 +91,11 @@ class HTTPOptions(Options):
     ssl_keyfile: str | None = Field(
         None, description="Path of the private key in PEM. None: the key is in ``ssl_certfile``."
     )
-    ssl_keyfile_password: str | None = Field(
-        None, repr=False, description="Password of the private key, if it is encrypted."
+    ssl_keyfile_password: Annotated[Secret | None, Concealed(hidden)] = Field(
+        None,
+        repr=False,
+        description="Password of the private key, if it is encrypted, or a "
+        "[reference](SECURITY.md#secrets) to it.",
     )
     take_over: bool = Field(
         False,

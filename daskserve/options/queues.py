@@ -5,12 +5,13 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import SplitResult, unquote, urlsplit
 
 from daskserve.amounts import shown
 from daskserve.options.credentials import masked
+from daskserve.options.secrets import SecretOption, checked_secret, read_secret
 
 REDIS_SCHEMES = ("redis", "rediss", "unix")
 #: Kombu's schemes, and whether they use TLS.
@@ -37,12 +38,14 @@ class QueueOptions:
 
     Parameters
     ----------
-    broker_url : str
-        ``redis://``, ``rediss://``, ``unix://`` or ``amqp://`` (``amqps://``), as Celery and Kombu write it.
+    broker_url : str or reference
+        ``redis://``, ``rediss://``, ``unix://`` or ``amqp://`` (``amqps://``), as Celery and Kombu write it,
+        or a reference to it (`daskserve.options.secrets`).
     queue_name : str
         The queue; with Redis, the key of the list.
-    rabbitmq_management_url : str, optional
-        Address of RabbitMQ's management API. None: the broker's host, at the default port.
+    rabbitmq_management_url : str or reference, optional
+        Address of RabbitMQ's management API, or a reference to it. None: the broker's host, at
+        the default port.
     poll_interval_s : float
         How often the broker is polled, in seconds.
 
@@ -52,12 +55,52 @@ class QueueOptions:
         An option is invalid; the message names it and shows no credentials.
     """
 
-    broker_url: str = field(repr=False)
+    broker_url: SecretOption = field(repr=False)
     queue_name: str
-    rabbitmq_management_url: str | None = field(default=None, repr=False)
+    rabbitmq_management_url: SecretOption | None = field(default=None, repr=False)
     poll_interval_s: float = 10.0
 
     def __post_init__(self) -> None:
+        if not self.has_references:
+            self._check_broker()
+        else:
+            _check_secret("broker_url", self.broker_url)
+            _check_secret("rabbitmq_management_url", self.rabbitmq_management_url)
+        self._check_rest()
+
+    @property
+    def has_references(self) -> bool:
+        """Whether a URL is a reference, which `resolved` reads."""
+        return isinstance(self.broker_url, Mapping) or isinstance(self.rabbitmq_management_url, Mapping)
+
+    def resolved(self, variables: Mapping[str, str]) -> QueueOptions:
+        """Return the options with the URLs that they refer to. This may read files.
+
+        Raises
+        ------
+        ValueError
+            There is no such variable or file, or its content is not a valid URL.
+        """
+        changes: dict[str, Any] = {
+            name: read_secret(value, name, variables)
+            for name in ("broker_url", "rabbitmq_management_url")
+            if (value := getattr(self, name)) is not None
+        }
+        return replace(self, **changes)
+
+    @property
+    def url(self) -> str:
+        """The broker's URL, in options without references."""
+        assert isinstance(self.broker_url, str)
+        return self.broker_url
+
+    @property
+    def management_url(self) -> str | None:
+        """Address of RabbitMQ's management API, in options without references."""
+        assert isinstance(self.rabbitmq_management_url, str | None)
+        return self.rabbitmq_management_url
+
+    def _check_broker(self) -> None:
         parts = _split("broker_url", self.broker_url)
         known = (*REDIS_SCHEMES, *RABBITMQ_SCHEMES)
         if parts.scheme not in known:
@@ -67,6 +110,9 @@ class QueueOptions:
             )
         if parts.scheme == "unix" and not parts.path:
             raise ValueError('broker_url is "unix://" without a path; write "unix:///run/redis/redis.sock"')
+        self._check_management(parts)
+
+    def _check_rest(self) -> None:
         if not isinstance(self.queue_name, str) or not self.queue_name:
             raise ValueError(f"queue_name is {masked(self.queue_name)!r}; give the name of a queue")
         interval_s: Any = self.poll_interval_s
@@ -76,7 +122,6 @@ class QueueOptions:
             raise ValueError(
                 f"poll_interval_s is {interval_s}; give a number of seconds, {shown(SHORTEST_POLL_S)} or more"
             )
-        self._check_management(parts)
 
     def _check_management(self, broker: SplitResult) -> None:
         given = self.rabbitmq_management_url
@@ -120,7 +165,7 @@ class QueueOptions:
     @property
     def is_rabbitmq(self) -> bool:
         """Whether the broker is RabbitMQ; otherwise it is Redis."""
-        return urlsplit(self.broker_url).scheme in RABBITMQ_SCHEMES
+        return urlsplit(self.url).scheme in RABBITMQ_SCHEMES
 
     @property
     def max_age_s(self) -> float:
@@ -129,15 +174,15 @@ class QueueOptions:
 
     def management(self) -> ManagementURL:
         """Return the management API of the queue; credentials in its own URL take precedence."""
-        broker = urlsplit(self.broker_url)
+        broker = urlsplit(self.url)
         is_tls = RABBITMQ_SCHEMES[broker.scheme]
         # As in Kombu, a URL without a virtual host means "/".
         vhost = unquote(broker.path[1:]) or "/"
-        if self.rabbitmq_management_url is None:
+        if self.management_url is None:
             host = f"[{broker.hostname}]" if ":" in (broker.hostname or "") else broker.hostname
             base, asker = (f"https://{host}:15671" if is_tls else f"http://{host}:15672"), broker
         else:
-            given = urlsplit(self.rabbitmq_management_url)
+            given = urlsplit(self.management_url)
             # The URL may be that of the API or that of the web interface.
             path = given.path.rstrip("/").removesuffix("/api")
             base = f"{given.scheme}://{given.netloc.rpartition('@')[2]}{path}"
@@ -162,6 +207,13 @@ def queue_options_of(policy: Any, arguments: Mapping[str, Any]) -> QueueOptions 
     if not isinstance(arguments, Mapping):
         raise ValueError(f"policy_kwargs is {masked(arguments)!r}; give a dict of keyword arguments")
     return QueueOptions.parse(arguments)
+
+
+def _check_secret(name: str, value: Any) -> None:
+    try:
+        checked_secret(value)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
 
 
 def _split(name: str, url: Any) -> SplitResult:

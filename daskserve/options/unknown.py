@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from pydantic import AliasChoices, BaseModel, ValidationError
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from daskserve.options.ray_names import INSTEAD, TRANSLATED
+from daskserve.options.secrets import HIDDEN
 
 #: The type of the error, beside pydantic's own.
 UNKNOWN_OPTION = "unknown_option"
@@ -50,17 +51,44 @@ def names_of(model: type[BaseModel]) -> list[str]:
     ]
 
 
-def explained(error: ValidationError, model: type[BaseModel], places: Iterable[tuple[str, str]]) -> Exception:
-    """Return a validation error whose unknown options are explained."""
+def explained(
+    error: ValidationError,
+    model: type[BaseModel],
+    places: Iterable[tuple[str, str]],
+    concealed: Mapping[str, Callable[[Any], Any]],
+) -> Exception:
+    """Return a validation error whose unknown options are explained, without secrets.
+
+    Parameters
+    ----------
+    concealed : mapping
+        The options with secrets, each with a function that returns what is shown of a value.
+    """
     listed = list(places)
 
     def explain(found: Any) -> InitErrorDetails:
+        found = {**found, "input": _without_secrets(found["loc"], found["input"], concealed)}
         if found["type"] != "extra_forbidden" or len(found["loc"]) != 1:
             return as_details(found)
         text = describe_unknown(str(found["loc"][0]), model.__name__, names_of(model), listed)
         return as_details({**found, "type": UNKNOWN_OPTION, "ctx": {"text": text}})
 
     return ValidationError.from_exception_data(error.title, [explain(each) for each in error.errors()])
+
+
+def _without_secrets(
+    place: tuple[int | str, ...], given: Any, concealed: Mapping[str, Callable[[Any], Any]]
+) -> Any:
+    """Return the input that an error shows, which is that of one option or of the whole model."""
+    if not place:
+        if not isinstance(given, Mapping):
+            return given
+        return {name: concealed[name](each) if name in concealed else each for name, each in given.items()}
+    name = str(place[0])
+    if name in concealed:
+        return concealed[name](given) if len(place) == 1 else HIDDEN
+    # It may be a misspelled one.
+    return HIDDEN if difflib.get_close_matches(name, concealed, 1) else given
 
 
 def as_details(found: Any) -> InitErrorDetails:

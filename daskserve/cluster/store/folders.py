@@ -25,6 +25,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from daskserve.cluster.store.access import FOLDER_MODE, opener, warn_if_shared
 from daskserve.cluster.store.errors import StoreError, StoreUnavailableError, without_password
 from daskserve.errors import ServeError
 
@@ -75,9 +76,10 @@ class LocalFolder:
         for path in (base, self._root, *(self._root / each for each in (*folders, TEMPORARY))):
             if not path.is_dir():
                 with contextlib.suppress(FileExistsError):
-                    path.mkdir()
+                    path.mkdir(FOLDER_MODE)
                 _sync(path.parent)
         self._clear_temporary()
+        warn_if_shared(self._root)
 
     def _clear_temporary(self) -> None:
         """Remove the files of dead writers; a recent file may belong to a live one."""
@@ -90,7 +92,7 @@ class LocalFolder:
         path = self._root / name
         temporary = self._root / TEMPORARY / uuid.uuid4().hex
         try:
-            with open(temporary, "xb") as file:
+            with open(temporary, "xb", opener=opener) as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
@@ -107,7 +109,7 @@ class LocalFolder:
             raise
         except OSError:
             pass  # this file system has no hard links
-        with open(path, "xb"):
+        with open(path, "xb", opener=opener):
             pass
         os.replace(temporary, path)
 

@@ -26,6 +26,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from daskserve.amounts import shown
+from daskserve.cluster.store.access import FOLDER_MODE, create_empty, warn_if_shared
 from daskserve.cluster.store.errors import (
     StoreError,
     StoreUnavailableError,
@@ -91,7 +92,8 @@ class FilesWatch:
     """Whether the files that SQLite has open, the database and its log, are those at their paths."""
 
     def __init__(self, path: Path) -> None:
-        self._paths = (path, Path(f"{path}-wal"))
+        # SQLite follows links, and keeps its log beside the file itself.
+        self._paths = (path, Path(f"{os.path.realpath(path)}-wal"))
         self._opened = [_identity(each) for each in self._paths]
 
     def lost(self) -> str:
@@ -133,6 +135,8 @@ class SqliteStore:
                 f"The store {self.url} cannot be opened: there is no folder {folder} on the scheduler's "
                 "machine. Create it or use another file."
             )
+        # SQLite gives its log the mode of the file.
+        create_empty(self._path)
         with self._translated_errors():
             self._connection = sqlite3.connect(self._path, timeout=BUSY_TIMEOUT_S, isolation_level=None)
             # A damaged key must not prevent reading the other records; the checksum detects it.
@@ -143,6 +147,7 @@ class SqliteStore:
             self._prepare(db)
         self._files = FilesWatch(self._path)
         self.problems.check_place(self._files.lost(), must_last=True)
+        warn_if_shared(self._path)
 
     def close(self) -> None:
         if self._connection is not None:
@@ -279,7 +284,7 @@ class SqliteStore:
         self._connection = None
         try:
             with contextlib.suppress(FileExistsError, FileNotFoundError):
-                self._path.parent.mkdir()  # open() says what is missing above it
+                self._path.parent.mkdir(FOLDER_MODE)  # open() says what is missing above it
             self.open()
             with self._transaction() as db:
                 self._advance(db, epoch)

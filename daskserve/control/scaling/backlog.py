@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Protocol
 
 from daskserve.amounts import shown
@@ -40,6 +41,8 @@ class Backlog:
         The backend's name, for the log.
     open_queue : callable
         Returns the queue at its broker. It is called within the task.
+    variables : mapping
+        This process's environment variables, to which the options may refer.
     """
 
     def __init__(
@@ -49,11 +52,15 @@ class Backlog:
         *,
         open_queue: Callable[[QueueOptions], QueueLength],
         clock: Clock,
+        variables: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.options = options
         self._backend = backend
         self._open_queue = open_queue
         self._clock = clock
+        self._variables = variables
+        #: The queue that was opened last, and the options that it was opened with.
+        self._opened: tuple[QueueLength, QueueOptions] | None = None
         self._value: tuple[float, float] | None = None
         #: Errors that were already logged.
         self._logged: set[str] = set()
@@ -82,28 +89,38 @@ class Backlog:
 
     async def run(self) -> None:
         """Poll at once and then at every interval, until cancelled."""
-        queue = self._open_queue(self.options)
         try:
             while True:
-                await self._poll(queue)
+                await self._poll()
                 await self._clock.sleep(self.options.poll_interval_s)
         finally:
-            await self._close(queue)
+            await self._close()
 
-    async def _poll(self, queue: QueueLength) -> None:
+    async def _queue(self) -> QueueLength:
+        """Return the queue at its broker; open it anew if a URL that the options refer to has changed."""
+        options = self.options
+        if options.has_references:
+            options = await asyncio.to_thread(options.resolved, self._variables)
+        if self._opened is None or self._opened[1] != options:
+            await self._close()
+            self._opened = (self._open_queue(options), options)
+        return self._opened[0]
+
+    async def _poll(self) -> None:
         # A length's age counts from the request, not from the answer.
         at = self._clock.now()
         try:
+            queue = await self._queue()
             length = await self._clock.wait_for(queue.read(), REPLY_TIMEOUT_S)
             if not 0 <= length < math.inf:
                 raise ValueError(f"the broker reports a length of {length}")
         except TimeoutError:
             self._record_problem(f"the broker has not answered for {shown(REPLY_TIMEOUT_S)} s")
-            await self._close(queue)  # otherwise a late answer would be taken for that of the next poll
+            await self._close()  # otherwise a late answer would be taken for that of the next poll
         except Exception as error:
             # An exception from a broker library must not end the polling loop.
             self._record_problem(masked(str(error)) or type(error).__name__)
-            await self._close(queue)
+            await self._close()
         else:
             if self.problem:
                 logger.info("Backend %s: queue %r answers again", self._backend, self.options.queue_name)
@@ -111,9 +128,11 @@ class Backlog:
             self.problem = ""
             self._logged.clear()
 
-    async def _close(self, queue: QueueLength) -> None:
+    async def _close(self) -> None:
+        if self._opened is None:
+            return
         try:
-            await self._clock.wait_for(queue.close(), REPLY_TIMEOUT_S)
+            await self._clock.wait_for(self._opened[0].close(), REPLY_TIMEOUT_S)
         except Exception as error:
             # As above. A connection that fails to close is dropped anyway.
             logger.info(

@@ -30,7 +30,7 @@ class RedisQueue:
 
     def __init__(self, options: QueueOptions) -> None:
         name = options.queue_name
-        self._url = options.broker_url
+        self._url = options.url
         self._keys = [name, *(f"{name}{PRIORITY_SEPARATOR}{each}" for each in PRIORITIES)]
         self._client: Any = None
 

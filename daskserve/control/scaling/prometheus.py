@@ -7,10 +7,13 @@ import json
 import logging
 import math
 from collections.abc import Awaitable, Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlencode
 
 from daskserve.clock import Clock
+from daskserve.options.credentials import masked
+from daskserve.options.secrets import SecretOption, read_secret
 
 logger = logging.getLogger("daskserve.autoscaling")
 
@@ -23,8 +26,9 @@ class PrometheusQueries:
 
     Parameters
     ----------
-    address : str
-        Address of the server, such as ``http://prometheus:9090``; a path before ``/api`` is kept.
+    address : str or reference
+        Address of the server, such as ``http://prometheus:9090``; a path before ``/api`` is kept. A reference
+        to it (`daskserve.options.secrets`) is read before each poll.
     queries : mapping
         The expressions by name.
     fetch : callable
@@ -33,20 +37,24 @@ class PrometheusQueries:
         Measures the age of values.
     interval_s, max_age_s : float
         How often to poll, and the age from which a value is stale.
+    variables : mapping
+        This process's environment variables, to which the address may refer.
     """
 
     def __init__(
         self,
-        address: str,
+        address: SecretOption,
         queries: Mapping[str, str],
         *,
         fetch: Fetch,
         clock: Clock,
         interval_s: float = 5.0,
         max_age_s: float = 15.0,
+        variables: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.queries = dict(queries)
-        self._url = f"{address.rstrip('/')}/api/v1/query"
+        self._address = address
+        self._variables = variables
         self._fetch = fetch
         self._clock = clock
         self._interval_s = interval_s
@@ -76,17 +84,25 @@ class PrometheusQueries:
         """Poll all expressions concurrently. One that fails keeps its last value; a new error is logged."""
         await asyncio.gather(*(self._ask(name, text) for name, text in self.queries.items()))
 
+    async def _url(self) -> str:
+        address = self._address
+        if not isinstance(address, str):
+            address = await asyncio.to_thread(read_secret, address, "prometheus_address", self._variables)
+        return f"{address.rstrip('/')}/api/v1/query"
+
     async def _ask(self, name: str, text: str) -> None:
         # A value's age counts from the request, not from the answer.
         at = self._clock.now()
         try:
+            url = await self._url()
             async with asyncio.timeout(self._max_age_s):
-                body = await self._fetch(f"{self._url}?{urlencode({'query': text})}")
+                body = await self._fetch(f"{url}?{urlencode({'query': text})}")
             self._values[name] = (value_of(body), at)
         except (OSError, ValueError) as error:
-            if self._errors.get(name) != str(error):
-                logger.warning("Query %r (%s) has no value: %s", name, text, error)
-            self._errors[name] = str(error) or type(error).__name__
+            problem = masked(str(error)) or type(error).__name__
+            if self._errors.get(name) != problem:
+                logger.warning("Query %r (%s) has no value: %s", name, text, problem)
+            self._errors[name] = problem
         else:
             self._errors.pop(name, None)
 

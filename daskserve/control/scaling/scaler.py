@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from daskserve import settings
 from daskserve.amounts import shown
 from daskserve.autoscaling.autoscaler import Autoscaler, ScalingStep
 from daskserve.clock import Clock
@@ -342,6 +343,7 @@ class Scaler:
             clock=self._clock,
             interval_s=config.prometheus_interval_s,
             max_age_s=config.prometheus_max_age_s,
+            variables=settings.process_variables(),
         )
         entry.querying = asyncio.create_task(entry.queries.run(), name=f"daskserve-promql-{tag}")
 
@@ -356,7 +358,11 @@ class Scaler:
         if options is not None:
             fetch = self._http()
             entry.backlog = Backlog(
-                tag, options, open_queue=lambda options: open_queue(options, fetch), clock=self._clock
+                tag,
+                options,
+                open_queue=lambda options: open_queue(options, fetch),
+                clock=self._clock,
+                variables=settings.process_variables(),
             )
             entry.backlog.start()
 

@@ -17,6 +17,7 @@ from daskserve import settings
 from daskserve.data.replica.packages import install
 from daskserve.errors import BadRequestError
 from daskserve.options.environment import Environment, Interpreter
+from daskserve.options.secrets import read_secret
 
 #: Names of the root environment of a conda installation.
 _BASE_NAMES = frozenset({"base", "root"})
@@ -38,7 +39,8 @@ async def interpreter_of(text: str | None, variables: Mapping[str, str]) -> Inte
     Raises
     ------
     BadRequestError
-        There is no such environment here; the message lists the places searched.
+        There is no such environment here, and the message lists the places searched; or no secret that a
+        variable refers to.
     ReplicaStartError
         Its packages cannot be installed.
     """
@@ -52,8 +54,16 @@ async def interpreter_of(text: str | None, variables: Mapping[str, str]) -> Inte
         found = find_interpreter(environment.python, variables)
     if not environment.env_vars:
         return found
+    given = await asyncio.to_thread(_read_variables, environment, variables)
     base = variables if found.variables is None else found.variables
-    return replace(found, variables={**base, **environment.env_vars})
+    return replace(found, variables={**base, **given})
+
+
+def _read_variables(environment: Environment, variables: Mapping[str, str]) -> dict[str, str]:
+    return {
+        name: read_secret(value, f"env_vars[{name!r}]", variables)
+        for name, value in environment.env_vars.items()
+    }
 
 
 def find_interpreter(environment: str | None, variables: Mapping[str, str]) -> Interpreter:

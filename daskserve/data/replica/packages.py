@@ -66,10 +66,11 @@ def install(packages: Sequence[str], root: Path, variables: Mapping[str, str]) -
     """
     folder = folder_of(packages, root)
     root.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with open(root / f"{folder.name}.lock", "w") as lock:
+    with open(root / f"{folder.name}.lock", "w", opener=_for_this_user) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / MARK).exists():
             shutil.rmtree(folder, ignore_errors=True)  # what an interrupted installation left
+            folder.mkdir(0o700)
             _create(folder)
             # The installer holds the lock too, so that it may outlive this process.
             _run(_command(folder, packages, find_installer(variables)), variables, lock.fileno(), packages)
@@ -86,6 +87,10 @@ def install(packages: Sequence[str], root: Path, variables: Mapping[str, str]) -
         variables={**inherited, "PATH": path, "VIRTUAL_ENV": str(folder)},
         first=tuple(_beside_packages()),
     )
+
+
+def _for_this_user(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def _create(folder: Path) -> None:

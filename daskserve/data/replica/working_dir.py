@@ -74,7 +74,7 @@ def unpack(archive: Any, root: Path) -> Path:
         zipfile.ZipFile(io.BytesIO(archive)) as packed,
     ):
         draft = Path(made, "files")
-        draft.mkdir()
+        draft.mkdir(0o700)
         for each in packed.infolist():
             place = packed.extract(each, draft)
             mode = each.external_attr >> 16 & 0o777

@@ -167,6 +167,7 @@ def test_packages_are_installed_once_over_those_of_the_worker(
     assert (found["version"], found["variable"], found["prefix"]) == ("1.0", "over", str(folder))
     assert found["numpy"] == numpy.__file__  # the worker's
     assert found["is_held"]
+    assert [path.name for path in cache.iterdir() if path.stat().st_mode & 0o077] == []
     monkeypatch.setattr(packages, "_run", None)  # nothing is installed any more
     assert run_replica("packages", env) == found
 
@@ -229,6 +230,7 @@ def test_files_keep_their_modes_and_are_unpacked_once(tmp_path: Path) -> None:
     archive = working_dir.pack_folder(str(source)).archive
     folder = working_dir.unpack(archive, tmp_path / "cache")
     assert os.access(folder / "run.sh", os.X_OK)
+    assert folder.stat().st_mode & 0o077 == 0
     (folder / "mark").touch()
     assert working_dir.unpack(archive, tmp_path / "cache") == folder
     assert (folder / "mark").exists()

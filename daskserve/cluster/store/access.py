@@ -1,0 +1,63 @@
+"""Who may read and write a store on a disk of the scheduler's machine: its user only, from the first byte on.
+
+The modes are given at creation, so they hold whatever the process's umask is, which all threads share. What
+exists keeps the mode that the operator gave it; if others have access, the log says so, with the remedy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shlex
+import stat
+from pathlib import Path
+
+logger = logging.getLogger("daskserve.store")
+
+FILE_MODE = 0o600
+FOLDER_MODE = 0o700
+#: The rights of everyone but the owner.
+_OTHERS = stat.S_IRWXG | stat.S_IRWXO
+
+
+def opener(path: str, flags: int) -> int:
+    """Open a file as ``open(..., opener=opener)`` does; a new one is its user's only."""
+    return os.open(path, flags, FILE_MODE)
+
+
+def create_empty(path: Path) -> None:
+    """Create an empty file that is its user's only; leave one that exists as it is.
+
+    What prevents it is left to the next use of the file, which reports it.
+    """
+    # SQLite follows a link to a file that does not exist yet; exclusive creation does not.
+    target = os.path.realpath(path)
+    with contextlib.suppress(OSError):
+        try:
+            # No open(): to close a file drops all locks that this process has on it, those of SQLite too.
+            os.mknod(target, FILE_MODE)
+        except PermissionError:  # not on Linux: only root may make a file in this way
+            os.close(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, FILE_MODE))
+
+
+def warn_if_shared(path: Path) -> None:
+    """Log a warning if others than the owner may use the file or folder of a store, with the remedy."""
+    try:
+        mode = os.stat(path).st_mode
+    except OSError:
+        return
+    if not mode & _OTHERS:
+        return
+    if stat.S_ISDIR(mode):
+        names, recursive = [path], ["-R"]
+    else:
+        ends, file = ("", "-wal", "-shm"), os.path.realpath(path)
+        names, recursive = [each for end in ends if (each := Path(f"{file}{end}")).exists()], []
+    logger.warning(
+        "Other users of this machine have access to the store %s (mode %o). Whoever reads it sees what "
+        "backends were given, and whoever writes it runs code on the workers. Unless you want that: %s",
+        path,
+        stat.S_IMODE(mode),
+        shlex.join(["chmod", *recursive, "go=", *map(str, names)]),
+    )

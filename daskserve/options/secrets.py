@@ -1,0 +1,112 @@
+"""Options that hold a secret: the secret itself, or a reference that is read where the secret is used.
+
+A reference is ``{"env": "NAME"}``, a variable in the environment of the process that uses the secret, or
+``{"file": "/path"}``, a file on its machine, as Kubernetes and Docker mount secrets. Records, start messages
+and configuration then hold only the reference. It is a mapping because any text may be a password.
+
+This module does not import pydantic, because proxies do not.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from typing import Any
+
+from daskserve.amounts import shown
+from daskserve.errors import BadRequestError
+
+#: What an option of a secret holds.
+SecretOption = str | Mapping[str, str]
+
+#: The replacement of a secret.
+HIDDEN = "***"
+MAX_BYTES = 64 << 10
+
+
+def is_reference(value: Any) -> bool:
+    """Return whether a value is a reference to a secret."""
+    if not isinstance(value, Mapping) or len(value) != 1:
+        return False
+    ((kind, name),) = value.items()
+    return kind in ("env", "file") and isinstance(name, str)
+
+
+def checked_secret(value: Any) -> Any:
+    """Return a secret or a reference to one; raise `ValueError`, which does not show it, if it is neither."""
+    if isinstance(value, str) or value is None:
+        return value
+    if not is_reference(value):
+        raise ValueError(
+            'it is neither text nor a reference to a secret; give {"env": "NAME"} for an environment '
+            'variable, or {"file": "/path"} for a file, of the process that uses it'
+        )
+    ((kind, name),) = value.items()
+    if not name or (kind == "file" and not os.path.isabs(name)):
+        form = "the absolute path of a file" if kind == "file" else "the name of an environment variable"
+        raise ValueError(f"the reference {dict(value)!r} does not have {form}")
+    return dict(value)
+
+
+def read_secret(value: SecretOption, what: str, variables: Mapping[str, str]) -> str:
+    """Return the secret that an option holds or refers to. This may read a file.
+
+    Parameters
+    ----------
+    what : str
+        Names the option in errors.
+    variables : mapping
+        This process's environment variables.
+
+    Raises
+    ------
+    BadRequestError
+        There is no such variable or file here. The message names it, and shows no secret.
+    """
+    if isinstance(value, str):
+        return value
+    reference = dict(value)
+    where = f"on {socket.gethostname()}, where it is used"
+    if "env" in reference:
+        found = variables.get(reference["env"])
+        if found is None:
+            raise BadRequestError(
+                f"{what} is {reference}, but there is no such environment variable in the process {where}; "
+                "set it for that process, or refer to a file."
+            )
+    else:
+        found = _read(reference["file"], what, where)
+    if not found:
+        raise BadRequestError(f"{what} is {reference}, which is empty {where}.")
+    return found
+
+
+def _read(path: str, what: str, where: str) -> str:
+    try:
+        with open(path, "rb") as file:
+            data = file.read(MAX_BYTES + 1)
+        if len(data) > MAX_BYTES:
+            raise ValueError(f"it has more than {shown(MAX_BYTES >> 10)} KiB")
+        # Editors and echo end a file with a newline, which belongs to no password.
+        return data.decode().rstrip("\r\n")
+    except UnicodeDecodeError:
+        problem = "it is not UTF-8 text"  # the error would quote it
+    except OSError as error:
+        problem = str(error.strerror)
+    except ValueError as error:
+        problem = str(error)
+    raise BadRequestError(
+        f"{what} is {{'file': {path!r}}}, which cannot be read {where}: {problem}. Put the secret there, "
+        "with the right to read it for the user of that process."
+    )
+
+
+def hidden(value: Any) -> Any:
+    """Return what `repr` and errors may show of a secret: a reference as it is, all else hidden."""
+    return value if value is None or is_reference(value) else HIDDEN
+
+
+def each_hidden(values: Any) -> Any:
+    """Return what may be shown of secrets by name."""
+    return {name: hidden(each) for name, each in values.items()} if isinstance(values, Mapping) else HIDDEN

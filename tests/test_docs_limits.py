@@ -1,0 +1,166 @@
+"""docs/limits.md has every limit with its default, and metrics that exist; SECURITY.md names what exists."""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from daskserve.cluster.scheduler import scale_route
+from daskserve.control.scaling import fetching
+from daskserve.data.caller import replay
+from daskserve.data.replica import working_dir
+from daskserve.figures.table import SECTIONS, MetricKind
+from daskserve.options import secrets
+from daskserve.options.autoscaling import AutoscalingConfig
+from daskserve.options.backend import BackendConfig
+from daskserve.options.base import Options
+from daskserve.options.deployment_actor import DeploymentActorConfig
+from daskserve.options.environment import Environment
+from daskserve.options.http import HTTPOptions
+from daskserve.options.queues import QueueOptions
+from daskserve.proxies.exchange import request_body, request_head, websocket_inbox, websocket_line
+from daskserve.settings import ChannelSettings, Timeouts
+
+ROOT = Path(__file__).parent.parent
+TEXT = (ROOT / "docs/limits.md").read_text()
+SECURITY = (ROOT / "SECURITY.md").read_text()
+#: The first cells of the rows of all tables, and the other cells.
+ROWS = {
+    cells[0]: cells[1:]
+    for line in TEXT.splitlines()
+    if line.startswith("| ") and not line.startswith(("| ---", "| limit |"))
+    for cells in [[cell.strip() for cell in line[1:-1].split("|")]]
+}
+
+#: Options with names such as these are limits.
+LIMIT = re.compile(r"(max|min)_.*|.*_(timeout|grace)_s")
+#: Others: how long the place of a proxy is kept has to do with no request.
+NO_LIMITS = {"return_grace_s"}
+#: Limits of HTTP options that no metric counts yet.
+NOT_COUNTED = {"max_body_bytes", "max_websocket_message_bytes"}
+
+OPTIONS = [
+    (f"`{name}`", field.default)
+    for model in (HTTPOptions, BackendConfig)
+    for name, field in model.model_fields.items()
+    if LIMIT.fullmatch(name) and name not in NO_LIMITS
+]
+SETTINGS = [
+    (f"`daskserve.{section}.{each.name.replace('_', '-')}`", each.default)
+    for section, model in (("timeouts", Timeouts), ("channel", ChannelSettings))
+    for each in fields(model)
+    if each.name.endswith("_s")
+]
+
+
+def test_the_page_has_tables_of_four_columns() -> None:
+    assert len(ROWS) > 20
+    assert {name for name, cells in ROWS.items() if len(cells) != 3} == set()
+
+
+@pytest.mark.parametrize(("name", "default"), [*OPTIONS, *SETTINGS])
+def test_every_limit_is_listed_with_its_default(name: str, default: Any) -> None:
+    assert name in ROWS, "add a row to docs/limits.md"
+    assert re.fullmatch(rf"`{re.escape(repr(default))}`( \(.*\))?", ROWS[name][0])
+
+
+def test_every_row_is_an_option_that_exists() -> None:
+    models: list[type[Options]] = [HTTPOptions, BackendConfig, DeploymentActorConfig]
+    known = {name for model in models for name in model.model_fields}
+    named = {match[1] for name in ROWS if (match := re.match(r"`(\w+)`", name))}
+    assert named - known - {"CONNECT"} == set()
+    settings = {name for name in ROWS if name.startswith("`daskserve.")}
+    assert settings == {name for name, _ in SETTINGS}
+
+
+def test_every_metric_exists_and_every_limit_of_http_is_counted() -> None:
+    kinds = {spec.exported_name: spec.kind for specs in SECTIONS.values() for spec in specs}
+    assert set(re.findall(r"daskserve_\w+", TEXT)) - kinds.keys() == set()
+    counted = {
+        name
+        for name in HTTPOptions.model_fields
+        for cell in [ROWS.get(f"`{name}`", ("", "", ""))[2]]
+        if any(kinds[metric] is MetricKind.COUNTER for metric in re.findall(r"daskserve_\w+", cell))
+    }
+    limits = {name.strip("`") for name, _ in OPTIONS} & HTTPOptions.model_fields.keys()
+    assert limits - counted == NOT_COUNTED
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("head of a request", f"{request_head.MAX_HEADER_BYTES >> 10} KiB"),
+        ("unread body", f"{request_body.HIGH_WATER_BYTES >> 10} KiB"),
+        ("messages that user code has not received", f"{websocket_inbox.MAX_INBOX_BYTES >> 20} MiB"),
+        ("pongs", f"{websocket_line.MAX_PONGS}"),
+        ("silence", f"{websocket_line.PING_S:.0f} to {2 * websocket_line.PING_S:.0f} s"),
+        ("files of `working_dir`", f"{working_dir.MAX_BYTES >> 20} MiB"),
+        ("a secret", f"{secrets.MAX_BYTES >> 10} KiB"),
+        ("body of a request to the scheduler", f"{scale_route.MAX_BODY_BYTES >> 10} KiB"),
+        ("answer of Prometheus", f"{fetching.MOST_BYTES >> 20} MiB"),
+    ],
+)
+def test_fixed_limits_are_those_of_the_code(name: str, value: str) -> None:
+    (found,) = (cells[0] for row, cells in ROWS.items() if row.startswith(name))
+    assert found == value
+
+
+def test_the_limit_of_retried_bodies_is_that_of_the_code() -> None:
+    assert f"more than {replay.KEPT_BYTES >> 10} KiB is not retried" in TEXT
+
+
+# ---- SECURITY.md
+
+
+def keywords(name: str) -> list[Any]:
+    """Return the values of a keyword argument in the page's examples, which are literals."""
+    found = []
+    for example in re.findall(r"```python\n(.*?)```", SECURITY, re.DOTALL):
+        nodes = [each for each in ast.walk(ast.parse(example)) if isinstance(each, ast.keyword)]
+        found += [
+            eval(compile(ast.Expression(each.value), "SECURITY.md", "eval"))
+            for each in nodes
+            if each.arg == name
+        ]
+    return found
+
+
+def test_the_options_in_the_examples_are_valid() -> None:
+    first, second = (HTTPOptions(**options) for options in keywords("http_options"))
+    assert first.ssl_keyfile_password == {"file": "/run/secrets/key-password"}
+    assert second.trusted_forwarders == ["127.0.0.1"]
+    (env,) = keywords("env")
+    assert Environment(**env).env_vars["API_KEY"] == {"env": "PROVIDER_KEY"}
+
+
+def test_every_option_that_takes_references_is_named() -> None:
+    section = SECURITY.partition("## Secrets")[2].partition("\n## ")[0]
+    kept = {"file": "/a"}
+    HTTPOptions(ssl_certfile="c", ssl_keyfile_password=kept)
+    Environment(env_vars={"A": kept})
+    AutoscalingConfig(prometheus_address=kept)
+    QueueOptions(broker_url=kept, queue_name="q", rabbitmq_management_url=kept)
+    names = (
+        "ssl_keyfile_password",
+        "env_vars",
+        "prometheus_address",
+        "broker_url",
+        "rabbitmq_management_url",
+    )
+    assert [name for name in names if name not in section] == []
+
+
+@pytest.mark.parametrize("path", ["SECURITY.md", "docs/limits.md"])
+def test_links_lead_somewhere(path: str) -> None:
+    page = ROOT / path
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", page.read_text()):
+        found = (page.parent / target) if target else page
+        assert found.is_file(), target
+        titles = re.findall(r"^#+ (.*)$", found.read_text(), re.MULTILINE)
+        slugs = {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+        assert not anchor or anchor in slugs, f"{target}#{anchor}"
