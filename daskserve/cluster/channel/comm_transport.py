@@ -1,8 +1,11 @@
-"""The transport for the frames of a channel over a Dask comm, and the choice between the two transports.
+"""The transport for the frames of a channel over a Dask comm, and how both ends of a comm use it.
 
 Writing and reading one message of a Dask comm takes 0.1 ms of CPU time, mostly for features that requests do
 not need. If a comm is plain TCP, `SocketTransport` takes over its socket and needs an eighth of that time.
 `CommTransport` uses the comms of all other protocols (TLS, UCX, WebSockets) unchanged.
+
+Both ends must use a comm in the same way, for the handshake and for the frames after it. The dialler says
+what its comm is capable of, and so does a scheduler that splices, as the two comms of a splice may differ.
 """
 
 from __future__ import annotations
@@ -13,12 +16,19 @@ import socket
 from collections.abc import Sequence
 from typing import Any
 
+from daskserve.cluster.channel.handshake import Wire
 from daskserve.cluster.channel.outbox import FRAME_WORK, Frames, Refuser
 from daskserve.cluster.channel.packing import pack, unpack
 from daskserve.cluster.channel.parts import OutOfBand
 from daskserve.cluster.channel.segments import Segments
 from daskserve.cluster.channel.transport import Receiver, SocketTransport, Traffic, Transport
-from daskserve.cluster.distributed_internals import detach_socket, is_plain_tcp, socket_of, to_serialize
+from daskserve.cluster.distributed_internals import (
+    detach_socket,
+    is_plain_tcp,
+    socket_of,
+    stream_of,
+    to_serialize,
+)
 
 logger = logging.getLogger("daskserve.channel")
 
@@ -138,15 +148,78 @@ def _for_dask(value: Any) -> Any:
     return value
 
 
-def take_over(comm: Any, *, by_socket: bool = True) -> Transport:
+#: The uses of a comm, from that of which all are capable: Dask's messages, a stream of bytes on which Dask's
+#: messages can be read, a plain TCP socket.
+MESSAGES, BYTES, SOCKET = USES = ("messages", "bytes", "socket")
+
+
+def use_of(*comms: Any) -> str:
+    """Return the best use of which all these comms are capable."""
+    if all(map(is_plain_tcp, comms)):
+        return SOCKET
+    return MESSAGES if None in map(stream_of, comms) else BYTES
+
+
+def lesser(use: str, other: str) -> str:
+    """Return the use of which a connection is capable whose two halves are capable of these."""
+    return min(use, other, key=USES.index)
+
+
+class StreamWire:
+    """The byte stream of a new comm. Dask's own reading would accept any size, and unpickle."""
+
+    def __init__(self, comm: Any) -> None:
+        self._comm = comm
+        self.peer_address = str(comm.peer_address)
+
+    async def send(self, data: bytes) -> None:
+        await self._stream.write(data)
+
+    async def receive(self, size_bytes: int) -> bytes:
+        return bytes(await self._stream.read_bytes(size_bytes))
+
+    def abort(self) -> None:
+        self._comm.abort()
+
+    @property
+    def _stream(self) -> Any:
+        stream = stream_of(self._comm)
+        if stream is None:
+            raise OSError("the connection is closed")
+        return stream
+
+
+class MessageWire:
+    """A new comm that has no byte stream: within a process, or of a protocol other than TCP and TLS."""
+
+    def __init__(self, comm: Any) -> None:
+        self._comm = comm
+        self.peer_address = str(comm.peer_address)
+
+    async def send(self, data: bytes) -> None:
+        await self._comm.write(data)
+
+    async def receive(self, size_bytes: int) -> bytes:
+        found = await self._comm.read()
+        if not isinstance(found, bytes) or len(found) != size_bytes:
+            raise ValueError("it has sent something else than a handshake")
+        return found
+
+    def abort(self) -> None:
+        self._comm.abort()
+
+
+def wire_of(comm: Any, use: str) -> Wire:
+    """Return a new comm as the handshake uses it."""
+    return MessageWire(comm) if use == MESSAGES else StreamWire(comm)
+
+
+def take_over(comm: Any, use: str) -> Transport:
     """Return the transport for a comm, and take the comm over; the caller must not use it any more.
 
     The other side must not have sent anything yet: bytes that the comm has already buffered would be lost.
-    Both sides must choose the same kind of transport, which they do if the comm connects them directly. If
-    the comm ends at the scheduler, which forwards the bytes, ``by_socket`` says whether the far connection is
-    plain TCP too.
     """
-    if not (by_socket and is_plain_tcp(comm)):
+    if use != SOCKET or not is_plain_tcp(comm):
         return CommTransport(comm)
     peer_address = str(comm.peer_address)
     return SocketTransport(detach_socket(comm), peer_address)

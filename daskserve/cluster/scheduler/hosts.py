@@ -14,6 +14,7 @@ from distributed.comm import get_address_host
 
 from daskserve.amounts import shown
 from daskserve.cluster.actor_calls import list_actors
+from daskserve.cluster.channel.keyring import ChannelSecret
 from daskserve.cluster.distributed_internals import break_stream, call_actor, get_ip, is_running
 from daskserve.cluster.probe import mismatch, version_probe
 from daskserve.cluster.worker.host import Host, present_host
@@ -57,6 +58,8 @@ class HostRegistry:
         self._client: Client | None = None
         #: The message that starts each instance; the Hosts keep them for the next scheduler.
         self.starts: dict[InstanceName, Mapping[str, Any]] = {}
+        #: What those must know who open channels to the workers.
+        self.secret = ChannelSecret()
         self._entries: dict[WorkerAddress, _HostEntry] = {}
         self._refused: dict[WorkerAddress, str] = {}
         self._failed: dict[WorkerAddress, str] = {}
@@ -206,7 +209,7 @@ class HostRegistry:
                 self._failed[worker] = f"worker {worker}: {await future.exception()!r}"
                 logger.error("Starting a Host failed on %s", self._failed[worker])
             return False
-        entry.facts = await self._execute(worker, "open", self.starts)
+        entry.facts = await self._execute(worker, "open", self.starts, self.secret)
         entry.is_open = self._entries.get(worker) is entry
         return entry.is_open
 

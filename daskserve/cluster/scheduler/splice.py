@@ -22,11 +22,11 @@ from distributed import Scheduler
 from tornado.iostream import IOStream
 
 from daskserve import settings
+from daskserve.cluster.channel.comm_transport import lesser, use_of
 from daskserve.cluster.channel.dialling import begin_channel, connect_once
 from daskserve.cluster.channel.vanishing import PeerWatch
 from daskserve.cluster.distributed_internals import (
     NO_REPLY,
-    is_plain_tcp,
     peer_handshake,
     socket_of,
     stream_of,
@@ -57,17 +57,17 @@ class Splices:
         return f"<Splices of {self._scheduler.address} open={len(self._open)}>"
 
     async def accept(
-        self, comm: Any, worker: WorkerAddress, version: str, by_socket: bool, protocol: int | None = None
+        self, comm: Any, worker: WorkerAddress, version: str, use: str, protocol: int | None = None
     ) -> Any:
         """Connect a caller with a worker, as a handler of the scheduler; return when the splice has ended.
 
-        ``by_socket``: the caller wants to use the TCP socket below Dask's comm. Both connections need a plain
-        TCP socket for that.
+        ``use``: how the caller wants to use its connection. Both connections must be capable of it. The
+        scheduler only forwards the handshake: the worker refuses a caller that does not know the secret.
         """
         try:
             far = await self._dial(comm, worker, version, protocol)
-            by_socket = by_socket and is_plain_tcp(far) and is_plain_tcp(comm)
-            await self._begin(far, worker, by_socket)
+            use = lesser(use, use_of(comm, far))
+            await self._begin(far, worker, use)
         except ServeError as error:
             await comm.write({"error": dump_error(error)})
             return NO_REPLY
@@ -77,7 +77,7 @@ class Splices:
             is_bytes = near_stream is not None and far_stream is not None
             self._watch(comm, far)
             handshake = peer_handshake(far) if is_bytes else None
-            await comm.write({"handshake": handshake, "by_socket": by_socket})
+            await comm.write({"handshake": handshake, "use": use})
             if near_stream is not None and far_stream is not None:
                 await _until_one_ends(
                     _carry_bytes(near_stream, far_stream), _carry_bytes(far_stream, near_stream)
@@ -125,9 +125,9 @@ class Splices:
         except OSError as error:
             raise self._unreachable(worker, error) from error
 
-    async def _begin(self, far: Any, worker: WorkerAddress, by_socket: bool) -> None:
+    async def _begin(self, far: Any, worker: WorkerAddress, use: str) -> None:
         try:
-            await begin_channel(far, worker, WORKER_TIMEOUT_S, by_socket=by_socket)
+            await begin_channel(far, worker, WORKER_TIMEOUT_S, use)
         except OSError as error:
             raise self._unreachable(worker, error) from error
         try:
