@@ -49,7 +49,7 @@ async def serve() -> None:
     async def accept(comm: Any) -> None:
         first = await comm.read()
         if first["op"] == "daskserve_channel":
-            await pool.accept(comm, first["use"])
+            await pool.accept(comm)
         with contextlib.suppress(CommClosedError):
             while first["op"] == "array":
                 await comm.write({"op": "array", "array": to_serialize(first["array"])})

@@ -1,11 +1,8 @@
-"""The transport for the frames of a channel over a Dask comm, and how both ends of a comm use it.
+"""The transport for the frames of a channel over a Dask comm, and the choice between the two transports.
 
 Writing and reading one message of a Dask comm takes 0.1 ms of CPU time, mostly for features that requests do
 not need. If a comm is plain TCP, `SocketTransport` takes over its socket and needs an eighth of that time.
 `CommTransport` uses the comms of all other protocols (TLS, UCX, WebSockets) unchanged.
-
-Both ends must use a comm in the same way, for the handshake and for the frames after it. The dialler says
-what its comm is capable of, and so does a scheduler that splices, as the two comms of a splice may differ.
 """
 
 from __future__ import annotations
@@ -148,25 +145,8 @@ def _for_dask(value: Any) -> Any:
     return value
 
 
-#: The uses of a comm, from that of which all are capable: Dask's messages, a stream of bytes on which Dask's
-#: messages can be read, a plain TCP socket.
-MESSAGES, BYTES, SOCKET = USES = ("messages", "bytes", "socket")
-
-
-def use_of(*comms: Any) -> str:
-    """Return the best use of which all these comms are capable."""
-    if all(map(is_plain_tcp, comms)):
-        return SOCKET
-    return MESSAGES if None in map(stream_of, comms) else BYTES
-
-
-def lesser(use: str, other: str) -> str:
-    """Return the use of which a connection is capable whose two halves are capable of these."""
-    return min(use, other, key=USES.index)
-
-
 class StreamWire:
-    """The byte stream of a new comm. Dask's own reading would accept any size, and unpickle."""
+    """A new comm over TCP, by its bytes: Dask's own reading takes any size, and unpickles."""
 
     def __init__(self, comm: Any) -> None:
         self._comm = comm
@@ -190,7 +170,7 @@ class StreamWire:
 
 
 class MessageWire:
-    """A new comm that has no byte stream: within a process, or of a protocol other than TCP and TLS."""
+    """A new comm of another protocol, or within a process, which has no bytes: Dask's messages."""
 
     def __init__(self, comm: Any) -> None:
         self._comm = comm
@@ -209,17 +189,20 @@ class MessageWire:
         self._comm.abort()
 
 
-def wire_of(comm: Any, use: str) -> Wire:
+def wire_of(comm: Any) -> Wire:
     """Return a new comm as the handshake uses it."""
-    return MessageWire(comm) if use == MESSAGES else StreamWire(comm)
+    return MessageWire(comm) if stream_of(comm) is None else StreamWire(comm)
 
 
-def take_over(comm: Any, use: str) -> Transport:
+def take_over(comm: Any, *, by_socket: bool = True) -> Transport:
     """Return the transport for a comm, and take the comm over; the caller must not use it any more.
 
     The other side must not have sent anything yet: bytes that the comm has already buffered would be lost.
+    Both sides must choose the same kind of transport, which they do if the comm connects them directly. If
+    the comm ends at the scheduler, which forwards the bytes, ``by_socket`` says whether the far connection is
+    plain TCP too.
     """
-    if use != SOCKET or not is_plain_tcp(comm):
+    if not (by_socket and is_plain_tcp(comm)):
         return CommTransport(comm)
     peer_address = str(comm.peer_address)
     return SocketTransport(detach_socket(comm), peer_address)

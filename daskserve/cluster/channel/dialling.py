@@ -24,11 +24,11 @@ from distributed.comm import get_address_host
 from daskserve._version import PROTOCOL, __version__
 from daskserve.amounts import shown
 from daskserve.clock import Clock
-from daskserve.cluster.channel.comm_transport import take_over, use_of, wire_of
+from daskserve.cluster.channel.comm_transport import take_over, wire_of
 from daskserve.cluster.channel.handshake import StrangerError, introduce
 from daskserve.cluster.channel.keyring import Keyring
 from daskserve.cluster.channel.transport import Transport
-from daskserve.cluster.distributed_internals import agree, connect_comm
+from daskserve.cluster.distributed_internals import agree, connect_comm, is_plain_tcp
 from daskserve.errors import ActorLostError, ServeError
 from daskserve.payload.packed_errors import load_error
 from daskserve.settings import ChannelSettings
@@ -68,8 +68,10 @@ async def connect_once(
         raise TimeoutError(f"{address} did not answer within {shown(timeout_s)} s") from None
 
 
-async def begin_channel(comm: Any, worker: WorkerAddress, timeout_s: float, use: str) -> None:
-    """Ask a worker's Host to take over a new connection as a channel; see `use_of` for ``use``.
+async def begin_channel(
+    comm: Any, worker: WorkerAddress, timeout_s: float, *, by_socket: bool = True
+) -> None:
+    """Ask a worker's Host to take over a new connection as a channel; see `take_over` for ``by_socket``.
 
     Raises
     ------
@@ -80,7 +82,7 @@ async def begin_channel(comm: Any, worker: WorkerAddress, timeout_s: float, use:
     """
     try:
         async with asyncio.timeout(timeout_s):
-            await comm.write({"op": CHANNEL_OP, "use": use})
+            await comm.write({"op": CHANNEL_OP, "by_socket": by_socket})
             answer = await comm.read()
         if answer != READY:  # Dask answers None to an unknown operation
             raise ActorLostError(f"Worker {worker} has no Host of daskserve.", begun=False)
@@ -93,7 +95,7 @@ async def begin_channel(comm: Any, worker: WorkerAddress, timeout_s: float, use:
 
 
 async def join_channel(
-    comm: Any, worker: WorkerAddress, timeout_s: float, use: str, keyring: Keyring
+    comm: Any, worker: WorkerAddress, timeout_s: float, keyring: Keyring, *, by_socket: bool = True
 ) -> Transport:
     """Carry out the handshake with a worker on a connection that its Host has taken over, and take it over.
 
@@ -106,14 +108,14 @@ async def join_channel(
     """
     try:
         async with asyncio.timeout(timeout_s):
-            await introduce(wire_of(comm, use), keyring)
+            await introduce(wire_of(comm), keyring)
     except TimeoutError:
         comm.abort()
         raise TimeoutError(f"{worker} did not answer within {shown(timeout_s)} s") from None
     except BaseException:
         comm.abort()
         raise
-    return take_over(comm, use)
+    return take_over(comm, by_socket=by_socket)
 
 
 async def dial_worker(
@@ -127,9 +129,8 @@ async def dial_worker(
     """Return a connection to a worker; see `begin_channel` and `join_channel`."""
     comm = await connect(worker, timeout_s, **connection_args)
     comm.name = "daskserve channel"
-    use = use_of(comm)
-    await begin_channel(comm, worker, timeout_s, use)
-    return await join_channel(comm, worker, timeout_s, use, keyring)
+    await begin_channel(comm, worker, timeout_s)
+    return await join_channel(comm, worker, timeout_s, keyring)
 
 
 class RouteMemory:
@@ -275,7 +276,7 @@ class Dialler:
             "worker": worker,
             "version": __version__,
             "protocol": PROTOCOL,
-            "use": use_of(comm),
+            "by_socket": is_plain_tcp(comm),
         }
         try:
             await comm.write({"op": SPLICE_OP, **message})
@@ -290,6 +291,8 @@ class Dialler:
         if answer["handshake"] is not None:
             # From now on, the other end of this connection is the worker.
             agree(comm, answer["handshake"])
-        transport = await join_channel(comm, worker, SCHEDULER_TIMEOUT_S, answer["use"], self._keyring)
+        transport = await join_channel(
+            comm, worker, SCHEDULER_TIMEOUT_S, self._keyring, by_socket=answer["by_socket"]
+        )
         transport.is_detour = True
         return transport

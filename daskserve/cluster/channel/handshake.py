@@ -134,6 +134,24 @@ async def _examine(wire: Wire, keyring: Keyring) -> None:
     await wire.send(MAGIC)
 
 
+async def relay(dialler: Wire, listener: Wire) -> None:
+    """Forward the handshake between two connections of different kinds.
+
+    Raises
+    ------
+    OSError, ValueError
+        Either end is gone, or has sent something else.
+    """
+    async with asyncio.timeout(TIMEOUT_S):
+        for size_bytes, source, sink in (
+            (HELLO_BYTES, dialler, listener),
+            (ANSWER_BYTES, listener, dialler),
+            (PROOF_BYTES, dialler, listener),
+            (len(MAGIC), listener, dialler),
+        ):
+            await sink.send(await source.receive(size_bytes))
+
+
 class Admission:
     """The listener's side: lets in connections whose other end knows a secret of the cluster.
 

@@ -82,13 +82,13 @@ class ChannelPool:
         """Add a secret to those that the other end of a connection may know."""
         self._admission.keyring.add(secret)
 
-    async def accept(self, comm: Any, use: str) -> None:
-        """Serve a connection that the other side opened, until it ends; see `use_of`."""
+    async def accept(self, comm: Any, *, by_socket: bool = True) -> None:
+        """Serve a connection that the other side opened, until it ends. See also `take_over`."""
         await comm.write(READY)
         # `close` may have run meanwhile, and would not end it.
-        if not self._is_closed and await self._admission.admit(wire_of(comm, use)) and not self._is_closed:
+        if not self._is_closed and await self._admission.admit(wire_of(comm)) and not self._is_closed:
             # Neither side uses the comm any more; the other side sends nothing before the handshake is over.
-            await self.serve(take_over(comm, use))
+            await self.serve(take_over(comm, by_socket=by_socket))
         else:
             comm.abort()
 

@@ -9,8 +9,8 @@ ordinary frames. The two ends agree on compression and framing as if they were c
 A splice reads from one side only as fast as the other side accepts, so it holds one buffer per direction. The
 scheduler's event loop runs other work after each buffer.
 
-Connections other than TCP and TLS are not byte streams; they are forwarded message by message. The
-scheduler's comms do not deserialize values wrapped by ``to_serialize``.
+Connections other than TCP and TLS are not byte streams; they are forwarded message by message, as is the
+handshake before. The scheduler's comms do not deserialize values wrapped by ``to_serialize``.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ from distributed import Scheduler
 from tornado.iostream import IOStream
 
 from daskserve import settings
-from daskserve.cluster.channel.comm_transport import lesser, use_of
+from daskserve.cluster.channel.comm_transport import wire_of
 from daskserve.cluster.channel.dialling import begin_channel, connect_once
+from daskserve.cluster.channel.handshake import relay
 from daskserve.cluster.channel.vanishing import PeerWatch
 from daskserve.cluster.distributed_internals import (
     NO_REPLY,
+    is_plain_tcp,
     peer_handshake,
     socket_of,
     stream_of,
@@ -57,17 +59,18 @@ class Splices:
         return f"<Splices of {self._scheduler.address} open={len(self._open)}>"
 
     async def accept(
-        self, comm: Any, worker: WorkerAddress, version: str, use: str, protocol: int | None = None
+        self, comm: Any, worker: WorkerAddress, version: str, by_socket: bool, protocol: int | None = None
     ) -> Any:
         """Connect a caller with a worker, as a handler of the scheduler; return when the splice has ended.
 
-        ``use``: how the caller wants to use its connection. Both connections must be capable of it. The
-        scheduler only forwards the handshake: the worker refuses a caller that does not know the secret.
+        ``by_socket``: the caller wants to use the TCP socket below Dask's comm. Both connections need a plain
+        TCP socket for that. The scheduler only forwards the handshake: the worker refuses a caller that does
+        not know the secret.
         """
         try:
             far = await self._dial(comm, worker, version, protocol)
-            use = lesser(use, use_of(comm, far))
-            await self._begin(far, worker, use)
+            by_socket = by_socket and is_plain_tcp(far) and is_plain_tcp(comm)
+            await self._begin(far, worker, by_socket)
         except ServeError as error:
             await comm.write({"error": dump_error(error)})
             return NO_REPLY
@@ -77,13 +80,13 @@ class Splices:
             is_bytes = near_stream is not None and far_stream is not None
             self._watch(comm, far)
             handshake = peer_handshake(far) if is_bytes else None
-            await comm.write({"handshake": handshake, "use": use})
+            await comm.write({"handshake": handshake, "by_socket": by_socket})
             if near_stream is not None and far_stream is not None:
                 await _until_one_ends(
                     _carry_bytes(near_stream, far_stream), _carry_bytes(far_stream, near_stream)
                 )
             else:
-                await _until_one_ends(_carry_messages(comm, far), _carry_messages(far, comm))
+                await _carry_handshake_and_messages(comm, far)
         finally:
             self._open.pop(comm, None)
             far.abort()
@@ -125,9 +128,9 @@ class Splices:
         except OSError as error:
             raise self._unreachable(worker, error) from error
 
-    async def _begin(self, far: Any, worker: WorkerAddress, use: str) -> None:
+    async def _begin(self, far: Any, worker: WorkerAddress, by_socket: bool) -> None:
         try:
-            await begin_channel(far, worker, WORKER_TIMEOUT_S, use)
+            await begin_channel(far, worker, WORKER_TIMEOUT_S, by_socket=by_socket)
         except OSError as error:
             raise self._unreachable(worker, error) from error
         try:
@@ -175,6 +178,14 @@ async def _carry_bytes(source: IOStream, sink: IOStream) -> None:
             await asyncio.sleep(0)
     except OSError:
         pass  # one side has disconnected
+
+
+async def _carry_handshake_and_messages(near: Any, far: Any) -> None:
+    try:
+        await relay(wire_of(near), wire_of(far))
+    except (OSError, ValueError):
+        return  # one side has disconnected, or has not been let in
+    await _until_one_ends(_carry_messages(near, far), _carry_messages(far, near))
 
 
 async def _carry_messages(source: Any, sink: Any) -> None:

@@ -151,8 +151,8 @@ class Host:
         """Keep the message that starts an instance, to bring it back on the next scheduler."""
         self._outage.starts[instance] = start
 
-    async def _accept(self, comm: Any, use: str) -> Any:
-        await self._open_link.channels.accept(comm, use)
+    async def _accept(self, comm: Any, by_socket: bool) -> Any:
+        await self._open_link.channels.accept(comm, by_socket=by_socket)
         return NO_REPLY
 
     @property

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from daskserve.cluster.channel.channel import WINDOW_BYTES, Channel
-from daskserve.cluster.channel.comm_transport import MESSAGES, CommTransport
+from daskserve.cluster.channel.comm_transport import CommTransport
 from daskserve.cluster.channel.dialling import READY
 from daskserve.cluster.channel.pool import ChannelPool
 from daskserve.errors import ActorLostError, BadRequestError, RequestTimeoutError
@@ -651,7 +651,7 @@ def test_a_connection_accepted_while_the_pool_closes_is_closed() -> None:
     async def scenario() -> None:
         pool = ChannelPool(never_called, nowhere)
         comm = SlowComm(asyncio.Queue(), asyncio.Queue())
-        accepting = asyncio.create_task(pool.accept(comm, MESSAGES))
+        accepting = asyncio.create_task(pool.accept(comm, by_socket=False))
         await asyncio.sleep(0.5)
         await pool.close()
         await asyncio.wait_for(accepting, 1)

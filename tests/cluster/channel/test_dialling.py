@@ -11,7 +11,7 @@ from wires import connected
 
 from daskserve import settings
 from daskserve.clock import LoopClock
-from daskserve.cluster.channel.comm_transport import MESSAGES, CommTransport
+from daskserve.cluster.channel.comm_transport import CommTransport
 from daskserve.cluster.channel.dialling import CHANNEL_OP, READY, SPLICE_OP, Dialler, RouteMemory
 from daskserve.cluster.channel.handshake import Admission, StrangerError
 from daskserve.cluster.channel.keyring import ChannelSecret, Keyring
@@ -70,7 +70,7 @@ class Network:
         self.tried: list[str] = []
         self.comms: list[Comm] = []
         self.host_answer: Any = READY
-        self.answer: Any = {"handshake": handshake, "use": MESSAGES}
+        self.answer: Any = {"handshake": handshake, "by_socket": False}
         #: What the workers know, and what the scheduler tells programs that ask.
         self.keyring = Keyring()
         self.secret = ChannelSecret()
@@ -124,7 +124,7 @@ def test_a_reachable_worker_is_dialled_directly() -> None:
     network = Network(SCHEDULER, WORKER)
     comm = dial(network, WORKER)
     assert network.tried == [WORKER]
-    assert comm.written == [{"op": CHANNEL_OP, "use": MESSAGES}]
+    assert comm.written == [{"op": CHANNEL_OP, "by_socket": True}]
 
 
 def test_a_worker_without_a_host_is_not_the_intended_one() -> None:
@@ -143,7 +143,7 @@ def test_an_unreachable_worker_is_reached_through_the_scheduler() -> None:
     comm = dial(network, WORKER)
     assert network.tried == [WORKER, SCHEDULER]
     (message,) = comm.written
-    assert (message["op"], message["worker"], message["use"]) == (SPLICE_OP, WORKER, MESSAGES)
+    assert (message["op"], message["worker"], message["by_socket"]) == (SPLICE_OP, WORKER, False)
     # The two ends of a splice agree on the packing as if they were connected directly.
     assert comm.handshake_options == (comm.local_info, HANDSHAKE)
 

@@ -21,6 +21,7 @@ from daskserve.cluster.channel.handshake import (
     Admission,
     StrangerError,
     introduce,
+    relay,
 )
 from daskserve.cluster.channel.keyring import MAX_SECRETS, ChannelSecret, Keyring
 from daskserve.testing import run_virtual
@@ -254,5 +255,25 @@ def test_refused_connections_do_not_fill_the_log(caplog: pytest.LogCaptureFixtur
             "so far: 1)"
         )
         assert "so far: 51" in second
+
+    play(scenario())
+
+
+@pytest.mark.parametrize("secret", [SECRET, OTHER])
+def test_a_scheduler_forwards_the_handshake_between_connections_of_two_kinds(secret: ChannelSecret) -> None:
+    async def scenario() -> None:
+        (near, middle), (other, far) = connected(), connected()
+        relaying = asyncio.create_task(relay(middle, other))
+        admitting = asyncio.create_task(Admission(keyring(SECRET)).admit(far))
+        if secret is SECRET:
+            await introduce(near, keyring(secret))
+            await relaying
+        else:
+            with pytest.raises(StrangerError):
+                await introduce(near, keyring(secret))
+            near.abort()
+            with pytest.raises(OSError, match="has ended"):
+                await relaying
+        assert await admitting == (secret is SECRET)
 
     play(scenario())

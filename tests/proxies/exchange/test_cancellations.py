@@ -172,8 +172,8 @@ class Plant:
         self._server.stop()
 
     async def _accept(self, comm: Any) -> None:
-        message = await comm.read()  # which handler is wanted
-        await self.far.accept(comm, message["use"])
+        await comm.read()  # which handler is wanted
+        await self.far.accept(comm)
 
     async def _dispatch(self, endpoint: str, envelope: Envelope, receive: Receive, send: Send) -> None:
         await self.routers.router(endpoint).send(envelope, receive, send)
