@@ -1,4 +1,4 @@
-"""The transport for the frames of a channel over a socket.
+"""The transport for the frames of a channel over a socket, after `daskserve.cluster.channel.handshake`.
 
 It sends all frames that are posted in one iteration of the event loop together. Such a batch is one message::
 
