@@ -37,9 +37,10 @@ ANSWER_BYTES = MARK_BYTES + CHALLENGE_BYTES + PROOF_BYTES
 #: The answer to a dialler that knows no secret of the listener.
 REFUSAL = bytes(ANSWER_BYTES)
 
-#: Time for the whole handshake at the listener, and how many may be under way there.
+#: Time for the whole handshake at the listener.
 TIMEOUT_S = 10.0
-MAX_PENDING = 128
+#: How many handshakes may be under way at a listener: more than all workers of a cluster that dial at once.
+MAX_PENDING = 1024
 #: Minimum time between two log lines about connections that were refused.
 LOG_PERIOD_S = 60.0
 
