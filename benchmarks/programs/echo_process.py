@@ -13,12 +13,14 @@ import json
 import statistics
 import sys
 import time
+from functools import partial
 from typing import Any
 
 from distributed.comm import CommClosedError, listen
 from distributed.protocol import to_serialize
 
 from daskserve.cluster.channel.dialling import dial_worker
+from daskserve.cluster.channel.keyring import ChannelSecret, Keyring
 from daskserve.cluster.channel.pool import ChannelPool
 from daskserve.loops.event_loop import new_event_loop
 from daskserve.payload.pickling import dump
@@ -29,13 +31,20 @@ IN_FLIGHT = 64
 PAYLOAD = bytes(100)
 
 
+def open_pool() -> ChannelPool:
+    """Return the channels of this process; both processes know one secret."""
+    keyring = Keyring()
+    keyring.add(ChannelSecret(bytes(32)))
+    return ChannelPool(echo, partial(dial_worker, keyring=keyring), keyring=keyring)
+
+
 async def echo(name: str, incarnation: int, envelope: Envelope, receive: Receive, send: Send) -> Load:
     await send({"type": "call.result", "payload": envelope.payload})
     return Load()
 
 
 async def serve() -> None:
-    pool = ChannelPool(echo, dial_worker)
+    pool = open_pool()
 
     async def accept(comm: Any) -> None:
         first = await comm.read()
@@ -52,7 +61,7 @@ async def serve() -> None:
 
 
 async def measure(address: str) -> None:
-    pool = ChannelPool(echo, dial_worker)
+    pool = open_pool()
     actor = ActorAddress("echo", address, 1)
     envelope = Envelope(EnvelopeKind.CALL, {"method": "__call__"}, dump(((PAYLOAD,), {})))
 

@@ -13,6 +13,7 @@ import logging
 from collections.abc import Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from distributed import Client, Security, Worker, get_worker
@@ -23,6 +24,7 @@ from daskserve.amounts import shown
 from daskserve.clock import OneLoopClock, RequestIds, system_rng
 from daskserve.cluster.actor_book import ActorBook
 from daskserve.cluster.channel.dialling import Dialler
+from daskserve.cluster.channel.keyring import Keyring
 from daskserve.cluster.channel.pool import ChannelPool
 from daskserve.cluster.dask import DaskCluster, ask_supervisor
 from daskserve.cluster.distributed_internals import (
@@ -121,12 +123,14 @@ class DaskLink:
         self.request_ids = RequestIds(self.rng)
         channel = settings.channel() if worker is None else settings.worker_channel()
         connection_args = client.security.get_connection_args(role)
-        dialler = Dialler(connection_args, lambda: scheduler_address(client), channel, self.clock)
+        keyring = Keyring(partial(ask_supervisor, client, "channel_secret"))
+        dialler = Dialler(connection_args, lambda: scheduler_address(client), channel, self.clock, keyring)
         self.channels = ChannelPool(
             _refuse if book is None else book.dispatch,
             dialler.dial,
             None if book is None else book.dispatch_nowait,
             self.landing,
+            keyring=keyring,
             lost_after_s=channel.lost_after_s,
             connect_directly=None if channel.route == "scheduler" else dialler.dial_directly,
             retry_direct_s=channel.retry_direct_s,

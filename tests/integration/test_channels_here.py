@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,10 +14,19 @@ import numpy as np
 import pytest
 from dask_processes import poll_for
 from distributed import Client, Scheduler, Security, SpecCluster, Worker
+from distributed.comm import connect
 
 import daskserve as serve
+from daskserve._version import PROTOCOL, __version__
 from daskserve.cluster.channel import sharing
+from daskserve.cluster.channel.dialling import CHANNEL_OP, READY, SPLICE_OP
+from daskserve.cluster.channel.frames import OPEN
+from daskserve.cluster.channel.packing import pack
+from daskserve.cluster.channel.parts import HEAD, SIZE
+from daskserve.cluster.channel.transport import MAGIC
 from daskserve.cluster.link import link_of
+from daskserve.cluster.scheduler.supervisor import PLUGIN_NAME
+from daskserve.types import ActorAddress
 
 MIB = 1 << 20
 ARRAY_BYTES = 16 * MIB
@@ -87,6 +98,14 @@ def test_connections_end_with_their_dask_client_even_if_its_loop_runs_on(route: 
         poll_for(lambda: [each for each in connections() if "daskserve" in each] == ours, 5, what=connections)
 
 
+def test_a_splice_connects_a_stream_of_bytes_with_one_of_messages() -> None:
+    """The scheduler forwards the handshake too."""
+    with dask.config.set({"daskserve.channel.route": "scheduler"}), cluster_here("ws") as (_, client):
+        client.deploy("echo", Echo)
+        array = np.arange(MIB)
+        assert (client.get_handle("echo").remote(array).result(20) == array).all()
+
+
 def test_a_splice_connects_an_encrypted_and_a_plain_connection() -> None:
     """The worker's socket cannot be taken over below its encryption, so the caller's is not either."""
     security = Security.temporary()
@@ -96,3 +115,53 @@ def test_a_splice_connects_an_encrypted_and_a_plain_connection() -> None:
             client.deploy("echo", Echo)
             array = np.arange(MIB)
             assert (client.get_handle("echo").remote(array).result(20) == array).all()
+
+
+async def ping_as_a_stranger(address: str, message: dict[str, Any], actor: ActorAddress) -> None:
+    """Ask for a channel without the secret, and ping an actor on it; return when it is closed."""
+    async with asyncio.timeout(10):
+        comm = await connect(address)
+        await comm.write(message)
+        answer = await comm.read()
+        assert answer == READY or "error" not in answer
+        head = {"verb": "ping", "message": {}}
+        ping = (OPEN, 0, actor.name, actor.incarnation, "control", head, None, False, None, None)
+        body, _ = pack([ping])
+        await comm.stream.write(HEAD.pack(MAGIC, 1) + SIZE.pack(len(body)) + body)
+        with pytest.raises(OSError):
+            await comm.stream.read_bytes(1)
+        comm.abort()
+
+
+@pytest.mark.parametrize("route", ["direct", "scheduler"])
+def test_a_stranger_who_reaches_a_port_gets_no_channel(route: str) -> None:
+    with cluster_here() as (cluster, client):
+        link = link_of(client._connection.link.client)
+        actor = link.sync(link.cluster(client.instance_name).controller())
+        address, message = actor.worker, {"op": CHANNEL_OP, "by_socket": True}
+        if route == "scheduler":
+            address = cluster.scheduler.address
+            ours = {"version": __version__, "protocol": PROTOCOL}
+            message = {"op": SPLICE_OP, "worker": actor.worker, "by_socket": True, **ours}
+        asyncio.run(ping_as_a_stranger(address, message, actor))
+
+
+def test_the_secret_stands_in_no_log_and_no_status(caplog: pytest.LogCaptureFixture) -> None:
+    """Not even in Dask's logs of all messages."""
+    caplog.set_level(logging.DEBUG, "daskserve")
+    caplog.set_level(logging.DEBUG, "distributed")
+    dask_logger = logging.getLogger("distributed")  # does not propagate
+    dask_logger.addHandler(caplog.handler)
+    try:
+        with cluster_here() as (cluster, client):
+            client.deploy("echo", Echo)
+            client.get_handle("echo").remote(1).result(20)
+            supervisor = cluster.scheduler.plugins[PLUGIN_NAME]
+            value = asyncio.run(supervisor._hosts.secret.reveal())
+            shown = f"{client.status()!r} {client.status()} {cluster.scheduler._broker._topics}"
+    finally:
+        dask_logger.removeHandler(caplog.handler)
+    assert "channel_secret" in caplog.text, "the request for it is logged"
+    for text in (caplog.text, shown):
+        assert value.hex() not in text
+        assert repr(value)[2:-1] not in text

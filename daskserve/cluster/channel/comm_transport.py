@@ -13,12 +13,19 @@ import socket
 from collections.abc import Sequence
 from typing import Any
 
+from daskserve.cluster.channel.handshake import Wire
 from daskserve.cluster.channel.outbox import FRAME_WORK, Frames, Refuser
 from daskserve.cluster.channel.packing import pack, unpack
 from daskserve.cluster.channel.parts import OutOfBand
 from daskserve.cluster.channel.segments import Segments
 from daskserve.cluster.channel.transport import Receiver, SocketTransport, Traffic, Transport
-from daskserve.cluster.distributed_internals import detach_socket, is_plain_tcp, socket_of, to_serialize
+from daskserve.cluster.distributed_internals import (
+    detach_socket,
+    is_plain_tcp,
+    socket_of,
+    stream_of,
+    to_serialize,
+)
 
 logger = logging.getLogger("daskserve.channel")
 
@@ -136,6 +143,55 @@ def _for_dask(value: Any) -> Any:
     if kind is dict:
         return {key: _for_dask(each) for key, each in value.items()}
     return value
+
+
+class StreamWire:
+    """A new comm over TCP, by its bytes: Dask's own reading takes any size, and unpickles."""
+
+    def __init__(self, comm: Any) -> None:
+        self._comm = comm
+        self.peer_address = str(comm.peer_address)
+
+    async def send(self, data: bytes) -> None:
+        await self._stream.write(data)
+
+    async def receive(self, size_bytes: int) -> bytes:
+        return bytes(await self._stream.read_bytes(size_bytes))
+
+    def abort(self) -> None:
+        self._comm.abort()
+
+    @property
+    def _stream(self) -> Any:
+        stream = stream_of(self._comm)
+        if stream is None:
+            raise OSError("the connection is closed")
+        return stream
+
+
+class MessageWire:
+    """A new comm of another protocol, or within a process, which has no bytes: Dask's messages."""
+
+    def __init__(self, comm: Any) -> None:
+        self._comm = comm
+        self.peer_address = str(comm.peer_address)
+
+    async def send(self, data: bytes) -> None:
+        await self._comm.write(data)
+
+    async def receive(self, size_bytes: int) -> bytes:
+        found = await self._comm.read()
+        if not isinstance(found, bytes) or len(found) != size_bytes:
+            raise ValueError("it has sent something else than a handshake")
+        return found
+
+    def abort(self) -> None:
+        self._comm.abort()
+
+
+def wire_of(comm: Any) -> Wire:
+    """Return a new comm as the handshake uses it."""
+    return MessageWire(comm) if stream_of(comm) is None else StreamWire(comm)
 
 
 def take_over(comm: Any, *, by_socket: bool = True) -> Transport:

@@ -6,13 +6,17 @@ which knows whether the worker is alive, to splice a connection to it (`daskserv
 The result is remembered per host for a while, so that later connections do not pay again.
 
 A dead worker costs one more request: the scheduler answers at once, and nothing is remembered about its host.
+
+On both routes, this process and the worker then prove to each other that they belong to the same Dask cluster
+(`daskserve.cluster.channel.handshake`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from distributed.comm import get_address_host
@@ -20,10 +24,12 @@ from distributed.comm import get_address_host
 from daskserve._version import PROTOCOL, __version__
 from daskserve.amounts import shown
 from daskserve.clock import Clock
-from daskserve.cluster.channel.comm_transport import take_over
+from daskserve.cluster.channel.comm_transport import take_over, wire_of
+from daskserve.cluster.channel.handshake import StrangerError, introduce
+from daskserve.cluster.channel.keyring import Keyring
 from daskserve.cluster.channel.transport import Transport
 from daskserve.cluster.distributed_internals import agree, connect_comm, is_plain_tcp
-from daskserve.errors import ActorLostError
+from daskserve.errors import ActorLostError, ServeError
 from daskserve.payload.packed_errors import load_error
 from daskserve.settings import ChannelSettings
 from daskserve.types import WorkerAddress
@@ -33,7 +39,7 @@ logger = logging.getLogger("daskserve.channel")
 #: The scheduler handler that splices, and the worker handler that takes over a channel's connection.
 SPLICE_OP = "daskserve_splice"
 CHANNEL_OP = "daskserve_channel"
-#: The Host's answer, after which both sides send frames.
+#: The Host's answer, after which the handshake begins.
 READY = "ready"
 
 #: Timeout of a connection to the scheduler; long, because nothing works without it.
@@ -88,18 +94,43 @@ async def begin_channel(
         raise
 
 
+async def join_channel(
+    comm: Any, worker: WorkerAddress, timeout_s: float, keyring: Keyring, *, by_socket: bool = True
+) -> Transport:
+    """Carry out the handshake with a worker on a connection that its Host has taken over, and take it over.
+
+    Raises
+    ------
+    StrangerError
+        The worker knows none of this process's secrets.
+    OSError
+        The worker is gone, did not answer in time, or is not the worker.
+    """
+    try:
+        async with asyncio.timeout(timeout_s):
+            await introduce(wire_of(comm), keyring)
+    except TimeoutError:
+        comm.abort()
+        raise TimeoutError(f"{worker} did not answer within {shown(timeout_s)} s") from None
+    except BaseException:
+        comm.abort()
+        raise
+    return take_over(comm, by_socket=by_socket)
+
+
 async def dial_worker(
     worker: WorkerAddress,
     timeout_s: float = ONLY_ROUTE_TIMEOUT_S,
     *,
+    keyring: Keyring,
     connect: Callable[..., Awaitable[Any]] = connect_once,
     **connection_args: Any,
 ) -> Transport:
-    """Return a connection to a worker that its Host has taken over as a channel; see `begin_channel`."""
+    """Return a connection to a worker; see `begin_channel` and `join_channel`."""
     comm = await connect(worker, timeout_s, **connection_args)
     comm.name = "daskserve channel"
     await begin_channel(comm, worker, timeout_s)
-    return take_over(comm)
+    return await join_channel(comm, worker, timeout_s, keyring)
 
 
 class RouteMemory:
@@ -136,6 +167,9 @@ class Dialler:
         The connection arguments of Dask's comms, including TLS.
     find_scheduler
         Returns the scheduler's address, or None if the connection to it is closed.
+    keyring
+        The secrets of the cluster that this process knows. It asks for the present one if there is none, and
+        when a worker knows none of them.
     """
 
     def __init__(
@@ -144,12 +178,14 @@ class Dialler:
         find_scheduler: Callable[[], str | None],
         settings: ChannelSettings,
         clock: Clock,
+        keyring: Keyring,
         connect: Callable[..., Awaitable[Any]] = connect_once,
     ) -> None:
         self._connection_args = dict(connection_args)
         self._find_scheduler = find_scheduler
         self._settings = settings
         self._clock = clock
+        self._keyring = keyring
         self._connect = connect
         self._memory = RouteMemory(settings.retry_direct_s)
 
@@ -159,10 +195,14 @@ class Dialler:
         Raises
         ------
         ActorLostError
-            The scheduler reports that the worker is gone, or that it cannot reach it either.
+            The scheduler reports that the worker is gone, or that it cannot reach it either; or the worker
+            belongs to another Dask cluster.
         OSError
             The scheduler cannot be reached. With the route "direct": the worker cannot be reached.
         """
+        return await self._with_secret(partial(self._dial, worker))
+
+    async def _dial(self, worker: WorkerAddress) -> Transport:
         if self._settings.route == "direct":
             return await self._dial_directly(worker, ONLY_ROUTE_TIMEOUT_S)
         host = get_address_host(worker)
@@ -201,12 +241,35 @@ class Dialler:
         OSError
             The worker cannot be reached.
         """
-        transport = await self._dial_directly(worker, self._settings.direct_timeout_s)
+        transport = await self._with_secret(
+            partial(self._dial_directly, worker, self._settings.direct_timeout_s)
+        )
         self._memory.reached(get_address_host(worker))
         return transport
 
+    async def _with_secret(self, dial: Callable[[], Awaitable[Transport]]) -> Transport:
+        """Dial; once more if the worker is a stranger, and the scheduler has another secret by now."""
+        if not self._keyring.marks:
+            await self._renew([])
+        known = self._keyring.marks
+        try:
+            return await dial()
+        except StrangerError:
+            if not await self._renew(known):
+                raise
+        return await dial()
+
+    async def _renew(self, known: Sequence[bytes]) -> bool:
+        try:
+            async with asyncio.timeout(SCHEDULER_TIMEOUT_S):
+                return await self._keyring.renew(known)
+        except ServeError as error:
+            raise ActorLostError(str(error), begun=False) from error
+
     async def _dial_directly(self, worker: WorkerAddress, timeout_s: float) -> Transport:
-        return await dial_worker(worker, timeout_s, connect=self._connect, **self._connection_args)
+        return await dial_worker(
+            worker, timeout_s, keyring=self._keyring, connect=self._connect, **self._connection_args
+        )
 
     async def _dial_through_scheduler(self, worker: WorkerAddress) -> Transport:
         scheduler = self._find_scheduler()
@@ -233,6 +296,8 @@ class Dialler:
         if answer["handshake"] is not None:
             # From now on, the other end of this connection is the worker.
             agree(comm, answer["handshake"])
-        transport = take_over(comm, by_socket=answer["by_socket"])
+        transport = await join_channel(
+            comm, worker, SCHEDULER_TIMEOUT_S, self._keyring, by_socket=answer["by_socket"]
+        )
         transport.is_detour = True
         return transport

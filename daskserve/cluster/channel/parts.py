@@ -2,10 +2,14 @@
 
 Each large part is read into its own memory, so that it is never copied and does not keep other parts alive.
 Everything else goes through one small buffer.
+
+A part of 32 MiB or more is read into an anonymous mapping. The kernel adds its pages as the bytes arrive, so
+a size that is only claimed takes no memory. Below that size, memory that the process used before is faster.
 """
 
 from __future__ import annotations
 
+import mmap
 import struct
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,6 +23,11 @@ LARGE_BYTES = 32 * 1024
 #: Maximum number of parts; their sizes, or any part that is not large, fit into half of the buffer.
 MAX_PARTS = 16 * 1024 - 1
 BUFFER_BYTES = 256 * 1024
+#: Parts of at least this size take memory as their bytes arrive. glibc returns freed memory of this size to
+#: the kernel, so that there is none to use again.
+MAPPED_BYTES = 32 * 1024 * 1024
+#: Maximum size of a message, all parts together.
+MAX_MESSAGE_BYTES = 16 * 1024**3
 
 
 class OutOfBand:
@@ -28,6 +37,14 @@ class OutOfBand:
 
     def __init__(self, data: Any) -> None:
         self.data = data
+
+
+def _memory(size_bytes: int) -> memoryview:
+    """Return writable memory for a large part."""
+    if size_bytes < MAPPED_BYTES:
+        return memoryview(bytearray(size_bytes))
+    # Private, so that a forked process does not share what is written later.
+    return memoryview(mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 
 class PartReader:
@@ -107,7 +124,7 @@ class PartReader:
         elif size < LARGE_BYTES:
             self._parts.append(bytes(part))
         else:
-            large = memoryview(bytearray(size))
+            large = _memory(size)
             large[:there] = part
             if there == size:
                 self._parts.append(large)
@@ -125,6 +142,8 @@ class PartReader:
         start = self._start + HEAD.size
         if self._end - start < SIZE.size * count:
             return False
-        self._sizes = struct.unpack_from(f"<{count}Q", self._view, start)
+        sizes = self._sizes = struct.unpack_from(f"<{count}Q", self._view, start)
+        if (count > 1 or sizes[0] >= LARGE_BYTES) and sum(sizes) > MAX_MESSAGE_BYTES:
+            raise ValueError(f"a message of {sum(sizes)} bytes exceeds the maximum of {MAX_MESSAGE_BYTES}")
         self._start = start + SIZE.size * count
         return True

@@ -8,10 +8,12 @@ from typing import Any
 
 from daskserve.amounts import shown
 from daskserve.cluster.channel.channel import Channel, Dispatch, DispatchNowait
-from daskserve.cluster.channel.comm_transport import take_over
+from daskserve.cluster.channel.comm_transport import take_over, wire_of
 from daskserve.cluster.channel.detours import Detours
 from daskserve.cluster.channel.dialling import READY
+from daskserve.cluster.channel.handshake import Admission
 from daskserve.cluster.channel.kept import KeptAnswers
+from daskserve.cluster.channel.keyring import ChannelSecret, Keyring
 from daskserve.cluster.channel.segments import Segments
 from daskserve.cluster.channel.transport import Traffic, Transport
 from daskserve.cluster.channel.vanishing import PeerWatch
@@ -29,7 +31,15 @@ RETIRED_S = 1.0
 
 
 class ChannelPool:
-    """The channels of one process, one per other process, opened on first use."""
+    """The channels of one process, one per other process, opened on first use.
+
+    Parameters
+    ----------
+    connect
+        Opens a connection to a worker.
+    keyring : Keyring, optional
+        The secrets of which the other end of an accepted connection must know one.
+    """
 
     def __init__(
         self,
@@ -38,6 +48,7 @@ class ChannelPool:
         dispatch_nowait: DispatchNowait | None = None,
         landing: Landing | None = None,
         *,
+        keyring: Keyring | None = None,
         lost_after_s: float = 0.0,
         kept: KeptAnswers | None = None,
         connect_directly: Connect | None = None,
@@ -47,6 +58,7 @@ class ChannelPool:
         self._dispatch = dispatch
         self._dispatch_nowait = dispatch_nowait
         self._landing = landing
+        self._admission = Admission(keyring or Keyring())
         self._lost_after_s = lost_after_s
         self._kept = kept
         #: Called with a worker when the connection to it is lost because its machine was silent.
@@ -66,14 +78,19 @@ class ChannelPool:
         self._opened = self._reopened = self._failed = 0
         self._reached: set[WorkerAddress] = set()
 
+    def learn(self, secret: ChannelSecret) -> None:
+        """Add a secret to those that the other end of a connection may know."""
+        self._admission.keyring.add(secret)
+
     async def accept(self, comm: Any, *, by_socket: bool = True) -> None:
         """Serve a connection that the other side opened, until it ends. See also `take_over`."""
-        # After this message, neither side uses the comm; the other side sends nothing before it arrives.
         await comm.write(READY)
-        if self._is_closed:
-            comm.abort()  # `close` has already run and would not end it
-            return
-        await self.serve(take_over(comm, by_socket=by_socket))
+        # `close` may have run meanwhile, and would not end it.
+        if not self._is_closed and await self._admission.admit(wire_of(comm)) and not self._is_closed:
+            # Neither side uses the comm any more; the other side sends nothing before the handshake is over.
+            await self.serve(take_over(comm, by_socket=by_socket))
+        else:
+            comm.abort()
 
     async def serve(self, transport: Transport) -> None:
         """Serve the other end of a connection that was dialled; returns when it ends."""
@@ -163,6 +180,7 @@ class ChannelPool:
             self.drop(worker)
         for channel in list(self._serving):
             channel.close()
+        self._admission.close()
         self._segments.close()
 
     async def close(self) -> None:

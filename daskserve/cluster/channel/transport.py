@@ -1,4 +1,4 @@
-"""The transport for the frames of a channel over a socket.
+"""The transport for the frames of a channel over a socket, after `daskserve.cluster.channel.handshake`.
 
 It sends all frames that are posted in one iteration of the event loop together. Such a batch is one message::
 
@@ -22,10 +22,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from daskserve.amounts import shown_size
 from daskserve.cluster.channel.frames import CONNECTION, MEMORY
 from daskserve.cluster.channel.outbox import FRAME_WORK, Frames, Outbox, Refuser
 from daskserve.cluster.channel.packing import pack, unpack
-from daskserve.cluster.channel.parts import HEAD, SIZE, Buffer, PartReader
+from daskserve.cluster.channel.parts import HEAD, MAX_MESSAGE_BYTES, SIZE, Buffer, PartReader
 from daskserve.cluster.channel.readiness import Readiness
 from daskserve.cluster.channel.segments import Segments
 from daskserve.cluster.channel.sharing import Loan, Sharing
@@ -223,6 +224,10 @@ class SocketTransport(Outbox):
             body, large = pack(frames, self._sharing.lend)
         finally:
             loan = self._sharing.take_loan()
+        if large and len(body) + sum(map(len, large)) > MAX_MESSAGE_BYTES:
+            raise ValueError(
+                f"it has more than {shown_size(MAX_MESSAGE_BYTES)}; send it in parts, or only its place"
+            )
         pieces = self._message(body, large)
         if loan is None:
             self._pieces += pieces

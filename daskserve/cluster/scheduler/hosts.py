@@ -14,6 +14,7 @@ from distributed.comm import get_address_host
 
 from daskserve.amounts import shown
 from daskserve.cluster.actor_calls import list_actors
+from daskserve.cluster.channel.keyring import ChannelSecret
 from daskserve.cluster.distributed_internals import (
     break_stream,
     call_actor,
@@ -69,6 +70,8 @@ class HostRegistry:
         self._client: Client | None = None
         #: The message that starts each instance; the Hosts keep them for the next scheduler.
         self.starts: dict[InstanceName, Mapping[str, Any]] = {}
+        #: What those must know who open channels to the workers.
+        self.secret = ChannelSecret()
         self._entries: dict[WorkerAddress, _HostEntry] = {}
         self._refused: dict[WorkerAddress, str] = {}
         self._failed: dict[WorkerAddress, str] = {}
@@ -218,7 +221,7 @@ class HostRegistry:
                 self._failed[worker] = f"worker {worker}: {await future.exception()!r}"
                 logger.error("Starting a Host failed on %s", self._failed[worker])
             return False
-        entry.facts = await self._execute(worker, "open", self.starts)
+        entry.facts = await self._execute(worker, "open", self.starts, self.secret)
         entry.is_open = self._entries.get(worker) is entry
         return entry.is_open
 

@@ -9,8 +9,8 @@ ordinary frames. The two ends agree on compression and framing as if they were c
 A splice reads from one side only as fast as the other side accepts, so it holds one buffer per direction. The
 scheduler's event loop runs other work after each buffer.
 
-Connections other than TCP and TLS are not byte streams; they are forwarded message by message. The
-scheduler's comms do not deserialize values wrapped by ``to_serialize``.
+Connections other than TCP and TLS are not byte streams; they are forwarded message by message, as is the
+handshake before. The scheduler's comms do not deserialize values wrapped by ``to_serialize``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from distributed import Scheduler
 from tornado.iostream import IOStream
 
 from daskserve import settings
+from daskserve.cluster.channel.comm_transport import wire_of
 from daskserve.cluster.channel.dialling import begin_channel, connect_once
+from daskserve.cluster.channel.handshake import relay
 from daskserve.cluster.channel.vanishing import PeerWatch
 from daskserve.cluster.distributed_internals import (
     NO_REPLY,
@@ -62,7 +64,8 @@ class Splices:
         """Connect a caller with a worker, as a handler of the scheduler; return when the splice has ended.
 
         ``by_socket``: the caller wants to use the TCP socket below Dask's comm. Both connections need a plain
-        TCP socket for that.
+        TCP socket for that. The scheduler only forwards the handshake: the worker refuses a caller that does
+        not know the secret.
         """
         try:
             far = await self._dial(comm, worker, version, protocol)
@@ -83,7 +86,7 @@ class Splices:
                     _carry_bytes(near_stream, far_stream), _carry_bytes(far_stream, near_stream)
                 )
             else:
-                await _until_one_ends(_carry_messages(comm, far), _carry_messages(far, comm))
+                await _carry_handshake_and_messages(comm, far)
         finally:
             self._open.pop(comm, None)
             far.abort()
@@ -175,6 +178,14 @@ async def _carry_bytes(source: IOStream, sink: IOStream) -> None:
             await asyncio.sleep(0)
     except OSError:
         pass  # one side has disconnected
+
+
+async def _carry_handshake_and_messages(near: Any, far: Any) -> None:
+    try:
+        await relay(wire_of(near), wire_of(far))
+    except (OSError, ValueError):
+        return  # one side has disconnected, or has not been let in
+    await _until_one_ends(_carry_messages(near, far), _carry_messages(far, near))
 
 
 async def _carry_messages(source: Any, sink: Any) -> None:

@@ -120,6 +120,7 @@ class Supervisor(SchedulerPlugin):
             "controller": self._find_controller,
             "instances": self._list_instances,
             "workers": self._describe_workers,
+            "channel_secret": self._hosts.secret.reveal,
             **record_verbs(self._known),
             **parcel_verbs(lambda instance: self._known(instance).parcels),
             "report": self._report,

@@ -27,6 +27,7 @@ from daskserve.clock import LoopClock
 from daskserve.cluster.actor_book import ActorBook
 from daskserve.cluster.base import ActorContext, ActorFactory, ActorSpec, Hosted
 from daskserve.cluster.channel.dialling import CHANNEL_OP
+from daskserve.cluster.channel.keyring import ChannelSecret
 from daskserve.cluster.distributed_internals import (
     NO_REPLY,
     add_handler,
@@ -104,7 +105,9 @@ class Host:
         # In this task thread, imports do not block the event loop, and later deploys do not wait for them.
         self._factories = {kind: load_factory(kind) for kind in ActorKind}
 
-    async def open(self, starts: Mapping[InstanceName, Mapping[str, Any]]) -> dict[str, Any]:
+    async def open(
+        self, starts: Mapping[InstanceName, Mapping[str, Any]], secret: ChannelSecret
+    ) -> dict[str, Any]:
         """Connect to the scheduler and start answering channels; idempotent.
 
         A Host that has outlived its scheduler ends the controllers of that time.
@@ -113,8 +116,11 @@ class Host:
         ----------
         starts
             The messages that start the instances on the cluster; see `entrust`.
+        secret
+            What those must know who open channels to this worker.
         """
         if self.link is not None:
+            self.link.channels.learn(secret)
             await self.book.end_controllers()
         else:
             client = Client(
@@ -126,6 +132,7 @@ class Host:
                 name="daskserve-host",
             )
             self.link = DaskLink(client, role="worker", worker=self._worker, book=self.book)
+            self.link.channels.learn(secret)
             # `close` may be called during the first await, so everything that it undoes is done before.
             add_handler(self._worker, CHANNEL_OP, self._accept)
             self._outage.open(self.link)

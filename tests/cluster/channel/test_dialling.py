@@ -7,12 +7,15 @@ from typing import Any
 
 import dask
 import pytest
+from wires import connected
 
 from daskserve import settings
 from daskserve.clock import LoopClock
 from daskserve.cluster.channel.comm_transport import CommTransport
 from daskserve.cluster.channel.dialling import CHANNEL_OP, READY, SPLICE_OP, Dialler, RouteMemory
-from daskserve.errors import ActorLostError
+from daskserve.cluster.channel.handshake import Admission, StrangerError
+from daskserve.cluster.channel.keyring import ChannelSecret, Keyring
+from daskserve.errors import ActorLostError, NotRunningError
 from daskserve.payload.packed_errors import dump_error
 from daskserve.settings import ChannelSettings
 from daskserve.testing import run_virtual
@@ -25,18 +28,31 @@ HANDSHAKE = {"compression": "lz4", "pickle-protocol": 5}
 
 
 class Comm:
-    def __init__(self, *answers: Any) -> None:
+    """A connection whose other end gives some answers, and then carries out the handshake."""
+
+    peer_address = WORKER
+
+    def __init__(self, far: Admission, *answers: Any) -> None:
         self.written: list[Any] = []
+        self._near, self._far = connected()
+        self._admission = far
         self.is_aborted = False
         self.local_info = {"compression": "lz4", "pickle-protocol": 5}
         self.handshake_options: Any = None
         self._answers = list(answers)
 
     async def write(self, message: Any) -> None:
-        self.written.append(message)
+        if not isinstance(message, bytes):
+            self.written.append(message)
+            return
+        if not self._near.sent:
+            self._admitting = asyncio.create_task(self._admission.admit(self._far))
+        await self._near.send(message)
 
     async def read(self) -> Any:
-        return self._answers.pop(0)
+        if self._answers:
+            return self._answers.pop(0)
+        return await self._near.receive_message()
 
     def abort(self) -> None:
         self.is_aborted = True
@@ -55,6 +71,12 @@ class Network:
         self.comms: list[Comm] = []
         self.host_answer: Any = READY
         self.answer: Any = {"handshake": handshake, "by_socket": False}
+        #: What the workers know, and what the scheduler tells programs that ask.
+        self.keyring = Keyring()
+        self.secret = ChannelSecret()
+        self.keyring.add(self.secret)
+        self.is_supervised = True
+        self.asked = 0
         if gone:
             self.answer = {"error": dump_error(ActorLostError("gone", begun=False))}
 
@@ -65,12 +87,26 @@ class Network:
             if address == ELSEWHERE:
                 await asyncio.sleep(timeout_s)
             raise OSError("refused")
-        self.comms.append(Comm(self.answer if address == SCHEDULER else self.host_answer))
+        answer = self.answer if address == SCHEDULER else self.host_answer
+        self.comms.append(Comm(Admission(self.keyring), answer))
         return self.comms[-1]
+
+    async def fetch_secret(self) -> bytes:
+        self.asked += 1
+        if not self.is_supervised:
+            raise NotRunningError("No daskserve instance runs on this Dask cluster.")
+        return await self.secret.reveal()
 
     def dialler(self, **options: Any) -> Dialler:
         channel = ChannelSettings(**options)
-        return Dialler({"ssl_context": "ours"}, lambda: SCHEDULER, channel, LoopClock(), self.connect)
+        return Dialler(
+            {"ssl_context": "ours"},
+            lambda: SCHEDULER,
+            channel,
+            LoopClock(),
+            Keyring(self.fetch_secret),
+            self.connect,
+        )
 
 
 def dial(network: Network, worker: str, **options: Any) -> Comm:
@@ -232,3 +268,57 @@ def test_workers_take_the_direct_route_or_else_that_through_the_scheduler() -> N
     with dask.config.set({"daskserve.channel.retry-direct-s": 5}):
         assert settings.worker_channel().retry_direct_s == 5
     assert settings.worker_channel().retry_direct_s == settings.WORKER_RETRY_S
+
+
+@pytest.mark.parametrize("route", ["direct", "scheduler"])
+def test_a_process_asks_for_the_secret_once(route: str) -> None:
+    network = Network(SCHEDULER, WORKER, NEIGHBOUR)
+
+    async def main() -> None:
+        dialler = network.dialler(route=route)
+        assert network.asked == 0
+        await dialler.dial(WORKER)
+        await dialler.dial(NEIGHBOUR)
+        await dialler.dial_directly(WORKER)
+        assert network.asked == 1
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize("route", ["direct", "scheduler"])
+def test_a_worker_that_joined_another_scheduler_is_reached_with_the_new_secret(route: str) -> None:
+    """The scheduler was replaced, and the worker is new; this process knows only the old secret."""
+    network = Network(SCHEDULER, WORKER)
+
+    async def main() -> None:
+        dialler = network.dialler(route=route)
+        await dialler.dial(WORKER)
+        network.secret, network.keyring = ChannelSecret(), Keyring()
+        network.keyring.add(network.secret)
+        for _ in range(2):
+            await dialler.dial(WORKER)
+        await dialler.dial_directly(WORKER)
+        assert network.asked == 2
+        assert network.tried.count({"direct": WORKER, "scheduler": SCHEDULER}[route]) >= 4
+
+    run_virtual(main)
+
+
+def test_a_worker_of_another_cluster_is_lost() -> None:
+    """It has taken over the address. The way through the scheduler leads to the same one."""
+    network = Network(SCHEDULER, WORKER)
+    network.keyring = Keyring()
+    with pytest.raises(StrangerError, match="belongs to another cluster") as caught:
+        dial(network, WORKER)
+    assert not caught.value.begun
+    assert (network.tried, network.asked) == ([WORKER], 2)
+    assert network.comms[0].is_aborted
+
+
+def test_without_a_supervisor_there_is_no_secret() -> None:
+    network = Network(SCHEDULER, WORKER)
+    network.is_supervised = False
+    with pytest.raises(ActorLostError, match="No daskserve instance") as caught:
+        dial(network, WORKER)
+    assert not caught.value.begun
+    assert network.tried == []

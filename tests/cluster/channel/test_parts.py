@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from daskserve.cluster.channel import parts
 from daskserve.cluster.channel.parts import (
     BUFFER_BYTES,
     HEAD,
     LARGE_BYTES,
+    MAX_MESSAGE_BYTES,
     MAX_PARTS,
     SIZE,
     Buffer,
@@ -84,3 +87,36 @@ def test_bytes_that_are_no_message_are_refused(data: bytes) -> None:
     reading = Reading()
     with pytest.raises(ValueError, match="no message begins with"):
         reading.feed(data, 10**9)
+
+
+@pytest.mark.parametrize("sizes", [[2 << 30], [5, 2 << 30]])
+def test_a_size_that_is_only_claimed_takes_no_memory(sizes: list[int]) -> None:
+    process = psutil.Process()
+    reading = Reading()
+    before = process.memory_info().rss
+    reading.feed(HEAD.pack(MAGIC, len(sizes)) + b"".join(map(SIZE.pack, sizes)) + bytes(20), 10**9)
+    reading.feed(bytes(8 << 20), 10**9)
+    assert process.memory_info().rss - before < 64 << 20
+    assert reading.messages == []
+
+
+def test_a_part_that_takes_memory_as_it_arrives_is_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "MAPPED_BYTES", BUFFER_BYTES)
+    expected = [[part(BUFFER_BYTES, 1), b"", part(3 * BUFFER_BYTES + 1, 2)], [part(BUFFER_BYTES + 1, 3)]]
+    received: list[Buffer] = []
+    reading = Reading()
+    reading.reader = PartReader(MAGIC, received.extend)
+    reading.feed(b"".join(map(message, expected)), 10_000)
+    assert [bytes(each) for each in received] == [each for some in expected for each in some]
+    for each in received:
+        if len(each) > BUFFER_BYTES:
+            each[0] = 77  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    "sizes", [[MAX_MESSAGE_BYTES + 1], [2**64 - 1], [5, MAX_MESSAGE_BYTES], [MAX_MESSAGE_BYTES // 8] * 9]
+)
+def test_a_message_above_the_maximum_is_refused(sizes: list[int]) -> None:
+    reading = Reading()
+    with pytest.raises(ValueError, match=f"{sum(sizes)} bytes exceeds the maximum"):
+        reading.feed(HEAD.pack(MAGIC, len(sizes)) + b"".join(map(SIZE.pack, sizes)), 10**9)

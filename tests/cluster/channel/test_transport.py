@@ -19,7 +19,7 @@ from typing import Any
 import msgpack
 import pytest
 
-from daskserve.cluster.channel import readiness
+from daskserve.cluster.channel import readiness, transport
 from daskserve.cluster.channel.outbox import CALL_WORK, FRAME_WORK, MAX_WORK
 from daskserve.cluster.channel.parts import BUFFER_BYTES, HEAD, LARGE_BYTES, SIZE, OutOfBand
 from daskserve.cluster.channel.transport import MAGIC, PIECE_BYTES, TURN_BYTES, SocketTransport
@@ -145,6 +145,28 @@ def test_a_frame_that_cannot_be_packed_fails_no_other_frame(runner: asyncio.Runn
             assert there.frames == ["before", "after"]
             assert [frame[0] for frame, _ in here.refused] == ["bad", "too large"]
             assert "object" in here.refused[0][1]
+
+    runner.run(main())
+
+
+def test_a_message_above_the_maximum_is_not_sent(
+    runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transport, "MAX_MESSAGE_BYTES", 2 * TURN_BYTES)
+
+    async def main() -> None:
+        async with pair() as (here, there):
+            half, whole = OutOfBand(bytes(TURN_BYTES)), OutOfBand(bytes(2 * TURN_BYTES))
+            for frame in (("one", half), ("two", half), ("large", whole), "after"):
+                here.transport.post(frame)
+            await there.until(3)
+            assert [frame[0] for frame in there.frames[:2]] == ["one", "two"]
+            assert there.frames[2] == "after"
+            ((refused, reason),) = here.refused
+            assert (refused, reason) == (
+                ("large", whole),
+                "it has more than 2 MiB; send it in parts, or only its place",
+            )
 
     runner.run(main())
 

@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -21,6 +22,7 @@ from distributed.comm import listen
 from daskserve.clock import LoopClock
 from daskserve.cluster.base import ActorContext, ActorSpec, Cluster
 from daskserve.cluster.channel.dialling import dial_worker
+from daskserve.cluster.channel.keyring import ChannelSecret, Keyring
 from daskserve.cluster.channel.pool import ChannelPool
 from daskserve.cluster.long_poll import LongPollClient
 from daskserve.cluster.routes import WorkerRoutes
@@ -103,8 +105,10 @@ class Plant:
 
     def __init__(self) -> None:
         self.replicas: dict[tuple[str, str], Replica] = {}
-        self.near = ChannelPool(self._nobody, dial_worker)
-        self.far = ChannelPool(self._dispatch_far, dial_worker)
+        keyring = Keyring()
+        keyring.add(ChannelSecret())
+        self.near = ChannelPool(self._nobody, partial(dial_worker, keyring=keyring))
+        self.far = ChannelPool(self._dispatch_far, self._nobody, keyring=keyring)
         self.far_address = ""
         self.outcomes: Counter[int] = Counter()
 

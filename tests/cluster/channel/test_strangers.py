@@ -1,0 +1,253 @@
+"""What somebody can do who only reaches a worker's port, over the connections of Dask that channels use."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import socket
+import ssl
+import tracemalloc
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from typing import Any
+
+import pytest
+from distributed import Security
+from distributed.comm import connect, listen
+from distributed.protocol import to_serialize
+
+from daskserve.cluster.channel.comm_transport import StreamWire
+from daskserve.cluster.channel.dialling import CHANNEL_OP, READY, dial_worker
+from daskserve.cluster.channel.handshake import HELLO_BYTES, StrangerError
+from daskserve.cluster.channel.keyring import ChannelSecret, Keyring
+from daskserve.cluster.channel.parts import HEAD, SIZE
+from daskserve.cluster.channel.pool import ChannelPool
+from daskserve.cluster.channel.transport import MAGIC
+from daskserve.cluster.distributed_internals import stream_of
+from daskserve.types import (
+    ActorAddress,
+    Envelope,
+    EnvelopeKind,
+    Load,
+    Message,
+    Payload,
+    Receive,
+    Send,
+    nothing_to_receive,
+)
+
+DEADLINE_S = 10.0
+PROTOCOLS = ("inproc", "tls", "tcp")
+
+
+@pytest.fixture(scope="module")
+def security() -> Security:
+    return Security.temporary()
+
+
+class Port:
+    """A worker's port, whose only handler is that of channels."""
+
+    def __init__(self, address: str, arguments: dict[str, Any], pool: ChannelPool) -> None:
+        self.address = address
+        self.arguments = arguments
+        self.pool = pool
+
+    async def connect(self, by_socket: bool = True) -> Any:
+        """Return a connection on which a channel was asked for, as a stranger can."""
+        comm = await connect(self.address, **self.arguments)
+        await comm.write({"op": CHANNEL_OP, "by_socket": by_socket})
+        assert await comm.read() == READY
+        return comm
+
+    async def call(self, keyring: Keyring) -> Any:
+        """Call an actor of the worker as a member of the cluster does, and return the answer."""
+        dial = partial(dial_worker, keyring=keyring, **self.arguments)
+        pool = ChannelPool(_nobody, dial)
+        answers: list[Message] = []
+
+        async def keep(message: Message) -> None:
+            answers.append(message)
+
+        envelope = Envelope(EnvelopeKind.CALL, {}, Payload(b"question"))
+        try:
+            actor = ActorAddress("actor", self.address, 1)
+            await pool.request(actor, envelope, nothing_to_receive, keep)
+        finally:
+            await pool.close()
+        return bytes(answers[0]["payload"].data)
+
+
+async def _nobody(*_: Any) -> Load:
+    raise AssertionError("no request was to arrive")
+
+
+async def _answer(name: str, number: int, envelope: Envelope, receive: Receive, send: Send) -> Load:
+    await send({"type": "call.result", "payload": Payload(b"answer")})
+    return Load()
+
+
+@asynccontextmanager
+async def port(protocol: str, security: Security, keyring: Keyring) -> AsyncIterator[Port]:
+    is_tls = protocol == "tls"
+    pool = ChannelPool(_answer, _nobody, keyring=keyring)
+
+    async def accept(comm: Any) -> None:
+        message = await comm.read()
+        assert message.pop("op") == CHANNEL_OP
+        await pool.accept(comm, **message)
+
+    address = "inproc://" if protocol == "inproc" else f"{protocol}://127.0.0.1:0"
+    listening = security.get_listen_args("worker") if is_tls else {}
+    listener = await listen(address, accept, **listening)
+    dialling = security.get_connection_args("client") if is_tls else {}
+    try:
+        yield Port(listener.contact_address, dialling, pool)
+    finally:
+        await pool.close()
+        listener.stop()
+
+
+def play(
+    scenario: Callable[[Port], Coroutine[Any, Any, None]],
+    protocol: str,
+    security: Security,
+    *secrets: ChannelSecret,
+) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            async with port(protocol, security, keyring(*secrets)) as found:
+                await scenario(found)
+
+    asyncio.run(main())
+
+
+def keyring(*secrets: ChannelSecret) -> Keyring:
+    found = Keyring()
+    for secret in secrets:
+        found.add(secret)
+    return found
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_only_members_of_the_cluster_are_answered(protocol: str, security: Security) -> None:
+    secret = ChannelSecret()
+
+    async def scenario(port: Port) -> None:
+        for stranger in (keyring(), keyring(ChannelSecret())):
+            with pytest.raises(StrangerError):
+                await port.call(stranger)
+        assert await port.call(keyring(secret)) == b"answer"
+
+    play(scenario, protocol, security, secret)
+
+
+@pytest.mark.parametrize("protocol", ["tcp", "tls"])
+def test_a_claim_of_two_gigabytes_takes_no_memory(protocol: str, security: Security) -> None:
+    async def scenario(port: Port) -> None:
+        comm = await port.connect()
+        stream = stream_of(comm)
+        assert stream is not None
+        tracemalloc.start()
+        try:
+            # Enough to be taken for a handshake, but it is a frame.
+            await stream.write(HEAD.pack(MAGIC, 1) + SIZE.pack(2 << 30) + bytes(HELLO_BYTES))
+            with pytest.raises(OSError, match="Stream is closed"):
+                await stream.read_bytes(1)
+            assert tracemalloc.get_traced_memory()[1] < 1 << 20
+        finally:
+            tracemalloc.stop()
+        comm.abort()
+
+    play(scenario, protocol, security, ChannelSecret())
+
+
+class Bomb:
+    """Notes that it was unpickled."""
+
+    unpickled = 0
+
+    def __reduce__(self) -> Any:
+        return _explode, ()
+
+
+def _explode() -> None:
+    Bomb.unpickled += 1
+
+
+@pytest.mark.parametrize("by_socket", [True, False])
+@pytest.mark.parametrize("protocol", ["tcp", "tls"])
+def test_nothing_is_unpickled_before_the_handshake(
+    protocol: str, by_socket: bool, security: Security
+) -> None:
+    async def scenario(port: Port) -> None:
+        comm = await port.connect(by_socket)
+        await comm.write([(0, 0, to_serialize(Bomb()), pickle.dumps(Bomb()))] * 10)
+        with pytest.raises(OSError, match=r"closed|reset|in <TCP|in <TLS"):
+            await comm.read()
+        assert Bomb.unpickled == 0
+        comm.abort()
+
+    play(scenario, protocol, security, ChannelSecret())
+
+
+def test_at_most_64_kib_are_read_before_the_handshake(security: Security) -> None:
+    """The rest of what a stranger sends stays in the kernel until the connection is closed."""
+    read: list[int] = []
+
+    class Watched(StreamWire):
+        async def receive(self, size_bytes: int) -> bytes:
+            data = await super().receive(size_bytes)
+            read.append(len(data) + self._stream._read_buffer_size)
+            return data
+
+    async def main() -> None:
+        accepted: asyncio.Queue[Any] = asyncio.Queue()
+        listener = await listen("tcp://127.0.0.1:0", accepted.put)
+        comm = await connect(listener.contact_address)
+        far = await accepted.get()
+        stream = stream_of(comm)
+        assert stream is not None
+        writing = asyncio.ensure_future(stream.write(bytes(8 << 20)))
+        await asyncio.sleep(0)
+        wire = Watched(far)
+        await wire.receive(HELLO_BYTES)
+        wire.abort()
+        with pytest.raises(OSError):
+            await writing
+        assert HELLO_BYTES <= read[0] <= 64 * 1024
+        comm.abort()
+        listener.stop()
+
+    asyncio.run(main())
+
+
+def test_with_tls_a_stranger_without_a_certificate_cannot_ask_for_a_channel(security: Security) -> None:
+    async def scenario(port: Port) -> None:
+        context = ssl.create_default_context(cadata=security.tls_ca_file)
+        context.check_hostname = False
+        for other in (context, Security.temporary().get_connection_args("client")["ssl_context"]):
+            with pytest.raises(OSError):
+                await connect(port.address, timeout=1, ssl_context=other)
+        host, _, number = port.address.rpartition("/")[2].partition(":")
+        with socket.create_connection((host, int(number))) as plain:
+            plain.setblocking(False)
+            loop = asyncio.get_running_loop()
+            await loop.sock_sendall(plain, bytes(100))
+            with suppress(ConnectionResetError):
+                while await loop.sock_recv(plain, 100):  # a TLS alert
+                    pass
+
+    play(scenario, "tls", security, ChannelSecret())
+
+
+def test_a_pool_that_closes_ends_the_handshakes_under_way(security: Security) -> None:
+    async def scenario(port: Port) -> None:
+        comm = await port.connect()
+        await port.pool.close()
+        with pytest.raises(OSError):
+            await comm.read()
+        comm.abort()
+
+    play(scenario, "tcp", security, ChannelSecret())
