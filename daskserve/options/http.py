@@ -54,7 +54,10 @@ class HTTPOptions(Options):
     )
     root_path: str = Field("", description="Path prefix under which a reverse proxy publishes daskserve.")
     request_timeout_s: float | None = Field(
-        None, gt=0, description="Time in seconds after which a request gets 408; None means no limit."
+        None,
+        gt=0,
+        description="Time in seconds after which a request gets 408; None means no limit. A client can only "
+        "shorten it, by the header ``X-Request-Timeout-Seconds``.",
     )
     max_body_bytes: int = Field(
         1 << 30, ge=0, description="Maximum size of a request body, in bytes; a larger one gets 413."
@@ -79,7 +82,8 @@ class HTTPOptions(Options):
     trusted_forwarders: list[str] = Field(
         default_factory=list,
         description="Addresses and networks of reverse proxies whose ``X-Forwarded-For`` and "
-        "``X-Forwarded-Proto`` are trusted.",
+        "``X-Forwarded-Proto`` are trusted, and whose ``X-Request-Timeout-Seconds`` may exceed "
+        "``request_timeout_s``.",
     )
     ssl_certfile: str | None = Field(
         None,

@@ -24,7 +24,12 @@ from daskserve.payload.packed_errors import is_logged
 from daskserve.proxies.asgi import JSON, ASGIApp, Headers, Scope, send_whole
 from daskserve.proxies.ingress.errors import reply_to
 from daskserve.proxies.ingress.figures import SYSTEM_ROUTES, IngressFigures
-from daskserve.proxies.ingress.request import IngressRequest, IngressWebSocket, parse_timeout
+from daskserve.proxies.ingress.request import (
+    TRUSTED_TIMEOUT,
+    IngressRequest,
+    IngressWebSocket,
+    parse_timeout,
+)
 from daskserve.proxies.ingress.routes import Route, RouteTable, normalize_prefix
 from daskserve.types import Envelope, EnvelopeKind, Receive, Send
 
@@ -57,7 +62,7 @@ _HTTP_KEYS = frozenset(
 )
 _SCOPE_KEYS = _HTTP_KEYS | {"subprotocols"}
 #: Keys that belong to this process, even if their values are plain.
-_SCOPE_KEYS_KEPT_HERE = frozenset(("app", "state", "extensions"))
+_SCOPE_KEYS_KEPT_HERE = frozenset(("app", "state", "extensions", TRUSTED_TIMEOUT))
 _PLAIN_TYPES = (str, bytes, int, float, type(None))
 
 
@@ -243,6 +248,8 @@ class IngressApp:
             await send_whole(request.send, 200, b"success")
 
     def _head(self, request: IngressRequest, scope: Scope, path: str, route: Route) -> dict[str, Any]:
+        if request.timeout is not None:
+            request.has_trusted_timeout = scope.pop(TRUSTED_TIMEOUT, False)
         if self._takes_whole and scope["type"] == "http":
             head: Any = scope  # made for this request, and not shared
         else:
@@ -278,7 +285,9 @@ class IngressApp:
         is_socket = request.is_socket
         timeout_s = None if is_socket else self._timeout_s
         if request.timeout is not None and not is_socket:
-            timeout_s = parse_timeout(request.timeout, default_s=timeout_s)
+            timeout_s = parse_timeout(
+                request.timeout, limit_s=timeout_s, is_trusted=request.has_trusted_timeout
+            )
         if timeout_s is not None:
             return self._call_until(request, endpoint, head, receive, timeout_s)
         envelope = Envelope(EnvelopeKind.HTTP, head, None, None, request.has_body or is_socket)
