@@ -74,6 +74,11 @@ SECTIONS: Mapping[str, Sequence[MetricSpec]] = {
         MetricSpec(
             "http_cancellations", _C, _I, "Requests whose client disconnected before the response started."
         ),
+        MetricSpec("http_connections", _G, _I, "Open connections, WebSockets included."),
+        MetricSpec(
+            "http_evicted_connections", _C, _I, "Idle connections closed because max_connections were open."
+        ),
+        MetricSpec("http_accept_pauses", _C, (*_I, "cause"), "Pauses in accepting connections."),
     ),
     "Calls through handles, in each process that makes them": (
         MetricSpec("handle_requests", _C, _E, "Calls that began."),

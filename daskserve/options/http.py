@@ -79,6 +79,14 @@ class HTTPOptions(Options):
         description="Time in seconds without incoming data after which an idle connection is closed, between "
         "requests or within an incomplete one.",
     )
+    max_connections: int | None = Field(
+        None,
+        gt=0,
+        description="Maximum number of open connections of a proxy, WebSockets included. At the limit, a new "
+        "one takes the place of one that has been idle for a second, or waits to be accepted. None: three "
+        "quarters of the file descriptors that the proxy's process may have (``ulimit -n``), at most 10,000; "
+        "the rest is left to Dask and user code.",
+    )
     trusted_forwarders: list[str] = Field(
         default_factory=list,
         description="Addresses and networks of reverse proxies whose ``X-Forwarded-For`` and "
