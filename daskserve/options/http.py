@@ -111,7 +111,11 @@ class HTTPOptions(Options):
     )
     debug: bool = Field(
         False,
-        description="Whether error responses contain user tracebacks. Never use it on a public port.",
+        description="Whether error responses contain user tracebacks, and the addresses and replicas of "
+        "errors of the cluster. Never use it on a public port.",
+    )
+    list_routes: bool = Field(
+        True, description="Whether ``/-/routes`` lists the routes, and 404 responses refer to it."
     )
 
     @model_validator(mode="before")

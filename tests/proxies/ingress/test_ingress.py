@@ -242,6 +242,28 @@ def test_an_unknown_path_is_a_404_that_names_the_route_list() -> None:
     assert answer.headers["content-length"] == str(len(answer.text))
 
 
+def test_without_list_routes_clients_learn_no_routes() -> None:
+    ingress = make_ingress(Routers(), list_routes=False)
+    for path in ("/x", "/-/routes"):
+        answer = ask(ingress, path)
+        assert (answer.status, answer.text) == (404, f"Path '{path}' not found.")
+    assert ask(ingress, "/-/healthz").status == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "method"),
+    [("/x", "GET"), ("/a", "PUT"), ("/a", "GET"), ("/-/routes", "GET"), ("/-/healthz", "GET")],
+)
+def test_browsers_do_not_guess_the_type_of_what_the_ingress_sends(path: str, method: str) -> None:
+    answer = ask(make_ingress(failing(ActorLostError("lost"))), path, method)
+    assert answer.headers["x-content-type-options"] == "nosniff"
+
+
+def test_responses_of_user_code_get_no_further_headers() -> None:
+    answer = ask(make_ingress(Routers()), "/a")
+    assert set(answer.headers) == {"x-request-id"}
+
+
 @pytest.mark.parametrize("method", ["PUT", "HEAD", "get"])
 def test_a_wrong_method_is_a_405_that_lists_the_allowed_ones(method: str) -> None:
     routers = Routers()
@@ -489,7 +511,11 @@ def failing(error: Exception, *, started: bool = False) -> Routers:
     ("error", "status", "text"),
     [
         (BackPressureError("full", retry_after_s=2.1), 503, "full"),
-        (ActorLostError("lost"), 502, "lost"),
+        (
+            ActorLostError("b#1 at tcp://10.0.0.1:1"),
+            502,
+            "Request 42 failed: the replica that had it was lost.",
+        ),
         (BadRequestError("no"), 400, "no"),
         (ValueError("secret"), 500, "Internal Server Error"),
     ],
@@ -498,6 +524,21 @@ def test_an_error_before_the_first_byte_is_answered(error: Exception, status: in
     answer = ask(make_ingress(failing(error)), "/a", "GET", (b"x-request-id", b"42"))
     assert (answer.status, answer.text, answer.headers["x-request-id"]) == (status, text, "42")
     assert answer.headers.get("retry-after") == ("3" if status == 503 else None)
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_the_log_has_what_a_client_does_not_learn(debug: bool, caplog: pytest.LogCaptureFixture) -> None:
+    error = ActorLostError("Replica b#1 at tcp://10.0.0.1:1 was lost")
+    answer = ask(make_ingress(failing(error), debug=debug), "/a", "GET", (b"x-request-id", b"42"))
+    assert answer.status == 502
+    if debug:
+        assert (answer.text, caplog.records) == (str(error), [])
+        return
+    assert "b#1" not in answer.text
+    assert "10.0.0.1" not in answer.text
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert record.getMessage() == f"Request 42 was answered with 502: {error}"
 
 
 def test_only_faults_are_logged_with_their_traceback(caplog: pytest.LogCaptureFixture) -> None:
