@@ -118,6 +118,15 @@ class HTTPOptions(Options):
         True, description="Whether ``/-/routes`` lists the routes, and 404 responses refer to it."
     )
 
+    health_port: int | None = Field(
+        None,
+        ge=1,
+        le=65535,
+        description="Port on which each proxy answers ``/-/healthz``, and nothing else, without TLS and "
+        "outside of the middlewares. It closes when the proxy begins to drain. None: no such port.",
+    )
+    health_host: str | None = Field(None, description="Address of the health port. None: that of ``host``.")
+
     @model_validator(mode="before")
     @classmethod
     def _no_host_means_no_proxies(cls, values: Any) -> Any:
@@ -136,6 +145,12 @@ class HTTPOptions(Options):
     def _key_has_a_certificate(self) -> HTTPOptions:
         if self.ssl_certfile is None and (self.ssl_keyfile or self.ssl_keyfile_password):
             raise ValueError("ssl_keyfile and ssl_keyfile_password need an ssl_certfile")
+        return self
+
+    @model_validator(mode="after")
+    def _health_has_its_own_port(self) -> HTTPOptions:
+        if self.health_port is not None and self.health_port == self.port:
+            raise ValueError(f"health_port and port are both {self.port}; choose another health_port")
         return self
 
     @property

@@ -74,6 +74,8 @@ class HTTPServer(abc.ABC):
         Used in `urls` in place of a host that means every address, such as ``0.0.0.0``.
     tls : ssl.SSLContext, optional
         Speak HTTPS, with this certificate.
+    port_option : str
+        The HTTP option that has the port, for errors.
     """
 
     def __init__(
@@ -86,10 +88,12 @@ class HTTPServer(abc.ABC):
         public_host: str = "127.0.0.1",
         tls: ssl.SSLContext | None = None,
         clock: Clock | None = None,
+        port_option: str = "port",
     ) -> None:
         assert options.host is not None  # without a host there are no proxies
         self._host = options.host
         self._port = options.port
+        self._port_option = port_option
         self._reuse_port = reuse_port
         self._claims_port = claims_port
         self._public_host = public_host
@@ -148,7 +152,11 @@ class HTTPServer(abc.ABC):
             The host is not an address of this machine, or the operating system refuses.
         """
         self._sockets = await bind_sockets(
-            self._host, self._port, reuse_port=self._reuse_port, claims_port=self._claims_port
+            self._host,
+            self._port,
+            reuse_port=self._reuse_port,
+            claims_port=self._claims_port,
+            option=self._port_option,
         )
         self._port = self._sockets[0].getsockname()[1]
 
