@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 
 from daskserve.options.base import Options
-from daskserve.types import Location
+from daskserve.types import EVERY_ADDRESS, Location
 
 
 class HTTPOptions(Options):
@@ -152,6 +152,23 @@ class HTTPOptions(Options):
         if self.health_port is not None and self.health_port == self.port:
             raise ValueError(f"health_port and port are both {self.port}; choose another health_port")
         return self
+
+    def risks(self) -> list[str]:
+        """Return what these options reveal to clients that they may not be meant for."""
+        found = []
+        if self.has_proxies and self.debug:
+            found.append(
+                "debug=True shows tracebacks of user code and addresses of the cluster to every client that "
+                f"reaches {self.host}:{self.port}. Use it for development only."
+            )
+        is_bare = self.ssl_certfile is None and not self.trusted_forwarders
+        if self.has_proxies and self.host in EVERY_ADDRESS and is_bare:
+            found.append(
+                f"host={self.host!r} accepts unencrypted requests from every network of the proxies' hosts. "
+                "Set ssl_certfile for TLS, or host to one address; if a reverse proxy stands in front, name "
+                "its address in trusted_forwarders."
+            )
+        return found
 
     @property
     def has_proxies(self) -> bool:

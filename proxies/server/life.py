@@ -23,6 +23,7 @@ from daskserve.proxies.exchange.carrier import Carrier
 from daskserve.proxies.server.accepting import Acceptor, default_max_connections, descriptor_limit
 from daskserve.proxies.server.hangup import HangupWatch
 from daskserve.proxies.server.listen import bind_sockets
+from daskserve.types import EVERY_ADDRESS
 
 if TYPE_CHECKING:
     from daskserve.options.http import HTTPOptions
@@ -35,8 +36,6 @@ _QUIET_S = 0.1
 _PAUSED_S = 0.01
 #: How long cancelled requests may take to clean up.
 _CANCEL_S = 5.0
-
-_WILDCARDS = frozenset(("", "0.0.0.0", "::", "[::]"))
 
 
 class ServerListener(Protocol):
@@ -126,7 +125,7 @@ class HTTPServer(abc.ABC):
     @property
     def urls(self) -> tuple[str, ...]:
         """The URLs of the server."""
-        host = self._public_host if self._host in _WILDCARDS else self._host
+        host = self._public_host if self._host in EVERY_ADDRESS else self._host
         if ":" in host and not host.startswith("["):
             host = f"[{host}]"
         scheme = "http" if self._carrier.tls is None else "https"
