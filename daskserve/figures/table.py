@@ -172,6 +172,12 @@ SECTIONS: Mapping[str, Sequence[MetricSpec]] = {
         MetricSpec("supervisor_hosts", _G, (), "Workers that can hold actors."),
         MetricSpec("supervisor_refused_workers", _G, (), "Workers without a compatible daskserve."),
         MetricSpec("supervisor_controller_starts", _C, _I, "Started controllers, the first one included."),
+        MetricSpec(
+            "supervisor_http_refusals",
+            _C,
+            ("cause",),
+            "HTTP requests to the scheduler that were refused because of another site.",
+        ),
     ),
     "In every process": (MetricSpec("build_info", _G, ("version",), "1; the version is daskserve's."),),
 }
