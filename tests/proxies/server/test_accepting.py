@@ -35,6 +35,14 @@ from daskserve.types import Receive, Send
 pytestmark = pytest.mark.usefixtures("carrier")
 
 
+HANDSHAKE = (
+    "Connection: Upgrade",
+    "Upgrade: websocket",
+    "Sec-WebSocket-Version: 13",
+    "Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==",
+)
+
+
 def figures(server: HTTPServer) -> dict[tuple[str, ...], object]:
     return {(name, *labels[1:]): value for name, labels, value in server.samples("i")}
 
@@ -189,17 +197,10 @@ def test_websockets_count(carrier: str) -> None:
         await send({"type": "websocket.accept"})
         await receive()
 
-    handshake = (
-        "Connection: Upgrade",
-        "Upgrade: websocket",
-        "Sec-WebSocket-Version: 13",
-        "Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==",
-    )
-
     async def test() -> None:
         async with serving(app, max_connections=1) as server:
             async with connected(server) as socket_client, connected(server) as waiting:
-                await socket_client.send(request("/", *handshake))
+                await socket_client.send(request("/", *HANDSHAKE))
                 assert (await socket_client.head())[0] == 101
                 advance(2)
                 await waiting.send(request())
@@ -276,6 +277,28 @@ def test_without_descriptors_accepting_pauses(
     (record,) = caplog.records
     assert f"at a time: [Errno {errno.EMFILE}]" in record.message
     assert tracebacks(caplog) == []
+
+
+def test_without_descriptors_connections_become_websockets(carrier: str) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            await respond(send)
+            return
+        await receive()
+        await send({"type": "websocket.accept"})
+        await send({"type": "websocket.send", "text": "hi"})
+        await receive()
+
+    async def test() -> None:
+        async with serving(app) as server, connected(server) as client:
+            assert (await client.get()).status == 200
+            with no_descriptors():
+                await client.send(request("/", *HANDSHAKE))
+                assert (await client.head())[0] == 101
+                assert await client.reader.readexactly(4) == b"\x81\x02hi"
+            client.reset()
+
+    run(test)
 
 
 def test_an_unknown_failure_of_accepting_does_not_end_it(
