@@ -25,6 +25,7 @@ from daskserve.proxies.ingress.app import IngressApp, build_app
 from daskserve.proxies.ingress.forwarded import ForwardedHeaders
 from daskserve.proxies.ingress.routes import RouteTable
 from daskserve.proxies.server.choice import server_type
+from daskserve.proxies.server.health import health_server
 from daskserve.proxies.server.life import HTTPServer
 from daskserve.proxies.server.listen import can_share_ports
 from daskserve.proxies.server.tls import server_context
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("daskserve.actors")
 
 
+#: How long the health checks that a proxy has accepted may take when it drains.
+HEALTH_GRACE_S = 1.0
 #: How long a new proxy waits for the routes before it listens without them.
 ROUTES_S = 10.0
 
@@ -91,6 +94,7 @@ class ProxyActor:
         self._routes: RouteTable | None = None
         self._routes_known = asyncio.Event()
         self._server: HTTPServer | None = None
+        self._health: HTTPServer | None = None
         self._ingress: IngressApp | None = None
         self._watches: list[Any] = []
 
@@ -116,22 +120,25 @@ class ProxyActor:
         app = build_app(self._ingress, middlewares)
         if options.trusted_forwarders:
             app = ForwardedHeaders(app, options.trusted_forwarders)
-        self._server = server_type(options.server)(
-            app,
-            options,
+        place: dict[str, Any] = {
             # Its successor on this host listens on the same port before this proxy stops.
-            reuse_port=self._start.reuse_port or can_share_ports(),
-            claims_port=self._start.claims_port,
-            public_host=self._start.public_host,
-            tls=tls_of(options),
-            clock=self._context.clock,
-        )
+            "reuse_port": self._start.reuse_port or can_share_ports(),
+            "claims_port": self._start.claims_port,
+            "public_host": self._start.public_host,
+            "clock": self._context.clock,
+        }
+        self._server = server_type(options.server)(app, options, tls=tls_of(options), **place)
         await self._server.bind()
+        self._health = health_server(self._ingress, options, **place)
+        if self._health is not None:
+            await self._health.bind()
         try:
             await self._context.clock.wait_for(self._routes_known.wait(), ROUTES_S)
         except TimeoutError:
             logger.warning("Listening without routes: the controller did not answer in %s s", ROUTES_S)
         self._server.start()
+        if self._health is not None:
+            self._health.start()
         return {"port": self._server.port, "urls": list(self._server.urls)}
 
     async def stop(self, grace_s: float) -> None:
@@ -142,6 +149,10 @@ class ProxyActor:
         for stop_watching in self._watches:
             stop_watching()
         self._watches = []
+        if self._health is not None:
+            # First: who looks now finds another proxy of this host, or none.
+            await self._health.drain(min(grace_s, HEALTH_GRACE_S))
+            await self._health.stop()
         if self._server is not None:
             if grace_s > 0:
                 if self._ingress is not None:
@@ -186,6 +197,7 @@ class ProxyActor:
             ("http_ongoing_requests", (instance,), counts.ongoing),
             ("http_timeouts", (instance,), counts.timed_out),
             ("http_cancellations", (instance,), counts.unanswered),
+            *([] if self._server is None else self._server.samples(instance)),
             *self._ingress.figures.samples(instance),
         ]
 

@@ -259,10 +259,26 @@ class BackPressureError(ServeError):
 
 
 class UnavailableError(ServeError):
-    """No replica can take the request at the moment."""
+    """No replica can take the request at the moment.
+
+    Attributes
+    ----------
+    is_public : bool
+        Whether HTTP clients may read the message: it names no addresses, processes or replicas. Otherwise
+        they get ``public_reason``, and the log of the proxy has the message.
+    public_reason : str
+        What is wrong, for unknown clients.
+    """
 
     http_status = 503
     is_retryable = True
+    public_reason: ClassVar[str] = "no replica can take it at the moment"
+    is_public = False
+
+    def __init__(self, message: str = "", *, is_public: bool = False) -> None:
+        super().__init__(message)
+        if is_public:
+            self.is_public = is_public
 
 
 class ReplicaBusyError(UnavailableError):
@@ -287,6 +303,7 @@ class ActorLostError(UnavailableError):
     """
 
     http_status = 502
+    public_reason = "the replica that had it was lost"
 
     def __init__(
         self,
@@ -306,6 +323,7 @@ class DeploymentUnavailableError(UnavailableError):
     """The last deploy of this deployment failed, and it has no replica."""
 
     is_retryable = False
+    public_reason = "its deployment failed to deploy"
 
 
 class DeploymentIsBeingDeletedError(UnavailableError):

@@ -8,6 +8,7 @@ Dask's precedence applies. Arguments of a call override all of these.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -71,11 +72,14 @@ class ProcessSettings:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerSettings:
-    """Settings for the time without a scheduler."""
+    """Settings for the scheduler's HTTP server, and for the time without a scheduler."""
 
     #: How long workers serve, and programs wait, while the scheduler is away, in seconds; 0 leaves both to
     #: Dask, whose workers close at once.
     grace_s: float = 60.0
+    #: Names by which programs reach the scheduler's HTTP server, besides its addresses, its own host name and
+    #: names that only a local network has: see ``daskserve/cluster/scheduler/site_guard.py``.
+    allowed_hosts: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +152,10 @@ def process() -> ProcessSettings:
 
 
 def scheduler() -> SchedulerSettings:
-    """Return the settings for the time without a scheduler, from ``daskserve.scheduler.*``."""
-    return SchedulerSettings(**_known("daskserve.scheduler", SchedulerSettings))
+    """Return the settings of the scheduler, from ``daskserve.scheduler.*``."""
+    found = SchedulerSettings(**_known("daskserve.scheduler", SchedulerSettings))
+    names = found.allowed_hosts
+    return replace(found, allowed_hosts=(names,) if isinstance(names, str) else tuple(names))
 
 
 def timeouts() -> Timeouts:

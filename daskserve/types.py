@@ -162,6 +162,8 @@ def as_standing(values: Iterable[int]) -> Standing:
 
 #: The key of the long poll's list of workers whose process does not answer.
 SILENT_WORKERS: Final = "silent_workers"
+#: Hosts that stand for every address of a machine, to listen on.
+EVERY_ADDRESS: Final = frozenset(("", "0.0.0.0", "::", "[::]"))
 
 
 class Reach(enum.StrEnum):

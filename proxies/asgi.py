@@ -14,6 +14,8 @@ Headers: TypeAlias = Sequence[tuple[bytes, bytes]]
 REQUEST_ID = b"x-request-id"
 TEXT = b"text/plain; charset=utf-8"
 JSON = b"application/json"
+#: A browser takes the text of an error for nothing else. User code sets the headers of its own responses.
+NOSNIFF = (b"x-content-type-options", b"nosniff")
 
 # 2.4: after a disconnect `send` raises an OSError, and an application need not listen for one.
 ASGI_VERSIONS: Mapping[str, str] = {"version": "3.0", "spec_version": "2.4"}
@@ -22,7 +24,7 @@ ASGI_VERSIONS: Mapping[str, str] = {"version": "3.0", "spec_version": "2.4"}
 async def send_whole(
     send: Send, status: int, body: bytes, *, content_type: bytes = TEXT, headers: Headers = ()
 ) -> None:
-    """Send a complete response, with its ``content-length``."""
+    """Send a complete response that daskserve makes, with its ``content-length``."""
     await send(
         {
             "type": "http.response.start",
@@ -30,6 +32,7 @@ async def send_whole(
             "headers": [
                 (b"content-type", content_type),
                 (b"content-length", b"%d" % len(body)),
+                NOSNIFF,
                 *headers,
             ],
         }

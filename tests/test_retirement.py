@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 import time
 import urllib.request
@@ -59,9 +60,12 @@ def proxies(client: Client) -> dict[str, str]:
 @pytest.mark.parametrize("server", ["tornado", "uvicorn"])
 @pytest.mark.parametrize("location", [Location.HEAD_ONLY, Location.EVERY_WORKER])
 def test_a_proxy_that_leaves_ends_with_its_last_request(server: Any, location: Location) -> None:
-    """Others on its port take new connections, and a second order to stop, as by a new controller, waits."""
+    """Others on its ports take new connections, and a second order to stop, as by a new controller, waits."""
     GATES.__init__()  # type: ignore[misc]
-    options = HTTPOptions(port=0, server=server, location=location)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        health_port = free.getsockname()[1]
+    options = HTTPOptions(port=0, server=server, location=location, health_port=health_port)
     with local_instance(http_options=options) as client, ThreadPoolExecutor() as pool:
         cluster: LocalCluster = client._connection.link._world  # type: ignore[attr-defined]
         link = client._connection.link
@@ -85,6 +89,7 @@ def test_a_proxy_that_leaves_ends_with_its_last_request(server: Any, location: L
         stopping = link.sync(stop_again(worker))
         for _ in range(20):
             assert get(f"{url}/e") == "ok"
+            assert get(f"http://127.0.0.1:{health_port}/-/healthz") == "success"
         assert list(client.http_urls()) == [url]
         assert "DRAINING" in proxies(client).values()
         assert worker in cluster.reported.in_use

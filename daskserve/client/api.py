@@ -137,6 +137,8 @@ async def start_with(
     is_default : bool
         Whether `connect` finds the instance, and `run` uses it in other programs.
     """
+    for risk in options.risks():
+        warn_caller(risk)
     found = await find_link(form, dask_client, address)
     link = await launch(form, detached=detached, dashboard=dashboard) if found is None else found
     instance = name or (DEFAULT_INSTANCE if detached else _new_name(link))

@@ -74,6 +74,11 @@ SECTIONS: Mapping[str, Sequence[MetricSpec]] = {
         MetricSpec(
             "http_cancellations", _C, _I, "Requests whose client disconnected before the response started."
         ),
+        MetricSpec("http_connections", _G, _I, "Open connections, WebSockets included."),
+        MetricSpec(
+            "http_evicted_connections", _C, _I, "Idle connections closed because max_connections were open."
+        ),
+        MetricSpec("http_accept_pauses", _C, (*_I, "cause"), "Pauses in accepting connections."),
     ),
     "Calls through handles, in each process that makes them": (
         MetricSpec("handle_requests", _C, _E, "Calls that began."),
@@ -167,6 +172,12 @@ SECTIONS: Mapping[str, Sequence[MetricSpec]] = {
         MetricSpec("supervisor_hosts", _G, (), "Workers that can hold actors."),
         MetricSpec("supervisor_refused_workers", _G, (), "Workers without a compatible daskserve."),
         MetricSpec("supervisor_controller_starts", _C, _I, "Started controllers, the first one included."),
+        MetricSpec(
+            "supervisor_http_refusals",
+            _C,
+            ("cause",),
+            "HTTP requests to the scheduler that were refused because of another site.",
+        ),
     ),
     "In every process": (MetricSpec("build_info", _G, ("version",), "1; the version is daskserve's."),),
 }

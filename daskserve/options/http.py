@@ -11,7 +11,7 @@ from pydantic import Field, field_validator, model_validator
 from daskserve.options.base import Concealed, Options
 from daskserve.options.credentials import Secret
 from daskserve.options.secrets import hidden
-from daskserve.types import Location
+from daskserve.types import EVERY_ADDRESS, Location
 
 
 class HTTPOptions(Options):
@@ -56,7 +56,10 @@ class HTTPOptions(Options):
     )
     root_path: str = Field("", description="Path prefix under which a reverse proxy publishes daskserve.")
     request_timeout_s: float | None = Field(
-        None, gt=0, description="Time in seconds after which a request gets 408; None means no limit."
+        None,
+        gt=0,
+        description="Time in seconds after which a request gets 408; None means no limit. A client can only "
+        "shorten it, by the header ``X-Request-Timeout-Seconds``.",
     )
     max_body_bytes: int = Field(
         1 << 30, ge=0, description="Maximum size of a request body, in bytes; a larger one gets 413."
@@ -78,10 +81,19 @@ class HTTPOptions(Options):
         description="Time in seconds without incoming data after which an idle connection is closed, between "
         "requests or within an incomplete one.",
     )
+    max_connections: int | None = Field(
+        None,
+        gt=0,
+        description="Maximum number of open connections of a proxy, WebSockets included. At the limit, a new "
+        "one takes the place of one that has been idle for a second, or waits to be accepted. None: three "
+        "quarters of the file descriptors that the proxy's process may have (``ulimit -n``), at most 10,000; "
+        "the rest is left to Dask and user code.",
+    )
     trusted_forwarders: list[str] = Field(
         default_factory=list,
         description="Addresses and networks of reverse proxies whose ``X-Forwarded-For`` and "
-        "``X-Forwarded-Proto`` are trusted.",
+        "``X-Forwarded-Proto`` are trusted, and whose ``X-Request-Timeout-Seconds`` may exceed "
+        "``request_timeout_s``.",
     )
     ssl_certfile: str | None = Field(
         None,
@@ -104,8 +116,21 @@ class HTTPOptions(Options):
     )
     debug: bool = Field(
         False,
-        description="Whether error responses contain user tracebacks. Never use it on a public port.",
+        description="Whether error responses contain user tracebacks, and the addresses and replicas of "
+        "errors of the cluster. Never use it on a public port.",
     )
+    list_routes: bool = Field(
+        True, description="Whether ``/-/routes`` lists the routes, and 404 responses refer to it."
+    )
+
+    health_port: int | None = Field(
+        None,
+        ge=1,
+        le=65535,
+        description="Port on which each proxy answers ``/-/healthz``, and nothing else, without TLS and "
+        "outside of the middlewares. It closes when the proxy begins to drain. None: no such port.",
+    )
+    health_host: str | None = Field(None, description="Address of the health port. None: that of ``host``.")
 
     @model_validator(mode="before")
     @classmethod
@@ -126,6 +151,29 @@ class HTTPOptions(Options):
         if self.ssl_certfile is None and (self.ssl_keyfile or self.ssl_keyfile_password):
             raise ValueError("ssl_keyfile and ssl_keyfile_password need an ssl_certfile")
         return self
+
+    @model_validator(mode="after")
+    def _health_has_its_own_port(self) -> HTTPOptions:
+        if self.health_port is not None and self.health_port == self.port:
+            raise ValueError(f"health_port and port are both {self.port}; choose another health_port")
+        return self
+
+    def risks(self) -> list[str]:
+        """Return what these options reveal to clients that they may not be meant for."""
+        found = []
+        if self.has_proxies and self.debug:
+            found.append(
+                "debug=True shows tracebacks of user code and addresses of the cluster to every client that "
+                f"reaches {self.host}:{self.port}. Use it for development only."
+            )
+        is_bare = self.ssl_certfile is None and not self.trusted_forwarders
+        if self.has_proxies and self.host in EVERY_ADDRESS and is_bare:
+            found.append(
+                f"host={self.host!r} accepts unencrypted requests from every network of the proxies' hosts. "
+                "Set ssl_certfile for TLS, or host to one address; if a reverse proxy stands in front, name "
+                "its address in trusted_forwarders."
+            )
+        return found
 
     @property
     def has_proxies(self) -> bool:

@@ -22,6 +22,9 @@ class Ongoing(Protocol):
     def unread(self) -> Stream | None:
         """The stream, if nothing reads from it now."""
 
+    #: Whether the connection waits for the next request.
+    is_over: bool
+
     def probe_client(self) -> None:
         """Have the operating system find out whether a client that sends no more is still there."""
 
@@ -101,6 +104,10 @@ class Connection:
             "server": server,
         }
         self.exchange: Ongoing | None = None
+
+    def is_idle(self) -> bool:
+        """Return whether the connection has neither a complete head of a request nor a response to send."""
+        return (self.exchange is None or self.exchange.is_over) and not self.stream.writing()
 
     def stays_open(self, carrier: Carrier) -> bool:
         """Return whether the connection stays open for a response when the client ends its side."""

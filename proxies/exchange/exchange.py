@@ -79,7 +79,7 @@ class Exchange:
     _is_begun = False  # a part of the response was written
     _is_whole = False  # the complete response was written
     _is_gone = False  # no further part of the application's response can be sent
-    _is_over = False  # the reader continues with the next request, or closes
+    is_over = False  # the reader continues with the next request, or closes
     _linger: asyncio.TimerHandle | None = None
     _probes = 0  # how often it was found that the client sends no more
 
@@ -182,7 +182,7 @@ class Exchange:
 
     def on_connection_close(self) -> None:
         """Cancel the request because its client has disconnected. Idempotent, and valid in every state."""
-        self._is_gone = self._is_over = True
+        self._is_gone = self.is_over = True
         self._carrier.watch.unwatch(self._connection)
         if self._linger is not None:
             self._linger.cancel()
@@ -220,7 +220,7 @@ class Exchange:
     @property
     def unread(self) -> Stream | None:
         """The stream, if nothing reads from it now, because a complete request is being answered."""
-        is_deaf = self._task is not None and not self._is_over and self._body.is_ended
+        is_deaf = self._task is not None and not self.is_over and self._body.is_ended
         return self._stream if is_deaf else None
 
     # ---- called by the application
@@ -343,7 +343,7 @@ class Exchange:
             self._closes = True
             self._answer(error.status, str(error), headers=error.headers)
             return
-        self._is_over = True
+        self.is_over = True
         carrier.watch.unwatch(self._connection)
         self._reader.detach()
         carrier.sockets.add(session)
@@ -396,13 +396,13 @@ class Exchange:
         self._body.close()
         if self._body.is_ended or self._body.is_withheld:
             self._go_on()
-        elif not self._is_over:
+        elif not self.is_over:
             self._linger = asyncio.get_running_loop().call_later(LINGER_S, self._go_on)
 
     def _go_on(self) -> None:
-        if self._is_over:
+        if self.is_over:
             return
-        self._is_over = True
+        self.is_over = True
         if self._linger is not None:
             self._linger.cancel()
         self._reader.finish()  # closes the connection if the request is incomplete
@@ -458,9 +458,9 @@ class Exchange:
             flushed.add_done_callback(lambda _: self._complete())
 
     def _cut(self) -> None:
-        if not self._is_whole and not self._is_over:
+        if not self._is_whole and not self.is_over:
             self._is_gone = True
-            self._is_over = True
+            self.is_over = True
             self._body.close()
             self._reader.close()
 

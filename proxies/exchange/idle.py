@@ -37,6 +37,15 @@ class IdleWatch(Generic[T]):
         """Stop watching an item. An item that is not watched is ignored."""
         self._since.pop(item, None)
 
+    def longest(self, idle_s: float, may_end: Callable[[T], bool]) -> T | None:
+        """Return the item that is watched for longest, for at least ``idle_s``, of those that may end."""
+        for item, since in self._since.items():
+            if since > self._loop.time() - idle_s:
+                return None
+            if may_end(item):
+                return item
+        return None
+
     def __len__(self) -> int:
         return len(self._since)
 

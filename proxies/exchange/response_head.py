@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from daskserve.clock import Clock
-from daskserve.proxies.asgi import TEXT, Headers
+from daskserve.proxies.asgi import NOSNIFF, TEXT, Headers
 from daskserve.types import Message
 
 BodyPart = bytes | memoryview
@@ -250,5 +250,5 @@ def as_buffer(body: Any) -> BodyPart:
 
 def plain_text(status: int, text: str) -> tuple[dict[str, Any], bytes]:
     """Return the start message and the body of a response that the server generates."""
-    start = {"type": "http.response.start", "status": status, "headers": [(b"content-type", TEXT)]}
-    return start, text.encode()
+    headers = [(b"content-type", TEXT), NOSNIFF]
+    return {"type": "http.response.start", "status": status, "headers": headers}, text.encode()

@@ -165,7 +165,10 @@ class TransportStream(asyncio.Protocol):
         is_bound = self._transport.get_extra_info("ssl_object") is not None or self.writing()
         if loop is self._loop or is_bound or self.closed():
             return None
-        left = duplicate(self.socket), bytes(self._unread)
+        try:
+            left = duplicate(self.socket), bytes(self._unread)
+        except OSError:  # the process has no file descriptors left
+            return None
         self._on_close = None
         self.close()
         return left

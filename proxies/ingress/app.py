@@ -17,14 +17,19 @@ from typing import Any, Protocol
 
 from daskserve.amounts import shown
 from daskserve.clock import RequestIds, stopwatch
-from daskserve.errors import RequestTimeoutError
+from daskserve.errors import ActorLostError, RequestTimeoutError
 from daskserve.figures.histogram import cause_of
 from daskserve.loops.deadlines import until
 from daskserve.payload.packed_errors import is_logged
 from daskserve.proxies.asgi import JSON, ASGIApp, Headers, Scope, send_whole
 from daskserve.proxies.ingress.errors import reply_to
 from daskserve.proxies.ingress.figures import SYSTEM_ROUTES, IngressFigures
-from daskserve.proxies.ingress.request import IngressRequest, IngressWebSocket, parse_timeout
+from daskserve.proxies.ingress.request import (
+    TRUSTED_TIMEOUT,
+    IngressRequest,
+    IngressWebSocket,
+    parse_timeout,
+)
 from daskserve.proxies.ingress.routes import Route, RouteTable, normalize_prefix
 from daskserve.types import Envelope, EnvelopeKind, Receive, Send
 
@@ -57,7 +62,7 @@ _HTTP_KEYS = frozenset(
 )
 _SCOPE_KEYS = _HTTP_KEYS | {"subprotocols"}
 #: Keys that belong to this process, even if their values are plain.
-_SCOPE_KEYS_KEPT_HERE = frozenset(("app", "state", "extensions"))
+_SCOPE_KEYS_KEPT_HERE = frozenset(("app", "state", "extensions", TRUSTED_TIMEOUT))
 _PLAIN_TYPES = (str, bytes, int, float, type(None))
 
 
@@ -70,6 +75,8 @@ class IngressOptions(Protocol):
     def request_timeout_s(self) -> float | None: ...
     @property
     def debug(self) -> bool: ...
+    @property
+    def list_routes(self) -> bool: ...
 
 
 class StarletteMiddleware(Protocol):
@@ -111,7 +118,7 @@ class IngressApp:
     Parameters
     ----------
     options : IngressOptions
-        ``root_path``, ``request_timeout_s`` and ``debug``.
+        ``root_path``, ``request_timeout_s``, ``debug`` and ``list_routes``.
     routes : callable
         Returns the current `RouteTable`, or None before the first one is received.
     dispatch : callable
@@ -137,6 +144,7 @@ class IngressApp:
         self._root_bytes = self._root.encode()
         self._timeout_s = options.request_timeout_s
         self._debug = options.debug
+        self._lists_routes = options.list_routes
         self._routes = routes
         self._dispatch = dispatch
         self._takes_whole = takes_whole
@@ -218,9 +226,7 @@ class IngressApp:
         route = table.match(own_path)
         if route is None:
             request.cause = "no_route"
-            host = request.host.decode("latin-1") or _server_of(scope)
-            url = f"{scope.get('scheme', 'http')}://{host}{root}/-/routes"
-            return self._refuse(request, 404, f"Path '{path}' not found. Ping {url} for available routes.")
+            return self._refuse_path(request, scope, path)
         request.route = route
         if method not in route.methods:
             request.cause = "method_not_allowed"
@@ -228,6 +234,9 @@ class IngressApp:
         return self._call(request, route.endpoint, self._head(request, scope, path, route), receive)
 
     async def _answer_system(self, request: IngressRequest, path: str, method: str) -> None:
+        if path == "/-/routes" and not self._lists_routes:
+            await self._refuse(request, 404, f"Path '{path}' not found.")
+            return
         if method not in ("GET", "HEAD"):
             await self._refuse_method(request, method, ("GET", "HEAD"))
             return
@@ -243,6 +252,8 @@ class IngressApp:
             await send_whole(request.send, 200, b"success")
 
     def _head(self, request: IngressRequest, scope: Scope, path: str, route: Route) -> dict[str, Any]:
+        if request.timeout is not None:
+            request.has_trusted_timeout = scope.pop(TRUSTED_TIMEOUT, False)
         if self._takes_whole and scope["type"] == "http":
             head: Any = scope  # made for this request, and not shared
         else:
@@ -278,7 +289,9 @@ class IngressApp:
         is_socket = request.is_socket
         timeout_s = None if is_socket else self._timeout_s
         if request.timeout is not None and not is_socket:
-            timeout_s = parse_timeout(request.timeout, default_s=timeout_s)
+            timeout_s = parse_timeout(
+                request.timeout, limit_s=timeout_s, is_trusted=request.has_trusted_timeout
+            )
         if timeout_s is not None:
             return self._call_until(request, endpoint, head, receive, timeout_s)
         envelope = Envelope(EnvelopeKind.HTTP, head, None, None, request.has_body or is_socket)
@@ -312,13 +325,25 @@ class IngressApp:
                 log.warning("Request %s failed after its response had begun: %r", request_id, error)
             raise error
         request.drop_start()
-        reply = reply_to(error, debug=self._debug)
+        reply = reply_to(error, request_id, debug=self._debug)
         if reply.is_fault and not is_logged(error, request_id):
             log.error("Request %s failed", request_id, exc_info=error)
+        elif reply.hides_message:
+            # A loss is rare. 503 may be the answer to each request for a while.
+            level = logging.WARNING if reply.status == ActorLostError.http_status else logging.INFO
+            log.log(level, "Request %s was answered with %d: %s", request_id, reply.status, error)
         await self._refuse(request, reply.status, reply.text, reply.headers)
 
     async def _refuse(self, request: IngressRequest, status: int, text: str, headers: Headers = ()) -> None:
         await send_whole(request.send, status, text.encode("utf-8", "replace"), headers=headers)
+
+    def _refuse_path(self, request: IngressRequest, scope: Scope, path: str) -> Awaitable[None]:
+        text = f"Path '{path}' not found."
+        if self._lists_routes:
+            host = request.host.decode("latin-1") or _server_of(scope)
+            url = f"{scope.get('scheme', 'http')}://{host}{self._root}/-/routes"
+            text = f"{text} Ping {url} for available routes."
+        return self._refuse(request, 404, text)
 
     async def _refuse_method(self, request: IngressRequest, method: str, allowed: Iterable[str]) -> None:
         names = sorted(allowed)

@@ -1,10 +1,13 @@
 """The HTTP responses to errors.
 
 1. `BackPressureError`: 503, and ``Retry-After`` says when.
-2. `ActorLostError`: 502; the caller decides whether to send the request again.
+2. `ActorLostError` and `QuarantinedError`: 502; the caller decides whether to send the request again.
 3. Other `UnavailableError`: 503, ``Retry-After: 1``.
-4. Other errors of daskserve with a status below 500, or of 502 or 503: their status and message.
+4. Other errors of daskserve with a status below 500: their status and message.
 5. All other errors, including those of user code: 500 without details; with ``debug``, the traceback.
+
+The messages of 2 and 3 help those who run the cluster, and may name its addresses and replicas. Unknown
+clients get the reason and the id of the request, with which the log has the message.
 """
 
 from __future__ import annotations
@@ -13,30 +16,37 @@ import math
 import traceback
 from dataclasses import dataclass
 
-from daskserve.errors import ActorLostError, BackPressureError, UnavailableError, http_status_of
+from daskserve.errors import BackPressureError, UnavailableError, http_status_of
 from daskserve.proxies.asgi import Headers
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorReply:
-    """A plain-text response. ``is_fault`` marks an error to investigate, as opposed to one caused by load."""
+    """A plain-text response.
+
+    ``is_fault`` marks an error to investigate, as opposed to one caused by load. ``hides_message`` marks a
+    text that is not the error's message.
+    """
 
     status: int
     text: str
     headers: Headers = ()
     is_fault: bool = False
+    hides_message: bool = False
 
 
-def reply_to(error: BaseException, *, debug: bool = False) -> ErrorReply:
+def reply_to(error: BaseException, request_id: str, *, debug: bool = False) -> ErrorReply:
     """Return the response to an error that occurred before a response started."""
     status = http_status_of(error)
     if isinstance(error, BackPressureError):
         return ErrorReply(status, str(error), _retry_after(error.retry_after_s))
-    if isinstance(error, ActorLostError):
-        return ErrorReply(status, str(error))
     if isinstance(error, UnavailableError):
-        return ErrorReply(status, str(error), _retry_after(1))
-    if status < 500 or status in (502, 503):
+        headers = () if status == 502 else _retry_after(1)
+        if debug or error.is_public:
+            return ErrorReply(status, str(error), headers)
+        text = f"Request {request_id} failed: {error.public_reason}."
+        return ErrorReply(status, text, headers, hides_message=True)
+    if status < 500:
         return ErrorReply(status, str(error))
     text = "".join(traceback.format_exception(error)) if debug else "Internal Server Error"
     return ErrorReply(500, text, is_fault=True)

@@ -3,7 +3,7 @@
 ``X-Forwarded-For`` and ``X-Forwarded-Proto`` name them, but any client can send these headers. They are
 trusted only from addresses that the operator names, and read from the right: each proxy appends the address
 it received the request from. The first address that is not a trusted proxy's is the client; what is left of
-it is unproven.
+it is unproven. ``X-Request-Timeout-Seconds`` may ask for more than the operator's limit only from there.
 
 uvicorn's ``ProxyHeadersMiddleware`` is not used. uvicorn is an extra, and Tornado is the default server. Of
 the cases in ``test_forwarded.py`` it fails these: text that is no address (``unknown``) becomes the client,
@@ -20,6 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 from daskserve.proxies.asgi import ASGIApp, Scope
+from daskserve.proxies.ingress.request import REQUEST_TIMEOUT, TRUSTED_TIMEOUT
 from daskserve.types import Receive, Send
 
 Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
@@ -73,6 +74,8 @@ class ForwardedHeaders:
                 hops += value.decode("latin-1").split(",")
             elif name == FORWARDED_PROTO:
                 scheme = value.decode("latin-1").rpartition(",")[2].strip().lower()
+            elif name == REQUEST_TIMEOUT:
+                scope[TRUSTED_TIMEOUT] = True
         client = self._client_of(hops)
         if client is not None:
             scope["client"] = (client, 0)  # its port is unknown

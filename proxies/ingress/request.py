@@ -10,6 +10,8 @@ from daskserve.proxies.ingress.figures import NO_ROUTE
 from daskserve.types import DONE, ON_DEMAND, WHOLE_RESPONSE, Message, Send
 
 REQUEST_TIMEOUT = b"x-request-timeout-seconds"
+#: The key of a scope whose `REQUEST_TIMEOUT` was sent by a trusted forwarder.
+TRUSTED_TIMEOUT = "daskserve.trusted_timeout"
 SHARD_KEY = b"x-serve-shard-key"
 HOST = b"host"
 CONTENT_LENGTH = b"content-length"
@@ -55,6 +57,8 @@ class IngressRequest:
     request_id = b""
     shard_key: bytes | None = None
     timeout: bytes | None = None
+    #: Whether a trusted forwarder sent the timeout.
+    has_trusted_timeout = False
     host = b""
     status = 0
     is_gone = False
@@ -162,12 +166,19 @@ class IngressWebSocket(IngressRequest):
             self.status = answers.get(kind) or message.get("status", 0)
 
 
-def parse_timeout(value: bytes, *, default_s: float | None) -> float | None:
-    """Return the seconds a header asks for: None (no limit) if not positive, the default if unreadable."""
+def parse_timeout(value: bytes, *, limit_s: float | None, is_trusted: bool = False) -> float | None:
+    """Return the seconds that a request may take: what its header asks for, within the operator's limit.
+
+    A value that is not positive, or infinite, asks for no limit, and so does None. An unreadable one counts
+    as none. Only a trusted sender gets more than the operator's limit.
+    """
     try:
         seconds = float(value)
     except ValueError:
-        return default_s
+        return limit_s
     if seconds != seconds:  # "nan" is a float, but no time
-        return default_s
-    return seconds if 0 < seconds < float("inf") else None
+        return limit_s
+    wanted_s = seconds if 0 < seconds < float("inf") else None
+    if is_trusted or limit_s is None:
+        return wanted_s
+    return limit_s if wanted_s is None else min(wanted_s, limit_s)

@@ -12,14 +12,18 @@ import logging
 import selectors
 import socket
 import ssl
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from daskserve.amounts import shown
 from daskserve.clock import Clock, LoopClock
+from daskserve.figures.table import MetricSample
 from daskserve.proxies.asgi import ASGIApp
 from daskserve.proxies.exchange.carrier import Carrier
+from daskserve.proxies.server.accepting import Acceptor, default_max_connections, descriptor_limit
 from daskserve.proxies.server.hangup import HangupWatch
 from daskserve.proxies.server.listen import bind_sockets
+from daskserve.types import EVERY_ADDRESS
 
 if TYPE_CHECKING:
     from daskserve.options.http import HTTPOptions
@@ -28,23 +32,21 @@ log = logging.getLogger("daskserve.proxies")
 
 #: While draining, how long an open connection may be silent before it counts as unused.
 _QUIET_S = 0.1
+#: While draining, how often to see whether a pause in accepting has ended.
+_PAUSED_S = 0.01
 #: How long cancelled requests may take to clean up.
 _CANCEL_S = 5.0
 
-_WILDCARDS = frozenset(("", "0.0.0.0", "::", "[::]"))
-
 
 class ServerListener(Protocol):
-    """Accepts connections and reads them."""
+    """Sets up accepted connections and reads them."""
 
-    def start(self, sockets: list[socket.socket]) -> None:
-        """Accept connections on these listening sockets."""
+    def take(self, sock: socket.socket, made: Callable[[], object]) -> asyncio.Task[None] | None:
+        """Set up a connection.
 
-    def stop(self) -> None:
-        """Stop accepting connections."""
-
-    def accept_last(self, listening: socket.socket) -> None:
-        """Accept what waits on a socket after `stop`, which is closed next."""
+        Return the task that does so, which calls ``made`` when the connection is among the carrier's. None if
+        it is there already.
+        """
 
     async def wait_made(self) -> None:
         """Return once all accepted connections are among the carrier's."""
@@ -71,6 +73,8 @@ class HTTPServer(abc.ABC):
         Used in `urls` in place of a host that means every address, such as ``0.0.0.0``.
     tls : ssl.SSLContext, optional
         Speak HTTPS, with this certificate.
+    port_option : str
+        The HTTP option that has the port, for errors.
     """
 
     def __init__(
@@ -83,10 +87,12 @@ class HTTPServer(abc.ABC):
         public_host: str = "127.0.0.1",
         tls: ssl.SSLContext | None = None,
         clock: Clock | None = None,
+        port_option: str = "port",
     ) -> None:
         assert options.host is not None  # without a host there are no proxies
         self._host = options.host
         self._port = options.port
+        self._port_option = port_option
         self._reuse_port = reuse_port
         self._claims_port = claims_port
         self._public_host = public_host
@@ -101,6 +107,9 @@ class HTTPServer(abc.ABC):
             tls=tls,
         )
         self._hangups = HangupWatch(self._carrier)
+        self._acceptor = Acceptor(
+            self._carrier, options.max_connections or default_max_connections(descriptor_limit())
+        )
         self._sockets: list[socket.socket] = []
         self._listener: ServerListener | None = None
 
@@ -116,11 +125,20 @@ class HTTPServer(abc.ABC):
     @property
     def urls(self) -> tuple[str, ...]:
         """The URLs of the server."""
-        host = self._public_host if self._host in _WILDCARDS else self._host
+        host = self._public_host if self._host in EVERY_ADDRESS else self._host
         if ":" in host and not host.startswith("["):
             host = f"[{host}]"
         scheme = "http" if self._carrier.tls is None else "https"
         return (f"{scheme}://{host}:{self._port}",)
+
+    def samples(self, instance: str) -> list[MetricSample]:
+        """Return the metrics of connections; any thread may call it."""
+        acceptor = self._acceptor
+        return [
+            ("http_connections", (instance,), acceptor.open),
+            ("http_evicted_connections", (instance,), acceptor.evicted),
+            *(("http_accept_pauses", (instance, cause), count) for cause, count in acceptor.pauses.items()),
+        ]
 
     async def bind(self) -> None:
         """Take the port.
@@ -133,14 +151,18 @@ class HTTPServer(abc.ABC):
             The host is not an address of this machine, or the operating system refuses.
         """
         self._sockets = await bind_sockets(
-            self._host, self._port, reuse_port=self._reuse_port, claims_port=self._claims_port
+            self._host,
+            self._port,
+            reuse_port=self._reuse_port,
+            claims_port=self._claims_port,
+            option=self._port_option,
         )
         self._port = self._sockets[0].getsockname()[1]
 
     def start(self) -> None:
         """Start to accept connections."""
         self._listener = self._make_listener(self._carrier)
-        self._listener.start(self._sockets)
+        self._acceptor.start(self._sockets, self._listener.take)
         self._hangups.start()
         log.info("Listening on %s", self.urls[0])
 
@@ -154,7 +176,7 @@ class HTTPServer(abc.ABC):
         deadline = self._clock.now() + grace_s
         if self._listener is not None:
             while self._clock.now() < deadline and _has_backlog(self._sockets):
-                await self._clock.sleep(0)
+                await self._clock.sleep(_PAUSED_S if self._acceptor.is_paused else 0)
         await self._close_sockets(accepts=True)
         for session in list(self._carrier.sockets):
             session.leave()
@@ -202,12 +224,11 @@ class HTTPServer(abc.ABC):
         )
 
     async def _close_sockets(self, *, accepts: bool = False) -> None:
-        if self._listener is not None:
-            self._listener.stop()
+        self._acceptor.stop()
         for sock in self._sockets:
             if self._listener is not None and accepts:
                 # Closing the socket resets what came since the last look.
-                self._listener.accept_last(sock)
+                self._acceptor.accept_last(sock)
             sock.close()  # a second time does no harm
         self._sockets = []
         if self._listener is not None:

@@ -30,7 +30,7 @@ def can_share_ports() -> bool:
 
 
 async def bind_sockets(
-    host: str, port: int, *, reuse_port: bool = False, claims_port: bool = True
+    host: str, port: int, *, reuse_port: bool = False, claims_port: bool = True, option: str = "port"
 ) -> list[socket.socket]:
     """Return one listening, non-blocking socket for each address of ``host``, all on one port.
 
@@ -45,6 +45,8 @@ async def bind_sockets(
     claims_port : bool
         Whether a port that other listeners share counts as taken. False for the second and later listeners
         of an instance.
+    option : str
+        The HTTP option that has the port, for errors.
 
     Raises
     ------
@@ -63,9 +65,9 @@ async def bind_sockets(
         attempts_left -= 1
         try:
             return _bind_all(host, port, addresses, reuse_port=reuse_port, claims_port=claims_port)
-        except PortInUseError:
-            if not attempts_left:
-                raise
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or not attempts_left:
+                raise _explained(error, host, port, option) from error
 
 
 async def _resolve(host: str, port: int) -> list[tuple[int, Any]]:
@@ -105,7 +107,7 @@ def _bind_all(
                 sock = _listening(family, wanted, reuse_port=reuse_port)
             except OSError as error:
                 if error.errno not in _NO_SUCH_ADDRESS:
-                    raise _explained(error, host, port) from error
+                    raise
                 absent = error  # often ::1 for localhost in a container; another address may do
                 continue
             sockets.append(opened.enter_context(sock))
@@ -139,15 +141,16 @@ def _listening(family: int, address: Any, *, reuse_port: bool = False) -> socket
     return sock
 
 
-def _explained(error: OSError, host: str, port: int) -> InstanceError:
+def _explained(error: OSError, host: str, port: int, option: str) -> InstanceError:
     if error.errno == errno.EADDRINUSE:
+        free = "; 0 takes a free one" if option == "port" else ""
         return PortInUseError(
             f"{host}:{port} is in use by another program or another instance. Stop that one, or choose "
-            'another port with http_options={"port": ...}; 0 takes a free one.'
+            f'another port with http_options={{"{option}": ...}}{free}.'
         )
     if error.errno == errno.EACCES:
         return InstanceError(
             f"Not allowed to listen on {host}:{port}; ports below 1024 usually need special rights. "
-            'Choose another port with http_options={"port": ...}.'
+            f'Choose another port with http_options={{"{option}": ...}}.'
         )
     return InstanceError(f"Cannot listen on {host}:{port}: {error}")

@@ -9,10 +9,6 @@ from __future__ import annotations
 import logging
 import socket
 from collections.abc import Callable
-from contextlib import suppress
-from typing import Any
-
-from tornado.netutil import add_accept_handler
 
 from daskserve.loops.tasks import TaskSet
 from daskserve.proxies.exchange.carrier import Carrier
@@ -30,33 +26,13 @@ class TornadoServer(HTTPServer):
 
 
 class _TornadoListener:
-    """Accepts connections, which Tornado's streams read."""
+    """Sets up connections, which Tornado's streams read."""
 
     def __init__(self, carrier: Carrier) -> None:
         self._carrier = carrier
         self._serving = TaskSet(log)
-        self._stops: list[Callable[[], None]] = []
 
-    def start(self, sockets: list[socket.socket]) -> None:
-        self._stops = [add_accept_handler(sock, self._accept) for sock in sockets]
-
-    def stop(self) -> None:
-        for stop in self._stops:
-            stop()
-        self._stops = []
-
-    def accept_last(self, listening: socket.socket) -> None:
-        with suppress(OSError):  # nothing waits any more, or the process has run out of descriptors
-            while True:
-                self._accept(*listening.accept())
-
-    async def wait_made(self) -> None:
-        """Return: connections are set up when they are accepted."""
-
-    async def wait_closed(self) -> None:
-        await self._serving.wait()
-
-    def _accept(self, sock: socket.socket, address: Any) -> None:
+    def take(self, sock: socket.socket, made: Callable[[], object]) -> None:
         tls = self._carrier.tls
         try:
             if tls is None:
@@ -70,3 +46,9 @@ class _TornadoListener:
             sock.close()
             return
         self._serving.spawn(TornadoConnection(self._carrier, stream).serve())
+
+    async def wait_made(self) -> None:
+        """Return: connections are set up when they are accepted."""
+
+    async def wait_closed(self) -> None:
+        await self._serving.wait()

@@ -125,7 +125,10 @@ class RequestStream(IOStream):
         """
         if self.writing() or self.closed():
             return None
-        sock = duplicate(self.socket)
+        try:
+            sock = duplicate(self.socket)
+        except OSError:  # the process has no file descriptors left
+            return None
         # The whole buffer, or else at most one piece of what the socket has.
         received = asyncio.ensure_future(self.read_bytes(self.max_buffer_size, partial=True))
         self.set_close_callback(None)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import httptools
@@ -58,6 +58,8 @@ class SharedState(ProtocolState):
         super().__init__(carrier.app)
         self.carrier = carrier
         self.open_streams: set[TransportStream] = set()
+        #: What to call when a connection is among the carrier's.
+        self.on_made: dict[HTTPProtocol, Callable[[], object]] = {}
 
 
 class UvicornConnection(HTTPProtocol):
@@ -93,6 +95,9 @@ class UvicornConnection(HTTPProtocol):
         self._connection = Connection(self._stream, is_encrypted=self._carrier.tls is not None)
         self._carrier.connections.add(self._connection)
         self._carrier.watch.watch(self._connection)
+        on_made = self.server_state.on_made.pop(self, None)
+        if on_made is not None:
+            on_made()
 
     def data_received(self, data: bytes) -> None:
         if self._drops_data:

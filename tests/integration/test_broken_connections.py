@@ -113,7 +113,12 @@ def test_a_request_that_is_not_idempotent_fails_and_is_not_retried(stage: Stage)
     thread, replies = stage.held_request("POST")
     stage.cut()
     thread.join(20)
-    assert [each.status for each in replies] == [502]
+    (reply,) = replies
+    request_id = reply.headers["x-request-id"]
+    assert (reply.status, reply.text) == (
+        502,
+        f"Request {request_id} failed: the replica that had it was lost.",
+    )
     assert stage.ask("state") == [2, 0]
 
 

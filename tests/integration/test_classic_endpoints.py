@@ -253,7 +253,9 @@ def test_a_user_error_over_http_hides_internals(client: serve.Client, url: str) 
 def test_a_user_error_with_debug_shows_the_traceback(external: ExternalCluster) -> None:
     """CL38: with ``debug=True`` the body is the traceback."""
     options = {"port": 0, "debug": True}
-    with serve.start(http_options=options, dask_client=external.client) as client:
+    with pytest.warns(UserWarning, match="debug=True shows tracebacks"):
+        client = serve.start(http_options=options, dask_client=external.client)
+    with client:
         client.create_backend("plain", raise_error)
         client.create_endpoint("plain", backend="plain", route="/plain")
         reply = fetch(f"{client.http_urls()[0]}/plain")

@@ -131,7 +131,8 @@ def test_a_worker_that_retires_fails_no_request_and_cuts_no_stream() -> None:
 
 
 def test_the_only_proxy_comes_back_on_its_host_and_port(tmp_path: Path) -> None:
-    options = {"host": "0.0.0.0", "return_grace_s": 60}
+    # Without a forwarder, or TLS, a host of every address is warned of.
+    options = {"host": "0.0.0.0", "trusted_forwarders": ["127.0.0.1"], "return_grace_s": 60}
     with nannied_cluster(1) as dask, served(dask, **options) as (client, url):
         with dask_worker(dask.scheduler.address, tmp_path, name="other", extra=("--host", "127.0.0.2")):
             dask.wait_for_workers(2, timeout=30)

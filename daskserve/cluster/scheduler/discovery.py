@@ -10,7 +10,6 @@ Prometheus would count every metric several times.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -18,11 +17,11 @@ from typing import Any
 import dask.config
 from distributed import Scheduler
 from distributed.comm import get_address_host
-from tornado.web import RequestHandler
 
 from daskserve.cluster.link import dial
 from daskserve.cluster.metrics_path import METRICS_PATH, metrics_path
-from daskserve.cluster.scheduler.route import SchedulerRoute
+from daskserve.cluster.scheduler.route import GuardedHandler, SchedulerRoute
+from daskserve.cluster.scheduler.site_guard import SiteGuard
 from daskserve.loops.blocking import finish
 from daskserve.types import WorkerAddress
 
@@ -73,12 +72,19 @@ class Targets:
     facts_of
         Returns the facts that a worker's Host reported about its process, if any: `facts_of_server` and
         ``pid``.
+    guard : SiteGuard
+        Decides which requests are refused.
     """
 
-    def __init__(self, scheduler: Scheduler, facts_of: Callable[[WorkerAddress], Mapping[str, Any]]) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        facts_of: Callable[[WorkerAddress], Mapping[str, Any]],
+        guard: SiteGuard,
+    ) -> None:
         self._scheduler: Any = scheduler
         self._facts_of = facts_of
-        self._route = SchedulerRoute(scheduler, PATH, TargetsHandler, {"targets": self})
+        self._route = SchedulerRoute(scheduler, PATH, TargetsHandler, {"targets": self, "guard": guard})
 
     def install(self) -> None:
         """Add the route; idempotent."""
@@ -116,15 +122,16 @@ class Targets:
         return self.current()
 
 
-class TargetsHandler(RequestHandler):
+class TargetsHandler(GuardedHandler):
     """Answers with the list of targets."""
 
-    def initialize(self, targets: Targets) -> None:
+    def initialize(self, targets: Targets, guard: SiteGuard) -> None:
+        self._guard = guard
         self._targets = targets
 
     def get(self) -> None:
-        self.set_header("Content-Type", "application/json")
-        self.write(json.dumps(self._targets.current()))
+        if not self.is_refused():
+            self.answer(200, self._targets.current())
 
 
 def ask_targets(scheduler: str, timeout_s: float) -> list[Target]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from daskserve.cluster.scheduler.controllers import Instance
 from daskserve.cluster.scheduler.hosts import HostRegistry
+from daskserve.cluster.scheduler.site_guard import SiteGuard
 from daskserve.figures.table import MetricSample
 from daskserve.types import InstanceName
 
@@ -13,9 +14,12 @@ from daskserve.types import InstanceName
 class SupervisorFigures:
     """A `daskserve.figures.collector.Source`."""
 
-    def __init__(self, instances: Mapping[InstanceName, Instance], hosts: HostRegistry) -> None:
+    def __init__(
+        self, instances: Mapping[InstanceName, Instance], hosts: HostRegistry, guard: SiteGuard
+    ) -> None:
         self._instances = instances
         self._hosts = hosts
+        self._guard = guard
 
     def samples(self) -> list[MetricSample]:
         """Return the current metrics."""
@@ -24,5 +28,6 @@ class SupervisorFigures:
             ("supervisor_instances", (), len(instances)),
             ("supervisor_hosts", (), self._hosts.count),
             ("supervisor_refused_workers", (), len(self._hosts.refused())),
+            *(("supervisor_http_refusals", (cause,), n) for cause, n in self._guard.refusals.items()),
             *(("supervisor_controller_starts", (each.name,), each.starts) for each in instances),
         ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,7 +10,31 @@ from distributed import Scheduler
 from tornado.web import RequestHandler
 
 from daskserve.cluster.metrics_path import METRICS_PATH, metrics_path
+from daskserve.cluster.scheduler.site_guard import SiteGuard
 from daskserve.internals.tornado import add_route, remove_route
+
+
+class GuardedHandler(RequestHandler):
+    """A handler that answers no page of another site; its ``initialize`` sets the guard."""
+
+    _guard: SiteGuard
+
+    def set_default_headers(self) -> None:
+        self.set_header("X-Content-Type-Options", "nosniff")
+
+    def is_refused(self) -> bool:
+        """Return whether the request was answered with 403."""
+        text = self._guard.refusal(self.request)
+        if text is None:
+            return False
+        self.answer(403, {"message": text})
+        return True
+
+    def answer(self, status: int, body: Any) -> None:
+        """Answer in JSON."""
+        self.set_status(status)
+        self.set_header("Content-Type", "application/json")
+        self.finish(json.dumps(body))
 
 
 class SchedulerRoute:
@@ -20,11 +45,11 @@ class SchedulerRoute:
     path : str
         A regular expression for the whole path.
     arguments : mapping
-        Arguments of the handler's ``initialize``.
+        Arguments of the handler's ``initialize``, the guard included.
     """
 
     def __init__(
-        self, scheduler: Scheduler, path: str, handler: type[RequestHandler], arguments: Mapping[str, Any]
+        self, scheduler: Scheduler, path: str, handler: type[GuardedHandler], arguments: Mapping[str, Any]
     ) -> None:
         self._scheduler: Any = scheduler
         self._path = path

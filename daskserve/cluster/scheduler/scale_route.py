@@ -1,7 +1,8 @@
 """External scaling over HTTP: a route on the scheduler's HTTP server that forwards numbers to controllers.
 
 The path ``/daskserve/<instance>/api/v1/applications/<application>/deployments/<backend>/scale`` (POST) ends
-like Ray Serve's. The server has no authentication, so each backend must enable external scaling.
+like Ray Serve's. The server has no authentication, so each backend must enable external scaling, and pages
+of other sites are refused (`daskserve.cluster.scheduler.site_guard`).
 
 If a controller dies or hangs during the request, it is replaced and the call is retried at the newest one.
 This is safe, because setting the same number twice changes nothing.
@@ -10,21 +11,20 @@ This is safe, because setting the same number twice changes nothing.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import Coroutine, Mapping
 from typing import Any
-from urllib.parse import urlsplit
 
 from distributed import Scheduler
-from tornado.web import HTTPError, RequestHandler, stream_request_body
+from tornado.web import stream_request_body
 
 from daskserve.amounts import shown
 from daskserve.clock import LoopClock
 from daskserve.cluster.controller_calls import call_controller
 from daskserve.cluster.scheduler.controllers import Instance
 from daskserve.cluster.scheduler.hosts import HostRegistry
-from daskserve.cluster.scheduler.route import SchedulerRoute
+from daskserve.cluster.scheduler.route import GuardedHandler, SchedulerRoute
+from daskserve.cluster.scheduler.site_guard import SiteGuard
 from daskserve.errors import (
     BadRequestError,
     NotFoundError,
@@ -55,11 +55,15 @@ class ScaleRoute:
     """Forwards numbers to the controllers of the running instances."""
 
     def __init__(
-        self, scheduler: Scheduler, instances: Mapping[InstanceName, Instance], hosts: HostRegistry
+        self,
+        scheduler: Scheduler,
+        instances: Mapping[InstanceName, Instance],
+        hosts: HostRegistry,
+        guard: SiteGuard,
     ) -> None:
         self._instances = instances
         self._hosts = hosts
-        self._route = SchedulerRoute(scheduler, PATH, ScaleHandler, {"route": self})
+        self._route = SchedulerRoute(scheduler, PATH, ScaleHandler, {"route": self, "guard": guard})
 
     def install(self) -> None:
         """Add the route; idempotent."""
@@ -123,10 +127,11 @@ class _Finder:
 
 
 @stream_request_body
-class ScaleHandler(RequestHandler):
+class ScaleHandler(GuardedHandler):
     """Reads a number from the body and answers in JSON."""
 
-    def initialize(self, route: ScaleRoute) -> None:
+    def initialize(self, route: ScaleRoute, guard: SiteGuard) -> None:
+        self._guard = guard
         self._route = route
         self._body = bytearray()
         self._is_too_large = False
@@ -138,7 +143,8 @@ class ScaleHandler(RequestHandler):
             self._body += chunk
 
     async def post(self, instance: str, application: str, backend: str) -> None:
-        self._refuse_cross_site()
+        if self.is_refused():
+            return
         try:
             if self._is_too_large:
                 raise BadRequestError(f"the body has more than {MAX_BODY_BYTES} bytes")
@@ -149,24 +155,16 @@ class ScaleHandler(RequestHandler):
                 )
             number = await self._route.scale(instance, backend, number_in(bytes(self._body)))
         except ServeError as error:
-            self._answer(http_status_of(error), {"message": str(error)})
+            self.answer(http_status_of(error), {"message": str(error)})
         else:
-            self._answer(200, {KEY: number, "message": f"{backend} is to have {number} replicas."})
+            self.answer(200, {KEY: number, "message": f"{backend} is to have {number} replicas."})
 
-    def _refuse_cross_site(self) -> None:
-        """Refuse cross-site requests of browsers, which are harmful even without a readable answer."""
-        origin = self.request.headers.get("Origin")
-        if origin is not None and urlsplit(origin).netloc != self.request.host:
-            raise HTTPError(403, reason="Forbidden")
-
-    def _answer(self, status: int, body: Mapping[str, Any]) -> None:
-        self.set_status(status)
-        self.set_header("Content-Type", "application/json")
+    def answer(self, status: int, body: Mapping[str, Any]) -> None:
         if status == UnavailableError.http_status:
             self.set_header("Retry-After", str(RETRY_AFTER_S))
-        self.finish(json.dumps(body))
+        super().answer(status, body)
 
     def write_error(self, status_code: int, **kwargs: Any) -> None:
         if status_code == 405:
             self.set_header("Allow", "POST")
-        self._answer(status_code, {"message": self._reason})
+        self.answer(status_code, {"message": self._reason})

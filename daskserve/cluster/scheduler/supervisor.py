@@ -40,6 +40,7 @@ from daskserve.cluster.scheduler.parcels import parcel_verbs
 from daskserve.cluster.scheduler.records import check_epoch, record_verbs
 from daskserve.cluster.scheduler.returns import Returns, restore
 from daskserve.cluster.scheduler.scale_route import ScaleRoute
+from daskserve.cluster.scheduler.site_guard import SiteGuard
 from daskserve.cluster.scheduler.splice import Splices
 from daskserve.cluster.scheduler.topics import EndedTopics
 from daskserve.cluster.store.opening import open_store
@@ -92,9 +93,11 @@ class Supervisor(SchedulerPlugin):
             became_adaptive=lambda: self._publish(None, adaptive),
             has_instances=lambda: bool(self._instances),
         )
-        targets = Targets(scheduler, self._hosts.facts_of)
+        guard = SiteGuard(scheduler)
+        targets = Targets(scheduler, self._hosts.facts_of, guard)
+        scale_route = ScaleRoute(scheduler, self._instances, self._hosts, guard)
         #: What changes the scheduler while there are Hosts.
-        self._installed = (self._capacity, targets, ScaleRoute(scheduler, self._instances, self._hosts))
+        self._installed = (self._capacity, targets, scale_route)
         self._controllers = ControllerKeeper(
             self._hosts,
             self._instances,
@@ -128,7 +131,7 @@ class Supervisor(SchedulerPlugin):
             "inspect": self._hosts.inspect,
             "targets": targets.describe,
         }
-        self._figures = SupervisorFigures(self._instances, self._hosts)
+        self._figures = SupervisorFigures(self._instances, self._hosts, guard)
         PROCESS.add(self._figures)
         add_handler(scheduler, SUPERVISOR_OP, self.handle)
         add_handler(scheduler, SPLICE_OP, self._splices.accept)

@@ -349,7 +349,7 @@ class ReplicaSet:
                 f"Deployment {self.tag!r} is unavailable because it failed to deploy: {self._ending}"
             )
         if self._ending is not None and not self._is_deleted:
-            return DeploymentIsBeingDeletedError(f"Deployment {self.tag!r} is being deleted.")
+            return DeploymentIsBeingDeletedError(f"Deployment {self.tag!r} is being deleted.", is_public=True)
         return None
 
     def _gone(self) -> UnavailableError:
@@ -357,9 +357,10 @@ class ReplicaSet:
         if ending is not None:
             return ending
         if self._is_deleted:
-            return UnavailableError(f"Backend '{self.tag}' was deleted.")
+            return UnavailableError(f"Backend '{self.tag}' was deleted.", is_public=True)
         return UnavailableError(
-            f"Backend '{self.tag}' has no replicas because the target capacity of its instance is 0 %."
+            f"Backend '{self.tag}' has no replicas because the target capacity of its instance is 0 %.",
+            is_public=True,
         )
 
     def _set_alarm(self) -> None:

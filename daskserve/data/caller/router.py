@@ -142,7 +142,9 @@ class Router:
         if backend is None:
             backend = policy.draw(shard_draw(shard_key) if shard_key else rng.random())
             if backend is None:
-                raise UnavailableError(f"Endpoint '{self.endpoint}' has no backend with traffic.")
+                raise UnavailableError(
+                    f"Endpoint '{self.endpoint}' has no backend with traffic.", is_public=True
+                )
         shadows = policy.shadows(rng) if policy.has_shadows else None
         if shadows:
             return self._send_with_copies(backend, shadows, envelope, receive, send)

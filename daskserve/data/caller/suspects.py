@@ -267,5 +267,6 @@ def _refusal(target: RequestTarget, suspicion: Suspicion, now: float) -> Quarant
     left_s, kills = suspicion.refused_until - now, len(suspicion.kills)
     return QuarantinedError(
         f"{_shown(target)} is refused for {shown(left_s)} s: its retries ended {kills} processes within "
-        f"{shown(WINDOW_S)} s. The log of the workers says what ended or blocked them."
+        f"{shown(WINDOW_S)} s. The log of the workers says what ended or blocked them.",
+        is_public=True,
     )

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from distributed.http.routing import RoutingApplication
+from tornado.httpclient import AsyncHTTPClient
+from tornado.httpserver import HTTPServer
 from tornado.httputil import HTTPHeaders, HTTPServerRequest, RequestStartLine
+from tornado.simple_httpclient import SimpleAsyncHTTPClient
+from tornado.testing import bind_unused_port
 from tornado.web import RequestHandler
 
 from daskserve.cluster.scheduler.discovery import Targets, metrics_path, one_per_process, reachable, target
+from daskserve.cluster.scheduler.site_guard import SiteGuard
 
 CONNECTION: Any = SimpleNamespace(context=None)
 
@@ -32,8 +38,12 @@ class Scheduler:
         self.workers[f"tcp://{host}:{port}"] = SimpleNamespace(host=host, services=services, name=name)
 
 
+def made_targets(scheduler: Any, facts_of: Callable[[str], Mapping[str, Any]]) -> Targets:
+    return Targets(scheduler, facts_of, SiteGuard(scheduler))
+
+
 def listed(scheduler: Scheduler, facts: Mapping[str, Any] | None = None) -> list[str]:
-    targets = Targets(scheduler, lambda address: (facts or {}).get(address, {}))  # type: ignore[arg-type]
+    targets = made_targets(scheduler, lambda address: (facts or {}).get(address, {}))
     found = asyncio.run(targets.describe())
     return [f"{each['labels']['dask_role']} {each['targets'][0]}" for each in found]
 
@@ -76,7 +86,7 @@ def test_the_route_is_added_below_the_prefix_and_removed(prefix: str) -> None:
     application = scheduler.http_application
     assert metrics_path(application) == f"{prefix}/metrics"
     rules = list(application.default_router.rules)
-    targets = Targets(scheduler, lambda _: {})  # type: ignore[arg-type]
+    targets = made_targets(scheduler, lambda _: {})
 
     def is_found() -> bool:
         line = RequestStartLine("GET", f"{prefix}/daskserve/targets", "HTTP/1.1")
@@ -91,3 +101,29 @@ def test_the_route_is_added_below_the_prefix_and_removed(prefix: str) -> None:
     targets.uninstall()
     assert not is_found()
     assert application.default_router.rules == rules
+
+
+def test_pages_of_other_sites_do_not_read_the_list() -> None:
+    async def main() -> None:
+        scheduler = Scheduler()
+        made_targets(scheduler, lambda _: {}).install()
+        server = HTTPServer(scheduler.http_application)
+        sock, port = bind_unused_port()
+        server.add_socket(sock)
+        client: AsyncHTTPClient = SimpleAsyncHTTPClient(force_instance=True)
+
+        async def get(**headers: str) -> tuple[int, Any]:
+            url = f"http://127.0.0.1:{port}/daskserve/targets"
+            reply = await client.fetch(url, headers=headers, raise_error=False)
+            assert reply.headers["Content-Type"] == "application/json"
+            return reply.code, json.loads(reply.body)
+
+        assert (await get())[1][0]["targets"] == ["10.0.0.1:8787"]
+        for headers in ({"Host": "evil.example"}, {"Sec-Fetch-Site": "cross-site"}):
+            code, body = await get(**headers)
+            assert (code, list(body)) == (403, ["message"])
+        client.close()
+        server.stop()
+        await server.close_all_connections()
+
+    asyncio.run(main())

@@ -20,6 +20,7 @@ from tornado.web import RequestHandler
 from daskserve.cluster.scheduler import scale_route
 from daskserve.cluster.scheduler.controllers import Instance
 from daskserve.cluster.scheduler.scale_route import MAX_BODY_BYTES, ScaleRoute
+from daskserve.cluster.scheduler.site_guard import SiteGuard
 from daskserve.cluster.store.errors import StoreUnavailableError
 from daskserve.errors import ActorLostError, ExternalScalerDisabledError, NotFoundError, StaleEpochError
 from daskserve.types import ActorAddress
@@ -63,8 +64,9 @@ class Site:
         self.application = RoutingApplication([(f"{prefix}/metrics", RequestHandler)])
         self.hosts = Hosts()
         self.instances = {"one": instance("one"), "two words": instance("two words")}
-        scheduler: Any = SimpleNamespace(http_application=self.application)
-        self.route = ScaleRoute(scheduler, self.instances, self.hosts)  # type: ignore[arg-type]
+        scheduler: Any = SimpleNamespace(http_application=self.application, address="tcp://10.0.0.1:8786")
+        self.guard = SiteGuard(scheduler)
+        self.route = ScaleRoute(scheduler, self.instances, self.hosts, self.guard)  # type: ignore[arg-type]
         self.prefix = prefix
 
     @asynccontextmanager
@@ -174,8 +176,15 @@ def test_a_cross_site_request_is_refused() -> None:
     async def scenario(site: Site) -> None:
         for origin in ("http://evil.example", "null", f"http://127.0.0.1:{site.port + 1}"):
             assert (await site.send(Origin=origin)).code == 403
+        reply = await site.send(**{"Sec-Fetch-Site": "cross-site"})
+        assert (reply.code, message_of(reply)) == (403, "Requests of pages of other sites are refused.")
+        reply = await site.send(Host=f"evil.example:{site.port}", Origin=f"http://evil.example:{site.port}")
+        assert (reply.code, "'evil.example' may be a name" in message_of(reply)) == (403, True)
+        assert reply.headers["X-Content-Type-Options"] == "nosniff"
         assert site.hosts.calls == []
-        assert (await site.send(Origin=f"http://127.0.0.1:{site.port}")).code == 200
+        assert site.guard.refusals == {"site": 4, "host": 1}
+        own = {"Origin": f"http://127.0.0.1:{site.port}", "Sec-Fetch-Site": "same-origin"}
+        assert (await site.send(**own)).code == 200
 
     visit(scenario)
 

@@ -279,7 +279,7 @@ def test_a_url_whose_retries_killed_twice_is_refused_for_a_while_and_only_that_u
         assert str(error).startswith(
             "GET /kill?x=1 of backend 'b' is refused for 10 s: its retries ended 2 pro"
         )
-        assert reply_to(error).status == 502
+        assert reply_to(error, "42").status == 502
         assert now() == refused_at, "at once"
         assert await failed(workers.send(backend, "/fine?x=1")) is None
         assert not isinstance(await failed(workers.send(backend, "/kill?x=2")), QuarantinedError)

@@ -28,6 +28,23 @@ def test_items_are_reported_in_the_order_in_which_they_fell_silent() -> None:
     run(test)
 
 
+def test_the_item_that_is_silent_for_longest_can_be_found() -> None:
+    async def test() -> None:
+        watch = IdleWatch[str](10, lambda _: None)
+        assert watch.longest(0, bool) is None
+        for item in ("a", "b", "c"):
+            watch.watch(item)
+            advance(1)
+        watch.watch("a")
+        assert watch.longest(2, bool) == "b"
+        assert watch.longest(1, "c".__eq__) == "c"
+        assert watch.longest(2, "c".__eq__) is None
+        assert watch.longest(0, "d".__eq__) is None
+        watch.stop()
+
+    run(test)
+
+
 def test_the_watch_starts_again_after_it_was_empty() -> None:
     async def test() -> None:
         found: list[str] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 import threading
 
@@ -10,6 +11,7 @@ import pytest
 from http_harness import poll_for, run
 from tornado.iostream import StreamClosedError
 
+from daskserve.proxies.exchange import stream as stream_module
 from daskserve.proxies.exchange.stream import TransportStream, open_stream
 
 SERVER = "uvicorn"
@@ -79,6 +81,24 @@ def test_data_received_before_the_reader_starts_is_read_first() -> None:
             stream.resume_reading()
             await poll_for(lambda: len(received) == 3)
             stream.close()
+
+    run(test)
+
+
+def test_a_connection_stays_if_there_is_no_other_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: object) -> socket.socket:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(stream_module, "duplicate", fail)
+
+    async def test() -> None:
+        stream, client = await make_stream()
+        other = asyncio.new_event_loop()
+        with client:
+            assert stream.leave_for(other) is None
+            assert not stream.closed()
+            stream.close()
+        other.close()
 
     run(test)
 

@@ -122,7 +122,7 @@ async def outcome(*messages: Message, **request: Any) -> tuple[Any, ...]:
         *bench.wire.head(),
         bench.wire.ends,
         type(bench.raised),
-        (exchange._is_begun, exchange._is_whole, exchange._is_over, exchange._is_gone),
+        (exchange._is_begun, exchange._is_whole, exchange.is_over, exchange._is_gone),
         exchange._linger is not None,
         len(bench.carrier.tasks),
     )

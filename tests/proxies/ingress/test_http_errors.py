@@ -8,6 +8,14 @@ from daskserve.proxies.ingress.errors import ErrorReply, reply_to
 RETRY_1 = ((b"retry-after", b"1"),)
 
 
+NO_REPLICA = "no replica can take it at the moment"
+
+
+def hidden(status: int, reason: str) -> ErrorReply:
+    headers = RETRY_1 if status == 503 else ()
+    return ErrorReply(status, f"Request 42 failed: {reason}.", headers, hides_message=True)
+
+
 class UserMistakeError(ValueError):
     """What user code raises is not ours, whatever its base."""
 
@@ -20,9 +28,13 @@ class UserMistakeError(ValueError):
             ErrorReply(503, "full", ((b"retry-after", b"3"),)),
         ),
         (errors.BackPressureError("full", retry_after_s=0), ErrorReply(503, "full", RETRY_1)),
-        (errors.UnavailableError("none"), ErrorReply(503, "none", RETRY_1)),
-        (errors.ReplicaBusyError("busy"), ErrorReply(503, "busy", RETRY_1)),
-        (errors.ActorLostError("lost"), ErrorReply(502, "lost")),
+        (errors.UnavailableError("none", is_public=True), ErrorReply(503, "none", RETRY_1)),
+        (errors.UnavailableError("tcp://10.0.0.1:1 is not open"), hidden(503, NO_REPLICA)),
+        (errors.ReplicaBusyError("b#1 is busy"), hidden(503, NO_REPLICA)),
+        (errors.ReplicaUnavailableError("b#1 has stopped"), hidden(503, NO_REPLICA)),
+        (errors.DeploymentUnavailableError("b: a secret"), hidden(503, "its deployment failed to deploy")),
+        (errors.ActorLostError("b#1 was lost"), hidden(502, "the replica that had it was lost")),
+        (errors.QuarantinedError("too many", is_public=True), ErrorReply(502, "too many")),
         (errors.RequestTimeoutError("late"), ErrorReply(408, "late")),
         (errors.NotFoundError("gone"), ErrorReply(404, "gone")),
         (errors.BadRequestError("no"), ErrorReply(400, "no")),
@@ -35,29 +47,30 @@ class UserMistakeError(ValueError):
     ],
 )
 def test_each_error_has_its_reply(error: Exception, expected: ErrorReply) -> None:
-    assert reply_to(error) == expected
+    assert reply_to(error, "42") == expected
 
 
 def test_only_debug_shows_the_traceback_of_a_fault() -> None:
     try:
         raise UserMistakeError("secret")
     except UserMistakeError as error:
-        reply = reply_to(error, debug=True)
+        reply = reply_to(error, "42", debug=True)
     assert reply.status == 500
     assert reply.text.startswith("Traceback (most recent call last):")
     assert reply.text.rstrip().endswith("UserMistakeError: secret")
 
 
-def test_debug_does_not_change_errors_with_an_explanation() -> None:
-    error = errors.UnavailableError("none")
-    assert reply_to(error, debug=True) == reply_to(error)
+@pytest.mark.parametrize("kind", [errors.UnavailableError, errors.ActorLostError])
+def test_debug_shows_the_message_of_an_error_of_the_cluster(kind: type[errors.UnavailableError]) -> None:
+    assert reply_to(kind("b#1 at tcp://10.0.0.1:1"), "42", debug=True).text == "b#1 at tcp://10.0.0.1:1"
 
 
 @pytest.mark.parametrize("kind", errors.subclasses())
 def test_every_daskserve_error_has_a_reply_with_its_status_or_a_bare_500(
     kind: type[errors.ServeError],
 ) -> None:
-    reply = reply_to(kind("text"))
+    reply = reply_to(kind("text"), "42")
     assert reply.status == kind.http_status
     assert reply.is_fault == (reply.status == 500)
-    assert (reply.text == "text") == (reply.status != 500)
+    assert reply.hides_message == issubclass(kind, errors.UnavailableError)
+    assert (reply.text == "text") == (reply.status != 500 and not reply.hides_message)

@@ -17,6 +17,7 @@ from daskserve.errors import ActorLostError, BackPressureError, BadRequestError
 from daskserve.options.http import HTTPOptions
 from daskserve.proxies.asgi import ASGIApp, Scope
 from daskserve.proxies.ingress.app import IngressApp, build_app, is_plain
+from daskserve.proxies.ingress.forwarded import ForwardedHeaders
 from daskserve.proxies.ingress.request import parse_timeout
 from daskserve.proxies.ingress.routes import RouteTable
 from daskserve.testing import run_virtual
@@ -181,7 +182,7 @@ def test_the_headers_show_whether_there_is_a_body(headers: list[tuple[bytes, byt
     routers = Routers()
     ingress = make_ingress(routers, request_timeout_s=5)
     ask(ingress, "/a", "POST", *headers)
-    ask(ingress, "/a", "POST", *headers, (b"x-request-timeout-seconds", b"0"))
+    ask(make_ingress(routers), "/a", "POST", *headers)
     assert [envelope.has_body for _, envelope in routers.calls] == [has_body] * 2
 
 
@@ -239,6 +240,28 @@ def test_an_unknown_path_is_a_404_that_names_the_route_list() -> None:
     assert answer.text == "Path '/x' not found. Ping http://example:8000/-/routes for available routes."
     assert answer.headers["content-type"] == "text/plain; charset=utf-8"
     assert answer.headers["content-length"] == str(len(answer.text))
+
+
+def test_without_list_routes_clients_learn_no_routes() -> None:
+    ingress = make_ingress(Routers(), list_routes=False)
+    for path in ("/x", "/-/routes"):
+        answer = ask(ingress, path)
+        assert (answer.status, answer.text) == (404, f"Path '{path}' not found.")
+    assert ask(ingress, "/-/healthz").status == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "method"),
+    [("/x", "GET"), ("/a", "PUT"), ("/a", "GET"), ("/-/routes", "GET"), ("/-/healthz", "GET")],
+)
+def test_browsers_do_not_guess_the_type_of_what_the_ingress_sends(path: str, method: str) -> None:
+    answer = ask(make_ingress(failing(ActorLostError("lost"))), path, method)
+    assert answer.headers["x-content-type-options"] == "nosniff"
+
+
+def test_responses_of_user_code_get_no_further_headers() -> None:
+    answer = ask(make_ingress(Routers()), "/a")
+    assert set(answer.headers) == {"x-request-id"}
 
 
 @pytest.mark.parametrize("method", ["PUT", "HEAD", "get"])
@@ -360,14 +383,52 @@ def test_a_request_past_its_deadline_is_cancelled_and_answered_with_408(
     assert ingress.statistics().timed_out == 1
 
 
-@pytest.mark.parametrize("header", [b"0", b"-1", b"inf"])
-def test_a_header_can_remove_the_deadline(header: bytes) -> None:
-    async def answer(receive: Receive, send: Send) -> None:
-        await asyncio.sleep(0.02)
-        await respond(send, b"done")
+@pytest.mark.parametrize(
+    "header", [b"0", b"-1", b"inf", b"-inf", b"nan", b"1e308", b"60.5", b"1e999", b"soon"]
+)
+def test_a_client_never_gets_more_time_than_the_operator_gives(header: bytes) -> None:
+    reply = ask(
+        make_ingress(Routers(hang), request_timeout_s=0.005),
+        "/a",
+        "GET",
+        (b"x-request-id", b"42"),
+        (b"x-request-timeout-seconds", header),
+    )
+    assert (reply.status, reply.text) == (408, "Request 42 timed out after 0.005s.")
 
-    ingress = make_ingress(Routers(answer), request_timeout_s=0.005)
-    assert ask(ingress, "/a", "GET", (b"x-request-timeout-seconds", header)).text == "done"
+
+@pytest.mark.parametrize(
+    ("client", "header", "deadline"),
+    [
+        ("10.0.0.1", b"100", 100.0),
+        ("10.0.0.1", b"0", None),
+        ("10.0.0.1", b"7", 7.0),
+        ("10.0.0.1", b"soon", 60.0),
+        ("192.0.2.1", b"100", 60.0),
+        ("192.0.2.1", b"0", 60.0),
+    ],
+)
+@pytest.mark.parametrize("takes_whole", [False, True])
+def test_a_trusted_forwarder_may_ask_for_more_time(
+    client: str, header: bytes, deadline: float | None, takes_whole: bool
+) -> None:
+    routers = Routers()
+    ingress = make_ingress(routers, request_timeout_s=60, takes_whole=takes_whole)
+    app = ForwardedHeaders(ingress, ["10.0.0.0/8"])
+    scope = make_scope("/a", "GET", (b"x-request-timeout-seconds", header), client=(client, 4))
+    run_virtual(call, app, scope)
+    assert routers.calls[0][1].deadline == deadline
+    assert not [key for key in routers.head if key.startswith("daskserve")]
+
+
+def test_a_websocket_of_a_trusted_forwarder_carries_no_mark() -> None:
+    async def accept(receive: Receive, send: Send) -> None:
+        await send({"type": "websocket.accept"})
+
+    routers = Routers(accept)
+    app = ForwardedHeaders(make_ingress(routers, takes_whole=True), ["127.0.0.1"])
+    scripted(app, make_socket_scope("/a", (b"x-request-timeout-seconds", b"5")))
+    assert not [key for key in routers.head if key.startswith("daskserve")]
 
 
 def test_a_deadline_within_a_response_cuts_it() -> None:
@@ -392,16 +453,28 @@ def test_a_timeout_of_user_code_is_not_our_deadline() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "expected"),
-    [(b"2.5", 2.5), (b" 1e1 ", 10.0), (b"0", None), (b"-3", None), (b"inf", None)],
+    ("value", "seconds", "of_a_forwarder", "without_a_limit"),
+    [
+        (b"2.5", 2.5, 2.5, 2.5),
+        (b" 1e1 ", 10.0, 10.0, 10.0),
+        (b"90", 60.0, 90.0, 90.0),
+        (b"0", 60.0, None, None),
+        (b"-3", 60.0, None, None),
+        (b"inf", 60.0, None, None),
+        (b"nan", 60.0, 60.0, None),
+    ],
 )
-def test_the_timeout_header(value: bytes, expected: float | None) -> None:
-    assert parse_timeout(value, default_s=60.0) == expected
+def test_the_timeout_header(
+    value: bytes, seconds: float, of_a_forwarder: float | None, without_a_limit: float | None
+) -> None:
+    assert parse_timeout(value, limit_s=60.0) == seconds
+    assert parse_timeout(value, limit_s=60.0, is_trusted=True) == of_a_forwarder
+    assert parse_timeout(value, limit_s=None) == without_a_limit
 
 
 @pytest.mark.parametrize("value", [b"nan", b"", b"soon", b"5s", b"\xff"])
 def test_a_timeout_header_that_is_no_number_leaves_the_default(value: bytes) -> None:
-    assert parse_timeout(value, default_s=60.0) == 60.0
+    assert parse_timeout(value, limit_s=60.0) == 60.0
     routers = Routers()
     ingress = make_ingress(routers, request_timeout_s=60)
     run_virtual(call, ingress, make_scope("/a", "GET", (b"x-request-timeout-seconds", value)))
@@ -416,7 +489,7 @@ def test_the_deadline_goes_with_the_request_and_without_one_nothing_does() -> No
         return routers.calls[0][1].deadline
 
     assert deadline_of() is None
-    assert deadline_of((b"x-request-timeout-seconds", b"0"), timeout_s=100) is None
+    assert deadline_of((b"x-request-timeout-seconds", b"0")) is None
     assert deadline_of(timeout_s=100) == 100
     assert deadline_of((b"x-request-timeout-seconds", b"7"), timeout_s=100) == 7
 
@@ -438,7 +511,11 @@ def failing(error: Exception, *, started: bool = False) -> Routers:
     ("error", "status", "text"),
     [
         (BackPressureError("full", retry_after_s=2.1), 503, "full"),
-        (ActorLostError("lost"), 502, "lost"),
+        (
+            ActorLostError("b#1 at tcp://10.0.0.1:1"),
+            502,
+            "Request 42 failed: the replica that had it was lost.",
+        ),
         (BadRequestError("no"), 400, "no"),
         (ValueError("secret"), 500, "Internal Server Error"),
     ],
@@ -447,6 +524,21 @@ def test_an_error_before_the_first_byte_is_answered(error: Exception, status: in
     answer = ask(make_ingress(failing(error)), "/a", "GET", (b"x-request-id", b"42"))
     assert (answer.status, answer.text, answer.headers["x-request-id"]) == (status, text, "42")
     assert answer.headers.get("retry-after") == ("3" if status == 503 else None)
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_the_log_has_what_a_client_does_not_learn(debug: bool, caplog: pytest.LogCaptureFixture) -> None:
+    error = ActorLostError("Replica b#1 at tcp://10.0.0.1:1 was lost")
+    answer = ask(make_ingress(failing(error), debug=debug), "/a", "GET", (b"x-request-id", b"42"))
+    assert answer.status == 502
+    if debug:
+        assert (answer.text, caplog.records) == (str(error), [])
+        return
+    assert "b#1" not in answer.text
+    assert "10.0.0.1" not in answer.text
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert record.getMessage() == f"Request 42 was answered with 502: {error}"
 
 
 def test_only_faults_are_logged_with_their_traceback(caplog: pytest.LogCaptureFixture) -> None:

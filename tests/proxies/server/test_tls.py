@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from distributed import Security
-from http_harness import Client, poll_for, request, run, serving
+from http_harness import Client, advance, connected, poll_for, request, run, serving
 
 from daskserve.errors import BadRequestError
 from daskserve.options.http import HTTPOptions
@@ -65,6 +65,25 @@ async def tell_scheme(scope: Scope, receive: Receive, send: Send) -> None:
 
 def context_of(folder: Path) -> Any:
     return server_context(str(folder / "cert.pem"), str(folder / "key.pem"))
+
+
+@pytest.mark.usefixtures("carrier")
+def test_handshakes_that_clients_do_not_complete_give_way_at_the_limit(folder: Path) -> None:
+    async def test() -> None:
+        async with serving(tell_scheme, tls=context_of(folder), max_connections=2) as server:
+            async with connected(server) as silent, connected(server) as second:
+                await poll_for(lambda: ("http_connections", ("i",), 2) in server.samples("i"))
+                advance(2)
+                streams = await asyncio.open_connection("127.0.0.1", server.port, ssl=trusting(folder))
+                client = Client(*streams)
+                await client.send(request())
+                assert (await client.response()).body == b"https"
+                assert await silent.rest() == b""
+                assert ("http_evicted_connections", ("i",), 1) in server.samples("i")
+                assert not second.reader.at_eof()
+                client.writer.close()
+
+    run(test)
 
 
 @pytest.mark.usefixtures("carrier")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import socket
 from typing import Any, cast
 
@@ -206,35 +205,6 @@ def test_an_internal_error_ends_the_connection_and_is_logged(
     run(test)
     (record,) = tracebacks(caplog)
     assert "Reading a request failed" in record.getMessage()
-
-
-def test_accepting_is_retried_later_without_file_descriptors(caplog: pytest.LogCaptureFixture) -> None:
-    async def test() -> None:
-        async with serving(hello) as server:
-            listener = cast(Any, server._listener)
-            (real,) = listener._sockets
-
-            class Exhausted:
-                def accept(self) -> None:
-                    raise OSError(errno.EMFILE, "Too many open files")
-
-                def fileno(self) -> int:
-                    return int(real.fileno())
-
-            listener._accept(Exhausted())
-            async with connected(server) as client:
-                await client.send(request())
-                await asyncio.sleep(0.01)
-                assert "0 connections" in repr(server)
-                (pause,) = listener._pauses
-                pause.cancel()
-                listener._pauses.clear()
-                asyncio.get_running_loop().add_reader(real, listener._accept, real)
-                assert (await client.response()).status == 200
-            listener._accept(Exhausted())
-
-    run(test)
-    assert "Accepting no connections for 1 s" in caplog.text
 
 
 @pytest.mark.parametrize("is_first", [True, False])

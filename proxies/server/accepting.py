@@ -1,0 +1,210 @@
+"""Accepts the connections of one server, within limits.
+
+1. At most ``max_connections`` are open. At the limit, a new connection takes the place of the one that has
+   been idle for longest, as under nginx. If none has been idle for `IDLE_S`, accepting pauses: clients wait
+   in the backlog of the operating system, and those that are being served lose nothing.
+2. If the process has no file descriptors left, or accepting fails in another way, it pauses for `FAILED_S`,
+   as asyncio's servers do. Tornado's ``add_accept_handler`` would try again in each turn of the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import TypeAlias
+
+from daskserve.amounts import shown
+from daskserve.proxies.exchange.carrier import Carrier, Connection
+
+log = logging.getLogger("daskserve.proxies")
+
+#: How many connections are accepted in one turn of the event loop.
+_ACCEPT_AT_ONCE = 128
+#: For how long a connection must have been idle before a new one may take its place: a client that is about
+#: to send its next request keeps its connection.
+IDLE_S = 1.0
+#: The pause in accepting at the limit, and after a failure.
+FULL_S = 0.05
+FAILED_S = 1.0
+#: While accepting pauses again and again for one reason, the log says so this often.
+_LOG_AGAIN_S = 60.0
+#: The default of ``max_connections`` is this part of the process's file descriptors: Dask's connections, its
+#: spilled data and user code need some too.
+_SHARE = 3 / 4
+#: The largest default. An idle connection takes about 10 kB of memory.
+_MOST = 10_000
+
+#: The causes of pauses.
+FULL, NO_DESCRIPTORS, FAILED = "max_connections", "descriptors", "other"
+_NO_DESCRIPTORS = frozenset((errno.EMFILE, errno.ENFILE))
+
+
+def descriptor_limit() -> int | None:
+    """Return how many file descriptors this process may have; None if the operating system has no limit."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def default_max_connections(descriptors: int | None) -> int:
+    """Return how many connections a server may have in a process with that many file descriptors."""
+    return _MOST if descriptors is None else max(1, min(_MOST, int(descriptors * _SHARE)))
+
+
+#: Sets up a connection; see `daskserve.proxies.server.life.ServerListener`.
+Take: TypeAlias = Callable[[socket.socket, Callable[[], object]], asyncio.Task[None] | None]
+
+
+class Acceptor:
+    """Accepts connections on the running event loop.
+
+    Parameters
+    ----------
+    carrier : Carrier
+        Has the open connections.
+    max_connections : int
+        How many there may be, WebSockets included.
+
+    Attributes
+    ----------
+    pauses : dict
+        How often accepting has paused, by cause.
+    evicted : int
+        How many connections were closed because they were idle at the limit.
+    """
+
+    _loop: asyncio.AbstractEventLoop
+    _take: Take
+
+    def __init__(self, carrier: Carrier, max_connections: int) -> None:
+        self._carrier = carrier
+        self._max_connections = max_connections
+        self._sockets: list[socket.socket] = []
+        #: The connections that are not among the carrier's yet: the task that sets each up, and since when.
+        self._setups: dict[socket.socket, tuple[asyncio.Task[None], float]] = {}
+        self._pause: asyncio.TimerHandle | None = None
+        self._cause = ""  # why accepting pauses, or paused when it was last tried
+        self._logged: dict[str, float] = {}
+        self.pauses = dict.fromkeys((FULL, NO_DESCRIPTORS, FAILED), 0)
+        self.evicted = 0
+
+    @property
+    def open(self) -> int:
+        """The number of open connections."""
+        return len(self._carrier.connections) + len(self._carrier.sockets) + len(self._setups)
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether no connections are accepted for a moment."""
+        return self._pause is not None
+
+    def start(self, sockets: list[socket.socket], take: Take) -> None:
+        """Accept connections on listening sockets, and have each one set up."""
+        limit = descriptor_limit()
+        if limit is not None and self._max_connections >= limit:
+            log.warning(
+                "max_connections is %d, but this process may have %d file descriptors only (ulimit -n)",
+                self._max_connections,
+                limit,
+            )
+        self._loop = asyncio.get_running_loop()
+        self._take = take
+        self._sockets = list(sockets)
+        self._watch()
+
+    def stop(self) -> None:
+        """Stop accepting. Idempotent."""
+        if self._pause is not None:
+            self._pause.cancel()
+            self._pause = None
+        else:
+            self._unwatch()
+        self._sockets = []
+
+    def accept_last(self, listening: socket.socket) -> None:
+        """Accept what waits on a socket after `stop`, which is closed next."""
+        with suppress(OSError):  # nothing waits any more, or the process has run out of descriptors
+            while self.open < self._max_connections:
+                self._take_next(listening)
+
+    def _watch(self) -> None:
+        for sock in self._sockets:
+            self._loop.add_reader(sock, self._accept, sock)
+
+    def _unwatch(self) -> None:
+        for sock in self._sockets:
+            self._loop.remove_reader(sock)
+
+    def _accept(self, listening: socket.socket) -> None:
+        for _ in range(_ACCEPT_AT_ONCE):
+            close_idle = None
+            if self.open >= self._max_connections:
+                close_idle = self._find_idle()
+                if close_idle is None:
+                    self._pause_for(FULL_S, FULL, f"there are {self._max_connections} (max_connections)")
+                    return
+            try:
+                self._take_next(listening)
+            except (BlockingIOError, InterruptedError):
+                return
+            except ConnectionAbortedError:
+                continue
+            except OSError as error:
+                cause = NO_DESCRIPTORS if error.errno in _NO_DESCRIPTORS else FAILED
+                self._pause_for(FAILED_S, cause, str(error))
+                return
+            self._cause = ""
+            if close_idle is not None:
+                self.evicted += 1
+                close_idle()
+                return  # its descriptor is free in the next turn of the event loop
+
+    def _take_next(self, listening: socket.socket) -> None:
+        sock, _ = listening.accept()
+        sock.setblocking(False)
+        made = partial(self._setups.pop, sock, None)
+        setup = self._take(sock, made)
+        if setup is not None:
+            self._setups[sock] = setup, self._loop.time()
+            setup.add_done_callback(lambda _: made())
+
+    def _find_idle(self) -> Callable[[], object] | None:
+        """Return what closes the connection that has been idle for longest, if that is long enough."""
+        for setup, since in self._setups.values():  # a TLS handshake
+            if since > self._loop.time() - IDLE_S:
+                break
+            if not setup.cancelling():
+                return setup.cancel
+        watch = self._carrier.watch
+        idle = watch.longest(IDLE_S, Connection.is_idle)
+        if idle is None:
+            return None
+
+        def close() -> None:
+            watch.unwatch(idle)  # what is closed now is known as closed only later
+            idle.close()
+
+        return close
+
+    def _pause_for(self, seconds: float, cause: str, reason: str) -> None:
+        if cause != self._cause:
+            self._cause = cause
+            self.pauses[cause] += 1
+            now = self._loop.time()
+            if now - self._logged.get(cause, -_LOG_AGAIN_S) >= _LOG_AGAIN_S:
+                self._logged[cause] = now
+                log.warning("Accepting no connections for %s s at a time: %s", shown(seconds), reason)
+        self._unwatch()
+        self._pause = self._loop.call_later(seconds, self._go_on)
+
+    def _go_on(self) -> None:
+        self._pause = None
+        self._watch()

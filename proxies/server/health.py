@@ -1,0 +1,56 @@
+"""The health port of a proxy: for probes of load balancers and Kubernetes, outside the user's middlewares.
+
+It answers ``/-/healthz`` and nothing else, without TLS, and within limits of its own, so that a proxy with
+``max_connections`` open connections is not taken for dead. It opens with the proxy's own port, and closes
+when the proxy begins to drain: from then on connections are refused, or reach another proxy that listens on
+the same port of the host, as its successor does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+from daskserve.proxies.asgi import ASGIApp, Scope, send_whole
+from daskserve.proxies.server.choice import server_type
+from daskserve.proxies.server.life import HTTPServer
+from daskserve.starts import OptionValues
+from daskserve.types import Receive, Send
+
+if TYPE_CHECKING:
+    from daskserve.options.http import HTTPOptions
+
+PATH = "/-/healthz"
+#: The limits of the health port, in place of the proxy's own.
+_LIMITS: Mapping[str, float] = {"max_connections": 100, "max_body_bytes": 0, "keep_alive_timeout_s": 60.0}
+
+
+class HealthApp:
+    """Passes on health checks to the ingress, and refuses everything else."""
+
+    def __init__(self, ingress: ASGIApp) -> None:
+        self._ingress = ingress
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close"})
+        elif scope["path"] == PATH:
+            await self._ingress(scope, receive, send)
+        else:
+            await send_whole(send, 404, f"This port answers {PATH} only.".encode())
+
+
+def health_server(ingress: ASGIApp, options: HTTPOptions, **arguments: Any) -> HTTPServer | None:
+    """Return the server of the health port; None without one.
+
+    Parameters
+    ----------
+    **arguments
+        Those of `HTTPServer`, as for the proxy's own port.
+    """
+    if options.health_port is None:
+        return None
+    place = {"host": options.health_host or options.host, "port": options.health_port}
+    values = OptionValues({**options.model_dump(), **place, **_LIMITS})
+    server = server_type(options.server)
+    return server(HealthApp(ingress), cast("HTTPOptions", values), port_option="health_port", **arguments)

@@ -1,0 +1,95 @@
+"""Which requests to the scheduler's HTTP server are refused."""
+
+from __future__ import annotations
+
+import socket
+from types import SimpleNamespace
+from typing import Any
+
+import dask
+import pytest
+from tornado.httputil import HTTPHeaders, HTTPServerRequest, RequestStartLine
+
+from daskserve.cluster.scheduler.site_guard import SiteGuard
+
+SCHEDULER: Any = SimpleNamespace(address="tls://Scheduler.Example.org:8786")
+CONNECTION: Any = SimpleNamespace(context=None)
+
+
+def refusal(guard: SiteGuard | None = None, **headers: str) -> str | None:
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    line = RequestStartLine("POST", "/", "HTTP/1.1")
+    request = HTTPServerRequest(start_line=line, headers=HTTPHeaders(named), connection=CONNECTION)
+    return (guard or SiteGuard(SCHEDULER)).refusal(request)
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "127.0.0.1:8787",
+        "10.0.0.1",
+        "[::1]:8787",
+        "[fd00::4]",
+        "localhost:8787",
+        "LOCALHOST",
+        "a.localhost",
+        "scheduler:8787",
+        "scheduler.",
+        "dask-scheduler.ml.svc",
+        "dask-scheduler.ml.svc.cluster.local:8787",
+        "scheduler.example.org:8787",
+        "Scheduler.EXAMPLE.org.",
+        socket.gethostname(),
+    ],
+)
+def test_the_scheduler_is_named_by_its_addresses_and_private_names(host: str) -> None:
+    assert refusal(Host=host) is None
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "evil.example",
+        "evil.example:8787",
+        "127.0.0.1.evil.example",
+        "localhost.evil.example",
+        "scheduler.example.org.evil.example",
+        "notlocal.com",
+        "svc.dev",
+        "dask-scheduler.dev",
+    ],
+)
+def test_other_names_are_refused_unless_they_are_listed(host: str) -> None:
+    guard = SiteGuard(SCHEDULER)
+    text = refusal(guard, Host=host)
+    assert text is not None
+    assert "add it to daskserve.scheduler.allowed-hosts" in text
+    assert guard.refusals == {"site": 0, "host": 1}
+    name = host.partition(":")[0]
+    for allowed in (name.upper(), [name, "x.y"]):
+        with dask.config.set({"daskserve.scheduler.allowed-hosts": allowed}):
+            assert refusal(Host=host) is None
+
+
+@pytest.mark.parametrize("site", ["same-origin", "same-site", "none"])
+def test_own_pages_and_the_user_are_answered(site: str) -> None:
+    assert refusal(Host="scheduler:8787", Sec_Fetch_Site=site) is None
+    assert refusal(Host="Scheduler:8787", Origin="http://scheduler:8787", Sec_Fetch_Site=site) is None
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Sec_Fetch_Site": "cross-site"},
+        {"Sec_Fetch_Site": "cross-site", "Origin": "http://scheduler:8787"},
+        {"Origin": "http://evil.example"},
+        {"Origin": "http://scheduler:8788"},
+        {"Origin": "null"},
+        {"Origin": ""},
+    ],
+)
+def test_pages_of_other_sites_are_refused(headers: dict[str, str]) -> None:
+    guard = SiteGuard(SCHEDULER)
+    text = refusal(guard, Host="scheduler:8787", **headers)
+    assert text == "Requests of pages of other sites are refused."
+    assert guard.refusals == {"site": 1, "host": 0}

@@ -1,0 +1,144 @@
+"""The health port beside the port of a proxy."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import socket
+from collections.abc import AsyncIterator
+
+import pytest
+from http_harness import CARRIER, connected, hello, make_server, request, run
+
+from daskserve.errors import PortInUseError
+from daskserve.options.http import HTTPOptions
+from daskserve.proxies.asgi import ASGIApp
+from daskserve.proxies.ingress.app import IngressApp
+from daskserve.proxies.ingress.routes import RouteTable
+from daskserve.proxies.server.health import health_server
+from daskserve.proxies.server.life import HTTPServer
+from daskserve.types import Envelope, Receive, Send
+
+pytestmark = pytest.mark.usefixtures("carrier")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def make_ingress(table: RouteTable | None) -> IngressApp:
+    async def dispatch(endpoint: str, envelope: Envelope, receive: Receive, send: Send) -> None:
+        raise AssertionError("no request of the health port goes to user code")
+
+    return IngressApp(options=HTTPOptions(), routes=lambda: table, dispatch=dispatch, rng=random.Random(1))
+
+
+def make_health(app: ASGIApp, *, claims_port: bool = True, port: int = 0) -> HTTPServer:
+    options = HTTPOptions(server=CARRIER.get().partition(" ")[0], health_port=port or free_port())
+    found = health_server(app, options, reuse_port=True, claims_port=claims_port)
+    assert found is not None
+    return found
+
+
+@contextlib.asynccontextmanager
+async def open_health(app: ASGIApp, *, claims_port: bool = True, port: int = 0) -> AsyncIterator[HTTPServer]:
+    server = make_health(app, claims_port=claims_port, port=port)
+    await server.bind()
+    server.start()
+    try:
+        yield server
+    finally:
+        await server.stop()
+
+
+def test_it_answers_what_the_ingress_says_of_its_health(carrier: str) -> None:
+    async def test() -> None:
+        for table, status in ((RouteTable({}), 200), (None, 503)):
+            ingress = make_ingress(table)
+            async with open_health(ingress) as server, connected(server) as client:
+                assert (await client.get("/-/healthz")).status == status
+                assert (await client.get("/-/healthz", method="HEAD")).status == status
+                assert (await client.get("/-/healthz", method="DELETE")).status == 405
+                if table is not None:
+                    ingress.start_draining()
+                    assert (await client.get("/-/healthz")).status == 503
+
+    run(test)
+
+
+@pytest.mark.parametrize("path", ["/", "/a", "/-/routes", "/-/healthz/x"])
+def test_it_answers_nothing_else(path: str, carrier: str) -> None:
+    table = RouteTable({"/": {"endpoint": "e", "methods": ["GET"]}})
+
+    async def test() -> None:
+        async with open_health(make_ingress(table)) as server, connected(server) as client:
+            response = await client.get(path)
+            assert (response.status, response.body) == (404, b"This port answers /-/healthz only.")
+            await client.send(request("/-/healthz", "Content-Length: 1", method="GET") + b"x")
+            assert (await client.response()).status == 413
+
+    run(test)
+
+
+def test_it_opens_no_websockets(carrier: str) -> None:
+    handshake = (
+        "Connection: Upgrade",
+        "Upgrade: websocket",
+        "Sec-WebSocket-Version: 13",
+        "Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==",
+    )
+
+    async def test() -> None:
+        async with open_health(make_ingress(RouteTable({}))) as server, connected(server) as client:
+            assert (await client.get("/-/healthz", *handshake)).status == 403
+
+    run(test)
+
+
+def test_there_is_none_by_default(carrier: str) -> None:
+    assert health_server(hello, HTTPOptions()) is None
+
+
+def test_it_listens_where_the_options_say(carrier: str) -> None:
+    place = {"port": 80, "health_port": 81, "max_connections": 1, "ssl_certfile": "x.pem"}
+    for more, url in (
+        ({"host": "10.0.0.1"}, "http://10.0.0.1:81"),
+        ({"health_host": "10.0.0.2"}, "http://10.0.0.2:81"),
+    ):
+        found = health_server(hello, HTTPOptions(**place, **more))
+        assert found is not None
+        assert found.urls == (url,)
+        assert found._acceptor._max_connections == 100
+    with pytest.raises(ValueError, match="health_port and port are both 8000"):
+        HTTPOptions(health_port=8000)
+
+
+def test_a_taken_health_port_is_an_error_that_names_the_option(carrier: str) -> None:
+    async def test() -> None:
+        proxy = make_server(hello)
+        await proxy.bind()
+        with pytest.raises(PortInUseError, match=r'http_options=\{"health_port": ...\}\.'):
+            await make_health(hello, port=proxy.port).bind()
+        await proxy.stop()
+
+    run(test)
+
+
+def test_a_successor_answers_from_the_moment_in_which_a_proxy_drains(carrier: str) -> None:
+    old, new = make_ingress(None), make_ingress(RouteTable({}))
+
+    async def test() -> None:
+        async with open_health(old) as first:
+            async with open_health(new, claims_port=False, port=first.port):
+                await first.drain(1)
+                for _ in range(20):
+                    async with connected(first) as client:
+                        assert (await client.get("/-/healthz")).status == 200
+            with pytest.raises(ConnectionRefusedError):
+                async with connected(first):
+                    pass
+
+    run(test)

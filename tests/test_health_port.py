@@ -1,0 +1,58 @@
+"""A proxy with a health port, with the real control and data plane in one process."""
+
+from __future__ import annotations
+
+import socket
+import urllib.error
+import urllib.request
+from typing import Any
+
+import pytest
+from starlette.middleware import Middleware
+from starlette.responses import PlainTextResponse
+
+from daskserve.errors import PortInUseError
+from daskserve.options.http import HTTPOptions
+from daskserve.testing import local_instance
+
+
+class Guard:
+    """A middleware that lets nobody in."""
+
+    def __init__(self, app: Any) -> None:
+        pass
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await PlainTextResponse("who are you?", 401)(scope, receive, send)
+
+
+def status_of(url: str) -> int:
+    try:
+        with urllib.request.urlopen(url, timeout=20) as response:
+            return int(response.status)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code
+
+
+@pytest.mark.parametrize("server", ["tornado", "uvicorn"])
+def test_health_has_a_port_outside_of_the_middlewares(server: Any) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    options = HTTPOptions(port=0, server=server, health_port=port, middlewares=[Middleware(Guard)])
+    health = f"http://127.0.0.1:{port}/-/healthz"
+    with local_instance(http_options=options) as client:
+        (url,) = client.http_urls()
+        assert status_of(f"{url}/-/healthz") == 401
+        assert status_of(health) == 200
+    with pytest.raises(urllib.error.URLError, match="refused"):
+        status_of(health)
+
+
+def test_a_taken_health_port_fails_the_start() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(PortInUseError, match="health_port"):
+            with local_instance(http_options=HTTPOptions(port=0, health_port=port)):
+                pass
