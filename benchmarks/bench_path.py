@@ -39,6 +39,7 @@ from daskserve.options.http import HTTPOptions
 from daskserve.payload.pickling import dump, dump_bytes
 from daskserve.proxies.asgi import ASGIApp, Scope
 from daskserve.proxies.exchange.carrier import Carrier
+from daskserve.proxies.exchange.request_head import HeadLimits
 from daskserve.proxies.ingress.app import IngressApp
 from daskserve.proxies.ingress.routes import RouteTable
 from daskserve.proxies.server.uvicorn_connection import SharedState, UvicornConnection
@@ -204,7 +205,14 @@ def floor_protocols() -> Callable[[], Any]:
 
 def our_protocols(app: ASGIApp) -> Callable[[], Any]:
     clock = OneLoopClock(asyncio.get_running_loop())
-    carrier = Carrier(app, max_body_bytes=1 << 30, max_message_bytes=1 << 20, idle_timeout_s=60, clock=clock)
+    carrier = Carrier(
+        app,
+        head_limits=HeadLimits(1 << 16, 100),
+        max_body_bytes=1 << 30,
+        max_message_bytes=1 << 20,
+        idle_timeout_s=60,
+        clock=clock,
+    )
     state = SharedState(carrier)
     return lambda: UvicornConnection(state)
 

@@ -172,6 +172,7 @@ class ProxyActor:
             ("http_ongoing_requests", (instance,), counts.ongoing),
             ("http_timeouts", (instance,), counts.timed_out),
             ("http_cancellations", (instance,), counts.unanswered),
+            *([] if self._server is None else self._server.samples(instance)),
             *self._ingress.figures.samples(instance),
         ]
 

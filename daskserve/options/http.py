@@ -76,6 +76,12 @@ class HTTPOptions(Options):
         description="Time in seconds without incoming data after which an idle connection is closed, between "
         "requests or within an incomplete one.",
     )
+    max_header_bytes: int = Field(
+        64 << 10,
+        ge=1024,
+        description="Maximum size of a request's line and headers, in bytes; a larger one gets 431.",
+    )
+    max_headers: int = Field(100, ge=8, description="Maximum number of headers of a request; more get 431.")
     trusted_forwarders: list[str] = Field(
         default_factory=list,
         description="Addresses and networks of reverse proxies whose ``X-Forwarded-For`` and "

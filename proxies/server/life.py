@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Protocol
 
 from daskserve.amounts import shown
 from daskserve.clock import Clock, LoopClock
+from daskserve.figures.table import MetricSample
 from daskserve.proxies.asgi import ASGIApp
 from daskserve.proxies.exchange.carrier import Carrier
+from daskserve.proxies.exchange.request_head import HeadLimits
 from daskserve.proxies.server.hangup import HangupWatch
 from daskserve.proxies.server.listen import bind_sockets
 
@@ -93,6 +95,7 @@ class HTTPServer(abc.ABC):
         self._clock: Clock = clock or LoopClock()
         self._carrier = Carrier(
             app,
+            head_limits=HeadLimits(options.max_header_bytes, options.max_headers),
             max_body_bytes=options.max_body_bytes,
             max_message_bytes=options.max_websocket_message_bytes,
             deflates_messages=options.websocket_compression,
@@ -121,6 +124,11 @@ class HTTPServer(abc.ABC):
             host = f"[{host}]"
         scheme = "http" if self._carrier.tls is None else "https"
         return (f"{scheme}://{host}:{self._port}",)
+
+    def samples(self, instance: str) -> list[MetricSample]:
+        """Return the metrics of requests that never reached the application; any thread may call it."""
+        refusals = self._carrier.refusals.copy()
+        return [("http_errors", (instance, "", "", cause), count) for cause, count in refusals.items()]
 
     async def bind(self) -> None:
         """Take the port.

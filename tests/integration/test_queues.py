@@ -118,9 +118,7 @@ def test_a_redis_outage_removes_no_replica(
         server.stop()
         # The last length still counts for a moment after the first error.
         parts = ("the length of queue 'tasks' is unknown", "cannot be read: ConnectionError")
-        poll_for(
-            lambda: all(part in explanation(client) for part in parts), what=lambda: explanation(client)
-        )
+        poll_for(lambda: all(part in explanation(client) for part in parts), what=lambda: explanation(client))
         assert_hidden(client, external)
         server.start()  # empty
         poll_for(lambda: not client.status().replicas("b"), what=lambda: explanation(client))
