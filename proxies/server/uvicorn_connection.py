@@ -201,7 +201,7 @@ class UvicornConnection(HTTPProtocol):
         self._is_read = False
         self._exchange = exchange = Exchange(self._carrier, self._connection, self)
         length = exchange.begin(head)
-        if self._exchange is None:  # a WebSocket now
+        if self._connection.exchange is None:  # a WebSocket now
             rest, self._rest = self._rest, b""
             if rest:
                 self._stream.data_received(rest)
