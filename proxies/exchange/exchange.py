@@ -227,11 +227,6 @@ class Exchange:
         return self._body.is_asked and not is_done
 
     @property
-    def is_last(self) -> bool:
-        """Whether the connection ends with this request, as far as its head and the response so far say."""
-        return self._closes
-
-    @property
     def unread(self) -> Stream | None:
         """The stream, if nothing reads from it now, because a complete request is being answered."""
         is_deaf = self._task is not None and not self._is_over and self._body.is_ended

@@ -115,8 +115,10 @@ class UvicornConnection(HTTPProtocol):
 
     def close(self) -> None:
         """Close the connection once everything written is sent."""
+        if self._rest and not self._drops_data and not self._has_ended:
+            self.leave()  # there may be more
+            return
         self._drops_data = True
-        self._rest = b""
         if self.transport.is_closing():
             return
         self.transport.close()
@@ -127,15 +129,17 @@ class UvicornConnection(HTTPProtocol):
         """End this side of the connection, and drop what the client sends."""
         self._drops_data = True
         self._rest = b""
+        if self.transport.is_closing():
+            return
         if not self.transport.can_write_eof():  # TLS
             self.close()
             return
         try:
-            if not self.transport.is_closing():
-                self.transport.write_eof()
+            self.transport.write_eof()
         except OSError:
             self._stream.close()  # the client has reset the connection
             return
+        self.flow.resume_reading()
         self._carrier.watch.unwatch(self._connection)
         self._linger = self.loop.call_later(LINGER_S, self._stream.close)
 
@@ -169,8 +173,6 @@ class UvicornConnection(HTTPProtocol):
             self.flow.resume_reading()
             return
         is_waiting = self._is_busy and self._is_read
-        if is_waiting and self._exchange is not None and self._exchange.is_last:
-            self._rest = b""  # no request may follow
         if self._room is not None or (is_waiting and self._rest):
             self.flow.pause_reading()
         else:

@@ -20,7 +20,7 @@ from reference_http import Reading, State
 pytestmark = pytest.mark.smoke
 
 #: In every run of the suite; the profile ``nightly`` tries more, and others every time.
-CASES = 400
+CASES = 500
 
 KNOWN = {b"/echo", b"/early", b"/stream", b"/fixed"}
 
