@@ -1,7 +1,8 @@
 """Bad input from outside: every case ends with a 4xx or a closed connection, and affects no other client.
 
 What the application saw, and what the client received, is compared with what a strict reader of the same
-bytes makes of them (`reference_http`): no request may be seen that is not there.
+bytes makes of them (`reference_http`): no request may be seen that is not there. Both servers must give the
+same responses.
 """
 
 from __future__ import annotations
@@ -31,16 +32,27 @@ def server(request: pytest.FixtureRequest) -> Iterator[FuzzedServer]:
         yield server
 
 
-def test_bad_input_affects_only_its_sender(server: FuzzedServer) -> None:
-    @settings(
-        max_examples=max(CASES, settings().max_examples),
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(deliveries())
-    def test(delivery: Delivery) -> None:
-        check(server, delivery)
+def test_bad_input_affects_only_its_sender_and_has_the_same_response_from_both_servers() -> None:
+    with fuzzed("tornado") as tornado, fuzzed("uvicorn") as uvicorn:
 
-    test()
+        @settings(
+            max_examples=max(CASES, settings().max_examples),
+            suppress_health_check=list(HealthCheck),
+        )
+        @given(deliveries())
+        def test(delivery: Delivery) -> None:
+            methods = [reading.method.upper() for reading in reference_http.read(delivery.data)]
+            told = [told_by(check(server, delivery), methods) for server in (tornado, uvicorn)]
+            if delivery.is_patient:
+                assert told[0] == told[1]
+
+        test()
+
+
+def told_by(outcome: Outcome, methods: list[bytes]) -> list[tuple[int, bool, bytes]]:
+    """Return what the client was told: the statuses, and the bodies that are whole."""
+    answers = read_answers(outcome.answer, methods)
+    return [(answer.status, answer.is_cut, b"" if answer.is_cut else answer.body) for answer in answers]
 
 
 def check(server: FuzzedServer, delivery: Delivery) -> Outcome:
