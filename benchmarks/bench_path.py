@@ -68,6 +68,12 @@ CONNECTIONS, CALLS = 32, 64
 PER_ROUND = len(REQUESTS)
 HEADERS = [(b"content-type", b"text/plain; charset=utf-8"), (b"content-length", b"2")]
 ADDRESS = ActorAddress("i/replica/b#AAAAAA", "worker", 1)
+BACKEND = {
+    "replicas": [("b#AAAAAA", "worker", 1)],
+    "concurrency": 100,
+    "max_queued": 1000,
+    "max_crash_retries": 1,
+}
 
 Request = Callable[[ActorAddress, Envelope, Receive, Send], Coroutine[Any, Any, Load]]
 
@@ -92,7 +98,7 @@ class Published:
         if key.startswith("endpoint/"):
             update({"legacy": self._is_legacy, "traffic": {"b": 1.0}, "shadows": {}})
         elif key.startswith("backend/"):
-            update({"replicas": [("b#AAAAAA", "worker", 1)], "concurrency": 100, "max_queued": 1000})
+            update(BACKEND)
         return lambda: None
 
     def on_worker_left(self, forget: Callable[[str], None]) -> None: ...
