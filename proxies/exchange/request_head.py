@@ -20,6 +20,7 @@ _TOKEN = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]++"
 _VALUE = rb"[\t \x21-\x7e\x80-\xff]*+"
 #: A header's line or a trailer's, without obsolete line folding; see RFC 9112, 5.
 HEADER_LINE = re.compile(rb"%b:%b\r\n" % (_TOKEN, _VALUE))
+_HEADER_LINES = re.compile(rb"(?:%b:%b\r\n)*" % (_TOKEN, _VALUE))
 # Methods are case-sensitive, and ASGI's are in upper case. A client may send an empty line between requests.
 _HEAD = re.compile(
     rb"(?:\r\n)?([!#$%%&'*+\-.^_`|~0-9A-Z]++) ([\x21-\x7e\x80-\xff]++) HTTP/([0-9]\.[0-9])\r\n"
@@ -141,16 +142,16 @@ def _method_of(data: bytes) -> str:
 
 def _what_is_wrong(data: bytes) -> str:
     """Return the reason why `_HEAD` does not match."""
-    lines = data.removeprefix(b"\r\n").split(b"\n")
-    for number, line in enumerate(lines[:-1]):
-        if not line.endswith(b"\r"):
+    data = data.removeprefix(b"\r\n")
+    first, _, rest = data.partition(b"\n")
+    if _HEAD.match(first + b"\n\r\n") is None:
+        if first[-1:] != b"\r":
             return "Each line of a request's head ends with CR LF."
-        if not number:
-            if _HEAD.match(line + b"\n\r\n") is None:
-                return "The request line is not a method in upper case, a target and a version of HTTP."
-        elif HEADER_LINE.fullmatch(line + b"\n") is None:
-            return f"Header line {number} is not a name, a colon and a value."
-    return "A header line begins with a space, a tab or a CR."
+        return "The request line is not a method in upper case, a target and a version of HTTP."
+    lines = _HEADER_LINES.match(rest)
+    assert lines is not None  # no lines match, too
+    number = lines[0].count(b"\n") + 1
+    return f"Header line {number} is not a name, a colon, a value and CR LF."
 
 
 def check_host(framing: Mapping[str, str], version: str) -> None:

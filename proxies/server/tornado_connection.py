@@ -288,6 +288,9 @@ class TornadoConnection:
 
     def close(self) -> None:
         """Close the connection."""
+        if self._rest and self._is_read:
+            self.leave()  # there may be more
+            return
         self._stream.set_close_callback(None)
         self._stream.close()
         self._end_request()

@@ -162,7 +162,9 @@ class UvicornConnection(HTTPProtocol):
                 if self._is_read:
                     if self._is_busy or not self._read_head():
                         break
-                elif self._exchange is not None:
+                elif self._exchange is None:
+                    break
+                else:
                     self._read_body(self._exchange)
         except Exception:  # a fault of this server, which ends the connection as any top loop would
             log.exception("Reading a request failed")
