@@ -39,6 +39,7 @@ from daskserve.options.http import HTTPOptions
 from daskserve.payload.pickling import dump, dump_bytes
 from daskserve.proxies.asgi import ASGIApp, Scope
 from daskserve.proxies.exchange.carrier import Carrier
+from daskserve.proxies.exchange.request_head import HeadLimits
 from daskserve.proxies.ingress.app import IngressApp
 from daskserve.proxies.ingress.routes import RouteTable
 from daskserve.proxies.server.uvicorn_connection import SharedState, UvicornConnection
@@ -67,6 +68,12 @@ CONNECTIONS, CALLS = 32, 64
 PER_ROUND = len(REQUESTS)
 HEADERS = [(b"content-type", b"text/plain; charset=utf-8"), (b"content-length", b"2")]
 ADDRESS = ActorAddress("i/replica/b#AAAAAA", "worker", 1)
+BACKEND = {
+    "replicas": [("b#AAAAAA", "worker", 1)],
+    "concurrency": 100,
+    "max_queued": 1000,
+    "max_crash_retries": 1,
+}
 
 Request = Callable[[ActorAddress, Envelope, Receive, Send], Coroutine[Any, Any, Load]]
 
@@ -91,7 +98,7 @@ class Published:
         if key.startswith("endpoint/"):
             update({"legacy": self._is_legacy, "traffic": {"b": 1.0}, "shadows": {}})
         elif key.startswith("backend/"):
-            update({"replicas": [("b#AAAAAA", "worker", 1)], "concurrency": 100, "max_queued": 1000})
+            update(BACKEND)
         return lambda: None
 
     def on_worker_left(self, forget: Callable[[str], None]) -> None: ...
@@ -204,7 +211,14 @@ def floor_protocols() -> Callable[[], Any]:
 
 def our_protocols(app: ASGIApp) -> Callable[[], Any]:
     clock = OneLoopClock(asyncio.get_running_loop())
-    carrier = Carrier(app, max_body_bytes=1 << 30, max_message_bytes=1 << 20, idle_timeout_s=60, clock=clock)
+    carrier = Carrier(
+        app,
+        head_limits=HeadLimits(1 << 16, 100),
+        max_body_bytes=1 << 30,
+        max_message_bytes=1 << 20,
+        idle_timeout_s=60,
+        clock=clock,
+    )
     state = SharedState(carrier)
     return lambda: UvicornConnection(state)
 

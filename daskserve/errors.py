@@ -155,7 +155,7 @@ class LibraryVersionError(InstanceError):
     installed : str
         The version that is installed.
     versions : str
-        The versions that work, as pip takes them: ``">=6.5,<6.7"``.
+        The versions that work, as pip takes them: ``">=6.6,<6.7"``.
     """
 
     def __init__(

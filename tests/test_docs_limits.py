@@ -23,7 +23,7 @@ from daskserve.options.deployment_actor import DeploymentActorConfig
 from daskserve.options.environment import Environment
 from daskserve.options.http import HTTPOptions
 from daskserve.options.queues import QueueOptions
-from daskserve.proxies.exchange import request_body, request_head, websocket_inbox, websocket_line
+from daskserve.proxies.exchange import request_body, websocket_inbox, websocket_line
 from daskserve.settings import ChannelSettings, Timeouts
 
 ROOT = Path(__file__).parent.parent
@@ -94,7 +94,6 @@ def test_every_metric_exists_and_every_limit_of_http_is_counted() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("head of a request", f"{request_head.MAX_HEADER_BYTES >> 10} KiB"),
         ("unread body", f"{request_body.HIGH_WATER_BYTES >> 10} KiB"),
         ("messages that user code has not received", f"{websocket_inbox.MAX_INBOX_BYTES >> 20} MiB"),
         ("pongs", f"{websocket_line.MAX_PONGS}"),

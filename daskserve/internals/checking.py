@@ -2,7 +2,7 @@
 
 A module of internals imports and checks everything within one `needs`::
 
-    with needs("tornado", ">=6.5,<6.7") as check:
+    with needs("tornado", ">=6.6,<6.7") as check:
         from tornado.http1connection import HTTP1Connection
 
         check.attributes(HTTP1Connection, "_parse_headers")
@@ -65,7 +65,7 @@ def needs(library: str, versions: str) -> Iterator[Check]:
     library
         The name by which pip installs the library, or `PYTHON` for the standard library.
     versions
-        The versions known to work, as pip takes them: ``">=6.5,<6.7"``.
+        The versions known to work, as pip takes them: ``">=6.6,<6.7"``.
 
     Raises
     ------

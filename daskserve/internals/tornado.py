@@ -7,7 +7,7 @@ from typing import Any
 
 from daskserve.internals.checking import needs
 
-with needs("tornado", ">=6.5,<6.7") as check:
+with needs("tornado", ">=6.6,<6.7") as check:
     from tornado.routing import PathMatches, Rule, RuleRouter
     from tornado.web import Application, RequestHandler
 

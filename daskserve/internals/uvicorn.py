@@ -1,7 +1,7 @@
 """The parts of uvicorn that its documentation does not describe, and that daskserve uses.
 
-uvicorn documents its server and its command line. Its protocol class, which reads HTTP/1 with httptools, has
-no public name; `uvicorn.Server`, which has one, handles signals and ends the event loop.
+uvicorn documents its server and its command line. Its protocol class has no public name; `uvicorn.Server`,
+which has one, handles signals and ends the event loop.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ with needs("uvicorn", ">=0.30,<1") as check:
     from uvicorn.server import ServerState
 
     check.fields(HttpToolsProtocol, "connections", "flow", "loop", "parser", "transport")
-    check.attributes(HttpToolsProtocol, "connection_made", "eof_received", "on_url")
+    check.attributes(HttpToolsProtocol, "connection_made", "eof_received")
     check.parameters(HttpToolsProtocol.__init__, "self", "config", "server_state", "app_state", "_loop")
 
 
@@ -58,13 +58,10 @@ class HTTPProtocol(HttpToolsProtocol):
         Its ``pause_reading`` and ``resume_reading`` may be called repeatedly.
     loop : asyncio.AbstractEventLoop
         The event loop.
-    parser : httptools.HttpRequestParser
-        Calls the ``on_...`` methods of this object.
     transport : asyncio.Transport
         The connection.
-    url : bytes
-        What ``on_url`` adds to.
     """
 
     def __init__(self, state: ProtocolState) -> None:
         super().__init__(state.config, state, {}, asyncio.get_running_loop())
+        self.parser = None  # type: ignore[assignment]  # not used, and it refers to this object

@@ -81,6 +81,12 @@ class HTTPOptions(Options):
         description="Time in seconds without incoming data after which an idle connection is closed, between "
         "requests or within an incomplete one.",
     )
+    max_header_bytes: int = Field(
+        64 << 10,
+        ge=1024,
+        description="Maximum size of a request's line and headers, in bytes; a larger one gets 431.",
+    )
+    max_headers: int = Field(100, ge=8, description="Maximum number of headers of a request; more get 431.")
     max_connections: int | None = Field(
         None,
         gt=0,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+from collections import Counter
 from collections.abc import Callable
 from typing import Protocol
 
 from daskserve.clock import Clock
 from daskserve.proxies.asgi import ASGI_VERSIONS, ASGIApp, Scope
 from daskserve.proxies.exchange.idle import IdleWatch
+from daskserve.proxies.exchange.request_head import HeadLimits
 from daskserve.proxies.exchange.response_head import DateHeader, HeadCache
 from daskserve.proxies.exchange.stream import Stream, addresses_of, can_tell_hangups
 from daskserve.proxies.exchange.websocket import WebSocketSession
@@ -45,12 +47,15 @@ class Carrier:
         The open WebSockets.
     is_draining : bool
         Whether each response is the last on its connection.
+    refusals : Counter
+        How many requests were refused before the application could answer, by cause.
     """
 
     def __init__(
         self,
         app: ASGIApp,
         *,
+        head_limits: HeadLimits,
         max_body_bytes: int,
         idle_timeout_s: float,
         clock: Clock,
@@ -61,6 +66,7 @@ class Carrier:
         self.app = app
         self.tls = tls
         self.idle_timeout_s = idle_timeout_s
+        self.head_limits = head_limits
         self.max_body_bytes = max_body_bytes
         self.max_message_bytes = max_message_bytes
         self.deflates_messages = deflates_messages
@@ -68,6 +74,7 @@ class Carrier:
         self.connections: set[Connection] = set()
         self.sockets: set[WebSocketSession] = set()
         self.is_draining = False
+        self.refusals: Counter[str] = Counter()
         #: Called with a connection that stays open although the client's data has ended.
         self.note_end: Callable[[Connection], None] = _ignore
         self.watch = IdleWatch(idle_timeout_s, Connection.close)

@@ -13,6 +13,7 @@ then has the reader continue with the next request. A request ends in one of the
 4. The application fails: 500 if nothing was sent, otherwise the connection is cut.
 5. The body is too large: 413, or the connection is cut if a response has begun. The task is cancelled.
 6. The server stops: as 3, and the connection is closed.
+7. The head is refused: the server answers, ends its side of the connection, and drops what follows.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from daskserve.proxies.asgi import Headers, Scope, begin_response
 from daskserve.proxies.exchange.carrier import Carrier, Connection
 from daskserve.proxies.exchange.request_body import BodyOnDemand, RequestBody
 from daskserve.proxies.exchange.request_head import (
+    MALFORMED,
+    RefusedRequestError,
     RequestHead,
     asks_to_continue,
     body_length,
@@ -80,6 +83,7 @@ class Exchange:
     _is_whole = False  # the complete response was written
     _is_gone = False  # no further part of the application's response can be sent
     is_over = False  # the reader continues with the next request, or closes
+    _is_refused = False  # where the next request begins is unclear
     _linger: asyncio.TimerHandle | None = None
     _probes = 0  # how often it was found that the client sends no more
 
@@ -94,7 +98,7 @@ class Exchange:
             The size of the body that the reader has to read; None if it is chunked.
         """
         method, target, version, headers, framing = head
-        self._method = method.upper()
+        self._method = method
         self._is_http11 = version != "HTTP/1.0"
         try:
             check_host(framing, version)
@@ -103,38 +107,31 @@ class Exchange:
             length: int | None = 0
             if "Content-Length" in framing or "Transfer-Encoding" in framing:
                 length = body_length(framing, version)
-            if target[:1] == "/" and self._method != "CONNECT":
+            if target[:1] == "/" and method != "CONNECT":
                 path, _, query = target.partition("?")
             else:
-                path, query = split_target(self._method, target)
-                if self._method == "CONNECT":
-                    return self._refuse_head(501, "This server is no proxy: it does not implement CONNECT.")
-        except ValueError as error:
-            return self._refuse_head(400, str(error))
+                path, query = split_target(method, target, framing.get("Host"))
+                if method == "CONNECT":
+                    raise RefusedRequestError("This server is no proxy: it does not implement CONNECT.", 501)
+        except RefusedRequestError as error:
+            return self.refuse_head(error)
         self._body = RequestBody(is_ended=length == 0)
-        if length is not None and "Content-Length" in framing:
-            if length > self._carrier.max_body_bytes:
-                self._refuse_body(is_coming="Expect" not in framing)
-                return length
-            if "," in framing["Content-Length"]:
-                # The same number several times becomes one for the application.
-                headers = [header for header in headers if header[0] != b"content-length"]
-                headers.append(
-                    (b"content-length", framing["Content-Length"].partition(",")[0].strip().encode())
-                )
+        if length is not None and length > self._carrier.max_body_bytes:
+            self._refuse_body(is_coming="Expect" not in framing)
+            return length
         raw_path = path.encode("latin-1")
         if "%" in path or not path.isascii():
             path = unquote_to_bytes(raw_path).decode("utf-8", "replace")
         scope = {
             **self._connection.scope,
             "http_version": version[5:],
-            "method": self._method,
+            "method": method,
             "path": path,
             "raw_path": raw_path,
             "query_string": query.encode("latin-1"),
             "headers": headers,
         }
-        if "Upgrade" in framing and self._is_http11 and is_handshake(self._method, framing):
+        if "Upgrade" in framing and self._is_http11 and is_handshake(method, framing):
             if length == 0:
                 self._open_socket(scope)
             else:
@@ -172,9 +169,21 @@ class Exchange:
         if self._is_whole:
             self._go_on()
 
+    def refuse_head(self, error: RefusedRequestError) -> int:
+        """Refuse a request without reading on: where its body ends, or whether it has one, is unclear."""
+        log.info("Refused a request from %s: %s", self._connection, error)
+        self._carrier.refusals[error.cause] += 1
+        self._method = error.method or self._method
+        self._body = RequestBody(is_ended=True)
+        self._closes = self._is_refused = True
+        self._answer(error.status, str(error))
+        return 0
+
     def reject(self, reason: str) -> None:
         """Refuse a malformed body: with 400, or by cutting the connection if a response has begun."""
-        log.info("Malformed request from %s: %s", self._connection, reason)
+        log.info("Refused the body of a request from %s: %s", self._connection, reason)
+        self._carrier.refusals[MALFORMED] += 1
+        self._is_refused = True
         if self._is_whole:
             self._go_on()
         else:
@@ -405,6 +414,9 @@ class Exchange:
         self.is_over = True
         if self._linger is not None:
             self._linger.cancel()
+        if self._is_refused:
+            self._reader.leave()
+            return
         self._reader.finish()  # closes the connection if the request is incomplete
         if self._closes:
             self._reader.close()
@@ -428,13 +440,6 @@ class Exchange:
             return
         self._closes = True
         self._answer(status, text, is_coming=is_coming)
-
-    def _refuse_head(self, status: int, text: str) -> int:
-        """Refuse a request without reading on: where its body ends, or whether it has one, is unclear."""
-        self._body = RequestBody(is_ended=True)
-        self._closes = True
-        self._answer(status, text)
-        return 0
 
     def _fail(self) -> None:
         if not self._is_begun:

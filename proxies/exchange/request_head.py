@@ -1,31 +1,157 @@
-"""Checks of a request's head: its host, its length, its target and its connection.
+"""Reads a request's head, and checks it: its lines, its host, its length, its target and its connection.
 
 Whatever two readers could understand differently is refused: a proxy in front of this one may have taken for
 one request what would be two here (request smuggling), or for another host's.
+
+Both servers read heads here, and not with their libraries. Those differ from each other (llhttp knows a
+fixed list of methods, Tornado accepts a bare LF), and each from its other versions (obsolete line folding,
+spaces before a colon, control characters). Once `_HEAD` has matched, nothing is left to be read in two ways:
+the rest is to split lines. CPU time for a GET with six headers, in the same minute: 3.5 µs here, 2.8 µs by
+httptools with uvicorn's callbacks, 30 µs by Tornado.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
-#: The limit of a request line with its headers.
-MAX_HEADER_BYTES = 64 * 1024
-#: The headers that are checked here.
-FRAMING_HEADERS = frozenset(
-    ("Host", "Connection", "Content-Length", "Transfer-Encoding", "Expect", "Upgrade")
+_TOKEN = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]++"
+_VALUE = rb"[\t \x21-\x7e\x80-\xff]*+"
+#: A header's line or a trailer's, without obsolete line folding; see RFC 9112, 5.
+HEADER_LINE = re.compile(rb"%b:%b\r\n" % (_TOKEN, _VALUE))
+_HEADER_LINES = re.compile(rb"(?:%b:%b\r\n)*" % (_TOKEN, _VALUE))
+# Methods are case-sensitive, and ASGI's are in upper case. A client may send an empty line between requests.
+_HEAD = re.compile(
+    rb"(?:\r\n)?([!#$%%&'*+\-.^_`|~0-9A-Z]++) ([\x21-\x7e\x80-\xff]++) HTTP/([0-9]\.[0-9])\r\n"
+    rb"((?:%b:%b\r\n)*)\r\n" % (_TOKEN, _VALUE)
 )
+_VERSIONS: Mapping[bytes, str] = {b"1.1": "HTTP/1.1", b"1.0": "HTTP/1.0"}
+#: Where a head ends, or cannot be one any longer: an empty line, an LF without a CR, a folded line.
+_END = re.compile(rb"\n(?:(?<!\r\n)|\r.|[ \t])", re.DOTALL)
+#: How much of `_END` may have been received before the rest of it.
+_END_BYTES = 4
 
+#: The headers that are checked here, by their names in lower case.
+_FRAMING_NAMES: Mapping[bytes, str] = {
+    name.lower().encode(): name
+    for name in ("Host", "Connection", "Content-Length", "Transfer-Encoding", "Expect", "Upgrade")
+}
 _HOST = re.compile(r"(?:\[[0-9A-Fa-fvV.:]+\]|[A-Za-z0-9\-._~!$&'()*+,;=%]*)(?::[0-9]*)?")
 _NO_ESCAPE = re.compile(r"%(?![0-9A-Fa-f]{2})")
-_ABSOLUTE = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]*://[^/?#]+(.*)")
+_ABSOLUTE = re.compile(r"(https?)://([^/?#]+)(.*)", re.IGNORECASE)
 _AUTHORITY = re.compile(r"[^/?#@]+:[0-9]+")
+_LENGTH = re.compile(r"[0-9]{1,18}")
+_DEFAULT_PORTS: Mapping[str, str] = {"http": ":80", "https": ":443"}
 
+# Causes of refusals, for the metrics; a limit has the name of its option.
+MALFORMED, HEADER_BYTES, HEADERS = "malformed", "max_header_bytes", "max_headers"
 
-#: The head of a request, not checked yet: method, target, version (``"HTTP/1.1"`` or ``"HTTP/1.0"``), all
-#: headers with names in lower case, and those of `FRAMING_HEADERS` again, repeated values joined by commas.
+#: The head of a request whose lines are in order: method, target, version (``"HTTP/1.1"`` or ``"HTTP/1.0"``),
+#: all headers with names in lower case, those of `_FRAMING_NAMES` again, repeated values joined by commas.
 RequestHead: TypeAlias = tuple[str, str, str, list[tuple[bytes, bytes]], Mapping[str, str]]
+
+
+class HeadLimits(NamedTuple):
+    """The limits of a request's line with its headers."""
+
+    max_bytes: int
+    max_headers: int
+
+
+class RefusedRequestError(ValueError):
+    """A request is not served; the error carries the response to it.
+
+    Attributes
+    ----------
+    status : int
+        The status of the response.
+    cause : str
+        The cause, for the metrics.
+    method : str
+        The method, as far as it is known; a HEAD gets no body.
+    """
+
+    def __init__(self, text: str, status: int = 400, *, cause: str = MALFORMED, method: str = "") -> None:
+        super().__init__(text)
+        self.status = status
+        self.cause = cause
+        self.method = method
+
+
+def read_head(data: bytes, searched: int, limits: HeadLimits) -> tuple[RequestHead, int] | None:
+    """Return the head with which the data begins, and where it ends; None if it is incomplete.
+
+    Parameters
+    ----------
+    data
+        What was received since the last request.
+    searched
+        How much of the data was passed in an earlier call that returned None.
+
+    Raises
+    ------
+    RefusedRequestError
+        The head is malformed or too large.
+    """
+    if searched:
+        # Searching the whole head after each byte of it would take a quadratic time.
+        end = _END.search(data, max(searched - _END_BYTES, 0))
+        matched = None if end is None else _HEAD.match(data)
+    else:
+        matched = _HEAD.match(data)
+        end = matched or _END.search(data)
+    if matched is None and end is not None and end.end() <= limits.max_bytes:
+        raise RefusedRequestError(_what_is_wrong(data), method=_method_of(data))
+    if (len(data) if end is None else (matched or end).end()) > limits.max_bytes:
+        raise RefusedRequestError(
+            f"The request's headers are larger than the {limits.max_bytes} bytes allowed.",
+            431,
+            cause=HEADER_BYTES,
+            method=_method_of(data),
+        )
+    if matched is None:
+        return None
+    method, target, version, lines = matched.groups()
+    if version not in _VERSIONS:
+        raise RefusedRequestError("This server speaks HTTP/1.1 and HTTP/1.0.", 505, method=_method_of(data))
+    if (count := lines.count(b"\n")) > limits.max_headers:
+        raise RefusedRequestError(
+            f"The request has {count} headers; {limits.max_headers} are allowed.",
+            431,
+            cause=HEADERS,
+            method=_method_of(data),
+        )
+    headers: list[tuple[bytes, bytes]] = []
+    framing: dict[str, str] = {}
+    for line in lines.splitlines():
+        name, _, value = line.partition(b":")
+        name = name.lower()
+        value = value.strip(b" \t")
+        headers.append((name, value))
+        if name in _FRAMING_NAMES:
+            known, text = _FRAMING_NAMES[name], value.decode("latin-1")
+            framing[known] = f"{framing[known]},{text}" if known in framing else text
+    head = method.decode("ascii"), target.decode("latin-1"), _VERSIONS[version], headers, framing
+    return head, matched.end()
+
+
+def _method_of(data: bytes) -> str:
+    return data.lstrip(b"\r\n").partition(b" ")[0][:8].decode("latin-1")
+
+
+def _what_is_wrong(data: bytes) -> str:
+    """Return the reason why `_HEAD` does not match."""
+    data = data.removeprefix(b"\r\n")
+    first, _, rest = data.partition(b"\n")
+    if _HEAD.match(first + b"\n\r\n") is None:
+        if first[-1:] != b"\r":
+            return "Each line of a request's head ends with CR LF."
+        return "The request line is not a method in upper case, a target and a version of HTTP."
+    lines = _HEADER_LINES.match(rest)
+    assert lines is not None  # no lines match, too
+    number = lines[0].count(b"\n") + 1
+    return f"Header line {number} is not a name, a colon, a value and CR LF."
 
 
 def check_host(framing: Mapping[str, str], version: str) -> None:
@@ -33,15 +159,23 @@ def check_host(framing: Mapping[str, str], version: str) -> None:
 
     Raises
     ------
-    ValueError
+    RefusedRequestError
         The header is missing, repeated or malformed.
     """
     host = framing.get("Host")
     if host is None:
         if version != "HTTP/1.0":
-            raise ValueError("A request needs a Host header.")
-    elif "," in host or _HOST.fullmatch(host) is None or ("%" in host and _NO_ESCAPE.search(host)):
-        raise ValueError("Host must be one name or address, with or without a port.")
+            raise RefusedRequestError("A request needs a Host header.")
+    elif not _is_host(host):
+        raise RefusedRequestError("Host must be one name or address, with or without a port.")
+
+
+def _is_host(host: str) -> bool:
+    return (
+        "," not in host
+        and _HOST.fullmatch(host) is not None
+        and not ("%" in host and _NO_ESCAPE.search(host))
+    )
 
 
 def body_length(framing: Mapping[str, str], version: str) -> int | None:
@@ -49,21 +183,21 @@ def body_length(framing: Mapping[str, str], version: str) -> int | None:
 
     Raises
     ------
-    ValueError
+    RefusedRequestError
         Two readers could disagree about the end of the request.
     """
     length = framing.get("Content-Length")
     if "Transfer-Encoding" in framing:
         if length is not None or framing["Transfer-Encoding"].lower() != "chunked" or version == "HTTP/1.0":
-            raise ValueError("Transfer-Encoding must be chunked, without a Content-Length, in HTTP/1.1.")
+            raise RefusedRequestError(
+                "Transfer-Encoding must be chunked, without a Content-Length, in HTTP/1.1."
+            )
         return None
     if length is None:
         return 0
-    lengths = {piece.strip(" \t") for piece in length.split(",")}
-    written = lengths.pop()
-    if lengths or not (written.isascii() and written.isdigit()):
-        raise ValueError("Content-Length must be one number.")
-    return int(written)
+    if _LENGTH.fullmatch(length) is None:
+        raise RefusedRequestError("Content-Length must be one number, of at most 18 digits.")
+    return int(length)
 
 
 def keeps_alive(connection: str, version: str) -> bool:
@@ -71,9 +205,7 @@ def keeps_alive(connection: str, version: str) -> bool:
     if not connection:
         return version == "HTTP/1.1"
     options = [option.strip() for option in connection.lower().split(",")]
-    if version == "HTTP/1.1":
-        return "close" not in options
-    return version == "HTTP/1.0" and "keep-alive" in options and "close" not in options
+    return "close" not in options and (version == "HTTP/1.1" or "keep-alive" in options)
 
 
 def is_handshake(method: str, framing: Mapping[str, str]) -> bool:
@@ -87,22 +219,38 @@ def asks_to_continue(framing: Mapping[str, str], version: str) -> bool:
     return version != "HTTP/1.0" and framing.get("Expect", "").lower() == "100-continue"
 
 
-def split_target(method: str, target: str) -> tuple[str, str]:
+def split_target(method: str, target: str, host: str | None) -> tuple[str, str]:
     """Return the path and the query of a request's target.
+
+    Parameters
+    ----------
+    host
+        The valid Host header; None in HTTP/1.0 without one.
 
     Raises
     ------
-    ValueError
-        The target is not valid for the method.
+    RefusedRequestError
+        The target is not valid for the method, or is a URL of another host.
     """
     if method == "CONNECT":
         if _AUTHORITY.fullmatch(target) is None:
-            raise ValueError("The target of CONNECT is a host and a port.")
+            raise RefusedRequestError("The target of CONNECT is a host and a port.")
     elif target[:1] != "/":
         absolute = _ABSOLUTE.fullmatch(target)
         if absolute is not None:
-            target = absolute[1] if absolute[1][:1] == "/" else f"/{absolute[1]}"
+            scheme, authority, rest = absolute.groups()
+            if not _is_host(authority):
+                raise RefusedRequestError("The URL in the target of a request has no valid host.")
+            if host is not None and _named(scheme, authority) != _named(scheme, host):
+                # A proxy in front may have gone by one, and others here go by the other.
+                raise RefusedRequestError("The URL in the target of a request and Host name different hosts.")
+            target = rest if rest[:1] == "/" else f"/{rest}"
         elif target != "*" or method != "OPTIONS":
-            raise ValueError("The target of a request is a path or a URL.")
+            raise RefusedRequestError("The target of a request is a path or a URL.")
     path, _, query = target.partition("?")
     return path, query
+
+
+def _named(scheme: str, host: str) -> str:
+    """Return a host as it is compared: in lower case, without the port that its scheme implies."""
+    return host.lower().removesuffix(_DEFAULT_PORTS[scheme.lower()]).removesuffix(":")

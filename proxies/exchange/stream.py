@@ -75,6 +75,12 @@ class ConnectionReader(Protocol):
     def close(self) -> None:
         """Close the connection."""
 
+    def leave(self) -> None:
+        """End this side of the connection, and drop what the client sends; close when it ends its side, too.
+
+        Closing a socket with unread data resets the connection, and may destroy the response.
+        """
+
     def detach(self) -> Any:
         """Stop reading, and leave the stream to a WebSocket."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Iterable
 from typing import Literal
 
@@ -21,8 +22,9 @@ _HEADERS_READ = frozenset(
     (REQUEST_ID, REQUEST_TIMEOUT, SHARD_KEY, HOST, CONTENT_LENGTH, TRANSFER_ENCODING, EXPECT)
 )
 
-#: Octets that no server should have let pass in a header.
-_CONTROLS = frozenset(b"\0\r\n")
+#: An id that a client may choose: it stands in headers, in logs and in user code. Heroku and Rails have
+#: similar rules; the punctuation is that of UUIDs, base64 and the trace ids of AWS.
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9\-._~+/=:@]{1,128}")
 
 
 class IngressRequest:
@@ -76,8 +78,8 @@ class IngressRequest:
                 if name == HOST:
                     self.host = value
                 elif name == REQUEST_ID:
-                    if not _CONTROLS.intersection(value):  # the response repeats it
-                        self.request_id = self.request_id or value
+                    if not self.request_id and _REQUEST_ID.fullmatch(value) is not None:
+                        self.request_id = value
                 elif name == SHARD_KEY:
                     self.shard_key = value
                 elif name == REQUEST_TIMEOUT:

@@ -20,6 +20,7 @@ from daskserve.clock import Clock, LoopClock
 from daskserve.figures.table import MetricSample
 from daskserve.proxies.asgi import ASGIApp
 from daskserve.proxies.exchange.carrier import Carrier
+from daskserve.proxies.exchange.request_head import HeadLimits
 from daskserve.proxies.server.accepting import Acceptor, default_max_connections, descriptor_limit
 from daskserve.proxies.server.hangup import HangupWatch
 from daskserve.proxies.server.listen import bind_sockets
@@ -99,6 +100,7 @@ class HTTPServer(abc.ABC):
         self._clock: Clock = clock or LoopClock()
         self._carrier = Carrier(
             app,
+            head_limits=HeadLimits(options.max_header_bytes, options.max_headers),
             max_body_bytes=options.max_body_bytes,
             max_message_bytes=options.max_websocket_message_bytes,
             deflates_messages=options.websocket_compression,
@@ -132,12 +134,16 @@ class HTTPServer(abc.ABC):
         return (f"{scheme}://{host}:{self._port}",)
 
     def samples(self, instance: str) -> list[MetricSample]:
-        """Return the metrics of connections; any thread may call it."""
-        acceptor = self._acceptor
+        """Return the metrics of connections, and of requests that never reached the application.
+
+        Any thread may call it.
+        """
+        acceptor, refusals = self._acceptor, self._carrier.refusals.copy()
         return [
             ("http_connections", (instance,), acceptor.open),
             ("http_evicted_connections", (instance,), acceptor.evicted),
             *(("http_accept_pauses", (instance, cause), count) for cause, count in acceptor.pauses.items()),
+            *(("http_errors", (instance, "", "", cause), count) for cause, count in refusals.items()),
         ]
 
     async def bind(self) -> None:

@@ -17,10 +17,9 @@ import uvloop
 
 from daskserve.options.http import HTTPOptions
 from daskserve.proxies.asgi import ASGIApp, Scope
-from daskserve.proxies.exchange.request_head import RequestHead
+from daskserve.proxies.exchange.request_head import HeadLimits, RequestHead, read_head
 from daskserve.proxies.server.choice import server_type
 from daskserve.proxies.server.life import HTTPServer
-from daskserve.proxies.server.tornado_connection import parse_head
 from daskserve.types import Receive, Send
 
 DEADLINE_S = 10.0
@@ -177,7 +176,10 @@ def request(path: str = "/", *headers: str, method: str = "GET", body: bytes = b
 
 def head(*headers: str, method: str = "GET", target: str = "/", version: str = "HTTP/1.1") -> RequestHead:
     """Return the head of a request as the servers read it, with these headers and no others."""
-    return parse_head("\r\n".join([f"{method} {target} {version}", *headers, "", ""]).encode("latin-1"))
+    data = "\r\n".join([f"{method} {target} {version}", *headers, "", ""]).encode("latin-1")
+    found = read_head(data, 0, HeadLimits(1 << 20, 1000))
+    assert found is not None
+    return found[0]
 
 
 async def respond(

@@ -74,10 +74,21 @@ class Seen:
 
 @dataclass
 class Outcome:
-    """What came of one delivery."""
+    """What came of one delivery.
+
+    Attributes
+    ----------
+    seen : list
+        The requests that the application saw.
+    answer : bytes
+        What the client received.
+    is_closed : bool
+        Whether the server ended the connection before it was idle for too long.
+    """
 
     seen: list[Seen]
     answer: bytes
+    is_closed: bool
 
 
 class FuzzedServer:
@@ -132,9 +143,12 @@ class FuzzedServer:
         logging.getLogger().removeHandler(self._faults)
         self._runner.close()
 
-    def deliver(self, delivery: Delivery) -> Outcome:
-        """Send it, see what comes back; then nothing may be left of it, and the next request must work."""
-        outcome: Outcome = self.run(self._deliver(delivery))
+    def deliver(self, delivery: Delivery, *, probes: bool = True) -> Outcome:
+        """Send it, see what comes back; then nothing may be left of it, and the next request must work.
+
+        ``probes=False`` leaves the next request out, for cases that do without faults.
+        """
+        outcome: Outcome = self.run(self._deliver(delivery, probes=probes))
         return outcome
 
     async def _app(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -152,7 +166,7 @@ class FuzzedServer:
 
         await self._ingress(scope, noted, send)
 
-    async def _deliver(self, delivery: Delivery) -> Outcome:
+    async def _deliver(self, delivery: Delivery, *, probes: bool) -> Outcome:
         self._seen.clear()
         self._faults.records.clear()
         self._lost.clear()
@@ -167,6 +181,7 @@ class FuzzedServer:
                 connection.reset()
             elif delivery.ending == "close":
                 connection.finish()
+            is_closed = connection.is_over
             for _ in range(PATIENCE):
                 if connection.is_over:
                     break
@@ -174,9 +189,10 @@ class FuzzedServer:
                 await self._pump(connection, b"")
             assert connection.is_over, f"still open, though nothing came in: {bytes(connection.received)!r}"
         await self._settle()
-        outcome = Outcome(list(self._seen), bytes(connection.received))
-        await self._probe()
-        await self._settle()
+        outcome = Outcome(list(self._seen), bytes(connection.received), is_closed)
+        if probes:
+            await self._probe()
+            await self._settle()
         return outcome
 
     async def _probe(self) -> None:

@@ -1,7 +1,8 @@
 """Bad input from outside: every case ends with a 4xx or a closed connection, and affects no other client.
 
 What the application saw, and what the client received, is compared with what a strict reader of the same
-bytes makes of them (`reference_http`): no request may be seen that is not there.
+bytes makes of them (`reference_http`): no request may be seen that is not there. Both servers must give the
+same responses.
 """
 
 from __future__ import annotations
@@ -17,12 +18,16 @@ from hypothesis import HealthCheck, given, settings
 from reading_answers import Answer, read_answers
 from reference_http import Reading, State
 
+from daskserve.types import ALL_HTTP_METHODS
+
 pytestmark = pytest.mark.smoke
 
 #: In every run of the suite; the profile ``nightly`` tries more, and others every time.
-CASES = 400
+CASES = 500
 
 KNOWN = {b"/echo", b"/early", b"/stream", b"/fixed"}
+#: The statuses of heads that are refused.
+REFUSALS = (400, 431, 501, 505)
 
 
 @pytest.fixture(params=sorted(SERVER_KINDS), scope="module")
@@ -31,16 +36,27 @@ def server(request: pytest.FixtureRequest) -> Iterator[FuzzedServer]:
         yield server
 
 
-def test_bad_input_affects_only_its_sender(server: FuzzedServer) -> None:
-    @settings(
-        max_examples=max(CASES, settings().max_examples),
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(deliveries())
-    def test(delivery: Delivery) -> None:
-        check(server, delivery)
+def test_bad_input_affects_only_its_sender_and_has_the_same_response_from_both_servers() -> None:
+    with fuzzed("tornado") as tornado, fuzzed("uvicorn") as uvicorn:
 
-    test()
+        @settings(
+            max_examples=max(CASES, settings().max_examples),
+            suppress_health_check=list(HealthCheck),
+        )
+        @given(deliveries())
+        def test(delivery: Delivery) -> None:
+            methods = [reading.method.upper() for reading in reference_http.read(delivery.data)]
+            told = [told_by(check(server, delivery), methods) for server in (tornado, uvicorn)]
+            if delivery.is_patient:
+                assert told[0] == told[1]
+
+        test()
+
+
+def told_by(outcome: Outcome, methods: list[bytes]) -> list[tuple[int, bool, bytes]]:
+    """Return what the client was told: the statuses, and the bodies that are whole."""
+    answers = read_answers(outcome.answer, methods)
+    return [(answer.status, answer.is_cut, b"" if answer.is_cut else answer.body) for answer in answers]
 
 
 def check(server: FuzzedServer, delivery: Delivery) -> Outcome:
@@ -69,27 +85,19 @@ def compare(seen: Seen, reading: Reading) -> None:
     assert scope["http_version"].encode() == reading.version[5:]
     if scope["type"] == "http":
         assert scope["method"].encode() == reading.method.upper()
-    # Several lengths that say the same may be passed on as one.
-    assert sorted(set(scope["headers"])) == sorted(set(normalized(reading.headers)))
+    assert scope["headers"] == reading.headers
     assert reading.body.startswith(bytes(seen.body))
     if seen.is_complete:
         assert reading.state is State.WHOLE
         assert bytes(seen.body) == reading.body
 
 
-def normalized(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    return [
-        (name, value.split(b",")[0].strip() if name == b"content-length" else value)
-        for name, value in headers
-    ]
-
-
 def check_answers(readings: list[Reading], seen: list[Seen], answers: list[Answer]) -> None:
     """Requests that are in order must be answered in full, up to the first that is not."""
     for number, reading in enumerate(readings):
-        if reading.is_optional or reading.state is not State.WHOLE:
-            if reading.state is not State.WHOLE and len(answers) > number and not reading.has_head:
-                assert answers[number].status >= 400, answers
+        if reading.state is State.INVALID and not reading.has_head:
+            assert [answer.status in REFUSALS for answer in answers[number:]] in ([], [True]), answers
+        if reading.is_handshake or reading.state is not State.WHOLE:
             return
         has_timeout = bool(reading.values(b"x-request-timeout-seconds"))
         if has_timeout and len(answers) > number and answers[number].status == 400:
@@ -107,11 +115,15 @@ def check_answers(readings: list[Reading], seen: list[Seen], answers: list[Answe
         assert not answer.is_cut, answer
         if reading.values(b"x-request-timeout-seconds"):
             assert answer.status in (200, 400, 405)  # none of what is tried is a time
+        elif reading.method.decode() not in ALL_HTTP_METHODS:
+            assert answer.status == 405, answer
         elif path in KNOWN:
             assert answer.status == 200, answer
             body = {b"/early": b"early", b"/fixed": FIXED}.get(path, reading.body)
             assert answer.body == (b"" if reading.method == b"HEAD" else body)
         assert len(seen) > number
+        if reading.values(b"expect"):
+            return  # the connection ends if the application did not ask for the body
 
 
 # ---- cases by name: each was a fault once, or must never become one
@@ -190,7 +202,7 @@ def test_a_malformed_body_causes_no_second_answer(
 
 def test_a_huge_content_length_is_answered_once(server: FuzzedServer) -> None:
     (answer,) = answers_to(server, head(b"/echo", b"Content-Length: 99999999999999999999"))
-    assert answer.status in (400, 413)
+    assert answer.status == 400
 
 
 def test_chunks_may_have_extensions_and_trailers(server: FuzzedServer) -> None:
@@ -198,16 +210,6 @@ def test_chunks_may_have_extensions_and_trailers(server: FuzzedServer) -> None:
     first, second = answers_to(server, head(b"/echo", CHUNKED) + chunks + head(b"/echo"))
     assert (first.status, first.body) == (200, b"hi you")
     assert second.status == 200
-
-
-@pytest.mark.parametrize(
-    "chunks", [b"2 ;x\r\nhi\r\n0\r\n\r\n", b"2\r\nhi\r\n0\r\nContent-Length: 7\r\nHost: b\r\n\r\n"]
-)
-def test_unusual_chunks_are_read_unambiguously_or_refused(server: FuzzedServer, chunks: bytes) -> None:
-    answers = answers_to(server, head(b"/echo", CHUNKED) + chunks + head(b"/echo"))
-    assert [(answer.status, answer.body) for answer in answers] == [(200, b"hi"), (200, b"")] or [
-        answer.status for answer in answers
-    ] == [400]
 
 
 @pytest.mark.parametrize(
@@ -249,30 +251,12 @@ def test_only_a_client_that_expects_100_gets_100_continue(server: FuzzedServer, 
         head(b"*"),
         head(b"/echo", method=b"CONNECT"),
         head(b"/echo").replace(b"Host: a", b"Host: a/b"),
-        head(b"/echo", version=b"HTTP/1.2").replace(b"Host: a\r\n", b""),
     ],
 )
 def test_heads_that_are_none(server: FuzzedServer, data: bytes) -> None:
     outcome = check(server, Delivery(data))
     assert outcome.seen == []
     assert outcome.answer.startswith(b"HTTP/1.1 400 ")
-
-
-def test_a_repeated_content_length_is_refused_or_passed_on_once(server: FuzzedServer) -> None:
-    twice = b"Content-Length: 2"
-    for lines in (
-        (twice, twice),
-        (b"Content-Length: 2 , 2",),
-        (b"Content-Length: 002", b"Content-Length: 002"),
-    ):
-        outcome = check(server, Delivery(head(b"/echo", *lines) + b"hi"))
-        if outcome.answer.startswith(b"HTTP/1.1 400 "):
-            assert outcome.seen == []
-            continue
-        (seen,) = outcome.seen
-        lengths = [value for name, value in seen.scope["headers"] if name == b"content-length"]
-        assert (lengths, bytes(seen.body)) == ([lines[0].split()[1]], b"hi")
-        assert outcome.answer.endswith(b"\r\n\r\nhi")
 
 
 @pytest.mark.parametrize("target", [b"/echo", b"/stream", b"/fixed"])

@@ -16,6 +16,7 @@ from daskserve.proxies.exchange.carrier import Carrier, Connection
 from daskserve.proxies.exchange.exchange import LINGER_S, Exchange
 from daskserve.proxies.exchange.idle import IdleWatch
 from daskserve.proxies.exchange.request_body import HIGH_WATER_BYTES
+from daskserve.proxies.exchange.request_head import HeadLimits
 from daskserve.proxies.exchange.stream import ConnectionReader, Stream
 from daskserve.proxies.server.tornado_connection import TornadoConnection
 from daskserve.types import Receive, Send
@@ -68,6 +69,9 @@ class FakeReader:
     def finish(self) -> None:
         self.ends.append("finish")
 
+    def leave(self) -> None:
+        self.ends.append("leave")
+
     def close(self) -> None:
         self.ends.append("close")
         self.stream.close()
@@ -81,6 +85,7 @@ class Bench:
         self.ended = ""
         self.carrier = Carrier(
             app or self._obey,
+            head_limits=HeadLimits(1 << 16, 100),
             max_body_bytes=LIMIT,
             max_message_bytes=1000,
             idle_timeout_s=60,
@@ -400,7 +405,14 @@ def test_the_date_is_formatted_once_a_second() -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None: ...
 
     clock = SetClock()
-    carrier = Carrier(app, max_body_bytes=1, max_message_bytes=1000, idle_timeout_s=1, clock=clock)
+    carrier = Carrier(
+        app,
+        head_limits=HeadLimits(1 << 16, 100),
+        max_body_bytes=1,
+        max_message_bytes=1000,
+        idle_timeout_s=1,
+        clock=clock,
+    )
     midnight = carrier.date.line()
     assert midnight == b"date: Fri, 02 Jan 1970 00:00:00 GMT"
     clock.seconds = 0.75

@@ -14,6 +14,7 @@ from daskserve.clock import LoopClock
 from daskserve.proxies.asgi import Scope, split_whole
 from daskserve.proxies.exchange.carrier import Carrier, Connection
 from daskserve.proxies.exchange.exchange import _JOIN_BYTES, Exchange
+from daskserve.proxies.exchange.request_head import HeadLimits
 from daskserve.proxies.exchange.stream import ConnectionReader, Stream
 from daskserve.types import WHOLE_RESPONSE, Message, Receive, Send
 
@@ -49,6 +50,9 @@ class Wire:
 
     def closed(self) -> bool:
         return self.is_closed
+
+    def leave(self) -> None:
+        self.ends.append("leave")
 
     def finish(self) -> None:
         self.ends.append("finish")
@@ -89,7 +93,12 @@ class Bench:
         self.messages = messages
         self.raised: BaseException | None = None
         self.carrier = Carrier(
-            self._app, max_body_bytes=1000, max_message_bytes=1000, idle_timeout_s=60, clock=LoopClock()
+            self._app,
+            head_limits=HeadLimits(1 << 16, 100),
+            max_body_bytes=1000,
+            max_message_bytes=1000,
+            idle_timeout_s=60,
+            clock=LoopClock(),
         )
         self.carrier.is_draining = is_draining
         # As it is once another request was answered.

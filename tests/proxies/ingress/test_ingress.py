@@ -331,6 +331,42 @@ def test_a_request_without_an_id_gets_a_random_uuid() -> None:
     assert [envelope.head["extensions"]["daskserve"]["request_id"] for _, envelope in routers.calls] == ids
 
 
+@pytest.mark.parametrize(
+    "chosen",
+    [b"1", b"x" * 128, b"Root=1-67891233-abcdef012345678912345678", b"a.b_c~d+e/f=:g@h", b"%d" % 10**30],
+)
+def test_an_id_of_a_client_is_kept(chosen: bytes) -> None:
+    routers = Routers()
+    answer = ask(make_ingress(routers), "/a", "GET", (b"x-request-id", chosen))
+    assert answer.headers["x-request-id"].encode() == chosen
+    assert routers.head["extensions"]["daskserve"]["request_id"].encode() == chosen
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        b"x" * 129,
+        b"a b",
+        b"a\tb",
+        b"a\n",
+        b"a\0",
+        b'a"b',
+        b"<a>",
+        b"a,b",
+        b"a;b",
+        b"a%0d",
+        b"\xe9",
+        b"\x1b[2J",
+        b"${a}",
+    ],
+)
+def test_an_id_that_is_too_long_or_has_other_characters_is_replaced(chosen: bytes) -> None:
+    routers = Routers()
+    answer = ask(make_ingress(routers), "/a", "GET", (b"x-request-id", chosen))
+    assert uuid.UUID(answer.headers["x-request-id"]).version == 4
+    assert routers.head["extensions"]["daskserve"]["request_id"] == answer.headers["x-request-id"]
+
+
 @pytest.mark.parametrize("name", [b"x-request-id", b"X-Request-ID"])
 def test_an_id_that_the_application_sets_stays_the_only_one(name: bytes) -> None:
     async def answer(receive: Receive, send: Send) -> None:

@@ -107,6 +107,21 @@ def test_requests_work_over_tls(folder: Path) -> None:
 
 
 @pytest.mark.usefixtures("carrier")
+def test_a_malformed_request_over_tls_is_refused(folder: Path) -> None:
+    async def test() -> None:
+        async with serving(tell_scheme, tls=context_of(folder)) as server:
+            streams = await asyncio.open_connection("127.0.0.1", server.port, ssl=trusting(folder))
+            client = Client(*streams)
+            await client.send(b"no request\r\n\r\n")
+            assert (await client.response()).status == 400
+            assert await client.rest() == b""
+            client.writer.close()
+            await poll_for(lambda: "0 connections" in repr(server))
+
+    run(test)
+
+
+@pytest.mark.usefixtures("carrier")
 def test_websockets_work_over_tls(folder: Path) -> None:
     async def test() -> None:
         async with serving(tell_scheme, tls=context_of(folder)) as server:

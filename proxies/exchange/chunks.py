@@ -1,0 +1,108 @@
+"""Reads a body in chunks, for both servers.
+
+Libraries differ in what they accept around chunks, from version to version: a chunk that is ended by a CR and
+any character hides a request behind another one. So the lines are checked here, strictly.
+"""
+
+from __future__ import annotations
+
+import re
+
+from daskserve.proxies.exchange.request_head import HEADER_LINE, RefusedRequestError
+
+#: The longest line that announces a chunk, with its extensions, and the longest trailer.
+_MAX_LINE_BYTES = 4096
+#: The size of all trailers together.
+_MAX_TRAILER_BYTES = 16 * 1024
+#: How many chunks are read at once, at most: a client may send very small ones.
+_MAX_CHUNKS = 256
+
+_CHUNK_LINE = re.compile(rb"([0-9A-Fa-f]{1,15})(?:[ \t]*;[\t \x21-\x7e\x80-\xff]*)?\r\n")
+
+
+class ChunkReader:
+    """Reads one body.
+
+    Attributes
+    ----------
+    is_ended : bool
+        Whether the last chunk and the trailers were read.
+    """
+
+    is_ended = False
+
+    def __init__(self) -> None:
+        self._left = 0  # bytes of data that are still to come in the current chunk
+        self._is_in_data = False  # the current chunk's CR LF has not come
+        self._is_in_trailers = False
+        self._trailer_bytes = 0
+        self._kept = b""  # the begin of a line
+
+    def read(self, data: bytes) -> tuple[bytes, bytes]:
+        """Return the part of the body that is in the data, and what is still to be read.
+
+        The latter follows the body if that `is_ended`; otherwise it is to be passed again.
+
+        Raises
+        ------
+        RefusedRequestError
+            The chunks are malformed.
+        """
+        if self._kept:
+            data, self._kept = self._kept + data, b""
+        parts: list[bytes] = []
+        position = chunks = 0
+        while position < len(data) and not self.is_ended:
+            if self._left:
+                part = data[position : position + self._left]
+                parts.append(part)
+                position += len(part)
+                self._left -= len(part)
+            elif self._is_in_data:
+                ending = data[position : position + 2]
+                if ending != b"\r\n":
+                    if ending != b"\r":
+                        raise RefusedRequestError("A chunk is longer than it says.")
+                    break
+                position += 2
+                self._is_in_data = False
+                chunks += 1
+                if chunks == _MAX_CHUNKS:
+                    return b"".join(parts), data[position:]
+            else:
+                end = self._read_line(data, position)
+                if end is None:
+                    break
+                position = end
+        if self.is_ended:
+            return b"".join(parts), data[position:]
+        self._kept = data[position:]
+        return b"".join(parts), b""
+
+    def _read_line(self, data: bytes, start: int) -> int | None:
+        """Read the line of a chunk, or a trailer; return where it ends, or None if it is incomplete."""
+        end = data.find(b"\n", start, start + _MAX_LINE_BYTES) + 1
+        if not end:
+            if len(data) - start >= _MAX_LINE_BYTES:
+                raise RefusedRequestError("The extensions of a chunk, or the trailers, are too long.")
+            return None
+        if self._is_in_trailers:
+            self._read_trailer(data[start:end])
+            return end
+        matched = _CHUNK_LINE.fullmatch(data, start, end)
+        if matched is None:
+            raise RefusedRequestError("A chunk does not say how long it is.")
+        self._left = int(matched[1], 16)
+        self._is_in_data = self._left > 0
+        self._is_in_trailers = not self._is_in_data
+        return end
+
+    def _read_trailer(self, line: bytes) -> None:
+        if line == b"\r\n":
+            self.is_ended = True
+            return
+        self._trailer_bytes += len(line)
+        if self._trailer_bytes > _MAX_TRAILER_BYTES:
+            raise RefusedRequestError("The extensions of a chunk, or the trailers, are too long.")
+        if HEADER_LINE.fullmatch(line) is None:
+            raise RefusedRequestError("A trailer is not a name, a colon and a value.")
