@@ -22,6 +22,7 @@ from daskserve.options.secrets import read_secret
 from daskserve.payload.importing import call_imported
 from daskserve.payload.pickling import load_bytes
 from daskserve.proxies.ingress.app import IngressApp, build_app
+from daskserve.proxies.ingress.bodies import BodyGate
 from daskserve.proxies.ingress.forwarded import ForwardedHeaders
 from daskserve.proxies.ingress.routes import RouteTable
 from daskserve.proxies.server.choice import server_type
@@ -116,6 +117,7 @@ class ProxyActor:
             dispatch=self._dispatch,
             rng=self._context.rng,
             takes_whole=not middlewares,
+            bodies=BodyGate(self._routers.router, options.max_body_bytes),
         )
         app = build_app(self._ingress, middlewares)
         if options.trusted_forwarders:
@@ -128,6 +130,10 @@ class ProxyActor:
             "clock": self._context.clock,
         }
         self._server = server_type(options.server)(app, options, tls=tls_of(options), **place)
+        self._server.consult(
+            lambda: max(options.max_body_bytes, self._routers.largest_body_bytes),
+            lambda endpoint: bool(endpoint) and self._routers.router(endpoint).is_crowded,
+        )
         await self._server.bind()
         self._health = health_server(self._ingress, options, **place)
         if self._health is not None:

@@ -8,6 +8,7 @@
     │   ├── NotRegisteredError
     │   ├── StreamOptionError  (TypeError)         add or remove stream=True
     │   └── UnpicklableError   (TypeError)         create the object where the replica runs
+    ├── BodyTooLargeError                    413   send less, or raise max_body_bytes
     ├── NotFoundError          (KeyError)    404   the name does not exist
     ├── MethodNotFoundError (AttributeError) 404   call a method that the deployment has
     ├── ExternalScalerDisabledError          412   set external_scaler_enabled on the backend first
@@ -93,6 +94,12 @@ class StreamOptionError(BadRequestError, TypeError):
 
 class UnpicklableError(BadRequestError, TypeError):
     """Code or arguments of a deployment cannot be pickled for its replicas."""
+
+
+class BodyTooLargeError(ServeError):
+    """The body of an HTTP request exceeds ``max_body_bytes``."""
+
+    http_status = 413
 
 
 class NotFoundError(ServeError, KeyError):

@@ -350,6 +350,12 @@ class Patience:
     waited_s: float = 0.0
 
 
+#: What a router's process does with the bodies of HTTP requests to a backend. ``"gather"``: a request is sent
+#: once its whole body has arrived, which takes no slot, because its callable is plain and cannot wait for it.
+#: ``"drop"``: the same, but nothing is kept, because it cannot read it. ``"stream"``: parts are passed on as
+#: they come.
+BodyUse: TypeAlias = Literal["gather", "drop", "stream"]
+
 #: The `Envelope.has_body` of a request whose client waits to be asked for it (``Expect: 100-continue``).
 ON_DEMAND: Final = 2
 

@@ -252,6 +252,10 @@ def published_backend(state: State, tag: str) -> Any:
         "max_queued": backend.config.max_queued_requests,
         "max_crash_retries": backend.config.max_crash_retries,
     }
+    if backend.config.bodies != "gather":
+        value["bodies"] = backend.config.bodies
+    if backend.config.max_body_bytes is not None:
+        value["max_body_bytes"] = backend.config.max_body_bytes
     if backend.autoscaling is not None:
         value["autoscaled"] = True
     if backend.capacity == 0:

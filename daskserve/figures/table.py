@@ -79,6 +79,18 @@ SECTIONS: Mapping[str, Sequence[MetricSpec]] = {
             "http_evicted_connections", _C, _I, "Idle connections closed because max_connections were open."
         ),
         MetricSpec("http_accept_pauses", _C, (*_I, "cause"), "Pauses in accepting connections."),
+        MetricSpec(
+            "http_limited_requests",
+            _C,
+            (*_I, "limit"),
+            "Requests and WebSockets that a limit ended, by the name of its option.",
+        ),
+        MetricSpec(
+            "http_buffered_bytes",
+            _G,
+            (*_I, "direction"),
+            "Bytes of received bodies and messages, and of unsent responses, that the proxy holds.",
+        ),
     ),
     "Calls through handles, in each process that makes them": (
         MetricSpec("handle_requests", _C, _E, "Calls that began."),

@@ -15,6 +15,7 @@ from daskserve.options.credentials import masked, validated
 from daskserve.options.gang import GangSchedulingConfig
 from daskserve.options.placement_group import Strategy, check_bundles
 from daskserve.options.ray_names import translated
+from daskserve.types import BodyUse
 
 #: Concurrency of a replica whose callable is a plain function, and of one that is ``async def``.
 SYNC_CONCURRENCY = 8
@@ -31,6 +32,7 @@ class BackendMetadata(Options):
     accepts_batches: bool = Field(False, description="The callable is marked with ``accept_batch``.")
     is_blocking: bool = Field(True, description="The callable is a plain function, not ``async def``.")
     is_asgi_app: bool = Field(False, description="The callable is an ASGI application.")
+    ignores_bodies: bool = Field(False, description="The callable takes no argument, so it reads no body.")
     class_name: str = Field("", description="The name of the class, function or import path.")
     autoscaling_config: dict[str, Any] | None = Field(
         None, description="Bounds and target of the classic autoscaler."
@@ -80,6 +82,12 @@ class BackendConfig(Options):
         1000,
         ge=-1,
         description="Maximum number of requests queued in a router for this backend; -1: no limit.",
+    )
+    max_body_bytes: Annotated[int | None, CONTROLLER_ONLY] = Field(
+        None,
+        ge=0,
+        description="Maximum size of a request body, in bytes; a larger one gets 413. None: that of "
+        "``http_options``.",
     )
     max_crash_retries: Annotated[int, CONTROLLER_ONLY] = Field(
         1,
@@ -363,7 +371,21 @@ class BackendConfig(Options):
         known = {
             name: facts[name] for name in ("accepts_batches", "is_blocking", "is_asgi_app") if name in facts
         }
+        if facts.get("ignores_bodies", False) != self.internal_metadata.ignores_bodies:
+            known["ignores_bodies"] = not self.internal_metadata.ignores_bodies
         return self.model_copy(update={"internal_metadata": self.internal_metadata.model_copy(update=known)})
+
+    @property
+    def bodies(self) -> BodyUse:
+        """What happens to the bodies of its HTTP requests before they are sent to a replica."""
+        facts = self.internal_metadata
+        if facts.is_asgi_app:
+            return "stream"
+        if self.method_header:
+            return "gather"  # the method that a request names may be any
+        if facts.ignores_bodies:
+            return "drop"
+        return "gather" if facts.is_blocking or facts.accepts_batches else "stream"
 
     def merged(self, changes: BackendConfig) -> BackendConfig:
         """Return a copy in which the fields that ``changes`` sets are replaced."""

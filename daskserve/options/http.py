@@ -62,7 +62,48 @@ class HTTPOptions(Options):
         "shorten it, by the header ``X-Request-Timeout-Seconds``.",
     )
     max_body_bytes: int = Field(
-        1 << 30, ge=0, description="Maximum size of a request body, in bytes; a larger one gets 413."
+        64 << 20,
+        ge=0,
+        description="Maximum size of a request body, in bytes; a larger one gets 413. A backend may have its "
+        "own limit.",
+    )
+    max_buffered_bytes: int | None = Field(
+        None,
+        gt=0,
+        description="Maximum size of all request bodies and WebSocket messages that a proxy holds at a time, "
+        "in bytes. Past it, a body gets 503 with ``Retry-After``, and a WebSocket is closed with code 1013. "
+        "None: eight bodies of ``max_body_bytes``, and 64 MiB at least.",
+    )
+    min_body_bytes_per_s: int = Field(
+        240,
+        ge=0,
+        description="Minimum rate of a request body, in bytes per second. A slower one gets 408, and the "
+        "connection is closed. The time during which the backend does not read counts for nothing, nor does "
+        "what comes after the response has begun. 0: no minimum.",
+    )
+    body_grace_s: float = Field(
+        20.0,
+        gt=0,
+        description="Time in seconds by which a request body may be behind its minimum rate, at its start or "
+        "later.",
+    )
+    write_stall_timeout_s: float = Field(
+        60.0,
+        gt=0,
+        description="Time in seconds after which a response is aborted whose client has accepted no byte of "
+        "it for so long; user code is cancelled.",
+    )
+    busy_write_stall_timeout_s: float = Field(
+        5.0,
+        gt=0,
+        description="The same, while other requests of the endpoint wait for a slot.",
+    )
+    max_unsent_bytes: int = Field(
+        1 << 20,
+        ge=0,
+        description="How many bytes of a streamed response may wait for its client before user code waits, "
+        "too. A response that is sent whole waits in the proxy, and holds no slot, as long as all that wait "
+        "are within ``max_buffered_bytes``.",
     )
     max_websocket_message_bytes: int = Field(
         16 << 20,

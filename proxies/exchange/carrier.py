@@ -6,11 +6,15 @@ import asyncio
 import ssl
 from collections import Counter
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Protocol
+from weakref import ref
 
 from daskserve.clock import Clock
-from daskserve.proxies.asgi import ASGI_VERSIONS, ASGIApp, Scope
+from daskserve.proxies.asgi import ASGI_VERSIONS, ASGIApp, Headers, Scope
 from daskserve.proxies.exchange.idle import IdleWatch
+from daskserve.proxies.exchange.limits import Limits
+from daskserve.proxies.exchange.request_body import RequestBody
 from daskserve.proxies.exchange.request_head import HeadLimits
 from daskserve.proxies.exchange.response_head import DateHeader, HeadCache
 from daskserve.proxies.exchange.stream import Stream, addresses_of, can_tell_hangups
@@ -20,6 +24,21 @@ from daskserve.proxies.exchange.websocket import WebSocketSession
 class Ongoing(Protocol):
     """The request on a connection: a `daskserve.proxies.exchange.exchange.Exchange`."""
 
+    #: The endpoint that answers, once that is known.
+    endpoint: str
+
+    @property
+    def body(self) -> RequestBody:
+        """The body."""
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether a part of the response was written."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the whole response was written."""
+
     @property
     def unread(self) -> Stream | None:
         """The stream, if nothing reads from it now."""
@@ -27,11 +46,23 @@ class Ongoing(Protocol):
     #: Whether the connection waits for the next request.
     is_over: bool
 
+    @property
+    def wants_body(self) -> bool:
+        """Whether the body is incomplete and still needed, and the client sends it unasked or was asked."""
+
+    def refuse(self, status: int, text: str, headers: Headers = ()) -> None:
+        """Answer in place of the application, and close the connection."""
+
     def probe_client(self) -> None:
         """Have the operating system find out whether a client that sends no more is still there."""
 
     def on_connection_close(self) -> None:
         """Cancel the request because its client has disconnected."""
+
+
+#: The HTTP request that the present task answers. Not in the scope: middlewares may copy or replace that.
+#: Weak, because tasks that last, as for a connection between processes, keep the context they began in.
+present_exchange: ContextVar[ref[Ongoing] | None] = ContextVar("daskserve_exchange", default=None)
 
 
 class Carrier:
@@ -49,6 +80,8 @@ class Carrier:
         Whether each response is the last on its connection.
     refusals : Counter
         How many requests were refused before the application could answer, by cause.
+    limits : Limits
+        The limits of clients that stand still, and of memory.
     """
 
     def __init__(
@@ -62,8 +95,10 @@ class Carrier:
         max_message_bytes: int,
         deflates_messages: bool = False,
         tls: ssl.SSLContext | None = None,
+        limits: Limits | None = None,
     ) -> None:
         self.app = app
+        self.limits = Limits() if limits is None else limits
         self.tls = tls
         self.idle_timeout_s = idle_timeout_s
         self.head_limits = head_limits
@@ -77,6 +112,12 @@ class Carrier:
         self.refusals: Counter[str] = Counter()
         #: Called with a connection that stays open although the client's data has ended.
         self.note_end: Callable[[Connection], None] = _ignore
+        #: Returns the size that no body may exceed; the application may set a lower limit for each.
+        self.largest_body_bytes: Callable[[], int] = lambda: max_body_bytes
+        #: Returns whether requests of an endpoint wait for a slot.
+        self.is_crowded: Callable[[str], bool] = lambda endpoint: False
+        #: Ends another body to make room for one that exceeds the budget; returns whether it did.
+        self.make_room: Callable[[RequestBody], bool] = lambda body: False
         self.watch = IdleWatch(idle_timeout_s, Connection.close)
         self.clock = clock
         self.date = DateHeader(clock)

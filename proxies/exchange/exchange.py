@@ -11,7 +11,8 @@ then has the reader continue with the next request. A request ends in one of the
    `ConnectionResetError`, and the task is cancelled, unless the client has as many bytes as
    ``content-length`` says.
 4. The application fails: 500 if nothing was sent, otherwise the connection is cut.
-5. The body is too large: 413, or the connection is cut if a response has begun. The task is cancelled.
+5. The body is too large (413), too slow (408) or too much for the memory of all (503), or the connection is
+   cut if a response has begun. The task is cancelled.
 6. The server stops: as 3, and the connection is closed.
 7. The head is refused: the server answers, ends its side of the connection, and drops what follows.
 """
@@ -21,15 +22,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable
+from operator import attrgetter
 from typing import Any
 from urllib.parse import unquote_to_bytes
+from weakref import ref
 
 from tornado.iostream import StreamClosedError
 
 from daskserve.errors import http_status_of
 from daskserve.payload.packed_errors import is_logged
 from daskserve.proxies.asgi import Headers, Scope, begin_response
-from daskserve.proxies.exchange.carrier import Carrier, Connection
+from daskserve.proxies.exchange.carrier import Carrier, Connection, present_exchange
 from daskserve.proxies.exchange.request_body import BodyOnDemand, RequestBody
 from daskserve.proxies.exchange.request_head import (
     MALFORMED,
@@ -44,6 +47,7 @@ from daskserve.proxies.exchange.request_head import (
 )
 from daskserve.proxies.exchange.response_head import BodyPart, ResponseWriter, as_buffer, plain_text
 from daskserve.proxies.exchange.stream import ConnectionReader, Stream
+from daskserve.proxies.exchange.unsent import UnsentParts
 from daskserve.proxies.exchange.websocket import BadHandshakeError, WebSocketSession
 from daskserve.types import DONE, WHOLE_RESPONSE, Message
 
@@ -65,6 +69,13 @@ class Exchange:
 
     _body: RequestBody  # set by `begin`
 
+    # For those who watch over the request: see `daskserve.proxies.exchange.carrier.Ongoing`.
+    body = property(attrgetter("_body"))
+    is_begun = property(attrgetter("_is_begun"))
+    is_whole = property(attrgetter("_is_whole"))
+    #: The endpoint that answers; set by the ingress.
+    endpoint = ""
+
     def __init__(self, carrier: Carrier, connection: Connection, reader: ConnectionReader) -> None:
         self._carrier = carrier
         self._connection = connection
@@ -85,6 +96,8 @@ class Exchange:
     is_over = False  # the reader continues with the next request, or closes
     _is_refused = False  # where the next request begins is unclear
     _linger: asyncio.TimerHandle | None = None
+    _unsent: UnsentParts | None = None
+    _is_unsent = False  # the complete response waits for the client, the application for nothing
     _probes = 0  # how often it was found that the client sends no more
 
     # ---- called by the server, in this order
@@ -115,9 +128,12 @@ class Exchange:
                     raise RefusedRequestError("This server is no proxy: it does not implement CONNECT.", 501)
         except RefusedRequestError as error:
             return self.refuse_head(error)
-        self._body = RequestBody(is_ended=length == 0)
-        if length is not None and length > self._carrier.max_body_bytes:
-            self._refuse_body(is_coming="Expect" not in framing)
+        is_on_demand = length != 0 and "Expect" in framing and asks_to_continue(framing, version)
+        self._body = BodyOnDemand(self._ask_for_body) if is_on_demand else RequestBody(is_ended=length == 0)
+        if length != 0:
+            self._body.expect(length, self._carrier.largest_body_bytes(), self._carrier.limits)
+        if length is not None and self._body.excess is not None:
+            self.refuse(*self._body.excess, is_coming="Expect" not in framing)
             return length
         raw_path = path.encode("latin-1")
         if "%" in path or not path.isascii():
@@ -135,12 +151,11 @@ class Exchange:
             if length == 0:
                 self._open_socket(scope)
             else:
-                self._refuse(400, "The handshake of a WebSocket has no body.", is_coming=True)
+                self.refuse(400, "The handshake of a WebSocket has no body.")
             return length
         self._task = asyncio.get_running_loop().create_task(self._run(scope))
         self._carrier.tasks.add(self._task)
-        if length != 0 and "Expect" in framing and asks_to_continue(framing, version):
-            self._body = BodyOnDemand(self._ask_for_body)
+        if is_on_demand:
             self._carrier.watch.unwatch(self._connection)  # the client waits for the application
         return length
 
@@ -150,8 +165,8 @@ class Exchange:
         room = self._body.feed(chunk)
         if self._is_gone or self._is_whole:
             return None  # lingering
-        if self._body.received_bytes > self._carrier.max_body_bytes:
-            self._refuse_body(is_coming=True)
+        if self._body.excess is not None and not self._carrier.make_room(self._body):
+            self.refuse(*self._body.excess)
             return None
         if room is not None:
             # The connection waits for the application now, not for the client.
@@ -187,7 +202,7 @@ class Exchange:
         if self._is_whole:
             self._go_on()
         else:
-            self._refuse(400, f"The request body is malformed: {reason}", is_coming=False)
+            self.refuse(400, f"The request body is malformed: {reason}", is_coming=False)
 
     def on_connection_close(self) -> None:
         """Cancel the request because its client has disconnected. Idempotent, and valid in every state."""
@@ -219,6 +234,17 @@ class Exchange:
             self._stream.write(_CONTINUE)
         else:
             self._connection.close()  # HTTP/1.0 has nothing that a client ignores
+
+    def refuse(self, status: int, text: str, headers: Headers = (), *, is_coming: bool = True) -> None:
+        """Answer in place of the application, or cut the connection if a response has begun."""
+        self._body.close()  # the application must not take the part that was received for all
+        self._carrier.watch.unwatch(self._connection)
+        if self._task is not None:
+            self._carrier.cancel(self._task)
+        if self._is_begun:
+            return self._cut()
+        self._closes = True
+        self._answer(status, text, is_coming=is_coming, headers=headers)
 
     @property
     def wants_body(self) -> bool:
@@ -267,7 +293,7 @@ class Exchange:
             self._is_gone = True
             raise ConnectionResetError(_GONE) from error
         if flushed is not None and not flushed.done():
-            return self._flush(flushed, more_body)
+            return self._wait_for_client(flushed, len(message.get("body", b"")), more_body)
         if not more_body:
             self._complete()
         return DONE
@@ -291,16 +317,32 @@ class Exchange:
             self._is_gone = True
             raise ConnectionResetError(_GONE) from error
         if not flushed.done():
-            return self._flush(flushed, False)
+            return self._wait_for_client(flushed, len(data), False)
         self._is_whole = True
         body.close()
         self._go_on()
         return DONE
 
-    async def _flush(self, flushed: asyncio.Future[None], more_body: bool) -> None:
+    def _wait_for_client(
+        self, flushed: asyncio.Future[None], size_bytes: int, more_body: bool
+    ) -> Awaitable[None]:
+        """Return what the application has to wait for before it continues."""
+        if self._unsent is None:
+            self._unsent = UnsentParts(self._carrier.limits)
+        room = self._unsent.add(flushed, size_bytes, is_last=not more_body)
+        if room is not None:
+            return self._flush(room, more_body)
+        if not more_body:
+            self._is_whole = self._is_unsent = True
+            self._body.close()
+            task = asyncio.get_running_loop().create_task(self._unsent.send_rest(self._complete))
+            self._carrier.tasks.add(task)
+            task.add_done_callback(self._carrier.tasks.discard)
+        return DONE
+
+    async def _flush(self, room: asyncio.Future[None], more_body: bool) -> None:
         try:
-            # Shielded: Tornado reads the result of its future, and does not expect a cancellation.
-            await asyncio.shield(flushed)
+            await room
         except StreamClosedError as error:
             self._is_gone = True
             raise ConnectionResetError(_GONE) from error
@@ -309,6 +351,7 @@ class Exchange:
 
     async def _run(self, scope: Scope) -> None:
         """Top loop of one request: failures of the application end here, in the log."""
+        present_exchange.set(ref(self))
         try:
             await self._carrier.app(scope, self._body.receive, self.send)
         except asyncio.CancelledError:
@@ -331,6 +374,7 @@ class Exchange:
         finally:
             # A callback would cost a turn of the event loop; `Carrier.cancel` handles the other case.
             self._carrier.tasks.discard(self._task)
+            self._body.release()
 
     def _open_socket(self, scope: dict[str, Any]) -> None:
         """Hand the connection over to a WebSocket session, or refuse the handshake."""
@@ -345,6 +389,7 @@ class Exchange:
                 self._stream,
                 max_message_bytes=carrier.max_message_bytes,
                 deflates_messages=carrier.deflates_messages,
+                limits=carrier.limits,
                 clock=carrier.clock,
                 on_end=carrier.sockets.discard,
             )
@@ -402,6 +447,7 @@ class Exchange:
 
     def _complete(self) -> None:
         self._is_whole = True
+        self._is_unsent = False
         self._body.close()
         if self._body.is_ended or self._body.is_withheld:
             self._go_on()
@@ -409,7 +455,7 @@ class Exchange:
             self._linger = asyncio.get_running_loop().call_later(LINGER_S, self._go_on)
 
     def _go_on(self) -> None:
-        if self.is_over:
+        if self.is_over or self._is_unsent:
             return
         self.is_over = True
         if self._linger is not None:
@@ -424,22 +470,6 @@ class Exchange:
     def _expect_more(self, _: asyncio.Future[None]) -> None:
         if not self._is_gone and not self._is_whole and not self._body.is_ended:
             self._carrier.watch.watch(self._connection)
-
-    def _refuse_body(self, *, is_coming: bool) -> None:
-        limit = self._carrier.max_body_bytes
-        self._refuse(413, f"The request body is larger than the {limit} bytes allowed.", is_coming=is_coming)
-
-    def _refuse(self, status: int, text: str, *, is_coming: bool) -> None:
-        # The application must not take the part that was received for the whole body.
-        self._body.close()
-        self._carrier.watch.unwatch(self._connection)
-        if self._task is not None:
-            self._carrier.cancel(self._task)
-        if self._is_begun:
-            self._cut()
-            return
-        self._closes = True
-        self._answer(status, text, is_coming=is_coming)
 
     def _fail(self) -> None:
         if not self._is_begun:

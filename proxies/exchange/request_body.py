@@ -3,20 +3,37 @@
 from __future__ import annotations
 
 import asyncio
+import io
 from collections import deque
 from collections.abc import Callable
+from typing import TypeAlias
 
+from daskserve.errors import BodyTooLargeError
+from daskserve.proxies.asgi import Headers
+from daskserve.proxies.exchange.limits import BODY_SIZE, Limits
 from daskserve.types import Message
 
 #: With more unread bytes than this, reading from the socket pauses.
 HIGH_WATER_BYTES = 256 * 1024
 
+#: The status, the text and the headers of a response.
+Refusal: TypeAlias = tuple[int, str, Headers]
+NO_MEMORY: Refusal = (
+    503,
+    "The server holds as many request bodies as max_buffered_bytes allows; try again later.",
+    ((b"retry-after", b"1"),),
+)
+#: Smaller bodies are received even if those of others fill the budget.
+SMALL_BYTES = 64 * 1024
+
 
 class RequestBody:
-    """The receiving side of one ASGI request.
+    """The receiving side of one ASGI request: the only place where a proxy holds a body.
 
     Attributes
     ----------
+    excess : tuple or None
+        The status, the text and the headers of the response, if the body is too large.
     received_bytes : int
         The size of all parts received so far.
     is_ended : bool
@@ -31,7 +48,20 @@ class RequestBody:
         self.is_ended = is_ended
 
     # Class attributes, because most requests have no body and change none of them.
+    excess: Refusal | None = None
+    _limits: Limits | None = None
+    #: The size that the client declared, if it did, and the size beyond which the body is refused.
+    _length: int | None = None
+    _max_bytes: float = float("inf")
     _chunks: deque[bytes] | None = None
+    #: The body as far as it was received, while it is being gathered.
+    _gathered: io.BytesIO | None = None
+    #: Whether all parts are dropped, although the body is not closed.
+    _drops = False
+    #: Whether what was passed on counts in the budget until `release`, because it is kept whole.
+    _is_kept = False
+    #: How much of the budget is taken.
+    _held_bytes = 0
     received_bytes = 0
     is_asked = True
     is_withheld = False
@@ -42,6 +72,11 @@ class RequestBody:
     _room: asyncio.Future[None] | None = None
 
     @property
+    def held_bytes(self) -> int:
+        """How much it takes of the budget."""
+        return self._held_bytes
+
+    @property
     def is_full(self) -> bool:
         """Whether reading is paused until the application reads."""
         return self._room is not None
@@ -50,6 +85,17 @@ class RequestBody:
         """Add a part of the body; returns a future to wait for before reading more, or None."""
         self.received_bytes += len(chunk)
         if self._is_closed:
+            return None
+        if self.received_bytes > self._max_bytes:
+            self._exceed_size()
+        if self._drops:
+            return None
+        if self._limits is not None:
+            self._held_bytes += len(chunk)
+            if not self._limits.received.take(len(chunk)) and self._held_bytes > SMALL_BYTES:
+                self.excess = self.excess or NO_MEMORY
+        if self._gathered is not None:
+            self._gathered.write(chunk)
             return None
         if self._chunks is None:
             self._chunks = deque()
@@ -67,15 +113,74 @@ class RequestBody:
         self._wake()
 
     def close(self) -> None:
-        """Return ``http.disconnect`` from `receive` from now on, and drop all further parts."""
+        """Return ``http.disconnect`` from `receive` from now on, drop what is held and all further parts."""
         self._is_closed = True
+        self._gathered = None
         if self._chunks:
             self._chunks.clear()
             self._buffered_bytes = 0
+        if self._held_bytes and not (self._is_kept and self._is_taken):
+            self.release()
         if self._room is not None:
             self._make_room()
         if self._news is not None:
             self._wake()
+
+    def release(self) -> None:
+        """Give back what the body holds of the budget: the application has ended."""
+        if self._held_bytes and self._limits is not None:
+            self._limits.received.give_back(self._held_bytes)
+            self._held_bytes = 0
+
+    def expect(self, length: int | None, max_bytes: float, limits: Limits) -> None:
+        """Set the size that the client declared, if it did, the maximum size, and the budget."""
+        self._limits, self._length = limits, length
+        self._set_maximum(max_bytes)
+
+    def limit_to(self, max_bytes: float) -> None:
+        """Set the maximum size, for the backend that gets the body.
+
+        Raises
+        ------
+        BodyTooLargeError
+            The body is known to be larger.
+        """
+        self._set_maximum(max_bytes)
+        if self.excess is not None:
+            raise BodyTooLargeError(self.excess[1])
+
+    def _set_maximum(self, max_bytes: float) -> None:
+        self._max_bytes = max_bytes
+        if max(self.received_bytes, self._length or 0) > max_bytes:
+            self._exceed_size()
+
+    def _exceed_size(self) -> None:
+        if self.excess is None:
+            text = f"The request body is larger than the {self._max_bytes} bytes allowed."
+            self.excess = 413, text, ()
+            if self._limits is not None:
+                self._limits.hits[BODY_SIZE] += 1
+
+    async def gather(self, *, drops: bool = False) -> None:
+        """Wait until the body is complete or its client has left; one message then has all of it.
+
+        If ``drops``, nothing is kept, and the message is empty.
+        """
+        chunks, self._chunks = self._chunks, None
+        self._buffered_bytes = 0
+        if drops:
+            self._drops = True
+            self.release()
+        else:
+            self._is_kept = True
+            self._gathered = io.BytesIO(b"".join(chunks or ()))
+            self._gathered.seek(0, io.SEEK_END)
+        self._make_room()
+        while not self.is_ended and not self._is_closed:
+            await self._wait()
+        if self._gathered is not None:
+            # BytesIO hands over its buffer: there is no second copy.
+            self._chunks, self._gathered = deque((self._gathered.getvalue(),)), None
 
     async def receive(self) -> Message:
         """Return the next ASGI message; wait until there is one."""
@@ -85,6 +190,9 @@ class RequestBody:
             if self._chunks:
                 chunk = self._chunks.popleft()
                 self._buffered_bytes -= len(chunk)
+                if self._limits is not None and not self._is_kept:
+                    self._held_bytes -= len(chunk)
+                    self._limits.received.give_back(len(chunk))
                 if self._buffered_bytes <= HIGH_WATER_BYTES // 2:
                     self._make_room()
                 self._is_taken = self.is_ended and not self._chunks
@@ -92,10 +200,13 @@ class RequestBody:
             if self.is_ended and not self._is_taken:
                 self._is_taken = True
                 return {"type": "http.request", "body": b"", "more_body": False}
-            if self._news is None:
-                self._news = asyncio.Event()
-            self._news.clear()
-            await self._news.wait()
+            await self._wait()
+
+    async def _wait(self) -> None:
+        if self._news is None:
+            self._news = asyncio.Event()
+        self._news.clear()
+        await self._news.wait()
 
     def _make_room(self) -> None:
         room, self._room = self._room, None
@@ -121,8 +232,15 @@ class BodyOnDemand(RequestBody):
         return super().feed(chunk)
 
     async def receive(self) -> Message:
+        self._ask_once()
+        return await super().receive()
+
+    async def gather(self, *, drops: bool = False) -> None:
+        self._ask_once()
+        await super().gather(drops=drops)
+
+    def _ask_once(self) -> None:
         if not self.is_asked:
             self.is_asked = True
             self.is_withheld = False
             self._ask()
-        return await super().receive()

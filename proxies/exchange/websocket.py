@@ -9,7 +9,8 @@ of these ways:
 3. The application returns: 1000. It fails: 500 before the connection was accepted, 1011 after.
 4. The client closes it or disconnects: the application receives the disconnect, and is cancelled after
    `DISCONNECT_GRACE_S`.
-5. The client breaks the protocol (1002, 1007), or sends a message that is too large (1009): as 4.
+5. The client breaks the protocol (1002, 1007), or sends a message that is too large (1009) or too much for
+   the memory of all (1013): as 4.
 6. The client sends nothing, not even answers to pings: 1011, as 4.
 7. The server drains: 1001, as 4.
 """
@@ -32,6 +33,7 @@ from daskserve.loops.hops import Hop
 from daskserve.payload.packed_errors import is_logged
 from daskserve.proxies.asgi import ASGIApp, Headers, Scope
 from daskserve.proxies.exchange.deflate import BoundedDeflate
+from daskserve.proxies.exchange.limits import Limits
 from daskserve.proxies.exchange.stream import Stream
 from daskserve.proxies.exchange.websocket_line import WebSocketLine
 from daskserve.types import SocketPlace
@@ -101,6 +103,8 @@ class WebSocketSession:
         Maximum size of a message; a larger one closes the connection with code 1009.
     deflates_messages : bool
         Whether messages are compressed if the client offers it.
+    limits : Limits, optional
+        Whose budget the received messages count in.
     on_end : callable
         ``on_end(session)`` is called once, when the application has ended and the connection is closed.
 
@@ -120,6 +124,7 @@ class WebSocketSession:
         clock: Clock,
         on_end: OnEnd,
         deflates_messages: bool = False,
+        limits: Limits | None = None,
     ) -> None:
         protocol = WSConnection(ConnectionType.SERVER)
         extensions: list[Extension] = [BoundedDeflate(max_message_bytes)] if deflates_messages else []
@@ -134,6 +139,7 @@ class WebSocketSession:
             max_message_bytes=max_message_bytes,
             extensions=extensions,
             clock=clock,
+            limits=limits,
         )
         #: How to call the line after it has moved, and how it calls this object.
         self._place: SocketPlace | None = None
@@ -232,6 +238,7 @@ class WebSocketSession:
     def _finish(self) -> None:
         """Let the line end; the client gets some time to read the remaining data and to answer the close."""
         self._task = None
+        self._call(self.line.inbox.release)
         self._stop_timers()
         if self._is_closed:
             self._end()

@@ -10,6 +10,7 @@ from typing import Any
 
 from wsproto.events import BytesMessage, TextMessage
 
+from daskserve.proxies.exchange.limits import BUFFERS, Limits
 from daskserve.proxies.exchange.stream import READ_BYTES, Stream, can_tell_hangups
 from daskserve.types import Message
 
@@ -24,9 +25,16 @@ _PARTS_ALLOWANCE_BYTES = 1024 * 1024
 
 
 class WebSocketInbox:
-    """Messages that wait for the application; after the last one, every `take` returns the disconnect."""
+    """Messages that wait for the application; after the last one, every `take` returns the disconnect.
 
-    def __init__(self) -> None:
+    What it holds counts in the budget of ``limits``.
+    """
+
+    def __init__(self, limits: Limits | None = None) -> None:
+        self._limits = limits
+        self._charged_bytes = 0
+        #: Whether a message exceeded the budget.
+        self.is_over_budget = False
         self._messages: deque[tuple[Message, int]] = deque()
         self._held_bytes = 0
         self._takers: list[asyncio.Future[None]] = []
@@ -47,9 +55,11 @@ class WebSocketInbox:
             self._wake()
 
     def add_part(self, event: TextMessage | BytesMessage, max_bytes: int) -> bool:
-        """Add a message or a part of one; return False if the message is too large."""
+        """Add a message or a part of one; return False if the message is too large, or too much for all."""
         self._parts.append(event.data)
         self._parts_bytes += len(event.data)
+        if not self._charge(len(event.data)):
+            return False
         # Many small parts use memory too.
         overhead_bytes = _PART_BYTES * len(self._parts)
         if (
@@ -67,8 +77,31 @@ class WebSocketInbox:
             self._parts, self._parts_bytes = [], 0
         return True
 
+    def _charge(self, size_bytes: int) -> bool:
+        limits = self._limits
+        if limits is None:
+            return True
+        self._charged_bytes += size_bytes
+        if limits.received.take(size_bytes):
+            return True
+        self.is_over_budget = True
+        limits.hits[BUFFERS] += 1
+        return False
+
+    def _discharge(self, size_bytes: int) -> None:
+        if self._limits is not None and self._charged_bytes:
+            self._charged_bytes -= size_bytes
+            self._limits.received.give_back(size_bytes)
+
+    def release(self) -> None:
+        """Drop all messages: the application has ended."""
+        self._messages.clear()
+        self._discharge(self._charged_bytes)
+
     def end(self, disconnect: Message) -> None:
         self.disconnect = disconnect
+        self._discharge(self._parts_bytes)
+        self._parts, self._parts_bytes = [], 0
         self._wake()
         self._tell_room()
 
@@ -81,6 +114,7 @@ class WebSocketInbox:
             await taker
         message, size_bytes = self._messages.popleft()
         self._held_bytes -= size_bytes
+        self._discharge(max(0, size_bytes - _PART_BYTES))
         if self.on_room is not None and not self.is_full:
             self._tell_room()
         return message

@@ -40,6 +40,7 @@ from wsproto.extensions import Extension
 from wsproto.utilities import LocalProtocolError
 
 from daskserve.clock import Clock
+from daskserve.proxies.exchange.limits import Limits
 from daskserve.proxies.exchange.stream import Stream, TransportStream, open_stream
 from daskserve.proxies.exchange.websocket_inbox import WebSocketInbox, WebSocketReader
 from daskserve.types import SOCKET_PLACE, Message, SocketPlace
@@ -144,9 +145,10 @@ class WebSocketLine:
         max_message_bytes: int,
         extensions: Sequence[Extension],
         clock: Clock,
+        limits: Limits | None = None,
     ) -> None:
         self._writer = WebSocketWriter(stream, protocol, self._on_lost)
-        self.inbox = WebSocketInbox()
+        self.inbox = WebSocketInbox(limits)
         self.inbox.put({"type": "websocket.connect"}, 0)
         self.is_accepted = self.is_closing = self.is_gone = False
         self._protocol = protocol
@@ -301,7 +303,10 @@ class WebSocketLine:
         """Process an event of the client; return False if it was the last."""
         if isinstance(event, (TextMessage, BytesMessage)):
             if not self.is_closing and not self.inbox.add_part(event, self._max_message_bytes):
-                self.close(1009, f"a message may have {self._max_message_bytes} bytes")
+                if self.inbox.is_over_budget:
+                    self.close(1013, "the server holds too many messages; try again later")
+                else:
+                    self.close(1009, f"a message may have {self._max_message_bytes} bytes")
             # While closing it is too late for messages, but the client's close may still follow.
         elif isinstance(event, Ping):
             # Pongs must not accumulate for a client that sends pings and does not read.

@@ -22,6 +22,7 @@ from daskserve.figures.histogram import cause_of
 from daskserve.loops.deadlines import until
 from daskserve.payload.packed_errors import is_logged
 from daskserve.proxies.asgi import JSON, ASGIApp, Headers, Scope, send_whole
+from daskserve.proxies.ingress.bodies import BodyGate
 from daskserve.proxies.ingress.errors import reply_to
 from daskserve.proxies.ingress.figures import SYSTEM_ROUTES, IngressFigures
 from daskserve.proxies.ingress.request import (
@@ -129,6 +130,8 @@ class IngressApp:
     takes_whole : bool
         Whether the server calls the ingress without middleware in between, and so accepts a
         `WHOLE_RESPONSE`.
+    bodies : BodyGate, optional
+        Limits the bodies, and gathers those that their backend needs whole.
     """
 
     def __init__(
@@ -139,7 +142,9 @@ class IngressApp:
         dispatch: CallBackend,
         rng: random.Random,
         takes_whole: bool = False,
+        bodies: BodyGate | None = None,
     ) -> None:
+        self._bodies = bodies
         self._root = normalize_prefix(options.root_path)
         self._root_bytes = self._root.encode()
         self._timeout_s = options.request_timeout_s
@@ -292,14 +297,41 @@ class IngressApp:
             timeout_s = parse_timeout(
                 request.timeout, limit_s=timeout_s, is_trusted=request.has_trusted_timeout
             )
+        gathering = None
+        if self._bodies is not None and not is_socket:
+            gathering = self._bodies.enter(endpoint, has_body=bool(request.has_body))
         if timeout_s is not None:
-            return self._call_until(request, endpoint, head, receive, timeout_s)
+            return self._call_until(request, endpoint, head, receive, timeout_s, gathering)
         envelope = Envelope(EnvelopeKind.HTTP, head, None, None, request.has_body or is_socket)
         envelope.is_direct = is_socket and self._takes_whole
-        return self._dispatch(endpoint, envelope, receive, request.send)
+        return self._send(request, endpoint, envelope, receive, gathering)
+
+    def _send(
+        self,
+        request: IngressRequest,
+        endpoint: str,
+        envelope: Envelope,
+        receive: Receive,
+        gathering: Awaitable[None] | None,
+    ) -> Coroutine[Any, Any, None]:
+        if gathering is None:
+            return self._dispatch(endpoint, envelope, receive, request.send)
+        envelope.has_body = True  # and not on demand any more
+
+        async def send_gathered() -> None:
+            await gathering
+            await self._dispatch(endpoint, envelope, receive, request.send)
+
+        return send_gathered()
 
     async def _call_until(
-        self, request: IngressRequest, endpoint: str, head: dict[str, Any], receive: Receive, timeout_s: float
+        self,
+        request: IngressRequest,
+        endpoint: str,
+        head: dict[str, Any],
+        receive: Receive,
+        timeout_s: float,
+        gathering: Awaitable[None] | None,
     ) -> None:
         deadline = asyncio.get_running_loop().time() + timeout_s
         envelope = Envelope(EnvelopeKind.HTTP, head, deadline=deadline, has_body=request.has_body)
@@ -307,7 +339,7 @@ class IngressApp:
         try:
             await until(
                 deadline,
-                self._dispatch(endpoint, envelope, receive, request.send),
+                self._send(request, endpoint, envelope, receive, gathering),
                 f"Request {request_id} timed out after {shown(timeout_s)}s.",
             )
         except RequestTimeoutError:

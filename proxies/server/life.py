@@ -20,6 +20,8 @@ from daskserve.clock import Clock, LoopClock
 from daskserve.figures.table import MetricSample
 from daskserve.proxies.asgi import ASGIApp
 from daskserve.proxies.exchange.carrier import Carrier
+from daskserve.proxies.exchange.limits import Limits
+from daskserve.proxies.exchange.pace import PaceWatch
 from daskserve.proxies.exchange.request_head import HeadLimits
 from daskserve.proxies.server.accepting import Acceptor, default_max_connections, descriptor_limit
 from daskserve.proxies.server.hangup import HangupWatch
@@ -107,11 +109,13 @@ class HTTPServer(abc.ABC):
             idle_timeout_s=options.keep_alive_timeout_s,
             clock=self._clock,
             tls=tls,
+            limits=Limits(options),
         )
         self._hangups = HangupWatch(self._carrier)
         self._acceptor = Acceptor(
             self._carrier, options.max_connections or default_max_connections(descriptor_limit())
         )
+        self._paces = PaceWatch(self._carrier)
         self._sockets: list[socket.socket] = []
         self._listener: ServerListener | None = None
 
@@ -134,17 +138,33 @@ class HTTPServer(abc.ABC):
         return (f"{scheme}://{host}:{self._port}",)
 
     def samples(self, instance: str) -> list[MetricSample]:
-        """Return the metrics of connections, and of requests that never reached the application.
+        """Return the metrics of connections, limits, and of requests that never reached the application.
 
         Any thread may call it.
         """
-        acceptor, refusals = self._acceptor, self._carrier.refusals.copy()
+        acceptor, refusals, limits = self._acceptor, self._carrier.refusals.copy(), self._carrier.limits
         return [
             ("http_connections", (instance,), acceptor.open),
             ("http_evicted_connections", (instance,), acceptor.evicted),
             *(("http_accept_pauses", (instance, cause), count) for cause, count in acceptor.pauses.items()),
             *(("http_errors", (instance, "", "", cause), count) for cause, count in refusals.items()),
+            *(("http_limited_requests", (instance, limit), count) for limit, count in limits.hits.items()),
+            ("http_buffered_bytes", (instance, "received"), limits.received.used_bytes),
+            ("http_buffered_bytes", (instance, "unsent"), limits.unsent.used_bytes),
         ]
+
+    def consult(self, largest_body_bytes: Callable[[], int], is_crowded: Callable[[str], bool]) -> None:
+        """Use what the routers know.
+
+        Parameters
+        ----------
+        largest_body_bytes : callable
+            Returns the maximum size of a body for the endpoint that allows most.
+        is_crowded : callable
+            Returns whether requests of an endpoint wait for a slot.
+        """
+        self._carrier.largest_body_bytes = largest_body_bytes
+        self._carrier.is_crowded = is_crowded
 
     async def bind(self) -> None:
         """Take the port.
@@ -170,6 +190,7 @@ class HTTPServer(abc.ABC):
         self._listener = self._make_listener(self._carrier)
         self._acceptor.start(self._sockets, self._listener.take)
         self._hangups.start()
+        self._paces.start()
         log.info("Listening on %s", self.urls[0])
 
     async def drain(self, grace_s: float) -> None:
@@ -203,6 +224,7 @@ class HTTPServer(abc.ABC):
         await self._close_sockets()
         self._carrier.watch.stop()
         self._hangups.stop()
+        self._paces.stop()
         tasks = set(self._carrier.tasks)
         for connection in list(self._carrier.connections):
             connection.close()

@@ -26,6 +26,7 @@ from daskserve.errors import (
     RequestTimeoutError,
     ServeError,
 )
+from daskserve.options.backend import BackendConfig
 from daskserve.payload.packed_errors import load_error
 from daskserve.types import ReplicaState as S
 
@@ -784,6 +785,33 @@ def test_only_running_replicas_are_published_to_routers() -> None:
         "max_crash_retries": 1,
     }
     assert published_backend(state, "other") is None
+
+
+@pytest.mark.parametrize(
+    ("config", "metadata", "published"),
+    [
+        ({}, {}, {}),  # whole, as of a plain function
+        ({}, {"is_blocking": False}, {"bodies": "stream"}),
+        ({}, {"is_blocking": False, "is_asgi_app": True}, {"bodies": "stream"}),
+        ({}, {"is_blocking": False, "accepts_batches": True}, {}),
+        ({}, {"ignores_bodies": True}, {"bodies": "drop"}),
+        ({"method_header": True}, {"is_blocking": False}, {}),  # a plain method may be named
+        ({"max_body_bytes": 5}, {}, {"max_body_bytes": 5}),
+    ],
+)
+def test_what_routers_learn_about_bodies(
+    config: dict[str, Any], metadata: dict[str, Any], published: dict[str, Any]
+) -> None:
+    record = backend(config={**config, "internal_metadata": metadata})
+    found = published_backend(state_of(record), "b")
+    assert {name: each for name, each in found.items() if name in ("bodies", "max_body_bytes")} == published
+
+
+@pytest.mark.parametrize("ignores", [True, False])
+def test_a_started_replica_tells_whether_its_callable_reads_bodies(ignores: bool) -> None:
+    config = BackendConfig(internal_metadata={"ignores_bodies": not ignores})  # type: ignore[arg-type]
+    facts = {"is_blocking": True, **({"ignores_bodies": True} if ignores else {})}
+    assert config.with_facts(facts).internal_metadata.ignores_bodies is ignores
 
 
 def test_goals_fail_only_with_daskserve_errors() -> None:

@@ -24,6 +24,7 @@ VALUES: Mapping[str, Any] = {
     "max_concurrent_queries": 3,
     "max_queued_requests": 7,
     "max_crash_retries": 2,
+    "max_body_bytes": 5,
     "max_surge": 2,
     "max_unavailable": 1,
     "max_replicas_per_node": 2,

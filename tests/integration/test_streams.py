@@ -20,7 +20,7 @@ from dask_processes import ExternalCluster
 import daskserve as serve
 
 MIB = 1 << 20
-#: The largest body that is allowed by default, and the memory that a process may use for it.
+#: The size of a large body, and the memory that a process may use for it.
 BODY_BYTES, LIMIT_BYTES = 1024 * MIB, 64 * MIB
 
 
@@ -83,7 +83,8 @@ def test_a_large_body_passes_in_bounded_memory(
 ) -> None:
     workers = external.client.run(os.getpid)
     apart = [each for each in workers if each != worker_of(client, "proxy")]
-    client.create_backend("b", application(), actor_options={"workers": apart})
+    config = {"max_body_bytes": BODY_BYTES}
+    client.create_backend("b", application(), config=config, actor_options={"workers": apart})
     client.create_endpoint("e", backend="b", route="/e", methods=["GET", "POST"])
     parts = urlsplit(url)
     connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=60)

@@ -26,6 +26,7 @@ from daskserve.cluster.channel.frames import (
     MEMORY,
     OFFER,
     OPEN,
+    in_parts,
     is_last,
     unwire_message,
     unwire_payload,
@@ -194,12 +195,13 @@ class Channel:
     async def _pump(self, stream: int, opened: Opened, receive: Receive) -> None:
         while stream in self._opened:
             message = await receive()
-            self._post((DATA, stream, (wire_message(message),)))
-            if is_last(message):
-                # A disconnect after the body arrives here as the cancellation of the whole request.
-                return
-            if not opened.window.take(message_bytes(message)):
-                await opened.window.wait()
+            for part in in_parts(message):
+                self._post((DATA, stream, (wire_message(part),)))
+                if is_last(part):
+                    # A disconnect after the body arrives here as the cancellation of the whole request.
+                    return
+                if not opened.window.take(message_bytes(part)):
+                    await opened.window.wait()
 
     def _refuse(self, frame: Any, error: Exception) -> None:
         """End the stream of a frame that could not be sent."""

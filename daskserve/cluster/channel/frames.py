@@ -27,6 +27,7 @@ kinds are ignored.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from daskserve.cluster.channel.parts import OutOfBand
@@ -39,6 +40,8 @@ CONNECTION = -1
 
 #: Bytes values of at least this size travel outside the msgpack part of a write, to avoid a copy.
 OUT_OF_BAND_BYTES = 32 * 1024
+#: Larger messages of a request's body are sent in parts.
+PART_BYTES = 256 * 1024
 
 
 def wire_payload(payload: Payload | None) -> Any:
@@ -72,6 +75,18 @@ def unwire_message(message: Message) -> Message:
     if "payload" in message:
         message["payload"] = unwire_payload(message["payload"])
     return message
+
+
+def in_parts(message: Message) -> Iterable[Message]:
+    """Return a message of a body as several if it is large: the reader then joins them as they come."""
+    body = message.get("body")
+    return (message,) if body is None or len(body) <= PART_BYTES else _parts_of(message, body)
+
+
+def _parts_of(message: Message, body: bytes) -> Iterator[Message]:
+    for at in range(0, len(body), PART_BYTES):
+        has_more = at + PART_BYTES < len(body) or message.get("more_body", False)
+        yield {**message, "body": body[at : at + PART_BYTES], "more_body": has_more}
 
 
 def is_last(message: Message) -> bool:

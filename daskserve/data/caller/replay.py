@@ -5,7 +5,8 @@ method is idempotent (RFC 9110, 9.2.2), its body was small enough to keep, and n
 been sent. The caller never gets two responses.
 
 A request that had not begun is retried whatever its method. A channel may already have read the first message
-of its body, so the retry sends that message again.
+of its body, so the retry sends that message again. A body that comes as one message is held by its sender
+anyway, so it is kept whatever its size.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ class Replay:
     is_started = False
     _kept: list[Message] | None = None
     _kept_bytes = 0
+    _is_whole = False
     _ahead: deque[Message] | None = None
     _repeats = 0
 
@@ -48,8 +50,9 @@ class Replay:
             self._kept_bytes += len(message.get("body", b""))
             if self._kept is None:
                 self._kept = []
+            self._is_whole = not (self._kept or message.get("more_body", False))
             self._kept.append(message)
-            if self._kept_bytes > KEPT_BYTES:
+            if self._kept_bytes > KEPT_BYTES and not self._is_whole:
                 self._kept.clear()
         return message
 
@@ -68,7 +71,7 @@ class Replay:
         begun : bool
             Whether user code may have seen the request. If not, only messages read ahead are replayed.
         """
-        if self.is_started or self._kept_bytes > KEPT_BYTES:
+        if self.is_started or (self._kept_bytes > KEPT_BYTES and (begun or not self._is_whole)):
             return False
         if begun:
             is_idempotent = self._envelope.head.get("method") in IDEMPOTENT_METHODS

@@ -27,7 +27,7 @@ from daskserve.errors import (
 )
 from daskserve.figures.table import MetricSample
 from daskserve.loops.alarm import Alarm
-from daskserve.types import ActorAddress, BackendTag, Envelope, EnvelopeKind, Load, Receive, Send
+from daskserve.types import ActorAddress, BackendTag, BodyUse, Envelope, EnvelopeKind, Load, Receive, Send
 
 #: How long an unreachable replica is suspended, unless the controller publishes it again.
 UNREACHABLE_BACKOFF_S = 1.0
@@ -52,6 +52,9 @@ class ReplicaSet:
         self.tag = tag
         #: Whether the controller needs reports of this queue.
         self.is_autoscaled = False
+        #: What happens to the bodies of its requests, and their maximum size; None: that of the proxy.
+        self.bodies: BodyUse = "gather"
+        self.max_body_bytes: int | None = None
         self._reports = reports
         self._cluster = cluster
         self._clock = clock
@@ -65,7 +68,7 @@ class ReplicaSet:
         #: The requests that may end their replica's process.
         self._apart = ApartQueue(tag, self.roster, suspects, clock, rng, self._serve_waiting)
         #: None until the controller has published it; requests that arrive earlier wait.
-        self._max_queued: int | None = None
+        self.max_queued: int | None = None
         self._is_deleted = False
         #: Set by the first update.
         self._known = asyncio.Event()
@@ -75,7 +78,7 @@ class ReplicaSet:
         self._ending: str | None = None
         #: Fires when the first suspended replica may be used again.
         self._alarm = Alarm(self._serve_waiting)
-        self._metrics = ReplicaSetMetrics()
+        self.metrics = ReplicaSetMetrics()
 
     def __repr__(self) -> str:
         return f"<ReplicaSet {self.tag} waiting={self.waiting} {self.roster!r}>"
@@ -94,7 +97,7 @@ class ReplicaSet:
         """Return the metric samples; none once the backend is deleted."""
         if self._is_deleted and not (self.waiting or self.in_flight):
             return []
-        return self._metrics.samples(
+        return self.metrics.samples(
             self._cluster.instance, self.tag, waiting=self.waiting, in_flight=self.in_flight
         )
 
@@ -118,10 +121,12 @@ class ReplicaSet:
             return
         published = {tag: (worker, incarnation) for tag, worker, incarnation in value["replicas"]}
         self.roster.update(published, value["concurrency"], self._name_of)
-        is_first = self._max_queued is None
-        self._max_queued = value["max_queued"]
+        is_first = self.max_queued is None
+        self.max_queued = value["max_queued"]
         self._apart.max_crash_retries = value["max_crash_retries"]
         self.is_autoscaled = value.get("autoscaled", False)
+        self.bodies = value.get("bodies", "gather")
+        self.max_body_bytes = value.get("max_body_bytes")
         self._is_off = value.get("off", False)
         self._ending = value.get("ending")
         if self._ending is not None or (self._is_off and self.roster.is_empty):
@@ -149,12 +154,12 @@ class ReplicaSet:
             if replica is not None:
                 self._release_unused(replica)
             return None
-        self._metrics.sent += 1
+        self.metrics.sent += 1
         return replica
 
     def put_back(self, replica: ReplicaEntry) -> None:
         """Undo `take_now`; the replica gets the next request."""
-        self._metrics.sent -= 1
+        self.metrics.sent -= 1
         self.roster.put_first(replica)
         self.release(replica, None)
 
@@ -203,7 +208,7 @@ class ReplicaSet:
             Retries of the same request have ended several processes.
         """
         replay = trial = queued_since = None
-        roster, metrics, is_socket = self.roster, self._metrics, False
+        roster, metrics, is_socket = self.roster, self.metrics, False
         if envelope.kind is EnvelopeKind.HTTP:  # calls have no messages to repeat
             if self._apart.suspects.known:
                 trial = self._apart.trial_of(envelope)
@@ -260,7 +265,7 @@ class ReplicaSet:
     ) -> Load:
         """Send a request to the queue of a full replica; the next may follow once this one has a slot."""
         queued = QueuedRequest(
-            self.roster, replica, self._clock, send, self._metrics.waits, self._serve_waiting
+            self.roster, replica, self._clock, send, self.metrics.waits, self._serve_waiting
         )
         envelope = replace(envelope, patience=queued.patience(since))
         try:
@@ -273,10 +278,8 @@ class ReplicaSet:
         if self._is_deleted or self._ending is not None or (self._is_off and self.roster.is_empty):
             raise self._gone()
         # A request that a replica refused has already passed the queue, so the limit does not apply to it.
-        limit = self._max_queued
-        if not is_rejected and limit is not None and 0 <= limit <= self.waiting:
-            self._metrics.rejected += 1
-            raise _queue_overflow(self.tag, self.waiting, limit)
+        if not is_rejected:
+            check_queue(self)
         waiter: asyncio.Future[ReplicaEntry] = asyncio.get_running_loop().create_future()
         if trial is not None:
             self._apart.put(waiter, trial)
@@ -302,7 +305,7 @@ class ReplicaSet:
                 self._serve_waiting()  # the next request gets this turn
             raise
         finally:
-            self._metrics.waits.observe(stopwatch() - began)
+            self.metrics.waits.observe(stopwatch() - began)
 
     def _serve_waiting(self) -> None:
         """Give free replicas to the waiting requests, in order."""
@@ -323,11 +326,11 @@ class ReplicaSet:
 
     def _reject_excess(self) -> None:
         """Reject the newest of the requests that arrived before their limit was known."""
-        limit = self._max_queued
+        limit = self.max_queued
         while limit is not None and 0 <= limit < self.waiting and self._waiting:
             waiter, _ = self._waiting.popitem()
             if not waiter.done():
-                self._metrics.rejected += 1
+                self.metrics.rejected += 1
                 waiter.set_exception(_queue_overflow(self.tag, limit, limit))
 
     def _release_unused(self, replica: ReplicaEntry) -> None:
@@ -374,6 +377,14 @@ class ReplicaSet:
         self.roster.update({}, 1, self._name_of)
         self._alarm.cancel()
         self._fail_waiting()
+
+
+def check_queue(replicas: ReplicaSet) -> None:
+    """Raise `BackPressureError` if no further request may wait for one of the replicas."""
+    limit = replicas.max_queued
+    if limit is not None and 0 <= limit <= replicas.waiting:
+        replicas.metrics.rejected += 1
+        raise _queue_overflow(replicas.tag, replicas.waiting, limit)
 
 
 def _queue_overflow(tag: BackendTag, waiting: int, limit: int) -> BackPressureError:

@@ -12,16 +12,17 @@ import logging
 import random
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from daskserve.amounts import shown
 from daskserve.clock import Clock
 from daskserve.cluster.base import Cluster, Listener, Routes
 from daskserve.data.caller.load_reports import LoadReports
-from daskserve.data.caller.replica_set import ReplicaSet
+from daskserve.data.caller.replica_set import ReplicaSet, check_queue
 from daskserve.data.caller.router_metrics import CallMetrics
 from daskserve.data.caller.routing import TrafficPolicy, shard_draw
-from daskserve.data.caller.shadow import Shadow
+from daskserve.data.caller.shadow import Shadow, ShadowRoom
 from daskserve.data.caller.suspects import Suspects
 from daskserve.errors import NotFoundError, RequestTimeoutError, ServeError, UnavailableError
 from daskserve.figures.table import MetricSample
@@ -30,6 +31,7 @@ from daskserve.types import (
     SILENT_WORKERS,
     ActorAddress,
     BackendTag,
+    BodyUse,
     EndpointTag,
     Envelope,
     Message,
@@ -77,6 +79,30 @@ class Router:
     def is_deleted(self) -> bool:
         """Whether the endpoint is known not to exist."""
         return self._is_deleted
+
+    def body_rules(self, default_max_bytes: int) -> tuple[BodyUse, int]:
+        """Return what happens to the bodies of HTTP requests, and their maximum size.
+
+        Before a request's backend is drawn, the rules of all of them hold.
+        """
+        only = self.only
+        if only is not None:  # as for most
+            return only.bodies, default_max_bytes if only.max_body_bytes is None else only.max_body_bytes
+        sets = [self._routers.replica_set(each) for each in self.backends]
+        uses = {each.bodies for each in sets}
+        limits = [default_max_bytes if each.max_body_bytes is None else each.max_body_bytes for each in sets]
+        use: BodyUse = "gather" if "gather" in uses else "drop" if uses == {"drop"} else "stream"
+        return use, max(limits, default=default_max_bytes)
+
+    def check_queue(self) -> None:
+        """Raise `BackPressureError` if no further request may wait, as far as that is known."""
+        if self.only is not None and self.only.waiting:
+            check_queue(self.only)
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether requests wait for a slot."""
+        return any(self._routers.replica_set(each).waiting for each in self.backends)
 
     def update(self, value: Any) -> None:
         """Apply the state of the endpoint that the controller published."""
@@ -199,7 +225,10 @@ class Routers:
         self._sets: dict[BackendTag, ReplicaSet] = {}
         #: Functions that stop watching a published value, by its key.
         self._watches: dict[str, Callable[[], None]] = {}
+        #: The maximum size of a body for the backend that allows most; 0 if none has a limit of its own.
+        self.largest_body_bytes = 0
         self._shadows = TaskSet(logger)
+        self._shadow_room = ShadowRoom()
         self._reports = LoadReports(cluster, clock, self._sets)
         #: The workers that do not answer the controller.
         self._silent: frozenset[WorkerAddress] = frozenset()
@@ -260,8 +289,12 @@ class Routers:
                 reports=self._reports,
             )
             key = f"backend/{backend}"
-            self._watches[key] = self._listener.watch(key, found.update)
+            self._watches[key] = self._listener.watch(key, partial(self._update_set, found))
         return found
+
+    def _update_set(self, replicas: ReplicaSet, value: Any) -> None:
+        replicas.update(value)
+        self.largest_body_bytes = max(each.max_body_bytes or 0 for each in self._sets.values())
 
     def samples(self) -> list[MetricSample]:
         """Return the metric samples of all routers; see `daskserve.figures.collector.Source`."""
@@ -274,7 +307,7 @@ class Routers:
 
     def send_shadow(self, backend: BackendTag, envelope: Envelope) -> Shadow:
         """Send a copy of a request; put the request's messages into the returned shadow."""
-        return Shadow(backend, envelope, self.replica_set(backend).send, self._shadows)
+        return Shadow(backend, envelope, self.replica_set(backend).send, self._shadows, self._shadow_room)
 
     def _forget_worker(self, worker: str) -> None:
         for each in self._sets.values():

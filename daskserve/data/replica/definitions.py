@@ -60,6 +60,7 @@ class CallableFacts:
     is_blocking: bool = True
     is_asgi_app: bool = False
     accepts_batches: bool = False
+    ignores_bodies: bool = False
     methods: Mapping[str, Method] = field(default_factory=dict)
 
 
@@ -97,6 +98,7 @@ def inspect_definition(
         is_blocking=any(not each.is_async for each in answering),
         is_asgi_app=call is not None and call.is_asgi,
         accepts_batches=any(each.accepts_batches for each in answering),
+        ignores_bodies=call is not None and not (call.is_async or call.takes_argument),
         methods=methods,
     )
 

@@ -129,6 +129,7 @@ class LocalCode:
             "is_asgi_app": facts.is_asgi_app,
             "accepts_batches": facts.accepts_batches,
             "methods": sorted(facts.methods),
+            **({"ignores_bodies": True} if facts.ignores_bodies else {}),
             **({"metadata": metadata} if metadata else {}),
         }
 

@@ -7,8 +7,10 @@ backend gets for a call through a handle, so that the same code serves both.
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing
 from typing import Any
 
 from starlette.datastructures import FormData, Headers
@@ -73,7 +75,14 @@ class HTTPRequest(Request):
 
     async def _read_body(self) -> bytes:
         if self.whole_body is None:
-            self.whole_body = await super().body()
+            joined = io.BytesIO()
+            try:
+                async with aclosing(super().stream()) as parts:
+                    async for part in parts:
+                        joined.write(part)
+                self.whole_body = self._body = joined.getvalue()
+            finally:
+                joined.close()  # at once, although a traceback may refer to this frame
         return self.whole_body
 
     @property
@@ -246,10 +255,14 @@ async def read_body(receive: Receive, first: Message | None = None) -> bytes | N
     message = await receive() if first is None else first
     if message["type"] == "http.request" and not message.get("more_body", False):
         return bytes(message.get("body", b""))
-    parts: list[bytes] = []
-    while message["type"] == "http.request":
-        parts.append(message.get("body", b""))
-        if not message.get("more_body", False):
-            return b"".join(parts)
-        message = await receive()
-    return None
+    # It hands over its buffer: there is no second copy.
+    joined = io.BytesIO()
+    try:
+        while message["type"] == "http.request":
+            joined.write(message.get("body", b""))
+            if not message.get("more_body", False):
+                return joined.getvalue()
+            message = await receive()
+        return None
+    finally:
+        joined.close()  # at once, although a traceback may refer to this frame

@@ -90,3 +90,18 @@ def test_only_idempotent_http_requests_are_retried(method: str, is_repeatable: b
 
     replay = Replay(Envelope(EnvelopeKind.HTTP, {"method": method}), nothing, nothing)
     assert replay.rewind(begun=True) is is_repeatable
+
+
+def test_a_whole_body_of_any_size_is_kept_for_a_replica_that_has_not_begun() -> None:
+    async def main() -> None:
+        whole = body(b"x" * 10 * KEPT_BYTES)
+        replay, _ = replay_over([whole])
+        assert await replay.receive() == whole
+        assert not replay.rewind(begun=True)
+        assert replay.rewind(begun=False)
+        assert (await replay.receive())["body"] is whole["body"]
+        parts, _ = replay_over([body(b"x" * 10 * KEPT_BYTES, True), body(b"")])
+        await parts.receive()
+        assert not parts.rewind(begun=False)
+
+    asyncio.run(main())

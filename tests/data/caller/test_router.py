@@ -1221,6 +1221,87 @@ def test_a_failing_shadow_does_not_affect_the_caller(trouble: str) -> None:
     run(scenario)
 
 
+@pytest.mark.parametrize(("size", "is_copied"), [(2 << 20, True), (65 << 20, False)])
+def test_a_shadow_gets_a_large_body_that_comes_whole_if_there_is_memory(size: int, is_copied: bool) -> None:
+    read: list[str] = []
+
+    async def scenario(stage: Stage) -> None:
+        router = stage.endpoint({"b": 1.0}, {"s": 1.0})
+        stage.publish("r1")
+        stage.publish("shadow", backend="s")
+
+        async def answer(tag: str, envelope: Envelope, receive: Receive, send: Send) -> Load:
+            read.append(tag)
+            assert len((await receive())["body"]) == size
+            return Load()
+
+        stage.replicas.handler = answer
+
+        async def receive() -> Message:
+            return {"type": "http.request", "body": bytes(size), "more_body": False}
+
+        async def drop(message: Message) -> None:
+            raise AssertionError("nothing was answered")
+
+        for _ in range(3):
+            await router.send(POST, receive, drop)
+            await quiet()
+
+    run(scenario)
+    assert read.count("r1") == 3
+    assert read.count("shadow") == (3 if is_copied else 0)
+
+
+@pytest.mark.parametrize(
+    ("backends", "rules"),
+    [
+        ([{}], ("gather", 100)),
+        ([{"bodies": "stream"}], ("stream", 100)),
+        ([{"bodies": "drop"}], ("drop", 100)),
+        ([{"bodies": "stream"}, {}], ("gather", 100)),
+        ([{"bodies": "stream"}, {"bodies": "drop"}], ("stream", 100)),
+        ([{"max_body_bytes": 5}], ("gather", 5)),
+        ([{"max_body_bytes": 5}, {}], ("gather", 100)),
+        ([{"max_body_bytes": 500}, {}], ("gather", 500)),
+    ],
+)
+def test_the_bodies_of_an_endpoint_are_as_its_backends_need_them(
+    backends: list[dict[str, Any]], rules: tuple[str, int]
+) -> None:
+    async def scenario(stage: Stage) -> None:
+        names = [f"b{number}" for number in range(len(backends))]
+        router = stage.endpoint({name: 1 / len(names) for name in names})
+        for name, fields in zip(names, backends, strict=True):
+            stage.publish("r1", backend=name, **fields)
+        assert router.body_rules(100) == rules
+        assert stage.routers.largest_body_bytes == max(each.get("max_body_bytes", 0) for each in backends)
+
+    run(scenario)
+
+
+async def _nothing(*message: Message) -> Message:
+    raise AssertionError
+
+
+def test_the_queue_of_an_endpoint_can_be_checked_beforehand() -> None:
+    async def scenario(stage: Stage) -> None:
+        router = stage.endpoint({"b": 1.0})
+        router.check_queue()
+        stage.publish("r1", max_queued=1)
+        sending = [asyncio.ensure_future(router.send(CALL, _nothing, _nothing)) for _ in range(2)]
+        await quiet()
+        assert router.is_crowded
+        with pytest.raises(BackPressureError):
+            router.check_queue()
+        for each in sending:
+            each.cancel()
+        await asyncio.wait(sending)
+        assert not router.is_crowded
+        router.check_queue()
+
+    run(scenario)
+
+
 @pytest.mark.parametrize("is_stuck", [False, True])
 def test_a_shadow_that_falls_behind_is_cancelled(is_stuck: bool) -> None:
     """One that keeps up gets it all, however large."""

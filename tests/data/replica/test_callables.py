@@ -164,6 +164,17 @@ def test_what_a_definition_says_of_itself(
     assert set(facts.methods) == methods
 
 
+def test_a_plain_callable_without_argument_ignores_bodies() -> None:
+    class Model:
+        def __call__(self) -> None: ...
+
+    async def coroutine() -> None: ...
+
+    assert inspect_definition(lambda: None).ignores_bodies
+    assert inspect_definition(Model).ignores_bodies
+    assert not any(inspect_definition(each).ignores_bodies for each in (lambda request: None, coroutine, APP))
+
+
 def test_a_class_without_call_is_as_its_public_methods_are() -> None:
     class Async:
         async def a(self) -> None: ...

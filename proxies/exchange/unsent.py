@@ -1,0 +1,63 @@
+"""The parts of a response that wait for the client while the application continues.
+
+An application that waits for each client holds its slot for as long as that client likes. So it runs ahead:
+a stream by ``max_unsent_bytes``, and a response that it has sent whole does not keep it at all, as long as
+the memory of all responses is within their budget. Nginx buffers responses for the same reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+
+from tornado.iostream import StreamClosedError
+
+from daskserve.proxies.exchange.limits import Limits
+
+
+class UnsentParts:
+    """The parts of one response that the stream has not sent."""
+
+    __slots__ = ("_allowed_bytes", "_limits", "_room", "_size_bytes")
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._size_bytes = 0
+        self._allowed_bytes = 0
+        self._room: asyncio.Future[None] | None = None
+
+    def add(
+        self, flushed: asyncio.Future[None], size_bytes: int, *, is_last: bool
+    ) -> asyncio.Future[None] | None:
+        """Add a part that was written; return what the application waits for, or None if it may continue."""
+        limits = self._limits
+        self._size_bytes += size_bytes
+        is_within = limits.unsent.take(size_bytes)
+        flushed.add_done_callback(partial(self._sent, size_bytes))
+        if is_within and (is_last or self._size_bytes <= limits.max_unsent_bytes):
+            return None
+        self._allowed_bytes = limits.max_unsent_bytes if is_within and not is_last else 0
+        self._room = asyncio.get_running_loop().create_future()
+        return self._room
+
+    async def send_rest(self, on_sent: Callable[[], object]) -> None:
+        """Wait until all is sent, and then call ``on_sent``; return without that if the client leaves."""
+        self._allowed_bytes = 0
+        with suppress(StreamClosedError):
+            if self._size_bytes:
+                self._room = asyncio.get_running_loop().create_future()
+                await self._room
+            on_sent()
+
+    def _sent(self, size_bytes: int, flushed: asyncio.Future[None]) -> None:
+        self._size_bytes -= size_bytes
+        self._limits.unsent.give_back(size_bytes)
+        room = self._room
+        if room is None or room.done():
+            return
+        if flushed.cancelled() or flushed.exception() is not None:
+            room.set_exception(StreamClosedError())
+        elif self._size_bytes <= self._allowed_bytes:
+            room.set_result(None)

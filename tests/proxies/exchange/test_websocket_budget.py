@@ -1,0 +1,66 @@
+"""The memory that the messages of all WebSockets may take together."""
+
+from __future__ import annotations
+
+import pytest
+from http_harness import poll_for, run, serving
+from test_websocket import Echo, client_of
+from wsproto.events import CloseConnection
+from wsproto.events import Message as DataMessage
+
+from daskserve.options.http import HTTPOptions
+from daskserve.proxies.exchange.limits import Limits
+from daskserve.proxies.exchange.websocket_inbox import WebSocketInbox
+from daskserve.proxies.server.life import HTTPServer
+
+pytestmark = pytest.mark.usefixtures("carrier")
+
+
+def received_bytes(server: HTTPServer) -> float:
+    return next(value for name, labels, value in server.samples("i") if labels[1:] == ("received",))
+
+
+def test_a_message_beyond_the_budget_of_all_closes_with_1013() -> None:
+    async def test() -> None:
+        app = Echo()
+        async with (
+            serving(app, max_buffered_bytes=1000) as server,
+            client_of(server) as greedy,
+            client_of(server) as client,
+        ):
+            await greedy.open()
+            await client.open()
+            await greedy.send(DataMessage(data="x" * 900, message_finished=False))
+            await poll_for(lambda: received_bytes(server) == 900)
+            await client.send(DataMessage(data="x" * 200))
+            assert (await client.closed())[0] == 1013
+            await poll_for(lambda: received_bytes(server) == 900)
+            await greedy.send(CloseConnection(1000))
+            await poll_for(lambda: received_bytes(server) == 0)
+            samples = server.samples("i")
+            assert ("http_limited_requests", ("i", "max_buffered_bytes"), 1) in samples
+
+    run(test)
+
+
+def test_messages_that_were_taken_count_no_more() -> None:
+    async def test() -> None:
+        async with serving(Echo(), max_buffered_bytes=1000) as server, client_of(server) as client:
+            await client.open()
+            for _ in range(5):
+                assert await client.text("x" * 900) == "x" * 900
+            assert received_bytes(server) == 0
+
+    run(test)
+
+
+def test_what_an_application_leaves_unread_is_free_when_it_ends() -> None:
+    limits = Limits(HTTPOptions())
+    inbox = WebSocketInbox(limits)
+    for is_finished in (True, True, False):
+        inbox.add_part(DataMessage(data=b"x" * 100, message_finished=is_finished), 1000)
+    assert limits.received.used_bytes == 300
+    inbox.end({"type": "websocket.disconnect"})
+    assert limits.received.used_bytes == 200
+    inbox.release()
+    assert limits.received.used_bytes == 0
