@@ -9,12 +9,12 @@ the same port of the host, as its successor does.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 from daskserve.proxies.asgi import ASGIApp, Scope, send_whole
 from daskserve.proxies.server.choice import server_type
 from daskserve.proxies.server.life import HTTPServer
-from daskserve.starts import OptionValues
 from daskserve.types import Receive, Send
 
 if TYPE_CHECKING:
@@ -51,6 +51,6 @@ def health_server(ingress: ASGIApp, options: HTTPOptions, **arguments: Any) -> H
     if options.health_port is None:
         return None
     place = {"host": options.health_host or options.host, "port": options.health_port}
-    values = OptionValues({**options.model_dump(), **place, **_LIMITS})
+    values = SimpleNamespace(**{**options.model_dump(), **place, **_LIMITS})
     server = server_type(options.server)
     return server(HealthApp(ingress), cast("HTTPOptions", values), port_option="health_port", **arguments)
