@@ -132,7 +132,7 @@ class ProxyActor:
         self._server = server_type(options.server)(app, options, tls=tls_of(options), **place)
         self._server.consult(
             lambda: max(options.max_body_bytes, self._routers.largest_body_bytes),
-            lambda endpoint: bool(endpoint) and self._routers.router(endpoint).is_crowded,
+            self._is_crowded,
         )
         await self._server.bind()
         self._health = health_server(self._ingress, options, **place)
@@ -206,6 +206,10 @@ class ProxyActor:
             *([] if self._server is None else self._server.samples(instance)),
             *self._ingress.figures.samples(instance),
         ]
+
+    def _is_crowded(self, path: str) -> bool:
+        endpoint = self._ingress.endpoint_of(path)
+        return endpoint is not None and self._routers.router(endpoint).is_crowded
 
     def _update_routes(self, value: Any) -> None:
         if value is None:

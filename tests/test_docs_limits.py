@@ -42,10 +42,13 @@ LIMIT = re.compile(r"(max|min)_.*|.*_(timeout|grace)_s")
 #: Others: how long the place of a proxy is kept has to do with no request.
 NO_LIMITS = {"return_grace_s"}
 #: Limits of HTTP options that no metric counts yet.
-NOT_COUNTED = {"max_body_bytes", "max_websocket_message_bytes"}
+NOT_COUNTED = {"max_websocket_message_bytes", "max_unsent_bytes"}
 
 OPTIONS = [
-    (f"`{name}`", field.default)
+    (
+        f"`{name}`" + " of a backend" * (model is BackendConfig and name in HTTPOptions.model_fields),
+        field.default,
+    )
     for model in (HTTPOptions, BackendConfig)
     for name, field in model.model_fields.items()
     if LIMIT.fullmatch(name) and name not in NO_LIMITS

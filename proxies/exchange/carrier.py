@@ -24,9 +24,6 @@ from daskserve.proxies.exchange.websocket import WebSocketSession
 class Ongoing(Protocol):
     """The request on a connection: a `daskserve.proxies.exchange.exchange.Exchange`."""
 
-    #: The endpoint that answers, once that is known.
-    endpoint: str
-
     @property
     def body(self) -> RequestBody:
         """The body."""
@@ -60,8 +57,9 @@ class Ongoing(Protocol):
         """Cancel the request because its client has disconnected."""
 
 
-#: The HTTP request that the present task answers. Not in the scope: middlewares may copy or replace that.
-#: Weak, because tasks that last, as for a connection between processes, keep the context they began in.
+#: The HTTP request with a body that the present task answers. Not in the scope: middlewares may copy or
+#: replace that. Weak, because tasks that last, as for a connection between processes, keep the context they
+#: began in.
 present_exchange: ContextVar[ref[Ongoing] | None] = ContextVar("daskserve_exchange", default=None)
 
 
@@ -102,7 +100,6 @@ class Carrier:
         self.tls = tls
         self.idle_timeout_s = idle_timeout_s
         self.head_limits = head_limits
-        self.max_body_bytes = max_body_bytes
         self.max_message_bytes = max_message_bytes
         self.deflates_messages = deflates_messages
         self.tasks: set[asyncio.Task[None]] = set()
@@ -114,14 +111,19 @@ class Carrier:
         self.note_end: Callable[[Connection], None] = _ignore
         #: Returns the size that no body may exceed; the application may set a lower limit for each.
         self.largest_body_bytes: Callable[[], int] = lambda: max_body_bytes
-        #: Returns whether requests of an endpoint wait for a slot.
-        self.is_crowded: Callable[[str], bool] = lambda endpoint: False
+        #: Returns whether requests of the endpoint of a path wait for a slot.
+        self.is_crowded: Callable[[str], bool] = lambda path: False
         #: Ends another body to make room for one that exceeds the budget; returns whether it did.
         self.make_room: Callable[[RequestBody], bool] = lambda body: False
         self.watch = IdleWatch(idle_timeout_s, Connection.close)
         self.clock = clock
         self.date = DateHeader(clock)
         self.heads = HeadCache(self.date)
+
+    def keep(self, task: asyncio.Task[None]) -> None:
+        """Have a task cancelled with the server."""
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
 
     def cancel(self, task: asyncio.Task[None]) -> None:
         """Cancel a task, unless it is cleaning up after an earlier cancellation."""
@@ -137,7 +139,7 @@ def _ignore(connection: Connection) -> None: ...
 class Connection:
     """One open connection: its stream, its addresses and its current request."""
 
-    __slots__ = ("client", "exchange", "scope", "stream")
+    __slots__ = ("client", "exchange", "path", "scope", "stream")
 
     def __init__(self, stream: Stream, *, is_encrypted: bool = False) -> None:
         self.stream = stream
@@ -152,6 +154,8 @@ class Connection:
             "server": server,
         }
         self.exchange: Ongoing | None = None
+        #: The path of the last request.
+        self.path = ""
 
     def is_idle(self) -> bool:
         """Return whether the connection has neither a complete head of a request nor a response to send."""

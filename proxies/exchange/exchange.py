@@ -73,8 +73,6 @@ class Exchange:
     body = property(attrgetter("_body"))
     is_begun = property(attrgetter("_is_begun"))
     is_whole = property(attrgetter("_is_whole"))
-    #: The endpoint that answers; set by the ingress.
-    endpoint = ""
 
     def __init__(self, carrier: Carrier, connection: Connection, reader: ConnectionReader) -> None:
         self._carrier = carrier
@@ -138,6 +136,7 @@ class Exchange:
         raw_path = path.encode("latin-1")
         if "%" in path or not path.isascii():
             path = unquote_to_bytes(raw_path).decode("utf-8", "replace")
+        self._connection.path = path
         scope = {
             **self._connection.scope,
             "http_version": version[5:],
@@ -335,9 +334,8 @@ class Exchange:
         if not more_body:
             self._is_whole = self._is_unsent = True
             self._body.close()
-            task = asyncio.get_running_loop().create_task(self._unsent.send_rest(self._complete))
-            self._carrier.tasks.add(task)
-            task.add_done_callback(self._carrier.tasks.discard)
+            sending = self._unsent.send_rest(self._complete)
+            self._carrier.keep(asyncio.get_running_loop().create_task(sending))
         return DONE
 
     async def _flush(self, room: asyncio.Future[None], more_body: bool) -> None:
@@ -351,7 +349,8 @@ class Exchange:
 
     async def _run(self, scope: Scope) -> None:
         """Top loop of one request: failures of the application end here, in the log."""
-        present_exchange.set(ref(self))
+        if self._body.received_bytes or not self._body.is_ended:
+            present_exchange.set(ref(self))
         try:
             await self._carrier.app(scope, self._body.receive, self.send)
         except asyncio.CancelledError:
@@ -403,9 +402,7 @@ class Exchange:
         carrier.sockets.add(session)
         if carrier.is_draining:
             session.leave()
-        task = session.start()
-        carrier.tasks.add(task)
-        task.add_done_callback(carrier.tasks.discard)
+        carrier.keep(session.start())
 
     def _ask_for_body(self) -> None:
         """Send 100 Continue, unless the response has begun."""
@@ -446,8 +443,7 @@ class Exchange:
         return self._stream.write(parts[-1])
 
     def _complete(self) -> None:
-        self._is_whole = True
-        self._is_unsent = False
+        self._is_whole, self._is_unsent = True, False
         self._body.close()
         if self._body.is_ended or self._body.is_withheld:
             self._go_on()
@@ -461,8 +457,7 @@ class Exchange:
         if self._linger is not None:
             self._linger.cancel()
         if self._is_refused:
-            self._reader.leave()
-            return
+            return self._reader.leave()
         self._reader.finish()  # closes the connection if the request is incomplete
         if self._closes:
             self._reader.close()
@@ -472,10 +467,9 @@ class Exchange:
             self._carrier.watch.watch(self._connection)
 
     def _fail(self) -> None:
-        if not self._is_begun:
-            self._answer(500, "Internal Server Error")
-        else:
-            self._cut()
+        if self._is_begun:
+            return self._cut()
+        self._answer(500, "Internal Server Error")
 
     def _answer(self, status: int, text: str, *, is_coming: bool = True, headers: Headers = ()) -> None:
         # The server's response, in place of the application's.
@@ -494,8 +488,7 @@ class Exchange:
 
     def _cut(self) -> None:
         if not self._is_whole and not self.is_over:
-            self._is_gone = True
-            self.is_over = True
+            self._is_gone = self.is_over = True
             self._body.close()
             self._reader.close()
 

@@ -154,4 +154,4 @@ class PaceWatch:
     def _is_missed(self, connection: Connection) -> bool:
         """Return whether others wait for the slot that the request on a connection holds."""
         exchange = connection.exchange
-        return exchange is not None and not exchange.is_whole and self._carrier.is_crowded(exchange.endpoint)
+        return exchange is not None and not exchange.is_whole and self._carrier.is_crowded(connection.path)

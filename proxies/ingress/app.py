@@ -212,13 +212,8 @@ class IngressApp:
     def _answer(self, request: IngressRequest, scope: Scope, receive: Receive) -> Awaitable[None]:
         # Not a coroutine: each step of the request would pass through it.
         path = own_path = scope["path"]
-        root = self._root
-        if root:
-            # Some reverse proxies remove the prefix. ASGI requires it in `path`; routes do not have it.
-            if path.startswith(root) and path[len(root) : len(root) + 1] in ("", "/"):
-                own_path = path[len(root) :] or "/"
-            else:
-                path = root + path
+        if self._root:
+            path, own_path = self._split_root(path)
         # The handshake of a WebSocket is a GET; its scope has no method.
         method = scope.get("method", "GET")
         if own_path.startswith("/-/") and own_path in SYSTEM_ROUTES:
@@ -237,6 +232,20 @@ class IngressApp:
             request.cause = "method_not_allowed"
             return self._refuse_method(request, method, route.methods)
         return self._call(request, route.endpoint, self._head(request, scope, path, route), receive)
+
+    def _split_root(self, path: str) -> tuple[str, str]:
+        """Return a path with the prefix ``root_path``, and without it."""
+        root = self._root
+        # Some reverse proxies remove the prefix. ASGI requires it in `path`; routes do not have it.
+        if path.startswith(root) and path[len(root) : len(root) + 1] in ("", "/"):
+            return path, path[len(root) :] or "/"
+        return root + path, path
+
+    def endpoint_of(self, path: str) -> str | None:
+        """Return the endpoint that answers requests for a path; None if there is none."""
+        table = self._routes()
+        route = None if table is None else table.match(self._split_root(path)[1] if self._root else path)
+        return None if route is None else route.endpoint
 
     async def _answer_system(self, request: IngressRequest, path: str, method: str) -> None:
         if path == "/-/routes" and not self._lists_routes:
@@ -298,8 +307,8 @@ class IngressApp:
                 request.timeout, limit_s=timeout_s, is_trusted=request.has_trusted_timeout
             )
         gathering = None
-        if self._bodies is not None and not is_socket:
-            gathering = self._bodies.enter(endpoint, has_body=bool(request.has_body))
+        if request.has_body and self._bodies is not None and not is_socket:
+            gathering = self._bodies.enter(endpoint)
         if timeout_s is not None:
             return self._call_until(request, endpoint, head, receive, timeout_s, gathering)
         envelope = Envelope(EnvelopeKind.HTTP, head, None, None, request.has_body or is_socket)

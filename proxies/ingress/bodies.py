@@ -38,8 +38,8 @@ class BodyGate:
         self._router_of = router_of
         self._max_body_bytes = max_body_bytes
 
-    def enter(self, endpoint: str, *, has_body: bool) -> Awaitable[None] | None:
-        """Begin a request of the present task; return what to wait for before it is sent, if there is any.
+    def enter(self, endpoint: str) -> Awaitable[None] | None:
+        """Begin a request with a body of the present task; return what to wait for before it is sent.
 
         Raises
         ------
@@ -51,9 +51,6 @@ class BodyGate:
         found = present_exchange.get()
         exchange = None if found is None else found()
         if exchange is None:
-            return None
-        exchange.endpoint = endpoint
-        if not has_body:
             return None
         router, body = self._router_of(endpoint), exchange.body
         use, max_bytes = router.body_rules(self._max_body_bytes)

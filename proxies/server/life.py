@@ -161,7 +161,7 @@ class HTTPServer(abc.ABC):
         largest_body_bytes : callable
             Returns the maximum size of a body for the endpoint that allows most.
         is_crowded : callable
-            Returns whether requests of an endpoint wait for a slot.
+            Returns whether requests of the endpoint of a path wait for a slot.
         """
         self._carrier.largest_body_bytes = largest_body_bytes
         self._carrier.is_crowded = is_crowded

@@ -112,7 +112,7 @@ def test_a_response_that_is_not_read_gives_way_to_requests_that_wait_for_its_slo
     async def test() -> None:
         app = Watched(flood)
         async with serving(app, busy_write_stall_timeout_s=0.1) as server, connected(server) as client:
-            server.consult(lambda: MIB, lambda endpoint: endpoint == "")
+            server.consult(lambda: MIB, lambda path: path == "/")
             await client.send(request())
             client.writer.transport.pause_reading()
             await poll_for(lambda: app.ended == ["CancelledError"])
@@ -162,7 +162,6 @@ class Slow:
     def __init__(self, **state: Any) -> None:
         self.body = SimpleNamespace(received_bytes=10, is_full=False)
         self.wants_body = self.is_begun = self.is_whole = False
-        self.endpoint = "e"
         self.refused: list[int] = []
         vars(self).update(state)
 
@@ -176,11 +175,9 @@ class Watching:
     def __init__(self, request: Slow, *, is_unread: bool = False, is_crowded: bool = False) -> None:
         self.is_closed = False
         self.stream = SimpleNamespace(writing=lambda: is_unread, sent_bytes=5)
-        connection = Line(exchange=request, stream=self.stream, close=self._close)
+        connection = Line(exchange=request, stream=self.stream, path="/e", close=self._close)
         limits = Limits(HTTPOptions(body_grace_s=4, write_stall_timeout_s=8, busy_write_stall_timeout_s=2))
-        carrier = SimpleNamespace(
-            limits=limits, connections={connection}, is_crowded=lambda endpoint: is_crowded
-        )
+        carrier = SimpleNamespace(limits=limits, connections={connection}, is_crowded=lambda path: is_crowded)
         self.watch = PaceWatch(cast(Carrier, carrier))
         self.now = 0
 
@@ -316,7 +313,7 @@ def test_a_client_that_keeps_nearly_all_of_a_body_does_not_keep_out_others() -> 
     async def test() -> None:
         options = {"max_buffered_bytes": 400_000, "busy_write_stall_timeout_s": 0.04}
         async with serving(whole, **options) as server, connected(server) as greedy:
-            server.consult(lambda: MIB, lambda endpoint: False)
+            server.consult(lambda: MIB, lambda path: False)
             await greedy.send(POST + bytes(250_000))
             await poll_for(lambda: ("http_buffered_bytes", ("i", "received"), 250_001) in server.samples("i"))
             status = 503
