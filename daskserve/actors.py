@@ -208,7 +208,7 @@ class ProxyActor:
         ]
 
     def _is_crowded(self, path: str) -> bool:
-        endpoint = self._ingress.endpoint_of(path)
+        endpoint = None if self._ingress is None else self._ingress.endpoint_of(path)
         return endpoint is not None and self._routers.router(endpoint).is_crowded
 
     def _update_routes(self, value: Any) -> None:
