@@ -139,7 +139,7 @@ def _ignore(connection: Connection) -> None: ...
 class Connection:
     """One open connection: its stream, its addresses and its current request."""
 
-    __slots__ = ("client", "exchange", "path", "scope", "stream")
+    __slots__ = ("client", "exchange", "host", "path", "scope", "stream")
 
     def __init__(self, stream: Stream, *, is_encrypted: bool = False) -> None:
         self.stream = stream
@@ -154,8 +154,9 @@ class Connection:
             "server": server,
         }
         self.exchange: Ongoing | None = None
-        #: The path of the last request.
+        #: The path of the last request, and its ``Host`` if that is valid: most clients never change it.
         self.path = ""
+        self.host: str | None = None
 
     def is_idle(self) -> bool:
         """Return whether the connection has neither a complete head of a request nor a response to send."""

@@ -111,8 +111,12 @@ class Exchange:
         method, target, version, headers, framing = head
         self._method = method
         self._is_http11 = version != "HTTP/1.0"
+        connection = self._connection
         try:
-            check_host(framing, version)
+            host = framing.get("Host")
+            if host is None or host != connection.host:
+                check_host(framing, version)
+                connection.host = host
             if "Connection" in framing or not self._is_http11:
                 self._closes = not keeps_alive(framing.get("Connection", ""), version)
             length: int | None = 0
@@ -121,7 +125,7 @@ class Exchange:
             if target[:1] == "/" and method != "CONNECT":
                 path, _, query = target.partition("?")
             else:
-                path, query = split_target(method, target, framing.get("Host"))
+                path, query = split_target(method, target, host)
                 if method == "CONNECT":
                     raise RefusedRequestError("This server is no proxy: it does not implement CONNECT.", 501)
         except RefusedRequestError as error:
@@ -136,9 +140,9 @@ class Exchange:
         raw_path = path.encode("latin-1")
         if "%" in path or not path.isascii():
             path = unquote_to_bytes(raw_path).decode("utf-8", "replace")
-        self._connection.path = path
+        connection.path = path
         scope = {
-            **self._connection.scope,
+            **connection.scope,
             "http_version": version[5:],
             "method": method,
             "path": path,
@@ -155,7 +159,7 @@ class Exchange:
         self._task = asyncio.get_running_loop().create_task(self._run(scope))
         self._carrier.tasks.add(self._task)
         if is_on_demand:
-            self._carrier.watch.unwatch(self._connection)  # the client waits for the application
+            self._carrier.watch.unwatch(connection)  # the client waits for the application
         return length
 
     def data_received(self, chunk: bytes) -> asyncio.Future[None] | None:
@@ -349,10 +353,11 @@ class Exchange:
 
     async def _run(self, scope: Scope) -> None:
         """Top loop of one request: failures of the application end here, in the log."""
-        if self._body.received_bytes or not self._body.is_ended:
+        body = self._body
+        if not body.is_ended or body.received_bytes:
             present_exchange.set(ref(self))
         try:
-            await self._carrier.app(scope, self._body.receive, self.send)
+            await self._carrier.app(scope, body.receive, self.send)
         except asyncio.CancelledError:
             if not self._is_gone and not self._is_whole:
                 self._fail()  # cancelled by the application itself, or with the whole loop
@@ -373,7 +378,8 @@ class Exchange:
         finally:
             # A callback would cost a turn of the event loop; `Carrier.cancel` handles the other case.
             self._carrier.tasks.discard(self._task)
-            self._body.release()
+            if body.held_bytes:
+                body.release()
 
     def _open_socket(self, scope: dict[str, Any]) -> None:
         """Hand the connection over to a WebSocket session, or refuse the handshake."""

@@ -36,6 +36,8 @@ class RequestBody:
         The status, the text and the headers of the response, if the body is too large.
     received_bytes : int
         The size of all parts received so far.
+    held_bytes : int
+        How much of the budget is taken.
     is_ended : bool
         Whether the body is complete.
     is_asked : bool
@@ -60,8 +62,7 @@ class RequestBody:
     _drops = False
     #: Whether what was passed on counts in the budget until `release`, because it is kept whole.
     _is_kept = False
-    #: How much of the budget is taken.
-    _held_bytes = 0
+    held_bytes = 0
     received_bytes = 0
     is_asked = True
     is_withheld = False
@@ -70,11 +71,6 @@ class RequestBody:
     _is_closed = False
     _news: asyncio.Event | None = None
     _room: asyncio.Future[None] | None = None
-
-    @property
-    def held_bytes(self) -> int:
-        """How much it takes of the budget."""
-        return self._held_bytes
 
     @property
     def is_full(self) -> bool:
@@ -91,8 +87,8 @@ class RequestBody:
         if self._drops:
             return None
         if self._limits is not None:
-            self._held_bytes += len(chunk)
-            if not self._limits.received.take(len(chunk)) and self._held_bytes > SMALL_BYTES:
+            self.held_bytes += len(chunk)
+            if not self._limits.received.take(len(chunk)) and self.held_bytes > SMALL_BYTES:
                 self.excess = self.excess or NO_MEMORY
         if self._gathered is not None:
             self._gathered.write(chunk)
@@ -119,7 +115,7 @@ class RequestBody:
         if self._chunks:
             self._chunks.clear()
             self._buffered_bytes = 0
-        if self._held_bytes and not (self._is_kept and self._is_taken):
+        if self.held_bytes and not (self._is_kept and self._is_taken):
             self.release()
         if self._room is not None:
             self._make_room()
@@ -128,9 +124,9 @@ class RequestBody:
 
     def release(self) -> None:
         """Give back what the body holds of the budget: the application has ended."""
-        if self._held_bytes and self._limits is not None:
-            self._limits.received.give_back(self._held_bytes)
-            self._held_bytes = 0
+        if self.held_bytes and self._limits is not None:
+            self._limits.received.give_back(self.held_bytes)
+            self.held_bytes = 0
 
     def expect(self, length: int | None, max_bytes: float, limits: Limits) -> None:
         """Set the size that the client declared, if it did, the maximum size, and the budget."""
@@ -191,7 +187,7 @@ class RequestBody:
                 chunk = self._chunks.popleft()
                 self._buffered_bytes -= len(chunk)
                 if self._limits is not None and not self._is_kept:
-                    self._held_bytes -= len(chunk)
+                    self.held_bytes -= len(chunk)
                     self._limits.received.give_back(len(chunk))
                 if self._buffered_bytes <= HIGH_WATER_BYTES // 2:
                     self._make_room()

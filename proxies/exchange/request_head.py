@@ -94,24 +94,13 @@ def read_head(data: bytes, searched: int, limits: HeadLimits) -> tuple[RequestHe
     RefusedRequestError
         The head is malformed or too large.
     """
-    if searched:
-        # Searching the whole head after each byte of it would take a quadratic time.
-        end = _END.search(data, max(searched - _END_BYTES, 0))
-        matched = None if end is None else _HEAD.match(data)
-    else:
-        matched = _HEAD.match(data)
-        end = matched or _END.search(data)
-    if matched is None and end is not None and end.end() <= limits.max_bytes:
-        raise RefusedRequestError(_what_is_wrong(data), method=_method_of(data))
-    if (len(data) if end is None else (matched or end).end()) > limits.max_bytes:
-        raise RefusedRequestError(
-            f"The request's headers are larger than the {limits.max_bytes} bytes allowed.",
-            431,
-            cause=HEADER_BYTES,
-            method=_method_of(data),
-        )
+    matched = _HEAD.match(data) if not searched or _END.search(data, _start(searched)) is not None else None
     if matched is None:
+        _check_unfinished(data, searched, limits)
         return None
+    size_bytes = matched.end()
+    if size_bytes > limits.max_bytes:
+        raise _too_large(data, limits)
     method, target, version, lines = matched.groups()
     if version not in _VERSIONS:
         raise RefusedRequestError("This server speaks HTTP/1.1 and HTTP/1.0.", 505, method=_method_of(data))
@@ -127,13 +116,38 @@ def read_head(data: bytes, searched: int, limits: HeadLimits) -> tuple[RequestHe
     for line in lines.splitlines():
         name, _, value = line.partition(b":")
         name = name.lower()
-        value = value.strip(b" \t")
+        value = value.strip()  # spaces and tabs: `_VALUE` has no other whitespace
         headers.append((name, value))
         if name in _FRAMING_NAMES:
             known, text = _FRAMING_NAMES[name], value.decode("latin-1")
             framing[known] = f"{framing[known]},{text}" if known in framing else text
-    head = method.decode("ascii"), target.decode("latin-1"), _VERSIONS[version], headers, framing
-    return head, matched.end()
+    return (
+        (method.decode("ascii"), target.decode("latin-1"), _VERSIONS[version], headers, framing),
+        size_bytes,
+    )
+
+
+def _start(searched: int) -> int:
+    # Searching the whole head after each byte of it would take a quadratic time.
+    return max(searched - _END_BYTES, 0)
+
+
+def _check_unfinished(data: bytes, searched: int, limits: HeadLimits) -> None:
+    """Raise `RefusedRequestError` if what does not match `_HEAD` cannot become a head."""
+    end = _END.search(data, _start(searched))
+    if (len(data) if end is None else end.end()) > limits.max_bytes:
+        raise _too_large(data, limits)
+    if end is not None:
+        raise RefusedRequestError(_what_is_wrong(data), method=_method_of(data))
+
+
+def _too_large(data: bytes, limits: HeadLimits) -> RefusedRequestError:
+    return RefusedRequestError(
+        f"The request's headers are larger than the {limits.max_bytes} bytes allowed.",
+        431,
+        cause=HEADER_BYTES,
+        method=_method_of(data),
+    )
 
 
 def _method_of(data: bytes) -> str:

@@ -216,7 +216,9 @@ class UvicornConnection(HTTPProtocol):
             if rest:
                 self._stream.data_received(rest)
         elif length == 0:
-            self._end_body(exchange)
+            self._is_read = True
+            if not self._drops_data:
+                exchange.finish()
         else:
             self._left = length or 0
             self._chunks = ChunkReader() if length is None else None
