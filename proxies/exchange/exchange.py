@@ -141,15 +141,13 @@ class Exchange:
         if "%" in path or not path.isascii():
             path = unquote_to_bytes(raw_path).decode("utf-8", "replace")
         connection.path = path
-        scope = {
-            **connection.scope,
-            "http_version": version[5:],
-            "method": method,
-            "path": path,
-            "raw_path": raw_path,
-            "query_string": query.encode("latin-1"),
-            "headers": headers,
-        }
+        scope = connection.scope.copy()
+        scope["http_version"] = version[5:]
+        scope["method"] = method
+        scope["path"] = path
+        scope["raw_path"] = raw_path
+        scope["query_string"] = query.encode("latin-1")
+        scope["headers"] = headers
         if "Upgrade" in framing and self._is_http11 and is_handshake(method, framing):
             if length == 0:
                 self._open_socket(scope)
