@@ -80,22 +80,23 @@ class Exchange:
         self._reader = reader
         self._stream = connection.stream
         connection.exchange = self
+        # Each request reads these, most of them several times: a class attribute takes longer.
+        self._start: Message | None = None
+        self._closes = False
+        self._is_begun = False  # a part of the response was written
+        self._is_whole = False  # the complete response was written
+        self._is_gone = False  # no further part of the application's response can be sent
+        self._is_refused = False  # where the next request begins is unclear
+        self._is_unsent = False  # the complete response waits for the client, the application for nothing
+        self._linger: asyncio.TimerHandle | None = None
+        self.is_over = False  # the reader continues with the next request, or closes
 
-    # Class attributes, because most requests change only a few of them.
+    # Class attributes, because most requests read or change only a few of them.
     _task: asyncio.Task[None] | None = None
     _method = ""
     _is_http11 = True
-    _closes = False
-    _start: Message | None = None
     _writer: ResponseWriter | None = None
-    _is_begun = False  # a part of the response was written
-    _is_whole = False  # the complete response was written
-    _is_gone = False  # no further part of the application's response can be sent
-    is_over = False  # the reader continues with the next request, or closes
-    _is_refused = False  # where the next request begins is unclear
-    _linger: asyncio.TimerHandle | None = None
     _unsent: UnsentParts | None = None
-    _is_unsent = False  # the complete response waits for the client, the application for nothing
     _probes = 0  # how often it was found that the client sends no more
 
     # ---- called by the server, in this order
