@@ -55,24 +55,24 @@ class IngressRequest:
 
     is_socket = False
 
-    # Most requests never change any of these, and one is made for each.
-    request_id = b""
-    shard_key: bytes | None = None
-    timeout: bytes | None = None
+    # Most requests neither read nor change these.
     #: Whether a trusted forwarder sent the timeout.
     has_trusted_timeout = False
     host = b""
-    status = 0
     is_gone = False
     is_complete = False
-    has_body: bool | Literal[2] = False
-    route = NO_ROUTE
-    cause = ""
-    _start: Message | None = None
 
     def __init__(self, headers: Iterable[tuple[bytes, bytes]], send: Send, takes_whole: bool = False) -> None:
         self._send = send
         self._takes_whole = takes_whole
+        self._start: Message | None = None
+        self.request_id = b""
+        self.shard_key: bytes | None = None
+        self.timeout: bytes | None = None
+        self.has_body: bool | Literal[2] = False
+        self.route = NO_ROUTE
+        self.status = 0
+        self.cause = ""
         for name, value in headers:
             if name in _HEADERS_READ:
                 if name == HOST:
