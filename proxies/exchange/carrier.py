@@ -6,9 +6,7 @@ import asyncio
 import ssl
 from collections import Counter
 from collections.abc import Callable
-from contextvars import ContextVar
 from typing import Protocol
-from weakref import ref
 
 from daskserve.clock import Clock
 from daskserve.proxies.asgi import ASGI_VERSIONS, ASGIApp, Headers, Scope
@@ -55,12 +53,6 @@ class Ongoing(Protocol):
 
     def on_connection_close(self) -> None:
         """Cancel the request because its client has disconnected."""
-
-
-#: The HTTP request with a body that the present task answers. Not in the scope: middlewares may copy or
-#: replace that. Weak, because tasks that last, as for a connection between processes, keep the context they
-#: began in.
-present_exchange: ContextVar[ref[Ongoing] | None] = ContextVar("daskserve_exchange", default=None)
 
 
 class Carrier:

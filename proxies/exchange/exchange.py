@@ -25,14 +25,13 @@ from collections.abc import Awaitable
 from operator import attrgetter
 from typing import Any
 from urllib.parse import unquote_to_bytes
-from weakref import ref
 
 from tornado.iostream import StreamClosedError
 
 from daskserve.errors import http_status_of
 from daskserve.payload.packed_errors import is_logged
 from daskserve.proxies.asgi import Headers, Scope, begin_response
-from daskserve.proxies.exchange.carrier import Carrier, Connection, present_exchange
+from daskserve.proxies.exchange.carrier import Carrier, Connection
 from daskserve.proxies.exchange.request_body import BodyOnDemand, RequestBody
 from daskserve.proxies.exchange.request_head import (
     MALFORMED,
@@ -353,10 +352,8 @@ class Exchange:
     async def _run(self, scope: Scope) -> None:
         """Top loop of one request: failures of the application end here, in the log."""
         body = self._body
-        if not body.is_ended or body.received_bytes:
-            present_exchange.set(ref(self))
         try:
-            await self._carrier.app(scope, body.receive, self.send)
+            await self._carrier.app(scope, body, self.send)
         except asyncio.CancelledError:
             if not self._is_gone and not self._is_whole:
                 self._fail()  # cancelled by the application itself, or with the whole loop

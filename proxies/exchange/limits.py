@@ -46,26 +46,41 @@ class LimitOptions(Protocol):
 
 
 class Budget:
-    """Bytes of memory that many users share. Any thread may use it."""
+    """Bytes of memory that many users share.
+
+    Attributes
+    ----------
+    own_bytes : int
+        What the thread of the server uses: only this thread changes it, and needs no lock for that.
+    """
 
     def __init__(self, size_bytes: float) -> None:
         self.size_bytes = size_bytes
-        self.used_bytes = 0
+        self.own_bytes = 0
+        self._other_bytes = 0
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
         return f"<Budget {self.used_bytes} of {self.size_bytes}>"
 
+    @property
+    def used_bytes(self) -> int:
+        """What all threads use."""
+        return self.own_bytes + self._other_bytes
+
     def take(self, size_bytes: int) -> bool:
-        """Count bytes as used, and return whether they are within the budget; they are counted anyway."""
+        """Count bytes as used, and return whether they are within the budget; they are counted anyway.
+
+        Any thread may call this and `give_back`.
+        """
         with self._lock:
-            self.used_bytes += size_bytes
-            return self.used_bytes <= self.size_bytes
+            self._other_bytes += size_bytes
+        return self.used_bytes <= self.size_bytes
 
     def give_back(self, size_bytes: int) -> None:
         """Count bytes as free."""
         with self._lock:
-            self.used_bytes -= size_bytes
+            self._other_bytes -= size_bytes
 
 
 class Limits:

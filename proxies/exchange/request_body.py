@@ -30,6 +30,8 @@ SMALL_BYTES = 64 * 1024
 class RequestBody:
     """The receiving side of one ASGI request: the only place where a proxy holds a body.
 
+    The body itself is the application's ``receive``, so that the ingress finds it.
+
     Attributes
     ----------
     excess : tuple or None
@@ -80,7 +82,8 @@ class RequestBody:
 
     def feed(self, chunk: bytes) -> asyncio.Future[None] | None:
         """Add a part of the body; returns a future to wait for before reading more, or None."""
-        self.received_bytes += len(chunk)
+        size_bytes = len(chunk)
+        self.received_bytes += size_bytes
         if self._is_closed:
             return None
         if self.received_bytes > self._max_bytes:
@@ -88,8 +91,10 @@ class RequestBody:
         if self._drops:
             return None
         if self._limits is not None:
-            self.held_bytes += len(chunk)
-            if not self._limits.received.take(len(chunk)) and self.held_bytes > SMALL_BYTES:
+            self.held_bytes += size_bytes
+            budget = self._limits.received
+            budget.own_bytes += size_bytes
+            if self.held_bytes > SMALL_BYTES and budget.used_bytes > budget.size_bytes:
                 self.excess = self.excess or NO_MEMORY
         if self._gathered is not None:
             self._gathered.write(chunk)
@@ -97,7 +102,7 @@ class RequestBody:
         if self._chunks is None:
             self._chunks = deque()
         self._chunks.append(chunk)
-        self._buffered_bytes += len(chunk)
+        self._buffered_bytes += size_bytes
         self._wake()
         if self._buffered_bytes <= HIGH_WATER_BYTES:
             return None
@@ -126,7 +131,7 @@ class RequestBody:
     def release(self) -> None:
         """Give back what the body holds of the budget: the application has ended."""
         if self.held_bytes and self._limits is not None:
-            self._limits.received.give_back(self.held_bytes)
+            self._limits.received.own_bytes -= self.held_bytes
             self.held_bytes = 0
 
     def expect(self, length: int | None, max_bytes: float, limits: Limits) -> None:
@@ -148,7 +153,7 @@ class RequestBody:
 
     def _set_maximum(self, max_bytes: float) -> None:
         self._max_bytes = max_bytes
-        if max(self.received_bytes, self._length or 0) > max_bytes:
+        if self.received_bytes > max_bytes or (self._length or 0) > max_bytes:
             self._exceed_size()
 
     def _exceed_size(self) -> None:
@@ -189,7 +194,7 @@ class RequestBody:
                 self._buffered_bytes -= len(chunk)
                 if self._limits is not None and not self._is_kept:
                     self.held_bytes -= len(chunk)
-                    self._limits.received.give_back(len(chunk))
+                    self._limits.received.own_bytes -= len(chunk)
                 if self._buffered_bytes <= HIGH_WATER_BYTES // 2:
                     self._make_room()
                 self._is_taken = self.is_ended and not self._chunks
@@ -198,6 +203,8 @@ class RequestBody:
                 self._is_taken = True
                 return {"type": "http.request", "body": b"", "more_body": False}
             await self._wait()
+
+    __call__ = receive
 
     async def _wait(self) -> None:
         if self._news is None:
@@ -231,6 +238,8 @@ class BodyOnDemand(RequestBody):
     async def receive(self) -> Message:
         self._ask_once()
         return await super().receive()
+
+    __call__ = receive
 
     async def gather(self, *, drops: bool = False) -> None:
         self._ask_once()

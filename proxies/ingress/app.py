@@ -22,7 +22,7 @@ from daskserve.figures.histogram import cause_of
 from daskserve.loops.deadlines import until
 from daskserve.payload.packed_errors import is_logged
 from daskserve.proxies.asgi import JSON, ASGIApp, Headers, Scope, send_whole
-from daskserve.proxies.ingress.bodies import BodyGate
+from daskserve.proxies.ingress.bodies import BodyGate, BodyKeeper
 from daskserve.proxies.ingress.errors import reply_to
 from daskserve.proxies.ingress.figures import SYSTEM_ROUTES, IngressFigures
 from daskserve.proxies.ingress.request import (
@@ -308,11 +308,13 @@ class IngressApp:
             )
         gathering = None
         if request.has_body and self._bodies is not None and not is_socket:
-            gathering = self._bodies.enter(endpoint)
+            gathering = self._bodies.enter(endpoint, receive)
         if timeout_s is not None:
             return self._call_until(request, endpoint, head, receive, timeout_s, gathering)
         envelope = Envelope(EnvelopeKind.HTTP, head, None, None, request.has_body or is_socket)
         envelope.is_direct = is_socket and self._takes_whole
+        if gathering is None:  # as for most
+            return self._dispatch(endpoint, envelope, receive, request.send)
         return self._send(request, endpoint, envelope, receive, gathering)
 
     def _send(
@@ -425,4 +427,4 @@ def build_app(ingress: ASGIApp, middlewares: Iterable[StarletteMiddleware] = ())
     app = ingress
     for middleware in reversed(list(middlewares)):
         app = middleware.cls(app, *middleware.args, **middleware.kwargs)
-    return app
+    return app if app is ingress else BodyKeeper(app)

@@ -7,10 +7,29 @@ not at all, then holds a connection and no slot of a replica. The endpoint also 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
 from typing import Protocol
+from weakref import ref
 
-from daskserve.proxies.exchange.carrier import present_exchange
-from daskserve.types import BodyUse
+from daskserve.proxies.asgi import ASGIApp, Scope
+from daskserve.proxies.exchange.request_body import RequestBody
+from daskserve.types import BodyUse, Receive, Send
+
+#: The body of the request that the present task answers, if middlewares may hide it. Weak, because tasks
+#: that last, as for a connection between processes, keep the context they began in.
+_hidden_body: ContextVar[ref[RequestBody] | None] = ContextVar("daskserve_body", default=None)
+
+
+class BodyKeeper:
+    """A middleware around all others, of which each may replace ``receive`` and the scope."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        if isinstance(receive, RequestBody):
+            _hidden_body.set(ref(receive))
+        return self._app(scope, receive, send)
 
 
 class BodyRouter(Protocol):
@@ -38,8 +57,8 @@ class BodyGate:
         self._router_of = router_of
         self._max_body_bytes = max_body_bytes
 
-    def enter(self, endpoint: str) -> Awaitable[None] | None:
-        """Begin a request with a body of the present task; return what to wait for before it is sent.
+    def enter(self, endpoint: str, receive: Receive) -> Awaitable[None] | None:
+        """Begin a request with a body; return what to wait for before it is sent.
 
         Raises
         ------
@@ -48,14 +67,20 @@ class BodyGate:
         BackPressureError
             The body has not arrived, and no further request may wait for a slot.
         """
-        found = present_exchange.get()
-        exchange = None if found is None else found()
-        if exchange is None:
+        body: RequestBody | None
+        if isinstance(receive, RequestBody):
+            body = receive
+        else:
+            hidden = _hidden_body.get()
+            body = None if hidden is None else hidden()
+        if body is None:
             return None
-        router, body = self._router_of(endpoint), exchange.body
+        router = self._router_of(endpoint)
         use, max_bytes = router.body_rules(self._max_body_bytes)
+        if body.is_ended and body.received_bytes <= max_bytes:
+            return None
         body.limit_to(max_bytes)
-        if use == "stream" or body.is_ended:
+        if use == "stream":
             return None
         router.check_queue()
         return body.gather(drops=use == "drop")

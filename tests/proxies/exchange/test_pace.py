@@ -10,7 +10,7 @@ from http_harness import connected, echo, poll_for, request, respond, run, servi
 
 from daskserve.options.http import HTTPOptions
 from daskserve.proxies.asgi import Scope
-from daskserve.proxies.exchange.carrier import Carrier, present_exchange
+from daskserve.proxies.exchange.carrier import Carrier
 from daskserve.proxies.exchange.limits import BODY_RATE, BUSY_WRITE_STALL, WRITE_STALL, Limits
 from daskserve.proxies.exchange.pace import BodyPace, PaceWatch
 from daskserve.proxies.exchange.request_body import NO_MEMORY, RequestBody
@@ -53,10 +53,8 @@ async def flood(scope: Scope, receive: Receive, send: Send) -> None:
 
 async def whole(scope: Scope, receive: Receive, send: Send) -> None:
     """Gather the body, as the ingress does, and answer it."""
-    found = present_exchange.get()
-    exchange = None if found is None else found()
-    assert exchange is not None
-    await exchange.body.gather()
+    assert isinstance(receive, RequestBody)
+    await receive.gather()
     await echo(scope, receive, send)
 
 
