@@ -160,8 +160,11 @@ class Exchange:
             self._carrier.watch.unwatch(connection)  # the client waits for the application
         return length
 
-    def data_received(self, chunk: bytes) -> asyncio.Future[None] | None:
-        """Pass on a part of the body; the reader waits for the returned future before it reads on."""
+    def data_received(self, chunk: bytes, *, is_last: bool = False) -> asyncio.Future[None] | None:
+        """Pass on a part of the body; the reader waits for the returned future before it reads on.
+
+        After the last part, the reader calls `finish` at once.
+        """
         watch = self._carrier.watch
         room = self._body.feed(chunk)
         if self._is_gone or self._is_whole:
@@ -173,7 +176,7 @@ class Exchange:
             # The connection waits for the application now, not for the client.
             watch.unwatch(self._connection)
             room.add_done_callback(self._expect_more)
-        else:
+        elif not is_last:
             watch.watch(self._connection)
         return room
 

@@ -136,8 +136,9 @@ class RequestBody:
 
     def expect(self, length: int | None, max_bytes: float, limits: Limits) -> None:
         """Set the size that the client declared, if it did, the maximum size, and the budget."""
-        self._limits, self._length = limits, length
-        self._set_maximum(max_bytes)
+        self._limits, self._length, self._max_bytes = limits, length, max_bytes
+        if length is not None and length > max_bytes:
+            self._exceed_size()
 
     def limit_to(self, max_bytes: float) -> None:
         """Set the maximum size, for the backend that gets the body.
@@ -147,14 +148,11 @@ class RequestBody:
         BodyTooLargeError
             The body is known to be larger.
         """
-        self._set_maximum(max_bytes)
-        if self.excess is not None:
-            raise BodyTooLargeError(self.excess[1])
-
-    def _set_maximum(self, max_bytes: float) -> None:
         self._max_bytes = max_bytes
         if self.received_bytes > max_bytes or (self._length or 0) > max_bytes:
             self._exceed_size()
+        if self.excess is not None:
+            raise BodyTooLargeError(self.excess[1])
 
     def _exceed_size(self) -> None:
         if self.excess is None:

@@ -222,7 +222,7 @@ class UvicornConnection(HTTPProtocol):
         else:
             self._left = length or 0
             self._chunks = ChunkReader() if length is None else None
-            if exchange.wants_body:
+            if not (self._left and self._rest) and exchange.wants_body:  # else: see `_read_body`
                 self._carrier.watch.watch(self._connection)
 
     def _read_body(self, exchange: Exchange) -> None:
@@ -244,20 +244,13 @@ class UvicornConnection(HTTPProtocol):
             if self._rest and not is_ended:
                 self._yield()  # there are very many chunks
         if part:
-            self._feed(exchange, part)
+            room = exchange.data_received(part, is_last=is_ended)
+            if room is not None:
+                self._wait_for(room)
         if is_ended and not self._drops_data:
             self._chunks = None
-            self._end_body(exchange)
-
-    def _end_body(self, exchange: Exchange) -> None:
-        self._is_read = True
-        if not self._drops_data:
+            self._is_read = True
             exchange.finish()
-
-    def _feed(self, exchange: Exchange, part: bytes) -> None:
-        room = exchange.data_received(part)
-        if room is not None:
-            self._wait_for(room)
 
     def _yield(self) -> None:
         """Let other connections have their turn."""
