@@ -6,10 +6,10 @@ import asyncio
 import ssl
 from collections import Counter
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 from daskserve.clock import Clock
-from daskserve.proxies.asgi import ASGI_VERSIONS, ASGIApp, Headers, Scope
+from daskserve.proxies.asgi import ASGI_VERSIONS, ASGIApp, Headers
 from daskserve.proxies.exchange.idle import IdleWatch
 from daskserve.proxies.exchange.limits import Limits
 from daskserve.proxies.exchange.request_body import RequestBody
@@ -137,7 +137,7 @@ class Connection:
         self.stream = stream
         self.client, server = addresses_of(stream.socket)
         #: The scope of a request, to copy and fill in, which takes half as long as building it.
-        self.scope: Scope = {
+        self.scope: dict[str, Any] = {
             "type": "http",
             "asgi": ASGI_VERSIONS,
             "scheme": "https" if is_encrypted else "http",

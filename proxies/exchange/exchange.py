@@ -22,7 +22,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable
-from operator import attrgetter
 from typing import Any
 from urllib.parse import unquote_to_bytes
 
@@ -66,12 +65,7 @@ class Exchange:
     The reader that creates an exchange has its connection watched for inactivity.
     """
 
-    _body: RequestBody  # set by `begin`
-
-    # For those who watch over the request: see `daskserve.proxies.exchange.carrier.Ongoing`.
-    body = property(attrgetter("_body"))
-    is_begun = property(attrgetter("_is_begun"))
-    is_whole = property(attrgetter("_is_whole"))
+    body: RequestBody  # set by `begin`
 
     def __init__(self, carrier: Carrier, connection: Connection, reader: ConnectionReader) -> None:
         self._carrier = carrier
@@ -82,8 +76,8 @@ class Exchange:
         # Each request reads these, most of them several times: a class attribute takes longer.
         self._start: Message | None = None
         self._closes = False
-        self._is_begun = False  # a part of the response was written
-        self._is_whole = False  # the complete response was written
+        self.is_begun = False  # a part of the response was written
+        self.is_whole = False  # the complete response was written
         self._is_gone = False  # no further part of the application's response can be sent
         self._is_refused = False  # where the next request begins is unclear
         self._is_unsent = False  # the complete response waits for the client, the application for nothing
@@ -131,11 +125,11 @@ class Exchange:
         except RefusedRequestError as error:
             return self.refuse_head(error)
         is_on_demand = length != 0 and "Expect" in framing and asks_to_continue(framing, version)
-        self._body = BodyOnDemand(self._ask_for_body) if is_on_demand else RequestBody(is_ended=length == 0)
+        self.body = BodyOnDemand(self._ask_for_body) if is_on_demand else RequestBody(is_ended=length == 0)
         if length != 0:
-            self._body.expect(length, self._carrier.largest_body_bytes(), self._carrier.limits)
-        if length is not None and self._body.excess is not None:
-            self.refuse(*self._body.excess, is_coming="Expect" not in framing)
+            self.body.expect(length, self._carrier.largest_body_bytes(), self._carrier.limits)
+        if length is not None and self.body.excess is not None:
+            self.refuse(*self.body.excess, is_coming="Expect" not in framing)
             return length
         raw_path = path.encode("latin-1")
         if "%" in path or not path.isascii():
@@ -166,11 +160,11 @@ class Exchange:
         After the last part, the reader calls `finish` at once.
         """
         watch = self._carrier.watch
-        room = self._body.feed(chunk)
-        if self._is_gone or self._is_whole:
+        room = self.body.feed(chunk)
+        if self._is_gone or self.is_whole:
             return None  # lingering
-        if self._body.excess is not None and not self._carrier.make_room(self._body):
-            self.refuse(*self._body.excess)
+        if self.body.excess is not None and not self._carrier.make_room(self.body):
+            self.refuse(*self.body.excess)
             return None
         if room is not None:
             # The connection waits for the application now, not for the client.
@@ -183,9 +177,9 @@ class Exchange:
     def finish(self) -> None:
         """Note that the request is complete."""
         self._carrier.watch.unwatch(self._connection)
-        if not self._body.is_ended:
-            self._body.end()
-        if self._is_whole:
+        if not self.body.is_ended:
+            self.body.end()
+        if self.is_whole:
             self._go_on()
 
     def refuse_head(self, error: RefusedRequestError) -> int:
@@ -193,7 +187,7 @@ class Exchange:
         log.info("Refused a request from %s: %s", self._connection, error)
         self._carrier.refusals[error.cause] += 1
         self._method = error.method or self._method
-        self._body = RequestBody(is_ended=True)
+        self.body = RequestBody(is_ended=True)
         self._closes = self._is_refused = True
         self._answer(error.status, str(error))
         return 0
@@ -203,7 +197,7 @@ class Exchange:
         log.info("Refused the body of a request from %s: %s", self._connection, reason)
         self._carrier.refusals[MALFORMED] += 1
         self._is_refused = True
-        if self._is_whole:
+        if self.is_whole:
             self._go_on()
         else:
             self.refuse(400, f"The request body is malformed: {reason}", is_coming=False)
@@ -216,9 +210,9 @@ class Exchange:
             self._linger.cancel()
         if self._task is None:
             return
-        self._body.close()
+        self.body.close()
         # An application may send the end of its response late, for example after its background tasks.
-        if not self._is_whole and not (self._writer is not None and self._writer.is_filled):
+        if not self.is_whole and not (self._writer is not None and self._writer.is_filled):
             self._carrier.cancel(self._task)
 
     def probe_client(self) -> None:
@@ -241,11 +235,11 @@ class Exchange:
 
     def refuse(self, status: int, text: str, headers: Headers = (), *, is_coming: bool = True) -> None:
         """Answer in place of the application, or cut the connection if a response has begun."""
-        self._body.close()  # the application must not take the part that was received for all
+        self.body.close()  # the application must not take the part that was received for all
         self._carrier.watch.unwatch(self._connection)
         if self._task is not None:
             self._carrier.cancel(self._task)
-        if self._is_begun:
+        if self.is_begun:
             return self._cut()
         self._closes = True
         self._answer(status, text, is_coming=is_coming, headers=headers)
@@ -253,13 +247,13 @@ class Exchange:
     @property
     def wants_body(self) -> bool:
         """Whether the body is incomplete and still needed, and the client sends it unasked or was asked."""
-        is_done = self._body.is_ended or self._is_gone or self._is_whole
-        return self._body.is_asked and not is_done
+        is_done = self.body.is_ended or self._is_gone or self.is_whole
+        return self.body.is_asked and not is_done
 
     @property
     def unread(self) -> Stream | None:
         """The stream, if nothing reads from it now, because a complete request is being answered."""
-        is_deaf = self._task is not None and not self.is_over and self._body.is_ended
+        is_deaf = self._task is not None and not self.is_over and self.body.is_ended
         return self._stream if is_deaf else None
 
     # ---- called by the application
@@ -288,7 +282,7 @@ class Exchange:
             message = body
         elif kind != "http.response.body":
             raise RuntimeError(f"a message of type {kind!r} is not part of an HTTP response")
-        if self._start is None or self._is_whole:
+        if self._start is None or self.is_whole:
             raise RuntimeError("a response body was sent before its start or after its end")
         more_body = bool(message.get("more_body", False))
         try:
@@ -306,7 +300,7 @@ class Exchange:
 
     def _send_whole(self, message: Message) -> Awaitable[None] | None:
         """Write a whole response in one piece; return None if it needs the general writer."""
-        carrier, body = self._carrier, self._body
+        carrier, body = self._carrier, self.body
         is_usual = self._is_http11 and body.is_ended and self._method != "HEAD" and not self._closes
         if not is_usual or len(message["body"]) > _JOIN_BYTES or carrier.is_draining:
             return None
@@ -314,7 +308,7 @@ class Exchange:
         if data is None:
             return None
         self._start = message
-        self._is_begun = True
+        self.is_begun = True
         try:
             flushed = self._stream.write(data)
         except StreamClosedError as error:
@@ -322,7 +316,7 @@ class Exchange:
             raise ConnectionResetError(_GONE) from error
         if not flushed.done():
             return self._wait_for_client(flushed, len(data), False)
-        self._is_whole = True
+        self.is_whole = True
         body.close()
         self._go_on()
         return DONE
@@ -337,8 +331,8 @@ class Exchange:
         if room is not None:
             return self._flush(room, more_body)
         if not more_body:
-            self._is_whole = self._is_unsent = True
-            self._body.close()
+            self.is_whole = self._is_unsent = True
+            self.body.close()
             sending = self._unsent.send_rest(self._complete)
             self._carrier.keep(asyncio.get_running_loop().create_task(sending))
         return DONE
@@ -354,11 +348,11 @@ class Exchange:
 
     async def _run(self, scope: Scope) -> None:
         """Top loop of one request: failures of the application end here, in the log."""
-        body = self._body
+        body = self.body
         try:
             await self._carrier.app(scope, body, self.send)
         except asyncio.CancelledError:
-            if not self._is_gone and not self._is_whole:
+            if not self._is_gone and not self.is_whole:
                 self._fail()  # cancelled by the application itself, or with the whole loop
             raise
         except Exception as error:
@@ -371,7 +365,7 @@ class Exchange:
                 log.error("%s failed: %r", _request_line(scope), error, exc_info=is_fault)
             self._fail()
         else:
-            if not self._is_whole and not self._is_gone:
+            if not self.is_whole and not self._is_gone:
                 log.error("%s was left without a whole response", _request_line(scope))
                 self._fail()
         finally:
@@ -411,7 +405,7 @@ class Exchange:
 
     def _ask_for_body(self) -> None:
         """Send 100 Continue, unless the response has begun."""
-        if not (self._is_gone or self._is_begun or self._stream.closed()):
+        if not (self._is_gone or self.is_begun or self._stream.closed()):
             self._stream.write(_CONTINUE)
         if self.wants_body:
             self._carrier.watch.watch(self._connection)
@@ -420,7 +414,7 @@ class Exchange:
         writer = self._writer
         if writer is None:
             assert self._start is not None
-            self._closes = self._closes or self._body.is_withheld
+            self._closes = self._closes or self.body.is_withheld
             writer = ResponseWriter(
                 self._start,
                 method=self._method,
@@ -429,14 +423,14 @@ class Exchange:
             )
             parts = writer.first(body, more_body, self._carrier.date.line())
             self._writer = writer  # only now: if the head is invalid, a 500 can still be sent
-            self._is_begun = True
+            self.is_begun = True
             self._closes = writer.closes
             if more_body:
                 # Nagle's algorithm would delay the small parts of a stream.
                 self._stream.set_nodelay(True)
         else:
             parts = writer.next(body, more_body)
-        if not self._body.is_ended and not self._body.is_full and not self._body.is_withheld:
+        if not self.body.is_ended and not self.body.is_full and not self.body.is_withheld:
             # A client may send its body slowly while it receives the response. If neither moves, it is idle.
             self._carrier.watch.watch(self._connection)
         if not parts:
@@ -448,9 +442,9 @@ class Exchange:
         return self._stream.write(parts[-1])
 
     def _complete(self) -> None:
-        self._is_whole, self._is_unsent = True, False
-        self._body.close()
-        if self._body.is_ended or self._body.is_withheld:
+        self.is_whole, self._is_unsent = True, False
+        self.body.close()
+        if self.body.is_ended or self.body.is_withheld:
             self._go_on()
         elif not self.is_over:
             self._linger = asyncio.get_running_loop().call_later(LINGER_S, self._go_on)
@@ -468,11 +462,11 @@ class Exchange:
             self._reader.close()
 
     def _expect_more(self, _: asyncio.Future[None]) -> None:
-        if not self._is_gone and not self._is_whole and not self._body.is_ended:
+        if not self._is_gone and not self.is_whole and not self.body.is_ended:
             self._carrier.watch.watch(self._connection)
 
     def _fail(self) -> None:
-        if self._is_begun:
+        if self.is_begun:
             return self._cut()
         self._answer(500, "Internal Server Error")
 
@@ -485,16 +479,16 @@ class Exchange:
         flushed = self._write(body, False)
         self._is_gone = True
         if not is_coming:
-            self._body.is_ended = True
+            self.body.is_ended = True
         if flushed is None or flushed.done():
             self._complete()
         else:
             flushed.add_done_callback(lambda _: self._complete())
 
     def _cut(self) -> None:
-        if not self._is_whole and not self.is_over:
+        if not self.is_whole and not self.is_over:
             self._is_gone = self.is_over = True
-            self._body.close()
+            self.body.close()
             self._reader.close()
 
 

@@ -131,7 +131,7 @@ async def outcome(*messages: Message, **request: Any) -> tuple[Any, ...]:
         *bench.wire.head(),
         bench.wire.ends,
         type(bench.raised),
-        (exchange._is_begun, exchange._is_whole, exchange.is_over, exchange._is_gone),
+        (exchange.is_begun, exchange.is_whole, exchange.is_over, exchange._is_gone),
         exchange._linger is not None,
         len(bench.carrier.tasks),
     )
@@ -310,7 +310,7 @@ def test_the_framing_of_a_request_does_not_change_how_the_next_is_read() -> None
             wire = Wire()
             connection.stream = cast(Stream, wire)
             exchange = begin(connection, bench.carrier, wire, case[0], *case[1])
-            found = exchange._is_http11, exchange._closes, exchange._body.is_ended, wire.head()[:2]
+            found = exchange._is_http11, exchange._closes, exchange.body.is_ended, wire.head()[:2]
             exchange.on_connection_close()
             return found
 
