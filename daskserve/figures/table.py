@@ -83,7 +83,7 @@ SECTIONS: Mapping[str, Sequence[MetricSpec]] = {
             "http_limited_requests",
             _C,
             (*_I, "limit"),
-            "Requests and WebSockets that a limit ended, by the name of its option.",
+            "Requests, WebSockets and connections that a limit ended or held up.",
         ),
         MetricSpec(
             "http_buffered_bytes",
@@ -173,6 +173,12 @@ SECTIONS: Mapping[str, Sequence[MetricSpec]] = {
         MetricSpec("channel_reconnects", _C, (), "Channels opened because the last one broke."),
         MetricSpec("channel_dial_failures", _C, (), "Channels that failed to open."),
         MetricSpec(
+            "channel_refusals",
+            _C,
+            ("cause",),
+            "Connections that were closed because of their other end: late, a stranger, or invalid frames.",
+        ),
+        MetricSpec(
             "channel_sent_bytes", _C, (), "Bytes sent over channels, those in shared memory included."
         ),
         MetricSpec(
@@ -188,7 +194,7 @@ SECTIONS: Mapping[str, Sequence[MetricSpec]] = {
             "supervisor_http_refusals",
             _C,
             ("cause",),
-            "HTTP requests to the scheduler that were refused because of another site.",
+            "HTTP requests to the scheduler that were refused: of another site, or with too large a body.",
         ),
     ),
     "In every process": (MetricSpec("build_info", _G, ("version",), "1; the version is daskserve's."),),

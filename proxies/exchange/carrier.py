@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from daskserve.clock import Clock
 from daskserve.proxies.asgi import ASGI_VERSIONS, ASGIApp, Headers
 from daskserve.proxies.exchange.idle import IdleWatch
-from daskserve.proxies.exchange.limits import Limits
+from daskserve.proxies.exchange.limits import IDLE, Limits
 from daskserve.proxies.exchange.request_body import RequestBody
 from daskserve.proxies.exchange.request_head import HeadLimits
 from daskserve.proxies.exchange.response_head import DateHeader, HeadCache
@@ -107,10 +107,14 @@ class Carrier:
         self.is_crowded: Callable[[str], bool] = lambda path: False
         #: Ends another body to make room for one that exceeds the budget; returns whether it did.
         self.make_room: Callable[[RequestBody], bool] = lambda body: False
-        self.watch = IdleWatch(idle_timeout_s, Connection.close)
+        self.watch = IdleWatch(idle_timeout_s, self._end_idle)
         self.clock = clock
         self.date = DateHeader(clock)
         self.heads = HeadCache(self.date)
+
+    def _end_idle(self, connection: Connection) -> None:
+        self.limits.hit(IDLE)
+        connection.close()
 
     def keep(self, task: asyncio.Task[None]) -> None:
         """Have a task cancelled with the server."""

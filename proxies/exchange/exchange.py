@@ -31,6 +31,7 @@ from daskserve.errors import http_status_of
 from daskserve.payload.packed_errors import is_logged
 from daskserve.proxies.asgi import Headers, Scope, begin_response
 from daskserve.proxies.exchange.carrier import Carrier, Connection
+from daskserve.proxies.exchange.limits import LINGER
 from daskserve.proxies.exchange.request_body import BodyOnDemand, RequestBody
 from daskserve.proxies.exchange.request_head import (
     MALFORMED,
@@ -447,12 +448,14 @@ class Exchange:
         if self.body.is_ended or self.body.is_withheld:
             self._go_on()
         elif not self.is_over:
-            self._linger = asyncio.get_running_loop().call_later(LINGER_S, self._go_on)
+            self._linger = asyncio.get_running_loop().call_later(LINGER_S, self._go_on, True)
 
-    def _go_on(self) -> None:
+    def _go_on(self, is_late: bool = False) -> None:
         if self.is_over or self._is_unsent:
             return
         self.is_over = True
+        if is_late:
+            self._carrier.limits.hit(LINGER)
         if self._linger is not None:
             self._linger.cancel()
         if self._is_refused:

@@ -16,14 +16,36 @@ from typing import Protocol
 _BODIES = 8
 _LEAST_BYTES = 64 << 20
 
-# The limits that end requests, by the names of their options: the labels of a metric.
+# The limits that clients meet: the labels of a metric. Those with an option have its name.
 BODY_SIZE = "max_body_bytes"
 BUFFERS = "max_buffered_bytes"
 BODY_RATE = "min_body_bytes_per_s"
 WRITE_STALL = "write_stall_timeout_s"
 BUSY_WRITE_STALL = "busy_write_stall_timeout_s"
+UNSENT = "max_unsent_bytes"
+IDLE = "keep_alive_timeout_s"
+MESSAGE_SIZE = "max_websocket_message_bytes"
+LINGER = "linger"
+WEBSOCKET_SILENCE = "websocket_silence"
+WEBSOCKET_PONGS = "websocket_pongs"
+WEBSOCKET_CLOSE = "websocket_close"
+WEBSOCKET_END = "websocket_end"
 #: All of them.
-LIMITS = (BODY_SIZE, BUFFERS, BODY_RATE, WRITE_STALL, BUSY_WRITE_STALL)
+LIMITS = (
+    BODY_SIZE,
+    BUFFERS,
+    BODY_RATE,
+    WRITE_STALL,
+    BUSY_WRITE_STALL,
+    UNSENT,
+    IDLE,
+    MESSAGE_SIZE,
+    LINGER,
+    WEBSOCKET_SILENCE,
+    WEBSOCKET_PONGS,
+    WEBSOCKET_CLOSE,
+    WEBSOCKET_END,
+)
 
 
 class LimitOptions(Protocol):
@@ -95,11 +117,12 @@ class Limits:
     unsent : Budget
         The responses that wait for their clients without holding a slot.
     hits : Counter
-        How many requests each limit has ended, by the name of its option.
+        How many requests, WebSockets and connections have met each limit; changed by `hit`.
     """
 
     def __init__(self, options: LimitOptions | None = None) -> None:
         self.hits: Counter[str] = Counter(dict.fromkeys(LIMITS, 0))
+        self._lock = threading.Lock()
         self.min_body_bytes_per_s = 0
         self.body_grace_s = self.write_stall_timeout_s = self.busy_write_stall_timeout_s = float("inf")
         self.max_unsent_bytes = 0
@@ -114,3 +137,8 @@ class Limits:
             unsent_bytes = size_bytes
         self.received = Budget(size_bytes)
         self.unsent = Budget(unsent_bytes)
+
+    def hit(self, limit: str) -> None:
+        """Count one that has met a limit. Any thread may call this: WebSockets move to those of user code."""
+        with self._lock:
+            self.hits[limit] += 1

@@ -102,7 +102,7 @@ class PaceWatch:
         """
         if body.excess is not NO_MEMORY:
             return False
-        self._limits.hits[BUFFERS] += 1
+        self._limits.hit(BUFFERS)
         pace_s, worst = max(
             (
                 (each.body.held_bytes / (pace.bytes_per_s + 1), each)
@@ -125,7 +125,7 @@ class PaceWatch:
         if pace is None:
             pace = BodyPace(limits.min_body_bytes_per_s, limits.body_grace_s, received_bytes, now)
         elif pace.is_late(received_bytes, now):
-            limits.hits[BODY_RATE] += 1
+            limits.hit(BODY_RATE)
             exchange.refuse(
                 408,
                 f"The request body came with less than {limits.min_body_bytes_per_s} bytes per second; send "
@@ -147,7 +147,7 @@ class PaceWatch:
             limit = BUSY_WRITE_STALL
         else:
             return
-        limits.hits[limit] += 1
+        limits.hit(limit)
         log.info("%s has accepted no byte of its response for %.1f s", connection, stalled_s)
         connection.close()
 

@@ -159,7 +159,7 @@ class RequestBody:
             text = f"The request body is larger than the {self._max_bytes} bytes allowed."
             self.excess = 413, text, ()
             if self._limits is not None:
-                self._limits.hits[BODY_SIZE] += 1
+                self._limits.hit(BODY_SIZE)
 
     async def gather(self, *, drops: bool = False) -> None:
         """Wait until the body is complete or its client has left; one message then has all of it.

@@ -14,7 +14,7 @@ from functools import partial
 
 from tornado.iostream import StreamClosedError
 
-from daskserve.proxies.exchange.limits import Limits
+from daskserve.proxies.exchange.limits import UNSENT, Limits
 
 
 class UnsentParts:
@@ -38,6 +38,8 @@ class UnsentParts:
         flushed.add_done_callback(partial(self._sent, size_bytes))
         if is_within and (is_last or self._size_bytes <= limits.max_unsent_bytes):
             return None
+        if self._room is None:  # once for each response
+            limits.hit(UNSENT)
         self._allowed_bytes = limits.max_unsent_bytes if is_within and not is_last else 0
         self._room = asyncio.get_running_loop().create_future()
         return self._room

@@ -33,7 +33,7 @@ from daskserve.loops.hops import Hop
 from daskserve.payload.packed_errors import is_logged
 from daskserve.proxies.asgi import ASGIApp, Headers, Scope
 from daskserve.proxies.exchange.deflate import BoundedDeflate
-from daskserve.proxies.exchange.limits import Limits
+from daskserve.proxies.exchange.limits import WEBSOCKET_CLOSE, WEBSOCKET_END, Limits
 from daskserve.proxies.exchange.stream import Stream
 from daskserve.proxies.exchange.websocket_line import WebSocketLine
 from daskserve.types import SocketPlace
@@ -141,6 +141,7 @@ class WebSocketSession:
             clock=clock,
             limits=limits,
         )
+        self._limits = Limits() if limits is None else limits
         #: How to call the line after it has moved, and how it calls this object.
         self._place: SocketPlace | None = None
         self._here: Hop | None = None
@@ -204,7 +205,12 @@ class WebSocketSession:
 
     def _limit_application(self) -> None:
         if self._task is not None:
-            self._timers.append(asyncio.get_running_loop().call_later(DISCONNECT_GRACE_S, self._task.cancel))
+            self._timers.append(asyncio.get_running_loop().call_later(DISCONNECT_GRACE_S, self._stop))
+
+    def _stop(self) -> None:
+        if self._task is not None:
+            self._limits.hit(WEBSOCKET_END)
+            self._task.cancel()
 
     def _set_closed(self) -> None:
         self._is_closed = True
@@ -247,6 +253,7 @@ class WebSocketSession:
             self._call(self.line.finish)
 
     def _cut(self) -> None:
+        self._limits.hit(WEBSOCKET_CLOSE)
         if self._place is None:
             self.line.stream.close()
         else:

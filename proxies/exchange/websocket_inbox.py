@@ -85,7 +85,7 @@ class WebSocketInbox:
         if limits.received.take(size_bytes):
             return True
         self.is_over_budget = True
-        limits.hits[BUFFERS] += 1
+        limits.hit(BUFFERS)
         return False
 
     def _discharge(self, size_bytes: int) -> None:

@@ -37,10 +37,11 @@ from wsproto.events import (
     Message as DataMessage,
 )
 from wsproto.extensions import Extension
+from wsproto.frame_protocol import CloseReason
 from wsproto.utilities import LocalProtocolError
 
 from daskserve.clock import Clock
-from daskserve.proxies.exchange.limits import Limits
+from daskserve.proxies.exchange.limits import MESSAGE_SIZE, WEBSOCKET_PONGS, WEBSOCKET_SILENCE, Limits
 from daskserve.proxies.exchange.stream import Stream, TransportStream, open_stream
 from daskserve.proxies.exchange.websocket_inbox import WebSocketInbox, WebSocketReader
 from daskserve.types import SOCKET_PLACE, Message, SocketPlace
@@ -148,6 +149,7 @@ class WebSocketLine:
         limits: Limits | None = None,
     ) -> None:
         self._writer = WebSocketWriter(stream, protocol, self._on_lost)
+        self._limits = Limits() if limits is None else limits
         self.inbox = WebSocketInbox(limits)
         self.inbox.put({"type": "websocket.connect"}, 0)
         self.is_accepted = self.is_closing = self.is_gone = False
@@ -306,6 +308,7 @@ class WebSocketLine:
                 if self.inbox.is_over_budget:
                     self.close(1013, "the server holds too many messages; try again later")
                 else:
+                    self._limits.hit(MESSAGE_SIZE)
                     self.close(1009, f"a message may have {self._max_message_bytes} bytes")
             # While closing it is too late for messages, but the client's close may still follow.
         elif isinstance(event, Ping):
@@ -313,11 +316,15 @@ class WebSocketLine:
             self._pongs = self._pongs + 1 if self.stream.writing() else 0
             if self._pongs <= MAX_PONGS:
                 self._writer.post(event.response())
+            elif self._pongs == MAX_PONGS + 1:
+                self._limits.hit(WEBSOCKET_PONGS)
         elif isinstance(event, CloseConnection):
             if self._protocol.state is ConnectionState.REMOTE_CLOSING:
                 self._writer.post(event.response())
             elif self._protocol.state is ConnectionState.OPEN:
                 self._writer.post(event)  # for an invalid frame, wsproto sets the close code
+                if event.code == CloseReason.MESSAGE_TOO_BIG:  # as it was decompressed
+                    self._limits.hit(MESSAGE_SIZE)
             self._disconnect(int(event.code), event.reason or "")
             self.is_closing = True
             self._reader.stop()
@@ -336,6 +343,7 @@ class WebSocketLine:
         written_bytes = self.stream.sent_bytes
         is_reading = self._sent_bytes_at_ping is not None and written_bytes > self._sent_bytes_at_ping
         if not self._reader.has_received and not is_reading and not self.inbox.is_full:
+            self._limits.hit(WEBSOCKET_SILENCE)
             self.close(1011, "no data or pong was received in time")
             return
         self._reader.has_received = False

@@ -191,6 +191,7 @@ class IngressApp:
     async def _serve(self, request: IngressRequest, scope: Scope, receive: Receive) -> None:
         if not request.request_id:
             request.request_id = self._request_ids.next().encode()
+            self.figures.bad_ids += request.has_bad_id
         started = stopwatch()
         self._ongoing += 1
         try:

@@ -47,6 +47,8 @@ class IngressFigures:
 
     def __init__(self) -> None:
         self._routes: dict[tuple[str, str], RouteFigures] = {}
+        #: Requests whose own id is not used.
+        self.bad_ids = 0
         #: The durations of dropped routes.
         self._dropped = LatencyHistogram()
 
@@ -87,7 +89,7 @@ class IngressFigures:
 
     def samples(self, instance: str) -> list[MetricSample]:
         """Return all metrics."""
-        found: list[MetricSample] = []
+        found: list[MetricSample] = [("http_limited_requests", (instance, "request_id"), self.bad_ids)]
         for (route, endpoint), figures in list(self._routes.items()):
             labels = (instance, route, endpoint)
             found.append(("http_request_duration_seconds", labels, figures.latency))

@@ -59,6 +59,8 @@ class IngressRequest:
     #: Whether a trusted forwarder sent the timeout.
     has_trusted_timeout = False
     host = b""
+    #: Whether its own id is not used.
+    has_bad_id = False
     is_gone = False
     is_complete = False
 
@@ -78,7 +80,9 @@ class IngressRequest:
                 if name == HOST:
                     self.host = value
                 elif name == REQUEST_ID:
-                    if not self.request_id and _REQUEST_ID.fullmatch(value) is not None:
+                    if _REQUEST_ID.fullmatch(value) is None:
+                        self.has_bad_id = True
+                    elif not self.request_id:
                         self.request_id = value
                 elif name == SHARD_KEY:
                     self.shard_key = value

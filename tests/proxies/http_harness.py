@@ -83,6 +83,12 @@ async def serving(app: ASGIApp, **options: Any) -> AsyncIterator[HTTPServer]:
         assert probe.connect_ex(("127.0.0.1", server.port)) != 0
 
 
+def hits(server: HTTPServer) -> dict[str, float]:
+    """Return how many requests and connections have met each limit, without the limits that none has met."""
+    samples = server.samples("i")
+    return {labels[1]: value for name, labels, value in samples if name == "http_limited_requests" and value}
+
+
 def timers(loop: asyncio.AbstractEventLoop) -> set[asyncio.TimerHandle]:
     """Return what the loop will still call later."""
     scheduled: list[asyncio.TimerHandle] = getattr(loop, "_scheduled", [])  # uvloop does not tell

@@ -68,6 +68,7 @@ class CommTransport:
                 receive(frames)
         except (TypeError, ValueError, LookupError, AttributeError):
             # The peer does not speak this protocol, so nothing more from it can be trusted.
+            self.traffic.invalid += 1
             logger.exception("Received an invalid frame from %s; closed the connection", self.peer_address)
         finally:
             writer.cancel()

@@ -21,6 +21,7 @@ import contextlib
 import hmac
 import logging
 import secrets
+from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Protocol
 
@@ -172,7 +173,8 @@ class Admission:
         self._max_pending = max_pending
         #: The deadlines of the handshakes under way, the oldest first.
         self._pending: dict[asyncio.Timeout, None] = {}
-        self._refused = 0
+        #: How many connections were refused, by cause.
+        self.refused: Counter[str] = Counter(late=0, stranger=0)
         self._quiet_until = 0.0
 
     def __repr__(self) -> str:
@@ -185,8 +187,10 @@ class Admission:
                 await _examine(wire, self.keyring)
             return True
         except TimeoutError:
+            self.refused["late"] += 1
             self._note(wire, f"no handshake within {shown(self._timeout_s)} s, or too many others")
         except ValueError as error:
+            self.refused["stranger"] += 1
             self._note(wire, str(error))
         except OSError as error:
             logger.debug("%s left during the handshake: %s", wire.peer_address, error)
@@ -220,7 +224,6 @@ class Admission:
 
     def _note(self, wire: Wire, why: str) -> None:
         """Log a refused connection; those that come without pause must not fill the log."""
-        self._refused += 1
         now = asyncio.get_running_loop().time()
         if now < self._quiet_until:
             return
@@ -229,5 +232,5 @@ class Admission:
             "Refused a connection from %s: %s (connections refused so far: %d)",
             wire.peer_address,
             why,
-            self._refused,
+            self.refused.total(),
         )

@@ -276,6 +276,8 @@ class ChannelPool:
             ("channel_connections", (), self._opened),
             ("channel_reconnects", (), self._reopened),
             ("channel_dial_failures", (), self._failed),
+            *(("channel_refusals", (cause,), count) for cause, count in self._admission.refused.items()),
+            ("channel_refusals", ("invalid",), self._traffic.invalid),
             ("channel_sent_bytes", (), self._traffic.sent_bytes),
             ("channel_received_bytes", (), self._traffic.received_bytes),
         ]

@@ -45,12 +45,12 @@ TURN_BYTES = 1024 * 1024
 
 
 class Traffic:
-    """Counts the bytes of several connections."""
+    """Counts the bytes of several connections, and how many of these ended with invalid frames."""
 
-    __slots__ = ("received_bytes", "sent_bytes")
+    __slots__ = ("invalid", "received_bytes", "sent_bytes")
 
     def __init__(self) -> None:
-        self.sent_bytes = self.received_bytes = 0
+        self.sent_bytes = self.received_bytes = self.invalid = 0
 
 
 class Transport(Protocol):
@@ -184,6 +184,7 @@ class SocketTransport(Outbox):
             logger.info("Lost %s: %s", self._peer_address, error)
             self.abort()
         except Exception:
+            self.traffic.invalid += 1
             logger.exception("Received an invalid frame from %s; closed the connection", self._peer_address)
             self.abort()
         except BaseException:

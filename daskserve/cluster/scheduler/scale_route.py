@@ -24,7 +24,7 @@ from daskserve.cluster.controller_calls import call_controller
 from daskserve.cluster.scheduler.controllers import Instance
 from daskserve.cluster.scheduler.hosts import HostRegistry
 from daskserve.cluster.scheduler.route import GuardedHandler, SchedulerRoute
-from daskserve.cluster.scheduler.site_guard import SiteGuard
+from daskserve.cluster.scheduler.site_guard import BODY, SiteGuard
 from daskserve.errors import (
     BadRequestError,
     NotFoundError,
@@ -147,6 +147,7 @@ class ScaleHandler(GuardedHandler):
             return
         try:
             if self._is_too_large:
+                self._guard.refusals[BODY] += 1
                 raise BadRequestError(f"the body has more than {MAX_BODY_BYTES} bytes")
             if application not in (DEFAULT_APPLICATION, backend):
                 raise NotFoundError(

@@ -28,7 +28,7 @@ logger = logging.getLogger("daskserve.supervisor")
 #: The ends of names that nobody can register: of one machine, of a local network, and of Kubernetes.
 _PRIVATE_ENDS = (".localhost", ".local", ".internal", ".home.arpa", ".svc")
 #: The causes of refusals.
-SITE, HOST = "site", "host"
+SITE, HOST, BODY = "site", "host", "body"
 
 
 class SiteGuard:
@@ -37,12 +37,12 @@ class SiteGuard:
     Attributes
     ----------
     refusals : dict
-        The number of refused requests, by cause.
+        The number of refused requests, by cause; their handlers count those with too large bodies.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler: Any = scheduler
-        self.refusals = dict.fromkeys((SITE, HOST), 0)
+        self.refusals = dict.fromkeys((SITE, HOST, BODY), 0)
 
     def refusal(self, request: HTTPServerRequest) -> str | None:
         """Return why a request is refused; None if it is not."""

@@ -139,6 +139,7 @@ def test_only_members_of_the_cluster_are_answered(protocol: str, security: Secur
             with pytest.raises(StrangerError):
                 await port.call(stranger)
         assert await port.call(keyring(secret)) == b"answer"
+        assert ("channel_refusals", ("stranger",), 2) in port.pool.samples()
 
     play(scenario, protocol, security, secret)
 

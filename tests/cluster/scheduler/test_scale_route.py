@@ -168,6 +168,7 @@ def test_a_body_that_is_too_large_is_refused() -> None:
             reply = await site.send(body)
             assert (reply.code, message_of(reply)) == (400, "the body has more than 4096 bytes")
         assert len(site.hosts.calls) == 1
+        assert site.guard.refusals["body"] == 2
 
     visit(scenario)
 
@@ -182,7 +183,7 @@ def test_a_cross_site_request_is_refused() -> None:
         assert (reply.code, "'evil.example' may be a name" in message_of(reply)) == (403, True)
         assert reply.headers["X-Content-Type-Options"] == "nosniff"
         assert site.hosts.calls == []
-        assert site.guard.refusals == {"site": 4, "host": 1}
+        assert site.guard.refusals == {"site": 4, "host": 1, "body": 0}
         own = {"Origin": f"http://127.0.0.1:{site.port}", "Sec-Fetch-Site": "same-origin"}
         assert (await site.send(**own)).code == 200
 

@@ -64,7 +64,7 @@ def test_other_names_are_refused_unless_they_are_listed(host: str) -> None:
     text = refusal(guard, Host=host)
     assert text is not None
     assert "add it to daskserve.scheduler.allowed-hosts" in text
-    assert guard.refusals == {"site": 0, "host": 1}
+    assert guard.refusals == {"site": 0, "host": 1, "body": 0}
     name = host.partition(":")[0]
     for allowed in (name.upper(), [name, "x.y"]):
         with dask.config.set({"daskserve.scheduler.allowed-hosts": allowed}):
@@ -92,4 +92,4 @@ def test_pages_of_other_sites_are_refused(headers: dict[str, str]) -> None:
     guard = SiteGuard(SCHEDULER)
     text = refusal(guard, Host="scheduler:8787", **headers)
     assert text == "Requests of pages of other sites are refused."
-    assert guard.refusals == {"site": 1, "host": 0}
+    assert guard.refusals == {"site": 1, "host": 0, "body": 0}

@@ -7,7 +7,7 @@ import zlib
 from typing import Any
 
 import pytest
-from http_harness import run, serving
+from http_harness import hits, run, serving
 from test_websocket import Echo, client_of
 from wsproto.events import AcceptConnection, Ping, Pong
 from wsproto.events import Message as DataMessage
@@ -60,6 +60,7 @@ def test_the_size_limit_holds_for_what_a_message_becomes(sizes: list[int]) -> No
             for size in sizes:
                 await client.send(DataMessage(data="x" * size, message_finished=size == sizes[-1]))
             assert (await client.closed())[0] == 1009
+            assert hits(server) == {"max_websocket_message_bytes": 1}
 
     run(test)
 

@@ -16,6 +16,7 @@ from http_harness import (
     connected,
     echo,
     hello,
+    hits,
     poll_for,
     read_body,
     request,
@@ -196,6 +197,7 @@ def test_a_silent_connection_is_closed() -> None:
                 advance(6)
                 assert await silent.rest() == b""
                 assert await once.rest() == b""
+            assert hits(server) == {"keep_alive_timeout_s": 2}
 
     run(test)
 

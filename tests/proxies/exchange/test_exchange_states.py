@@ -271,6 +271,7 @@ async def test_a_client_that_keeps_sending_after_its_answer_is_disconnected() ->
     await bench.order(answer)
     assert delays == [LINGER_S]
     assert bench.reader.ends == ["finish"]
+    assert bench.carrier.limits.hits["linger"] == 1
 
 
 @bench_test

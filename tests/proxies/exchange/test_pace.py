@@ -6,26 +6,19 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from http_harness import connected, echo, poll_for, request, respond, run, serving
+from http_harness import connected, echo, hits, poll_for, request, respond, run, serving
 
 from daskserve.options.http import HTTPOptions
 from daskserve.proxies.asgi import Scope
 from daskserve.proxies.exchange.carrier import Carrier
-from daskserve.proxies.exchange.limits import BODY_RATE, BUSY_WRITE_STALL, WRITE_STALL, Limits
+from daskserve.proxies.exchange.limits import BODY_RATE, BUSY_WRITE_STALL, UNSENT, WRITE_STALL, Limits
 from daskserve.proxies.exchange.pace import BodyPace, PaceWatch
 from daskserve.proxies.exchange.request_body import NO_MEMORY, RequestBody
-from daskserve.proxies.server.life import HTTPServer
 from daskserve.types import Receive, Send
 
 servers = pytest.mark.usefixtures("carrier")
 MIB = 1 << 20
 POST = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 1000000\r\n\r\nx"
-
-
-def hits(server: HTTPServer) -> dict[str, float]:
-    """Return how many requests each limit has ended, without those that ended none."""
-    samples = server.samples("i")
-    return {labels[1]: value for name, labels, value in samples if name == "http_limited_requests" and value}
 
 
 class Watched:
@@ -84,7 +77,7 @@ def test_a_response_that_is_not_read_is_aborted_and_its_application_cancelled() 
             await client.send(request())
             client.writer.transport.pause_reading()
             await poll_for(lambda: app.ended == ["CancelledError"])
-            assert hits(server) == {WRITE_STALL: 1}
+            assert hits(server) == {WRITE_STALL: 1, UNSENT: 1}
 
     run(test)
 
@@ -114,7 +107,7 @@ def test_a_response_that_is_not_read_gives_way_to_requests_that_wait_for_its_slo
             await client.send(request())
             client.writer.transport.pause_reading()
             await poll_for(lambda: app.ended == ["CancelledError"])
-            assert hits(server) == {BUSY_WRITE_STALL: 1}
+            assert hits(server) == {BUSY_WRITE_STALL: 1, UNSENT: 1}
 
     run(test)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from http_harness import connected, poll_for, request, respond, run, serving
+from http_harness import connected, hits, poll_for, request, respond, run, serving
 
 from daskserve.proxies.asgi import Scope
 from daskserve.proxies.server.life import HTTPServer
@@ -120,6 +120,7 @@ def test_a_stream_runs_ahead_of_its_client_as_far_as_it_may(max_unsent_bytes: in
                 assert unsent_bytes(server) <= max_unsent_bytes + 2 * MIB
             client.writer.transport.resume_reading()
             assert len((await client.response()).body) == 12 * MIB
+            assert hits(server) == ({} if ends else {"max_unsent_bytes": 1})
             await poll_for(lambda: unsent_bytes(server) == 0)
 
     run(test)

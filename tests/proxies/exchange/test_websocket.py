@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from http_harness import advance, connected, poll_for, run, serving
+from http_harness import advance, connected, hits, poll_for, run, serving
 from wsproto import ConnectionType, WSConnection
 from wsproto.events import (
     AcceptConnection,
@@ -357,6 +357,7 @@ def test_an_application_that_ignores_the_disconnect_is_cancelled() -> None:
             await poll_for(lambda: "gone" in repr(list(server._carrier.sockets)))
             advance(6)
             await poll_for(lambda: ended)
+            assert hits(server) == {"websocket_end": 1}
         assert isinstance(ended[0], asyncio.CancelledError)
 
     run(test)
@@ -395,6 +396,7 @@ def test_a_message_that_is_too_large_is_refused() -> None:
             await client.send(DataMessage(data="x" * 600))
             assert (await client.closed())[0] == 1009
             await poll_for(lambda: app.ended)
+            assert hits(server) == {"max_websocket_message_bytes": 1}
         assert app.ended[0]["code"] == 1009
 
     run(test)
@@ -447,6 +449,7 @@ def test_a_silent_client_is_pinged_and_then_closed(monkeypatch: pytest.MonkeyPat
             advance(ping_s)
             assert (await client.closed())[0] == 1011
             await poll_for(lambda: app.ended)
+            assert hits(server) == {"websocket_silence": 1}
 
     run(test)
 
@@ -615,5 +618,6 @@ def test_the_session_ends_without_a_client_that_closes_and_does_not_read() -> No
             advance(2.5)  # and the connection is closed
             await poll_for(lambda: not server._carrier.sockets)
             assert session.line.stream.closed()
+            assert hits(server) == {"websocket_end": 1, "websocket_close": 1}
 
     run(test)

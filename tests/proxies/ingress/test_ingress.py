@@ -362,8 +362,10 @@ def test_an_id_of_a_client_is_kept(chosen: bytes) -> None:
 )
 def test_an_id_that_is_too_long_or_has_other_characters_is_replaced(chosen: bytes) -> None:
     routers = Routers()
-    answer = ask(make_ingress(routers), "/a", "GET", (b"x-request-id", chosen))
+    ingress = make_ingress(routers)
+    answer = ask(ingress, "/a", "GET", (b"x-request-id", chosen))
     assert uuid.UUID(answer.headers["x-request-id"]).version == 4
+    assert ("http_limited_requests", ("i", "request_id"), 1) in ingress.figures.samples("i")
     assert routers.head["extensions"]["daskserve"]["request_id"] == answer.headers["x-request-id"]
 
 
