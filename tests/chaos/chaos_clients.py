@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 from urllib.parse import urlsplit
 
 from blocking_websocket import WebSocketClient
@@ -40,6 +40,7 @@ class Balancer:
     """What load balancers do: it checks the proxies, and leaves out those that do not answer.
 
     The connections to a proxy that does not answer are closed, since their clients could not reach it either.
+    A proxy that refuses, because it drains for example, gets no new ones, and keeps those that it has.
     """
 
     def __init__(self) -> None:
@@ -95,8 +96,9 @@ class Balancer:
 
     def _check(self, address: Address) -> None:
         while not self._is_over.wait(CHECK_S):
-            self._is_alive[address] = answers(address)
-            if not self._is_alive[address]:
+            health = health_of(address)
+            self._is_alive[address] = health == "good"
+            if health == "silent":
                 with self._lock:
                     for sock in self._connections[address]:
                         _end(sock)
@@ -114,13 +116,16 @@ class GoingAwayError(Exception):
     """A replica or proxy that stops has asked the client of a WebSocket to connect again."""
 
 
-def answers(address: Address) -> bool:
+def health_of(address: Address) -> Literal["good", "refuses", "silent"]:
+    """Return whether a proxy takes requests, refuses them or their connections, or does not answer."""
     connection = http.client.HTTPConnection(*address, timeout=CHECK_TIMEOUT_S)
     try:
         connection.request("GET", "/-/healthz")
-        return connection.getresponse().status == http.client.OK
-    except (OSError, http.client.HTTPException):
-        return False
+        return "good" if connection.getresponse().status == http.client.OK else "refuses"
+    except (ConnectionError, http.client.HTTPException):
+        return "refuses"
+    except OSError:  # no answer in time, or no way to the machine
+        return "silent"
     finally:
         connection.close()
 
@@ -222,7 +227,7 @@ class Clients:
 
     def _sent_by_handle(self, request_id: str) -> Sample:
         began = time.monotonic()
-        outcome, version = _outcome(lambda: self._call(request_id))
+        outcome, version, _ = _outcome(lambda: self._call(request_id))
         return Sample("call", request_id, began, time.monotonic(), outcome, version=version)
 
     def _sent(self, kind: str, request_id: str) -> Sample | None:
@@ -234,19 +239,19 @@ class Clients:
         try:
             with self._balancer.connection() as (address, sock):
                 began = time.monotonic()
-                outcome, version = _outcome(send)
-                return Sample(kind, request_id, began, time.monotonic(), outcome, address, version)
+                outcome, version, detail = _outcome(send)
+                return Sample(kind, request_id, began, time.monotonic(), outcome, address, version, detail)
         except NoProxyError:
             return None
 
 
-def _outcome(send: Callable[[], Any]) -> tuple[str, int]:
-    """Return how a request ended, and the version that answered."""
+def _outcome(send: Callable[[], Any]) -> tuple[str, int, str]:
+    """Return how a request ended, the version that answered, and how the response was cut short."""
     try:
-        return "ok", send()
-    except CutShortError:
-        return "cut short", -1
+        return "ok", send(), ""
+    except CutShortError as error:
+        return "cut short", -1, str(error)
     except GoingAwayError:
-        return "going away", -1
+        return "going away", -1, ""
     except Exception as error:
-        return f"{type(error).__name__}: {error}"[:300], -1
+        return f"{type(error).__name__}: {error}"[:300], -1, ""

@@ -42,6 +42,8 @@ class Sample:
     #: The address of the machine whose proxy got it; empty for calls by handle.
     proxy: str = ""
     version: int = -1
+    #: How a response was cut short.
+    detail: str = ""
 
     @property
     def is_good(self) -> bool:
@@ -134,9 +136,11 @@ def violations(run: Run) -> list[str]:
 def _unexplained(run: Run) -> Iterator[str]:
     for sample in run.samples:
         if not sample.is_good and not any(_explains(each, sample, run) for each in run.damages):
+            ran = " and ".join(str(sorted(pids)) for pids in run.ran.get(sample.id, ())) or "no process"
             yield (
                 f"no fault explains that {sample.kind} {sample.id} at {sample.began - run.origin:.2f} "
-                f"failed after {sample.ended - sample.began:.2f} s: {sample.outcome}"
+                f"by the proxy {sample.proxy or '(none)'} in {ran} "
+                f"failed after {sample.ended - sample.began:.2f} s: {sample.outcome} {sample.detail}".rstrip()
             )
 
 
