@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from daskserve.clock import Clock
@@ -13,10 +13,13 @@ from daskserve.proxies.asgi import ASGI_VERSIONS, ASGIApp, Headers
 from daskserve.proxies.exchange.idle import IdleWatch
 from daskserve.proxies.exchange.limits import IDLE, Limits
 from daskserve.proxies.exchange.request_body import RequestBody
-from daskserve.proxies.exchange.request_head import HeadLimits
+from daskserve.proxies.exchange.request_head import HeadLimits, check_host
 from daskserve.proxies.exchange.response_head import DateHeader, HeadCache
 from daskserve.proxies.exchange.stream import Stream, addresses_of, can_tell_hangups
 from daskserve.proxies.exchange.websocket import WebSocketSession
+
+#: Longer hosts are not kept, because idle connections would hold their memory.
+_KEPT_HOST = 255
 
 
 class Ongoing(Protocol):
@@ -151,9 +154,16 @@ class Connection:
             **dict.fromkeys(("http_version", "method", "path", "raw_path", "query_string", "headers")),
         }
         self.exchange: Ongoing | None = None
-        #: The path of the last request, and its ``Host`` if that is valid: most clients never change it.
+        #: The path of the last request.
         self.path = ""
+        #: A host that was checked: most clients never change it.
         self.host: str | None = None
+
+    def check_host(self, framing: Mapping[str, str], version: str) -> None:
+        """Check the host of a request, and keep it; raises `RefusedRequestError`."""
+        check_host(framing, version)
+        host = framing.get("Host", "")
+        self.host = host if len(host) <= _KEPT_HOST else None
 
     def is_idle(self) -> bool:
         """Return whether the connection has neither a complete head of a request nor a response to send."""

@@ -39,7 +39,6 @@ from daskserve.proxies.exchange.request_head import (
     RequestHead,
     asks_to_continue,
     body_length,
-    check_host,
     is_handshake,
     keeps_alive,
     split_target,
@@ -110,8 +109,7 @@ class Exchange:
         try:
             host = framing.get("Host")
             if host is None or host != connection.host:
-                check_host(framing, version)
-                connection.host = host
+                connection.check_host(framing, version)
             if "Connection" in framing or not self._is_http11:
                 self._closes = not keeps_alive(framing.get("Connection", ""), version)
             length: int | None = 0

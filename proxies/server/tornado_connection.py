@@ -28,6 +28,7 @@ from daskserve.clock import LoopClock
 from daskserve.proxies.exchange.carrier import Carrier, Connection
 from daskserve.proxies.exchange.chunks import ChunkReader
 from daskserve.proxies.exchange.exchange import LINGER_S, Exchange
+from daskserve.proxies.exchange.limits import LINGER
 from daskserve.proxies.exchange.request_head import RefusedRequestError, RequestHead, read_head
 from daskserve.proxies.exchange.stream import READ_BYTES, duplicate
 
@@ -267,11 +268,13 @@ class TornadoConnection:
         self._carrier.watch.unwatch(self._connection)
         if self._carrier.tls is None:
             self._stream.write_eof()
-            with suppress(TimeoutError):
+            try:
                 async with asyncio.timeout(LINGER_S):
                     while True:
                         await self._receive()
                         await self._carrier.clock.sleep(0)  # what is buffered already is not waited for
+            except TimeoutError:
+                self._carrier.limits.hit(LINGER)
         self._connection.close()
 
     # ---- called by the exchange

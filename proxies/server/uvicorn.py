@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 from daskserve.loops.tasks import TaskSet
 from daskserve.proxies.exchange.carrier import Carrier
+from daskserve.proxies.exchange.limits import IDLE
 from daskserve.proxies.server.life import HTTPServer, ServerListener
 from daskserve.proxies.server.uvicorn_connection import SharedState, UvicornConnection
 
@@ -63,6 +64,8 @@ class _UvicornListener:
                 lambda: connection, sock, ssl=carrier.tls, ssl_handshake_timeout=timeout_s
             )
         except OSError as error:
+            if isinstance(error, ConnectionAbortedError):  # the handshake took too long
+                carrier.limits.hit(IDLE)
             log.debug("A client disconnected before its connection was set up: %r", error)
             sock.close()
         finally:

@@ -19,6 +19,7 @@ from daskserve.internals.uvicorn import HTTPProtocol, ProtocolState
 from daskserve.proxies.exchange.carrier import Carrier, Connection
 from daskserve.proxies.exchange.chunks import ChunkReader
 from daskserve.proxies.exchange.exchange import LINGER_S, Exchange
+from daskserve.proxies.exchange.limits import LINGER
 from daskserve.proxies.exchange.request_head import RefusedRequestError, RequestHead, read_head
 from daskserve.proxies.exchange.stream import TransportStream
 
@@ -147,7 +148,11 @@ class UvicornConnection(HTTPProtocol):
             return
         self.flow.resume_reading()
         self._carrier.watch.unwatch(self._connection)
-        self._linger = self.loop.call_later(LINGER_S, self._stream.close)
+        self._linger = self.loop.call_later(LINGER_S, self._end_linger)
+
+    def _end_linger(self) -> None:
+        self._carrier.limits.hit(LINGER)
+        self._stream.close()
 
     def detach(self) -> TransportStream:
         """Leave the stream to a WebSocket."""

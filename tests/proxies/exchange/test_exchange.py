@@ -529,6 +529,32 @@ def test_a_refused_upload_that_is_sent_anyway_gets_its_answer() -> None:
     run(test)
 
 
+def test_a_client_that_sends_on_after_a_malformed_body_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    for server in ("tornado", "uvicorn"):
+        monkeypatch.setattr(f"daskserve.proxies.server.{server}_connection.LINGER_S", 0.05)
+
+    async def test() -> None:
+        async with serving(echo) as server, connected(server) as client:
+            await client.send(b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n")
+            assert (await client.response()).status == 400
+            await poll_for(lambda: hits(server) == {"linger": 1})
+
+    run(test)
+
+
+@pytest.mark.parametrize(("host", "is_kept"), [("a" * 255, True), ("a" * 256, False)])
+def test_only_a_host_of_a_usual_length_is_kept_with_its_connection(host: str, is_kept: bool) -> None:
+    async def test() -> None:
+        async with serving(hello) as server, connected(server) as client:
+            await client.send(f"GET / HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
+            assert (await client.response()).status == 200
+            assert [each.host for each in server._carrier.connections] == [host if is_kept else None]
+            await client.send(b"GET / HTTP/1.1\r\nHost: a b\r\n\r\n")
+            assert (await client.response()).status == 400
+
+    run(test)
+
+
 def test_a_client_that_expects_100_is_refused_without_it(caplog: pytest.LogCaptureFixture) -> None:
     async def test() -> None:
         async with serving(hello, max_body_bytes=10) as server, connected(server) as client:

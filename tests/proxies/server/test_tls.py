@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from distributed import Security
-from http_harness import Client, advance, connected, poll_for, request, run, serving
+from http_harness import Client, advance, connected, hits, poll_for, request, run, serving
 
 from daskserve.errors import BadRequestError
 from daskserve.options.http import HTTPOptions
@@ -162,6 +162,7 @@ def test_a_client_without_a_tls_handshake_is_disconnected(folder: Path) -> None:
         async with serving(tell_scheme, tls=context_of(folder), keep_alive_timeout_s=0.05) as server:
             reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
             assert await reader.read() == b""
+            assert hits(server) == {"keep_alive_timeout_s": 1}
             writer.close()
 
     run(test)
