@@ -10,10 +10,12 @@
 4. This program sends a replica an array of 100 MiB, different in each call, one way and there and back.
    Floor: one copy of the array to memory that is in use.
 5. With ``--python DIR/bin/python``, an environment with Ray Serve (see ``bench_peers.py``): its handle and
-   daskserve's in turns, with 64 calls in flight, and with the array of 100 MiB.
+   daskserve's in turns, with 64 calls in flight and with the array of 100 MiB; its chain of three, where each
+   deployment has a process of its own; and its deploys of one and of ten deployments (only with
+   ``--case deploys``: it takes minutes), to compare with ``bench_start.py --case ten``.
 
-Run: ``python benchmarks/bench_handles.py [--runs N] [--case calls|chain|arrays]``. It prints a line per case,
-with medians of the runs. ``--case arrays`` takes half a minute.
+Run: ``python benchmarks/bench_handles.py [--runs N] [--case calls|chain|arrays|deploys]``. It prints a line
+per case, with medians of the runs. ``--case arrays`` takes half a minute.
 """
 
 from __future__ import annotations
@@ -188,7 +190,19 @@ def measure_calls(runs: int, address: str) -> None:
         )
 
 
-def measure_chain(runs: int) -> None:
+def measure_peers_deploys(runs: int, ask: Ask) -> None:
+    ask("deploys")  # warms up
+    took = list(zip(*(ask("deploys") for _ in range(runs)), strict=True))
+    for name, found in zip(("side by side", "in a chain"), took[1:], strict=True):
+        ratio = statistics.median(ten / one for ten, one in zip(found, took[0], strict=True))
+        print(
+            f"Ray Serve's deploy of ten {name}: {_range_ms(list(found))}, {ratio:.2f} x one's "
+            f"{_range_ms(list(took[0]))}",
+            flush=True,
+        )
+
+
+def measure_chain(runs: int, ask: Ask | None) -> None:
     cluster, dask = start_local_cluster(LocalClusterSize(2, 2), has_dashboard=False)
     try:
         with serve.start(http_options={"location": "NoServer"}, dask_client=dask):
@@ -200,6 +214,15 @@ def measure_chain(runs: int) -> None:
                     for place, workers in places.items()
                 ]
                 print(f"three deployments in a chain, {name:19} {_chain_ratios(targets, runs)}", flush=True)
+        if ask:
+            theirs = [ask("chain") for _ in range(runs)]
+            alone, three = (statistics.median(each) * 1e6 for each in zip(*theirs, strict=True))
+            ratios = [chain / one for one, chain in theirs]
+            print(
+                f"three deployments in a chain, Ray Serve           {statistics.median(ratios):.2f} "
+                f"({min(ratios):.2f} to {max(ratios):.2f}) x one call's {alone:.0f} us: {three:.0f} us",
+                flush=True,
+            )
     finally:
         dask.close()
         cluster.close()
@@ -332,22 +355,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--python", default="", help="interpreter of an environment with Ray Serve")
-    parser.add_argument("--case", choices=["calls", "chain", "arrays"], help="only these cases")
+    parser.add_argument("--case", choices=["calls", "chain", "arrays", "deploys"], help="only these cases")
     given = parser.parse_args()
     wants = {"calls", "chain", "arrays"} if given.case is None else {given.case}
     with peer_process(given.python) if given.python else nullcontext() as ask:
+        if ask and "deploys" in wants:
+            measure_peers_deploys(given.runs, ask)
+        if "chain" in wants:
+            measure_chain(given.runs, ask)
         if ask and "calls" in wants:
             measure_peer(given.runs, ask)
         if "arrays" in wants:
             measure_large(given.runs, ask)
-    if wants != {"chain"}:
+    if wants & {"calls", "arrays"}:
         with echo_process() as address:
             if "calls" in wants:
                 measure_calls(given.runs, address)
             if "arrays" in wants:
                 measure_arrays(given.runs, address)
-    if "chain" in wants:
-        measure_chain(given.runs)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
 """Ray Serve's handle. Each line on standard input starts one measurement.
 
 After ``calls``, it prints the calls per second from one replica to another with 64 in flight, and the seconds
-of a single call. After ``arrays``, it prints the seconds of a call from this program with an array of
+of a single call. After ``chain``, it prints the seconds of a call of one deployment, and of three in a chain.
+After ``deploys``, it prints the seconds until applications of one deployment, of ten side by side and of ten
+in a chain have answered. After ``arrays``, it prints the seconds of a call from this program with an array of
 100 MiB, one way, and there and back.
 """
 
@@ -25,6 +27,9 @@ CALLS = 300
 IN_FLIGHT = 64
 LARGE_BYTES = 100 * 1024 * 1024
 LARGE_CALLS, LARGE_WARM_UPS = 15, 3
+TEN = 10
+#: How much of a core each replica of a chain takes: all of them have to fit.
+CHAIN_OPTIONS = {"num_cpus": 0.01}
 
 
 @serve.deployment(num_replicas=1, max_ongoing_requests=100)
@@ -57,6 +62,57 @@ class Caller:
         return rate, statistics.median(alone)
 
 
+class Node:
+    """Calls the next deployment of a chain; with several, it is deployed with them and calls none."""
+
+    def __init__(self, *following: Any) -> None:
+        self._following = following
+
+    async def __call__(self, value: Any) -> Any:
+        return value if len(self._following) != 1 else await self._following[0].remote(value)
+
+
+def node(number: int, *following: Any) -> Any:
+    made = serve.deployment(name=f"n{number}", num_replicas=1, ray_actor_options=CHAIN_OPTIONS)(Node)
+    return made.bind(*following)
+
+
+def chain(length: int) -> Any:
+    bound = node(length - 1)
+    for number in reversed(range(length - 1)):
+        bound = node(number, bound)
+    return bound
+
+
+def run_chains() -> list[Any]:
+    """Deploy one deployment, and three in a chain; return their handles."""
+    lengths = {"alone": 1, "three": 3}
+    return [serve.run(chain(count), name=name, route_prefix=None) for name, count in lengths.items()]
+
+
+def median_call_s(handle: Any) -> float:
+    took = []
+    for _ in range(CALLS):
+        began = time.perf_counter()
+        handle.remote(bytes(100)).result()
+        took.append(time.perf_counter() - began)
+    return statistics.median(took)
+
+
+def deploy_s(application: Any) -> float:
+    """Return the seconds until an application has been deployed and its ingress has answered."""
+    began = time.perf_counter()
+    assert serve.run(application, name="graph", route_prefix=None).remote(b"1").result() == b"1"
+    took = time.perf_counter() - began
+    serve.delete("graph")
+    return took
+
+
+def deploys_s() -> list[float]:
+    wide = node(0, *(node(number) for number in range(1, TEN)))
+    return [deploy_s(each) for each in (chain(1), wide, chain(TEN))]
+
+
 def large_calls(array: Any, send: Callable[[Any], float]) -> float:
     took = []
     for number in range(LARGE_WARM_UPS + LARGE_CALLS):
@@ -72,11 +128,19 @@ def main() -> None:
     ray.init(num_cpus=2, log_to_driver=False, include_dashboard=False)
     handle = serve.run(Caller.bind(Echo.bind()), route_prefix=None)
     echo = serve.get_deployment_handle("Echo", "default")
+    chains: list[Any] = []
     array = np.random.default_rng(0).random(LARGE_BYTES // 8)
     print("ready", flush=True)
     for line in sys.stdin:
         if line.strip() == "calls":
             print(*handle.measure.remote().result(), flush=True)
+            continue
+        if line.strip() == "chain":
+            chains = chains or run_chains()
+            print(*map(median_call_s, chains), flush=True)
+            continue
+        if line.strip() == "deploys":
+            print(*deploys_s(), flush=True)
             continue
         one_way_s = large_calls(array, lambda array: echo.first.remote(array).result())
         back_s = large_calls(array, lambda array: float(echo.remote(array).result()[0]))
