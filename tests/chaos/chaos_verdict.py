@@ -146,7 +146,7 @@ def _unexplained(run: Run) -> Iterator[str]:
 
 def _explains(damage: Damage, sample: Sample, run: Run) -> bool:
     """Return whether a request was under way on what a fault hit."""
-    if sample.ended < damage.began or sample.began > _felt_until(run, damage):
+    if not _meets(damage, sample, run):
         return False
     if sample.proxy in damage.proxies:
         return True
@@ -157,9 +157,18 @@ def _explains(damage: Damage, sample: Sample, run: Run) -> bool:
     if sample.kind in NOT_REPEATED:
         # One that no replica has noted was lost on its way to one.
         return is_there or not ran
-    # A request under which a process died is retried once.
+    if sample.outcome == "cut short":
+        return is_there
+    # It is retried once. Each of two faults may have ended an attempt, one that no replica has noted too.
     hit = frozenset().union(*(each.pids for each in run.damages))
-    return is_there and (sample.outcome == "cut short" or sum(bool(pids & hit) for pids in ran) > 1)
+    noted = sum(bool(pids & hit) for pids in ran)
+    others = [each for each in run.damages if each.pids and _meets(each, sample, run)]
+    unnoted = sum(not any(pids & each.pids for pids in ran) for each in others)
+    return noted + unnoted > 1
+
+
+def _meets(damage: Damage, sample: Sample, run: Run) -> bool:
+    return sample.ended >= damage.began and sample.began <= _felt_until(run, damage)
 
 
 def _not_once(run: Run) -> Iterator[str]:

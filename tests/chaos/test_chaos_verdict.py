@@ -62,6 +62,15 @@ def test_what_is_repeated_may_fail_if_it_ran_on_two_processes_that_died() -> Non
     assert len(judged(sample("GET"), damages=(KILL,), ran=ran)) == 1
 
 
+def test_what_is_repeated_may_fail_if_two_faults_cut_its_ways() -> None:
+    cuts = tuple(replace(KILL, kind="cut", pids=frozenset({pid}), proxies=frozenset()) for pid in (7, 8))
+    assert judged(sample("GET"), damages=cuts) == []
+    assert judged(sample("GET"), damages=cuts, ran={"a": [frozenset({8})]}) == []
+    assert len(judged(sample("GET"), damages=cuts[:1])) == 1
+    later = replace(cuts[1], began=20.0, ended=30.0)
+    assert len(judged(sample("GET"), damages=(cuts[0], later))) == 1
+
+
 def test_a_request_that_began_long_after_a_fault_or_ended_before_it_is_not_excused() -> None:
     ran = {"a": [frozenset({7})]}
     assert len(judged(sample(began=14, ended=15), ran=ran)) == 1
