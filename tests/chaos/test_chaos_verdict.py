@@ -38,7 +38,7 @@ def judged(
 def test_a_request_may_fail_if_it_ran_on_what_died() -> None:
     assert judged(sample(), ran={"a": [frozenset({7, 1})]}) == []
     (found,) = judged(sample(), ran={"a": [frozenset({8, 1})]})
-    assert "no fault explains that POST a at 9.90 by the proxy (none) in [1, 8] failed after 0.20 s" in found
+    assert "no fault explains that POST a at 9.90 by the proxy two in [1, 8] failed after 0.20 s" in found
 
 
 def test_a_request_may_fail_if_it_was_sent_to_a_proxy_that_died() -> None:
