@@ -11,13 +11,16 @@ from typing import Any, Protocol
 from daskserve.clock import Clock
 from daskserve.proxies.asgi import ASGI_VERSIONS, ASGIApp, Headers
 from daskserve.proxies.exchange.idle import IdleWatch
-from daskserve.proxies.exchange.limits import IDLE, Limits
+from daskserve.proxies.exchange.limits import BODY_RATE, BODY_SIZE, BUFFERS, IDLE, Limits
 from daskserve.proxies.exchange.request_body import RequestBody
-from daskserve.proxies.exchange.request_head import HeadLimits, check_host
+from daskserve.proxies.exchange.request_head import MALFORMED, HeadLimits, check_host
 from daskserve.proxies.exchange.response_head import DateHeader, HeadCache
 from daskserve.proxies.exchange.stream import Stream, addresses_of, can_tell_hangups
 from daskserve.proxies.exchange.websocket import WebSocketSession
+from daskserve.types import ALL_HTTP_METHODS
 
+#: Why a body is refused, by the status of the response.
+_CAUSES: Mapping[int, str] = {400: MALFORMED, 408: BODY_RATE, 413: BODY_SIZE, 503: BUFFERS}
 #: Longer hosts are not kept, because idle connections would hold their memory.
 _KEPT_HOST = 255
 
@@ -58,6 +61,28 @@ class Ongoing(Protocol):
         """Cancel the request because its client has disconnected."""
 
 
+class Refusals:
+    """Counts the requests that the server refuses in place of the application.
+
+    Attributes
+    ----------
+    causes : Counter
+        How many there were, by cause.
+    bodies : Counter
+        How many of them had a body that was refused before the response began, by method and status.
+    """
+
+    def __init__(self) -> None:
+        self.causes: Counter[str] = Counter()
+        self.bodies: Counter[tuple[str, str]] = Counter()
+
+    def count_body(self, method: str, status: int, *, is_cut: bool) -> None:
+        """Count a request that ends because of its body: with a response of this status, or cut off."""
+        self.causes[_CAUSES[status]] += 1
+        if not is_cut:
+            self.bodies[method if method in ALL_HTTP_METHODS else "OTHER", str(status)] += 1
+
+
 class Carrier:
     """State that all requests of one server share.
 
@@ -71,8 +96,8 @@ class Carrier:
         The open WebSockets.
     is_draining : bool
         Whether each response is the last on its connection.
-    refusals : Counter
-        How many requests were refused before the application could answer, by cause.
+    refusals : Refusals
+        The requests that the server has refused.
     limits : Limits
         The limits of clients that stand still, and of memory.
     """
@@ -101,7 +126,7 @@ class Carrier:
         self.connections: set[Connection] = set()
         self.sockets: set[WebSocketSession] = set()
         self.is_draining = False
-        self.refusals: Counter[str] = Counter()
+        self.refusals = Refusals()
         #: Called with a connection that stays open although the client's data has ended.
         self.note_end: Callable[[Connection], None] = _ignore
         #: Returns the size that no body may exceed; the application may set a lower limit for each.

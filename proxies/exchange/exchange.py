@@ -184,7 +184,7 @@ class Exchange:
     def refuse_head(self, error: RefusedRequestError) -> int:
         """Refuse a request without reading on: where its body ends, or whether it has one, is unclear."""
         log.info("Refused a request from %s: %s", self._connection, error)
-        self._carrier.refusals[error.cause] += 1
+        self._carrier.refusals.causes[error.cause] += 1
         self._method = error.method or self._method
         self.body = RequestBody(is_ended=True)
         self._closes = self._is_refused = True
@@ -194,9 +194,9 @@ class Exchange:
     def reject(self, reason: str) -> None:
         """Refuse a malformed body: with 400, or by cutting the connection if a response has begun."""
         log.info("Refused the body of a request from %s: %s", self._connection, reason)
-        self._carrier.refusals[MALFORMED] += 1
         self._is_refused = True
         if self.is_whole:
+            self._carrier.refusals.causes[MALFORMED] += 1
             self._go_on()
         else:
             self.refuse(400, f"The request body is malformed: {reason}", is_coming=False)
@@ -234,6 +234,8 @@ class Exchange:
 
     def refuse(self, status: int, text: str, headers: Headers = (), *, is_coming: bool = True) -> None:
         """Answer in place of the application, or cut the connection if a response has begun."""
+        self._carrier.refusals.count_body(self._method, status, is_cut=self.is_begun)
+        self.body.is_refused = True
         self.body.close()  # the application must not take the part that was received for all
         self._carrier.watch.unwatch(self._connection)
         if self._task is not None:

@@ -46,6 +46,8 @@ class RequestBody:
         Whether the client has been asked for the body, or sends it without.
     is_withheld : bool
         Whether the client keeps the body, because it was not asked for it.
+    is_refused : bool
+        Whether the server has ended the request because of its body.
     """
 
     def __init__(self, *, is_ended: bool) -> None:
@@ -72,6 +74,7 @@ class RequestBody:
     _is_kept = False
     is_asked = True
     is_withheld = False
+    is_refused = False
     _buffered_bytes = 0
     _is_taken = False
 

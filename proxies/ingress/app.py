@@ -22,7 +22,7 @@ from daskserve.figures.histogram import cause_of
 from daskserve.loops.deadlines import until
 from daskserve.payload.packed_errors import is_logged
 from daskserve.proxies.asgi import JSON, ASGIApp, Headers, Scope, send_whole
-from daskserve.proxies.ingress.bodies import BodyGate, BodyKeeper
+from daskserve.proxies.ingress.bodies import BodyGate, BodyKeeper, is_refused
 from daskserve.proxies.ingress.errors import reply_to
 from daskserve.proxies.ingress.figures import SYSTEM_ROUTES, IngressFigures
 from daskserve.proxies.ingress.request import (
@@ -202,13 +202,14 @@ class IngressApp:
             await self._answer_error(request, error)
         finally:
             self._ongoing -= 1
-            seconds = stopwatch() - started
-            method = "WEBSOCKET" if scope["type"] == "websocket" else scope["method"]
-            self.figures.observe(request.route, method, request.status, seconds, request.cause)
-            if request.status:
-                self._responses[request.status // 100 % 10] += 1
-            else:
-                self._unanswered += 1
+            if request.status or not (request.has_body and is_refused(receive)):  # else the server counts it
+                seconds = stopwatch() - started
+                method = "WEBSOCKET" if scope["type"] == "websocket" else scope["method"]
+                self.figures.observe(request.route, method, request.status, seconds, request.cause)
+                if request.status:
+                    self._responses[request.status // 100 % 10] += 1
+                else:
+                    self._unanswered += 1
 
     def _answer(self, request: IngressRequest, scope: Scope, receive: Receive) -> Awaitable[None]:
         # Not a coroutine: each step of the request would pass through it.
@@ -372,7 +373,7 @@ class IngressApp:
         reply = reply_to(error, request_id, debug=self._debug)
         if reply.is_fault and not is_logged(error, request_id):
             log.error("Request %s failed", request_id, exc_info=error)
-        elif reply.hides_message:
+        elif reply.hides_message or reply.status == ActorLostError.http_status:
             # A loss is rare. 503 may be the answer to each request for a while.
             level = logging.WARNING if reply.status == ActorLostError.http_status else logging.INFO
             log.log(level, "Request %s was answered with %d: %s", request_id, reply.status, error)
@@ -390,7 +391,7 @@ class IngressApp:
         return self._refuse(request, 404, text)
 
     async def _refuse_method(self, request: IngressRequest, method: str, allowed: Iterable[str]) -> None:
-        names = sorted(allowed)
+        names = sorted(name for name in allowed if name != "CONNECT")  # the server refuses that anyway
         await self._refuse(
             request,
             405,

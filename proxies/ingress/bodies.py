@@ -32,6 +32,17 @@ class BodyKeeper:
         return self._app(scope, receive, send)
 
 
+def _hidden() -> RequestBody | None:
+    found = _hidden_body.get()
+    return None if found is None else found()
+
+
+def is_refused(receive: Receive) -> bool:
+    """Return whether the server has ended a request because of its body."""
+    body = receive if isinstance(receive, RequestBody) else _hidden()
+    return body is not None and body.is_refused
+
+
 class BodyRouter(Protocol):
     """The part of `daskserve.data.caller.router.Router` that knows about bodies."""
 
@@ -67,12 +78,7 @@ class BodyGate:
         BackPressureError
             The body has not arrived, and no further request may wait for a slot.
         """
-        body: RequestBody | None
-        if isinstance(receive, RequestBody):
-            body = receive
-        else:
-            hidden = _hidden_body.get()
-            body = None if hidden is None else hidden()
+        body = receive if isinstance(receive, RequestBody) else _hidden()
         if body is None:
             return None
         router = self._router_of(endpoint)

@@ -138,16 +138,18 @@ class HTTPServer(abc.ABC):
         return (f"{scheme}://{host}:{self._port}",)
 
     def samples(self, instance: str) -> list[MetricSample]:
-        """Return the metrics of connections, limits, and of requests that never reached the application.
+        """Return the metrics of connections, of limits, and of requests that the server has refused.
 
         Any thread may call it.
         """
-        acceptor, refusals, limits = self._acceptor, self._carrier.refusals.copy(), self._carrier.limits
+        acceptor, limits, refusals = self._acceptor, self._carrier.limits, self._carrier.refusals
+        causes, bodies = refusals.causes.copy(), refusals.bodies.copy()
         return [
             ("http_connections", (instance,), acceptor.open),
             ("http_evicted_connections", (instance,), acceptor.evicted),
             *(("http_accept_pauses", (instance, cause), count) for cause, count in acceptor.pauses.items()),
-            *(("http_errors", (instance, "", "", cause), count) for cause, count in refusals.items()),
+            *(("http_errors", (instance, "", "", cause), count) for cause, count in causes.items()),
+            *(("http_requests", (instance, "", "", *found), count) for found, count in bodies.items()),
             *(("http_limited_requests", (instance, limit), count) for limit, count in limits.hits.items()),
             ("http_buffered_bytes", (instance, "received"), limits.received.used_bytes),
             ("http_buffered_bytes", (instance, "unsent"), limits.unsent.used_bytes),

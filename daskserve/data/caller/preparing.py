@@ -12,10 +12,10 @@ from daskserve.data.caller.call_options import CallOptions
 from daskserve.data.caller.chaining import chained_arguments
 from daskserve.data.caller.direct_call import no_answer_error
 from daskserve.data.caller.router import Router
-from daskserve.errors import PassedResponseError
+from daskserve.errors import PassedResponseError, ServeError, UnpicklableError
 from daskserve.loops.deadlines import earliest, is_over
 from daskserve.payload.packed_errors import PackedError, load_error
-from daskserve.payload.pickling import dump, may_mention_dask
+from daskserve.payload.pickling import dump, find_unpicklable, may_mention_dask
 from daskserve.payload.serialization import DEFAULT_SERIALIZATION, serialize
 from daskserve.types import DONE, Envelope, KeptPayload, Message, Payload, Send
 
@@ -32,7 +32,13 @@ def identity_of(options: CallOptions, link: Link, current: RequestContext | None
 def pack(
     options: CallOptions, link: Link, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Payload, RemoteValues | None]:
-    """Serialize arguments, and take out those that do not travel with the call."""
+    """Serialize arguments, and take out those that do not travel with the call.
+
+    Raises
+    ------
+    UnpicklableError
+        An argument cannot be pickled, or not by the serialization of the handle.
+    """
     try:
         serialization = options.request_serialization
         if serialization == DEFAULT_SERIALIZATION:
@@ -42,6 +48,14 @@ def pack(
     except PassedResponseError:
         values = chained_arguments(link, args, kwargs, by_reference=options.by_reference)
         return values.payload, values
+    except ServeError:
+        raise
+    except Exception as error:  # a foreign object may raise anything
+        place = find_unpicklable((args, kwargs))
+        raise UnpicklableError(
+            f"An argument of the call cannot be pickled: {type(error).__name__}: {str(error).rstrip('.')}"
+            f"{place and f' ({place})'}. Pass what it was made from, and create it where it is used."
+        ) from error
     return payload, link.values.take(payload, args, kwargs) if may_mention_dask(payload) else None
 
 

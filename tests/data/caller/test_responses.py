@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import daskserve as serve
+from daskserve import errors
 from daskserve.client.client import Client
 from daskserve.errors import (
     BadRequestError,
@@ -173,6 +174,12 @@ def test_what_a_format_cannot_hold_is_refused(echo: serve.Handle) -> None:
         echo.options(request_serialization="msgpack").remote(object())
     with pytest.raises(UserCodeError, match="cannot be serialized with msgpack"):
         echo.options(response_serialization="msgpack").remote({1, 2}).result(DEADLINE_S)
+
+
+def test_an_argument_that_cannot_be_pickled_is_named(echo: serve.Handle) -> None:
+    with pytest.raises(errors.UnpicklableError, match="cannot pickle") as caught:
+        echo.remote({"lock": threading.Lock()})
+    assert isinstance(caught.value, TypeError)
 
 
 @pytest.mark.parametrize("option", ["request_serialization", "response_serialization"])

@@ -65,6 +65,9 @@ def test_a_body_that_stands_still_gets_408_and_the_connection_closes() -> None:
             assert b"240 bytes per second" in response.body
             await poll_for(lambda: app.ended == ["CancelledError"])
             assert hits(server) == {BODY_RATE: 1}
+            samples = server.samples("i")
+            assert ("http_requests", ("i", "", "", "POST", "408"), 1) in samples
+            assert ("http_errors", ("i", "", "", BODY_RATE), 1) in samples
 
     run(test)
 
