@@ -125,7 +125,8 @@ def large_calls(array: Any, send: Callable[[Any], float]) -> float:
 
 
 def main() -> None:
-    ray.init(num_cpus=2, log_to_driver=False, include_dashboard=False)
+    # Logical: both deployments take one, and those of the chains a hundredth each.
+    ray.init(num_cpus=3, log_to_driver=False, include_dashboard=False)
     handle = serve.run(Caller.bind(Echo.bind()), route_prefix=None)
     echo = serve.get_deployment_handle("Echo", "default")
     chains: list[Any] = []
