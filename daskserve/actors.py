@@ -204,6 +204,7 @@ class ProxyActor:
             ("http_timeouts", (instance,), counts.timed_out),
             ("http_cancellations", (instance,), counts.unanswered),
             *([] if self._server is None else self._server.samples(instance)),
+            *([] if self._health is None else self._health.samples(instance)),
             *self._ingress.figures.samples(instance),
         ]
 

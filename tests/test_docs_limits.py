@@ -44,7 +44,6 @@ LIMIT = re.compile(r"(max|min)_.*|.*_(timeout|grace)_s")
 NO_LIMITS = {"return_grace_s"}
 #: What no request meets in a way that could be counted: only the program gets the error, or nothing happens.
 NOT_COUNTED = {
-    "`health_port`",
     "`daskserve.timeouts.proxy-s`",
     "`daskserve.timeouts.connect-s`",
     "`daskserve.channel.retry-direct-s`",

@@ -12,6 +12,7 @@ from starlette.middleware import Middleware
 from starlette.responses import PlainTextResponse
 
 from daskserve.errors import PortInUseError
+from daskserve.figures.collector import PROCESS
 from daskserve.options.http import HTTPOptions
 from daskserve.testing import local_instance
 
@@ -48,6 +49,19 @@ def test_health_has_a_port_outside_of_the_middlewares(server: Any) -> None:
         assert status_of(health) == 200
     with pytest.raises(urllib.error.URLError, match="refused"):
         status_of(health)
+
+
+def test_what_the_health_port_refuses_is_counted_with_the_proxy() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    with local_instance(http_options=HTTPOptions(port=0, health_port=port)):
+        with socket.create_connection(("127.0.0.1", port), 20) as probe:
+            probe.sendall(b"POST /-/healthz HTTP/1.1\r\nHost: a\r\nContent-Length: 1\r\n\r\nx")
+            assert b" 413 " in probe.recv(1000)
+        found = {(name, labels[1:]): value for name, labels, value in PROCESS.samples() if value}
+        assert found["http_requests", ("", "", "POST", "413")] == 1
+        assert found["http_limited_requests", ("max_body_bytes",)] == 1
 
 
 def test_a_taken_health_port_fails_the_start() -> None:

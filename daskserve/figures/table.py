@@ -176,7 +176,8 @@ SECTIONS: Mapping[str, Sequence[MetricSpec]] = {
             "channel_refusals",
             _C,
             ("cause",),
-            "Connections that were closed because of their other end: late, a stranger, or invalid frames.",
+            "Connections closed before they became channels (late, stranger), or after a frame that could "
+            "not be handled (invalid).",
         ),
         MetricSpec(
             "channel_sent_bytes", _C, (), "Bytes sent over channels, those in shared memory included."

@@ -32,14 +32,16 @@ class BodyKeeper:
         return self._app(scope, receive, send)
 
 
-def _hidden() -> RequestBody | None:
-    found = _hidden_body.get()
-    return None if found is None else found()
+def _body_of(receive: Receive) -> RequestBody | None:
+    if isinstance(receive, RequestBody):
+        return receive
+    hidden = _hidden_body.get()
+    return None if hidden is None else hidden()
 
 
 def is_refused(receive: Receive) -> bool:
     """Return whether the server has ended a request because of its body."""
-    body = receive if isinstance(receive, RequestBody) else _hidden()
+    body = _body_of(receive)
     return body is not None and body.is_refused
 
 
@@ -78,7 +80,7 @@ class BodyGate:
         BackPressureError
             The body has not arrived, and no further request may wait for a slot.
         """
-        body = receive if isinstance(receive, RequestBody) else _hidden()
+        body = _body_of(receive)
         if body is None:
             return None
         router = self._router_of(endpoint)

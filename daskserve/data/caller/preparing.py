@@ -37,7 +37,9 @@ def pack(
     Raises
     ------
     UnpicklableError
-        An argument cannot be pickled, or not by the serialization of the handle.
+        An argument cannot be pickled.
+    BadRequestError
+        The serialization of the handle cannot hold an argument.
     """
     try:
         serialization = options.request_serialization

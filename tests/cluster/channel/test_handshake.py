@@ -212,6 +212,7 @@ def test_too_many_handshakes_end_the_oldest_and_let_others_in() -> None:
         assert await entering
         await asyncio.sleep(1)
         assert [each.done() for each in admitting] == [True] * 98 + [False] * 2
+        assert admission.refused == {"late": 98, "stranger": 0}
         admission.close()
         assert await asyncio.gather(*admitting) == [False] * 100
         assert all(far.is_aborted for _, far in silent)

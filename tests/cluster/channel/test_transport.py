@@ -192,6 +192,7 @@ def test_bytes_of_another_protocol_end_the_connection(
             async with asyncio.timeout(DEADLINE_S):
                 await end.running
                 assert await asyncio.get_running_loop().sock_recv(theirs, 100) == b""
+                assert end.transport.traffic.invalid == 1
 
     runner.run(main())
     assert "invalid frame" in caplog.text

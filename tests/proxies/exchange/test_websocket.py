@@ -29,6 +29,7 @@ from wsproto.events import (
 from daskserve.proxies.asgi import Scope
 from daskserve.proxies.exchange.stream import TransportStream
 from daskserve.proxies.exchange.websocket_inbox import MAX_INBOX_BYTES
+from daskserve.proxies.exchange.websocket_line import MAX_PONGS
 from daskserve.proxies.server.life import HTTPServer
 from daskserve.types import Message, Receive, Send
 
@@ -450,6 +451,26 @@ def test_a_silent_client_is_pinged_and_then_closed(monkeypatch: pytest.MonkeyPat
             assert (await client.closed())[0] == 1011
             await poll_for(lambda: app.ended)
             assert hits(server) == {"websocket_silence": 1}
+
+    run(test)
+
+
+def test_a_client_that_sends_pings_and_does_not_read_gets_no_more_pongs() -> None:
+    async def test() -> None:
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            await receive()
+            await send({"type": "websocket.accept"})
+            with contextlib.suppress(OSError):
+                await send({"type": "websocket.send", "bytes": bytes(8_000_000)})
+
+        async with serving(app) as server, client_of(server) as client:
+            await client.open()
+            (session,) = server._carrier.sockets
+            await poll_for(session.line.stream.writing)
+            for _ in range(MAX_PONGS + 10):
+                await client.send(Ping())
+            await poll_for(lambda: session.line._pongs == MAX_PONGS + 10)
+            assert hits(server) == {"websocket_pongs": 1}
 
     run(test)
 

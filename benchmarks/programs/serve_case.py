@@ -1,0 +1,66 @@
+"""Serves one case of ``bench_versions.py`` until it is terminated, by the daskserve of its environment.
+
+Arguments: what to serve (see `CASES`), the HTTP server, and the folder of that version's benchmarks, whose
+``http_load`` and applications it uses. It prints its address. Its workers are its children.
+"""
+
+import os
+import signal
+import sys
+from contextlib import contextmanager
+
+served, server, benchmarks = sys.argv[1:]
+programs = os.path.join(benchmarks, "programs")
+sys.path[:0] = [benchmarks, programs]
+os.environ |= {"PYTHONPATH": programs, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+
+from http_load import Place, serving  # noqa: E402
+
+import daskserve as serve  # noqa: E402
+from daskserve.cluster.launch import start_local_cluster  # noqa: E402
+from daskserve.settings import LocalClusterSize  # noqa: E402
+
+WORKER_LOOP = {"event_loop": "worker"}
+PLACES = {
+    "no-op": Place(workers=2, server=server),
+    "no-op on the worker's loop": Place(workers=2, server=server, config=WORKER_LOOP),
+    "no-op, one hop": Place(hops=1, server=server),
+}
+APPS = {
+    "FastAPI /item": ("apps:app", "/item"),
+    "FastAPI /plain": ("apps:app", "/plain"),
+    "FastAPI /async": ("apps:app", "/async"),
+    "async class": ("apps:AsyncModel", "/"),
+}
+
+
+@contextmanager
+def place(name):
+    with serving(PLACES[name]) as system:
+        yield system.url
+
+
+@contextmanager
+def app(target, path):
+    """Serve an application in two workers, each with a proxy and a replica, with default settings."""
+    cluster, dask = start_local_cluster(LocalClusterSize(2, 2), has_dashboard=False)
+    try:
+        http = {"port": 0, "location": "EveryWorker", "server": server}
+        with serve.start(http_options=http, dask_client=dask) as client:
+            client.create_backend("app", target, config={"num_replicas": 2})
+            client.create_endpoint("app", backend="app", route="/", methods=["GET", "POST"])
+            yield client.http_urls()[0].rstrip("/") + path
+    finally:
+        dask.close()
+        cluster.close()
+
+
+def end(*_):
+    raise SystemExit
+
+
+if __name__ == "__main__":  # workers import this module, too
+    signal.signal(signal.SIGTERM, end)
+    with place(served) if served in PLACES else app(*APPS[served]) as url:
+        print(url, flush=True)
+        signal.pause()
