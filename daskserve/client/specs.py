@@ -181,6 +181,7 @@ def make_spec(
     facts = inspect_definition(definition, init_args, init_kwargs)
     options = parse_options(ActorOptions, actor_options, what="actor_options")
     wanted = parse_options(BackendConfig, config, what="config")
+    wanted.check_complete()
     check_covered(wanted.placement_group_bundles, options)
     _check_batching(tag, wanted, facts, definition)
     metadata = BackendMetadata(

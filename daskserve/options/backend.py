@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AliasChoices, Field, field_validator, model_validator
 
 from daskserve.options.autoscaling import AutoscalingConfig
-from daskserve.options.base import CONTROLLER_ONLY, REPLACES, Options
+from daskserve.options.base import CONTROLLER_ONLY, REPLACES, ByteCount, Options, as_bytes
 from daskserve.options.bounds import share_or_number
 from daskserve.options.credentials import masked, validated
 from daskserve.options.gang import GangSchedulingConfig
@@ -83,7 +83,7 @@ class BackendConfig(Options):
         ge=-1,
         description="Maximum number of requests queued in a router for this backend; -1: no limit.",
     )
-    max_body_bytes: Annotated[int | None, CONTROLLER_ONLY] = Field(
+    max_body_bytes: Annotated[ByteCount | None, CONTROLLER_ONLY] = Field(
         None,
         ge=0,
         description="Maximum size of a request body, in bytes; a larger one gets 413. None: that of "
@@ -221,6 +221,18 @@ class BackendConfig(Options):
             )
         return value
 
+    @field_validator("placement_group_bundles", mode="before")
+    @classmethod
+    def _memory_in_bytes(cls, value: Any) -> Any:
+        if not isinstance(value, list | tuple):
+            return value
+        return [
+            {**each, "memory": as_bytes(each["memory"])}
+            if isinstance(each, Mapping) and "memory" in each
+            else each
+            for each in value
+        ]
+
     @field_validator("placement_group_bundles")
     @classmethod
     def _bundles_are_right(cls, value: list[dict[str, float]] | None) -> list[dict[str, float]] | None:
@@ -243,6 +255,8 @@ class BackendConfig(Options):
         if not isinstance(values, Mapping):
             return values
         found = translated(values)
+        if found.get("num_replicas", ...) is None:
+            del found["num_replicas"]
         metadata = found.get("internal_metadata")
         classic = metadata.get if isinstance(metadata, Mapping) else partial(getattr, metadata)
         options = found.get("autoscaling_config", classic("autoscaling_config", None))
@@ -284,30 +298,32 @@ class BackendConfig(Options):
                 f"autoscaling_config has multiple_of={scaling.multiple_of}, which must be a multiple of "
                 f"gang_size={size}; set multiple_of={size}"
             )
-        if self.num_replicas % size and (scaling is None or "num_replicas" in self.model_fields_set):
+        if "num_replicas" in self.model_fields_set:
+            self._check_whole_gangs()
+        return self
+
+    def _check_whole_gangs(self) -> None:
+        size = 1 if self.gang_scheduling_config is None else self.gang_scheduling_config.gang_size
+        if self.num_replicas % size:
             raise ValueError(
                 f"num_replicas={self.num_replicas} must be a multiple of gang_size={size}; the next one is "
                 f"{-(-self.num_replicas // size) * size}"
             )
-        return self
 
     @model_validator(mode="after")
-    def _groups_are_complete(self) -> BackendConfig:
+    def _one_places(self) -> BackendConfig:
         strategy = self.placement_group_strategy
         if strategy is not None and self.gang_scheduling_config is not None:
             raise ValueError(
                 f"placement_group_strategy={strategy!r} is given together with gang_scheduling_config, whose "
-                "gang_placement_strategy says where all bundles of a gang go; leave one out"
-            )
-        if strategy is not None and self.placement_group_bundles is None:
-            raise ValueError(
-                f"placement_group_strategy={strategy!r} is given without placement_group_bundles; give both, "
-                "or use placement, which says where the replicas go"
+                "gang_placement_strategy says where all bundles of a gang go; leave one out, or set it to "
+                "None"
             )
         if self.placement_group_bundles is not None and self.max_replicas_per_node is not None:
             raise ValueError(
                 f"max_replicas_per_node={self.max_replicas_per_node} is given together with "
-                "placement_group_bundles, whose bundles may be on several hosts; leave one out"
+                "placement_group_bundles, whose bundles may be on several hosts; leave one out, or set it to "
+                "None"
             )
         return self
 
@@ -315,6 +331,16 @@ class BackendConfig(Options):
     @classmethod
     def _errors_without_credentials(cls, values: Any, validate: Any) -> Any:
         return validated(values, validate)
+
+    def check_complete(self) -> None:
+        """Raise `ValueError` if an option needs another one, which a later step may add until it is used."""
+        if self.placement_group_strategy is not None and self.placement_group_bundles is None:
+            raise ValueError(
+                f"placement_group_strategy={self.placement_group_strategy!r} is given without "
+                "placement_group_bundles; give both, or use placement, which says where the replicas go"
+            )
+        if self.autoscaling_config is None:
+            self._check_whole_gangs()
 
     def for_replicas(self, **how: Any) -> dict[str, Any]:
         """Return the options that a replica reads; ``how`` goes to ``model_dump``.
@@ -387,13 +413,20 @@ class BackendConfig(Options):
             return "drop"
         return "gather" if facts.is_blocking or facts.accepts_batches else "stream"
 
-    def merged(self, changes: BackendConfig) -> BackendConfig:
-        """Return a copy in which the fields that ``changes`` sets are replaced."""
+    def merged(self, changes: BackendConfig, *, ends_autoscaling: bool = False) -> BackendConfig:
+        """Return a copy in which the fields that ``changes`` sets are replaced.
+
+        Autoscaling replaces a number of replicas. A number replaces autoscaling only with
+        ``ends_autoscaling``; otherwise the two together are an error.
+        """
         # Not model_copy: that skips validation.
         values = {name: getattr(self, name) for name in self.model_fields_set}
         config = changes.autoscaling_config
         if config is not None and not config.dry_run:
             values.pop("num_replicas", None)  # the previous number, which autoscaling replaces
+        before, has_number = self.autoscaling_config, "num_replicas" in changes.model_fields_set
+        if ends_autoscaling and has_number and before is not None and not before.dry_run:
+            values["autoscaling_config"] = None
         values |= {
             name: getattr(changes, name) for name in changes.model_fields_set if name != "internal_metadata"
         }

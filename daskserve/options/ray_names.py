@@ -69,13 +69,12 @@ def translated(values: Mapping[str, Any]) -> dict[str, Any]:
     Raises
     ------
     ValueError
-        A value that Ray Serve does not allow, or an option that is given under both names.
+        A value that Ray Serve does not allow.
     """
-    found = dict(values)
+    # A program may pass None for an option that it does not use.
+    found = {name: value for name, value in values.items() if value is not None or name not in INSTEAD}
     for theirs, (ours, translate) in _TRANSLATIONS.items():
         if theirs in found:
-            if ours in found:
-                raise ValueError(f"{theirs} is another spelling of {ours}; give only one of them")
             found[ours] = translate(found.pop(theirs))
     if found.get("max_ongoing_requests", ...) is None:
         raise ValueError(
