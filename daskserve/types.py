@@ -181,10 +181,14 @@ class Location(enum.StrEnum):
     EVERY_NODE = "EveryNode"
     EVERY_WORKER = "EveryWorker"
     NO_SERVER = "NoServer"
+    # Ray Serve's names.
+    HeadOnly = HEAD_ONLY
+    EveryNode = EVERY_NODE
+    Disabled = NO_SERVER
 
     @classmethod
     def _missing_(cls, value: object) -> Location | None:
-        return cls.NO_SERVER if value == "Disabled" else None  # Ray Serve's name
+        return cls.NO_SERVER if value == "Disabled" else None  # Ray Serve's value
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,11 +9,11 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AliasChoices, Field, field_validator, model_validator
 
 from daskserve.options.autoscaling import AutoscalingConfig
-from daskserve.options.base import CONTROLLER_ONLY, REPLACES, ByteCount, Options, as_bytes
+from daskserve.options.base import CONTROLLER_ONLY, REPLACES, ByteCount, Options
 from daskserve.options.bounds import share_or_number
 from daskserve.options.credentials import masked, validated
-from daskserve.options.gang import GangSchedulingConfig
-from daskserve.options.placement_group import Strategy, check_bundles
+from daskserve.options.gang import GangSchedulingConfig, check_whole
+from daskserve.options.placement_group import Bundle, Strategy, check_bundles
 from daskserve.options.ray_names import translated
 from daskserve.types import BodyUse
 
@@ -130,7 +130,7 @@ class BackendConfig(Options):
         description="Replicas that start together or not at all, and end together, see [Gangs](#gangs). "
         "``max_surge`` and ``max_unavailable`` then count gangs.",
     )
-    placement_group_bundles: Annotated[list[dict[str, float]] | None, CONTROLLER_ONLY, REPLACES] = Field(
+    placement_group_bundles: Annotated[list[Bundle] | None, CONTROLLER_ONLY, REPLACES] = Field(
         None,
         description="Bundles of resources that each replica reserves, all or none, see "
         "[Placement groups](#placement-groups). It runs in the first one, which must cover its "
@@ -221,18 +221,6 @@ class BackendConfig(Options):
             )
         return value
 
-    @field_validator("placement_group_bundles", mode="before")
-    @classmethod
-    def _memory_in_bytes(cls, value: Any) -> Any:
-        if not isinstance(value, list | tuple):
-            return value
-        return [
-            {**each, "memory": as_bytes(each["memory"])}
-            if isinstance(each, Mapping) and "memory" in each
-            else each
-            for each in value
-        ]
-
     @field_validator("placement_group_bundles")
     @classmethod
     def _bundles_are_right(cls, value: list[dict[str, float]] | None) -> list[dict[str, float]] | None:
@@ -299,16 +287,8 @@ class BackendConfig(Options):
                 f"gang_size={size}; set multiple_of={size}"
             )
         if "num_replicas" in self.model_fields_set:
-            self._check_whole_gangs()
+            check_whole(self.num_replicas, size)
         return self
-
-    def _check_whole_gangs(self) -> None:
-        size = 1 if self.gang_scheduling_config is None else self.gang_scheduling_config.gang_size
-        if self.num_replicas % size:
-            raise ValueError(
-                f"num_replicas={self.num_replicas} must be a multiple of gang_size={size}; the next one is "
-                f"{-(-self.num_replicas // size) * size}"
-            )
 
     @model_validator(mode="after")
     def _one_places(self) -> BackendConfig:
@@ -339,8 +319,8 @@ class BackendConfig(Options):
                 f"placement_group_strategy={self.placement_group_strategy!r} is given without "
                 "placement_group_bundles; give both, or use placement, which says where the replicas go"
             )
-        if self.autoscaling_config is None:
-            self._check_whole_gangs()
+        if self.gang_scheduling_config is not None and self.autoscaling_config is None:
+            check_whole(self.num_replicas, self.gang_scheduling_config.gang_size)
 
     def for_replicas(self, **how: Any) -> dict[str, Any]:
         """Return the options that a replica reads; ``how`` goes to ``model_dump``.

@@ -59,7 +59,7 @@ class HTTPOptions(Options):
         None,
         gt=0,
         description="Time in seconds after which a request gets 408; None means no limit. A client can only "
-        "shorten it, by the header ``X-Request-Timeout-Seconds``.",
+        "shorten it, by the header ``X-Request-Timeout-Seconds``; 0 in the header does not lift it.",
     )
     max_body_bytes: ByteCount = Field(
         64 << 20,
