@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import pickle
+import re
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, Protocol, TypeAlias, cast
@@ -99,6 +100,40 @@ def split_deployment_tag(tag: BackendTag) -> tuple[str, str]:
     """Return what `daskserve.options.app_spec.deployment_tag` made a tag of: the application and the name."""
     application, _, name = tag.rpartition("/")
     return application or DEFAULT_APPLICATION, name
+
+
+#: The tag of a deployment's actor, which `daskserve.options.app_spec.actor_tag` begins, or of its replica.
+_ACTOR_TAG = re.compile(r"((.+):([^:/#]+))::[0-9a-f]*(?=#|$)")
+
+
+def short_tag(tag: str) -> str:
+    """Return the tag of a backend or replica without what tells two versions of an actor apart."""
+    return _ACTOR_TAG.sub(r"\1", tag)
+
+
+def described(tag: BackendTag, kind: str = "backend") -> str:
+    """Return what a tag stands for, in the words of who deployed it.
+
+    Parameters
+    ----------
+    kind : str
+        What a tag of no named application stands for. With a capital letter, a sentence begins with it.
+    """
+    application, slash, name = tag.rpartition("/")
+    actor = _ACTOR_TAG.fullmatch(name)
+    if actor is None and not slash:
+        return f"{kind} {name!r}"
+    text = f"deployment {name!r}" if actor is None else f"actor {actor[3]!r} of deployment {actor[2]!r}"
+    if slash:
+        text += f" of application {application!r}"
+    return text[0].upper() + text[1:] if kind[0].isupper() else text
+
+
+def described_actor(name: str) -> str:
+    """Return what the name of an actor stands for, such as ``Replica 'model#x'``, to begin a sentence."""
+    _, _, what = name.partition("/")
+    kind, slash, tag = what.partition("/")
+    return f"{kind.capitalize()} {short_tag(tag)!r}" if slash else f"Actor {name!r}"
 
 
 ALL_HTTP_METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE", "CONNECT", "OPTIONS", "TRACE", "PATCH")

@@ -201,8 +201,23 @@ def routed_as_before(state: State, before: EndpointRecord) -> Change:
 
 
 def delete_endpoint(state: State, name: EndpointTag) -> Change:
-    """Remove an endpoint but not its backends; ignore an unknown name."""
-    return {state.endpoints[name].key: None} if name in state.endpoints else {}
+    """Remove an endpoint but not its backends; ignore an unknown name.
+
+    Raises
+    ------
+    BadRequestError
+        It belongs to an application, whose deployment could no longer be called.
+    """
+    endpoint = state.endpoints.get(name)
+    if endpoint is None:
+        return {}
+    owner = _application_of(state, endpoint)
+    if owner and state.apps.get(owner) is not None:
+        raise BadRequestError(
+            f"Endpoint '{name}' is a part of application '{owner}' and cannot be deleted alone. Delete the "
+            "application, or run it with route_prefix=None, which takes its route away."
+        )
+    return {endpoint.key: None}
 
 
 def set_traffic(state: State, name: EndpointTag, traffic: Mapping[BackendTag, float]) -> Change:
