@@ -98,7 +98,7 @@ def waits_for(status: Status, goal: GoalId) -> str:
             return f"{found.application}: {app.status}"
         # The first ones are those that the others wait for. The tag of an actor is longer than its name.
         wanted = deployment_tag(found.application, late[0])
-        name = next((each for each in reversed(status.backends) if short_tag(each) == wanted), wanted)
+        name = next((each for each in reversed(list(status.backends)) if short_tag(each) == wanted), wanted)
     backend = status.backends.get(name)
     if backend is None:
         return "Waiting for a change"

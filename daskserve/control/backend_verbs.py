@@ -306,7 +306,7 @@ def get_endpoint(state: State, name: str) -> dict[str, Any]:
     """Return the entry of one endpoint in `list_endpoints`; raise `NotFoundError` if there is none."""
     endpoint = state.endpoints.get(name)
     if endpoint is None:
-        raise NotFoundError(f"Endpoint '{name}' does not exist.")
+        raise NotFoundError(f"Endpoint '{short_tag(name)}' does not exist.")
     return {
         "route": endpoint.route,
         "methods": list(endpoint.methods),

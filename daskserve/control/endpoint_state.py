@@ -11,7 +11,7 @@ from daskserve.control.records import Change, EndpointRecord
 from daskserve.control.state import State
 from daskserve.errors import AlreadyRegisteredError, BadRequestError, NotRegisteredError
 from daskserve.options.route_variables import has_variables, shape_of
-from daskserve.types import BackendTag, EndpointTag
+from daskserve.types import BackendTag, EndpointTag, short_tag
 
 
 def normalise_route(route: str) -> str:
@@ -31,10 +31,8 @@ def _require_backends(state: State, backends: Sequence[BackendTag]) -> None:
 def _require_endpoint(state: State, name: EndpointTag) -> EndpointRecord:
     endpoint = state.endpoints.get(name)
     if endpoint is None:
-        raise NotRegisteredError(
-            f"Endpoint '{name}' is not registered; registered: "
-            f"{', '.join(sorted(state.endpoints)) or 'none'}."
-        )
+        known = ", ".join(sorted(each for each in state.endpoints if each == short_tag(each)))
+        raise NotRegisteredError(f"Endpoint '{name}' is not registered; registered: {known or 'none'}.")
     return endpoint
 
 

@@ -55,18 +55,18 @@ def names_of(model: type[BaseModel]) -> list[str]:
 
 def check_spellings(model: type[BaseModel], values: Mapping[str, Any]) -> None:
     """Raise `ValidationError` if an option is given under two of its names."""
-    twice = [
-        as_details(
-            {
+    given: dict[str, str] = {}
+    twice = []
+    for spelling, name in {**{each: each for each in model.model_fields}, **spellings_of(model)}.items():
+        if spelling in values and (first := given.setdefault(name, spelling)) != spelling:
+            text = f"{spelling} is another spelling of {first}; give only one of them"
+            found = {
                 "type": OPTION_NAME,
-                "loc": (other,),
-                "input": values[other],
-                "ctx": {"text": f"{other} is another spelling of {name}; give only one of them"},
+                "loc": (spelling,),
+                "input": [first, spelling],
+                "ctx": {"text": text},
             }
-        )
-        for other, name in spellings_of(model).items()
-        if other in values and name in values
-    ]
+            twice.append(as_details(found))
     if twice:
         raise ValidationError.from_exception_data(model.__name__, twice)
 

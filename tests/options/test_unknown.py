@@ -12,6 +12,7 @@ from daskserve.options.actor import ActorOptions
 from daskserve.options.autoscaling import AutoscalingConfig
 from daskserve.options.backend import BackendConfig
 from daskserve.options.base import Options, parse_options
+from daskserve.options.environment import Environment
 from daskserve.options.http import HTTPOptions
 
 
@@ -44,6 +45,7 @@ def test_the_three_nearest_options_are_listed() -> None:
             {"graceful_shutdown_timeout_s": 1, "experimental_graceful_shutdown_timeout_s": 1},
             "graceful_shutdown_timeout_s is another spelling of experimental_graceful_shutdown_timeout_s",
         ),
+        (Environment, {"uv": ["a"], "pip": ["a"]}, "uv is another spelling of pip; give only one of them"),
         (
             BackendConfig,
             {"max_surge_percent": 3, "max_surge": 1},
