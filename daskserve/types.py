@@ -102,22 +102,22 @@ def split_deployment_tag(tag: BackendTag) -> tuple[str, str]:
     return application or DEFAULT_APPLICATION, name
 
 
-#: The tag of a deployment's actor, which `daskserve.options.app_spec.actor_tag` begins, or of its replica.
+#: The tag of a deployment's actor, as `daskserve.options.app_spec.actor_tag` begins it, or of its replica.
 _ACTOR_TAG = re.compile(r"((.+):([^:/#]+))::[0-9a-f]*(?=#|$)")
 
 
 def short_tag(tag: str) -> str:
-    """Return the tag of a backend or replica without what tells two versions of an actor apart."""
+    """Return the tag of a backend or replica; that of an actor loses the digest of its version."""
     return _ACTOR_TAG.sub(r"\1", tag)
 
 
 def described(tag: BackendTag, kind: str = "backend") -> str:
-    """Return what a tag stands for, in the words of who deployed it.
+    """Return a description of a tag, for a message, with the names that the user gave.
 
     Parameters
     ----------
     kind : str
-        What a tag of no named application stands for. With a capital letter, a sentence begins with it.
+        The noun for a tag without an application. With a capital letter, the description begins a sentence.
     """
     application, slash, name = tag.rpartition("/")
     actor = _ACTOR_TAG.fullmatch(name)
@@ -130,7 +130,7 @@ def described(tag: BackendTag, kind: str = "backend") -> str:
 
 
 def described_actor(name: str) -> str:
-    """Return what the name of an actor stands for, such as ``Replica 'model#x'``, to begin a sentence."""
+    """Return a description of an actor by its name, such as ``Replica 'model#x'``, to begin a sentence."""
     _, _, what = name.partition("/")
     kind, slash, tag = what.partition("/")
     return f"{kind.capitalize()} {short_tag(tag)!r}" if slash else f"Actor {name!r}"

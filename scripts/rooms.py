@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = "daskserve"
-#: Modules that only have names of other modules, as Ray Serve calls them.
+#: Modules that re-export classes under Ray Serve's names.
 RAY_SERVE = frozenset({"config", "exceptions", "handle", "schema"})
 
 

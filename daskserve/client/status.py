@@ -263,7 +263,7 @@ class Status:
         return "\n\n".join(each if isinstance(each, str) else table(*each) for each in self._parts())
 
     def _repr_html_(self) -> str:
-        """Return the same for a notebook; what users have written is text in it."""
+        """Return the same as HTML, for notebooks; the texts of users are escaped."""
         return "\n".join(
             f"<p>{'<br>'.join(map(escape, each.splitlines()))}</p>"
             if isinstance(each, str)

@@ -23,7 +23,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def html_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return the same as HTML. Values are text, and never markup."""
+    """Return the same as HTML, with escaped values."""
     first, *others = _lines(head, rows)
     body = "".join(_html_row("td", each) for each in others)
     return f"<table><thead>{_html_row('th', first)}</thead><tbody>{body}</tbody></table>"

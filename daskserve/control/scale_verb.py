@@ -20,8 +20,8 @@ def scale(state: State, name: str, number: int, wall: float, *, application: str
     Parameters
     ----------
     application : str
-        The application whose deployment ``name`` is. What the classic verbs made is below the default
-        application, or one of its own name. Empty: ``name`` is a tag.
+        The application of the deployment ``name``. Backends and deployments outside of applications belong
+        to the default application, or to one of their own name. Empty: ``name`` is a tag.
 
     Raises
     ------
@@ -45,18 +45,18 @@ def scale(state: State, name: str, number: int, wall: float, *, application: str
 def _tag_of(state: State, name: str, application: str) -> BackendTag:
     """Return the tag of an application's deployment; raise `NotFoundError` if there is none."""
     app = state.apps.get(application)
-    if app is not None and name in app.deployments:
-        return app.deployments[name]
+    own = {} if app is None else {n: tag for n, tag in app.deployments.items() if not _is_actor(state, tag)}
+    if name in own:
+        return own[name]
     backend = state.backends.get(name)
     if backend is not None and not backend.application and application in (DEFAULT_APPLICATION, name):
         return name
-    if app is None or not app.deployments:
+    if not own:
         known = ", ".join(sorted(each.name for each in state.apps if each.deployments)) or "none"
         raise NotFoundError(
             f"There is no application {application!r} with a deployment {name!r}; the applications are: "
             f"{known}. A backend or deployment of no application is in {DEFAULT_APPLICATION!r}."
         )
-    own = [each for each, tag in app.deployments.items() if not _is_actor(state, tag)]
     raise NotFoundError(f"Application {application!r} has no deployment {name!r}; it has: {', '.join(own)}.")
 
 

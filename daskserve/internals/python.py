@@ -28,7 +28,7 @@ CallHandlers: TypeAlias = Callable[[logging.Logger, logging.LogRecord], None]
 
 
 def is_from_import(depth: int) -> bool:
-    """Return whether a caller, so many frames above the one that calls this, runs ``from ... import ...``."""
+    """Return whether the frame ``depth`` levels above the caller of this runs ``from ... import ...``."""
     caller = sys._getframe(depth + 1)
     return caller.f_code.co_code[caller.f_lasti] == dis.opmap["IMPORT_FROM"]
 

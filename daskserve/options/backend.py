@@ -313,7 +313,10 @@ class BackendConfig(Options):
         return validated(values, validate)
 
     def check_complete(self) -> None:
-        """Raise `ValueError` if an option needs another one, which a later step may add until it is used."""
+        """Raise `ValueError` if an option needs another one that is missing.
+
+        Validation does not check this, because several steps may give the options, in any order.
+        """
         if self.placement_group_strategy is not None and self.placement_group_bundles is None:
             raise ValueError(
                 f"placement_group_strategy={self.placement_group_strategy!r} is given without "

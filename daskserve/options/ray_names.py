@@ -79,7 +79,7 @@ _OTHER_NAMES: Mapping[str, str] = {
 def missing_name(module: str, name: str) -> Exception:
     """Return the error for a name that a module does not have; call it in the module's ``__getattr__``.
 
-    Of an `AttributeError`, ``from module import name`` shows nothing, and so nothing of what to use instead.
+    ``from module import name`` hides the text of an `AttributeError`; there, the error is an `ImportError`.
     """
     if name not in _OTHER_NAMES:
         return AttributeError(f"module {module!r} has no attribute {name!r}")
@@ -97,7 +97,7 @@ def translated(values: Mapping[str, Any]) -> dict[str, Any]:
     ValueError
         A value that Ray Serve does not allow.
     """
-    # A program may pass None for an option that it does not use.
+    # Programs pass None for options that they do not use.
     found = {name: value for name, value in values.items() if value is not None or name not in INSTEAD}
     for theirs, (ours, translate) in _TRANSLATIONS.items():
         if theirs in found:

@@ -94,7 +94,9 @@ def test_replicas_share_an_actor_that_is_up_before_them() -> None:
     ("app", "whose", "prefix"), [("default", "", ""), ("shop", " of application 'shop'", "shop/")]
 )
 @pytest.mark.usefixtures("_ends")
-def test_errors_and_the_status_call_an_actor_as_its_user_did(app: str, whose: str, prefix: str) -> None:
+def test_errors_and_the_status_call_an_actor_as_its_user_did(
+    app: str, whose: str, prefix: str, caplog: pytest.LogCaptureFixture
+) -> None:
     class Broken(Counter):
         def __init__(self) -> None:
             raise RuntimeError("no database")
@@ -105,6 +107,9 @@ def test_errors_and_the_status_call_an_actor_as_its_user_did(app: str, whose: st
         handle.subtract.remote().result()
     with pytest.raises(ServeError, match=f"^Method add of a{actor_text} was called with stream=True"):
         handle.subtract.remote(stream=True).result()
+    with pytest.raises(TypeError, match="unsupported operand"):
+        handle.remote("many").result()
+    assert f" to {prefix}Model:counter#" in caplog.text
     with pytest.raises(
         ServeError, match=f"A{actor_text} failed in its constructor: RuntimeError: no database"
     ):
