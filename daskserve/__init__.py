@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from daskserve._version import __version__
 
 if TYPE_CHECKING:
-    from daskserve import context, errors, handle, metrics
+    from daskserve import config, context, errors, exceptions, handle, metrics, schema
     from daskserve.autoscaling.context import AutoscalingContext, Decision
     from daskserve.client.api import (
         connect,
@@ -214,7 +214,14 @@ _HOMES: Mapping[str, str] = {
     # errors
     "ServeError": "errors",
     "errors": "",
+    # names of Ray Serve's modules
+    "config": "",
+    "exceptions": "",
+    "schema": "",
 }
+
+#: Private names of Ray Serve that programs use for their argument ``_blocking``.
+_PRIVATE_NAMES = frozenset({"_run", "_run_many"})
 
 __all__ = [
     "ActorOptions",
@@ -247,6 +254,7 @@ __all__ = [
     "__version__",
     "accept_batch",
     "batch",
+    "config",
     "connect",
     "connect_async",
     "context",
@@ -264,6 +272,7 @@ __all__ = [
     "delete_endpoint_async",
     "deployment",
     "errors",
+    "exceptions",
     "explain",
     "explain_async",
     "get_app_handle",
@@ -298,6 +307,7 @@ __all__ = [
     "run_many_async",
     "scale",
     "scale_async",
+    "schema",
     "set_target_capacity",
     "set_target_capacity_async",
     "set_traffic",
@@ -319,10 +329,12 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
+    if home is None and name in _PRIVATE_NAMES:
+        return getattr(importlib.import_module(__name__), name.removeprefix("_"))
     if home is None:
-        from daskserve.options.ray_names import name_hint
+        from daskserve.options.ray_names import missing_name
 
-        raise AttributeError(f"module 'daskserve' has no attribute {name!r}{name_hint(name)}")
+        raise missing_name(__name__, name)
     if importlib.util.find_spec("daskserve.proxies") is None:
         raise ImportError(
             f"{__path__[0]} is only a part of daskserve: in a clone the proxies lie beside it. "

@@ -6,11 +6,14 @@ classes themselves have the shorter names of ``daskserve``.
 
 from __future__ import annotations
 
+from typing import Any
+
 from daskserve.data.caller.broadcast import BroadcastResponse as DeploymentBroadcastResponse
 from daskserve.data.caller.handle import Handle as DeploymentHandle
 from daskserve.data.caller.replica_choice import ReplicaSelection
 from daskserve.data.caller.response import Response as DeploymentResponse
 from daskserve.data.caller.response_stream import ResponseGenerator as DeploymentResponseGenerator
+from daskserve.options.ray_names import missing_name
 
 __all__ = [
     "DeploymentBroadcastResponse",
@@ -19,3 +22,7 @@ __all__ = [
     "DeploymentResponseGenerator",
     "ReplicaSelection",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    raise missing_name(__name__, name)

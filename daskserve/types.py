@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import pickle
+import re
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, Protocol, TypeAlias, cast
@@ -101,6 +102,40 @@ def split_deployment_tag(tag: BackendTag) -> tuple[str, str]:
     return application or DEFAULT_APPLICATION, name
 
 
+#: The tag of a deployment's actor, as `daskserve.options.app_spec.actor_tag` begins it, or of its replica.
+_ACTOR_TAG = re.compile(r"((.+):([^:/#]+))::[0-9a-f]*(?=#|$)")
+
+
+def short_tag(tag: str) -> str:
+    """Return the tag of a backend or replica; that of an actor loses the digest of its version."""
+    return _ACTOR_TAG.sub(r"\1", tag)
+
+
+def described(tag: BackendTag, kind: str = "backend") -> str:
+    """Return a description of a tag, for a message, with the names that the user gave.
+
+    Parameters
+    ----------
+    kind : str
+        The noun for a tag without an application. With a capital letter, the description begins a sentence.
+    """
+    application, slash, name = tag.rpartition("/")
+    actor = _ACTOR_TAG.fullmatch(name)
+    if actor is None and not slash:
+        return f"{kind} {name!r}"
+    text = f"deployment {name!r}" if actor is None else f"actor {actor[3]!r} of deployment {actor[2]!r}"
+    if slash:
+        text += f" of application {application!r}"
+    return text[0].upper() + text[1:] if kind[0].isupper() else text
+
+
+def described_actor(name: str) -> str:
+    """Return a description of an actor by its name, such as ``Replica 'model#x'``, to begin a sentence."""
+    _, _, what = name.partition("/")
+    kind, slash, tag = what.partition("/")
+    return f"{kind.capitalize()} {short_tag(tag)!r}" if slash else f"Actor {name!r}"
+
+
 ALL_HTTP_METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE", "CONNECT", "OPTIONS", "TRACE", "PATCH")
 
 
@@ -181,10 +216,14 @@ class Location(enum.StrEnum):
     EVERY_NODE = "EveryNode"
     EVERY_WORKER = "EveryWorker"
     NO_SERVER = "NoServer"
+    # Ray Serve's names.
+    HeadOnly = HEAD_ONLY
+    EveryNode = EVERY_NODE
+    Disabled = NO_SERVER
 
     @classmethod
     def _missing_(cls, value: object) -> Location | None:
-        return cls.NO_SERVER if value == "Disabled" else None  # Ray Serve's name
+        return cls.NO_SERVER if value == "Disabled" else None  # Ray Serve's value
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ CAPTIONS: Mapping[str, tuple[str, str]] = {
     "testing": ("a cluster for your tests", BLUE),
     "client": ("start, deploy, inspect", BLUE),
     "cli": ("command line", BLUE),
-    "handle": ("Ray Serve's names of handles", BLUE),
+    "handle": ("and others: Ray Serve's names", BLUE),
     "metrics": ("metrics of user code", BLUE),
     "actors": ("wires the actors together", BLUE),
     "control": ("decides what runs", GREEN),

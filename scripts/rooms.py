@@ -1,6 +1,7 @@
 """The rooms of the code and the imports between them, as a graph that is read from the sources.
 
-A room is a folder directly in ``daskserve/`` seen as a whole, a module directly in it, or ``proxies/``.
+A room is a folder directly in ``daskserve/`` seen as a whole, a module directly in it, or ``proxies/``. The
+modules with Ray Serve's names are one room, ``handle``.
 An arrow is an import from one room into another. A floor is one more than the highest floor that a room
 imports.
 """
@@ -14,6 +15,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = "daskserve"
+#: Modules that re-export classes under Ray Serve's names.
+RAY_SERVE = frozenset({"config", "exceptions", "handle", "schema"})
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,8 @@ class Plan:
 
 def room_of(parts: tuple[str, ...]) -> str:
     """Return the room of a dotted name that starts with the package; the root package is a room, too."""
-    return parts[1] if len(parts) > 1 else "__init__"
+    room = parts[1] if len(parts) > 1 else "__init__"
+    return "handle" if room in RAY_SERVE else room
 
 
 def read_plan(root: Path = ROOT) -> Plan:

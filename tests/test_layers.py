@@ -47,7 +47,7 @@ ROOMS: Mapping[str, str] = {
     "client": "edge",
     "cli": "edge",
 }
-EDGE_MODULES = frozenset({"__main__", "actors", "handle", "testing"})
+EDGE_MODULES = frozenset({"__main__", "actors", "config", "exceptions", "handle", "schema", "testing"})
 #: Pairs of rooms that never import each other: they exchange values, like two programs.
 STRANGERS: Sequence[tuple[str, str]] = (
     ("daskserve.control", "daskserve.data"),

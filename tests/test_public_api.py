@@ -8,6 +8,7 @@ import sys
 import pytest
 
 import daskserve as serve
+from daskserve.options.http import HTTPOptions
 
 PUBLIC = {
     "ActorOptions",
@@ -38,6 +39,7 @@ PUBLIC = {
     "__version__",
     "accept_batch",
     "batch",
+    "config",
     "connect",
     "connect_async",
     "create_backend",
@@ -55,6 +57,7 @@ PUBLIC = {
     "context",
     "deployment",
     "errors",
+    "exceptions",
     "explain",
     "explain_async",
     "get_app_handle",
@@ -91,6 +94,7 @@ PUBLIC = {
     "run_many_async",
     "scale",
     "scale_async",
+    "schema",
     "set_target_capacity",
     "set_target_capacity_async",
     "set_traffic",
@@ -134,7 +138,6 @@ def test_an_unknown_name_raises_attribute_error() -> None:
             "multiplexed",
             "no attribute 'multiplexed'. That is Ray Serve's name: there is no multiplexing; keep",
         ),
-        ("exceptions", "use daskserve.errors."),
         ("get_replica_rank", r"use serve.get_replica_context\(\).rank."),
     ],
 )
@@ -142,6 +145,42 @@ def test_a_name_of_ray_serve_raises_an_error_with_the_alternative(name: str, tex
     with pytest.raises(AttributeError, match=text):
         getattr(serve, name)
     assert not hasattr(serve, name)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "ours"),
+    [
+        ("config", "AutoscalingConfig", "AutoscalingConfig"),
+        ("config", "GangSchedulingConfig", "GangSchedulingConfig"),
+        ("exceptions", "RayServeException", "ServeError"),
+        ("schema", "ServeStatus", "Status"),
+        ("handle", "DeploymentHandle", "Handle"),
+    ],
+)
+def test_the_modules_of_ray_serve_have_its_names(module: str, name: str, ours: str) -> None:
+    assert getattr(getattr(serve, module), name) is getattr(serve, ours)
+
+
+def test_the_places_of_proxies_have_ray_serves_names() -> None:
+    places = serve.config.ProxyLocation
+    assert HTTPOptions(location=places.Disabled) == HTTPOptions(location=places.NO_SERVER)
+    assert (places.HeadOnly, places.EveryNode) == ("HeadOnly", "EveryNode")
+
+
+@pytest.mark.parametrize(
+    ("statement", "text"),
+    [
+        ("from daskserve import multiplexed", "from 'daskserve'. That is Ray Serve's name: there is no"),
+        ("from daskserve.config import gRPCOptions", "from 'daskserve.config'.*there are no gRPC proxies"),
+        ("from daskserve.exceptions import gRPCStatusError", "there are no gRPC proxies"),
+        ("from daskserve.schema import ServeDeploySchema", r"no configuration files; use serve.run_many\(\)"),
+        ("from daskserve.handle import RayServeHandle", "use serve.Handle"),
+        ("from daskserve.config import nonsense", "cannot import name 'nonsense' from 'daskserve.config'"),
+    ],
+)
+def test_an_import_of_what_there_is_not_says_what_to_use(statement: str, text: str) -> None:
+    with pytest.raises(ImportError, match=text):
+        exec(statement)
 
 
 def test_importing_loads_nothing_heavy_and_starts_nothing() -> None:
@@ -168,7 +207,9 @@ def test_no_public_name_is_hidden_by_a_submodule() -> None:
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
     )
-    assert done.stdout.strip() == "['context', 'errors', 'handle', 'metrics']"
+    assert (
+        done.stdout.strip() == "['config', 'context', 'errors', 'exceptions', 'handle', 'metrics', 'schema']"
+    )
 
 
 def test_errors_say_whether_a_retry_may_help() -> None:

@@ -18,7 +18,7 @@ from daskserve.context import current_replica
 from daskserve.data.caller.handle import Handle
 from daskserve.errors import BadRequestError, DeployError, NotFoundError, RequestTimeoutError
 from daskserve.options.app_spec import ApplicationSpec, deployment_tag
-from daskserve.types import DEFAULT_APPLICATION, BackendTag, EndpointTag, GoalId, InstanceName
+from daskserve.types import DEFAULT_APPLICATION, BackendTag, EndpointTag, GoalId, InstanceName, short_tag
 
 #: How long the deletion of an application may take.
 DELETE_S = 60.0
@@ -162,8 +162,8 @@ class ApplicationVerbs(HandleVerbs):
         for tag in suspects:
             if tag in running:
                 raise BadRequestError(
-                    f"Deployment {built.handles[tag]!r} refers to a handle of {tag!r}, which this change "
-                    f"removes from application {name!r}. Pass the bound deployment to bind() instead "
+                    f"Deployment {built.handles[tag]!r} refers to a handle of {short_tag(tag)!r}, which this "
+                    f"change removes from application {name!r}. Pass the bound deployment to bind() instead "
                     "of its handle, or run the two as applications of different names."
                 )
 

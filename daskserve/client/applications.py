@@ -34,6 +34,7 @@ async def _run(
     external_scaler_enabled: bool = False,
     local: bool = False,
     _local_testing_mode: bool = False,
+    _blocking: bool = True,
 ) -> Handle:
     """Deploy an application and return its handle once it answers requests.
 
@@ -68,6 +69,8 @@ async def _run(
         Whether to run it in this process, without a cluster, HTTP or child processes: one replica of each
         deployment, whatever its options say about replicas, resources and environments. Such an application
         starts in milliseconds. It is meant for tests. ``_local_testing_mode`` is an alias.
+    _blocking : bool
+        With False, return as soon as the change is accepted, as in Ray Serve; `status` shows the progress.
 
     Raises
     ------
@@ -88,6 +91,7 @@ async def _run(
         blocking,
         http_options=http_options,
         timeout_s=timeout_s,
+        wait_for_applications_running=_blocking,
         local=local or _local_testing_mode,
     )
     return handle
@@ -158,7 +162,9 @@ async def _start_default(
     return connection
 
 
-async def _delete(form: Form[Any], name: str, blocking: bool = True, *, timeout_s: float = DELETE_S) -> None:
+async def _delete(
+    form: Form[Any], name: str, blocking: bool = True, *, timeout_s: float = DELETE_S, _blocking: bool = True
+) -> None:
     """Stop an application and remove it; do nothing if none of this name runs.
 
     The ingress stops first, and its deployments after those that call them. Running requests may finish.
@@ -166,7 +172,7 @@ async def _delete(form: Form[Any], name: str, blocking: bool = True, *, timeout_
     Parameters
     ----------
     blocking : bool
-        Whether to wait until everything has stopped.
+        Whether to wait until everything has stopped. ``_blocking`` is an alias.
     timeout_s : float
         How long to wait, in seconds.
 
@@ -177,7 +183,9 @@ async def _delete(form: Form[Any], name: str, blocking: bool = True, *, timeout_
     """
     connection = await find_default(form)
     if connection is not None:
-        await form.verbs(connection).delete_application(name, blocking=blocking, timeout_s=timeout_s)
+        await form.verbs(connection).delete_application(
+            name, blocking=blocking and _blocking, timeout_s=timeout_s
+        )
 
 
 delete = blocking(_delete)

@@ -10,6 +10,7 @@ from contextlib import suppress
 from daskserve.client.calls import ControllerCalls
 from daskserve.client.status import Status
 from daskserve.errors import ClosedError, ServeError
+from daskserve.types import short_tag
 
 logger = logging.getLogger("daskserve.client")
 
@@ -43,8 +44,11 @@ def changes(before: Status | None, after: Status) -> Iterator[str]:
 
 def _backend_change(name: str, before: Status, after: Status) -> str:
     old, new = before.backends.get(name), after.backends.get(name)
+    shown = short_tag(name)
     if new is None:
-        return f"{name} was deleted"
+        # Another tag of that name is a newer version of an actor.
+        is_replaced = any(short_tag(each) == shown for each in after.backends)
+        return f"{'The previous version of ' if is_replaced else ''}{shown} was deleted"
     were, are = _running(before, name), _running(after, name)
     routes = after.routes(name)
     message = new.message.partition("\n")[0]
@@ -59,7 +63,7 @@ def _backend_change(name: str, before: Status, after: Status) -> str:
         notes += [_named(are - were, "ready"), _named(were - are, "gone")]
     notes.append(message)
     text = "; ".join(note for note in notes if note)
-    summary = f"{name}: {new.status}, {new.running} of {new.wanted} replicas run"
+    summary = f"{shown}: {new.status}, {new.running} of {new.wanted} replicas run"
     return f"{summary} ({text})" if text else summary
 
 
@@ -70,7 +74,7 @@ def _running(status: Status, backend: str) -> set[str]:
 def _named(replicas: set[str], state: str) -> str:
     if len(replicas) > NAMED:
         return f"{len(replicas)} replicas {state}"
-    return f"{', '.join(sorted(replicas))} {state}" if replicas else ""
+    return f"{', '.join(sorted(map(short_tag, replicas)))} {state}" if replicas else ""
 
 
 def is_settled(status: Status) -> bool:

@@ -80,6 +80,7 @@ class DeploymentVerbs(Verbs):
         timeout_s: float | None = None,
         ray_actor_options: Mapping[str, Any] | None = None,
         blocking: bool = True,
+        _blocking: bool = True,
         **init_kwargs: Any,
     ) -> GoalId | bool | None:
         """Deploy a callable under a name, or update the deployment of that name to this code and config.
@@ -100,7 +101,7 @@ class DeploymentVerbs(Verbs):
         config, actor_options, env, timeout_s, ray_actor_options
             See `create_backend`.
         blocking : bool
-            Whether to wait; see the return value.
+            Whether to wait; see the return value. ``_blocking`` is an alias.
 
         Returns
         -------
@@ -136,7 +137,7 @@ class DeploymentVerbs(Verbs):
             ),
             route=f"/{name}" if route_prefix is NAME_AS_ROUTE else route_prefix,
             methods=python_methods(deployment_def),
-            blocking=blocking,
+            blocking=blocking and _blocking,
         )
 
     async def deploy_spec(

@@ -67,7 +67,7 @@ class Deployment:
         return replace(
             self,
             name=self.name if name is None else name,
-            config=self.config.merged(changes),
+            config=self.config.merged(changes, ends_autoscaling=True),
             actor_options=resources if has_resources else self.actor_options,
             version=self.version if version is None else version,
             env=self.env if env is UNSET and environment is None else environment,
@@ -88,9 +88,10 @@ class Deployment:
         TypeError
             The callable cannot be served, or an argument contains a deployment that is not bound.
         ValueError
-            There are arguments, but the callable is no class.
+            There are arguments, but the callable is no class; or an option lacks another one that it needs.
         """
         inspect_definition(self.definition, args, kwargs)
+        self.config.check_complete()
         unbound = _unbound_in((args, kwargs))
         if unbound is not None:
             raise unbound_error(self.name, unbound)
@@ -168,4 +169,4 @@ def default_name(definition: Any) -> str:
 def config_of(config: BackendConfig | Mapping[str, Any] | None, options: Mapping[str, Any]) -> BackendConfig:
     """Return a config with single options changed."""
     base = parse_options(BackendConfig, config, what="config")
-    return base.merged(BackendConfig(**options)) if options else base
+    return base.merged(BackendConfig(**options), ends_autoscaling=True) if options else base

@@ -54,7 +54,13 @@ class EndpointVerbs(Verbs):
         )
 
     async def delete_endpoint(self, endpoint: str) -> None:
-        """Remove an endpoint but not its backends; do nothing if the name is unknown."""
+        """Remove an endpoint but not its backends; do nothing if the name is unknown.
+
+        Raises
+        ------
+        BadRequestError
+            The endpoint belongs to an application.
+        """
         await self._change("delete_endpoint", name=endpoint)
 
     async def list_endpoints(self) -> dict[str, dict[str, Any]]:

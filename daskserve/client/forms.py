@@ -91,11 +91,14 @@ def _called(
         return body(form, *args, **kwargs)
     except TypeError:
         signature = _users(body)
-        theirs = next((each for each in kwargs if each in INSTEAD and each not in signature.parameters), None)
-        if theirs is not None:
+        theirs = [each for each in kwargs if each in INSTEAD and each not in signature.parameters]
+        used = next((each for each in theirs if kwargs[each] is not None), None)
+        if used is not None:
             raise TypeError(
-                f"{owner}.{name}() has no argument '{theirs}'. That is Ray Serve's name: {INSTEAD[theirs]}."
+                f"{owner}.{name}() has no argument '{used}'. That is Ray Serve's name: {INSTEAD[used]}."
             ) from None
+        if theirs:
+            return _called(body, name, owner, form, args, {n: kwargs[n] for n in kwargs if n not in theirs})
         known = ", ".join(signature.parameters)
         try:
             signature.bind(*args, **kwargs)

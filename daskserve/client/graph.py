@@ -26,7 +26,7 @@ from daskserve.data.replica.class_app import has_app
 from daskserve.data.replica.definitions import inspect_definition, python_methods
 from daskserve.errors import BadRequestError
 from daskserve.options.actor import ActorOptions
-from daskserve.options.app_spec import ApplicationSpec, DeploymentSpec, deployment_tag
+from daskserve.options.app_spec import ApplicationSpec, DeploymentSpec, actor_tag, deployment_tag
 from daskserve.options.backend import BackendConfig
 from daskserve.options.deployment_actor import SEPARATOR, DeploymentActorConfig
 from daskserve.payload.pickling import visit
@@ -190,7 +190,7 @@ class ApplicationGraph:
         name = f"{node.name}{SEPARATOR}{actor.name}"
         facts = inspect_definition(actor.actor_class, actor.init_args, actor.init_kwargs)
         spec = make_spec(
-            deployment_tag(self.name, name),
+            actor_tag(self.name, node.name, actor.name),
             actor.actor_class,
             InitArguments(actor.init_args),
             actor.init_kwargs,
@@ -205,7 +205,7 @@ class ApplicationGraph:
         version = digest_of(spec.version, sorted(spec.actor_options.demand().items()))
         return DeploymentSpec(
             name,
-            replace(spec, tag=f"{spec.tag}{SEPARATOR}{version}"),
+            replace(spec, tag=f"{spec.tag}{version}"),
             tuple(python_methods(actor.actor_class)),
             actor_of=(node.name, actor.name),
         )

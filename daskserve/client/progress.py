@@ -10,7 +10,7 @@ from typing import Protocol, TextIO, TypeAlias
 from daskserve.client.status import Status
 from daskserve.loops.event_loop import in_notebook
 from daskserve.options.app_spec import deployment_tag
-from daskserve.types import GoalId
+from daskserve.types import GoalId, short_tag
 
 #: How long a change may take without a display, and how often the display changes.
 QUIET_S, PERIOD_S = 2.0, 1.0
@@ -96,13 +96,14 @@ def waits_for(status: Status, goal: GoalId) -> str:
         late = [each for each, state in app.deployments.items() if state.status != "HEALTHY"]
         if not late:
             return f"{found.application}: {app.status}"
-        # The first ones are those that the others wait for.
-        name = deployment_tag(found.application, late[0])
+        # The first ones are those that the others wait for. The tag of an actor is longer than its name.
+        wanted = deployment_tag(found.application, late[0])
+        name = next((each for each in reversed(list(status.backends)) if short_tag(each) == wanted), wanted)
     backend = status.backends.get(name)
     if backend is None:
         return "Waiting for a change"
     states = [each.state for each in status.replicas(name)]
-    text = f"{name}: {backend.running} of {backend.wanted} replicas run"
+    text = f"{short_tag(name)}: {backend.running} of {backend.wanted} replicas run"
     starting = states.count("STARTING")
     unplaced = states.count("SHOULD_START")
     stopping = sum(state in ("SHOULD_STOP", "STOPPING") for state in states)

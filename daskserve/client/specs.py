@@ -20,7 +20,7 @@ from daskserve.options.placement_group import check_covered
 from daskserve.options.route_variables import check_variables
 from daskserve.payload.parcels import pack_code
 from daskserve.payload.pickling import Substitute, dump_bytes, find_unpicklable, load_bytes
-from daskserve.types import ALL_HTTP_METHODS
+from daskserve.types import ALL_HTTP_METHODS, described
 
 
 def check_name(name: Any, what: str) -> None:
@@ -181,6 +181,7 @@ def make_spec(
     facts = inspect_definition(definition, init_args, init_kwargs)
     options = parse_options(ActorOptions, actor_options, what="actor_options")
     wanted = parse_options(BackendConfig, config, what="config")
+    wanted.check_complete()
     check_covered(wanted.placement_group_bundles, options)
     _check_batching(tag, wanted, facts, definition)
     metadata = BackendMetadata(
@@ -220,8 +221,8 @@ def _environment_of(tag: str, env: Any, config: BackendConfig) -> Environment | 
     has_thread = "isolation" in config.model_fields_set and config.isolation == "thread"
     if environment is not None and has_thread:
         raise BadRequestError(
-            f"Backend '{tag}' cannot have its own environment with isolation='thread'; leave isolation "
-            "out, or set it to 'process'."
+            f"{described(tag, 'Backend')} cannot have its own environment with isolation='thread'; leave "
+            "isolation out, or set it to 'process'."
         )
     return environment
 
@@ -243,7 +244,7 @@ def _packed(
         if isinstance(error, MisplacedObject):
             raise BadRequestError(f"{error.problem}{place and f' ({place})'}. {error.remedy}") from None
         raise UnpicklableError(
-            f"The callable of backend '{tag}', or one of its arguments, cannot be pickled: "
+            f"The callable of {described(tag)}, or one of its arguments, cannot be pickled: "
             f"{type(error).__name__}: {str(error).rstrip('.')}{place and f' ({place})'}. Create such objects "
             "where the replica runs: in the class's __init__, or in the start-up of an ASGI application. Or "
             'pass the import path of the callable, "module:name".'
@@ -260,6 +261,6 @@ def _check_batching(tag: str, config: BackendConfig, facts: CallableFacts, defin
     wants_batches = config.max_batch_size is not None and config.max_batch_size > 1
     if wants_batches and not facts.accepts_batches and not isinstance(definition, str):
         raise BadRequestError(
-            f"max_batch_size is {config.max_batch_size} but the callable of backend '{tag}' does not take "
+            f"max_batch_size is {config.max_batch_size} but the callable of {described(tag)} does not take "
             "batches; mark it with @serve.accept_batch."
         )

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from html import escape
 from typing import Any, Self
 
 from daskserve.amounts import shown
-from daskserve.client.table import table
+from daskserve.client.table import Table, html_table, table
+from daskserve.types import short_tag
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,26 +260,51 @@ class Status:
         )
 
     def __str__(self) -> str:
+        return "\n\n".join(each if isinstance(each, str) else table(*each) for each in self._parts())
+
+    def _repr_html_(self) -> str:
+        """Return the same as HTML, for notebooks; the texts of users are escaped."""
+        return "\n".join(
+            f"<p>{'<br>'.join(map(escape, each.splitlines()))}</p>"
+            if isinstance(each, str)
+            else html_table(*each)
+            for each in self._parts()
+        )
+
+    def _parts(self) -> list[str | Table]:
+        """Return the paragraphs and tables that are shown."""
         if not self.instance:
-            return "No instance runs."
+            return ["No instance runs."]
         urls = ", ".join(self.http_urls) or "no HTTP proxy"
         healthy = sum(each.status == "HEALTHY" for each in self.backends.values())
         lines = [f"{self.instance} at {urls}: {healthy} of {len(self.backends)} backends are healthy."]
         if self.target_capacity is not None:
             direction = f", {self.target_capacity_direction}" if self.target_capacity_direction else ""
             lines.append(f"The target capacity is {shown(self.target_capacity)} %{direction}.")
+        parts: list[str | Table] = ["\n".join(lines)]
         if self.applications:
             app_head = ("APPLICATION", "STATUS", "ROUTE", "DEPLOYMENTS", "MESSAGE")
-            lines += ["", table(app_head, [self._app_row(name) for name in sorted(self.applications)])]
+            parts.append((app_head, [self._app_row(name) for name in sorted(self.applications)]))
         if self.backends:
             head = ("BACKEND", "STATUS", "RUNNING", "ROUTE", "VERSION", "MESSAGE")
-            lines += ["", table(head, [self._row(name) for name in sorted(self.backends)])]
-        head = ("ACTOR", "NAME", "STATE", "WORKER", "PID", "MESSAGE")
+            parts.append((head, [self._row(name) for name in sorted(self.backends)]))
+        actor_head = ("ACTOR", "NAME", "STATE", "WORKER", "PID", "MESSAGE")
         rows = [
-            (each.kind, each.name, each.state, each.worker or "", str(each.pid or ""), each.message)
+            (
+                each.kind,
+                short_tag(each.name),
+                each.state,
+                each.worker or "",
+                str(each.pid or ""),
+                each.message,
+            )
             for each in self.actors
         ]
-        lines += ["", table(head, rows)]
+        parts.append((actor_head, rows))
+        notes = self._notes()
+        return [*parts, "\n".join(notes)] if notes else parts
+
+    def _notes(self) -> list[str]:
         notes = [f"Worker {each} does not answer." for each in self.unresponsive_workers]
         notes += [
             f"Worker {worker} reaches {other} only through the scheduler."
@@ -287,8 +314,7 @@ class Status:
             for other, route in sorted(routes.items())
         ]
         notes += [f"Worker {worker} gets no actors: {why}" for worker, why in self.refused_workers.items()]
-        notes += [f"Record {key} could not be read: {why}" for key, why in self.problems.items()]
-        return "\n".join([*lines, *([""] if notes else []), *notes])
+        return notes + [f"Record {key} could not be read: {why}" for key, why in self.problems.items()]
 
     def _app_row(self, name: str) -> tuple[str, ...]:
         app = self.applications[name]
@@ -303,7 +329,7 @@ class Status:
     def _row(self, name: str) -> tuple[str, ...]:
         backend = self.backends[name]
         return (
-            name,
+            short_tag(name),
             backend.status,
             f"{backend.running} of {backend.wanted}",
             ", ".join(self.routes(name)),

@@ -43,6 +43,7 @@ from daskserve.types import (
     Receive,
     Send,
     WorkerAddress,
+    described_actor,
 )
 
 logger = logging.getLogger("daskserve.host")
@@ -173,14 +174,17 @@ class ActorBook:
             entry = self._enter(wanted)
         elif entry.spec.incarnation > wanted.incarnation:
             raise ActorLostError(
-                f"{wanted.name} is at incarnation {entry.spec.incarnation}; {wanted.incarnation} is older."
+                f"{described_actor(wanted.name)} is at incarnation {entry.spec.incarnation}; "
+                f"{wanted.incarnation} is older."
             )
         # Shielded: a caller that gives up must not cancel the actor's start, which others may wait for.
         try:
             return dict(await asyncio.shield(entry.starting))
         except asyncio.CancelledError:
             if entry.starting.cancelled() and not is_cancelling():
-                raise ActorLostError(f"{wanted.name} was stopped while it started.") from None
+                raise ActorLostError(
+                    f"{described_actor(wanted.name)} was stopped while it started."
+                ) from None
             raise
         except Exception:
             await self._remove(entry, grace_s=0)
@@ -309,7 +313,7 @@ class ActorBook:
         """
         entry = self.entries.get(name)
         if entry is None or entry.spec.incarnation != incarnation:
-            raise ActorLostError(f"{name}/{incarnation} is not on {self.worker}.", begun=False)
+            raise ActorLostError(f"{described_actor(name)} is not on {self.worker}.", begun=False)
         if not entry.is_ready:
-            raise UnavailableError(f"{name} is still starting.")
+            raise UnavailableError(f"{described_actor(name)} is still starting.")
         return entry.actor

@@ -26,7 +26,7 @@ from daskserve.control.replica_actions import ReconfigureReplica, StartReplica, 
 from daskserve.control.state import State
 from daskserve.errors import ActorLostError, InstanceError, RequestTimeoutError, ServeError, UnavailableError
 from daskserve.starts import ProxyStart, ReplicaStart, dump_config
-from daskserve.types import ActorKind, Standing, UseReport, as_standing
+from daskserve.types import ActorKind, Standing, UseReport, as_standing, described, short_tag
 
 logger = logging.getLogger("daskserve.controller")
 
@@ -158,13 +158,14 @@ class Acting:
             )
         except TimeoutError:
             self._observed.failed[replica.tag] = RequestTimeoutError(
-                f"Replica {replica.tag} did not start within {shown(self._start_timeout_s)} s."
+                f"Replica {short_tag(replica.tag)} did not start within {shown(self._start_timeout_s)} s."
             )
             with suppress(ServeError, OSError):  # later it is an actor without a record
                 await self._cluster.destroy(address, 0)
         except UnavailableError as error:
             # The replica may exist: retry until the worker answers or is lost.
-            logger.warning("Replica %s cannot be reached; the call is retried: %s", replica.tag, error)
+            name = short_tag(replica.tag)
+            logger.warning("Replica %s cannot be reached; the call is retried: %s", name, error)
             await self._clock.sleep(ACTION_RETRY_S)
         except Exception as error:
             # User code may raise anything; the pure part decides what it means.
@@ -180,7 +181,7 @@ class Acting:
         code = self._state.codes.get(f"{replica.backend}@{replica.version}")
         if code is None:
             raise InstanceError(
-                f"The store has no code for version {replica.named_version} of {replica.backend!r}."
+                f"The store has no code for version {replica.named_version} of {described(replica.backend)}."
             )
         return ActorSpec(
             kind=ActorKind.REPLICA,
@@ -217,9 +218,10 @@ class Acting:
         try:
             await self._clock.wait_for(self._cluster.destroy(address, grace_s), grace_s + STOP_MARGIN_S)
         except TimeoutError:
-            logger.warning("Replica %s did not stop within its grace period and is abandoned", replica.tag)
+            name = short_tag(replica.tag)
+            logger.warning("Replica %s did not stop within its grace period and is abandoned", name)
         except (ServeError, OSError) as error:
-            logger.warning("Stopping replica %s failed and is retried: %s", replica.tag, error)
+            logger.warning("Stopping replica %s failed and is retried: %s", short_tag(replica.tag), error)
             await self._clock.sleep(ACTION_RETRY_S)
             return
         if replica.tag in self._state.replicas:
@@ -239,7 +241,7 @@ class Acting:
             )
             await self._clock.wait_for(call, self._start_timeout_s)
         except (ActorLostError, UnavailableError) as error:
-            logger.warning("Replica %s could not be reconfigured: %s", replica.tag, error)
+            logger.warning("Replica %s could not be reconfigured: %s", short_tag(replica.tag), error)
             await self._clock.sleep(ACTION_RETRY_S)  # by then the watch may know what became of it
         except Exception as error:
             # What the user's reconfigure raised; the pure part decides what it means. About a config that

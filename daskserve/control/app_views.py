@@ -10,7 +10,7 @@ from daskserve.control import app_state, goals, views
 from daskserve.control.observed import Observed
 from daskserve.control.records import AppRecord, BackendRecord, ReplicaRecord
 from daskserve.control.state import State
-from daskserve.types import ReplicaState
+from daskserve.types import ReplicaState, short_tag
 
 #: The status of a deployment while its number of replicas changes.
 _SCALING: Mapping[str, str] = {"UPSCALE": "UPSCALING", "DOWNSCALE": "DOWNSCALING"}
@@ -70,7 +70,7 @@ def deployment_status(
         "status_trigger": "REPLICA_STARTUP_FAILED" if has_failed else trigger,
         "replica_states": dict(Counter(_replica_word(observed, backend, each) for each in replicas)),
         "actor_of": backend.actor_of[0] if backend.actor_of else "",
-        "message": message or (f"waits for {', '.join(awaited)}" if awaited else ""),
+        "message": message or (f"waits for {', '.join(map(short_tag, awaited))}" if awaited else ""),
         "dead_replicas": views.dead_replicas(observed, backend.tag),
     }
 

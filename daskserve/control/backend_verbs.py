@@ -20,7 +20,7 @@ from daskserve.options.actor import ActorOptions
 from daskserve.options.app_spec import DeploymentSpec
 from daskserve.options.backend import BackendConfig
 from daskserve.options.backend_spec import BackendSpec
-from daskserve.types import BackendTag, EndpointTag, GoalId
+from daskserve.types import BackendTag, EndpointTag, GoalId, described, short_tag
 
 #: Versions that the classic system reserves.
 RESERVED_VERSIONS = frozenset({"__v1__", "Unversioned"})
@@ -42,11 +42,25 @@ def get(state: State, tag: BackendTag) -> BackendRecord:
     """Return a registered backend; raise `NotRegisteredError` if it is unknown or being deleted."""
     backend = state.backends.get(tag)
     if backend is None or backend.is_deleting:
-        known = sorted(each.tag for each in state.backends.values() if not each.is_deleting)
         raise NotRegisteredError(
-            f"Backend {tag} is not registered. Registered backends: {', '.join(known) or 'none'}."
+            f"Backend {tag} is not registered. Registered backends: {known_names(state)}."
         )
     return backend
+
+
+def find(state: State, name: str) -> BackendRecord:
+    """Return a backend by its tag, or an actor by its name; raise `NotFoundError` if there is none."""
+    actors = (each for each in state.backends.values() if each.actor_of and short_tag(each.tag) == name)
+    backend = state.backends.get(name) or next(actors, None)
+    if backend is None or backend.is_deleting:
+        raise NotFoundError(f"There is no backend or deployment '{name}'; there are: {known_names(state)}.")
+    return backend
+
+
+def known_names(state: State) -> str:
+    """Return the names of the backends and deployments, for an error."""
+    known = (each for each in state.backends.values() if not each.is_deleting and not each.actor_of)
+    return ", ".join(sorted(each.tag for each in known)) or "none"
 
 
 def configured(backend: BackendRecord, config: BackendConfig, user_config: bytes | None) -> BackendRecord:
@@ -235,11 +249,11 @@ def update_backend_config(
         merged = current.merged(config)
     except ValidationError as error:
         # The client has validated each option separately.
-        raise BadRequestError(f"The options of backend '{tag}' are incompatible: {error}") from error
+        raise BadRequestError(f"The options of {described(tag)} are incompatible: {error}") from error
     for name in current.fixed().keys() | merged.fixed().keys():
         if getattr(merged, name) != getattr(current, name):
             raise BadRequestError(
-                f"The option {name} of backend '{tag}' is {getattr(current, name)!r} and cannot be changed "
+                f"The option {name} of {described(tag)} is {getattr(current, name)!r} and cannot be changed "
                 "in place; delete and recreate it, or deploy it again, which replaces its replicas."
             )
     wanted = configured(backend, merged, user_config if sets_user_config else backend.user_config)
@@ -292,7 +306,7 @@ def get_endpoint(state: State, name: str) -> dict[str, Any]:
     """Return the entry of one endpoint in `list_endpoints`; raise `NotFoundError` if there is none."""
     endpoint = state.endpoints.get(name)
     if endpoint is None:
-        raise NotFoundError(f"Endpoint '{name}' does not exist.")
+        raise NotFoundError(f"Endpoint '{short_tag(name)}' does not exist.")
     return {
         "route": endpoint.route,
         "methods": list(endpoint.methods),

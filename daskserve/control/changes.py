@@ -10,6 +10,7 @@ from daskserve.cluster.base import verb
 from daskserve.control import app_verbs, backend_verbs, endpoint_state, scale_verb, target_capacity
 from daskserve.control.backend_verbs import Outcome
 from daskserve.control.core import ControllerCore
+from daskserve.control.records import BackendRecord
 from daskserve.errors import NotRunningError, ServeError, UnavailableError
 from daskserve.options.app_spec import ApplicationSpec
 from daskserve.options.backend import BackendConfig
@@ -101,13 +102,14 @@ class ChangingVerbs:
             return await self._commit_outcome(outcome, tag)
 
     @verb
-    async def scale(self, name: str, number: int) -> int:
+    async def scale(self, name: str, number: int, application: str = "") -> int:
         """Record the number that an external scaler requests; replicas start or stop afterwards."""
         async with self._deciding():
-            await self._core.writer.commit(
-                scale_verb.scale(self._core.state, name, number, self._core.clock.wall())
+            change = scale_verb.scale(
+                self._core.state, name, number, self._core.clock.wall(), application=application
             )
-        self._core.loop.poke([name])
+            await self._core.writer.commit(change)
+        self._core.loop.poke([each.tag for each in change.values() if isinstance(each, BackendRecord)])
         return number
 
     @verb

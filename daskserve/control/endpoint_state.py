@@ -11,7 +11,7 @@ from daskserve.control.records import Change, EndpointRecord
 from daskserve.control.state import State
 from daskserve.errors import AlreadyRegisteredError, BadRequestError, NotRegisteredError
 from daskserve.options.route_variables import has_variables, shape_of
-from daskserve.types import BackendTag, EndpointTag
+from daskserve.types import BackendTag, EndpointTag, short_tag
 
 
 def normalise_route(route: str) -> str:
@@ -31,10 +31,8 @@ def _require_backends(state: State, backends: Sequence[BackendTag]) -> None:
 def _require_endpoint(state: State, name: EndpointTag) -> EndpointRecord:
     endpoint = state.endpoints.get(name)
     if endpoint is None:
-        raise NotRegisteredError(
-            f"Endpoint '{name}' is not registered; registered: "
-            f"{', '.join(sorted(state.endpoints)) or 'none'}."
-        )
+        known = ", ".join(sorted(each for each in state.endpoints if each == short_tag(each)))
+        raise NotRegisteredError(f"Endpoint '{name}' is not registered; registered: {known or 'none'}.")
     return endpoint
 
 
@@ -201,8 +199,23 @@ def routed_as_before(state: State, before: EndpointRecord) -> Change:
 
 
 def delete_endpoint(state: State, name: EndpointTag) -> Change:
-    """Remove an endpoint but not its backends; ignore an unknown name."""
-    return {state.endpoints[name].key: None} if name in state.endpoints else {}
+    """Remove an endpoint but not its backends; ignore an unknown name.
+
+    Raises
+    ------
+    BadRequestError
+        It belongs to an application, whose deployment could no longer be called.
+    """
+    endpoint = state.endpoints.get(name)
+    if endpoint is None:
+        return {}
+    owner = _application_of(state, endpoint)
+    if owner and state.apps.get(owner) is not None:
+        raise BadRequestError(
+            f"Endpoint '{name}' is a part of application '{owner}' and cannot be deleted alone. Delete the "
+            "application, or run it with route_prefix=None, which takes its route away."
+        )
+    return {endpoint.key: None}
 
 
 def set_traffic(state: State, name: EndpointTag, traffic: Mapping[BackendTag, float]) -> Change:

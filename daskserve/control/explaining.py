@@ -9,11 +9,10 @@ from daskserve.control.observed import Observed
 from daskserve.control.scaled import autoscaling_of, bounds_of
 from daskserve.control.state import State
 from daskserve.control.views import message_of
-from daskserve.errors import NotFoundError
-from daskserve.types import BackendTag, ReplicaState
+from daskserve.types import ReplicaState, short_tag
 
 
-def explain(state: State, observed: Observed, tag: BackendTag, now: float) -> dict[str, Any]:
+def explain(state: State, observed: Observed, name: str, now: float) -> dict[str, Any]:
     """Return everything that determines the number of a backend's replicas.
 
     Raises
@@ -21,16 +20,14 @@ def explain(state: State, observed: Observed, tag: BackendTag, now: float) -> di
     NotFoundError
         There is no such backend or deployment.
     """
-    if tag not in state.backends:
-        known = ", ".join(sorted(state.backends)) or "none"
-        raise NotFoundError(f"There is no backend or deployment '{tag}'; there are: {known}.")
-    backend = backend_verbs.get(state, tag)
+    backend = backend_verbs.find(state, name)
+    tag = backend.tag
     config, decided = autoscaling_of(backend), observed.scalings.get(tag)
     bounds = None if config is None else bounds_of(backend, config)
     running = sum(each.state is ReplicaState.RUNNING for each in state.replicas_of(tag))
     samples = () if decided is None else decided.samples
     return {
-        "name": tag,
+        "name": short_tag(tag),
         "running": running,
         "wanted": backend.num_replicas,
         "min_replicas": None if bounds is None else bounds.least,

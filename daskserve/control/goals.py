@@ -29,7 +29,7 @@ from daskserve.control.stored_records import from_plain
 from daskserve.control.versions import unmarked
 from daskserve.errors import DeletedError, ServeError, SupersededError
 from daskserve.payload.packed_errors import dump_error
-from daskserve.types import BackendTag, GoalId, ReplicaState
+from daskserve.types import BackendTag, GoalId, ReplicaState, described
 
 #: Finished goals kept for callers that ask late. They are dropped by the hundred, so that hardly any change
 #: pays for it.
@@ -232,7 +232,11 @@ def rolled_back(
                     previous = replace(before, last_error=text if is_culprit else "")
                     change[current.key] = taken_back(replace(previous, goal=None), current, wall)
                 else:
-                    why = text if is_culprit else f"Deployment '{culprit.tag}' of the same change failed."
+                    why = (
+                        text
+                        if is_culprit
+                        else f"{described(culprit.tag, 'Deployment')} failed in the same change."
+                    )
                     change.update(_removed(state, current, why))
         elif kind == "endpoint" and plain is not None:
             endpoint: EndpointRecord = from_plain(kind, plain)
@@ -260,9 +264,10 @@ def _app_back(
     if current is None:
         return {}
     failed = next((each for each, tag in current.deployments.items() if tag == culprit), culprit)
+    what = described(culprit.rpartition("/")[2], "Deployment")
     empty = replace(current, route=None, deployments={}, request_id="")
     before: AppRecord = empty if plain is None else from_plain("app", plain)
-    after = replace(before, goal=None, last_error=f"Deployment '{failed}' failed: {text}", failed=failed)
+    after = replace(before, goal=None, last_error=f"{what} failed: {text}", failed=failed)
     return {after.key: after}
 
 

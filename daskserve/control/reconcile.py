@@ -29,7 +29,7 @@ from daskserve.errors import (
     ServeError,
     StaleEpochError,
 )
-from daskserve.types import Location, UseReport, WorkerAddress
+from daskserve.types import Location, UseReport, WorkerAddress, described
 
 logger = logging.getLogger("daskserve.controller")
 
@@ -194,7 +194,7 @@ class Reconciler:
 
     def _failed_step(self, tag: str, error: Exception) -> None:
         self.figures.failures += 1
-        what = "the proxies" if tag == PROXIES else f"backend {tag}"
+        what = "the proxies" if tag == PROXIES else described(tag)
         is_expected = isinstance(error, (ServeError, OSError))
         text = "A control step of %s failed; trying again in %s s: %r"
         logger.error(text, what, ACTION_RETRY_S, error, exc_info=not is_expected)

@@ -2,36 +2,64 @@
 
 from __future__ import annotations
 
+from daskserve.control import backend_verbs
 from daskserve.control.records import Change
 from daskserve.control.scaled import scaled
 from daskserve.control.state import State
 from daskserve.errors import ExternalScalerDisabledError, NotFoundError
+from daskserve.types import DEFAULT_APPLICATION, BackendTag, described
 
 REASON = "asked for by the external scaler"
 
 
-def scale(state: State, tag: str, number: int, wall: float) -> Change:
+def scale(state: State, name: str, number: int, wall: float, *, application: str = "") -> Change:
     """Return the change that sets the target number; an empty change if it is already set.
 
     The client or the scheduler's HTTP route has checked the number.
 
+    Parameters
+    ----------
+    application : str
+        The application of the deployment ``name``. Backends and deployments outside of applications belong
+        to the default application, or to one of their own name. Empty: ``name`` is a tag.
+
     Raises
     ------
     NotFoundError
-        There is no such backend.
+        There is no such backend or deployment.
     ExternalScalerDisabledError
-        The backend does not allow external scaling.
+        It does not allow external scaling.
     """
-    backend = state.backends.get(tag)
-    if backend is None or backend.is_deleting:
-        known = ", ".join(sorted(each.tag for each in state.backends.values() if not each.is_deleting))
-        raise NotFoundError(f"There is no backend or deployment '{tag}'; there are: {known or 'none'}.")
+    backend = backend_verbs.find(state, _tag_of(state, name, application) if application else name)
     if not backend.is_scaled_externally:
         raise ExternalScalerDisabledError(
-            f"Backend '{tag}' does not allow external scaling; set external_scaler_enabled=True in its "
-            "config."
+            f"{described(backend.tag, 'Backend')} does not allow external scaling; set "
+            "external_scaler_enabled=True in its config, or in serve.run()."
         )
     if number == backend.full_replicas:
         return {}
     changed = scaled(backend, number, REASON, wall)
     return {changed.key: changed}
+
+
+def _tag_of(state: State, name: str, application: str) -> BackendTag:
+    """Return the tag of an application's deployment; raise `NotFoundError` if there is none."""
+    app = state.apps.get(application)
+    own = {} if app is None else {n: tag for n, tag in app.deployments.items() if not _is_actor(state, tag)}
+    if name in own:
+        return own[name]
+    backend = state.backends.get(name)
+    if backend is not None and not backend.application and application in (DEFAULT_APPLICATION, name):
+        return name
+    if not own:
+        known = ", ".join(sorted(each.name for each in state.apps if each.deployments)) or "none"
+        raise NotFoundError(
+            f"There is no application {application!r} with a deployment {name!r}; the applications are: "
+            f"{known}. A backend or deployment of no application is in {DEFAULT_APPLICATION!r}."
+        )
+    raise NotFoundError(f"Application {application!r} has no deployment {name!r}; it has: {', '.join(own)}.")
+
+
+def _is_actor(state: State, tag: BackendTag) -> bool:
+    backend = state.backends.get(tag)
+    return backend is not None and bool(backend.actor_of)

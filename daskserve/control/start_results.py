@@ -8,6 +8,7 @@ from typing import Any
 from daskserve.control.backend_verbs import configured
 from daskserve.control.records import BackendRecord, ReplicaRecord
 from daskserve.errors import DeployError, NoCapacityError, RequestTimeoutError, ServeError
+from daskserve.types import described
 
 
 def with_facts(backend: BackendRecord, replica: ReplicaRecord, facts: Mapping[str, Any]) -> BackendRecord:
@@ -29,7 +30,7 @@ def start_error(backend: str, error: BaseException) -> ServeError:
     if isinstance(error, ServeError):
         return error
     return DeployError(
-        f"A replica of backend '{backend}' could not be created: {type(error).__name__}: {error}"
+        f"A replica of {described(backend)} could not be created: {type(error).__name__}: {error}"
     )
 
 
@@ -39,10 +40,10 @@ def late_error(backend: BackendRecord, limit_s: str, why: str | None) -> ServeEr
     if why is not None:
         where = "placement_group_bundles" if backend.bundles else "actor_options"
         return NoCapacityError(
-            f"Cannot scale backend '{tag}' to {wanted} replicas within {limit_s} s: {why}. "
+            f"Cannot scale {described(tag)} to {wanted} replicas within {limit_s} s: {why}. "
             f"Add workers, reduce the resources in {where}, or delete other backends."
         )
     return RequestTimeoutError(
-        f"Backend '{tag}' did not get to {wanted} running replicas within {limit_s} s; "
+        f"{described(tag, 'Backend')} did not get to {wanted} running replicas within {limit_s} s; "
         "its constructor may need longer: pass a larger timeout_s."
     )

@@ -22,7 +22,7 @@ from daskserve.control.records import ReplicaRecord
 from daskserve.control.state import State
 from daskserve.errors import ActorLostError, ServeError, StaleEpochError, UnavailableError
 from daskserve.loops.tasks import TaskSet
-from daskserve.types import ActorAddress, ActorKind, ReplicaState, WorkerAddress, as_standing
+from daskserve.types import ActorAddress, ActorKind, ReplicaState, WorkerAddress, as_standing, short_tag
 
 logger = logging.getLogger("daskserve.controller")
 
@@ -160,7 +160,7 @@ class WorkerWatch:
                 self._note_facts(replica, actor)
             if actor is None or actor["is_healthy"] or replica.tag in self._observed.unhealthy:
                 continue
-            logger.warning("Replica %s is unhealthy: %s", replica.tag, actor["detail"])
+            logger.warning("Replica %s is unhealthy: %s", short_tag(replica.tag), actor["detail"])
             self._observed.unhealthy[replica.tag] = actor["detail"]
             self._poke([replica.backend])
         self._miss_proxies(worker, there)
@@ -184,8 +184,9 @@ class WorkerWatch:
                 self._observed.ready[replica.tag] = {"pid": actor["pid"]}
                 self._poke([replica.backend])
         elif replica.tag not in self._observed.failed:
-            logger.warning("Replica %s vanished from %s", replica.tag, replica.worker)
-            error = ActorLostError(f"Replica {replica.tag} vanished from {replica.worker}.")
+            name = short_tag(replica.tag)
+            logger.warning("Replica %s vanished from %s", name, replica.worker)
+            error = ActorLostError(f"Replica {name} vanished from {replica.worker}.")
             self._observed.failed[replica.tag] = error
             self._poke([replica.backend])
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import dis
 import logging
 import pickle
+import sys
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -23,6 +25,12 @@ with needs(PYTHON, ">=3.11,<3.15") as check:
 
 #: Passes a record to the handlers of a logger and of its ancestors.
 CallHandlers: TypeAlias = Callable[[logging.Logger, logging.LogRecord], None]
+
+
+def is_from_import(depth: int) -> bool:
+    """Return whether the frame ``depth`` levels above the caller of this runs ``from ... import ...``."""
+    caller = sys._getframe(depth + 1)
+    return caller.f_code.co_code[caller.f_lasti] == dis.opmap["IMPORT_FROM"]
 
 
 def run_exit_functions() -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
-from daskserve.options.base import Options, parse_options
+from daskserve.options.base import ByteCount, Options, parse_options
+from daskserve.options.ray_names import INSTEAD
 
 #: What a replica takes of the resource of its accelerator's type: any number of replicas may share one.
 ACCELERATOR_SHARE = 0.001
@@ -22,7 +23,9 @@ class ActorOptions(Options):
         0.1, ge=0, description="Share of a worker's threads. The default lets ten replicas share one."
     )
     num_gpus: float = Field(0, ge=0, description="Amount of the worker resource ``GPU``.")
-    memory: int = Field(0, ge=0, description="Bytes of the worker's memory limit.")
+    memory: ByteCount = Field(
+        0, ge=0, description='Bytes of the worker\'s memory limit: a number, or a text such as ``"2GB"``.'
+    )
     resources: dict[str, float] = Field(
         default_factory=dict, description="Amounts of declared Dask worker resources."
     )
@@ -35,6 +38,16 @@ class ActorOptions(Options):
     workers: list[str] | None = Field(
         None, description="Addresses, names or hosts of the only workers allowed; None allows all."
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _none_is_the_default(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping):
+            return values
+        unused = {
+            name for name, field in cls.model_fields.items() if field.default is not None
+        } | INSTEAD.keys()
+        return {name: value for name, value in values.items() if value is not None or name not in unused}
 
     @field_validator("resources")
     @classmethod

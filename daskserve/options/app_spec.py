@@ -19,6 +19,11 @@ def deployment_tag(application: str, deployment: str) -> BackendTag:
     return deployment if application == DEFAULT_APPLICATION else f"{application}/{deployment}"
 
 
+def actor_tag(application: str, deployment: str, actor: str) -> BackendTag:
+    """Return the tag of a deployment's actor, to which the digest of its version is added."""
+    return f"{deployment_tag(application, deployment)}:{actor}::"
+
+
 @dataclass(frozen=True, slots=True)
 class DeploymentSpec:
     """One deployment of an application.

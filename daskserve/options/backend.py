@@ -9,11 +9,11 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AliasChoices, Field, field_validator, model_validator
 
 from daskserve.options.autoscaling import AutoscalingConfig
-from daskserve.options.base import CONTROLLER_ONLY, REPLACES, Options
+from daskserve.options.base import CONTROLLER_ONLY, REPLACES, ByteCount, Options
 from daskserve.options.bounds import share_or_number
 from daskserve.options.credentials import masked, validated
-from daskserve.options.gang import GangSchedulingConfig
-from daskserve.options.placement_group import Strategy, check_bundles
+from daskserve.options.gang import GangSchedulingConfig, check_whole
+from daskserve.options.placement_group import Bundle, Strategy, check_bundles
 from daskserve.options.ray_names import translated
 from daskserve.types import BodyUse
 
@@ -83,7 +83,7 @@ class BackendConfig(Options):
         ge=-1,
         description="Maximum number of requests queued in a router for this backend; -1: no limit.",
     )
-    max_body_bytes: Annotated[int | None, CONTROLLER_ONLY] = Field(
+    max_body_bytes: Annotated[ByteCount | None, CONTROLLER_ONLY] = Field(
         None,
         ge=0,
         description="Maximum size of a request body, in bytes; a larger one gets 413. None: that of "
@@ -130,7 +130,7 @@ class BackendConfig(Options):
         description="Replicas that start together or not at all, and end together, see [Gangs](#gangs). "
         "``max_surge`` and ``max_unavailable`` then count gangs.",
     )
-    placement_group_bundles: Annotated[list[dict[str, float]] | None, CONTROLLER_ONLY, REPLACES] = Field(
+    placement_group_bundles: Annotated[list[Bundle] | None, CONTROLLER_ONLY, REPLACES] = Field(
         None,
         description="Bundles of resources that each replica reserves, all or none, see "
         "[Placement groups](#placement-groups). It runs in the first one, which must cover its "
@@ -243,6 +243,8 @@ class BackendConfig(Options):
         if not isinstance(values, Mapping):
             return values
         found = translated(values)
+        if found.get("num_replicas", ...) is None:
+            del found["num_replicas"]
         metadata = found.get("internal_metadata")
         classic = metadata.get if isinstance(metadata, Mapping) else partial(getattr, metadata)
         options = found.get("autoscaling_config", classic("autoscaling_config", None))
@@ -284,30 +286,24 @@ class BackendConfig(Options):
                 f"autoscaling_config has multiple_of={scaling.multiple_of}, which must be a multiple of "
                 f"gang_size={size}; set multiple_of={size}"
             )
-        if self.num_replicas % size and (scaling is None or "num_replicas" in self.model_fields_set):
-            raise ValueError(
-                f"num_replicas={self.num_replicas} must be a multiple of gang_size={size}; the next one is "
-                f"{-(-self.num_replicas // size) * size}"
-            )
+        if "num_replicas" in self.model_fields_set:
+            check_whole(self.num_replicas, size)
         return self
 
     @model_validator(mode="after")
-    def _groups_are_complete(self) -> BackendConfig:
+    def _one_places(self) -> BackendConfig:
         strategy = self.placement_group_strategy
         if strategy is not None and self.gang_scheduling_config is not None:
             raise ValueError(
                 f"placement_group_strategy={strategy!r} is given together with gang_scheduling_config, whose "
-                "gang_placement_strategy says where all bundles of a gang go; leave one out"
-            )
-        if strategy is not None and self.placement_group_bundles is None:
-            raise ValueError(
-                f"placement_group_strategy={strategy!r} is given without placement_group_bundles; give both, "
-                "or use placement, which says where the replicas go"
+                "gang_placement_strategy says where all bundles of a gang go; leave one out, or set it to "
+                "None"
             )
         if self.placement_group_bundles is not None and self.max_replicas_per_node is not None:
             raise ValueError(
                 f"max_replicas_per_node={self.max_replicas_per_node} is given together with "
-                "placement_group_bundles, whose bundles may be on several hosts; leave one out"
+                "placement_group_bundles, whose bundles may be on several hosts; leave one out, or set it to "
+                "None"
             )
         return self
 
@@ -315,6 +311,19 @@ class BackendConfig(Options):
     @classmethod
     def _errors_without_credentials(cls, values: Any, validate: Any) -> Any:
         return validated(values, validate)
+
+    def check_complete(self) -> None:
+        """Raise `ValueError` if an option needs another one that is missing.
+
+        Validation does not check this, because several steps may give the options, in any order.
+        """
+        if self.placement_group_strategy is not None and self.placement_group_bundles is None:
+            raise ValueError(
+                f"placement_group_strategy={self.placement_group_strategy!r} is given without "
+                "placement_group_bundles; give both, or use placement, which says where the replicas go"
+            )
+        if self.gang_scheduling_config is not None and self.autoscaling_config is None:
+            check_whole(self.num_replicas, self.gang_scheduling_config.gang_size)
 
     def for_replicas(self, **how: Any) -> dict[str, Any]:
         """Return the options that a replica reads; ``how`` goes to ``model_dump``.
@@ -387,13 +396,20 @@ class BackendConfig(Options):
             return "drop"
         return "gather" if facts.is_blocking or facts.accepts_batches else "stream"
 
-    def merged(self, changes: BackendConfig) -> BackendConfig:
-        """Return a copy in which the fields that ``changes`` sets are replaced."""
+    def merged(self, changes: BackendConfig, *, ends_autoscaling: bool = False) -> BackendConfig:
+        """Return a copy in which the fields that ``changes`` sets are replaced.
+
+        Autoscaling replaces a number of replicas. A number replaces autoscaling only with
+        ``ends_autoscaling``; otherwise the two together are an error.
+        """
         # Not model_copy: that skips validation.
         values = {name: getattr(self, name) for name in self.model_fields_set}
         config = changes.autoscaling_config
         if config is not None and not config.dry_run:
             values.pop("num_replicas", None)  # the previous number, which autoscaling replaces
+        before, has_number = self.autoscaling_config, "num_replicas" in changes.model_fields_set
+        if ends_autoscaling and has_number and before is not None and not before.dry_run:
+            values["autoscaling_config"] = None
         values |= {
             name: getattr(changes, name) for name in changes.model_fields_set if name != "internal_metadata"
         }

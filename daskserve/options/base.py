@@ -10,14 +10,14 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, TypeVar
+from typing import Annotated, Any, ClassVar, Final, TypeVar
 
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, GetCoreSchemaHandler, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema
 from pydantic_core.core_schema import no_info_wrap_validator_function
 
-from daskserve.options.unknown import explained
+from daskserve.options.unknown import check_spellings, explained
 
 #: Marks a field that replicas do not read, as ``Annotated[int, CONTROLLER_ONLY]``.
 CONTROLLER_ONLY: Final = "read by the controller only"
@@ -36,6 +36,26 @@ class Concealed:
     """
 
     show: Callable[[Any], Any]
+
+
+def as_bytes(value: Any) -> Any:
+    """Return a text such as ``"2GB"``, as Dask reads it, as a number of bytes; all else as it is."""
+    if not isinstance(value, str):
+        return value
+    from dask.utils import parse_bytes  # takes 0.1 s, and child processes do not need it
+
+    try:
+        if not value.strip()[:1].isdigit():
+            raise ValueError  # Dask reads "GB" as one GB
+        return parse_bytes(value)
+    except (ValueError, OverflowError):
+        raise ValueError(
+            f"{value!r} is not an amount of bytes; give a number, or a text such as '2GB' or '512MiB'"
+        ) from None
+
+
+#: The type of an option that is a number of bytes.
+ByteCount = Annotated[int, BeforeValidator(as_bytes)]
 
 
 class Effect(enum.StrEnum):
@@ -67,6 +87,8 @@ class Options(BaseModel):
 
     @classmethod
     def _with_explained_errors(cls, values: Any, validate: Any) -> Any:
+        if isinstance(values, Mapping):
+            check_spellings(cls, values)
         try:
             return validate(values)
         except ValidationError as error:

@@ -37,3 +37,12 @@ class GangSchedulingConfig(Options):
                 "'RESTART_GANG', or leave gang_scheduling_config out."
             )
         return value
+
+
+def check_whole(replicas: int, size: int) -> None:
+    """Raise `ValueError` unless a number of replicas is one of whole gangs."""
+    if replicas % size:
+        raise ValueError(
+            f"num_replicas={replicas} must be a multiple of gang_size={size}; the next one is "
+            f"{-(-replicas // size) * size}"
+        )

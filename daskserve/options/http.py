@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from daskserve.options.base import Concealed, Options
+from daskserve.options.base import ByteCount, Concealed, Options
 from daskserve.options.credentials import Secret
 from daskserve.options.secrets import hidden
 from daskserve.types import EVERY_ADDRESS, Location
@@ -59,22 +59,22 @@ class HTTPOptions(Options):
         None,
         gt=0,
         description="Time in seconds after which a request gets 408; None means no limit. A client can only "
-        "shorten it, by the header ``X-Request-Timeout-Seconds``.",
+        "shorten it, by the header ``X-Request-Timeout-Seconds``; 0 in the header does not lift it.",
     )
-    max_body_bytes: int = Field(
+    max_body_bytes: ByteCount = Field(
         64 << 20,
         ge=0,
         description="Maximum size of a request body, in bytes; a larger one gets 413. A backend may have its "
         "own limit.",
     )
-    max_buffered_bytes: int | None = Field(
+    max_buffered_bytes: ByteCount | None = Field(
         None,
         gt=0,
         description="Maximum size of all request bodies and WebSocket messages that a proxy holds at a time, "
         "in bytes. Past it, a body gets 503 with ``Retry-After``, and a WebSocket is closed with code 1013. "
         "None: eight bodies of ``max_body_bytes``, and 64 MiB at least.",
     )
-    min_body_bytes_per_s: int = Field(
+    min_body_bytes_per_s: ByteCount = Field(
         240,
         ge=0,
         description="Minimum rate of a request body, in bytes per second. A slower one gets 408, and the "
@@ -98,14 +98,14 @@ class HTTPOptions(Options):
         gt=0,
         description="The same, while other requests of the endpoint wait for a slot.",
     )
-    max_unsent_bytes: int = Field(
+    max_unsent_bytes: ByteCount = Field(
         1 << 20,
         ge=0,
         description="How many bytes of a streamed response may wait for its client before user code waits, "
         "too. A response that is sent whole waits in the proxy, and holds no slot, as long as all that wait "
         "are within ``max_buffered_bytes``.",
     )
-    max_websocket_message_bytes: int = Field(
+    max_websocket_message_bytes: ByteCount = Field(
         16 << 20,
         gt=0,
         description="Maximum size of a WebSocket message, in bytes; a larger one closes the connection with "
@@ -122,7 +122,7 @@ class HTTPOptions(Options):
         description="Time in seconds without incoming data after which an idle connection is closed, between "
         "requests or within an incomplete one.",
     )
-    max_header_bytes: int = Field(
+    max_header_bytes: ByteCount = Field(
         64 << 10,
         ge=1024,
         description="Maximum size of a request's line and headers, in bytes; a larger one gets 431.",

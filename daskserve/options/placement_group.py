@@ -4,13 +4,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import BeforeValidator
 
 from daskserve.amounts import shown
 from daskserve.options.actor import ActorOptions
+from daskserve.options.base import as_bytes
 
 #: How bundles that are placed together lie to each other.
 Strategy: TypeAlias = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
+
+
+def _memory_in_bytes(bundle: Any) -> Any:
+    """Return a bundle whose memory is a number, if it is a text such as ``"2GB"``."""
+    if isinstance(bundle, Mapping) and "memory" in bundle:
+        return {**bundle, "memory": as_bytes(bundle["memory"])}
+    return bundle
+
+
+#: The resources of one bundle.
+Bundle = Annotated[dict[str, float], BeforeValidator(_memory_in_bytes)]
 
 
 def check_bundles(bundles: Sequence[Mapping[str, float]]) -> None:

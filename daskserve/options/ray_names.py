@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from numbers import Real
 from typing import Any
 
+from daskserve.internals.python import is_from_import
+
 #: Names of Ray Serve's options that have no counterpart of the same meaning, with what to write instead.
 INSTEAD: Mapping[str, str] = {
     "ray_actor_options": "pass actor_options={...} beside the config",
@@ -46,21 +48,45 @@ _OTHER_NAMES: Mapping[str, str] = {
     "RayServeHandle": "use serve.Handle",
     "RayServeSyncHandle": "use serve.Handle",
     "RayServeException": "use serve.ServeError",
-    "exceptions": "use daskserve.errors",
-    "config": "use serve.HTTPOptions, serve.AutoscalingConfig and others of the module",
-    "schema": "there are no configuration files; use serve.run_many() for several applications",
     "build": "there are no configuration files; run the application with serve.run()",
     "init": "use serve.start()",
     "llm": "run an engine of your choice in a deployment",
     "grpc_util": "there are no gRPC proxies; use HTTP, or handles from Python",
     "drivers": "write a class that calls the other deployments by handle",
     "gradio_integrations": "serve the application that gradio.mount_gradio_app returns",
+    "gRPCOptions": "there are no gRPC proxies; use HTTP, or handles from Python",
+    "gRPCStatusError": "there are no gRPC proxies; use HTTP, or handles from Python",
+    "RequestRouterConfig": "requests go to the replica with the least load; leave it out",
+    "BackpressureConfig": "a full queue answers 503 with Retry-After; leave it out",
+    "ControllerOptions": "the controller runs in one of Dask's workers; leave it out",
+    "AutoscalingPolicy": "give the function, or its import path, as 'policy' of autoscaling_config",
+    "GangPlacementStrategy": "write 'PACK' or 'SPREAD'",
+    "GangRuntimeFailurePolicy": "write 'RESTART_GANG'",
+    "LoggingConfig": "configure Python's logging on the workers",
+    "TracingConfig": "user code may use any tracing library on the workers; leave it out",
+    "ApplicationStatus": "a status is text, such as 'RUNNING'; see serve.status()",
+    "DeploymentStatus": "a status is text, such as 'HEALTHY'; see serve.status()",
+    "ProxyStatus": "a status is text, such as 'HEALTHY'; see serve.status().proxies",
+    "ReplicaState": "a state is text, such as 'RUNNING'; see serve.status()",
+    "ServeInstanceDetails": "use serve.status()",
+    "ServeDeploySchema": "there are no configuration files; use serve.run_many() for several applications",
+    "ServeApplicationSchema": "there are no configuration files; run the application with serve.run()",
+    "DeploymentSchema": "there are no configuration files; use the options of serve.deployment()",
+    "RayActorOptionsSchema": "use serve.ActorOptions",
 }
 
 
-def name_hint(name: str) -> str:
-    """Return what to use instead of a name of Ray Serve's module, for an error; empty for other names."""
-    return f". That is Ray Serve's name: {_OTHER_NAMES[name]}." if name in _OTHER_NAMES else ""
+def missing_name(module: str, name: str) -> Exception:
+    """Return the error for a name that a module does not have; call it in the module's ``__getattr__``.
+
+    ``from module import name`` hides the text of an `AttributeError`; there, the error is an `ImportError`.
+    """
+    if name not in _OTHER_NAMES:
+        return AttributeError(f"module {module!r} has no attribute {name!r}")
+    hint = f"That is Ray Serve's name: {_OTHER_NAMES[name]}."
+    if is_from_import(2):
+        return ImportError(f"cannot import name {name!r} from {module!r}. {hint}", name=module)
+    return AttributeError(f"module {module!r} has no attribute {name!r}. {hint}")
 
 
 def translated(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -69,13 +95,12 @@ def translated(values: Mapping[str, Any]) -> dict[str, Any]:
     Raises
     ------
     ValueError
-        A value that Ray Serve does not allow, or an option that is given under both names.
+        A value that Ray Serve does not allow.
     """
-    found = dict(values)
+    # Programs pass None for options that they do not use.
+    found = {name: value for name, value in values.items() if value is not None or name not in INSTEAD}
     for theirs, (ours, translate) in _TRANSLATIONS.items():
         if theirs in found:
-            if ours in found:
-                raise ValueError(f"{theirs} is another spelling of {ours}; give only one of them")
             found[ours] = translate(found.pop(theirs))
     if found.get("max_ongoing_requests", ...) is None:
         raise ValueError(

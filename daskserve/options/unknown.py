@@ -1,4 +1,4 @@
-"""The error for an unknown option: it names the valid ones, and daskserve's name for Ray Serve's."""
+"""The names of options: the error for an unknown one names the nearest, and what replaces Ray Serve's."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 from daskserve.options.ray_names import INSTEAD, TRANSLATED
 from daskserve.options.secrets import HIDDEN
 
-#: The type of the error, beside pydantic's own.
-UNKNOWN_OPTION = "unknown_option"
+#: Number of valid options that the error lists.
+NEAREST = 3
+#: The type of errors about the name of an option, beside pydantic's own types.
+OPTION_NAME = "option_name"
 
 
 def describe_unknown(name: str, model: str, known: Collection[str], places: Iterable[tuple[str, str]]) -> str:
@@ -27,28 +29,46 @@ def describe_unknown(name: str, model: str, known: Collection[str], places: Iter
         The options of other models, each with the argument that takes them.
     """
     elsewhere = [place for option, place in places if option == name]
-    similar = difflib.get_close_matches(name, known, 1)
-    hint = ""
     if name in INSTEAD:
-        hint = f" That is Ray Serve's name: {INSTEAD[name]}."
-    elif elsewhere:
-        hint = f" It belongs in {' or '.join(elsewhere)}."
-    elif similar:
-        hint = f" Did you mean '{similar[0]}'?"
-    return f"{model} has no option '{name}'.{hint} Its options are: {', '.join(known)}."
+        return f"{model} has no option '{name}'. That is Ray Serve's name: {INSTEAD[name]}."
+    if elsewhere:
+        return f"{model} has no option '{name}'. It belongs in {' or '.join(elsewhere)}."
+    similar = difflib.get_close_matches(name, known, 1)
+    hint = f" Did you mean '{similar[0]}'?" if similar else ""
+    nearest = ", ".join(difflib.get_close_matches(name, known, NEAREST, cutoff=0))
+    return f"{model} has no option '{name}'.{hint} The nearest are: {nearest}; {model}.model_fields has all."
+
+
+def spellings_of(model: type[BaseModel]) -> dict[str, str]:
+    """Return the other names under which a model's options may be given, each with the preferred one."""
+    found: dict[str, str] = {}
+    for name, field in model.model_fields.items():
+        if isinstance(field.validation_alias, AliasChoices):
+            found |= {str(each): name for each in field.validation_alias.choices if each != name}
+    return found | {theirs: ours for theirs, ours in TRANSLATED.items() if ours in model.model_fields}
 
 
 def names_of(model: type[BaseModel]) -> list[str]:
     """Return the names under which a model's options may be given, the preferred ones first."""
-    others: list[str] = []
-    for name, field in model.model_fields.items():
-        if isinstance(field.validation_alias, AliasChoices):
-            others += [each for each in field.validation_alias.choices if each != name]  # type: ignore[misc]
-    return [
-        *model.model_fields,
-        *others,
-        *(theirs for theirs, ours in TRANSLATED.items() if ours in model.model_fields),
-    ]
+    return [*model.model_fields, *spellings_of(model)]
+
+
+def check_spellings(model: type[BaseModel], values: Mapping[str, Any]) -> None:
+    """Raise `ValidationError` if an option is given under two of its names."""
+    given: dict[str, str] = {}
+    twice = []
+    for spelling, name in {**{each: each for each in model.model_fields}, **spellings_of(model)}.items():
+        if spelling in values and (first := given.setdefault(name, spelling)) != spelling:
+            text = f"{spelling} is another spelling of {first}; give only one of them"
+            found = {
+                "type": OPTION_NAME,
+                "loc": (spelling,),
+                "input": [first, spelling],
+                "ctx": {"text": text},
+            }
+            twice.append(as_details(found))
+    if twice:
+        raise ValidationError.from_exception_data(model.__name__, twice)
 
 
 def explained(
@@ -71,7 +91,7 @@ def explained(
         if found["type"] != "extra_forbidden" or len(found["loc"]) != 1:
             return as_details(found)
         text = describe_unknown(str(found["loc"][0]), model.__name__, names_of(model), listed)
-        return as_details({**found, "type": UNKNOWN_OPTION, "ctx": {"text": text}})
+        return as_details({**found, "type": OPTION_NAME, "ctx": {"text": text}})
 
     return ValidationError.from_exception_data(error.title, [explain(each) for each in error.errors()])
 
@@ -95,8 +115,8 @@ def as_details(found: Any) -> InitErrorDetails:
     """Return one of `ValidationError.errors`, as what the error can be made from again."""
     context = found.get("ctx", {})
     kind = found["type"]
-    if kind == UNKNOWN_OPTION:
-        kind = PydanticCustomError(UNKNOWN_OPTION, "{text}", context)
+    if kind == OPTION_NAME:
+        kind = PydanticCustomError(OPTION_NAME, "{text}", context)
     details = InitErrorDetails(type=kind, loc=found["loc"], input=found["input"])
     if context and kind is found["type"]:
         details["ctx"] = context

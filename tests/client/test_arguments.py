@@ -126,6 +126,13 @@ def test_arguments_that_only_ray_serve_has_say_what_to_use_instead(
         getattr(serve, function)(*arguments, **{name: {}})
 
 
+def test_arguments_of_ray_serve_that_are_none_are_left_out() -> None:
+    with pytest.raises(TypeError, match=r"serve.run\(\) takes what .bind\(\) returns"):
+        serve.run(3, logging_config=None, controller_options=None, local=True)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="no argument 'grpc_options'"):
+        serve.run(3, logging_config=None, grpc_options={})  # type: ignore[call-arg]
+
+
 def test_awaitable_forms_name_themselves_in_errors() -> None:
     with pytest.raises(TypeError, match=r"serve.run_async\(\) has no argument 'logging_config'"):
         asyncio.run(serve.run_async(None, logging_config={}))  # type: ignore[call-arg]

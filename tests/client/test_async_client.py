@@ -100,7 +100,7 @@ def test_every_verb_works_on_the_loop_that_runs_the_cluster() -> None:
             handle = await client.get_handle("e")
             assert await handle.remote(3) == 3
             assert await asyncio.gather(*[handle.remote(each) for each in range(50)]) == list(range(50))
-            goal = await client.deploy("d", Model, config={"event_loop": "worker"}, blocking=False)
+            goal = await client.deploy("d", Model, config={"event_loop": "worker"}, _blocking=False)
             assert goal is not None
             assert await client.wait_for_goal(goal)
             deployed = await client.get_handle("d")

@@ -44,6 +44,22 @@ def test_the_first_lines_say_the_address_and_what_runs() -> None:
     assert next(changes(None, status(http_urls=()))) == "Serving at no address. Press Ctrl-C to stop."
 
 
+def test_an_actor_is_named_as_its_user_did() -> None:
+    old, new = (
+        {tag: BackendStatus("HEALTHY", 1, 1, "v1")} for tag in ("echo:log::0123abcd", "echo:log::4567abcd")
+    )
+    actors = (ActorStatus("replica", "echo:log::4567abcd#a", "RUNNING"),)
+    assert list(changes(status(backends=old, actors=()), status(backends=new, actors=actors))) == [
+        "The previous version of echo:log was deleted",
+        "echo:log: HEALTHY, 1 of 1 replicas run",
+    ]
+    waiting = status(backends=new, actors=())
+    assert list(changes(waiting, status(backends=new, actors=actors))) == [
+        "echo:log: HEALTHY, 1 of 1 replicas run (echo:log#a ready)"
+    ]
+    assert list(changes(waiting, status(backends={}, actors=()))) == ["echo:log was deleted"]
+
+
 def test_nothing_is_said_while_nothing_changes() -> None:
     assert list(changes(status(), status())) == []
 

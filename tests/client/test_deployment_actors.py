@@ -10,8 +10,9 @@ import pytest
 
 import daskserve as serve
 from daskserve.client.graph import ApplicationGraph
-from daskserve.errors import BadRequestError, ServeError
+from daskserve.errors import BadRequestError, NotFoundError, ServeError
 from daskserve.options.app_spec import ApplicationSpec
+from daskserve.types import described, described_actor, short_tag
 
 
 class Counter:
@@ -45,6 +46,12 @@ class Model:
     def missing(self) -> None:
         serve.get_deployment_actor("nobody")
 
+    def subtract(self, stream: bool = False) -> None:
+        actor = serve.get_deployment_actor("counter")
+        if stream:
+            list(actor.add.options(stream=True).remote(1))
+        actor.options(method_name="subtract").remote(1).result()
+
     def context(self) -> None:
         serve.get_deployment_actor_context()
 
@@ -77,8 +84,59 @@ def test_replicas_share_an_actor_that_is_up_before_them() -> None:
     assert tuple(other.remote().result()) == ("counter", "AsyncModel", "other")
     with pytest.raises(ServeError, match="does not run in a deployment actor"):
         handle.context.remote().result()
-    with pytest.raises(ValueError, match="has no actor 'nobody'; it has: 'counter'"):
+    with pytest.raises(
+        ValueError, match="'Model' of application 'shop' has no actor 'nobody'; it has: 'count"
+    ):
         handle.missing.remote().result()
+
+
+@pytest.mark.parametrize(
+    ("app", "whose", "prefix"), [("default", "", ""), ("shop", " of application 'shop'", "shop/")]
+)
+@pytest.mark.usefixtures("_ends")
+def test_errors_and_the_status_call_an_actor_as_its_user_did(
+    app: str, whose: str, prefix: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Broken(Counter):
+        def __init__(self) -> None:
+            raise RuntimeError("no database")
+
+    handle = serve.run(Model.bind(), local=True, name=app)
+    actor_text = f"ctor 'counter' of deployment 'Model'{whose}"
+    with pytest.raises(BadRequestError, match=f"^A{actor_text} has no public method 'subtract'"):
+        handle.subtract.remote().result()
+    with pytest.raises(ServeError, match=f"^Method add of a{actor_text} was called with stream=True"):
+        handle.subtract.remote(stream=True).result()
+    with pytest.raises(TypeError, match="unsupported operand"):
+        handle.remote("many").result()
+    assert f" to {prefix}Model:counter#" in caplog.text
+    with pytest.raises(
+        ServeError, match=f"A{actor_text} failed in its constructor: RuntimeError: no database"
+    ):
+        serve.run(actor(actor_class=Broken).bind(), local=True, name=app)
+    status, name = str(serve.status()), f"{prefix}Model:counter"
+    assert f"\n{name} " in status
+    assert f" {name}#" in status
+    assert "::" not in status
+    assert str(serve.explain(name)).startswith(f"{name}: 1 of 1 wanted replicas run.")
+    with pytest.raises(NotFoundError, match=f"deployment 'nobody'; there are: {prefix}Model.$"):
+        serve.explain("nobody")
+
+
+@pytest.mark.parametrize(
+    ("tag", "short", "text"),
+    [
+        ("model", "model", "backend 'model'"),
+        ("model:v1:0a1b2c3d", "model:v1:0a1b2c3d", "backend 'model:v1:0a1b2c3d'"),
+        ("shop/model", "shop/model", "deployment 'model' of application 'shop'"),
+        ("model:log::0a1b2c3d", "model:log", "actor 'log' of deployment 'model'"),
+        ("shop/m:2:log::0a1b2c3d", "shop/m:2:log", "actor 'log' of deployment 'm:2' of application 'shop'"),
+    ],
+)
+def test_tags_are_described_in_the_words_of_their_user(tag: str, short: str, text: str) -> None:
+    assert (short_tag(tag), short_tag(f"{tag}#x"), described(tag)) == (short, f"{short}#x", text)
+    assert described(tag, "Backend") == text[0].upper() + text[1:]
+    assert described_actor(f"daskserve/replica/{tag}#x") == f"Replica '{short}#x'"
 
 
 @pytest.mark.usefixtures("_ends")

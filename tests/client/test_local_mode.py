@@ -113,6 +113,25 @@ def test_running_it_again_changes_nothing_and_another_one_replaces_it() -> None:
         serve.get_deployment_handle("Adder", "default")
 
 
+class Late:
+    def __init__(self, gate: Path) -> None:
+        poll_for(gate.exists)
+
+    def __call__(self) -> str:
+        return "up"
+
+
+@pytest.mark.parametrize("run", [serve.run, serve._run])
+def test_with_ray_serves_private_argument_a_call_returns_at_once(run: Any, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    handle = run(serve.deployment(Late).bind(gate), local=True, _blocking=False)
+    assert serve.status().applications["default"].status in ("NOT_STARTED", "DEPLOYING")
+    gate.touch()
+    assert handle.remote().result(10) == "up"
+    serve.delete("default", _blocking=False)
+    poll_for(lambda: not serve.status().applications)
+
+
 def test_applications_of_one_deployment_name_are_apart() -> None:
     one, two = serve.run_many(
         [

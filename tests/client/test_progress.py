@@ -7,6 +7,7 @@ import io
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,12 @@ def test_a_deploy_of_an_application_shows_the_deployment_that_the_others_wait_fo
         applications={"x": app},
     )
     assert waits_for(found, "g") == "x/back: 0 of 2 replicas run, 1 starting"
+    actor = replace(
+        found,
+        backends={"x/back:cache::0123abcd": BackendStatus("UPDATING", 1, 0)},
+        applications={"x": replace(app, deployments={"back:cache": DeploymentStatus("UPDATING")})},
+    )
+    assert waits_for(actor, "g") == "x/back:cache: 0 of 1 replicas run"
     found.applications["x"].deployments.clear()  # type: ignore[attr-defined]
     assert waits_for(found, "g") == "x: DEPLOYING"
 

@@ -90,3 +90,23 @@ def test_a_status_is_a_table_of_backends_and_one_of_actors() -> None:
         "Worker tcp://d:1 gets no actors: it has no daskserve.",
         "Record backend/x could not be read: unreadable",
     ]
+
+
+def test_in_a_notebook_a_status_is_tables_and_what_users_wrote_is_text() -> None:
+    evil = "<img src=x onerror='alert(1)'>&"
+    status = Status(
+        instance="a",
+        actors=(ActorStatus("replica", f"{evil}:log::0123abcd#x", "RUNNING", message=evil),),
+        backends={evil: BackendStatus("HEALTHY", 1, 1, evil, f"{evil}\nTraceback")},
+        applications={evil: ApplicationStatus("RUNNING", evil, route_prefix="/<b>")},
+        problems={evil: evil},
+    )
+    page = status._repr_html_()
+    assert page.count("<table>") == page.count("</table>") == 3
+    safe = "&lt;img src=x onerror=&#x27;alert(1)&#x27;&gt;&amp;"
+    assert "<img" not in page
+    assert "<b>" not in page
+    assert f'<td style="text-align: left">{safe}:log#x</td>' in page
+    assert page.startswith("<p>a at no HTTP proxy: 1 of 1 backends are healthy.</p>\n<table>")
+    assert page.endswith(f"<p>Record {safe} could not be read: {safe}</p>")
+    assert Status()._repr_html_() == "<p>No instance runs.</p>"

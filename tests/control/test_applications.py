@@ -256,9 +256,20 @@ def test_names_and_routes_in_use_are_refused_before_anything_is_written() -> Non
             await stage.deploy("d", route="/x")
         with pytest.raises(BadRequestError, match="a deployment of application 'x'"):
             await stage.delete("x/back")
+        with pytest.raises(BadRequestError, match="a deployment of application 'x'"):
+            await stage.change("delete_deployment", name="x/front")
+        for name in ("x/front", "x/back"):
+            with pytest.raises(
+                BadRequestError, match="a part of application 'x' and cannot be deleted alone"
+            ):
+                await stage.change("delete_endpoint", name=name)
+        with pytest.raises(AlreadyRegisteredError, match="'x/front' is already registered"):
+            await stage.endpoint("x/front", "/other", "back")
         with pytest.raises(BadRequestError, match=r"needs \['z/back'\], which must come before it"):
             await stage.deploy_apps(app_spec("z", {"front": ("back",)}, route="/z"))
         assert stage.store.commits == commits
+        await stage.change("delete_endpoint", name="e")  # one of no application
+        assert list(await stage.published("routes")) == ["/x"]
 
     play(scenario)
 

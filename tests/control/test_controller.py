@@ -529,7 +529,7 @@ def test_lost_code_does_not_stop_running_replicas() -> None:
         assert len(stage.running) == 1
         message = (await stage.call("status"))["backends"]["b"]["message"]
         assert "trying again in" in message
-        assert "The store has no code for version 1 of 'b'" in message
+        assert "The store has no code for version 1 of backend 'b'" in message
 
     play(scenario, workers=4)
 

@@ -83,6 +83,72 @@ def test_a_scaler_without_permission_is_rejected_and_changes_nothing() -> None:
     assert http_status_of(ExternalScalerDisabledError()) == 412
 
 
+@pytest.mark.parametrize(
+    ("application", "name", "tag"),
+    [
+        ("shop", "model", "shop/model"),
+        ("default", "model", "model"),
+        ("", "shop/model", "shop/model"),
+        ("default", "classic", "classic"),
+        ("classic", "classic", "classic"),
+    ],
+)
+def test_a_deployment_is_found_by_its_application_and_its_name(application: str, name: str, tag: str) -> None:
+    async def scenario(stage: Stage) -> None:
+        graph: dict[str, tuple[str, ...]] = {"model": (), "front": ("model",)}
+        for app in ("default", "shop"):
+            await stage.run(app, graph=graph, route=f"/{app}", model=OPEN)
+        await stage.create("classic", **OPEN)
+        assert await stage.call("scale", application=application, name=name, number=2) == 2
+        await stage.until(lambda: len(stage.running_of(tag)) == 2)
+        assert len(stage.running) == 6
+
+    play(scenario)
+
+
+@pytest.mark.parametrize(
+    ("application", "name", "error", "text"),
+    [
+        (
+            "shop",
+            "front",
+            ExternalScalerDisabledError,
+            "^Deployment 'front' of application 'shop' does not allow",
+        ),
+        (
+            "shop",
+            "other",
+            NotFoundError,
+            "^Application 'shop' has no deployment 'other'; it has: model, front.$",
+        ),
+        (
+            "other",
+            "model",
+            NotFoundError,
+            "no application 'other' with .* 'model'; the applications are: shop",
+        ),
+        ("default", "model", NotFoundError, "no application 'default' with a deployment 'model'"),
+        ("shop", "classic", NotFoundError, "has no deployment 'classic'"),
+        (
+            "",
+            "model",
+            NotFoundError,
+            "no backend or deployment 'model'; there are: classic, shop/front, shop/mod",
+        ),
+    ],
+)
+def test_a_deployment_that_is_not_in_the_application_is_not_found(
+    application: str, name: str, error: type[Exception], text: str
+) -> None:
+    async def scenario(stage: Stage) -> None:
+        await stage.run("shop", graph={"model": (), "front": ("model",)}, model=OPEN)
+        await stage.create("classic", **OPEN)
+        with pytest.raises(error, match=text):
+            await stage.call("scale", application=application, name=name, number=2)
+
+    play(scenario)
+
+
 def test_a_redeploy_keeps_the_number_unless_it_sets_another_one() -> None:
     async def scenario(stage: Stage) -> None:
         options: dict[str, Any] = {"num_replicas": 2, **OPEN}

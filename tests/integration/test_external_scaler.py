@@ -58,6 +58,8 @@ def test_every_http_status_of_the_scale_route(external: ExternalCluster) -> None
         client.create_backend("closed", answer)
         other.create_backend("b", answer, config=OPEN)
         client.deploy("déployé", answer, version="1", config=OPEN)
+        model = serve.deployment(name="model", external_scaler_enabled=True)(answer)
+        client.run(model.bind(), name="shöp", route_prefix=None)
         reply = ask(dask, client, "b", 3)
         assert (reply.status, reply.json["target_num_replicas"]) == (200, 3)
         wait_for(client, "b", 3)
@@ -66,6 +68,15 @@ def test_every_http_status_of_the_scale_route(external: ExternalCluster) -> None
         assert len(client.explain("b").events) == 1
         assert ask(dask, client, "déployé", 2, application="déployé").status == 200
         wait_for(client, "déployé", 2)
+
+        reply = ask(dask, client, "model", 2, application="shöp")
+        assert (reply.status, reply.json["message"]) == (
+            200,
+            "model of application shöp is to have 2 replicas.",
+        )
+        wait_for(client, "shöp/model", 2)
+        assert client.scale("shöp/model", 1) == 1
+        assert ask(dask, client, "model", 2).status == 404
 
         path = path_of(client.instance_name, "b")
         for body in (b"", b"{", b"[]", b"{}", b" " * 5000, b'{"target_num_replicas": 0}'):
@@ -83,7 +94,7 @@ def test_every_http_status_of_the_scale_route(external: ExternalCluster) -> None
         assert (
             fetch(f"{dashboard(dask)}{path}", "POST", body=b"", headers={"Origin": "http://x"}).status == 403
         )
-        assert wanted(client) == {"b": 3, "closed": 1, "déployé": 2}
+        assert wanted(client) == {"b": 3, "closed": 1, "déployé": 2, "shöp/model": 1}
 
         other.shutdown()
         assert ask(dask, other, "b", 2).status == 404

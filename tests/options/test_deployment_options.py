@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 import daskserve as serve
+from daskserve.client.specs import make_spec
 from daskserve.options.actor import ActorOptions, parse_actor_options
+from daskserve.options.autoscaling import AutoscalingConfig
 from daskserve.options.backend import BackendConfig
 
 #: The options of today's Ray Serve that a deployment takes, with a valid value.
@@ -82,7 +84,13 @@ def test_the_signature_has_every_option_of_the_model() -> None:
         ({"ray_actor_options": {}, "actor_options": {}}, "another spelling of actor_options"),
         ({"ray_actor_options": {"runtime_env": "a"}, "env": "b"}, "another spelling of env"),
         ({"env": "not/absolute"}, "absolute path"),
-        ({"no_such_option": 1}, r"Its options are: num_replicas, .*max_surge_percent"),
+        (
+            {"max_ongoing_requests": 2, "max_concurrent_queries": 2},
+            "max_ongoing_requests is another spelling",
+        ),
+        ({"ray_actor_options": {"memory": "2 elephants"}}, "'2 elephants' is not an amount of bytes; give a"),
+        ({"ray_actor_options": {"foo": None}}, "ActorOptions has no option 'foo'"),
+        ({"no_such_option": 1}, "no option 'no_such_option'. The nearest are: "),
     ],
 )
 def test_a_bad_value_is_refused_where_it_is_written(options: dict[str, Any], match: str) -> None:
@@ -90,6 +98,83 @@ def test_a_bad_value_is_refused_where_it_is_written(options: dict[str, Any], mat
         serve.deployment(**options)(Model)
     with pytest.raises(ValueError, match=match):
         serve.deployment(Model).options(**options)
+
+
+def auto(**options: Any) -> dict[str, Any]:
+    return {"autoscaling_config": AutoscalingConfig(**options)}
+
+
+BUNDLES = [{"CPU": 1}, {"CPU": 2}]
+PAIRS = {"gang_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "expected"),
+    [
+        ({"num_replicas": "auto"}, {"num_replicas": 2}, {"num_replicas": 2}),
+        ({"autoscaling_config": {"max_replicas": 3}}, {"num_replicas": 2}, {"num_replicas": 2}),
+        ({"num_replicas": 2}, {"num_replicas": "auto"}, auto(max_replicas=100)),
+        ({"num_replicas": 2}, {"autoscaling_config": {"max_replicas": 3}}, auto(max_replicas=3)),
+        ({"num_replicas": "auto"}, {"autoscaling_config": None}, {}),
+        (
+            {"autoscaling_config": {"max_replicas": 3, "dry_run": True}},
+            {"num_replicas": 2},
+            {"num_replicas": 2, **auto(max_replicas=3, dry_run=True)},
+        ),
+        ({"num_replicas": 3}, {"num_replicas": None}, {"num_replicas": 3}),
+        ({"num_replicas": 3}, {"num_replicas": None, "autoscaling_config": {}}, auto()),
+        ({"max_ongoing_requests": 3}, {"max_concurrent_queries": 4}, {"max_concurrent_queries": 4}),
+        ({"max_unavailable": 1}, {"rolling_update_percentage": 0.2}, {"max_unavailable": "20%"}),
+        ({"placement_group_bundles": BUNDLES}, {"placement_group_strategy": "SPREAD"}, None),
+        ({"placement_group_strategy": "SPREAD"}, {"placement_group_bundles": BUNDLES}, None),
+        ({"num_replicas": 4}, {"gang_scheduling_config": PAIRS}, None),
+        ({"gang_scheduling_config": PAIRS}, {"num_replicas": 4}, None),
+        ({"user_config": 1}, {"logging_config": None, "request_router_config": None}, {"user_config": 1}),
+    ],
+)
+def test_steps_are_merged_and_then_checked(
+    first: dict[str, Any], then: dict[str, Any], expected: dict[str, Any] | None
+) -> None:
+    whole = BackendConfig(**{**first, **then} if expected is None else expected)
+    steps = serve.deployment(**first)(Model).options(**then)
+    beside = serve.deployment(config=first, **then)(Model)
+    for made in (steps, beside):
+        made.bind()
+        assert made.config == whole
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        (
+            {"placement_group_strategy": "SPREAD"},
+            "'SPREAD' is given without placement_group_bundles; give both",
+        ),
+        ({"gang_scheduling_config": PAIRS}, "num_replicas=1 must be a multiple of gang_size=2"),
+    ],
+)
+def test_an_option_that_lacks_another_one_is_refused_when_it_is_used(
+    options: dict[str, Any], match: str
+) -> None:
+    with pytest.raises(ValueError, match=match):
+        serve.deployment(**options)(Model).bind()
+    with pytest.raises(ValueError, match=match):
+        make_spec("b", Model, (), {}, actor_options=None, config=options, timeout_s=None)
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("2GB", 2 * 10**9), ("512 MiB", 2**29), ("1.5kB", 1500), (7, 7), (None, 0)]
+)
+def test_amounts_of_bytes_are_numbers_or_texts(text: Any, count: int) -> None:
+    made = serve.deployment(ray_actor_options={"memory": text, "num_gpus": None, "runtime_env": None})(Model)
+    assert made.actor_options == ActorOptions(memory=count)
+    if text is not None:
+        bundles = [{"CPU": 1, "memory": text}]
+        config = BackendConfig(max_body_bytes=text, placement_group_bundles=bundles)  # type: ignore[arg-type]
+        assert (config.max_body_bytes, config.placement_group_bundles) == (
+            count,
+            [{"CPU": 1, "memory": count}],
+        )
 
 
 def test_options_of_another_type_are_refused() -> None:

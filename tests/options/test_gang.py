@@ -16,7 +16,6 @@ PAIRS = {"gang_size": 2}
     ("options", "message"),
     [
         ({"num_replicas": 3}, "num_replicas=3 must be a multiple of gang_size=2; the next one is 4"),
-        ({}, "num_replicas=1 must be a multiple"),
         (
             {"num_replicas": "auto"},
             "multiple_of=1, which must be a multiple of gang_size=2; set multiple_of=2",

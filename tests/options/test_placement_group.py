@@ -31,7 +31,6 @@ class Model:
             "bundle 0 has 'num_gpus'; in a bundle, the resource is 'GPU'",
         ),
         ({"placement_group_bundles": BUNDLES, "placement_group_strategy": "NEAR"}, "STRICT_SPREAD"),
-        ({"placement_group_strategy": "PACK"}, "is given without placement_group_bundles; give both"),
         (
             {"placement_group_bundles": BUNDLES, "max_replicas_per_node": 1},
             "max_replicas_per_node=1 is given together with placement_group_bundles",
@@ -84,7 +83,7 @@ def test_a_bundle_that_covers_the_replica_is_allowed_and_later_changes_are_check
     with pytest.raises(ValueError, match="needs 1 of 'GPU'"):
         made.options(ray_actor_options={"num_gpus": 1})
     with pytest.raises(ValueError, match="is given without placement_group_bundles"):
-        made.options(placement_group_bundles=None)
+        made.options(placement_group_bundles=None).bind()
     bare = made.options(placement_group_bundles=None, placement_group_strategy=None)
     assert bare.config.fixed() == {}
 

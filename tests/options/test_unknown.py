@@ -1,4 +1,4 @@
-"""Unknown options: the error names the valid ones, and daskserve's names for Ray Serve's."""
+"""Unknown options, and options under two names: the error says what to write instead."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from daskserve.options.actor import ActorOptions
 from daskserve.options.autoscaling import AutoscalingConfig
 from daskserve.options.backend import BackendConfig
 from daskserve.options.base import Options, parse_options
+from daskserve.options.environment import Environment
 from daskserve.options.http import HTTPOptions
-from daskserve.options.unknown import names_of
 
 
 def message_of(model: type[Options], **options: Any) -> str:
@@ -22,12 +22,56 @@ def message_of(model: type[Options], **options: Any) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("model", [ActorOptions, AutoscalingConfig, BackendConfig, HTTPOptions])
-def test_every_valid_option_is_named(model: type[Options]) -> None:
-    message = message_of(model, no_such_option=1)
-    assert f"{model.__name__} has no option 'no_such_option'." in message
-    for name in names_of(model):
-        assert name in message
+def test_the_three_nearest_options_are_listed() -> None:
+    message = message_of(BackendConfig, max_ongoing_request=1)
+    assert "The nearest are: max_ongoing_requests, max_queued_requests, max_concurrent_queries;" in message
+    assert "BackendConfig.model_fields has all" in message
+    assert len(message) < 400
+    listed = message_of(ActorOptions, zzz=1).partition("The nearest are: ")[2].partition(";")[0].split(", ")
+    assert len(listed) == 3
+    assert set(listed) <= ActorOptions.model_fields.keys()
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "text"),
+    [
+        (
+            BackendConfig,
+            {"max_ongoing_requests": 3, "max_concurrent_queries": 4},
+            "max_ongoing_requests is another spelling of max_concurrent_queries; give only one of them",
+        ),
+        (
+            BackendConfig,
+            {"graceful_shutdown_timeout_s": 1, "experimental_graceful_shutdown_timeout_s": 1},
+            "graceful_shutdown_timeout_s is another spelling of experimental_graceful_shutdown_timeout_s",
+        ),
+        (Environment, {"uv": ["a"], "pip": ["a"]}, "uv is another spelling of pip; give only one of them"),
+        (
+            BackendConfig,
+            {"max_surge_percent": 3, "max_surge": 1},
+            "max_surge_percent is another spelling of max_surge;",
+        ),
+        (
+            BackendConfig,
+            {
+                "autoscaling_config": {
+                    "target_ongoing_requests": 1,
+                    "target_num_ongoing_requests_per_replica": 2,
+                    "prometheus_address": "http://user:secret@prometheus:9090",
+                }
+            },
+            "autoscaling_config.target_num_ongoing_requests_per_replica\n  target_num_ongoing_requests_per_"
+            "replica is another spelling of target_ongoing_requests",
+        ),
+    ],
+)
+def test_an_option_under_both_its_names_is_refused(
+    model: type[Options], options: dict[str, Any], text: str
+) -> None:
+    message = message_of(model, **options)
+    assert text in message
+    assert "no option" not in message
+    assert "secret" not in message
 
 
 @pytest.mark.parametrize(

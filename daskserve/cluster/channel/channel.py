@@ -57,6 +57,7 @@ from daskserve.types import (
     Receive,
     Rest,
     Send,
+    described_actor,
 )
 
 logger = logging.getLogger("daskserve.channel")
@@ -408,7 +409,7 @@ class Channel:
                 stream.end(load)
         except asyncio.CancelledError:
             # Either the opener cancelled it and no longer listens, or the actor was stopped.
-            stopped = ActorLostError(f"{name} was stopped.", begun=True, is_planned=True)
+            stopped = ActorLostError(f"{described_actor(name)} was stopped.", begun=True, is_planned=True)
             self._post((ERROR, number, dump_error(stopped)))
             raise
         except Exception as error:

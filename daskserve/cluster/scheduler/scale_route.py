@@ -1,8 +1,9 @@
 """External scaling over HTTP: a route on the scheduler's HTTP server that forwards numbers to controllers.
 
-The path ``/daskserve/<instance>/api/v1/applications/<application>/deployments/<backend>/scale`` (POST) ends
-like Ray Serve's. The server has no authentication, so each backend must enable external scaling, and pages
-of other sites are refused (`daskserve.cluster.scheduler.site_guard`).
+The path ``/daskserve/<instance>/api/v1/applications/<application>/deployments/<deployment>/scale`` (POST)
+ends like Ray Serve's. The controller knows the applications and their deployments. The server has no
+authentication, so each deployment must enable external scaling, and pages of other sites are refused
+(`daskserve.cluster.scheduler.site_guard`).
 
 If a controller dies or hangs during the request, it is replaced and the call is retried at the newest one.
 This is safe, because setting the same number twice changes nothing.
@@ -38,8 +39,6 @@ from daskserve.types import ActorAddress, InstanceName
 logger = logging.getLogger("daskserve.supervisor")
 
 PATH = r"/daskserve/([^/]+)/api/v1/applications/([^/]+)/deployments/([^/]+)/scale"
-#: The default application name, as in Ray Serve.
-DEFAULT_APPLICATION = "default"
 #: Maximum size of a body; a valid one has less than fifty bytes.
 MAX_BODY_BYTES = 4096
 #: Timeout of a request: a hanging controller is replaced after four seconds, and its successor gets four
@@ -73,13 +72,13 @@ class ScaleRoute:
         """Remove the route; idempotent."""
         self._route.uninstall()
 
-    async def scale(self, instance: InstanceName, backend: str, number: int) -> int:
-        """Record a backend's target number of replicas, and return it.
+    async def scale(self, instance: InstanceName, application: str, deployment: str, number: int) -> int:
+        """Record a deployment's target number of replicas, and return it.
 
         Raises
         ------
         NotFoundError
-            The instance or the backend does not exist.
+            The instance, the application or the deployment does not exist.
         ExternalScalerDisabledError, BadRequestError
             The controller refused the number.
         UnavailableError
@@ -92,15 +91,17 @@ class ScaleRoute:
             raise NotFoundError(f"Instance {instance!r} does not run on this cluster; running: {known}.")
         try:
             async with asyncio.timeout(PATIENCE_S):
-                return await self._persist(entry, backend, number)
+                return await self._persist(entry, application, deployment, number)
         except TimeoutError:
             raise UnavailableError(
                 f"No controller of {instance!r} answered within {shown(PATIENCE_S)} s; retry later."
             ) from None
 
-    async def _persist(self, entry: Instance, backend: str, number: int) -> int:
+    async def _persist(self, entry: Instance, application: str, deployment: str, number: int) -> int:
         def call(controller: ActorAddress) -> Coroutine[Any, Any, Any]:
-            return self._hosts.call(controller, "scale", name=backend, number=number)
+            return self._hosts.call(
+                controller, "scale", application=application, name=deployment, number=number
+            )
 
         return int(await call_controller(_Finder(entry), call, clock=LoopClock(), check_s=CHECK_S))
 
@@ -142,23 +143,20 @@ class ScaleHandler(GuardedHandler):
         if not self._is_too_large:
             self._body += chunk
 
-    async def post(self, instance: str, application: str, backend: str) -> None:
+    async def post(self, instance: str, application: str, deployment: str) -> None:
         if self.is_refused():
             return
         try:
             if self._is_too_large:
                 self._guard.refusals[BODY] += 1
                 raise BadRequestError(f"the body has more than {MAX_BODY_BYTES} bytes")
-            if application not in (DEFAULT_APPLICATION, backend):
-                raise NotFoundError(
-                    f"There is no application {application!r}; use the deployment's name or "
-                    f"{DEFAULT_APPLICATION!r}."
-                )
-            number = await self._route.scale(instance, backend, number_in(bytes(self._body)))
+            wanted = number_in(bytes(self._body))
+            number = await self._route.scale(instance, application, deployment, wanted)
         except ServeError as error:
             self.answer(http_status_of(error), {"message": str(error)})
         else:
-            self.answer(200, {KEY: number, "message": f"{backend} is to have {number} replicas."})
+            text = f"{deployment} of application {application} is to have {number} replicas."
+            self.answer(200, {KEY: number, "message": text})
 
     def answer(self, status: int, body: Mapping[str, Any]) -> None:
         if status == UnavailableError.http_status:

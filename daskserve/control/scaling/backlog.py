@@ -13,6 +13,7 @@ from daskserve.amounts import shown
 from daskserve.clock import Clock
 from daskserve.options.credentials import masked
 from daskserve.options.queues import QueueOptions
+from daskserve.types import described
 
 logger = logging.getLogger("daskserve.autoscaling")
 
@@ -143,4 +144,4 @@ class Backlog:
         self.problem = f"queue {self.options.queue_name!r} cannot be read: {text}"
         if text not in self._logged:
             self._logged.add(text)
-            logger.warning("Backend %s: %s", self._backend, self.problem)
+            logger.warning("%s: %s", described(self._backend, "Backend"), self.problem)

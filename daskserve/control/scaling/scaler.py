@@ -32,7 +32,7 @@ from daskserve.control.scaling.snapshot import BackendSnapshot
 from daskserve.control.state import State
 from daskserve.errors import UserCodeError
 from daskserve.options.autoscaling import AutoscalingConfig
-from daskserve.types import BackendTag, ReplicaState
+from daskserve.types import BackendTag, ReplicaState, described
 
 T = TypeVar("T")
 
@@ -179,7 +179,7 @@ class Scaler:
         def done(_: asyncio.Task[None]) -> None:
             entry.checking = None
             if not task.cancelled() and task.exception() is not None:
-                logger.error("The autoscaler of %s failed", tag, exc_info=task.exception())
+                logger.error("The autoscaler of %s failed", described(tag), exc_info=task.exception())
             self._wake.set()
 
         task.add_done_callback(done)
@@ -301,7 +301,7 @@ class Scaler:
             place = entry.loading.location if entry.loading is not None else ""
             entry.error = f"{still}: {place}" if place else still
             if not before.startswith(still):
-                logger.warning("Backend %s: %s", tag, entry.error)
+                logger.warning("%s: %s", described(tag, "Backend"), entry.error)
             return
         except Exception as error:
             entry.autoscaler = None
@@ -313,7 +313,7 @@ class Scaler:
         before, entry.error = entry.error, f"the policy cannot be used: {text}"
         entry.retry_at = self._clock.now() + policy_calls.POLICY_RETRY_S
         if entry.error != before:
-            logger.error("The autoscaling policy of %s cannot be used", tag, exc_info=error)
+            logger.error("The autoscaling policy of %s cannot be used", described(tag), exc_info=error)
 
     def _start_call(self, tag: BackendTag, function: Callable[..., T], *args: Any) -> PolicyCall[T]:
         return PolicyCall(self._clock, f"daskserve-policy-{tag}", function, *args)
@@ -409,7 +409,7 @@ class Scaler:
         decided.note(snapshot.sample, () if before is None else before.samples)
         self._observed.scalings[backend.tag] = decided
         if step.error is not None and (before is None or before.reason != step.reason):
-            logger.warning("Backend %s: %s", backend.tag, step.reason)
+            logger.warning("%s: %s", described(backend.tag, "Backend"), step.reason)
         if decided.is_for(backend):
             logger.info(
                 "Backend %s: %s -> %s replicas: %s", backend.tag, decided.based_on, step.replicas, step.reason

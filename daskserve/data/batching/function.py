@@ -22,6 +22,7 @@ from daskserve.context import current_replica, current_request
 from daskserve.data.batching.queue import BatchLimits, BatchQueue, reconsider_on
 from daskserve.data.batching.results import as_results
 from daskserve.data.batching.stream import END, BatchStream, distribute
+from daskserve.types import described
 
 logger = logging.getLogger("daskserve.replica")
 
@@ -164,10 +165,10 @@ class _BatchRunner:
             return
         if replica.max_concurrent_queries < wanted:
             logger.warning(
-                "Batches of %s in backend %r may never fill: it runs %d requests at a time "
+                "Batches of %s in %s may never fill: it runs %d requests at a time "
                 "(max_concurrent_queries), fewer than max_batch_size * max_concurrent_batches, which is %d.",
                 self.function.__qualname__,
-                replica.backend_tag,
+                described(replica.backend_tag),
                 replica.max_concurrent_queries,
                 wanted,
             )

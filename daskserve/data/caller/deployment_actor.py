@@ -6,6 +6,7 @@ from daskserve.context import get_replica_context
 from daskserve.data.caller.bound import bound_handle
 from daskserve.data.caller.handle import Handle
 from daskserve.errors import BadRequestError
+from daskserve.types import described
 
 
 def get_deployment_actor(name: str) -> Handle:
@@ -26,7 +27,7 @@ def get_deployment_actor(name: str) -> Handle:
     if tag is None:
         known = ", ".join(map(repr, replica.actors)) or "none"
         raise BadRequestError(
-            f"Deployment {replica.backend_tag!r} has no actor {name!r}; it has: {known}. Add it to the "
-            "option deployment_actors."
+            f"{described(replica.backend_tag, 'Deployment')} has no actor {name!r}; it has: {known}. Add it "
+            "to the option deployment_actors."
         )
     return bound_handle(tag)

@@ -43,7 +43,9 @@ from daskserve.types import (
     Payload,
     Receive,
     Send,
+    described,
     nothing_to_receive,
+    short_tag,
 )
 
 #: What a call tells user code about its request: the ids of `CallOptions`, and the route.
@@ -71,7 +73,7 @@ class ShutDown:
 
     @property
     def link(self) -> NoReturn:
-        raise ClosedError(f"This handle of {self._endpoint!r} was shut down; get a new one.")
+        raise ClosedError(f"This handle of {short_tag(self._endpoint)!r} was shut down; get a new one.")
 
 
 class Handle:
@@ -103,7 +105,7 @@ class Handle:
 
     def __repr__(self) -> str:
         route, method = self._known_route(), self._options.method_name
-        return f"<Handle of {self._endpoint!r} route={route!r} method={method!r}>"
+        return f"<Handle of {short_tag(self._endpoint)!r} route={route!r} method={method!r}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
         facts = (self._is_legacy, self._known_methods(), self._known_route())
@@ -121,7 +123,8 @@ class Handle:
                 f"handle.options(method_name={name!r}).remote(...)."
             )
         known = ", ".join(methods or ()) or "none"
-        raise MethodNotFoundError(f"Deployment {self._endpoint!r} has no method {name!r}; it has: {known}.")
+        whose = described(self._endpoint, "Deployment")
+        raise MethodNotFoundError(f"{whose} has no method {name!r}; it has: {known}.")
 
     @overload
     def options(self, *, stream: Literal[True], **changes: Any) -> StreamHandle: ...
@@ -163,8 +166,8 @@ class Handle:
         """This process's view of the instance, resolved on first use."""
         if self._cluster is None and not self._instance:
             raise ClosedError(
-                f"The handle of {self._endpoint!r} belongs to the arguments of a deployment; it can call "
-                "where the deployment runs."
+                f"The handle of {short_tag(self._endpoint)!r} belongs to the arguments of a deployment; it "
+                "can call where the deployment runs."
             )
         if self._cluster is None:
             self._cluster = find_link().cluster(self._instance)
@@ -230,8 +233,8 @@ class Handle:
         choice = selection.choice if isinstance(selection, ReplicaSelection) else None
         if choice is None or choice.owner != (self._instance, self._endpoint):
             raise BadRequestError(
-                f"{selection!r} was not chosen by a handle of {self._endpoint!r} in this process; use the "
-                "selection that `async with handle.choose_replica()` yields."
+                f"{selection!r} was not chosen by a handle of {short_tag(self._endpoint)!r} in this process; "
+                "use the selection that `async with handle.choose_replica()` yields."
             )
         if choice.is_stream is not self._options.stream:
             raise StreamOptionError("Choose the replica with the same option `stream` as the call.")

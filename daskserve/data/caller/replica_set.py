@@ -27,7 +27,17 @@ from daskserve.errors import (
 )
 from daskserve.figures.table import MetricSample
 from daskserve.loops.alarm import Alarm
-from daskserve.types import ActorAddress, BackendTag, BodyUse, Envelope, EnvelopeKind, Load, Receive, Send
+from daskserve.types import (
+    ActorAddress,
+    BackendTag,
+    BodyUse,
+    Envelope,
+    EnvelopeKind,
+    Load,
+    Receive,
+    Send,
+    described,
+)
 
 #: How long an unreachable replica is suspended, unless the controller publishes it again.
 UNREACHABLE_BACKOFF_S = 1.0
@@ -349,10 +359,13 @@ class ReplicaSet:
         """Return the error of requests to a backend that failed to deploy or is being deleted; else None."""
         if self._ending:
             return DeploymentUnavailableError(
-                f"Deployment {self.tag!r} is unavailable because it failed to deploy: {self._ending}"
+                f"{described(self.tag, 'Deployment')} is unavailable because it failed to deploy: "
+                f"{self._ending}"
             )
         if self._ending is not None and not self._is_deleted:
-            return DeploymentIsBeingDeletedError(f"Deployment {self.tag!r} is being deleted.", is_public=True)
+            return DeploymentIsBeingDeletedError(
+                f"{described(self.tag, 'Deployment')} is being deleted.", is_public=True
+            )
         return None
 
     def _gone(self) -> UnavailableError:
@@ -360,9 +373,10 @@ class ReplicaSet:
         if ending is not None:
             return ending
         if self._is_deleted:
-            return UnavailableError(f"Backend '{self.tag}' was deleted.", is_public=True)
+            return UnavailableError(f"{described(self.tag, 'Backend')} was deleted.", is_public=True)
         return UnavailableError(
-            f"Backend '{self.tag}' has no replicas because the target capacity of its instance is 0 %.",
+            f"{described(self.tag, 'Backend')} has no replicas because the target capacity of its instance "
+            "is 0 %.",
             is_public=True,
         )
 
@@ -389,7 +403,7 @@ def check_queue(replicas: ReplicaSet) -> None:
 
 def _queue_overflow(tag: BackendTag, waiting: int, limit: int) -> BackPressureError:
     return BackPressureError(
-        f"{waiting} requests already wait for backend '{tag}', as many as max_queued_requests allows; "
+        f"{waiting} requests already wait for {described(tag)}, as many as max_queued_requests allows; "
         "try again later.",
         num_queued_requests=waiting,
         max_queued_requests=limit,

@@ -39,6 +39,7 @@ from daskserve.types import (
     Receive,
     Send,
     WorkerAddress,
+    short_tag,
 )
 
 #: How long a request waits for the first update of its endpoint.
@@ -134,7 +135,7 @@ class Router:
                 await self._routers.clock.wait_for(self._changed.wait(), ENDPOINT_TIMEOUT_S)
             except TimeoutError:
                 raise RequestTimeoutError(
-                    f"The controller sent no update of endpoint '{self.endpoint}' for "
+                    f"The controller sent no update of endpoint '{short_tag(self.endpoint)}' for "
                     f"{shown(ENDPOINT_TIMEOUT_S)} s; "
                     "it may be restarting, try again."
                 ) from None
@@ -147,7 +148,7 @@ class Router:
             error = self._routers.replica_set(backend).ending_error()
             if error is not None:
                 return error
-        return NotFoundError(f"Endpoint '{self.endpoint}' does not exist.")
+        return NotFoundError(f"Endpoint '{short_tag(self.endpoint)}' does not exist.")
 
     async def replicas(self) -> list[ActorAddress]:
         """Return the addresses of the running replicas of all backends with traffic."""
@@ -169,7 +170,7 @@ class Router:
             backend = policy.draw(shard_draw(shard_key) if shard_key else rng.random())
             if backend is None:
                 raise UnavailableError(
-                    f"Endpoint '{self.endpoint}' has no backend with traffic.", is_public=True
+                    f"Endpoint '{short_tag(self.endpoint)}' has no backend with traffic.", is_public=True
                 )
         shadows = policy.shadows(rng) if policy.has_shadows else None
         if shadows:

@@ -28,7 +28,7 @@ from typing import Any, TypeAlias
 from daskserve.amounts import shown
 from daskserve.data.caller.roster import ReplicaEntry
 from daskserve.errors import QuarantinedError, RequestTimeoutError
-from daskserve.types import BackendTag, Reach, WorkerAddress
+from daskserve.types import BackendTag, Reach, WorkerAddress, described
 
 #: How long the loss of a process is remembered, and the interval at which memories are removed.
 WINDOW_S = 60.0
@@ -260,7 +260,7 @@ def _host_of(worker: WorkerAddress) -> str:
 def _shown(target: RequestTarget) -> str:
     backend, method, path, query = target
     url = (path + b"?" + query if query else path).decode("latin-1")
-    return f"{method} {url if len(url) <= SHOWN_CHARS else url[:SHOWN_CHARS] + '...'} of backend {backend!r}"
+    return f"{method} {url if len(url) <= SHOWN_CHARS else url[:SHOWN_CHARS] + '...'} of {described(backend)}"
 
 
 def _refusal(target: RequestTarget, suspicion: Suspicion, now: float) -> QuarantinedError:

@@ -34,7 +34,18 @@ from daskserve.figures.replica import ReplicaFigures
 from daskserve.figures.table import MetricSample
 from daskserve.figures.user import UserSample
 from daskserve.starts import ReplicaStart, read_config
-from daskserve.types import Envelope, EnvelopeKind, Load, Message, Payload, Receive, Send, Standing
+from daskserve.types import (
+    Envelope,
+    EnvelopeKind,
+    Load,
+    Message,
+    Payload,
+    Receive,
+    Send,
+    Standing,
+    described,
+    short_tag,
+)
 
 logger = logging.getLogger("daskserve.replica")
 
@@ -151,7 +162,8 @@ class ChildCode:
         except ActorLostError:
             await child.ended.wait()
             raise ReplicaStartError(
-                f"Backend {self._start.backend_tag!r} did not survive its start: its process {child.fate}."
+                f"{described(self._start.backend_tag, 'Backend')} did not survive its start: its process "
+                f"{child.fate}."
             ) from None
         return facts
 
@@ -179,13 +191,13 @@ class ChildCode:
         if child is None or child.is_open:
             return error
         await child.ended.wait()
-        loss = self.loss or f"Replica {self._start.replica_tag!r} was stopped."
+        loss = self.loss or f"Replica {short_tag(self._start.replica_tag)!r} was stopped."
         return ActorLostError(loss, begun=error.begun, is_planned=self._is_planned)
 
     def _note_end(self) -> None:
         if not self.slots.is_open or self._child is None:
             return
-        self.loss = f"Replica {self._start.replica_tag!r} is lost: its process {self._child.fate}."
+        self.loss = f"Replica {short_tag(self._start.replica_tag)!r} is lost: its process {self._child.fate}."
         self.slots.closed_because = self.loss
         self.slots.close()
         logger.error("%s", self.loss)

@@ -16,6 +16,7 @@ from starlette.requests import ClientDisconnect
 from daskserve.context import current_replica
 from daskserve.errors import ServeError, UserCodeError
 from daskserve.payload.packed_errors import is_logged, note_logged
+from daskserve.types import short_tag
 
 logger = logging.getLogger("daskserve.replica")
 
@@ -38,7 +39,7 @@ def log_failure(error: BaseException, *request_ids: str, replica_tag: str = "") 
     logger.error(
         "Request %s to %s failed",
         ", ".join(request_ids),
-        replica_tag or (replica.replica_tag if replica else "a backend"),
+        short_tag(replica_tag or (replica.replica_tag if replica else "a backend")),
         exc_info=(type(error), error, user_frames(error)),
     )
 

@@ -19,6 +19,7 @@ from daskserve.clock import Clock
 from daskserve.data.replica.servable import Servable
 from daskserve.data.replica.wall import Wall
 from daskserve.errors import UnavailableError
+from daskserve.types import short_tag
 
 logger = logging.getLogger("daskserve.replica")
 
@@ -116,7 +117,8 @@ async def probe_liveness(wall: Wall, servable: Servable, replica_tag: str, concu
     if servable.is_plain_at_all:
         if wall.abandoned >= concurrency:
             raise UnavailableError(
-                f"All {concurrency} slots of replica {replica_tag!r} are held by abandoned calls and run on."
+                f"All {concurrency} slots of replica {short_tag(replica_tag)!r} are held by abandoned calls "
+                "and run on."
             )
         await wall.run_sync(_do_nothing, threads=wall.reserved)
     if servable.is_async_at_all and not wall.is_on_worker_loop:

@@ -33,7 +33,16 @@ from daskserve.figures.table import MetricSample
 from daskserve.figures.user import UserSample
 from daskserve.payload.parcels import Parcel
 from daskserve.starts import ReplicaStart, read_config
-from daskserve.types import Envelope, EnvelopeKind, Payload, ReplicaRank, Standing, as_standing
+from daskserve.types import (
+    Envelope,
+    EnvelopeKind,
+    Payload,
+    ReplicaRank,
+    Standing,
+    as_standing,
+    described,
+    short_tag,
+)
 
 logger = logging.getLogger("daskserve.replica")
 
@@ -87,7 +96,7 @@ class LocalCode:
         """
         start = self._start
         wall = self._wall = Wall(
-            start.replica_tag,
+            short_tag(start.replica_tag),
             contextvars.copy_context(),
             threads=_threads(start.concurrency),
             event_loop=start.config.event_loop,
@@ -168,7 +177,7 @@ class LocalCode:
 
     def _user_error(self, step: str, error: Exception) -> ReplicaStartError:
         return ReplicaStartError(
-            f"Backend {self._start.backend_tag!r} {step}: {type(error).__name__}: {error}",
+            f"{described(self._start.backend_tag, 'Backend')} {step}: {type(error).__name__}: {error}",
             user_traceback=user_traceback(error),
         )
 
@@ -260,7 +269,7 @@ class LocalCode:
                 await self._run(wall, servable.hook("check_health"), is_reserved=True)
             except Exception as error:
                 raise UserCodeError(
-                    f"check_health() of backend {self._start.backend_tag!r} raised "
+                    f"check_health() of {described(self._start.backend_tag)} raised "
                     f"{type(error).__name__}: {error}"
                 ) from error
 
@@ -291,7 +300,7 @@ class LocalCode:
 
     def _parts(self) -> tuple[Wall, Servable]:
         if self._wall is None or self._servable is None:
-            raise ActorLostError(f"Replica {self._start.replica_tag!r} was stopped.", begun=False)
+            raise ActorLostError(f"Replica {short_tag(self._start.replica_tag)!r} was stopped.", begun=False)
         return self._wall, self._servable
 
     async def _run_reconfigure(self, wall: Wall, servable: Servable, user_config: bytes) -> None:
@@ -325,7 +334,7 @@ class LocalCode:
         wall, servable = self._wall, self._servable
         if wall is None:
             return
-        stopped = f"Replica {self._start.replica_tag!r} was stopped."
+        stopped = f"Replica {short_tag(self._start.replica_tag)!r} was stopped."
         wall.abort_runs(ActorLostError(stopped, is_planned=is_planned))
         self._set_current_replica(None)
         # Cancelled code may clean up.

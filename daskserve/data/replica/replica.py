@@ -28,7 +28,7 @@ from daskserve.figures.replica import ReplicaFigures
 from daskserve.figures.table import MetricSample
 from daskserve.figures.user import UserSample
 from daskserve.starts import ReplicaStart, read_config
-from daskserve.types import Envelope, Load, OnAnswer, Receive, Send, as_standing
+from daskserve.types import Envelope, Load, OnAnswer, Receive, Send, as_standing, short_tag
 
 logger = logging.getLogger("daskserve.replica")
 
@@ -57,7 +57,7 @@ class Replica:
         #: Whether it stops although it is healthy.
         self._is_planned = True
         self._health = HealthWatch(
-            start.replica_tag,
+            short_tag(start.replica_tag),
             self.probe,
             context.clock,
             period_s=start.config.health_check_period_s,

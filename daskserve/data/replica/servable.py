@@ -28,7 +28,7 @@ from daskserve.errors import ActorLostError, BadRequestError, ReplicaBusyError, 
 from daskserve.payload import pickling
 from daskserve.payload.importing import MODULE_REMEDY, import_definition
 from daskserve.payload.parcels import unpack_code
-from daskserve.types import Payload, Receive
+from daskserve.types import Payload, Receive, described
 
 logger = logging.getLogger("daskserve.replica")
 
@@ -87,7 +87,7 @@ class Servable:
         self._init_kwargs = init_kwargs
         self._backend_tag = backend_tag
         self._bound: dict[str, Callable[..., Any]] = {}
-        self._descriptions = {name: f"Method {name} of backend {backend_tag!r}" for name in self.methods}
+        self._descriptions = {name: f"Method {name} of {described(backend_tag)}" for name in self.methods}
         self._lifespan = Lifespan()
 
     @property
@@ -117,12 +117,13 @@ class Servable:
         method = self.methods.get(name)
         if method is None:
             raise BadRequestError(
-                f"Backend {self._backend_tag!r} has no public method {name!r}; "
+                f"{described(self._backend_tag, 'Backend')} has no public method {name!r}; "
                 f"it has: {', '.join(sorted(self.methods))}."
             )
         if method.is_asgi:
             raise BadRequestError(
-                f"Backend {self._backend_tag!r} is an ASGI application: send it HTTP requests, not calls."
+                f"{described(self._backend_tag, 'Backend')} is an ASGI application: send it HTTP requests, "
+                "not calls."
             )
         return method
 
@@ -138,7 +139,7 @@ class Servable:
         """Return a method of the user's that only daskserve calls; `BadRequestError` if there is none."""
         hook = getattr(self.target, name, None) if self.is_class else None
         if not callable(hook):
-            raise BadRequestError(f"The callable of backend {self._backend_tag!r} has no {name}() method.")
+            raise BadRequestError(f"The callable of {described(self._backend_tag)} has no {name}() method.")
         return hook  # type: ignore[no-any-return]
 
     def has_hook(self, name: str) -> bool:

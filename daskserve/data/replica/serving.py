@@ -18,7 +18,7 @@ from daskserve.data.replica.slots import Slots
 from daskserve.data.replica.wall import Wall
 from daskserve.errors import ActorLostError
 from daskserve.figures.replica import ReplicaFigures
-from daskserve.types import Envelope, EnvelopeKind, Message, Payload, Receive
+from daskserve.types import Envelope, EnvelopeKind, Message, Payload, Receive, short_tag
 
 
 class ServingCode:
@@ -70,7 +70,7 @@ class ServingCode:
             if arriving.done():
                 return arriving.result()
             # As if it had begun, so that the router does not choose another replica.
-            raise ActorLostError(f"Replica {self.slots.replica_tag!r} was stopped.", begun=True)
+            raise ActorLostError(f"Replica {short_tag(self.slots.replica_tag)!r} was stopped.", begun=True)
         finally:
             arriving.cancel()
             self._reservations.discard(stopping)

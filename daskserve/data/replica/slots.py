@@ -22,7 +22,7 @@ from typing import Protocol
 
 from daskserve.errors import ActorLostError, ReplicaBusyError
 from daskserve.figures.replica import ReplicaFigures
-from daskserve.types import SLOT_TAKEN, Envelope, Load, Patience, Send
+from daskserve.types import SLOT_TAKEN, Envelope, Load, Patience, Send, short_tag
 
 #: The queue holds this many requests, plus two for each slot.
 EXTRA_WAITERS = 16
@@ -109,7 +109,7 @@ class Slots:
         #: Called whenever a slot becomes free.
         self.on_free: Callable[[], None] | None = None
         #: Why the replica takes no requests while it is not open.
-        self.closed_because = f"Replica {replica_tag!r} is not running."
+        self.closed_because = f"Replica {short_tag(replica_tag)!r} is not running."
         self.replica_tag = replica_tag
         self._queue = queue
         self._figures = figures

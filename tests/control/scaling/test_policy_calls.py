@@ -185,7 +185,7 @@ def test_a_policy_that_does_not_load_is_retried_and_logged_once(
     with caplog.at_level(logging.WARNING, "daskserve.autoscaling"):
         run_virtual(attended, scene)
     assert [each.message for each in caplog.records if "cannot be used" in each.message] == [
-        "The autoscaling policy of b cannot be used"
+        "The autoscaling policy of backend 'b' cannot be used"
     ]
 
 

@@ -1,0 +1,30 @@
+"""The classes of options under the names that Ray Serve has for them.
+
+``from daskserve.config import HTTPOptions`` is for programs that move from Ray Serve; ``daskserve`` has the
+same classes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from daskserve.autoscaling import AutoscalingContext
+from daskserve.options.autoscaling import AutoscalingConfig
+from daskserve.options.deployment_actor import DeploymentActorConfig
+from daskserve.options.gang import GangSchedulingConfig
+from daskserve.options.http import HTTPOptions
+from daskserve.options.ray_names import missing_name
+from daskserve.types import Location as ProxyLocation
+
+__all__ = [
+    "AutoscalingConfig",
+    "AutoscalingContext",
+    "DeploymentActorConfig",
+    "GangSchedulingConfig",
+    "HTTPOptions",
+    "ProxyLocation",
+]
+
+
+def __getattr__(name: str) -> Any:
+    raise missing_name(__name__, name)
