@@ -261,7 +261,11 @@ def uses_a_global() -> serve.Application:
             TypeError,
             r"'Caller' has the deployment 'Model' as an argument, which is not bound; pass Model.bind",
         ),
-        (uses_a_global, BadRequestError, r"refers to application 'Model' \(variable 'GLOBAL_APPLICATION' of"),
+        (
+            uses_a_global,
+            BadRequestError,
+            r"refers to application 'Model' \(code -> global 'GLOBAL_APPL",
+        ),
         (lambda: Caller.bind(Model.bind(), lambda: GLOBAL_APPLICATION), BadRequestError, "Pass it to bind"),
         (
             lambda: Caller.bind(Model.bind(threading.Lock())),
