@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from enum import EnumMeta
 from io import BytesIO, TextIOWrapper
 from types import BuiltinMethodType, CellType, CodeType, FunctionType, MethodType, ModuleType
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from daskserve.internals import by_value
 from daskserve.internals.checking import needs
@@ -149,12 +149,17 @@ class CodePickler(Pickler):  # type: ignore[misc]
                 if type(each).__module__ == module_name:
                     self._places.setdefault(id(each), (module_name, name))
 
-    def _reduce_class(self, value: type) -> Any:
+    def _noted(self, value: Any, reduce: Callable[[Any], Any]) -> Any:
+        """Reduce a class or a type variable, which gets an id if it is pickled by value."""
         may_be_new = value not in _DYNAMIC_CLASS_TRACKER_BY_CLASS
-        reduced = super().reducer_override(value)
+        reduced = reduce(value)
         if self._classes is not None:
             is_new = may_be_new and value in _DYNAMIC_CLASS_TRACKER_BY_CLASS
             self._classes[value] = is_new or self._classes.get(value, False)
+        return reduced
+
+    def _reduce_class(self, value: type) -> Any:
+        reduced = self._noted(value, super().reducer_override)
         if reduced is NotImplemented or len(reduced) < 3:
             return reduced
         attributes, _ = reduced[2]
@@ -192,6 +197,8 @@ class CodePickler(Pickler):  # type: ignore[misc]
         rebuild = by_value.REBUILT.get(kind)
         if rebuild is not None:
             return NotImplemented if _is_named(value) else rebuild(value)
+        if kind is TypeVar:
+            return self._noted(value, self.dispatch_table[kind])
         if kind is CellType:
             self._hold(_contents(value))
         elif kind is MethodType or kind is BuiltinMethodType:

@@ -61,7 +61,8 @@ REMEDIES: Mapping[str, str] = {
     "sqlite3": OPEN_THERE,
     "mmap": OPEN_THERE,
 }
-LOCKS = ("threading.Lock", "threading.RLock")
+#: The types that user code consists of, by the roots of their modules.
+CODE = frozenset({"builtins", "__main__", "functools", "fastapi", "starlette", "typing", "collections"})
 
 
 class PathStep(NamedTuple):
@@ -78,11 +79,22 @@ class PathStep(NamedTuple):
         return TYPE_NAMES.get(name, name.removeprefix("builtins.").removeprefix("__main__."))
 
     @property
+    def is_of_library(self) -> bool:
+        """Whether the object's class belongs to an installed library."""
+        root = _root_of(type(self.value))
+        file = getattr(sys.modules.get(root), "__file__", None) or ""
+        is_installed = "-packages" in file or root in sys.stdlib_module_names
+        return is_installed and root not in CODE and not isinstance(self.value, type)
+
+    @property
     def remedy(self) -> str:
         """What to do about such objects; empty if there is nothing special."""
-        kind = type(self.value)
-        known = (self.type_name, kind.__module__.partition(".")[0])
+        known = (self.type_name, _root_of(type(self.value)))
         return next((REMEDIES[name] for name in known if name in REMEDIES), "")
+
+
+def _root_of(kind: type) -> str:
+    return str(kind.__module__).partition(".")[0]
 
 
 def unpicklable_error(
@@ -160,15 +172,15 @@ def shown(steps: Sequence[PathStep]) -> str:
 
 
 def _to_culprit(steps: list[PathStep]) -> tuple[list[PathStep], str]:
-    """Return the way to the first object for which there is a remedy, and the remedy.
+    """Return the way to the object that the user knows, and the remedy for it; empty if there is none.
 
-    The locks of other objects do not count: it is these objects that cannot be pickled.
+    That is the first one with a remedy, or the first of a library's class: what such an object consists of is
+    the library's matter.
     """
-    for number, step in enumerate(steps):
-        if step.remedy:
-            if step.type_name in LOCKS and step.text.startswith("."):
-                return steps[:number], ""
-            return steps[: number + 1], step.remedy
+    for number, step in enumerate(steps, 1):
+        is_inside = number < len(steps) and steps[number].text.startswith(".")
+        if step.remedy or (is_inside and step.is_of_library):
+            return steps[:number], step.remedy
     return steps, ""
 
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Optional
 
 import pytest
 from fastapi import APIRouter, Depends, FastAPI
-from httpx import ASGITransport, AsyncClient, Response
+from httpx import ASGITransport, AsyncClient, Client, Response
 from pydantic import BaseModel
 from starlette.applications import Starlette
 
@@ -113,11 +113,11 @@ OPEN, DEFAULT = "in the __init__ of the class", '"module:name"'
 @pytest.fixture
 def unpicklable() -> Iterator[dict[str, tuple[Any, str, str]]]:
     """Values, the way to what cannot be pickled in them, and a part of the remedy."""
-    with socket.socket() as source, open(os.devnull, "r+") as file:
-        yield unpicklable_values(source, file)
+    with socket.socket() as source, open(os.devnull, "r+") as file, Client() as client:
+        yield unpicklable_values(source, file, client)
 
 
-def unpicklable_values(source: Any, file: Any) -> dict[str, tuple[Any, str, str]]:
+def unpicklable_values(source: Any, file: Any, client: Any) -> dict[str, tuple[Any, str, str]]:
     model, thread = Model(source), threading.Thread()
 
     def uses_a_socket() -> Any:
@@ -184,6 +184,7 @@ def unpicklable_values(source: Any, file: Any) -> dict[str, tuple[Any, str, str]
         ),
         "handler": ([logging.StreamHandler()], "[0] is of type logging.StreamHandler (", DEFAULT),
         "coroutine": ({"k": (each for each in "")}, "['k'] is of type generator", "list of its items"),
+        "library": ([client], "[0] is of type httpx.Client (", DEFAULT),
         "lock": ([threading.Lock()], "[0] is of type threading.Lock", "Processes cannot share"),
         "queue": ([queue.Queue()], "[0] is of type queue.Queue", "Processes cannot share"),
         "written": (
