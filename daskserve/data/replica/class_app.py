@@ -19,7 +19,7 @@ from starlette.applications import Starlette
 from starlette.requests import HTTPConnection
 from starlette.routing import Router
 
-from daskserve.data.replica.definitions import CALL, inspect_definition
+from daskserve.data.replica.definitions import CALL, REMEDY, inspect_definition
 from daskserve.data.replica.jsonable import array_types, plain
 from daskserve.internals.starlette import AppCopier, BoundEndpoint
 from daskserve.types import Message, Receive, Send
@@ -128,7 +128,9 @@ def ingress(app: Any) -> IngressDecorator:
 
 def is_asgi_app(value: Any) -> bool:
     """Return whether a value is an ASGI application, and not a class of them."""
-    return callable(value) and not inspect.isclass(value) and inspect_definition(value).is_asgi_app
+    if inspect.isclass(value) or not callable(value) or hasattr(type(value), REMEDY):
+        return False
+    return inspect_definition(value).is_asgi_app
 
 
 def has_app(definition: Any) -> bool:
