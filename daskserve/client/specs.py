@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from daskserve import settings
 from daskserve.client.code_digest import code_digest, settle_ids
+from daskserve.data.replica.class_app import has_app, without_others
 from daskserve.data.replica.definitions import CallableFacts, inspect_definition
 from daskserve.data.replica.working_dir import PackedFolder, pack_folder
 from daskserve.errors import BadRequestError
@@ -210,6 +212,8 @@ def make_spec(
     folder = () if files is None else (files,)
     sealed, user_config = split_config(wanted, metadata, **isolation)
     arguments = (init_args if substitution else tuple(init_args), dict(init_kwargs))
+    if has_app(definition):
+        substitution = partial(without_others, definition, substitution)
     code, parts, digest = _packed(tag, (*folder, definition, *arguments), substitution)
     return BackendSpec(
         tag=tag,

@@ -154,7 +154,25 @@ def way_to(
     _, path = trace(value, substitution)
     names = {id(each): name for name, each in roots}
     start = next((place for place, each in enumerate(path) if id(each) in names), 0)
-    return _steps(names.get(id(path[start]), ""), path[start:]) if path else []
+    if not path:
+        return []
+    name = names.get(id(path[start]), "")
+    landmarks = {id(each): text for text, each in _landmarks(path[start])}
+    last = max((place for place, each in enumerate(path) if id(each) in landmarks), default=start)
+    return _steps(name + landmarks.get(id(path[last]), ""), path[last:])
+
+
+def _landmarks(root: Any, depth: int = 5) -> Iterator[tuple[str, Any]]:
+    """Yield the parts of a class or application from which a user finds the way: its methods, its routes."""
+    if isinstance(root, type):
+        functions = ((name, _unwrapped(each)) for name, each in vars(root).items())
+        yield from ((f".{name}", each) for name, each in functions if isinstance(each, FunctionType))
+    if depth and any(_root_of(each) == "starlette" for each in type(root).__mro__):
+        for number, route in enumerate(getattr(root, "routes", None) or ()):
+            yield f".routes[{number}]", route
+            inner = "original_router" if hasattr(route, "original_router") else "app"
+            for text, each in _landmarks(getattr(route, inner, None), depth - 1):
+                yield f".routes[{number}].{inner}{text}", each
 
 
 def variable_of(value: Any, default: str) -> str:

@@ -5,7 +5,9 @@ Annotations are not postponed here: they name methods of the class they are in.
 
 import asyncio
 import functools
+import gc
 import sys
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from importlib import import_module
@@ -23,8 +25,11 @@ from starlette.middleware import Middleware
 from starlette.responses import PlainTextResponse
 from starlette.routing import Host, Mount, Route, Router
 
+from daskserve.client.specs import make_spec
 from daskserve.data.replica.class_app import has_app, ingress
 from daskserve.data.replica.servable import Servable
+from daskserve.errors import UnpicklableError
+from daskserve.payload.parcels import unpack_code
 from daskserve.payload.pickling import dump_bytes, load_bytes
 
 pytestmark = pytest.mark.smoke
@@ -342,13 +347,14 @@ def test_classes_of_one_application_have_only_their_own_routes() -> None:
     second = make("second")
 
     @app.get("/later")
-    def later() -> None: ...
+    def later() -> str:
+        return "later"
 
     for made, name in ((first(), "first"), (second(), "second")):
         assert get(made, "/").json() == get(made, "/sub/").json() == name
         assert get(made, "/common").json() == "common"
-        assert get(made, "/later").status_code == 404
-        assert paths(made) == ["/", "/common"]
+        assert get(made, "/later").json() == "later"
+        assert paths(made) == ["/", "/common", "/later"]
 
 
 def test_the_application_itself_is_not_changed() -> None:
@@ -466,6 +472,195 @@ def test_a_pickled_class_keeps_its_routes() -> None:
     for made, name in ((first, "first"), (second, "second")):
         assert get(made, "/").json() == name
         assert get(made, "/static").json() == "static"
+
+
+# ---- what is added later
+
+
+def shop_that_adds() -> type[Any]:
+    """Return a class whose constructor adds to its application in every way."""
+    app, sub, router, included, late = FastAPI(), FastAPI(), APIRouter(), APIRouter(), APIRouter()
+    app.include_router(included, prefix="/included")
+    app.mount("/sub", sub)
+
+    class Mark:
+        def __init__(self, app: Any, mark: str) -> None:
+            self.app, self.mark = app, mark
+
+        async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+            async def marked(message: Any) -> None:
+                if message["type"] == "http.response.start":
+                    message["headers"] = [*message["headers"], (b"x-mark", self.mark.encode())]
+                await send(message)
+
+            await self.app(scope, receive, marked)
+
+    @ingress(app)
+    class Shop:
+        def __init__(self, name: str) -> None:
+            self.name = name
+            app.add_api_route("/method", Shop.method)
+            app.add_api_route("/own-method", self.method)
+            app.router.routes.insert(0, Route("/starlette", lambda _: PlainTextResponse(self.name)))
+            app.router.routes += [Route("/plus", lambda _: PlainTextResponse(self.name))]
+            router.add_api_route("/before", self.method)
+            app.include_router(router, prefix="/router")
+            router.add_api_route("/after", self.method)
+            included.add_api_route("/more", self.method)
+            sub.add_api_route("/more", self.method)
+            admin, own = FastAPI(), APIRouter()
+            app.mount("/admin", admin)
+            admin.add_api_route("/", self.method)
+            app.include_router(own, prefix="/own")
+            own.add_api_route("/route", self.method)
+            app.add_middleware(Mark, mark=name)
+            app.add_exception_handler(ValueError, lambda *_: PlainTextResponse(self.name, 409))
+
+            @app.websocket("/socket")
+            async def socket(websocket: WebSocket) -> None:
+                await websocket.accept()
+                await websocket.send_text(self.name)
+
+        def method(self) -> str:
+            return self.name
+
+        @router.get("/of-class")
+        def of_router(self) -> str:
+            return self.name
+
+        @included.get("/of-class")
+        def of_included(self) -> str:
+            return self.name
+
+        @late.get("/of-class")
+        def of_late(self, name: str = Depends(method)) -> str:
+            return name
+
+        @app.get("/failure")
+        def failure(self) -> str:
+            raise ValueError
+
+    app.include_router(late, prefix="/late")
+    return Shop
+
+
+ADDED = (
+    *("/included/more", "/included/of-class", "/late/of-class", "/method", "/own-method", "/own/route"),
+    *("/router/after", "/router/before", "/router/of-class"),
+)
+#: Those that FastAPI does not describe.
+OTHERS = ("/admin/", "/plus", "/starlette", "/sub/more")
+
+
+@pytest.mark.parametrize("is_by_value", [False, True])
+def test_what_a_constructor_adds_belongs_to_its_replica(is_by_value: bool) -> None:
+    cls = shop_that_adds()
+    data = dump_bytes(cls)
+    # Two replicas are loaded and constructed at the same time.
+    classes = [load_bytes(data) if is_by_value else cls for _ in range(2)]
+    servables = [Servable(each, (name,), {}) for each, name in zip(classes, ("a", "b"), strict=True)]
+    for each in servables:
+        each.construct_in_thread()
+    for each, name in zip(servables, ("a", "b"), strict=True):
+        for path in (*ADDED, *OTHERS):
+            answer = get(each.target, path)
+            assert (path, answer.status_code, answer.text.strip('"')) == (path, 200, name)
+            assert answer.headers["x-mark"] == name
+        answer = get(each.target, "/failure")
+        assert (answer.status_code, answer.text) == (409, name)
+        assert texts_of_websocket(each.target, "/socket") == [name]
+        assert paths(each.target) == sorted([*ADDED, "/failure"])
+
+
+def test_an_object_that_a_program_makes_serves_what_its_constructor_adds() -> None:
+    made = shop_that_adds()("a")
+    assert [get(made, each).text.strip('"') for each in (*ADDED, *OTHERS)] == ["a"] * 13
+
+
+def test_nothing_refers_to_the_object_of_a_replica_that_has_ended() -> None:
+    servable = Servable(shop_that_adds(), ("a",), {})
+    servable.construct_in_thread()
+    assert get(servable.target, "/own-method").json() == "a"
+    ended = weakref.ref(servable.target)
+    servable.close_in_thread()
+    gc.collect()
+    assert ended() is None
+
+
+def test_routes_of_other_classes_are_not_pickled() -> None:
+    app, late = FastAPI(), APIRouter()
+    connection = (each for each in "")  # cannot be pickled
+
+    @ingress(app)
+    class First:
+        @app.get("/first")
+        def root(self) -> str:
+            return "first"
+
+    @ingress(app)
+    class Second:
+        @app.get("/second")
+        @late.get("/second")
+        def root(self) -> Any:
+            return connection
+
+    app.include_router(late, prefix="/late")
+    get(Second(), "/openapi.json")
+
+    def packed(cls: Any) -> bytes:
+        return make_spec("tag", cls, (), {}, actor_options=None, config=None, timeout_s=None).code
+
+    made, _, _ = unpack_code(packed(First), ())
+    assert paths(made()) == ["/first"]
+    with pytest.raises(UnpicklableError, match=r"Second\.root -> variable 'connection'"):
+        packed(Second)
+
+
+# ---- routers
+
+
+def test_a_router_of_fastapi_is_an_ingress() -> None:
+    router, inner = APIRouter(prefix="/api", tags=["prices"]), APIRouter()
+
+    @ingress(router)
+    class Shop:
+        price = 5
+
+        def __init__(self) -> None:
+            router.add_api_route("/added", lambda: "added")
+
+        def doubled(self) -> int:
+            return 2 * self.price
+
+        @router.get("/price")
+        def root(self, two: int = Depends(doubled)) -> int:
+            return two
+
+        @inner.get("/refused")
+        def refused(self) -> None:
+            raise HTTPException(418)
+
+    router.include_router(inner)
+    made = load_bytes(dump_bytes(Shop))()
+    assert [get(made, path).json() for path in ("/api/price", "/api/added")] == [10, "added"]
+    assert [get(made, path).status_code for path in ("/api/refused", "/nothing", "/docs")] == [418, 404, 200]
+    assert paths(made) == ["/api/added", "/api/price", "/api/refused"]
+
+
+@pytest.mark.parametrize("kind", [lambda route: Router([route]), lambda route: route])
+def test_a_router_and_a_route_of_starlette_are_an_ingress(kind: Callable[[Route], Any]) -> None:
+    def price(self: Any, request: Request) -> Any:
+        if "fail" in request.query_params:
+            raise HTTPException(418)
+        return PlainTextResponse(self.name)
+
+    @ingress(kind(Route("/price", price)))
+    class Shop:
+        name = "shop"
+        method = price
+
+    assert get(Shop(), "/price").text == "shop"
+    assert [get(Shop(), path).status_code for path in ("/price?fail=1", "/nothing")] == [418, 404]
 
 
 # ---- builders and other applications
