@@ -148,22 +148,17 @@ class AppCopier:
 
     def __init__(self, change: Callable[[Any], Any]) -> None:
         self._change = change
-        #: The copies, and their originals: an application may be mounted twice, or in itself. None once all
-        #: are made.
-        self._copies: dict[int, tuple[Any, Any]] | None = {}
+        #: By name, because an application may be mounted twice, or in itself, and code that another replica
+        #: has loaded meanwhile refers to other objects of the same names. None once all are made.
+        self._copies: dict[PartName, Any] | None = {}
 
     def copied(self, app: Any, *others: Any) -> tuple[Any, Mapping[PartName, Any]]:
         """Return the copy of an application or router, and the copies of all parts by their names.
 
-        ``others`` are copied with it: what is not in the application may be added later.
+        All parts are shared; see `share`. ``others`` are copied, too: code may add them to the application.
         """
         made, *_ = [self.part(each) for each in (app, *others)]
-        copies = {
-            type(original).part_name: each
-            for each, original in (self._copies or {}).values()
-            if isinstance(original, SharedPart)
-        }
-        self._copies = None
+        copies, self._copies = self._copies or {}, None
         return made, copies
 
     def part(self, app: Any) -> Any:
@@ -172,10 +167,10 @@ class AppCopier:
             return app
         if self._copies is None:
             return self._added(app)
-        if id(app) in self._copies:
-            return self._copies[id(app)][0]
-        made = _shallow_copy(app)
-        self._copies[id(app)] = made, app
+        name = type(app).part_name
+        if name in self._copies:
+            return self._copies[name]
+        made = self._copies[name] = _shallow_copy(app)
         if isinstance(made, Starlette):
             self.fill_app(made, app)
         else:
@@ -303,9 +298,8 @@ class BoundEndpoint:
 
 
 def _shallow_copy(app: Any) -> Any:
-    """Return a copy of an application or router that has lists and dicts of its own."""
-    kind: Any = type(app)
-    kind = kind.__bases__[1] if issubclass(kind, SharedPart) else kind
+    """Return a copy of a `SharedPart` that has lists and dicts of its own, and the class that it had."""
+    kind: Any = type(app).__bases__[1]
     made = kind.__new__(kind)
     own = (list, dict)
     vars(made).update({k: copy.copy(v) if type(v) in own else v for k, v in vars(app).items()})

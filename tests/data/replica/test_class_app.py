@@ -9,8 +9,10 @@ import gc
 import sys
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any
 
@@ -25,10 +27,11 @@ from starlette.middleware import Middleware
 from starlette.responses import PlainTextResponse
 from starlette.routing import Host, Mount, Route, Router
 
+import daskserve as serve
 from daskserve.client.specs import make_spec
-from daskserve.data.replica.class_app import has_app, ingress
+from daskserve.data.replica.class_app import APP, has_app, ingress
 from daskserve.data.replica.servable import Servable
-from daskserve.errors import UnpicklableError
+from daskserve.errors import ReplicaStartError, UnpicklableError
 from daskserve.payload.parcels import unpack_code
 from daskserve.payload.pickling import dump_bytes, load_bytes
 
@@ -552,13 +555,15 @@ ADDED = (
 OTHERS = ("/admin/", "/plus", "/starlette", "/sub/more")
 
 
-@pytest.mark.parametrize("is_by_value", [False, True])
-def test_what_a_constructor_adds_belongs_to_its_replica(is_by_value: bool) -> None:
+@pytest.mark.parametrize("loads", ["once", "twice", "twice, not complete"])
+def test_what_a_constructor_adds_belongs_to_its_replica(loads: str) -> None:
     cls = shop_that_adds()
     data = dump_bytes(cls)
-    # Two replicas are loaded and constructed at the same time.
-    classes = [load_bytes(data) if is_by_value else cls for _ in range(2)]
-    servables = [Servable(each, (name,), {}) for each, name in zip(classes, ("a", "b"), strict=True)]
+    servables = [Servable(cls if loads == "once" else load_bytes(data), ("a",), {})]
+    first = vars(cls)[APP]
+    servables.append(Servable(cls if loads == "once" else load_bytes(data), ("b",), {}))
+    if loads == "twice, not complete":
+        setattr(cls, APP, first)  # another thread is replacing the attributes of the class one by one
     for each in servables:
         each.construct_in_thread()
     for each, name in zip(servables, ("a", "b"), strict=True):
@@ -759,8 +764,6 @@ def test_wrong_uses_say_what_to_do(use: Callable[[], Any], error: type[Exception
 
 
 def test_the_wrong_order_of_decorators_is_named() -> None:
-    import daskserve as serve
-
     with pytest.raises(TypeError, match=r"write @serve\.ingress below @serve\.deployment"):
         serve.ingress(FastAPI())(serve.deployment(with_call()))
 
@@ -850,6 +853,106 @@ def test_methods_that_are_endpoints_are_called_by_handle_too(instance: Any) -> N
     handle = instance.get_handle("doubler")
     assert [handle.double.remote(4).result(10), handle.triple.remote(4).result(10)] == [8, 12]
     assert get_url(f"{instance.http_urls()[0]}/doubler/4") == 8
+
+
+MODULE = """
+import threading
+from contextlib import asynccontextmanager
+
+from fastapi import APIRouter, FastAPI
+import daskserve as serve
+
+@asynccontextmanager
+async def lifespan(given):
+    app.add_api_route("/lifespan", lambda: "global")
+    given.add_api_route("/given", lambda: "given")
+    yield
+
+both = threading.Barrier(2, timeout=10)
+app = FastAPI(lifespan=lifespan)
+router = APIRouter()
+plain = APIRouter(prefix="/plain")
+
+@plain.get("/")
+def root():
+    return "plain"
+
+@serve.ingress(app)
+class Shop:
+    def __init__(self):
+        self.tag = serve.get_replica_context().replica_tag
+        app.router.on_startup.append(self.start)
+        router.add_api_route("/tag", self.own_tag)
+        router.add_api_route("/both", self.both)
+        app.include_router(router)
+
+    def start(self):
+        app.add_api_route("/startup", lambda: "startup")
+
+    def reconfigure(self, config):
+        app.add_api_route(f"/{config}", self.own_tag)
+
+    def own_tag(self):
+        return self.tag
+
+    def both(self):
+        return [both.wait(), self.tag, serve.get_replica_context().replica_tag]
+
+    def add(self, path):
+        app.add_api_route(path, self.own_tag)
+
+def built():
+    return plain
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    (tmp_path / "class_app_shop.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield import_module("class_app_shop")
+    sys.modules.pop("class_app_shop", None)
+
+
+def test_replicas_add_routes_in_each_of_their_hooks(instance: Any, module: Any) -> None:
+    config = {"num_replicas": 2, "user_config": "one", "max_concurrent_queries": 1}
+    instance.deploy("adds", module.Shop, config=config)
+    url = f"{instance.http_urls()[0]}/adds"
+    assert [get_url(f"{url}/{each}") for each in ("lifespan", "given")] == ["global", "given"]
+    with ThreadPoolExecutor() as pool:
+        _, tags, actual = zip(*pool.map(get_url, [f"{url}/both"] * 2), strict=True)
+    assert tags == actual
+    assert len(set(tags)) == 2
+    assert get_url(f"{url}/one") == get_url(f"{url}/tag") in tags
+    instance.update_backend_config("adds", {"user_config": "two", "num_replicas": 1})
+    assert get_url(f"{url}/two") == get_url(f"{url}/one") in tags
+    instance.get_handle("adds").add.remote("/by-handle").result(10)
+    assert get_url(f"{url}/by-handle") == get_url(f"{url}/two")
+    assert {"/one", "/two", "/by-handle", "/tag"} < get_url(f"{url}/openapi.json")["paths"].keys()
+    assert [each.path for each in module.router.routes] == []
+
+
+def test_a_middleware_that_comes_too_late_fails_the_start(instance: Any) -> None:
+    @asynccontextmanager
+    async def lifespan(_: Any) -> AsyncIterator[None]:
+        app.add_middleware(lambda app: app)
+        yield
+
+    app = FastAPI(lifespan=lifespan)
+    with pytest.raises(ReplicaStartError, match="Cannot add middleware after an application has started"):
+        instance.deploy("late", ingress(app)(), config={"max_constructor_retry_count": 1})
+
+
+def test_a_router_is_served_wherever_an_application_is(instance: Any, module: Any) -> None:
+    instance.run(module.plain, name="object", route_prefix="/object")
+    instance.run("class_app_shop:plain", name="path", route_prefix="/path")
+    instance.deploy("deployed", module.plain)
+    instance.deploy("named", "class_app_shop:plain")
+    instance.run(serve.deployment(ingress(module.built)()).bind(), name="built", route_prefix="/built")
+    for name in ("object", "path", "deployed", "named", "built"):
+        url = f"{instance.http_urls()[0]}/{name}"
+        assert get_url(f"{url}/plain/") == "plain"
+        assert list(get_url(f"{url}/openapi.json")["paths"]) == ["/plain/"]
 
 
 def get_url(url: str) -> Any:
