@@ -98,7 +98,8 @@ class SharedPart:
             delattr(own, name)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        made, (cls, *others), *rest = super().__reduce_ex__(protocol)
+        reduced: Any = super().__reduce_ex__(protocol)
+        made, (cls, *others), *rest = reduced
         plain = cls.__bases__[1] if cls is type(self) else cls
         return _made_shared, (cls.part_name, made, plain, *others), *rest
 
@@ -167,14 +168,15 @@ class AppCopier:
             return app
         if self._copies is None:
             return self._added(app)
-        name = type(app).part_name
+        kind: Any = type(app)
+        name = kind.part_name
         if name in self._copies:
             return self._copies[name]
         made = self._copies[name] = _shallow_copy(app)
         if isinstance(made, Starlette):
             self.fill_app(made, app)
         else:
-            run = type(app).app.__get__(app)
+            run = kind.app.__get__(app)
             made.middleware_stack = _with_end(made.middleware_stack, run, made.app)
             made.routes = OwnRoutes(self, made, made.routes)
         return made
