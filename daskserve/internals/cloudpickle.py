@@ -61,6 +61,7 @@ NO_FILE = "<dynamic-code>"
 #: The packages whose objects get new locks, as those of the program do. Their locks protect caches.
 FRAMEWORKS = ("fastapi.", "starlette.")
 STANDARD_LIBRARY = sys.stdlib_module_names - {"builtins", MAIN}
+PLAIN = frozenset({int, str, float, bool, bytes, type(None)})
 CONTAINERS = frozenset({dict, list, tuple, set, frozenset, deque, defaultdict, OrderedDict})
 #: How deep in containers, and among how many items of one, locks are found.
 SEARCHED_DEPTH = 3
@@ -226,6 +227,8 @@ class CodePickler(Pickler):  # type: ignore[misc]
         """Note the locks among some values, and in containers among them."""
         for each in values:
             kind = type(each)
+            if kind in PLAIN:
+                continue
             if kind in CONTAINERS:
                 if depth and len(each) <= SEARCHED_ITEMS:
                     self._hold(each.values() if isinstance(each, dict) else each, depth - 1)
@@ -235,7 +238,11 @@ class CodePickler(Pickler):  # type: ignore[misc]
     def _is_of_code(self, kind: type) -> bool:
         found = self._travels_by_value.get(kind)
         if found is None:
-            found = str(kind.__module__).startswith(FRAMEWORKS) or not _should_pickle_by_reference(kind)
+            module = str(kind.__module__)
+            is_standard = module.partition(".")[0] in sys.stdlib_module_names
+            found = not is_standard and (
+                module.startswith(FRAMEWORKS) or not _should_pickle_by_reference(kind)
+            )
             self._travels_by_value[kind] = found
         return found
 

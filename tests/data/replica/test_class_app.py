@@ -547,12 +547,19 @@ def shop_that_adds() -> type[Any]:
     return Shop
 
 
-ADDED = (
-    *("/included/more", "/included/of-class", "/late/of-class", "/method", "/own-method", "/own/route"),
-    *("/router/after", "/router/before", "/router/of-class"),
-)
+def follows_included_routers() -> bool:
+    """Return whether FastAPI serves what is added to a router after it was included: since 0.136."""
+    app, router = FastAPI(), APIRouter()
+    app.include_router(router)
+    router.add_api_route("/", lambda: None)
+    return get(app, "/").status_code == 200
+
+
+ADDED = ["/late/of-class", "/method", "/own-method", "/router/before", "/router/of-class"]
+if follows_included_routers():
+    ADDED += ["/included/more", "/included/of-class", "/own/route", "/router/after"]
 #: Those that FastAPI does not describe.
-OTHERS = ("/admin/", "/plus", "/starlette", "/sub/more")
+OTHERS = ["/admin/", "/plus", "/starlette", "/sub/more"]
 
 
 @pytest.mark.parametrize("loads", ["once", "twice", "twice, not complete"])
@@ -567,7 +574,7 @@ def test_what_a_constructor_adds_belongs_to_its_replica(loads: str) -> None:
     for each in servables:
         each.construct_in_thread()
     for each, name in zip(servables, ("a", "b"), strict=True):
-        for path in (*ADDED, *OTHERS):
+        for path in ADDED + OTHERS:
             answer = get(each.target, path)
             assert (path, answer.status_code, answer.text.strip('"')) == (path, 200, name)
             assert answer.headers["x-mark"] == name
@@ -579,13 +586,14 @@ def test_what_a_constructor_adds_belongs_to_its_replica(loads: str) -> None:
 
 def test_an_object_that_a_program_makes_serves_what_its_constructor_adds() -> None:
     made = shop_that_adds()("a")
-    assert [get(made, each).text.strip('"') for each in (*ADDED, *OTHERS)] == ["a"] * 13
+    assert [get(made, each).text.strip('"') for each in ADDED + OTHERS] == ["a"] * len(ADDED + OTHERS)
 
 
 def test_nothing_refers_to_the_object_of_a_replica_that_has_ended() -> None:
     servable = Servable(shop_that_adds(), ("a",), {})
     servable.construct_in_thread()
-    assert get(servable.target, "/own-method").json() == "a"
+    # Not a plain endpoint: the thread that has run one keeps it until it runs another.
+    assert texts_of_websocket(servable.target, "/socket") == ["a"]
     ended = weakref.ref(servable.target)
     servable.close_in_thread()
     gc.collect()
