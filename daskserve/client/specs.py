@@ -23,7 +23,14 @@ from daskserve.options.placement_group import check_covered
 from daskserve.options.route_variables import check_variables
 from daskserve.payload.parcels import pack_code
 from daskserve.payload.pickling import Substitute, load_bytes
-from daskserve.payload.unpicklable import dump_option, shown, unpicklable_error, variable_of, way_to
+from daskserve.payload.unpicklable import (
+    arguments_of,
+    dump_option,
+    shown,
+    unpicklable_error,
+    variable_of,
+    way_to,
+)
 from daskserve.types import ALL_HTTP_METHODS, described
 
 #: What to do about an object in user code that cannot be pickled.
@@ -257,9 +264,8 @@ def _packed(
     except Exception as error:
         # A foreign object may raise anything when it is pickled; this error adds the place and the remedy.
         *_, definition, args, kwargs = whole
-        named = ((f"argument {number}", each) for number, each in enumerate(args, 1))
         name = variable_of(definition, _name_of(definition))
-        roots = [(name, definition), *named, *kwargs.items()]
+        roots = [(name, definition), *arguments_of(args, kwargs)]
         if isinstance(error, MisplacedObject):
             place = shown(way_to(whole, roots, substitution))
             raise BadRequestError(f"{error.problem}{place and f' ({place})'}. {error.remedy}") from None

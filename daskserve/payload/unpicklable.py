@@ -175,6 +175,12 @@ def _landmarks(root: Any, depth: int = 5) -> Iterator[tuple[str, Any]]:
                 yield f".routes[{number}].{inner}{text}", each
 
 
+def arguments_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> NamedParts:
+    """Return the arguments of a call with what an error calls them."""
+    named = [(f"argument {name!r}", each) for name, each in kwargs.items()]
+    return [*((f"argument {number}", each) for number, each in enumerate(args, 1)), *named]
+
+
 def variable_of(value: Any, default: str) -> str:
     """Return the name of the variable of the program that has a value."""
     program = vars(sys.modules["__main__"]).items()
@@ -198,7 +204,9 @@ def _to_culprit(steps: list[PathStep]) -> tuple[list[PathStep], str]:
     for number, step in enumerate(steps, 1):
         is_inside = number < len(steps) and steps[number].text.startswith(".")
         if step.remedy or (is_inside and step.is_of_library):
-            return steps[:number], step.remedy
+            # The class of the object that has a lock creates it already.
+            has_holder = step.text.startswith(".") and step.remedy is MAKE_THERE
+            return steps[:number], "" if has_holder else step.remedy
     return steps, ""
 
 

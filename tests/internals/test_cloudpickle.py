@@ -100,6 +100,11 @@ class Model:
         self.sources = [{"in": (source,)}]
 
 
+class Guarded:
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+
 class OnlyHere:
     def __reduce__(self) -> str:
         return "ONLY_HERE"
@@ -186,6 +191,7 @@ def unpicklable_values(source: Any, file: Any, client: Any) -> dict[str, tuple[A
         "coroutine": ({"k": (each for each in "")}, "['k'] is of type generator", "list of its items"),
         "library": ([client], "[0] is of type httpx.Client (", DEFAULT),
         "lock": ([threading.Lock()], "[0] is of type threading.Lock", "Processes cannot share"),
+        "lock of an object": ([Guarded()], "[0].lock is of type threading.Lock", DEFAULT),
         "queue": ([queue.Queue()], "[0] is of type queue.Queue", "Processes cannot share"),
         "written": (
             file,
@@ -218,7 +224,7 @@ def test_the_error_of_a_deploy_names_the_callable_or_the_argument(
     for definition, args, kwargs, way in (
         (app, (), {}, "FastAPI.routes[0].endpoint"),
         (Any_, (1, [threading.Lock()]), {}, "argument 2[0] is of type threading.Lock"),
-        (Any_, (), {"lock": threading.Lock()}, "lock is of type threading.Lock"),
+        (Any_, (), {"lock": threading.Lock()}, "argument 'lock' is of type threading.Lock"),
     ):
         with pytest.raises(UnpicklableError) as caught:
             make_spec("tag", definition, args, kwargs, actor_options=None, config=None, timeout_s=None)

@@ -18,7 +18,7 @@ from daskserve.loops.deadlines import earliest, is_over
 from daskserve.payload.packed_errors import PackedError, load_error
 from daskserve.payload.pickling import dump, may_mention_dask
 from daskserve.payload.serialization import DEFAULT_SERIALIZATION, serialize
-from daskserve.payload.unpicklable import unpicklable_error
+from daskserve.payload.unpicklable import arguments_of, unpicklable_error
 from daskserve.types import DONE, Envelope, KeptPayload, Message, Payload, Send
 
 
@@ -48,10 +48,14 @@ def pack(
     except ServeError:
         raise
     except Exception as error:  # a foreign object may raise anything
-        roots = [*((f"argument {number}", each) for number, each in enumerate(args, 1)), *kwargs.items()]
         remedy = "Pass what it was made from, and create it where it is used."
         raise unpicklable_error(
-            "An argument of the call", error, (args, kwargs), roots, remedy, lambda: _without_responses
+            "An argument of the call",
+            error,
+            (args, kwargs),
+            arguments_of(args, kwargs),
+            remedy,
+            lambda: _without_responses,
         ) from error
 
 

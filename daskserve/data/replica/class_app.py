@@ -302,7 +302,9 @@ def _share_parts(cls: type[Any], app: Any) -> list[Any]:
     """Let an application, and others that the methods of a class refer to, stand for those of each object."""
     functions = [_function(value) for each in cls.__mro__ for value in vars(each).values()]
     found = [app, *(each for function in functions for each in _apps_of(function))]
-    share(found, f"{cls.__module__}.{cls.__qualname__}")
+    # With the paths, because classes that `ingress` makes have one name.
+    paths = ",".join(str(getattr(each, "path", "")) for each in routes_of(app))
+    share(found, f"{cls.__module__}.{cls.__qualname__} {paths}")
     return found
 
 

@@ -715,6 +715,17 @@ def test_a_class_without_methods_serves_any_asgi_application() -> None:
     assert (made.args, made.kwargs) == ((1,), {"key": 2})
 
 
+def test_what_is_an_ingress_may_be_mounted_in_another() -> None:
+    outer, inner = FastAPI(), FastAPI()
+    inner.add_api_route("/inner", lambda: "inner")
+    outer.add_api_route("/outer", lambda: "outer")
+    classes = [ingress(outer)(), ingress(inner)()]
+    outer.mount("/mounted", inner)
+    for made in (each() for each in classes):
+        answers = [get(made, each).status_code for each in ("/outer", "/mounted/inner", "/inner")]
+        assert answers == ([200, 200, 404] if isinstance(made, classes[0]) else [404, 404, 200])
+
+
 def test_the_builder_of_a_servable_runs_after_the_constructor_and_its_errors_are_raised() -> None:
     events: list[str] = []
 
