@@ -120,7 +120,7 @@ def test_guests_of_two_replicas_chat(paste: Any, instance: serve.Client) -> None
 def test_an_existing_application_is_served(
     instance: serve.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, hello, deployed = blocks("fastapi.md", "python")
+    _, hello, deployed, _ = blocks("fastapi.md", "python")
     (tmp_path / "hello.py").write_text(hello)
     monkeypatch.syspath_prepend(tmp_path)
     names: dict[str, Any] = {}
@@ -134,6 +134,18 @@ def test_an_existing_application_is_served(
     finally:
         instance.delete_application("default")
         sys.modules.pop("hello", None)
+
+
+def test_a_replica_adds_routes(instance: serve.Client) -> None:
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(blocks("fastapi.md", "python")[3], names)
+    (url,) = instance.http_urls()
+    try:
+        instance.run(names["Translations"].bind())
+        assert [httpx.get(f"{url}/{each}").json() for each in ("fr?text=a", "info/size")] == ["a in fr", 2]
+        assert sorted(httpx.get(f"{url}/openapi.json").json()["paths"]) == ["/en", "/fr", "/info/size"]
+    finally:
+        instance.delete_application("default")
 
 
 @pytest.mark.filterwarnings("ignore:Using `httpx` with")

@@ -22,7 +22,7 @@ from daskserve.client.explanation import Explanation
 from daskserve.client.forms import ClientT, Form, awaitable, blocking
 from daskserve.client.links import dial_link, find_link, launch
 from daskserve.client.local import running_instance
-from daskserve.client.specs import check_name
+from daskserve.client.specs import check_name, packed_middlewares
 from daskserve.client.status import Status
 from daskserve.client.warning import warn_caller
 from daskserve.cluster.link import DaskLink
@@ -32,7 +32,6 @@ from daskserve.errors import AlreadyRunningError, ClosedError, NotRunningError
 from daskserve.options.base import parse_options
 from daskserve.options.credentials import masked
 from daskserve.options.http import HTTPOptions
-from daskserve.payload.pickling import dump_bytes
 from daskserve.starts import ControllerStart
 from daskserve.types import DEFAULT_INSTANCE, InstanceName
 
@@ -139,6 +138,7 @@ async def start_with(
     """
     for risk in options.risks():
         warn_caller(risk)
+    middlewares = packed_middlewares(options)
     found = await find_link(form, dask_client, address)
     link = await launch(form, detached=detached, dashboard=dashboard) if found is None else found
     instance = name or (DEFAULT_INSTANCE if detached else _new_name(link))
@@ -151,7 +151,7 @@ async def start_with(
         if owns_cluster:
             link.owning_instances.add(instance)
         link.instance_started(instance, is_owned=not detached)
-        await form.run(link, _start_on(link, instance, options, message))
+        await form.run(link, _start_on(link, instance, options, middlewares, message))
         return form.client(InstanceConnection(link, instance, is_owner=not detached))
     except BaseException as error:
         # Clean up a partial start, also on Ctrl-C, but leave an instance that was already running.
@@ -227,12 +227,16 @@ def given_http_options(
 
 
 async def _start_on(
-    link: DaskLink, instance: InstanceName, options: HTTPOptions, message: Mapping[str, Any]
+    link: DaskLink,
+    instance: InstanceName,
+    options: HTTPOptions,
+    middlewares: bytes | None,
+    message: Mapping[str, Any],
 ) -> None:
     timeouts = settings.timeouts()
     controller = ControllerStart(
         http=options,
-        middlewares=dump_bytes(options.middlewares) if options.middlewares else None,
+        middlewares=middlewares,
         start_timeout_s=timeouts.start_s,
         callback=settings.controller().callback,
         start_id=message["start_id"],

@@ -9,9 +9,11 @@ from typing import Any
 
 from daskserve import settings
 from daskserve.client.connection import Verbs, this_program
+from daskserve.client.deployments import UNSET
 from daskserve.client.specs import check_name, join_config, make_spec, split_config
+from daskserve.client.unwrapping import unwrapped
 from daskserve.errors import ServeError
-from daskserve.options.actor import ActorOptions, parse_actor_options
+from daskserve.options.actor import ActorOptions
 from daskserve.options.backend import BackendConfig
 from daskserve.options.backend_spec import BackendSpec
 from daskserve.options.base import parse_options
@@ -47,7 +49,8 @@ class BackendVerbs(Verbs):
         backend_def
             A function, a class, an ASGI application, or an import path such as ``"pkg.mod.Name"`` that the
             replicas import. A class without ``__call__`` is called by its methods' names: by handle, and over
-            HTTP with the option ``method_header``.
+            HTTP with the option ``method_header``. A deployment brings its own options and arguments; those
+            of this call come first.
         *init_args, **init_kwargs
             Arguments for the constructor of a class.
         actor_options : ActorOptions or dict, optional
@@ -88,16 +91,24 @@ class BackendVerbs(Verbs):
         """
         self._connection.check_open()
         check_name(backend_tag, "backend_tag")
-        resources, env = parse_actor_options(actor_options, ray_actor_options, env)
+        found, args, kwargs = unwrapped(backend_tag, backend_def, init_args, init_kwargs)
+        deployment = found.options(
+            config=config,
+            actor_options=actor_options,
+            ray_actor_options=ray_actor_options,
+            env=UNSET if env is None else env,
+        )
         spec = make_spec(
             backend_tag,
-            backend_def,
-            init_args,
-            init_kwargs,
-            actor_options=resources,
-            config=config,
+            deployment.definition,
+            args,
+            kwargs,
+            actor_options=deployment.actor_options,
+            config=deployment.config,
             timeout_s=timeout_s,
-            env=env,
+            version=deployment.version,
+            user_version=deployment.version,
+            env=deployment.env,
         )
         try:
             return await self._change("create_backend", blocking=blocking, spec=spec, by=this_program())

@@ -115,7 +115,10 @@ def _reader(
     """Return the function that replaces what texts say by what is the same each time; None if nothing is."""
     if not aliases and not _ADDRESS.search(pickled):
         return None
-    names = {str(id(cls)).encode(): f"{cls.__module__}.{cls.__qualname__}".encode() for cls in classes}
+    names = {
+        str(id(cls)).encode(): f"{cls.__module__}.{getattr(cls, '__qualname__', cls)}".encode()
+        for cls in classes
+    }
     others = {text.encode(): other.encode() for text, other in aliases.items()}
 
     def read(text: bytes) -> bytes:

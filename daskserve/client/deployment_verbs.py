@@ -10,10 +10,12 @@ from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 from daskserve.client.connection import Verbs, this_program
+from daskserve.client.deployments import UNSET
 from daskserve.client.specs import check_name, check_route, make_spec
 from daskserve.client.stored_code import StoredCode
+from daskserve.client.unwrapping import unwrapped
 from daskserve.data.replica.definitions import python_methods
-from daskserve.options.actor import ActorOptions, parse_actor_options
+from daskserve.options.actor import ActorOptions
 from daskserve.options.backend import BackendConfig
 from daskserve.options.backend_spec import BackendSpec
 from daskserve.types import ALL_HTTP_METHODS, GoalId
@@ -91,6 +93,8 @@ class DeploymentVerbs(Verbs):
 
         Parameters
         ----------
+        deployment_def
+            See `create_backend`.
         version : str, optional
             Version of the code. Without one, every call replaces the replicas.
         prev_version : str, optional
@@ -120,23 +124,33 @@ class DeploymentVerbs(Verbs):
             Another call deployed something else under this name, or deleted it, before this was complete.
         """
         check_name(name, "backend_tag")
-        resources, env = parse_actor_options(actor_options, ray_actor_options, env)
+        found, args, kwargs = unwrapped(name, deployment_def, init_args, init_kwargs)
+        deployment = found.options(
+            config=config,
+            actor_options=actor_options,
+            ray_actor_options=ray_actor_options,
+            version=version,
+            env=UNSET if env is None else env,
+        )
+        if route_prefix is NAME_AS_ROUTE:
+            route_prefix = getattr(found, "given_route", NAME_AS_ROUTE)
         return await self.deploy_spec(
             make_spec(
                 name,
-                deployment_def,
-                init_args,
-                init_kwargs,
-                actor_options=resources,
-                config=config,
+                deployment.definition,
+                args,
+                kwargs,
+                actor_options=deployment.actor_options,
+                config=deployment.config,
                 timeout_s=timeout_s,
-                env=env,
-                version=version or new_version(),
-                user_version=version,
-                prev_version=prev_version,
+                env=deployment.env,
+                files=getattr(deployment, "files", None),
+                version=deployment.version or new_version(),
+                user_version=deployment.version,
+                prev_version=prev_version or getattr(found, "prev_version", None),
             ),
             route=f"/{name}" if route_prefix is NAME_AS_ROUTE else route_prefix,
-            methods=python_methods(deployment_def),
+            methods=python_methods(deployment.definition),
             blocking=blocking and _blocking,
         )
 

@@ -25,6 +25,11 @@ DeploymentActors: TypeAlias = Sequence[DeploymentActorConfig | Mapping[str, Any]
 class Deployment:
     """A class or function with its deployment options; `bind` its arguments to run it."""
 
+    __daskserve_remedy__ = (
+        "It is a deployment: name the class or function that it is made of, change it with its options(), or "
+        "run what its bind() returns with serve.run()."
+    )
+
     definition: Any
     name: str
     config: BackendConfig = field(default_factory=BackendConfig)
@@ -92,7 +97,7 @@ class Deployment:
         """
         inspect_definition(self.definition, args, kwargs)
         self.config.check_complete()
-        unbound = _unbound_in((args, kwargs))
+        unbound = found_in((args, kwargs), Deployment)
         if unbound is not None:
             raise unbound_error(self.name, unbound)
         return Application(self, args, kwargs)
@@ -105,6 +110,10 @@ class Application:
     Two applications are equal only if they are the same object: each is a deployment of its own. The
     attributes of an application are the methods of its class, to bind to other deployments.
     """
+
+    __daskserve_remedy__ = (
+        "It is an application: run it with serve.run(), or name the class that it is made of."
+    )
 
     deployment: Deployment
     args: tuple[Any, ...] = ()
@@ -145,13 +154,13 @@ def unbound_error(name: str, unbound: Deployment) -> TypeError:
     )
 
 
-def _unbound_in(arguments: tuple[Any, ...]) -> Deployment | None:
-    """Return a deployment that is among arguments or inside containers in them; None without one."""
+def found_in(arguments: tuple[Any, ...], kinds: type[Any] | tuple[type[Any], ...]) -> Any:
+    """Return an object of some types among arguments or inside containers in them; None without one."""
     found: list[Any] = [arguments]
     seen: set[int] = set()
     while found:
         value = found.pop()
-        if isinstance(value, Deployment):
+        if isinstance(value, kinds):
             return value
         if isinstance(value, (list, tuple, set, frozenset, Mapping)) and id(value) not in seen:
             seen.add(id(value))  # it may contain itself

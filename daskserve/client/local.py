@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 from daskserve import settings
 from daskserve.client.calls import ControllerCalls, wait_for_http
 from daskserve.client.connection import InstanceConnection
+from daskserve.client.specs import packed_middlewares
 from daskserve.context import current_replica
 from daskserve.options.base import parse_options
 from daskserve.options.http import HTTPOptions
-from daskserve.payload.pickling import dump_bytes
 from daskserve.starts import ControllerStart
 from daskserve.types import ActorKind, InstanceName, Location
 
@@ -47,7 +47,7 @@ async def running_cluster(
     )
     message = ControllerStart(
         http=options,
-        middlewares=dump_bytes(options.middlewares) if options.middlewares else None,
+        middlewares=packed_middlewares(options),
         start_timeout_s=settings.timeouts().start_s,
         callback=settings.controller().callback,
         start_id="local",

@@ -4,23 +4,40 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from daskserve import settings
 from daskserve.client.code_digest import code_digest, settle_ids
+from daskserve.data.replica.class_app import has_app, without_others
 from daskserve.data.replica.definitions import CallableFacts, inspect_definition
 from daskserve.data.replica.working_dir import PackedFolder, pack_folder
-from daskserve.errors import BadRequestError, UnpicklableError
+from daskserve.errors import BadRequestError
 from daskserve.options.actor import ActorOptions
 from daskserve.options.backend import BackendConfig, BackendMetadata
 from daskserve.options.backend_spec import BackendSpec
 from daskserve.options.base import parse_options
 from daskserve.options.environment import Environment, parse_environment
+from daskserve.options.http import HTTPOptions
 from daskserve.options.placement_group import check_covered
 from daskserve.options.route_variables import check_variables
 from daskserve.payload.parcels import pack_code
-from daskserve.payload.pickling import Substitute, dump_bytes, find_unpicklable, load_bytes
+from daskserve.payload.pickling import Substitute, load_bytes
+from daskserve.payload.unpicklable import (
+    arguments_of,
+    dump_option,
+    shown,
+    unpicklable_error,
+    variable_of,
+    way_to,
+)
 from daskserve.types import ALL_HTTP_METHODS, described
+
+#: What to do about an object in user code that cannot be pickled.
+CREATE_THERE = (
+    "Create such objects where the replica runs: in the class's __init__, or in the start-up of an ASGI "
+    'application. Or pass the import path of the callable, "module:name".'
+)
 
 
 def check_name(name: Any, what: str) -> None:
@@ -104,17 +121,21 @@ def split_config(
     autoscaling = values.get("autoscaling_config")
     if autoscaling is not None and callable(autoscaling.get("policy")):
         # User code, which only the controller may load.
-        try:
-            autoscaling["policy"] = dump_bytes(autoscaling["policy"])
-        except Exception as error:
-            # A foreign object may raise anything when it is pickled.
-            raise BadRequestError(
-                f"The autoscaling policy cannot be pickled: {type(error).__name__}: {error}. Name it by its "
-                'import path, "module:function", if the workers have that module.'
-            ) from error
+        remedy = 'Name it by its import path, "module:function", if the workers have that module.'
+        autoscaling["policy"] = dump_option("policy", autoscaling["policy"], remedy)
     if metadata is not None:
         values["internal_metadata"] = metadata
-    return BackendConfig(**values), None if config.user_config is None else dump_bytes(config.user_config)
+    user_config = None
+    if config.user_config is not None:
+        remedy = "Pass what it is made from, and create it in reconfigure()."
+        user_config = dump_option("user_config", config.user_config, remedy)
+    return BackendConfig(**values), user_config
+
+
+def packed_middlewares(options: HTTPOptions) -> bytes | None:
+    """Return the pickled middlewares of HTTP options; None without any."""
+    remedy = "Let the middleware create it when it answers its first request."
+    return dump_option("middlewares", options.middlewares, remedy) if options.middlewares else None
 
 
 def join_config(found: Mapping[str, Any]) -> BackendConfig:
@@ -198,6 +219,8 @@ def make_spec(
     folder = () if files is None else (files,)
     sealed, user_config = split_config(wanted, metadata, **isolation)
     arguments = (init_args if substitution else tuple(init_args), dict(init_kwargs))
+    if has_app(definition):
+        substitution = partial(without_others, definition, substitution)
     code, parts, digest = _packed(tag, (*folder, definition, *arguments), substitution)
     return BackendSpec(
         tag=tag,
@@ -233,21 +256,26 @@ def _packed(
     """Return pickled code, the parts of its parcel, and its digest."""
     try:
         classes: dict[type, bool] = {}
-        code, parts = pack_code(whole, substitution and substitution(), classes)
+        code, parts = pack_code(whole, substitution, classes)
         if any(classes.values()):
             settle_ids(classes, parts or (code,))
-            code, parts = pack_code(whole, substitution and substitution())
+            code, parts = pack_code(whole, substitution)
         return code, parts, code_digest(parts or (code,), classes)
     except Exception as error:
         # A foreign object may raise anything when it is pickled; this error adds the place and the remedy.
-        place = find_unpicklable(whole, substitution and substitution())
+        *_, definition, args, kwargs = whole
+        name = variable_of(definition, _name_of(definition))
+        roots = [(name, definition), *arguments_of(args, kwargs)]
         if isinstance(error, MisplacedObject):
+            place = shown(way_to(whole, roots, substitution))
             raise BadRequestError(f"{error.problem}{place and f' ({place})'}. {error.remedy}") from None
-        raise UnpicklableError(
-            f"The callable of {described(tag)}, or one of its arguments, cannot be pickled: "
-            f"{type(error).__name__}: {str(error).rstrip('.')}{place and f' ({place})'}. Create such objects "
-            "where the replica runs: in the class's __init__, or in the start-up of an ASGI application. Or "
-            'pass the import path of the callable, "module:name".'
+        raise unpicklable_error(
+            f"The callable of {described(tag)}, or one of its arguments,",
+            error,
+            whole,
+            roots,
+            CREATE_THERE,
+            substitution,
         ) from error
 
 

@@ -1,20 +1,24 @@
 """A pickler for user code, and the parts of cloudpickle that its documentation does not describe.
 
-cloudpickle stores the functions and classes that no module of the receiver has. Two things in them belong to
-this process alone, and would make an application unpicklable that does not use them: the variables of the
-function that defines a pydantic model, and the locks of the routers of FastAPI.
+cloudpickle stores the functions and classes that no module of the receiver has. Other things in them belong
+to this process alone, and would make an application unpicklable that needs them anew or not at all: the
+variables of the function that defines a pydantic model, caches, locks, and what `by_value` lists.
 """
 
 from __future__ import annotations
 
-import os.path
+import os
 import pickle
+import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from io import BytesIO
-from types import CodeType, FunctionType
-from typing import Any
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping
+from enum import EnumMeta
+from io import BytesIO, TextIOWrapper
+from types import BuiltinMethodType, CellType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, TypeAlias, TypeVar
 
+from daskserve.internals import by_value
 from daskserve.internals.checking import needs
 from daskserve.internals.pydantic import NAMESPACE, needed_namespace
 from daskserve.internals.python import TracingPickler
@@ -28,6 +32,11 @@ with needs("cloudpickle", ">=3.0,<4") as check:
         _class_getstate,
         _code_reduce,
         _dynamic_class_reduce,
+        _is_registered_pickle_by_value,
+        _lookup_module_and_qualname,
+        _make_skeleton_enum,
+        _should_pickle_by_reference,
+        _whichmodule,
     )
 
     check.attributes(Pickler, "reducer_override")
@@ -36,34 +45,47 @@ with needs("cloudpickle", ">=3.0,<4") as check:
     check.parameters(_class_getstate, "obj")
     # The second item of what it returns: the arguments of `CodeType`.
     check.parameters(_code_reduce, "obj")
+    check.parameters(_lookup_module_and_qualname, "obj", "name")
+    check.parameters(_whichmodule, "obj", "name")
+    check.parameters(
+        _make_skeleton_enum, "bases", "name", "qualname", "members", "module", "class_tracker_id", "extra"
+    )
 
+MAIN = "__main__"
+HOOK = "__init_subclass__"
+MOVE_TO_MODULE = "Define it in a module that the workers can import."
 #: Where the name of the file is in the arguments of `CodeType`.
 FILE_ARGUMENT = 10
 #: The file of code that is in no file, as cloudpickle names it since 3.1.3.
 NO_FILE = "<dynamic-code>"
-#: The packages whose objects get new locks. Their locks protect caches, and nobody holds one while the
-#: application is pickled.
+#: The packages whose objects get new locks, as those of the program do. Their locks protect caches.
 FRAMEWORKS = ("fastapi.", "starlette.")
-NEW_LOCKS: Mapping[type[Any], Callable[[], Any]] = {
-    type(threading.Lock()): threading.Lock,
-    type(threading.RLock()): threading.RLock,
-}
-#: How much of the way to a value is shown if it does not pass through a function.
-SHOWN_STEPS = 3
+STANDARD_LIBRARY = sys.stdlib_module_names - {"builtins", MAIN}
+PLAIN = frozenset({int, str, float, bool, bytes, type(None)})
+CONTAINERS = frozenset({dict, list, tuple, set, frozenset, deque, defaultdict, OrderedDict})
+#: How deep in containers, and among how many items of one, locks are found.
+SEARCHED_DEPTH = 3
+SEARCHED_ITEMS = 1000
+#: The types whose objects are found in a module if code has imported them from there, because a copy is not
+#: what that module uses.
+SHARED_TYPES = frozenset({*by_value.RENEWED, *by_value.REBUILT, *by_value.LOCK_HOLDERS})
+
+#: A module and the name of an object in it.
+ModulePlace: TypeAlias = tuple[str, str]
 
 
-class NewLock:
-    """Is unpickled as a new lock."""
+class NotSentError(pickle.PicklingError):
+    """An object could be pickled, but would be missing or another one where it arrives."""
 
-    def __init__(self, factory: Callable[[], Any]) -> None:
-        self._factory = factory
-
-    def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
-        return self._factory, ()
+    def __init__(self, problem: str, remedy: str) -> None:
+        super().__init__(problem)
+        self.remedy = remedy
 
 
 class CodePickler(Pickler):  # type: ignore[misc]
     """Pickles what user code needs, by value where the receiver has no module of it.
+
+    Locks are rebuilt if code or an object of a class that travels by value holds them.
 
     Parameters
     ----------
@@ -71,6 +93,8 @@ class CodePickler(Pickler):  # type: ignore[misc]
         Returns what to pickle in place of an object, as ``__reduce__`` does, or `NotImplemented`.
     classes : dict, optional
         Gets all classes, with whether they are pickled by value here for the first time in this process.
+    places : mapping, optional
+        The ids of objects to pickle as a name in a module, see `trace`.
     """
 
     def __init__(
@@ -79,11 +103,22 @@ class CodePickler(Pickler):  # type: ignore[misc]
         *,
         substitute: Callable[[Any], Any] | None = None,
         classes: dict[type, bool] | None = None,
+        places: Mapping[int, ModulePlace] | None = None,
         **how: Any,
     ) -> None:
         super().__init__(file, **how)
         self._substitute = substitute
         self._classes = classes
+        self._places = {
+            id(sys.stdout): ("sys", "stdout"),
+            id(sys.stderr): ("sys", "stderr"),
+            **(places or {}),
+        }
+        #: The modules whose own objects are in `_places`.
+        self._listed: set[str] = set()
+        #: The ids of the locks that are rebuilt.
+        self._held: set[int] = set()
+        self._travels_by_value: dict[type, bool] = {}
 
     def reducer_override(self, value: Any) -> Any:
         """Return how to rebuild a value, or `NotImplemented` for the default."""
@@ -91,21 +126,125 @@ class CodePickler(Pickler):  # type: ignore[misc]
             substituted = self._substitute(value)
             if substituted is not NotImplemented:
                 return substituted
-        if type(value) is CodeType:
+        kind = type(value)
+        if kind is CodeType:
             return _with_its_file(value)
-        may_be_new = isinstance(value, type) and value not in _DYNAMIC_CLASS_TRACKER_BY_CLASS
-        reduced = super().reducer_override(value)
         if isinstance(value, type):
-            if self._classes is not None:
-                self._classes[value] = may_be_new and value in _DYNAMIC_CLASS_TRACKER_BY_CLASS
-            if reduced is not NotImplemented and NAMESPACE in vars(value):
-                attributes, _ = reduced[2]
-                # cloudpickle leaves out what equals the attribute of a base class, as at the top of a module.
-                if attributes.pop(NAMESPACE, None) is not None:
-                    attributes |= needed_namespace(value)
-        elif reduced is NotImplemented and type(value).__module__.startswith(FRAMEWORKS):
-            return _with_new_locks(value)
+            return self._reduce_class(value)
+        if kind is FunctionType:
+            return self._reduce_function(value)
+        module_name = str(kind.__module__)
+        if module_name not in self._listed:
+            self._list_objects_of(module_name)
+        place = self._places.get(id(value))
+        if place is not None:
+            return getattr, (sys.modules[place[0]], place[1])
+        return self._reduce_object(value, kind)
+
+    def _list_objects_of(self, module_name: str) -> None:
+        """Add the places of a module's objects of its own classes: `os.environ`, `dataclasses.MISSING`."""
+        self._listed.add(module_name)
+        is_known = module_name.startswith(FRAMEWORKS) or module_name.partition(".")[0] in STANDARD_LIBRARY
+        if is_known and module_name in sys.modules:
+            for name, each in list(vars(sys.modules[module_name]).items()):
+                if type(each).__module__ == module_name:
+                    self._places.setdefault(id(each), (module_name, name))
+
+    def _noted(self, value: Any, reduce: Callable[[Any], Any]) -> Any:
+        """Reduce a class or a type variable, which gets an id if it is pickled by value."""
+        may_be_new = value not in _DYNAMIC_CLASS_TRACKER_BY_CLASS
+        reduced = reduce(value)
+        if self._classes is not None:
+            is_new = may_be_new and value in _DYNAMIC_CLASS_TRACKER_BY_CLASS
+            self._classes[value] = is_new or self._classes.get(value, False)
         return reduced
+
+    def _reduce_class(self, value: type) -> Any:
+        reduced = self._noted(value, super().reducer_override)
+        if reduced is NotImplemented or len(reduced) < 3:
+            return reduced
+        attributes, _ = reduced[2]
+        # cloudpickle leaves out what equals the attribute of a base class, as at the top of a module.
+        if NAMESPACE in vars(value) and attributes.pop(NAMESPACE, None) is not None:
+            attributes |= needed_namespace(value)
+        self._hold(attributes.values())
+        if isinstance(value, EnumMeta):
+            return by_value.reduce_enum(value, reduced)
+        if HOOK in attributes:
+            attributes[HOOK] = by_value.quiet_hook(attributes[HOOK])
+        if any(HOOK in vars(each) and self._is_of_code(each) for each in value.__mro__[1:]):
+            return by_value.made_quietly, (reduced[0], *reduced[1]), *reduced[2:]
+        return reduced
+
+    def _reduce_function(self, value: FunctionType) -> Any:
+        reduced = super().reducer_override(value)
+        if reduced is NotImplemented:
+            return reduced
+        if by_value.is_dispatching(value):
+            return by_value.reduce_dispatching(value)
+        attributes, slots = reduced[2]
+        for each in slots["__globals__"].values():
+            if type(each) in SHARED_TYPES and id(each) not in self._places:
+                place = None if _is_named(each) else place_of(each)
+                if place is not None:
+                    self._places[id(each)] = place
+        self._hold((attributes, slots["__globals__"], slots["__defaults__"], slots["__kwdefaults__"]))
+        return reduced
+
+    def _reduce_object(self, value: Any, kind: type) -> Any:
+        if id(value) in self._held:
+            renew = by_value.renewal_of(value)
+            return self._reduce_holder(value, kind) if renew is None else renew(value)
+        rebuild = by_value.REBUILT.get(kind)
+        if rebuild is not None:
+            return NotImplemented if _is_named(value) else rebuild(value)
+        if kind is TypeVar:
+            return self._noted(value, self.dispatch_table[kind])
+        if kind is CellType:
+            self._hold(_contents(value))
+        elif kind is MethodType or kind is BuiltinMethodType:
+            return _reduce_method(value)
+        elif kind is ModuleType and value.__name__ == MAIN:
+            raise NotSentError(f"The module {MAIN!r} is another one in other processes", MOVE_TO_MODULE)
+        elif kind is TextIOWrapper and "+" in value.mode:
+            problem = f"What is written to a copy of the file {value.name!r} would be lost"
+            raise NotSentError(problem, "Open it where it is used.")
+        elif self._is_of_code(kind):
+            return self._reduce_holder(value, kind)
+        elif _has_reduction(kind) and kind not in self.dispatch_table:
+            return _checked(value, value.__reduce_ex__(pickle.HIGHEST_PROTOCOL))
+        return NotImplemented
+
+    def _reduce_holder(self, value: Any, kind: type) -> Any:
+        """Reduce an object whose locks are rebuilt."""
+        reduce = self.dispatch_table.get(kind)
+        reduced = value.__reduce_ex__(pickle.HIGHEST_PROTOCOL) if reduce is None else reduce(value)
+        if isinstance(reduced, tuple):
+            self._hold(reduced[2:3])
+        return _checked(value, reduced)
+
+    def _hold(self, values: Iterable[Any], depth: int = SEARCHED_DEPTH) -> None:
+        """Note the locks among some values, and in containers among them."""
+        for each in values:
+            kind = type(each)
+            if kind in PLAIN:
+                continue
+            if kind in CONTAINERS:
+                if depth and len(each) <= SEARCHED_ITEMS:
+                    self._hold(each.values() if isinstance(each, dict) else each, depth - 1)
+            elif kind in by_value.HELD or isinstance(each, threading.local):
+                self._held.add(id(each))
+
+    def _is_of_code(self, kind: type) -> bool:
+        found = self._travels_by_value.get(kind)
+        if found is None:
+            module = str(kind.__module__)
+            is_standard = module.partition(".")[0] in sys.stdlib_module_names
+            found = not is_standard and (
+                module.startswith(FRAMEWORKS) or not _should_pickle_by_reference(kind)
+            )
+            self._travels_by_value[kind] = found
+        return found
 
 
 class SeparatingPickler(CodePickler):
@@ -144,12 +283,94 @@ def _with_its_file(code: CodeType) -> Any:
     return make, (*arguments[:FILE_ARGUMENT], name, *arguments[FILE_ARGUMENT + 1 :])
 
 
-def _with_new_locks(value: Any) -> Any:
-    locks = {k: NEW_LOCKS[type(v)] for k, v in getattr(value, "__dict__", {}).items() if type(v) in NEW_LOCKS}
-    if not locks:
+def _contents(cell: CellType) -> tuple[Any, ...]:
+    try:
+        return (cell.cell_contents,)
+    except ValueError:  # not assigned yet
+        return ()
+
+
+# ---- what is pickled by its name
+
+
+def _is_named(value: Any) -> bool:
+    """Return whether a function or type is found by its name in a module that other processes can import."""
+    name = getattr(value, "__qualname__", None) or getattr(value, "__name__", None)
+    found = None if name is None else _lookup_module_and_qualname(value, name)
+    return found is not None and not _is_registered_pickle_by_value(found[0])
+
+
+def _reduce_method(value: Any) -> Any:
+    """Reduce a method of an object that its module has made, such as `random.choice`, to its name there."""
+    owner = value.__self__
+    if owner is None or isinstance(owner, (ModuleType, type)):
         return NotImplemented
-    make, arguments, state, *rest = value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-    return make, arguments, state | {name: NewLock(factory) for name, factory in locks.items()}, *rest
+    module = sys.modules.get(type(owner).__module__)
+    if module is None or module.__name__ == MAIN or vars(module).get(value.__name__) != value:
+        return NotImplemented
+    return getattr, (module, value.__name__)
+
+
+def _has_reduction(kind: Any) -> bool:
+    return kind.__reduce__ is not object.__reduce__ or kind.__reduce_ex__ is not object.__reduce_ex__
+
+
+def _checked(value: Any, reduced: Any) -> Any:
+    if isinstance(reduced, str):
+        module = getattr(value, "__module__", None) or _whichmodule(value, reduced) or MAIN
+        if module == MAIN or "<locals>" in reduced:
+            problem = f"It is pickled as the name {reduced!r}, which is in this program alone"
+            raise NotSentError(problem, MOVE_TO_MODULE)
+    return reduced
+
+
+def place_of(value: Any) -> ModulePlace | None:
+    """Return the place of an object among the variables of modules that other processes can import."""
+    for module_name, module in sorted(sys.modules.items()):
+        if module_name in (MAIN, "__mp_main__") or not isinstance(module, ModuleType):
+            continue
+        for name, each in list(vars(module).items()):
+            if each is value and not _is_registered_pickle_by_value(module):
+                return module_name, name
+    return None
+
+
+def trace(
+    value: Any, substitution: Callable[[], Callable[[Any], Any]] | None = None
+) -> tuple[dict[int, ModulePlace], list[Any]]:
+    """Return what a value cannot be pickled without, and the path to what cannot be pickled at all.
+
+    The first are the ids and places of objects that cannot be pickled, but that code may have imported from
+    their modules: a connection, an engine. The path is empty if the rest can be pickled.
+    """
+    places: dict[int, ModulePlace] = {}
+    while True:
+        path = _failing_path(value, substitution and substitution(), places)
+        found = next(((id(each), place) for each in path if (place := _place_of_object(each))), None)
+        if found is None or found[0] in places:
+            return places, path
+        places[found[0]] = found[1]
+
+
+def _failing_path(
+    value: Any, substitute: Callable[[Any], Any] | None, places: Mapping[int, ModulePlace]
+) -> list[Any]:
+    reducers = CodePickler(BytesIO(), protocol=pickle.HIGHEST_PROTOCOL, substitute=substitute, places=places)
+    pickler = TracingPickler(reducers)
+    try:
+        pickler.dump(value)
+    except Exception:  # the caller has seen the error, which a foreign object raised
+        return pickler.path
+    return []
+
+
+def _place_of_object(value: Any) -> ModulePlace | None:
+    """Return the place of an object that is not a container, a text, a number, or code."""
+    other = (str, bytes, int, float, type, FunctionType, ModuleType)
+    return None if type(value) in CONTAINERS or isinstance(value, other) else place_of(value)
+
+
+# ---- the ids of classes
 
 
 def class_id(cls: type) -> str:
@@ -164,57 +385,3 @@ def set_class_id(cls: type, wanted: str) -> None:
             _DYNAMIC_CLASS_TRACKER_BY_ID.pop(_DYNAMIC_CLASS_TRACKER_BY_CLASS[cls], None)
             _DYNAMIC_CLASS_TRACKER_BY_CLASS[cls] = wanted
             _DYNAMIC_CLASS_TRACKER_BY_ID[wanted] = cls
-
-
-# ---- why something cannot be pickled
-
-
-def find_unpicklable(value: Any, substitute: Callable[[Any], Any] | None = None) -> str:
-    """Return in words where the part of a value is that cannot be pickled; empty if that is unknown."""
-    pickler = TracingPickler(CodePickler(BytesIO(), protocol=pickle.HIGHEST_PROTOCOL, substitute=substitute))
-    try:
-        pickler.dump(value)
-    except Exception:  # the caller has seen the error, which a foreign object raised
-        return ", in ".join(reversed(_steps(pickler.path)))
-    return ""
-
-
-def _steps(path: list[Any]) -> list[str]:
-    """Describe the way down a path of values: from the last function on, or the last steps."""
-    steps: list[tuple[Any, Any]] = []
-    index = 0
-    while index < len(path):
-        below = {id(each): place for place, each in enumerate(path) if place > index}
-        found = ((name, below[id(part)]) for name, part in _parts(path[index]) if id(part) in below)
-        name, place = next(found, (None, index + 1))
-        if name is not None:
-            steps.append((path[index], name))
-        index = place
-    functions = [place for place, (holder, _) in enumerate(steps) if isinstance(holder, FunctionType)]
-    return [_describe(*step) for step in steps[functions[-1] if functions else -SHOWN_STEPS :]]
-
-
-def _describe(holder: Any, name: Any) -> str:
-    if isinstance(holder, FunctionType):
-        return f"variable {name!r} of function {holder.__qualname__}"
-    if isinstance(holder, dict):
-        return f"item {name!r} of a dict"
-    if isinstance(holder, type):
-        return f"attribute {name!r} of class {holder.__qualname__}"
-    return f"attribute {name!r} of a {type(holder).__qualname__}"
-
-
-def _parts(holder: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield the named values that an object refers to."""
-    if isinstance(holder, FunctionType):
-        code = holder.__code__
-        for name, cell in zip(code.co_freevars, holder.__closure__ or (), strict=True):
-            try:
-                yield name, cell.cell_contents
-            except ValueError:  # not assigned yet
-                continue
-        yield from ((name, holder.__globals__[name]) for name in code.co_names if name in holder.__globals__)
-    elif isinstance(holder, dict):
-        yield from holder.items()
-    else:
-        yield from dict(getattr(holder, "__dict__", {})).items()

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
+from itertools import count, repeat
 from types import FunctionType
-from typing import Any
+from typing import Any, SupportsIndex, TypeAlias
 
 from starlette.applications import Starlette
 from starlette.requests import HTTPConnection
@@ -31,12 +33,113 @@ with needs("starlette", ">=0.42,<2") as check:
     check.fields(Route, "endpoint", "app")
     check.fields(WebSocketRoute, "endpoint", "app")
 
+#: A name for a part of an application, which is the same in each process that has the application.
+PartName: TypeAlias = tuple[str, int]
+#: The copies that the names of parts stand for in the code that runs.
+current_copies: ContextVar[Mapping[PartName, Any] | None] = ContextVar("current_copies", default=None)
+
+
+def parts_of(app: Any, seen: set[int] | None = None) -> Iterator[Any]:
+    """Yield an application or router, and those in it, each once: included, mounted, by host."""
+    seen = set() if seen is None else seen
+    if not isinstance(app, (Starlette, Router)) or id(app) in seen:
+        return
+    seen.add(id(app))
+    yield app
+    if isinstance(app, Starlette):
+        yield from parts_of(app.router, seen)
+        return
+    for route in app.routes:
+        yield from parts_of(_base_of(route), seen)
+
+
+def routes_of(app: Any) -> Iterator[BaseRoute]:
+    """Yield the routes of an application or router, and of those in it."""
+    for part in parts_of(app):
+        if isinstance(part, Router):
+            yield from part.routes
+
+
+def _base_of(route: BaseRoute) -> Any:
+    """Return the application or router that a route leads to; None if it has an endpoint."""
+    # FastAPI before 0.136 copies the routes of a router that is included.
+    included = getattr(route, "original_router", None)
+    return getattr(route, "_base_app", getattr(route, "app", None)) if included is None else included
+
+
+# ---- parts that stand for copies of them
+
+
+class SharedPart:
+    """An application or router that the code of several objects refers to, each of which has a copy.
+
+    While such code runs, the attributes of the part are those of the copy: what code adds to ``app``, it adds
+    to the application that is served. The class of the part is changed for that, and the part is not.
+    """
+
+    part_name: PartName
+
+    def __getattribute__(self, name: str) -> Any:
+        own = _copy_for(self, name)
+        return super().__getattribute__(name) if own is None else getattr(own, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        own = _copy_for(self, name)
+        if own is None:
+            super().__setattr__(name, value)
+        else:
+            setattr(own, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        own = _copy_for(self, name)
+        if own is None:
+            super().__delattr__(name)
+        else:
+            delattr(own, name)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        reduced: Any = super().__reduce_ex__(protocol)
+        made, (cls, *others), *rest = reduced
+        plain = cls.__bases__[1] if cls is type(self) else cls
+        return _made_shared, (cls.part_name, made, plain, *others), *rest
+
+
+def _copy_for(part: SharedPart, name: str) -> Any:
+    copies = current_copies.get()
+    return None if copies is None or name.startswith("__") else copies.get(type(part).part_name)
+
+
+def _made_shared(name: PartName, make: Callable[..., Any], *arguments: Any) -> Any:
+    made = make(*arguments)
+    _share(made, name)
+    return made
+
+
+def share(apps: Iterable[Any], name: str) -> None:
+    """Let the parts of applications stand for the copies of the code that runs, unless they do already."""
+    seen: set[int] = set()
+    parts = [part for app in apps for part in parts_of(app, seen)]
+    taken = {type(each).part_name for each in parts if isinstance(each, SharedPart)}
+    free = iter(each for each in zip(repeat(name), count()) if each not in taken)
+    for part in parts:
+        if not isinstance(part, SharedPart):
+            _share(part, next(free))
+
+
+def _share(part: Any, name: PartName) -> None:
+    plain = type(part)
+    attributes = {"part_name": name, "__module__": plain.__module__, "__qualname__": plain.__qualname__}
+    part.__class__ = type(plain.__name__, (SharedPart, plain), attributes)
+
+
+# ---- copies
+
 
 class AppCopier:
     """Copies applications, with the same routes to other endpoints.
 
-    The copies have the state, the lifespan and the middlewares of the originals. Later changes of the
-    originals' routes, middlewares and exception handlers do not reach them.
+    The copies have the state, the lifespan and the middlewares of the originals, and lists of their own. What
+    is added to the routes of a copy is changed in the same way, but not copied.
 
     Parameters
     ----------
@@ -46,43 +149,72 @@ class AppCopier:
 
     def __init__(self, change: Callable[[Any], Any]) -> None:
         self._change = change
-        #: The copies, and their originals: an application may be mounted twice, or in itself.
-        self._copies: dict[int, tuple[Any, Any]] = {}
+        #: By name, because an application may be mounted twice, or in itself, and code that another replica
+        #: has loaded meanwhile refers to other objects of the same names. None once all are made.
+        self._copies: dict[PartName, Any] | None = {}
 
-    def copied(self, app: Any) -> Any:
-        """Return the copy of a Starlette application or router; any other object itself."""
-        if id(app) in self._copies:
-            return self._copies[id(app)][0]
+    def copied(self, app: Any, *others: Any) -> tuple[Any, Mapping[PartName, Any]]:
+        """Return the copy of an application or router, and the copies of all parts by their names.
+
+        All parts are shared; see `share`. ``others`` are copied, too: code may add them to the application.
+        """
+        made, *_ = [self.part(each) for each in (app, *others)]
+        copies, self._copies = self._copies or {}, None
+        return made, copies
+
+    def part(self, app: Any) -> Any:
+        """Return the copy of an application or router; any other object itself."""
         if not isinstance(app, (Starlette, Router)):
             return app
-        made = copy.copy(app)
-        self._copies[id(app)] = made, app
-        if isinstance(app, Starlette):
+        if self._copies is None:
+            return self._added(app)
+        kind: Any = type(app)
+        name = kind.part_name
+        if name in self._copies:
+            return self._copies[name]
+        made = self._copies[name] = _shallow_copy(app)
+        if isinstance(made, Starlette):
             self.fill_app(made, app)
         else:
-            self._fill_router(made, app)
+            run = kind.app.__get__(app)
+            made.middleware_stack = _with_end(made.middleware_stack, run, made.app)
+            made.routes = OwnRoutes(self, made, made.routes)
         return made
 
     def fill_app(self, made: Any, app: Any) -> None:
         """Give the shallow copy of an application its own parts."""
-        made.router = self.copied(app.router)
-        made.user_middleware = list(app.user_middleware)
-        made.exception_handlers = dict(app.exception_handlers)
+        made.router = self.part(made.router)
         made.middleware_stack = None  # the first request builds it
 
-    def _fill_router(self, made: Any, router: Any) -> None:
-        routes = [self.route(each, router) for each in router.routes]
-        made.routes = [each for each in routes if each is not None]
-        made.middleware_stack = _with_end(router.middleware_stack, router.app, made.app)
+    def _added(self, app: Any) -> Any:
+        """Return an application or router that is added to a copy: its own copy, or itself, changed."""
+        if isinstance(app, SharedPart):
+            return (current_copies.get() or {}).get(type(app).part_name, app)
+        for part in parts_of(app):
+            if isinstance(part, Router) and not isinstance(part.routes, OwnRoutes):
+                part.routes = OwnRoutes(self, part, part.routes)
+        return app
+
+    def app_for(self, router: Any) -> Any:
+        """Return an application with a router, which serves HTTP as the router alone does not."""
+        return self.with_router(Starlette(), router)
+
+    def with_router(self, app: Any, router: Any) -> Any:
+        """Return an application after it has got a router, which gets the application's routes."""
+        router.routes.extend(app.routes)
+        app.router = router
+        return app
 
     def route(self, route: BaseRoute, router: Any) -> BaseRoute | None:
         """Return a router's route, to the changed endpoint or a copied application; None to leave it out."""
+        if isinstance(route, LeftOutRoute):
+            return None
         if isinstance(route, (Mount, Host)):
-            base = getattr(route, "_base_app", route.app)
+            base = _base_of(route)
             made: Any = copy.copy(route)
-            made.app = _with_end(route.app, base, self.copied(base))
+            made.app = _with_end(route.app, base, self.part(base))
             if isinstance(route, Mount):
-                made._base_app = self.copied(base)
+                made._base_app = self.part(base)
             return made  # type: ignore[no-any-return]
         if not isinstance(route, (Route, WebSocketRoute)):
             return route
@@ -103,6 +235,42 @@ class AppCopier:
             end = end.app
         made.app = _with_end(route.app, end, wrap(endpoint))
         return made  # type: ignore[no-any-return]
+
+
+class OwnRoutes(list[BaseRoute]):
+    """The routes of a router; those that are added are changed by an `AppCopier`."""
+
+    def __init__(self, copier: AppCopier, router: Any, routes: Iterable[BaseRoute]) -> None:
+        self._copier = copier
+        self._router = router
+        super().__init__(self._changed(routes))
+
+    def _changed(self, routes: Iterable[BaseRoute]) -> list[BaseRoute]:
+        found = [self._copier.route(each, self._router) for each in routes]
+        return [each for each in found if each is not None]
+
+    def append(self, route: BaseRoute) -> None:
+        super().extend(self._changed([route]))
+
+    def insert(self, index: SupportsIndex, route: BaseRoute) -> None:
+        self[index:index] = [route]
+
+    def extend(self, routes: Iterable[BaseRoute]) -> None:
+        super().extend(self._changed(routes))
+
+    def __iadd__(self, routes: Iterable[BaseRoute]) -> OwnRoutes:  # type: ignore[override, misc]
+        self.extend(routes)
+        return self
+
+    def __setitem__(self, index: Any, routes: Any) -> None:
+        if isinstance(index, slice):
+            super().__setitem__(index, self._changed(routes))
+        else:
+            self[index : index + 1 or None] = [routes]
+
+
+class LeftOutRoute(BaseRoute):
+    """Stands for a route to a method of a class that is not deployed; it is never served."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +297,15 @@ class BoundEndpoint:
 
             return endpoint
         return lambda connection: function(first(connection), connection)
+
+
+def _shallow_copy(app: Any) -> Any:
+    """Return a copy of a `SharedPart` that has lists and dicts of its own, and the class that it had."""
+    kind: Any = type(app).__bases__[1]
+    made = kind.__new__(kind)
+    own = (list, dict)
+    vars(made).update({k: copy.copy(v) if type(v) in own else v for k, v in vars(app).items()})
+    return made
 
 
 def _with_end(app: Any, end: Any, new: Any) -> Any:

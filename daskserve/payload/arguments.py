@@ -5,11 +5,12 @@ from __future__ import annotations
 import enum
 import io
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from daskserve.payload.pickling import dump_with
+from daskserve.payload.pickling import dump_in, dump_with, with_places
 from daskserve.types import Payload
 
 
@@ -28,14 +29,12 @@ def take_out(arguments: Any, is_taken: Callable[[Any], bool]) -> tuple[Payload, 
     """Pickle arguments without the values for which ``is_taken`` returns True; return these, each once."""
     from daskserve.internals.cloudpickle import SeparatingPickler  # late, as in `daskserve.payload.pickling`
 
-    values: list[Any] = []
+    def take_once(places: Mapping[int, Any]) -> tuple[Payload, list[Any]]:
+        values: list[Any] = []
+        dumps = partial(dump_in, partial(SeparatingPickler, is_taken=is_taken, values=values), places=places)
+        return dump_with(dumps, arguments), values
 
-    def dumps(value: Any, **options: Any) -> bytes:
-        file = io.BytesIO()
-        SeparatingPickler(file, is_taken, values, **options).dump(value)
-        return file.getvalue()
-
-    return dump_with(dumps, arguments), values
+    return with_places(take_once, arguments)
 
 
 class _FillingUnpickler(pickle.Unpickler):

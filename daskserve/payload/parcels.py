@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -87,13 +87,15 @@ class Parcel:
 
 
 def pack_code(
-    value: Any, substitute: Substitute | None = None, classes: dict[type, bool] | None = None
+    value: Any,
+    substitution: Callable[[], Substitute] | None = None,
+    classes: dict[type, bool] | None = None,
 ) -> tuple[bytes, tuple[Any, ...]]:
     """Pickle user code; return what stands for it in messages, and the parts of its parcel, if it is one.
 
     The other arguments are those of `dump_code`.
     """
-    payload = dump_code(value, substitute, classes)
+    payload = dump_code(value, substitution, classes)
     if payload.nbytes < SHARED_BYTES:
         return bytes(payload.data), ()
     parts = (payload.data, *payload.buffers)

@@ -12,11 +12,16 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
+from daskserve.errors import ServeError
 from daskserve.types import SHARED_BYTES, Message, Payload
+
+T = TypeVar("T")
+#: Returns what to pickle in place of an object, as ``__reduce__`` does, or `NotImplemented`.
+Substitute: TypeAlias = Callable[[Any], Any]
 
 OUT_OF_BAND_BYTES = 4096
 #: Size up to which pickled arguments are searched for the names of Dask's modules.
@@ -69,16 +74,54 @@ def dump(value: Any) -> Payload:
             return payload
     except (pickle.PicklingError, TypeError, AttributeError, ImportError):
         pass
-    return dump_with(_dump_code, value)
+    return _dump_by_value(value)
 
 
-def _dump_code(value: Any, **how: Any) -> bytes:
+def _dump_by_value(
+    value: Any,
+    out_of_band_bytes: int = OUT_OF_BAND_BYTES,
+    substitution: Callable[[], Substitute] | None = None,
+    **options: Any,
+) -> Payload:
     # Imported late: it takes 20 ms, and most processes never need it.
     from daskserve.internals.cloudpickle import CodePickler
 
+    def dump_once(places: Mapping[int, Any]) -> Payload:
+        substitute = substitution and substitution()
+        dumps = partial(dump_in, CodePickler, places=places, substitute=substitute, **options)
+        return dump_with(dumps, value, out_of_band_bytes)
+
+    return with_places(dump_once, value, substitution)
+
+
+def dump_in(pickler: Callable[..., Any], value: Any, **options: Any) -> bytes:
+    """Pickle a value with a class of picklers."""
     file = io.BytesIO()
-    CodePickler(file, **how).dump(value)
+    pickler(file, **options).dump(value)
     return file.getvalue()
+
+
+def with_places(
+    dump_once: Callable[[Mapping[int, Any]], T],
+    value: Any,
+    substitution: Callable[[], Substitute] | None = None,
+) -> T:
+    """Pickle a value, with objects that cannot be pickled as the names of variables of modules, if they are.
+
+    ``dump_once`` gets the ids of these objects, with their places.
+    """
+    try:
+        return dump_once({})
+    except ServeError:
+        raise  # it says what to do
+    except Exception:
+        # A foreign object may raise anything. It is raised again unless there is another way to pickle it.
+        from daskserve.internals.cloudpickle import trace
+
+        places, _ = trace(value, substitution)
+        if not places:
+            raise
+    return dump_once(places)
 
 
 def may_mention_dask(payload: Payload) -> bool:
@@ -94,19 +137,17 @@ def load(payload: Payload) -> Any:
     return payload.load()
 
 
-#: Returns what to pickle in place of an object, as ``__reduce__`` does, or `NotImplemented`.
-Substitute: TypeAlias = Callable[[Any], Any]
-
-
 def dump_code(
-    value: Any, substitute: Substitute | None = None, classes: dict[type, bool] | None = None
+    value: Any,
+    substitution: Callable[[], Substitute] | None = None,
+    classes: dict[type, bool] | None = None,
 ) -> Payload:
     """Pickle user code as `dump_bytes` does, with large buffers out of band.
 
-    ``classes`` gets all classes, with whether this process pickles them by value for the first time.
+    ``substitution`` returns a `Substitute`. ``classes`` gets all classes, with whether this process pickles
+    them by value for the first time.
     """
-    dumps = partial(_dump_code, substitute=substitute, classes=classes)
-    return dump_with(dumps, value, SHARED_BYTES)
+    return _dump_by_value(value, SHARED_BYTES, substitution, classes=classes)
 
 
 def visit(value: Any, visitor: Substitute) -> None:
@@ -126,14 +167,9 @@ class _Dropped:
 
 def dump_bytes(value: Any) -> bytes:
     """Pickle a value into one byte string, for the store and for start messages."""
-    return _dump_code(value, protocol=5)
+    from daskserve.internals.cloudpickle import CodePickler
 
-
-def find_unpicklable(value: Any, substitute: Substitute | None = None) -> str:
-    """Return in words which part of a value `dump_code` cannot pickle; empty if that is unknown."""
-    from daskserve.internals.cloudpickle import find_unpicklable
-
-    return find_unpicklable(value, substitute)
+    return with_places(lambda places: dump_in(CodePickler, value, protocol=5, places=places), value)
 
 
 def load_bytes(data: bytes) -> Any:

@@ -128,8 +128,8 @@ class PaceWatch:
             limits.hit(BODY_RATE)
             exchange.refuse(
                 408,
-                f"The request body came with less than {limits.min_body_bytes_per_s} bytes per second; send "
-                "it again over a faster connection.",
+                f"The request body came with less than {limits.min_body_bytes_per_s} bytes per second "
+                "(min_body_bytes_per_s); send it again over a faster connection.",
             )
             return
         self._bodies[exchange] = pace

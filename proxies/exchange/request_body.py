@@ -159,7 +159,7 @@ class RequestBody:
 
     def _exceed_size(self) -> None:
         if self.excess is None:
-            text = f"The request body is larger than the {self._max_bytes} bytes allowed."
+            text = f"The request body is larger than the {self._max_bytes} bytes that max_body_bytes allows."
             self.excess = 413, text, ()
             if self._limits is not None:
                 self._limits.hit(BODY_SIZE)

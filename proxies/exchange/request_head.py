@@ -106,7 +106,7 @@ def read_head(data: bytes, searched: int, limits: HeadLimits) -> tuple[RequestHe
         raise RefusedRequestError("This server speaks HTTP/1.1 and HTTP/1.0.", 505, method=_method_of(data))
     if (count := lines.count(b"\n")) > limits.max_headers:
         raise RefusedRequestError(
-            f"The request has {count} headers; {limits.max_headers} are allowed.",
+            f"The request has {count} headers; max_headers allows {limits.max_headers}.",
             431,
             cause=HEADERS,
             method=_method_of(data),
@@ -143,7 +143,7 @@ def _check_unfinished(data: bytes, searched: int, limits: HeadLimits) -> None:
 
 def _too_large(data: bytes, limits: HeadLimits) -> RefusedRequestError:
     return RefusedRequestError(
-        f"The request's headers are larger than the {limits.max_bytes} bytes allowed.",
+        f"The request's headers are larger than the {limits.max_bytes} bytes that max_header_bytes allows.",
         431,
         cause=HEADER_BYTES,
         method=_method_of(data),

@@ -309,7 +309,7 @@ class WebSocketLine:
                     self.close(1013, "the server holds too many messages; try again later")
                 else:
                     self._limits.hit(MESSAGE_SIZE)
-                    self.close(1009, f"a message may have {self._max_message_bytes} bytes")
+                    self.close(1009, f"max_websocket_message_bytes allows {self._max_message_bytes} bytes")
             # While closing it is too late for messages, but the client's close may still follow.
         elif isinstance(event, Ping):
             # Pongs must not accumulate for a client that sends pings and does not read.

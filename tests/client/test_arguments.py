@@ -7,11 +7,14 @@ import re
 from typing import Any
 
 import pytest
+from starlette.middleware import Middleware
+from starlette.middleware.errors import ServerErrorMiddleware
 
 import daskserve as serve
 from daskserve.client.api import given_http_options
-from daskserve.client.specs import check_endpoint_route, check_methods, check_route
-from daskserve.errors import BadRequestError
+from daskserve.client.specs import check_endpoint_route, check_methods, check_route, split_config
+from daskserve.errors import BadRequestError, UnpicklableError
+from daskserve.options.backend import BackendConfig
 from daskserve.options.http import HTTPOptions
 from daskserve.types import Location
 
@@ -51,6 +54,15 @@ def test_variables_that_are_not_valid_are_rejected(route: str, message: str) -> 
     for check in (check_route, check_endpoint_route):
         with pytest.raises(BadRequestError, match=re.escape(message)):
             check(route)
+
+
+def test_options_that_cannot_be_pickled_are_refused() -> None:
+    items = (each for each in "")
+    with pytest.raises(UnpicklableError, match=r"user_config\['a'\] is of type generator"):
+        split_config(BackendConfig(user_config={"a": items}))
+    middlewares = [Middleware(ServerErrorMiddleware, handler=items)]
+    with pytest.raises(UnpicklableError, match=r"middlewares\[0\]\.kwargs\['handler'\] is of type generator"):
+        serve.start(http_options={"middlewares": middlewares})
 
 
 @pytest.mark.parametrize("route", ["", "a", 3, b"/a"])

@@ -17,7 +17,14 @@ from pydantic import ValidationError
 import daskserve as serve
 from daskserve.client.stored_code import StoredCode
 from daskserve.data.caller.async_handle import AsyncHandle
-from daskserve.errors import BadRequestError, BlockingCallError, InstanceError, NotFoundError, NotRunningError
+from daskserve.errors import (
+    BadRequestError,
+    BlockingCallError,
+    InstanceError,
+    NotFoundError,
+    NotRunningError,
+    ReplicaStartError,
+)
 from daskserve.loops.blocking import finish
 from daskserve.payload.parcels import pack_code
 from daskserve.payload.pickling import dump_bytes, load_bytes
@@ -59,6 +66,50 @@ def call(deployment: Any) -> Any:
 
 @pytest.mark.usefixtures("instance")
 class TestFunctions:
+    def test_a_deployment_brings_its_options_and_arguments(self) -> None:
+        given = Echo.options(num_replicas=2, user_config="its own", init_args=(1,), route_prefix="/echoes")
+        client = serve.connect()
+        client.deploy("one", given, config={"num_replicas": 1})
+        info, route = client.get_deployment_info("one")
+        assert (info.version, info.config["num_replicas"], route) == ("1", 1, "/echoes")
+        assert call(Echo.options(name="one"))[0] == "its own"
+        serve.create_backend("two", Echo.bind("bound", key=2), config={"user_config": "other"})
+        assert serve.get_backend_config("two").user_config == "other"
+        serve.create_backend("three", given, "given")
+        for name, (args, kwargs) in {"two": (("bound",), {"key": 2}), "three": (("given",), {})}.items():
+            serve.create_endpoint(name, backend=name)
+            handle = serve.get_handle(name).options(method_name="arguments")
+            assert handle.remote().result(10) == (args, kwargs)
+
+    def test_an_application_of_several_deployments_is_refused(self) -> None:
+        inner = Echo.bind()
+        for definition, args, text in (
+            (
+                Echo.bind(inner),
+                (),
+                "Backend 'b' has <Application 'Echo'> as an argument; run it with serve.run",
+            ),
+            (Echo, ([inner],), "Backend 'b' has <Application 'Echo'> as an argument"),
+            (Echo, (Echo,), r"Backend 'b' has Deployment\(name=Echo.* as an argument"),
+            (Echo.bind(1), (2,), "<Application 'Echo'> is bound to its arguments already"),
+            (
+                Echo.options(deployment_actors=[{"name": "a", "actor_class": dict}]),
+                (),
+                "has deployment_actors",
+            ),
+        ):
+            with pytest.raises(BadRequestError, match=text):
+                serve.create_backend("b", definition, *args)
+            with pytest.raises(BadRequestError, match=text):
+                serve.connect().deploy("b", definition, *args)
+
+    def test_a_deployment_is_not_made_into_another_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        with pytest.raises(TypeError, match=r"It is a deployment: .*change it with its options\(\)"):
+            serve.deployment(Echo)
+        monkeypatch.setitem(sys.modules, "wrapped_echo", SimpleNamespace(Echo=Echo))
+        with pytest.raises(ReplicaStartError, match="It is a deployment: name the class"):
+            serve.create_backend("b", "wrapped_echo:Echo", config={"max_constructor_retry_count": 1})
+
     def test_backends_and_endpoints(self) -> None:
         serve.create_backend("b", lambda request: request.data, config={"num_replicas": 2})
         serve.create_backend("c", lambda request: "c")

@@ -186,6 +186,11 @@ def test_a_version_that_the_user_names_is_kept() -> None:
 
 #: Deploys what pickle writes in another order, or with other names, in each process.
 PROGRAM = """
+import enum
+import functools
+import threading
+from typing import Generic, TypeVar
+
 from pydantic import BaseModel
 import daskserve as serve
 from daskserve.client.graph import ApplicationGraph
@@ -193,14 +198,23 @@ from daskserve.client.graph import ApplicationGraph
 class Item(BaseModel):
     number: int
 
-class Base:
+T = TypeVar("T")
+lock = threading.Lock()
+
+class Base(Generic[T]):
     words = {"a", "b", "c", "d"}
 
+class Color(enum.Enum):
+    RED = 1
+
+@functools.singledispatch
+@functools.cache
 def is_known(word):
-    return word in {"alpha", "beta", "gamma", "delta"}
+    with lock:
+        return Color.RED and word in {"alpha", "beta", "gamma", "delta"}
 
 @serve.deployment
-class Model(Base):
+class Model(Base[int]):
     def __call__(self, word):
         return Item(number=is_known(word))
 
@@ -261,7 +275,11 @@ def uses_a_global() -> serve.Application:
             TypeError,
             r"'Caller' has the deployment 'Model' as an argument, which is not bound; pass Model.bind",
         ),
-        (uses_a_global, BadRequestError, r"refers to application 'Model' \(variable 'GLOBAL_APPLICATION' of"),
+        (
+            uses_a_global,
+            BadRequestError,
+            r"refers to application 'Model' \(code -> global 'GLOBAL_APPL",
+        ),
         (lambda: Caller.bind(Model.bind(), lambda: GLOBAL_APPLICATION), BadRequestError, "Pass it to bind"),
         (
             lambda: Caller.bind(Model.bind(threading.Lock())),

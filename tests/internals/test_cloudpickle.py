@@ -1,25 +1,31 @@
 """User code is pickled without what belongs to this process alone; the rest is found and named."""
 
 import asyncio
+import logging
+import os
+import queue
+import re
+import socket
 import threading
 import traceback
+from collections.abc import Iterator
+from functools import partial
 from types import FunctionType
 from typing import Annotated, Any, Optional
 
 import pytest
 from fastapi import APIRouter, Depends, FastAPI
-from httpx import ASGITransport, AsyncClient, Response
+from httpx import ASGITransport, AsyncClient, Client, Response
 from pydantic import BaseModel
 from starlette.applications import Starlette
 
 from daskserve.client.specs import make_spec
-from daskserve.errors import BadRequestError
+from daskserve.errors import UnpicklableError
 from daskserve.internals.pydantic import NAMESPACE, needed_namespace
-from daskserve.payload.pickling import dump, dump_bytes, find_unpicklable, load, load_bytes
+from daskserve.payload.pickling import dump, dump_bytes, load, load_bytes
+from daskserve.payload.unpicklable import dump_option
 
 pytestmark = pytest.mark.smoke
-
-LOCK_IN_MODULE = threading.Lock()
 
 
 def post(app: Any, path: str, body: Any) -> Response:
@@ -90,71 +96,141 @@ def test_a_router_that_is_included_gets_locks_of_its_own() -> None:
 
 
 class Model:
+    def __init__(self, source: Any) -> None:
+        self.sources = [{"in": (source,)}]
+
+
+class Guarded:
     def __init__(self) -> None:
-        self.guards = [threading.Lock()]
+        self.lock = threading.Lock()
 
 
-def unpicklable() -> dict[str, tuple[Any, str]]:
-    lock, model = threading.Lock(), Model()
+class OnlyHere:
+    def __reduce__(self) -> str:
+        return "ONLY_HERE"
 
-    def uses_a_lock() -> Any:
-        return lock
+
+OnlyHere.__module__ = "__main__"
+#: What to write instead, in part.
+OPEN, DEFAULT = "in the __init__ of the class", '"module:name"'
+
+
+@pytest.fixture
+def unpicklable() -> Iterator[dict[str, tuple[Any, str, str]]]:
+    """Values, the way to what cannot be pickled in them, and a part of the remedy."""
+    with socket.socket() as source, open(os.devnull, "r+") as file, Client() as client:
+        yield unpicklable_values(source, file, client)
+
+
+def unpicklable_values(source: Any, file: Any, client: Any) -> dict[str, tuple[Any, str, str]]:
+    model, thread = Model(source), threading.Thread()
+
+    def uses_a_socket() -> Any:
+        return source
 
     def uses_a_model() -> Any:
-        return model.guards
+        return model.sources
+
+    def has_a_default(first: Any, second: Any = source, *, third: Any = None) -> Any: ...
+
+    def depends(found: Annotated[Any, Depends(uses_a_socket)]) -> Any: ...
 
     def uses_nothing_yet() -> Any:
         return later
 
-    def uses_the_module() -> Any:
-        return LOCK_IN_MODULE
+    def reads_a_global() -> Any:
+        return SOURCE  # type: ignore[name-defined]  # noqa: F821
 
     class Holder:
-        guard = lock
+        guard = source
 
-    app = Starlette()
-    app.state.lock = lock
-    router, routed = APIRouter(), FastAPI()
-    router.get("/")(uses_a_lock)
-    routed.include_router(router)
-    by_value = FunctionType(uses_the_module.__code__, {"LOCK_IN_MODULE": lock}, "by_value")
-    by_value.__qualname__ = "by_value"
-    scope = "unpicklable.<locals>."
-    cases = {
-        "closure": (uses_a_lock, f"variable 'lock' of function {scope}uses_a_lock"),
-        "route": (routed, f"variable 'lock' of function {scope}uses_a_lock"),
-        "attribute": (
-            uses_a_model,
-            f"attribute 'guards' of a Model, in variable 'model' of function {scope}uses_a_model",
-        ),
-        "global": (by_value, "variable 'LOCK_IN_MODULE' of function by_value"),
-        "class": (Holder, f"attribute 'guard' of class {scope}Holder"),
-        "state": (
-            app,
-            "item 'lock' of a dict, in attribute '_state' of a State, in attribute 'state' of a Starlette",
-        ),
-        "itself": (lock, ""),
-        "picklable": (uses_nothing_yet, ""),
-    }
-    cases["both"] = ((uses_nothing_yet, Holder), cases["class"][1])
+        @property
+        def worker(self) -> Any:
+            return thread
+
+    class Derived(Holder):
+        guard = None
+
+    app, router, routed = Starlette(), APIRouter(), FastAPI(openapi_url=None)
+    app.state.source = source
+    router.get("/", dependencies=[Depends(uses_a_socket)])(uses_nothing_yet)
+    routed.get("/")(depends)
+    by_value = FunctionType(reads_a_global.__code__, {"SOURCE": source}, "by_value")
     later = None
-    return cases
+    a_socket = "is of type socket ("
+    return {
+        "closure": (uses_a_socket, f" -> variable 'source' {a_socket}", OPEN),
+        "attribute": (uses_a_model, " -> variable 'model'.sources[0]['in'][0] is of type socket", OPEN),
+        "default": (has_a_default, f" -> default of 'second' {a_socket}", OPEN),
+        "global": (by_value, f" -> global 'SOURCE' {a_socket}", OPEN),
+        "class": (Holder, f".guard {a_socket}", OPEN),
+        "property": (Derived, " -> base class unpicklable_values.<locals>.Holder.guard is", OPEN),
+        "thread": (
+            partial(Derived.worker.fget, None),
+            " -> variable 'thread' is of type threading.T",
+            "Start",
+        ),
+        "state": (app, f".state._state['source'] {a_socket}", OPEN),
+        "dependency": (
+            routed,
+            f".routes[0].endpoint (depends) -> annotation of 'found'... -> variable 'source' {a_socket}",
+            OPEN,
+        ),
+        "included": (
+            router,
+            ".routes[0].dependencies[0].dependency (uses_a_socket) -> variable 'source'",
+            OPEN,
+        ),
+        "itself": (source, f"cannot be pickled: it {a_socket}", OPEN),
+        "name": (
+            [OnlyHere()],
+            "[0] is of type OnlyHere (It is pickled as the name 'ONLY_HERE'",
+            "in a module",
+        ),
+        "handler": ([logging.StreamHandler()], "[0] is of type logging.StreamHandler (", DEFAULT),
+        "coroutine": ({"k": (each for each in "")}, "['k'] is of type generator", "list of its items"),
+        "library": ([client], "[0] is of type httpx.Client (", DEFAULT),
+        "lock": ([threading.Lock()], "[0] is of type threading.Lock", "Processes cannot share"),
+        "lock of an object": ([Guarded()], "[0].lock is of type threading.Lock", DEFAULT),
+        "queue": ([queue.Queue()], "[0] is of type queue.Queue", "Processes cannot share"),
+        "written": (
+            file,
+            "it is of type _io.TextIOWrapper (What is written",
+            "where it is",
+        ),
+        "both": ((uses_nothing_yet, Holder), f"[1].guard {a_socket}", OPEN),
+    }
 
 
-@pytest.mark.parametrize("case", sorted(unpicklable()))
-def test_what_cannot_be_pickled_is_named(case: str) -> None:
-    value, expected = unpicklable()[case]
-    assert find_unpicklable(value) == expected
+def test_what_cannot_be_pickled_is_named_with_the_way_to_it_and_a_remedy(
+    unpicklable: dict[str, tuple[Any, str, str]],
+) -> None:
+    for name, (value, way, remedy) in unpicklable.items():
+        with pytest.raises(UnpicklableError, match="The option it cannot be pickled: it") as caught:
+            dump_option("it", value, DEFAULT)
+        error = str(caught.value)
+        assert re.search(re.escape(way).replace(r"\.\.\.", ".*"), error), (name, error)
+        assert remedy in error.rpartition(")")[2], (name, error)
 
 
-def test_the_error_of_a_deploy_names_the_variable_and_the_remedies() -> None:
-    app, expected = unpicklable()["route"]
-    with pytest.raises(BadRequestError) as caught:
-        make_spec("tag", app, (), {}, actor_options=None, config=None, timeout_s=None)
-    message = str(caught.value)
-    assert f"lock' object ({expected}). Create such objects where the replica runs" in message
-    assert "__init__" in message
-    assert '"module:name"' in message
+def test_the_error_of_a_deploy_names_the_callable_or_the_argument(
+    unpicklable: dict[str, tuple[Any, str, str]],
+) -> None:
+    app, *_ = unpicklable["dependency"]
+
+    class Any_:
+        def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    for definition, args, kwargs, way in (
+        (app, (), {}, "FastAPI.routes[0].endpoint"),
+        (Any_, (1, [threading.Lock()]), {}, "argument 2[0] is of type threading.Lock"),
+        (Any_, (), {"lock": threading.Lock()}, "argument 'lock' is of type threading.Lock"),
+    ):
+        with pytest.raises(UnpicklableError) as caught:
+            make_spec("tag", definition, args, kwargs, actor_options=None, config=None, timeout_s=None)
+        assert f"The callable of backend 'tag', or one of its arguments, cannot be pickled: {way}" in str(
+            caught.value
+        )
 
 
 class TopLevel(BaseModel):

@@ -11,12 +11,14 @@ from daskserve.context import RequestContext
 from daskserve.data.caller.call_options import CallOptions
 from daskserve.data.caller.chaining import chained_arguments
 from daskserve.data.caller.direct_call import no_answer_error
+from daskserve.data.caller.response import Response
 from daskserve.data.caller.router import Router
-from daskserve.errors import PassedResponseError, ServeError, UnpicklableError
+from daskserve.errors import PassedResponseError, ServeError
 from daskserve.loops.deadlines import earliest, is_over
 from daskserve.payload.packed_errors import PackedError, load_error
-from daskserve.payload.pickling import dump, find_unpicklable, may_mention_dask
+from daskserve.payload.pickling import dump, may_mention_dask
 from daskserve.payload.serialization import DEFAULT_SERIALIZATION, serialize
+from daskserve.payload.unpicklable import arguments_of, unpicklable_error
 from daskserve.types import DONE, Envelope, KeptPayload, Message, Payload, Send
 
 
@@ -42,7 +44,26 @@ def pack(
         The serialization of the handle cannot hold an argument.
     """
     try:
-        serialization = options.request_serialization
+        return _packed(options, link, args, kwargs)
+    except ServeError:
+        raise
+    except Exception as error:  # a foreign object may raise anything
+        remedy = "Pass what it was made from, and create it where it is used."
+        raise unpicklable_error(
+            "An argument of the call",
+            error,
+            (args, kwargs),
+            arguments_of(args, kwargs),
+            remedy,
+            lambda: _without_responses,
+        ) from error
+
+
+def _packed(
+    options: CallOptions, link: Link, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Payload, RemoteValues | None]:
+    serialization = options.request_serialization
+    try:
         if serialization == DEFAULT_SERIALIZATION:
             payload = dump((args, kwargs))
         else:
@@ -50,15 +71,11 @@ def pack(
     except PassedResponseError:
         values = chained_arguments(link, args, kwargs, by_reference=options.by_reference)
         return values.payload, values
-    except ServeError:
-        raise
-    except Exception as error:  # a foreign object may raise anything
-        place = find_unpicklable((args, kwargs))
-        raise UnpicklableError(
-            f"An argument of the call cannot be pickled: {type(error).__name__}: {str(error).rstrip('.')}"
-            f"{place and f' ({place})'}. Pass what it was made from, and create it where it is used."
-        ) from error
     return payload, link.values.take(payload, args, kwargs) if may_mention_dask(payload) else None
+
+
+def _without_responses(value: Any) -> Any:
+    return (len, ((),)) if isinstance(value, Response) else NotImplemented
 
 
 async def send_and_record(

@@ -2,8 +2,9 @@
 
 Problem: ``@app.get("/")`` in the body of a class registers a function that takes ``self``, and FastAPI takes
 ``self`` for a query parameter. Several classes may use one application, and several replicas run in one
-process. Choice: the application is never changed. The decorator copies it, without the routes of other
-classes, and each object of the class gets a copy of that copy, whose endpoints find it in the request.
+process. Choice: each object of the class gets a copy of the application, without the routes of other classes,
+whose endpoints find the object in the request. For the code of a replica, from the constructor on, the names
+of the application and its routers stand for the copies: what it adds to them is served by this replica alone.
 """
 
 from __future__ import annotations
@@ -11,17 +12,27 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable
-from types import FunctionType, MethodType
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from types import CodeType, FunctionType, MethodType
 from typing import Any, TypeVar, overload
 
 from starlette.applications import Starlette
 from starlette.requests import HTTPConnection
-from starlette.routing import Router
+from starlette.routing import BaseRoute, Router
 
-from daskserve.data.replica.definitions import CALL, inspect_definition
+from daskserve.data.replica.definitions import CALL, REMEDY, inspect_definition
 from daskserve.data.replica.jsonable import array_types, plain
-from daskserve.internals.starlette import AppCopier, BoundEndpoint
+from daskserve.internals.starlette import (
+    AppCopier,
+    BoundEndpoint,
+    LeftOutRoute,
+    PartName,
+    current_copies,
+    routes_of,
+    share,
+)
+from daskserve.payload.pickling import Substitute
 from daskserve.types import Message, Receive, Send
 
 ClassT = TypeVar("ClassT", bound=type[Any])
@@ -39,6 +50,16 @@ class Builder:
 
     def __init__(self, build: Callable[[], Any]) -> None:
         self.build = build
+
+    def app(self) -> Any:
+        """Return the application; raise `TypeError` if it is none."""
+        app = self.build()
+        if not callable(app):
+            name = getattr(self.build, "__qualname__", self.build)
+            raise TypeError(
+                f"The function {name!r} of @serve.ingress returned {app!r}, not an ASGI application."
+            )
+        return app
 
 
 class _AppClass:
@@ -68,8 +89,11 @@ class IngressDecorator:
             cls = type("ASGIIngressDeployment", (_AppClass,), attributes)
         _check_class(cls)
         # The class is changed, not derived from: `super()` and `isinstance` keep their meaning.
-        setattr(cls, APP, self._app if isinstance(self._app, Builder) else _app_for(cls, self._app))
+        setattr(cls, APP, self._app)
         setattr(cls, CALL, _answer)
+        if isinstance(self._app, (Starlette, Router)):
+            _mark_methods(cls, self._app)
+            _share_parts(cls, self._app)
         return cls
 
 
@@ -77,9 +101,10 @@ def ingress(app: Any) -> IngressDecorator:
     """Give a class the routes of an ASGI application; use it as a decorator.
 
     Methods that are endpoints of the application (``@app.get("/items/{id}")``) and their dependencies get
-    ``self``, the object of the replica. All public methods stay callable by handle. Routes, middlewares and
-    exception handlers are taken from the application when the class is decorated; its lifespan runs in each
-    replica, after the constructor.
+    ``self``, the object of the replica. All public methods stay callable by handle. Each replica has the
+    application as it is when the replica starts, and may add routes, routers and applications to it: in the
+    constructor, in ``reconfigure`` or later. Add middlewares and exception handlers in the constructor at the
+    latest: Starlette takes no more once it has started. The lifespan runs after the constructor.
 
     ``ingress(app)()`` returns a class that only serves the application.
 
@@ -123,12 +148,14 @@ def ingress(app: Any) -> IngressDecorator:
                 f"and send; it takes {', '.join(required)}."
             )
         return IngressDecorator(Builder(app))
-    return IngressDecorator(app)
+    return IngressDecorator(Router([app]) if isinstance(app, BaseRoute) else app)
 
 
 def is_asgi_app(value: Any) -> bool:
     """Return whether a value is an ASGI application, and not a class of them."""
-    return callable(value) and not inspect.isclass(value) and inspect_definition(value).is_asgi_app
+    if inspect.isclass(value) or not callable(value) or hasattr(type(value), REMEDY):
+        return False
+    return inspect_definition(value).is_asgi_app
 
 
 def has_app(definition: Any) -> bool:
@@ -136,25 +163,92 @@ def has_app(definition: Any) -> bool:
     return inspect.isclass(definition) and hasattr(definition, APP)
 
 
-def own_app(made: Any) -> Any:
-    """Return the application of an object whose class `ingress` has decorated, which it keeps.
+class OwnApp:
+    """The application of one object.
 
-    Raises
-    ------
-    TypeError
-        The function that builds the application returned something else.
+    Attributes
+    ----------
+    app : ASGI application
+        What answers; None until a builder has made it.
+    copies : mapping
+        What the names of the application and its parts stand for in the object's code.
     """
-    found = vars(made).get(APP)
-    if found is None:
-        found = getattr(type(made), APP)
-        found = _built(found) if isinstance(found, Builder) else _copier(_Binding(type(made))).copied(found)
-        object.__setattr__(made, APP, found)  # not by the class's own __setattr__
-    return found
+
+    def __init__(self, cls: type[Any]) -> None:
+        self.app: Any = None
+        self.copies: Mapping[PartName, Any] = {}
+        self._build: Builder | None = None
+        found = getattr(cls, APP)
+        if isinstance(found, Builder):
+            self._build = found
+        elif isinstance(found, (Starlette, Router)):
+            copier = _copier(_Binding(cls))
+            # With what was added since the class was decorated.
+            made, self.copies = copier.copied(*_share_parts(cls, found))
+            self.app = copier.app_for(made) if isinstance(made, Router) else made
+        else:
+            self.app = found
+
+    def join(self, made: Any) -> None:
+        """Become the application of an object, after its constructor.
+
+        Raises
+        ------
+        TypeError
+            The function that builds the application returned something else.
+        """
+        if self._build is not None:
+            app = self._build.app()
+            self.app = _copier(lambda endpoint: endpoint).app_for(app) if isinstance(app, Router) else app
+        object.__setattr__(made, APP, self)  # not by the class's own __setattr__
+
+
+@contextmanager
+def constructing(cls: type[Any]) -> Iterator[Callable[[Any], None]]:
+    """Make an object of a class; if it has an application, the names of that stand for the object's own.
+
+    Yields a function that gives the object its application. It is called here, because the lifespan protocol
+    hides errors of the application.
+    """
+    if not has_app(cls):
+        yield lambda made: None
+        return
+    own = OwnApp(cls)
+    token = current_copies.set(own.copies)
+    try:
+        yield own.join
+    finally:
+        current_copies.reset(token)
+
+
+def as_definition(definition: Any) -> Any:
+    """Return what is deployed in place of a definition: for a router or route, a class that serves it."""
+    return ingress(definition)() if isinstance(definition, (Router, BaseRoute)) else definition
+
+
+def forget_endpoints() -> None:
+    """Let FastAPI forget the functions that it has analyzed, and what they refer to: it keeps thousands."""
+    if "fastapi" in sys.modules:
+        from daskserve.internals.fastapi import forget_callables
+
+        forget_callables()
+
+
+def enter_app(made: Any) -> None:
+    """Let the names of an object's application stand for its own, in the current context from now on."""
+    found = getattr(made, "__dict__", {}).get(APP)
+    if isinstance(found, OwnApp):
+        current_copies.set(found.copies)
 
 
 async def _answer(self: Any, scope: Message, receive: Receive, send: Send) -> None:
+    own: OwnApp | None = vars(self).get(APP)
+    if own is None:  # made by other code than a replica's
+        own = OwnApp(type(self))
+        own.join(self)
     scope[OBJECT] = self
-    await own_app(self)(scope, receive, send)
+    current_copies.set(own.copies)
+    await own.app(scope, receive, send)
 
 
 def current_object(connection: HTTPConnection) -> Any:
@@ -192,14 +286,6 @@ def _check_class(cls: Any) -> None:
         raise ValueError(f'Class {cls.__name__} has __slots__, but @serve.ingress needs "__dict__" in them.')
 
 
-def _built(builder: Builder) -> Any:
-    app = builder.build()
-    if not callable(app):
-        name = getattr(builder.build, "__qualname__", builder.build)
-        raise TypeError(f"The function {name!r} of @serve.ingress returned {app!r}, not an ASGI application.")
-    return app
-
-
 def _copier(change: Callable[[Any], Any]) -> AppCopier:
     if "fastapi" not in sys.modules:  # then no application can be one of FastAPI
         return AppCopier(change)
@@ -212,18 +298,58 @@ def _copier(change: Callable[[Any], Any]) -> AppCopier:
 # ---- the methods of a class among the endpoints of an application
 
 
-def _app_for(cls: type[Any], app: Any) -> Any:
-    """Return a copy of an application as it is now, without endpoints that are methods of other classes."""
-    if not isinstance(app, (Starlette, Router)):
-        return app
+def _share_parts(cls: type[Any], app: Any) -> list[Any]:
+    """Let an application, and others that the methods of a class refer to, stand for those of each object."""
+    functions = [_function(value) for each in cls.__mro__ for value in vars(each).values()]
+    found = [app, *(each for function in functions for each in _apps_of(function))]
+    # With the paths, because classes that `ingress` makes have one name.
+    paths = ",".join(str(getattr(each, "path", "")) for each in routes_of(app))
+    share(found, f"{cls.__module__}.{cls.__qualname__} {paths}")
+    return found
 
-    def kept(endpoint: Any) -> Any:
-        owner = _owner(cls, _function(endpoint))
+
+def _apps_of(function: Any) -> list[Any]:
+    """Return the applications and routers that a function refers to by name."""
+    if not isinstance(function, FunctionType):
+        return []
+    codes, names = [function.__code__], set[str]()
+    for code in codes:
+        names.update(code.co_names)
+        codes += [each for each in code.co_consts if isinstance(each, CodeType)]
+    values = [function.__globals__[name] for name in sorted(names) if name in function.__globals__]
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # not assigned yet
+            values.append(cell.cell_contents)
+    return [each for each in values if isinstance(each, (Starlette, Router))]
+
+
+def _mark_methods(cls: type[Any], app: Any) -> None:
+    """Note which functions are methods of a class, for the routes of other classes."""
+    for name, value in vars(cls).items():
+        function = _function(value)
+        if isinstance(function, FunctionType) and function.__qualname__ == f"{cls.__qualname__}.{name}":
+            vars(function).setdefault(OWNER, cls)
+    for route in routes_of(app):
+        function = _function(getattr(route, "endpoint", None))
+        owner = _owner(cls, function)
         if owner is not None:
-            setattr(_function(endpoint), OWNER, owner)
-        return None if owner is not None and owner not in cls.__mro__ else endpoint
+            vars(function).setdefault(OWNER, owner)
 
-    return _copier(kept).copied(app)
+
+def without_others(cls: type[Any], substitution: Callable[[], Substitute] | None = None) -> Substitute:
+    """Return what leaves out routes to methods of other classes when a class is pickled."""
+    substitute = None if substitution is None else substitution()
+
+    def reduce(value: Any) -> Any:
+        if isinstance(value, BaseRoute):
+            if hasattr(value, "original_router"):  # without the routes that it keeps
+                return type(value), (value.original_router, value.include_context)  # type: ignore[attr-defined]
+            owner = getattr(_function(getattr(value, "endpoint", None)), OWNER, cls)
+            if owner not in cls.__mro__:
+                return LeftOutRoute, ()
+        return NotImplemented if substitute is None else substitute(value)
+
+    return reduce
 
 
 def _owner(cls: type[Any], endpoint: Any) -> type[Any] | None:
@@ -258,12 +384,15 @@ class _Binding:
         self._cls = cls
 
     def __call__(self, endpoint: Any) -> Any:
-        owner = _owner(self._cls, endpoint)
+        function = _function(endpoint)
+        owner = _owner(self._cls, function)
         if owner is None:
             return endpoint
-        attribute = self._attribute(owner, endpoint)
+        if owner not in self._cls.__mro__:
+            return None
+        attribute = self._attribute(owner, function)
         if isinstance(attribute, staticmethod):
-            return attribute.__func__
+            return endpoint if attribute.__func__ is function else attribute.__func__
         first = current_class if isinstance(attribute, classmethod) else current_object
         return BoundEndpoint(_function(attribute), first)
 

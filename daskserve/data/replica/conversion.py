@@ -30,6 +30,7 @@ from daskserve.data.replica.message_pipe import MessagePipe
 from daskserve.errors import StreamOptionError, UserCodeError
 from daskserve.payload.pickling import dump
 from daskserve.payload.serialization import serialize
+from daskserve.payload.unpicklable import shown, way_to
 from daskserve.types import WHOLE_RESPONSE, Message, Payload
 
 OCTETS = b"application/octet-stream"
@@ -177,8 +178,10 @@ def dump_result(name: str, result: Any, serialization: str = "") -> Payload:
             raise StreamOptionError(
                 f"{name} is a generator; call it with handle.options(stream=True)."
             ) from None
+        place = shown(way_to(result, [("", result)]))
         raise UserCodeError(
-            f"{name} returned a {_name(result)}, which cannot be pickled for the caller: {error}"
+            f"{name} returned a {_name(result)}, which cannot be pickled for the caller: "
+            f"{error}{place and f' ({place})'}"
         ) from error
 
 

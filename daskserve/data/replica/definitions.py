@@ -25,6 +25,8 @@ HOOKS = frozenset(
     }
 )
 
+#: An attribute of classes whose objects hold what can be served: what to do.
+REMEDY = "__daskserve_remedy__"
 ASGI_PARAMETERS = ("scope", "receive", "send")
 
 
@@ -78,6 +80,9 @@ def inspect_definition(
     """
     if isinstance(definition, str):
         return CallableFacts()
+    remedy = getattr(type(definition), REMEDY, "")
+    if remedy:
+        raise TypeError(f"{definition!r} is not a function, a class or an ASGI application. {remedy}")
     if inspect.isclass(definition):
         methods = _methods_of_class(definition)
     elif callable(definition):

@@ -16,6 +16,7 @@ from daskserve.data.replica.autoscaling_stats import AUTOSCALING, autoscaling_fi
 from daskserve.data.replica.batches import ReplicaBatches
 from daskserve.data.replica.call_answer import CallAnswer, call_answer_for
 from daskserve.data.replica.chained_values import filled
+from daskserve.data.replica.class_app import enter_app
 from daskserve.data.replica.construction import Construction, destruct
 from daskserve.data.replica.definitions import is_async, takes_rank
 from daskserve.data.replica.failures import user_traceback
@@ -174,6 +175,7 @@ class LocalCode:
             bundles=tuple(PlacementBundle(*each) for each in self._start.bundles),
         )
         self._wall.context.run(current_replica.set, replica)
+        self._wall.context.run(enter_app, servable_object)
 
     def _user_error(self, step: str, error: Exception) -> ReplicaStartError:
         return ReplicaStartError(

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from types import CoroutineType
 from typing import Any
 
-from daskserve.data.replica.class_app import has_app, own_app
+from daskserve.data.replica.class_app import as_definition, constructing, forget_endpoints
 from daskserve.data.replica.conversion import ConvertedResponse, Unfinished, dump_result, failure, to_answer
 from daskserve.data.replica.definitions import (
     CALL,
@@ -54,7 +54,11 @@ def load_definition(
                 f"An import path must name something to serve, not the text {definition!r}."
             )
     return Servable(
-        definition, tuple(init_args), dict(init_kwargs or {}), backend_tag=backend_tag, is_debug=is_debug
+        as_definition(definition),
+        tuple(init_args),
+        dict(init_kwargs or {}),
+        backend_tag=backend_tag,
+        is_debug=is_debug,
     )
 
 
@@ -158,20 +162,25 @@ class Servable:
     # ---- from constructor to destructor
 
     def construct_in_thread(self) -> None:
-        made = self._definition(*self._init_args, **self._init_kwargs) if self.is_class else self._definition
+        if not self.is_class:
+            self._adopt(self._definition)
+            return
+        with constructing(self._definition) as join:
+            made = self._definition(*self._init_args, **self._init_kwargs)
+            join(made)
         self._adopt(made)
 
     async def construct(self) -> None:
-        if self.must_be_made_on_loop:
+        if not self.must_be_made_on_loop:
+            self.construct_in_thread()
+            return
+        with constructing(self._definition) as join:
             made = self._definition.__new__(self._definition, *self._init_args, **self._init_kwargs)
             await made.__init__(*self._init_args, **self._init_kwargs)
-            self._adopt(made)
-        else:
-            self.construct_in_thread()
+            join(made)
+        self._adopt(made)
 
     def _adopt(self, made: Any) -> None:
-        if has_app(self._definition):
-            own_app(made)  # here, because the lifespan protocol hides errors of the application
         self.target = made
         self._bound = {name: getattr(made, name) if self.is_class else made for name in self.methods}
 
@@ -202,6 +211,8 @@ class Servable:
 
     def _release(self) -> Any:
         made, self.target, self._bound = self.target, None, {}
+        if self.facts.is_asgi_app:
+            forget_endpoints()
         return made
 
     # ---- HTTP

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import sys
 import threading
 import time
@@ -177,9 +178,20 @@ def test_what_a_format_cannot_hold_is_refused(echo: serve.Handle) -> None:
 
 
 def test_an_argument_that_cannot_be_pickled_is_named(echo: serve.Handle) -> None:
-    with pytest.raises(errors.UnpicklableError, match="cannot pickle") as caught:
-        echo.remote({"lock": threading.Lock()})
-    assert isinstance(caught.value, TypeError)
+    def use(*args: Any, **kwargs: Any) -> serve.Response:
+        return echo.remote(*args, **kwargs)
+
+    lock = threading.Lock()
+    for call, place in (
+        (lambda: use({"lock": lock}), "argument 1['lock']"),
+        (lambda: use(1, key=[lock]), "argument 'key'[0]"),
+        (lambda: use(use(1), lock), "argument 2"),  # a response, which is not pickled
+    ):
+        with pytest.raises(
+            errors.UnpicklableError, match=re.escape(f"{place} is of type threading.Lock")
+        ) as caught:
+            call()
+        assert isinstance(caught.value, TypeError)
 
 
 @pytest.mark.parametrize("option", ["request_serialization", "response_serialization"])

@@ -5,10 +5,14 @@ Annotations are not postponed here: they name methods of the class they are in.
 
 import asyncio
 import functools
+import gc
 import sys
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any
 
@@ -23,8 +27,12 @@ from starlette.middleware import Middleware
 from starlette.responses import PlainTextResponse
 from starlette.routing import Host, Mount, Route, Router
 
-from daskserve.data.replica.class_app import has_app, ingress
+import daskserve as serve
+from daskserve.client.specs import make_spec
+from daskserve.data.replica.class_app import APP, has_app, ingress
 from daskserve.data.replica.servable import Servable
+from daskserve.errors import ReplicaStartError, UnpicklableError
+from daskserve.payload.parcels import unpack_code
 from daskserve.payload.pickling import dump_bytes, load_bytes
 
 pytestmark = pytest.mark.smoke
@@ -342,13 +350,14 @@ def test_classes_of_one_application_have_only_their_own_routes() -> None:
     second = make("second")
 
     @app.get("/later")
-    def later() -> None: ...
+    def later() -> str:
+        return "later"
 
     for made, name in ((first(), "first"), (second(), "second")):
         assert get(made, "/").json() == get(made, "/sub/").json() == name
         assert get(made, "/common").json() == "common"
-        assert get(made, "/later").status_code == 404
-        assert paths(made) == ["/", "/common"]
+        assert get(made, "/later").json() == "later"
+        assert paths(made) == ["/", "/common", "/later"]
 
 
 def test_the_application_itself_is_not_changed() -> None:
@@ -468,6 +477,205 @@ def test_a_pickled_class_keeps_its_routes() -> None:
         assert get(made, "/static").json() == "static"
 
 
+# ---- what is added later
+
+
+def shop_that_adds() -> type[Any]:
+    """Return a class whose constructor adds to its application in every way."""
+    app, sub, router, included, late = FastAPI(), FastAPI(), APIRouter(), APIRouter(), APIRouter()
+    app.include_router(included, prefix="/included")
+    app.mount("/sub", sub)
+
+    class Mark:
+        def __init__(self, app: Any, mark: str) -> None:
+            self.app, self.mark = app, mark
+
+        async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+            async def marked(message: Any) -> None:
+                if message["type"] == "http.response.start":
+                    message["headers"] = [*message["headers"], (b"x-mark", self.mark.encode())]
+                await send(message)
+
+            await self.app(scope, receive, marked)
+
+    @ingress(app)
+    class Shop:
+        def __init__(self, name: str) -> None:
+            self.name = name
+            app.add_api_route("/method", Shop.method)
+            app.add_api_route("/own-method", self.method)
+            app.router.routes.insert(0, Route("/starlette", lambda _: PlainTextResponse(self.name)))
+            app.router.routes += [Route("/plus", lambda _: PlainTextResponse(self.name))]
+            router.add_api_route("/before", self.method)
+            app.include_router(router, prefix="/router")
+            router.add_api_route("/after", self.method)
+            included.add_api_route("/more", self.method)
+            sub.add_api_route("/more", self.method)
+            admin, own = FastAPI(), APIRouter()
+            app.mount("/admin", admin)
+            admin.add_api_route("/", self.method)
+            app.include_router(own, prefix="/own")
+            own.add_api_route("/route", self.method)
+            app.add_middleware(Mark, mark=name)
+            app.add_exception_handler(ValueError, lambda *_: PlainTextResponse(self.name, 409))
+
+            @app.websocket("/socket")
+            async def socket(websocket: WebSocket) -> None:
+                await websocket.accept()
+                await websocket.send_text(self.name)
+
+        def method(self) -> str:
+            return self.name
+
+        @router.get("/of-class")
+        def of_router(self) -> str:
+            return self.name
+
+        @included.get("/of-class")
+        def of_included(self) -> str:
+            return self.name
+
+        @late.get("/of-class")
+        def of_late(self, name: str = Depends(method)) -> str:
+            return name
+
+        @app.get("/failure")
+        def failure(self) -> str:
+            raise ValueError
+
+    app.include_router(late, prefix="/late")
+    return Shop
+
+
+def follows_included_routers() -> bool:
+    """Return whether FastAPI serves what is added to a router after it was included: since 0.136."""
+    app, router = FastAPI(), APIRouter()
+    app.include_router(router)
+    router.add_api_route("/", lambda: None)
+    return get(app, "/").status_code == 200
+
+
+ADDED = ["/late/of-class", "/method", "/own-method", "/router/before", "/router/of-class"]
+if follows_included_routers():
+    ADDED += ["/included/more", "/included/of-class", "/own/route", "/router/after"]
+#: Those that FastAPI does not describe.
+OTHERS = ["/admin/", "/plus", "/starlette", "/sub/more"]
+
+
+@pytest.mark.parametrize("loads", ["once", "twice", "twice, not complete"])
+def test_what_a_constructor_adds_belongs_to_its_replica(loads: str) -> None:
+    cls = shop_that_adds()
+    data = dump_bytes(cls)
+    servables = [Servable(cls if loads == "once" else load_bytes(data), ("a",), {})]
+    first = vars(cls)[APP]
+    servables.append(Servable(cls if loads == "once" else load_bytes(data), ("b",), {}))
+    if loads == "twice, not complete":
+        setattr(cls, APP, first)  # another thread is replacing the attributes of the class one by one
+    for each in servables:
+        each.construct_in_thread()
+    for each, name in zip(servables, ("a", "b"), strict=True):
+        for path in ADDED + OTHERS:
+            answer = get(each.target, path)
+            assert (path, answer.status_code, answer.text.strip('"')) == (path, 200, name)
+            assert answer.headers["x-mark"] == name
+        answer = get(each.target, "/failure")
+        assert (answer.status_code, answer.text) == (409, name)
+        assert texts_of_websocket(each.target, "/socket") == [name]
+        assert paths(each.target) == sorted([*ADDED, "/failure"])
+
+
+def test_an_object_that_a_program_makes_serves_what_its_constructor_adds() -> None:
+    made = shop_that_adds()("a")
+    assert [get(made, each).text.strip('"') for each in ADDED + OTHERS] == ["a"] * len(ADDED + OTHERS)
+
+
+def test_nothing_refers_to_the_object_of_a_replica_that_has_ended() -> None:
+    servable = Servable(shop_that_adds(), ("a",), {})
+    servable.construct_in_thread()
+    # Not a plain endpoint: the thread that has run one keeps it until it runs another.
+    assert texts_of_websocket(servable.target, "/socket") == ["a"]
+    ended = weakref.ref(servable.target)
+    servable.close_in_thread()
+    gc.collect()
+    assert ended() is None
+
+
+def test_routes_of_other_classes_are_not_pickled() -> None:
+    app, late = FastAPI(), APIRouter()
+    connection = (each for each in "")  # cannot be pickled
+
+    @ingress(app)
+    class First:
+        @app.get("/first")
+        def root(self) -> str:
+            return "first"
+
+    @ingress(app)
+    class Second:
+        @app.get("/second")
+        @late.get("/second")
+        def root(self) -> Any:
+            return connection
+
+    app.include_router(late, prefix="/late")
+    get(Second(), "/openapi.json")
+
+    def packed(cls: Any) -> bytes:
+        return make_spec("tag", cls, (), {}, actor_options=None, config=None, timeout_s=None).code
+
+    made, _, _ = unpack_code(packed(First), ())
+    assert paths(made()) == ["/first"]
+    with pytest.raises(UnpicklableError, match=r"Second\.root -> variable 'connection'"):
+        packed(Second)
+
+
+# ---- routers
+
+
+def test_a_router_of_fastapi_is_an_ingress() -> None:
+    router, inner = APIRouter(prefix="/api", tags=["prices"]), APIRouter()
+
+    @ingress(router)
+    class Shop:
+        price = 5
+
+        def __init__(self) -> None:
+            router.add_api_route("/added", lambda: "added")
+
+        def doubled(self) -> int:
+            return 2 * self.price
+
+        @router.get("/price")
+        def root(self, two: int = Depends(doubled)) -> int:
+            return two
+
+        @inner.get("/refused")
+        def refused(self) -> None:
+            raise HTTPException(418)
+
+    router.include_router(inner)
+    made = load_bytes(dump_bytes(Shop))()
+    assert [get(made, path).json() for path in ("/api/price", "/api/added")] == [10, "added"]
+    assert [get(made, path).status_code for path in ("/api/refused", "/nothing", "/docs")] == [418, 404, 200]
+    assert paths(made) == ["/api/added", "/api/price", "/api/refused"]
+
+
+@pytest.mark.parametrize("kind", [lambda route: Router([route]), lambda route: route])
+def test_a_router_and_a_route_of_starlette_are_an_ingress(kind: Callable[[Route], Any]) -> None:
+    def price(self: Any, request: Request) -> Any:
+        if "fail" in request.query_params:
+            raise HTTPException(418)
+        return PlainTextResponse(self.name)
+
+    @ingress(kind(Route("/price", price)))
+    class Shop:
+        name = "shop"
+        method = price
+
+    assert get(Shop(), "/price").text == "shop"
+    assert [get(Shop(), path).status_code for path in ("/price?fail=1", "/nothing")] == [418, 404]
+
+
 # ---- builders and other applications
 
 
@@ -505,6 +713,17 @@ def test_a_class_without_methods_serves_any_asgi_application() -> None:
     assert type(made).__name__ == "ASGIIngressDeployment"
     assert get(made, "/").text == "asgi"
     assert (made.args, made.kwargs) == ((1,), {"key": 2})
+
+
+def test_what_is_an_ingress_may_be_mounted_in_another() -> None:
+    outer, inner = FastAPI(), FastAPI()
+    inner.add_api_route("/inner", lambda: "inner")
+    outer.add_api_route("/outer", lambda: "outer")
+    classes = [ingress(outer)(), ingress(inner)()]
+    outer.mount("/mounted", inner)
+    for made in (each() for each in classes):
+        answers = [get(made, each).status_code for each in ("/outer", "/mounted/inner", "/inner")]
+        assert answers == ([200, 200, 404] if isinstance(made, classes[0]) else [404, 404, 200])
 
 
 def test_the_builder_of_a_servable_runs_after_the_constructor_and_its_errors_are_raised() -> None:
@@ -564,8 +783,6 @@ def test_wrong_uses_say_what_to_do(use: Callable[[], Any], error: type[Exception
 
 
 def test_the_wrong_order_of_decorators_is_named() -> None:
-    import daskserve as serve
-
     with pytest.raises(TypeError, match=r"write @serve\.ingress below @serve\.deployment"):
         serve.ingress(FastAPI())(serve.deployment(with_call()))
 
@@ -655,6 +872,106 @@ def test_methods_that_are_endpoints_are_called_by_handle_too(instance: Any) -> N
     handle = instance.get_handle("doubler")
     assert [handle.double.remote(4).result(10), handle.triple.remote(4).result(10)] == [8, 12]
     assert get_url(f"{instance.http_urls()[0]}/doubler/4") == 8
+
+
+MODULE = """
+import threading
+from contextlib import asynccontextmanager
+
+from fastapi import APIRouter, FastAPI
+import daskserve as serve
+
+@asynccontextmanager
+async def lifespan(given):
+    app.add_api_route("/lifespan", lambda: "global")
+    given.add_api_route("/given", lambda: "given")
+    yield
+
+both = threading.Barrier(2, timeout=10)
+app = FastAPI(lifespan=lifespan)
+router = APIRouter()
+plain = APIRouter(prefix="/plain")
+
+@plain.get("/")
+def root():
+    return "plain"
+
+@serve.ingress(app)
+class Shop:
+    def __init__(self):
+        self.tag = serve.get_replica_context().replica_tag
+        app.router.on_startup.append(self.start)
+        router.add_api_route("/tag", self.own_tag)
+        router.add_api_route("/both", self.both)
+        app.include_router(router)
+
+    def start(self):
+        app.add_api_route("/startup", lambda: "startup")
+
+    def reconfigure(self, config):
+        app.add_api_route(f"/{config}", self.own_tag)
+
+    def own_tag(self):
+        return self.tag
+
+    def both(self):
+        return [both.wait(), self.tag, serve.get_replica_context().replica_tag]
+
+    def add(self, path):
+        app.add_api_route(path, self.own_tag)
+
+def built():
+    return plain
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    (tmp_path / "class_app_shop.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield import_module("class_app_shop")
+    sys.modules.pop("class_app_shop", None)
+
+
+def test_replicas_add_routes_in_each_of_their_hooks(instance: Any, module: Any) -> None:
+    config = {"num_replicas": 2, "user_config": "one", "max_concurrent_queries": 1}
+    instance.deploy("adds", module.Shop, config=config)
+    url = f"{instance.http_urls()[0]}/adds"
+    assert [get_url(f"{url}/{each}") for each in ("lifespan", "given")] == ["global", "given"]
+    with ThreadPoolExecutor() as pool:
+        _, tags, actual = zip(*pool.map(get_url, [f"{url}/both"] * 2), strict=True)
+    assert tags == actual
+    assert len(set(tags)) == 2
+    assert get_url(f"{url}/one") == get_url(f"{url}/tag") in tags
+    instance.update_backend_config("adds", {"user_config": "two", "num_replicas": 1})
+    assert get_url(f"{url}/two") == get_url(f"{url}/one") in tags
+    instance.get_handle("adds").add.remote("/by-handle").result(10)
+    assert get_url(f"{url}/by-handle") == get_url(f"{url}/two")
+    assert {"/one", "/two", "/by-handle", "/tag"} < get_url(f"{url}/openapi.json")["paths"].keys()
+    assert [each.path for each in module.router.routes] == []
+
+
+def test_a_middleware_that_comes_too_late_fails_the_start(instance: Any) -> None:
+    @asynccontextmanager
+    async def lifespan(_: Any) -> AsyncIterator[None]:
+        app.add_middleware(lambda app: app)
+        yield
+
+    app = FastAPI(lifespan=lifespan)
+    with pytest.raises(ReplicaStartError, match="Cannot add middleware after an application has started"):
+        instance.deploy("late", ingress(app)(), config={"max_constructor_retry_count": 1})
+
+
+def test_a_router_is_served_wherever_an_application_is(instance: Any, module: Any) -> None:
+    instance.run(module.plain, name="object", route_prefix="/object")
+    instance.run("class_app_shop:plain", name="path", route_prefix="/path")
+    instance.deploy("deployed", module.plain)
+    instance.deploy("named", "class_app_shop:plain")
+    instance.run(serve.deployment(ingress(module.built)()).bind(), name="built", route_prefix="/built")
+    for name in ("object", "path", "deployed", "named", "built"):
+        url = f"{instance.http_urls()[0]}/{name}"
+        assert get_url(f"{url}/plain/") == "plain"
+        assert list(get_url(f"{url}/openapi.json")["paths"]) == ["/plain/"]
 
 
 def get_url(url: str) -> Any:

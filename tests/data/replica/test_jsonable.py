@@ -86,9 +86,14 @@ def test_pandas_is_recognised_where_it_is_loaded(monkeypatch: pytest.MonkeyPatch
         def tolist(self) -> list[int]:
             return [1, 2]
 
-    pandas: Any = types.SimpleNamespace(DataFrame=DataFrame, Series=Series)
+    class NaTType(datetime.datetime):
+        pass
+
+    missing = NaTType(1, 1, 1)
+    pandas: Any = types.SimpleNamespace(DataFrame=DataFrame, Series=Series, NaT=missing, NA=object())
     monkeypatch.setitem(sys.modules, "pandas", pandas)
     assert to_json({"frame": DataFrame(), "series": Series()}) == b'{"frame":[{"a":1}],"series":[1,2]}'
+    assert to_json([pandas.NaT, pandas.NA]) == b"[null,null]"
 
 
 def test_no_library_is_imported_to_look_for_its_types(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,8 +109,25 @@ def test_a_model_is_written_by_its_own_serializer() -> None:
     assert to_json([model]) == b"[" + model.model_dump_json().encode() + b"]"
 
 
-def test_numbers_that_json_has_not_are_written_as_python_reads_them() -> None:
-    assert to_json([math.nan, math.inf, np.array([-math.inf])]) == b"[NaN,Infinity,[-Infinity]]"
+@pytest.mark.parametrize(
+    "value",
+    [
+        math.nan,
+        -math.inf,
+        np.float32("nan"),
+        np.longdouble("inf"),
+        np.datetime64("NaT"),
+        decimal.Decimal("NaN"),
+        Model(score=math.nan, price=decimal.Decimal("1")).score,
+    ],
+)
+def test_numbers_that_json_does_not_have_are_null(value: Any) -> None:
+    assert to_json({"deep": [value, (value,)]}) == b'{"deep":[null,[null]]}'
+    assert to_json(np.array([[value]])) == b"[[null]]"
+
+
+def test_keys_that_are_no_numbers_stay_apart() -> None:
+    assert to_json({math.nan: 1, math.inf: 2, np.datetime64("NaT"): 3}) == b'{"nan":1,"inf":2,"NaT":3}'
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,34 @@
+"""What a program defines works in a process that does not have the program."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.smoke
+
+PROGRAM = Path(__file__).parent / "program_by_value.py"
+#: Calls the pickled functions; prints those whose results are others than in the program, and their number.
+RECEIVER = """
+import pickle, sys, traceback
+
+with open(sys.argv[1], "rb") as file:
+    cases = pickle.load(file)
+for name, data, expected in cases:
+    try:
+        found = repr(pickle.loads(data)())
+    except Exception:
+        found = traceback.format_exc()
+    if found != expected:
+        print(name, found, "instead of", expected, sep="\\n")
+print(len(cases))
+"""
+
+
+def test_what_a_program_defines_works_where_the_program_is_not(tmp_path: Path) -> None:
+    file = str(tmp_path / "pickled")
+    subprocess.run([sys.executable, str(PROGRAM), file], check=True, cwd=tmp_path)
+    receiver = [sys.executable, "-c", RECEIVER, file]
+    found = subprocess.run(receiver, check=True, cwd=tmp_path, capture_output=True, text=True).stdout
+    assert found == "11\n"
