@@ -16,8 +16,6 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from tornado.ioloop import PeriodicCallback
-
 from daskserve.errors import BlockingCallError
 from daskserve.loops.event_loop import running_loop
 
@@ -151,6 +149,8 @@ class WorkerView:
 def _let_go(timer: Any) -> None:
     """Let the timer with which a lock renews its lease refer to the lock weakly; a lock stops its timer."""
     # Dask's locks otherwise live as long as the event loop, and a server makes one for each request.
+    from tornado.ioloop import PeriodicCallback  # Dask has imported it
+
     if not isinstance(timer, PeriodicCallback) or not inspect.ismethod(timer.callback):
         return
     refresh: Any = weakref.WeakMethod(timer.callback)

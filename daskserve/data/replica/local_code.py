@@ -102,6 +102,7 @@ class LocalCode:
             threads=_threads(start.concurrency),
             event_loop=start.config.event_loop,
             landing=self._context.landing,
+            start_thread=self._context.start_thread,
         )
         wall.is_watched = False
         self._set_current_replica(None)

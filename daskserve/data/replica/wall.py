@@ -27,6 +27,7 @@ from daskserve.data.replica.worker_loop import TaskRun, WorkerLoop
 from daskserve.errors import ClosedError
 from daskserve.loops.hops import Hop, Landing
 from daskserve.loops.tasks import is_cancelling
+from daskserve.loops.threads import StartThread, start_daemon
 
 T = TypeVar("T")
 
@@ -47,6 +48,8 @@ class Wall:
         functions run in threads with either.
     landing : Landing, optional
         Where callbacks arrive on the worker's loop; see `daskserve.loops.hops`.
+    start_thread : callable
+        Starts the thread that loads user code, which then runs its loop or plain functions, and further ones.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class Wall:
         threads: int = 1,
         event_loop: str,
         landing: Landing | None = None,
+        start_thread: StartThread = start_daemon,
     ) -> None:
         self.loop = asyncio.get_running_loop()
         self.to_worker = Hop(self.loop, landing)
@@ -68,12 +72,13 @@ class Wall:
         self.is_watched = True
         #: The runs that have started and not ended.
         self.runs: set[CodeRun] = set()
-        self.threads = UserThreads(f"daskserve-{name}", threads, self.to_worker, self.runs)
+        self.threads = UserThreads(f"daskserve-{name}", threads, self.to_worker, self.runs, start_thread)
         #: Serves probes only, so that they need not wait for requests.
         self.reserved = UserThreads(f"daskserve-{name}-probe", 1, self.to_worker, self.runs)
         #: Serves neither requests nor probes: code that hangs there blocks no other code.
         self.aside = UserThreads(f"daskserve-{name}-aside", 1, self.to_worker, self.runs)
         self._name = name
+        self._start_thread = start_thread
         self._user_loop: UserLoop | None = None
         self._worker_loop = WorkerLoop(self.loop, self.runs)
         self._watch: LoopWatch | SharedLoopWatch | None = None
@@ -96,7 +101,7 @@ class Wall:
         loop = UserLoop(f"daskserve-{self._name}", self.context.copy(), self.to_worker, self.runs)
         self._user_loop = loop
         self._watch = LoopWatch(self, loop)
-        loop.run_in_thread(self.threads, before)
+        loop.run_in_thread(self.threads, self._start_thread, before)
         return loop
 
     def start(
