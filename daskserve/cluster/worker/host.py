@@ -44,6 +44,7 @@ from daskserve.cluster.worker.user_clients import UserClients
 from daskserve.cluster.worker.worker_view import CurrentClient, WorkerView
 from daskserve.errors import UnavailableError
 from daskserve.figures.collector import PROCESS
+from daskserve.internals.child_processes import ChildProcesses
 from daskserve.loops.forks import ForkGuard
 from daskserve.payload.packed_errors import dump_error
 from daskserve.types import ACTOR_FACTORIES, ActorKind, InstanceName
@@ -84,6 +85,7 @@ class Host:
         self._tuning = InterpreterTuning(self._has_replicas)
         self._logs = LogThread()
         self._forks = ForkGuard(self._peers)
+        self._children = ChildProcesses()
         #: Dask's clients for user code; None until `open`.
         self._user_clients: UserClients | None = None
         view = WorkerView(self._worker, self._worker.scheduler.address, self._find_user_client)
@@ -142,6 +144,7 @@ class Host:
             self._tuning.open()
             if is_own_process(self._worker):
                 self._forks.open()
+                self._children.open()
                 if settings.process().log_thread:
                     self._logs.open()
             await client
@@ -187,6 +190,7 @@ class Host:
         remove_handler(self._worker, CHANNEL_OP)
         self._tuning.close()
         self._forks.close()
+        self._children.close()
         await asyncio.to_thread(self._logs.close)
         if self.link is not None:
             self._outage.close()
