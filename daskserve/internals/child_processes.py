@@ -60,32 +60,28 @@ def _end_with_parent() -> None:
 
 
 class ChildProcesses:
-    """Lets this process have children that end with it, from `open` until `close`."""
+    """Lets this process have children, from `open` until `close`; all of them end with it."""
 
     def __init__(self) -> None:
-        self._was_daemon = False
-        self._at_exit: util.Finalize[[], None] | None = None
+        self._was_daemon: bool | None = None
 
     def open(self) -> None:
         """Begin; idempotent."""
-        if self._at_exit is not None:
+        if self._was_daemon is not None:
             return
         process = multiprocessing.current_process()
         self._was_daemon = process.daemon
         process.daemon = False
         process._config[_KEY] = _EndsWithParent()  # type: ignore[attr-defined]
-        # An exiting process otherwise waits for the end of its children.
-        self._at_exit = util.Finalize(None, _end_children, exitpriority=0)
+        # An exiting process otherwise waits for its children.
+        util.Finalize(None, _end_children, exitpriority=0)
 
     def close(self) -> None:
-        """Undo `open`; idempotent. Children that run still end with this process."""
-        if self._at_exit is None:
-            return
-        self._at_exit.cancel()
-        self._at_exit = None
-        process = multiprocessing.current_process()
-        process.daemon = self._was_daemon
-        process._config.pop(_KEY, None)  # type: ignore[attr-defined]
+        """Allow no more children; idempotent."""
+        if self._was_daemon is not None:
+            process = multiprocessing.current_process()
+            process.daemon, self._was_daemon = self._was_daemon, None
+            process._config.pop(_KEY, None)  # type: ignore[attr-defined]
 
 
 def _end_children() -> None:
