@@ -201,11 +201,18 @@ class BackendConfig(Options):
         description="Event loop of async user code: its own loop and thread, or the worker's loop, which is "
         "faster, but user code can then block everything else in the process.",
     )
+    run_sync_in_threadpool: Annotated[bool, REPLACES] = Field(
+        True,
+        description="Whether plain (``def``) methods run in threads, several at a time. False: everything of "
+        "a replica runs in the thread of its event loop, plain methods one at a time and while async code "
+        "waits, for objects that may be used in one thread only, such as SQLite connections. Not together "
+        "with ``event_loop='worker'``.",
+    )
     isolation: Annotated[Literal["thread", "process"], REPLACES] = Field(
         "thread",
         description="Isolation of user code: in threads of its Dask worker, or in a child process with its "
-        "own interpreter lock and memory, whose crash does not affect the worker and which is killed if it "
-        "does not end.",
+        "own interpreter lock and memory, in whose main thread it is loaded and constructed, whose crash "
+        "does not affect the worker and which is killed if it does not end.",
     )
     internal_metadata: Annotated[BackendMetadata, CONTROLLER_ONLY] = Field(
         default_factory=BackendMetadata,
@@ -304,6 +311,15 @@ class BackendConfig(Options):
                 f"max_replicas_per_node={self.max_replicas_per_node} is given together with "
                 "placement_group_bundles, whose bundles may be on several hosts; leave one out, or set it to "
                 "None"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _plain_code_blocks_no_worker(self) -> BackendConfig:
+        if not self.run_sync_in_threadpool and self.event_loop == "worker":
+            raise ValueError(
+                "run_sync_in_threadpool=False is given together with event_loop='worker', and plain methods "
+                "would block all that the worker does; leave one out"
             )
         return self
 

@@ -7,7 +7,7 @@ import gc
 import re
 import time
 from collections.abc import Iterator
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from distributed import (
     fire_and_forget,
     get_client,
     get_worker,
+    secede,
     wait,
     worker_client,
 )
@@ -209,6 +210,24 @@ class Coordinates:
             async with shared("given-up")[kind]:
                 return True
 
+    def leave_dasks_threads(self) -> None:
+        secede()
+
+    async def compute(self) -> None:
+        dask.array.ones(3, chunks=1).sum().compute()
+
+    def ask_elsewhere(self) -> None:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(lambda: Event("elsewhere").set()).result()
+
+    def keep_from_ended_loop(self) -> None:
+        async def make() -> Any:
+            event = Event("ended")
+            await event.set()
+            return event
+
+        asyncio.run(make()).clear()
+
     async def leftovers(self) -> int:
         """Return how many locks are alive after some have been used."""
         for _ in range(5):
@@ -228,8 +247,17 @@ def coordinating(
     client.delete_deployment("means")
 
 
+#: What the errors of methods advise.
+RULES = {
+    "leave_dasks_threads": "remove secede()",
+    "compute": "await get_client().compute(x)",
+    "ask_elsewhere": "contextvars.copy_context().run",
+    "keep_from_ended_loop": "made on an event loop that has ended",
+}
+
+
 def test_dasks_locks_and_the_like_work_wherever_they_were_made(
-    coordinating: Any, external: ExternalCluster
+    coordinating: Any, external: ExternalCluster, request: pytest.FixtureRequest
 ) -> None:
     def call(method: str, *args: Any) -> Any:
         return getattr(coordinating, method).remote(*args).result(LIMIT_S)
@@ -245,6 +273,12 @@ def test_dasks_locks_and_the_like_work_wherever_they_were_made(
             call("enter", kind)
         assert call("give_up", kind)
     assert call("leftovers") == 0
+    in_own_process = "process" in request.node.callspec.params["coordinating"]
+    for method, note in RULES.items():
+        if method != "ask_elsewhere" or not in_own_process:
+            with pytest.raises((AttributeError, RuntimeError, ValueError)) as caught:
+                call(method)
+            assert any(note in each for each in caught.value.__notes__), method
 
 
 @pytest.fixture(params=PLACES)

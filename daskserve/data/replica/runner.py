@@ -23,6 +23,7 @@ from contextvars import Context
 from typing import Any, Protocol
 
 from daskserve.context import current_request
+from daskserve.data.replica.rules import add_rule
 from daskserve.errors import UserCodeError
 
 
@@ -121,7 +122,11 @@ class Runner(Protocol):
 
 
 def reportable(error: BaseException) -> Exception:
-    """Return the error, or a substitute for one that would end the caller's task or loop if raised there."""
+    """Return the error, or a substitute for one that would end the caller's task or loop if raised there.
+
+    It has a note if it comes from where the code ran.
+    """
+    add_rule(error)
     if isinstance(error, Exception):
         return error
     substitute = UserCodeError(f"The user's code raised {type(error).__name__}: {error}")
