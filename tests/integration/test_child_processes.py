@@ -52,6 +52,7 @@ def client() -> Iterator[serve.Client]:
             yield client
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("isolation", ["process", "thread"])
 def test_user_code_may_start_processes_which_end_with_their_worker(
     isolation: str, client: serve.Client

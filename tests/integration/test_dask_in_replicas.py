@@ -256,6 +256,7 @@ RULES = {
 }
 
 
+@pytest.mark.smoke
 def test_dasks_locks_and_the_like_work_wherever_they_were_made(
     coordinating: Any, external: ExternalCluster, request: pytest.FixtureRequest
 ) -> None:

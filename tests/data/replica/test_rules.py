@@ -16,6 +16,8 @@ import pytest
 import daskserve as serve
 from daskserve.testing import local_instance
 
+pytestmark = pytest.mark.smoke
+
 DEADLINE_S = 10
 OTHER_LOGGER = logging.getLogger("other")
 
