@@ -18,6 +18,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from contextvars import copy_context
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -73,7 +74,8 @@ def _run(factory: Callable[[StartThread], Served], pair: socket.socket, lifeline
     # Python's own handler would raise an error in a request or in the loop of user code.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     main, is_ending = MainThread(), threading.Lock()
-    serve = partial(_serve, factory, pair, main, is_ending)
+    # Within this context, which has the settings of the worker.
+    serve = partial(copy_context().run, _serve, factory, pair, main, is_ending)
     threading.Thread(target=serve, name="daskserve-channel", daemon=True).start()
     status: Any = 0
     try:

@@ -29,7 +29,7 @@ class _EnduringLogger(logging.Logger):
     """A logger that `logging.config` cannot disable; its level and its handlers can be configured."""
 
     @property
-    def disabled(self) -> bool:  # type: ignore[override]
+    def disabled(self) -> bool:
         return False
 
     @disabled.setter

@@ -120,6 +120,9 @@ class Notes:
     def __call__(self, request: Any = None) -> Any:
         return self.read()
 
+    async def __del__(self) -> None:
+        self.database.close()
+
 
 class CheckedNotes(Notes):
     def reconfigure(self, config: Any) -> None:
@@ -131,8 +134,9 @@ class CheckedNotes(Notes):
     def record_replica_metadata(self) -> dict[str, Any]:
         return {"notes": self.read()}
 
-    def __del__(self) -> None:
+    def __del__(self) -> None:  # type: ignore[override]
         self.read()
+        self.database.close()
 
 
 def test_a_method_in_another_thread_or_on_another_loop_names_the_rule(client: serve.Client) -> None:
