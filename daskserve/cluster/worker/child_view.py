@@ -94,7 +94,8 @@ class ChildView:
         """Let Dask's ``get_worker()`` and ``get_client()`` work in this process."""
         access, find = self._access, self._find_user_client
         if access.worker:
-            answer_get_worker(WorkerView(access.worker, access.address, find), CurrentClient(find))
+            view = WorkerView(access.worker, access.address, find, lambda: self.link)
+            answer_get_worker(view, CurrentClient(find))
 
     def _find_user_client(self) -> Client:
         from daskserve.cluster.worker.user_clients import UserClients

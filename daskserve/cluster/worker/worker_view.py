@@ -95,11 +95,20 @@ class WorkerView:
         The worker if it is in this process, otherwise a mapping of what is known of it.
     scheduler : str
         The scheduler's address.
+    find_link : callable, optional
+        Returns the link of this process, if no worker in it has one.
     """
 
-    def __init__(self, worker: Any, scheduler: str, find: FindClient) -> None:
+    def __init__(
+        self,
+        worker: Any,
+        scheduler: str,
+        find: FindClient,
+        find_link: Callable[[], Any] | None = None,
+    ) -> None:
         self._worker = worker
         self._find = find
+        self.find_link = find_link
         self.loop = CurrentLoop(find)
         self.scheduler = CurrentScheduler(scheduler, find)
 
