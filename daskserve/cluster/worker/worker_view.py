@@ -14,6 +14,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from daskserve.errors import BlockingCallError
@@ -53,13 +54,16 @@ class CurrentLoop:
     def asyncio_loop(self) -> Any:
         """The running event loop, or in a thread that of the client for threads."""
         refuse_blocking_lock()
+        present = running_loop()
+        if present is not None:
+            return present
         loop: Any = self._find().loop
-        return running_loop() or loop.asyncio_loop
+        return loop.asyncio_loop
 
     def add_callback(self, callback: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Call a function on the loop; that of `as_completed` on the loop of its future's client."""
         loop: Any = self._find().loop
-        _let_go(getattr(callback, "__self__", None))
+        _let_go(getattr(callback, "__self__", None), loop)
         owner = getattr(args[0], "client", None) if args else None
         if owner is not None and owner.loop is not loop:
             if running_loop() is not None:
@@ -155,8 +159,8 @@ class WorkerView:
         )
 
 
-def _let_go(timer: Any) -> None:
-    """Let the timer with which a lock renews its lease refer to the lock weakly; a lock stops its timer."""
+def _let_go(timer: Any, loop: Any) -> None:
+    """Let the timer with which a lock renews its lease end with the lock, which stops it when it is deleted."""
     # Dask's locks otherwise live as long as the event loop, and a server makes one for each request.
     from tornado.ioloop import PeriodicCallback  # Dask has imported it
 
@@ -169,6 +173,8 @@ def _let_go(timer: Any) -> None:
         return None if found is None else found()
 
     timer.callback = refresh_if_alive
+    # A lock may be deleted in any thread, and an event loop may be used in its own only.
+    timer.stop = partial(loop.add_callback, timer.stop)
 
 
 def refuse_blocking_lock() -> None:
