@@ -160,7 +160,7 @@ class WorkerView:
 
 
 def _let_go(timer: Any, loop: Any) -> None:
-    """Let the timer with which a lock renews its lease end with the lock, which stops it when it is deleted."""
+    """Let the timer with which a lock renews its lease end with the lock, which then stops it."""
     # Dask's locks otherwise live as long as the event loop, and a server makes one for each request.
     from tornado.ioloop import PeriodicCallback  # Dask has imported it
 

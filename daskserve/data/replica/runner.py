@@ -7,11 +7,12 @@ runner                where the code runs                                      h
 ====================  =======================================================  ==========================
 `UserLoop`            async code, on the user's event loop in its own thread   ``Task.cancel``
 `UserThreads`         plain functions, in the user's threads                   it is not: it is abandoned
+`LoopThread`          plain functions, in the thread of the user's loop        it is not: it is abandoned
 `WorkerLoop`          async code, on the worker's event loop                   ``Task.cancel``
 `ChildRunner`         a whole request, in a child process                      by a frame to the child
 ====================  =======================================================  ==========================
 
-`daskserve.data.replica.wall.Wall` chooses among the first three. Code that starts a run does not know which
+`daskserve.data.replica.wall.Wall` chooses among the first four. Code that starts a run does not know which
 runner it has: it sees only the `CodeRun`, and is notified of its end as a `RunListener`.
 """
 
