@@ -117,9 +117,13 @@ class UserClient(ScatteringClient):
     async def _when_connected(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
-        if self.status in ("newly-created", "connecting"):
-            await self
+        await self.connected()
         return await func(*args, **kwargs)
+
+    async def connected(self) -> None:
+        """Return once the client has been connected; a caller that is cancelled does not cancel that."""
+        if self.status in ("newly-created", "connecting"):
+            await asyncio.shield(asyncio.ensure_future(self))
 
 
 def _only_owner(futures: Any) -> Any:
@@ -143,7 +147,7 @@ class UserClients:
         self._address = address
         self._security = security
         self._loop = loop
-        self._clients: dict[asyncio.AbstractEventLoop, Client] = {}
+        self._clients: dict[asyncio.AbstractEventLoop, UserClient] = {}
         self._holding: dict[asyncio.AbstractEventLoop, AsyncGenerator[None, None]] = {}
 
     def present(self) -> Client:
@@ -165,10 +169,10 @@ class UserClients:
 
     async def _connected(self) -> Client:
         client = self._of_running_loop()
-        await client
+        await client.connected()
         return client
 
-    def _of_running_loop(self) -> Client:
+    def _of_running_loop(self) -> UserClient:
         loop = asyncio.get_running_loop()
         client = self._clients.get(loop)
         if client is None or client.status in ("closing", "closed"):

@@ -84,7 +84,8 @@ class CurrentScheduler:
 
     def __getattr__(self, name: str) -> Any:
         async def call(**arguments: Any) -> Any:
-            client: Any = await self._find()  # it may not be connected yet
+            client: Any = self._find()
+            await client.connected()
             return await getattr(client.scheduler, name)(**arguments)
 
         return call
