@@ -28,6 +28,10 @@ _MAIN_THREAD = (
     "The main thread of a worker is Dask's. Deploy with isolation='process': the constructor and the event "
     "loop then run in the main thread of a process of their own."
 )
+_AWAIT = (
+    "Async code awaits what Dask returns: instead of dask.compute(x), write `await get_client().compute(x)`, "
+    "or compute in a plain method."
+)
 _NO_CONTEXT = (
     "Dask finds its worker and client in the thread of a method and in asyncio.to_thread(). Start threads of "
     "your own with contextvars.copy_context().run as their target."
@@ -72,11 +76,8 @@ RULES: Sequence[Rule] = (
         "Methods of replicas run in threads of daskserve, which are not Dask's: remove secede() and "
         "rejoin(). A method that waits takes no thread from Dask's tasks.",
     ),
-    Rule(
-        "builtins.RuntimeError",
-        r"asynchronous Client in a synchronous context",
-        "Async code awaits Dask: write `await get_client().compute(x)`, or compute in a plain method.",
-    ),
+    Rule("builtins.RuntimeError", r"asynchronous Client in a synchronous context", _AWAIT),
+    Rule("builtins.TypeError", r"'coroutine' object is not iterable", _AWAIT),
     Rule("builtins.ValueError", r"No worker found|No global client found|No clients found", _NO_CONTEXT),
     Rule("builtins.RuntimeError", r"deserialized outside of the context of a Client or Worker", _NO_CONTEXT),
     Rule(
