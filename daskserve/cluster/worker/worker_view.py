@@ -175,7 +175,7 @@ def _let_go(timer: Any, loop: Any) -> None:
 
     timer.callback = refresh_if_alive
     # A lock may be deleted in any thread, and an event loop may be used in its own only.
-    timer.stop = partial(loop.add_callback, timer.stop)
+    timer.stop = partial(loop.add_callback, timer.stop)  # type: ignore[method-assign]
 
 
 def refuse_blocking_lock() -> None:
