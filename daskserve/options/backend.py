@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AliasChoices, Field, field_validator, model_validator
+from pydantic import AfterValidator, AliasChoices, Field, ValidationInfo, field_validator, model_validator
 
 from daskserve.options.autoscaling import AutoscalingConfig
 from daskserve.options.base import CONTROLLER_ONLY, REPLACES, ByteCount, Options
@@ -41,6 +41,15 @@ class BackendMetadata(Options):
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
         for name, value in super().__repr_args__():
             yield name, masked(value) if name == "autoscaling_config" else value
+
+
+def _blocks_no_worker(run_sync_in_threadpool: bool, info: ValidationInfo) -> bool:
+    if not run_sync_in_threadpool and info.data.get("event_loop") == "worker":
+        raise ValueError(
+            "it is given together with event_loop='worker', and plain methods would block everything in the "
+            "worker; leave one out"
+        )
+    return run_sync_in_threadpool
 
 
 class BackendConfig(Options):
@@ -201,7 +210,7 @@ class BackendConfig(Options):
         description="Event loop of async user code: its own loop and thread, or the worker's loop, which is "
         "faster, but user code can then block everything else in the process.",
     )
-    run_sync_in_threadpool: Annotated[bool, REPLACES] = Field(
+    run_sync_in_threadpool: Annotated[bool, AfterValidator(_blocks_no_worker), REPLACES] = Field(
         True,
         description="Whether plain (``def``) methods run in threads, several at a time. False: everything of "
         "a replica runs in the thread of its event loop, plain methods one at a time and while async code "
@@ -311,15 +320,6 @@ class BackendConfig(Options):
                 f"max_replicas_per_node={self.max_replicas_per_node} is given together with "
                 "placement_group_bundles, whose bundles may be on several hosts; leave one out, or set it to "
                 "None"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _plain_code_blocks_no_worker(self) -> BackendConfig:
-        if not self.run_sync_in_threadpool and self.event_loop == "worker":
-            raise ValueError(
-                "run_sync_in_threadpool=False is given together with event_loop='worker', and plain methods "
-                "would block all that the worker does; leave one out"
             )
         return self
 
