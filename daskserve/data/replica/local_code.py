@@ -102,7 +102,7 @@ class LocalCode:
             contextvars.copy_context(),
             threads=_threads(start.concurrency),
             event_loop=start.config.event_loop,
-            run_sync_in_threadpool=start.config.run_sync_in_threadpool,
+            is_loop_shared=not start.config.run_sync_in_threadpool,
             landing=self._context.landing,
             start_thread=self._context.start_thread,
         )

@@ -47,8 +47,8 @@ class Wall:
     event_loop : str
         ``"own"``: async code has a loop in its own thread. ``"worker"``: it runs on the worker's loop. Plain
         functions run in threads with either.
-    run_sync_in_threadpool : bool
-        Whether plain functions run in threads of their own, and not in that of the user's own loop.
+    is_loop_shared : bool
+        Whether plain functions run in the thread of the user's own loop, which they may block.
     landing : Landing, optional
         Where callbacks arrive on the worker's loop; see `daskserve.loops.hops`.
     start_thread : callable
@@ -62,7 +62,7 @@ class Wall:
         *,
         threads: int = 1,
         event_loop: str,
-        run_sync_in_threadpool: bool = True,
+        is_loop_shared: bool = False,
         landing: Landing | None = None,
         start_thread: StartThread = start_daemon,
     ) -> None:
@@ -76,20 +76,19 @@ class Wall:
         self.is_watched = True
         #: The runs that have started and not ended.
         self.runs: set[CodeRun] = set()
-        #: Whether plain functions may block the user's loop.
-        self.is_loop_shared = not run_sync_in_threadpool
+        self.is_loop_shared = is_loop_shared
         self.threads: UserThreads
         #: Serves probes only, so that they need not wait for requests.
         self.reserved: UserThreads
         #: Serves neither requests nor probes: code that hangs there blocks no other code.
         self.aside: UserThreads
-        if run_sync_in_threadpool:
+        if is_loop_shared:
+            self.threads = LoopThread(self._post_to_user, self.to_worker, self.runs)
+            self.reserved = self.aside = self.threads
+        else:
             self.threads = UserThreads(f"daskserve-{name}", threads, self.to_worker, self.runs, start_thread)
             self.reserved = UserThreads(f"daskserve-{name}-probe", 1, self.to_worker, self.runs)
             self.aside = UserThreads(f"daskserve-{name}-aside", 1, self.to_worker, self.runs)
-        else:
-            self.threads = LoopThread(self._post_to_user, self.to_worker, self.runs)
-            self.reserved = self.aside = self.threads
         self._name = name
         self._start_thread = start_thread
         self._user_loop: UserLoop | None = None
