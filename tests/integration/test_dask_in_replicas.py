@@ -76,6 +76,7 @@ class Dask:
 
     def worker(self) -> Any:
         worker = get_worker()
+        assert isinstance(Client.current(), Client)
         return [worker.address, worker.name, worker.scheduler.address]
 
     def workers_plugins(self) -> Any:

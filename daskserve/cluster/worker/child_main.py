@@ -17,6 +17,7 @@ import signal
 import socket
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Mapping
 from contextvars import copy_context
 from functools import partial
@@ -82,6 +83,9 @@ def _run(factory: Callable[[StartThread], Served], pair: socket.socket, lifeline
         main.run()
     except (SystemExit, KeyboardInterrupt) as error:  # of a signal handler
         status = getattr(error, "code", 1)
+    except Exception:  # of a signal handler, too: it ends a program
+        traceback.print_exc()
+        status = 1
     _end(is_ending, status if isinstance(status, int) else int(status is not None))
     threading.Event().wait()  # for the other thread to end the process
 

@@ -37,6 +37,11 @@ class CurrentClient:
         self._find = find
         self.loop = CurrentLoop(find)
 
+    @property
+    def __class__(self) -> Any:
+        """For ``isinstance``."""
+        return type(self._find())
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._find(), name)
 
@@ -64,14 +69,14 @@ class CurrentLoop:
         """Call a function on the loop; that of `as_completed` on the loop of its future's client."""
         loop: Any = self._find().loop
         _let_go(getattr(callback, "__self__", None), loop)
-        owner = getattr(args[0], "client", None) if args else None
-        if owner is not None and owner.loop is not loop:
+        owners = getattr(getattr(args[0], "client", None), "loop", None) if args else None
+        if owners is not None and owners is not loop:
             if running_loop() is not None:
                 raise BlockingCallError(
                     f"{args[0]!r} belongs to the Dask client of another thread: async code cannot use it in "
                     "as_completed(). Await it, use wait(), or make it on this event loop."
                 )
-            loop = owner.loop
+            loop = owners
         loop.add_callback(callback, *args, **kwargs)
 
 
@@ -119,6 +124,11 @@ class WorkerView:
 
     def __repr__(self) -> str:
         return f"<WorkerView of {self.address}>"
+
+    @property
+    def __class__(self) -> Any:
+        """For ``isinstance``."""
+        return WorkerView if isinstance(self._worker, Mapping) else type(self._worker)
 
     @property
     def client(self) -> Client:
