@@ -37,7 +37,7 @@ class CurrentClient:
         self._find = find
         self.loop = CurrentLoop(find)
 
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> Any:
         """For ``isinstance``."""
         return type(self._find())
@@ -125,7 +125,7 @@ class WorkerView:
     def __repr__(self) -> str:
         return f"<WorkerView of {self.address}>"
 
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> Any:
         """For ``isinstance``."""
         return WorkerView if isinstance(self._worker, Mapping) else type(self._worker)
