@@ -105,7 +105,11 @@ setup(
         "Framework :: Dask",
         "Intended Audience :: Developers",
         "Operating System :: POSIX :: Linux",
+        # Those on which scripts/check-versions has passed.
         "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
         "Topic :: Internet :: WWW/HTTP :: HTTP Servers",
         "Topic :: System :: Distributed Computing",
         "Typing :: Typed",

@@ -21,10 +21,11 @@ def section(title: str) -> str:
     return TEXT.partition(f"## {title}\n")[2].partition("\n## ")[0]
 
 
-def test_the_example_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("title", ["What a replica knows", "Threads and event loops"])
+def test_the_example_runs(title: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("deployments_guide")
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    (example,) = re.findall(r"```python\n(.*?)```", section("What a replica knows"), re.DOTALL)
+    (example,) = re.findall(r"```python\n(.*?)```", section(title), re.DOTALL)
     try:
         exec(compile(example, "docs/deployments.md", "exec", dont_inherit=True), vars(module))
     finally:

@@ -17,6 +17,7 @@ from daskserve.context import HasLink
 from daskserve.errors import ClusterUnreachableError
 from daskserve.figures.table import MetricSample
 from daskserve.loops.hops import Hop, Hops, Landing
+from daskserve.loops.threads import StartThread, start_daemon
 from daskserve.payload.parcels import Parcel
 from daskserve.types import (
     ActorAddress,
@@ -72,6 +73,8 @@ class ContextWith(Generic[ViewT_co]):
     worker: WorkerAddress = ""
     #: Where calls from user threads arrive on this loop; None means no fixed place.
     landing: Landing | None = None
+    #: Starts the first thread of user code; in a child process, that is its main thread.
+    start_thread: StartThread = start_daemon
 
 
 #: Time beyond the grace period after which a stop is abandoned and the actor is removed.

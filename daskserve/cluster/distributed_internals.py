@@ -20,7 +20,7 @@ with needs("distributed", ">=2025.1,<2026.9") as check:
     from distributed import Client, Scheduler, Security, Worker
     from distributed.batched import BatchedSend
     from distributed.broker import Broker, Topic
-    from distributed.client import _maybe_call_security_loader
+    from distributed.client import _current_client, _maybe_call_security_loader, _wait
     from distributed.comm import parse_address
     from distributed.comm.core import Comm
     from distributed.comm.registry import get_backend
@@ -40,7 +40,8 @@ with needs("distributed", ">=2025.1,<2026.9") as check:
     check.fields(Server, "handlers")
     check.fields(Worker, "state")
     check.fields(TaskStates, "actors")
-    check.attributes(Worker, "actor_execute", "_get_client", "_register_with_scheduler")
+    check.attributes(Client, "_scatter")
+    check.attributes(Worker, "actor_execute", "_register_with_scheduler")
     check.fields(Worker, "batched_stream", "connection_args", "extensions", "periodic_callbacks")
     check.constants(inspect.unwrap(Worker.handle_scheduler), "worker-handle-scheduler-connection-broken")
     check.constants(Worker.heartbeat, "worker-heartbeat-missing")
@@ -291,28 +292,27 @@ def actors_on(worker: Worker) -> list[Any]:
 
 
 @contextmanager
-def as_current_worker(worker: Worker) -> Iterator[None]:
-    """Make `distributed.get_worker` return ``worker`` in this context and its copies."""
-    token = _worker_cvar.set(worker)
+def as_current(worker: Any, client: Any) -> Iterator[None]:
+    """Set what `distributed.get_worker` and `default_client` return, in this context and its copies."""
+    token, client_token = _worker_cvar.set(worker), _current_client.set(client)
     try:
         yield
     finally:
+        _current_client.reset(client_token)
         _worker_cvar.reset(token)
 
 
-def answer_get_client(worker: Worker, choose: Callable[[], Client | None]) -> None:
-    """Let a function choose what `distributed.get_client` returns on a worker; None leaves that to Dask."""
-    original = worker._get_client
+class ScatteringClient(Client):
+    """A client that scatters values to workers over their connections."""
 
-    def get_client(timeout: float | None = None) -> Client:
-        return choose() or original(timeout)
-
-    worker._get_client = get_client  # type: ignore[method-assign]
+    async def _scatter(self, *args: Any, local_worker: Any = None, **kwargs: Any) -> Any:
+        # The current worker's state belongs to another thread, or the worker is another process.
+        return await super()._scatter(*args, **kwargs)
 
 
-def stop_answering_get_client(worker: Worker) -> None:
-    """Undo `answer_get_client`; idempotent."""
-    vars(worker).pop("_get_client", None)
+def is_wait_for_futures(function: Any) -> bool:
+    """Return whether a function is what `distributed.wait` runs on the loop of the default client."""
+    return function is _wait
 
 
 def config_variables(sections: Mapping[str, Any]) -> dict[str, str]:

@@ -38,6 +38,7 @@ from daskserve.cluster.distributed_internals import (
 from daskserve.cluster.probe import mismatch, version_probe
 from daskserve.cluster.returning import identity_on, keep_connected
 from daskserve.cluster.values import DaskTransfer
+from daskserve.cluster.worker.worker_view import WorkerView
 from daskserve.context import current_replica
 from daskserve.errors import (
     BlockingCallError,
@@ -483,12 +484,16 @@ def present_link() -> DaskLink | None:
 
 def worker_link() -> DaskLink | None:
     """Return the link of the worker that the current Dask task or actor runs on, if it has a Host."""
+    worker: Any
     try:
         worker = get_worker()
     except ValueError:
         return None
+    if isinstance(worker, WorkerView) and worker.find_link is not None:
+        link: DaskLink = worker.find_link()
+        return link
     for actor in actors_on(worker):
-        link = getattr(actor, "link", None)
-        if isinstance(link, DaskLink):
-            return link
+        found = getattr(actor, "link", None)
+        if isinstance(found, DaskLink):
+            return found
     return None

@@ -1,4 +1,4 @@
-"""What `distributed.get_worker` returns in a process that is no worker, without importing distributed.
+"""What Dask finds as the current worker and client in a process that is no worker, without importing it.
 
 Importing distributed takes half a second of CPU time, and most processes that run user code never use it.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -15,20 +15,23 @@ from types import ModuleType
 from typing import Any
 
 _PACKAGE = "distributed"
-_MODULE = "distributed.worker"
-#: The context variable of `_MODULE` with the current worker. `daskserve.cluster.distributed_internals` checks
-#: that it is there.
-_VARIABLE = "_worker_cvar"
+#: The context variables with the current worker and the current client, by their modules.
+#: `daskserve.cluster.distributed_internals` checks that they are there.
+_VARIABLES: Mapping[str, str] = {
+    "distributed.worker": "_worker_cvar",
+    "distributed.client": "_current_client",
+}
 
 
-def answer_get_worker(stand_in: Any) -> None:
-    """Make `distributed.get_worker` return an object everywhere in this process.
+def answer_get_worker(worker: Any, client: Any) -> None:
+    """Set what `distributed.get_worker` and `default_client` return everywhere in this process.
 
     Tasks of workers that user code starts in this process still get their own worker.
     """
 
     def give() -> None:
-        setattr(sys.modules[_MODULE], _VARIABLE, ContextVar(_VARIABLE, default=stand_in))
+        for (module, name), value in zip(_VARIABLES.items(), (worker, client), strict=True):
+            setattr(sys.modules[module], name, ContextVar(name, default=value))
 
     if _PACKAGE in sys.modules:
         give()

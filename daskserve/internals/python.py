@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import ctypes
 import dis
 import logging
 import pickle
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 from daskserve.internals.checking import PYTHON, needs
@@ -17,6 +19,7 @@ with needs(PYTHON, ">=3.11,<3.15") as check:
     from pickle import _Pickler
 
     PicklerInPython: Any = _Pickler
+    check.attributes(asyncio, "_set_running_loop")
     check.attributes(atexit, "_run_exitfuncs")
     check.attributes(PicklerInPython, "dump", "save")
     check.parameters(PicklerInPython.save, "self", "obj", "save_persistent_id")
@@ -36,6 +39,17 @@ def is_from_import(depth: int) -> bool:
 def run_exit_functions() -> None:
     """Call what was registered with `atexit`, for a process that then ends by `os._exit`."""
     atexit._run_exitfuncs()
+
+
+@contextmanager
+def without_running_loop() -> Iterator[None]:
+    """Let code in a callback of an event loop see no running loop, so that it may run one of its own."""
+    loop = asyncio.get_running_loop()
+    asyncio._set_running_loop(None)
+    try:
+        yield
+    finally:
+        asyncio._set_running_loop(loop)
 
 
 class TracingPickler(PicklerInPython):  # type: ignore[misc]

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AliasChoices, Field, field_validator, model_validator
+from pydantic import AfterValidator, AliasChoices, Field, ValidationInfo, field_validator, model_validator
 
 from daskserve.options.autoscaling import AutoscalingConfig
 from daskserve.options.base import CONTROLLER_ONLY, REPLACES, ByteCount, Options
@@ -41,6 +41,15 @@ class BackendMetadata(Options):
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
         for name, value in super().__repr_args__():
             yield name, masked(value) if name == "autoscaling_config" else value
+
+
+def _blocks_no_worker(run_sync_in_threadpool: bool, info: ValidationInfo) -> bool:
+    if not run_sync_in_threadpool and info.data.get("event_loop") == "worker":
+        raise ValueError(
+            "it is given together with event_loop='worker', and plain methods would block everything in the "
+            "worker; leave one out"
+        )
+    return run_sync_in_threadpool
 
 
 class BackendConfig(Options):
@@ -201,11 +210,18 @@ class BackendConfig(Options):
         description="Event loop of async user code: its own loop and thread, or the worker's loop, which is "
         "faster, but user code can then block everything else in the process.",
     )
+    run_sync_in_threadpool: Annotated[bool, AfterValidator(_blocks_no_worker), REPLACES] = Field(
+        True,
+        description="Whether plain (``def``) methods run in threads, several at a time. False: everything of "
+        "a replica runs in the thread of its event loop, plain methods one at a time and while async code "
+        "waits, for objects that may be used in one thread only, such as SQLite connections. Not together "
+        "with ``event_loop='worker'``.",
+    )
     isolation: Annotated[Literal["thread", "process"], REPLACES] = Field(
         "thread",
         description="Isolation of user code: in threads of its Dask worker, or in a child process with its "
-        "own interpreter lock and memory, whose crash does not affect the worker and which is killed if it "
-        "does not end.",
+        "own interpreter lock and memory, in whose main thread it is loaded and constructed, whose crash "
+        "does not affect the worker and which is killed if it does not end.",
     )
     internal_metadata: Annotated[BackendMetadata, CONTROLLER_ONLY] = Field(
         default_factory=BackendMetadata,

@@ -8,7 +8,7 @@ from unittest.mock import Mock
 
 import dask.config
 import pytest
-from distributed import Client, LocalCluster, get_worker
+from distributed import Client, LocalCluster, default_client, get_worker
 from distributed.broker import Broker
 from distributed.comm import listen
 from distributed.comm.core import Comm
@@ -19,7 +19,7 @@ from daskserve.cluster.distributed_internals import (
     agree,
     answer_lost_scheduler,
     answer_signal,
-    as_current_worker,
+    as_current,
     call_before_close,
     call_when_closed,
     config_variables,
@@ -58,12 +58,14 @@ def test_the_security_of_an_address_comes_from_dasks_configuration() -> None:
         assert configured_security("tls://a:1") == "security of tls://a:1"  # type: ignore[comparison-overlap]
 
 
-def test_a_worker_is_current_within_a_context_only() -> None:
-    worker = Mock()
-    with as_current_worker(worker):
-        assert get_worker() is worker
+def test_a_worker_and_a_client_are_current_within_a_context_only() -> None:
+    worker, client = Mock(), Mock()
+    with as_current(worker, client):
+        assert (get_worker(), default_client()) == (worker, client)
     with pytest.raises(ValueError, match="No worker found"):
         get_worker()
+    with pytest.raises(ValueError, match="No clients found"):
+        default_client()
 
 
 def test_a_replaced_method_answers_local_and_remote_calls_until_it_is_restored() -> None:

@@ -43,6 +43,7 @@ VALUES: Mapping[str, Any] = {
     "method_header": True,
     "on_disconnect": "cancel",
     "event_loop": "worker",
+    "run_sync_in_threadpool": False,
     "isolation": "process",
 }
 #: What an option needs beside it.

@@ -7,7 +7,7 @@ import gc
 import re
 import time
 from collections.abc import Iterator
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,22 @@ import dask
 import dask.array
 import pytest
 from dask_processes import ExternalCluster, poll_for
-from distributed import get_client, get_worker
+from distributed import (
+    Client,
+    Event,
+    Lock,
+    MultiLock,
+    Queue,
+    Semaphore,
+    Variable,
+    as_completed,
+    fire_and_forget,
+    get_client,
+    get_worker,
+    secede,
+    wait,
+    worker_client,
+)
 
 import daskserve as serve
 
@@ -61,10 +76,211 @@ class Dask:
 
     def worker(self) -> Any:
         worker = get_worker()
+        assert isinstance(Client.current(), Client)
         return [worker.address, worker.name, worker.scheduler.address]
 
     def workers_plugins(self) -> Any:
         return list(get_worker().plugins)
+
+
+# ---- locks and the like
+
+
+def slow_double(value: int) -> int:
+    time.sleep(0.2)
+    return 2 * value
+
+
+class Counter:
+    """An actor."""
+
+    number = 0
+
+    def add(self, step: int) -> int:
+        self.number += step
+        return self.number
+
+
+def shared(name: str) -> dict[str, Any]:
+    """Make one of each object with which code on several workers coordinates."""
+    return {
+        "lock": Lock(f"{name}-lock"),
+        "semaphore": Semaphore(1, f"{name}-semaphore"),
+        "multi": MultiLock([f"{name}-a", f"{name}-b"]),
+        "event": Event(f"{name}-event"),
+        "queue": Queue(f"{name}-queue"),
+        "variable": Variable(f"{name}-variable"),
+    }
+
+
+async def coordinate(means: dict[str, Any]) -> None:
+    """Use them on an event loop."""
+    lock, semaphore, event, queue = (means[each] for each in ("lock", "semaphore", "event", "queue"))
+    async with lock, semaphore, means["multi"]:
+        assert await lock.locked()
+        assert not await Semaphore(1, semaphore.name).acquire(timeout=0.01)
+    assert not await lock.locked()
+    await event.set()
+    assert await event.wait(5)
+    await event.clear()
+    await queue.put(get_client().submit(abs, -3))
+    assert await (await queue.get(timeout=5)) == 3
+    await means["variable"].set(4)
+    assert await means["variable"].get(timeout=5) == 4
+
+
+def coordinate_in_thread(means: dict[str, Any]) -> None:
+    """Use them in plain code."""
+    lock, semaphore, event, queue = (means[each] for each in ("lock", "semaphore", "event", "queue"))
+    with lock, semaphore, means["multi"]:
+        assert lock.locked()
+        assert not Semaphore(1, semaphore.name).acquire(timeout=0.01)
+    assert not lock.locked()
+    event.set()
+    assert event.wait(5)
+    event.clear()
+    queue.put(get_client().submit(abs, -3))
+    assert queue.get(timeout=5).result() == 3
+    means["variable"].set(4)
+    assert means["variable"].get(timeout=5) == 4
+
+
+class Coordinates:
+    """Uses Dask's locks and the like, wherever they were made."""
+
+    def __init__(self, given: dict[str, Any]) -> None:
+        self.known = [given, shared("made")]
+
+    def __call__(self, request: Any) -> None: ...
+
+    async def coordinate(self, passed: dict[str, Any]) -> None:
+        of_thread = await asyncio.to_thread(shared, "thread")
+        for means in [*self.known, passed, shared("here"), of_thread]:
+            await coordinate(means)
+
+    def coordinate_plain(self, passed: dict[str, Any]) -> None:
+        for means in [*self.known, passed, shared("here")]:
+            coordinate_in_thread(means)
+        asyncio.run(coordinate(shared("loop")))
+
+    async def wait(self) -> Any:
+        client = get_client()
+        futures = client.map(abs, [-1, -2])
+        assert len((await wait(futures)).done) == 2
+        found = [await future async for future in as_completed(futures)]
+        foreign = await asyncio.to_thread(lambda: get_client().submit(abs, -3))
+        await wait([foreign])
+        if foreign.client is not client:  # the worker's loop has the client of threads
+            with pytest.raises(serve.errors.BlockingCallError, match="belongs to the Dask client of another"):
+                as_completed([foreign])
+        fire_and_forget(Client.current().submit(slow_double, 5, pure=False))
+        actor: Any = await client.submit(Counter, actor=True)
+        with worker_client() as same:
+            assert same is client
+        return [*sorted(found), await foreign, await actor.add(4), await actor.number]
+
+    def wait_plain(self) -> Any:
+        client = get_client()
+        futures = client.map(abs, [-1, -2])
+        assert len(wait(futures).done) == 2
+        found = [future.result() for future in as_completed(futures)]
+        fire_and_forget(Client.current().submit(slow_double, 5, pure=False))
+        actor: Any = client.submit(Counter, actor=True).result()
+        with worker_client() as same:
+            assert same is client
+        total = dask.array.ones(3, chunks=1).sum().compute()
+        return [*sorted(found), int(total), actor.add(4).result(), actor.number]
+
+    async def future(self) -> Any:
+        return get_client().submit(abs, -6)
+
+    def future_plain(self) -> Any:
+        return get_client().submit(abs, -7)
+
+    async def enter(self, kind: str) -> None:
+        with shared("entered")[kind]:
+            raise AssertionError("entered without a lock")
+
+    async def give_up(self, kind: str) -> bool:
+        """Stop waiting for a lock, and return whether it can be acquired later."""
+        async with shared("given-up")[kind]:
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.1):
+                    await shared("given-up")[kind].acquire()
+        async with asyncio.timeout(5):
+            async with shared("given-up")[kind]:
+                return True
+
+    def leave_dasks_threads(self) -> None:
+        secede()
+
+    async def compute(self) -> None:
+        dask.array.ones(3, chunks=1).sum().compute()
+
+    def ask_elsewhere(self) -> None:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(lambda: Event("elsewhere").set()).result()
+
+    def keep_from_ended_loop(self) -> None:
+        async def make() -> Any:
+            event = Event("ended")
+            await event.set()
+            return event
+
+        asyncio.run(make()).clear()
+
+    async def leftovers(self) -> int:
+        """Return how many locks are alive after some have been used."""
+        for _ in range(5):
+            async with Lock("leftover"):
+                pass
+        gc.collect()
+        return sum(type(each) is Lock and each.name == "leftover" for each in gc.get_objects())
+
+
+@pytest.fixture(params=PLACES)
+def coordinating(
+    request: pytest.FixtureRequest, client: serve.Client, external: ExternalCluster
+) -> Iterator[Any]:
+    with external.client.as_current():
+        client.deploy("means", Coordinates, shared("given"), config=PLACES[request.param], route_prefix=None)
+    yield client.get_handle("means")
+    client.delete_deployment("means")
+
+
+#: What the errors of methods advise.
+RULES = {
+    "leave_dasks_threads": "remove secede()",
+    "compute": "await get_client().compute(x)",
+    "ask_elsewhere": "contextvars.copy_context().run",
+    "keep_from_ended_loop": "made on an event loop that has ended",
+}
+
+
+@pytest.mark.smoke
+def test_dasks_locks_and_the_like_work_wherever_they_were_made(
+    coordinating: Any, external: ExternalCluster, request: pytest.FixtureRequest
+) -> None:
+    def call(method: str, *args: Any) -> Any:
+        return getattr(coordinating, method).remote(*args).result(LIMIT_S)
+
+    with external.client.as_current():
+        call("coordinate", shared("passed"))
+        call("coordinate_plain", shared("passed"))
+    assert call("wait") == [1, 2, 3, 4, 4]
+    assert call("wait_plain") == [1, 2, 3, 4, 4]
+    assert [call("future"), call("future_plain")] == [6, 7]
+    for kind in "lock", "semaphore", "multi":
+        with pytest.raises(serve.errors.BlockingCallError, match=r"write `async with \w+\(\.\.\.\)`"):
+            call("enter", kind)
+        assert call("give_up", kind)
+    assert call("leftovers") == 0
+    in_own_process = "process" in request.node.callspec.params["coordinating"]
+    for method, note in RULES.items():
+        if method != "ask_elsewhere" or not in_own_process:
+            with pytest.raises((AttributeError, RuntimeError, TypeError, ValueError)) as caught:
+                call(method)
+            assert any(note in each for each in caught.value.__notes__), method
 
 
 @pytest.fixture(params=PLACES)
@@ -145,11 +361,6 @@ class Composed:
 
     def pass_on_plain(self) -> Any:
         return self.inner.see.remote(get_client().submit(abs, -9)).result()
-
-
-def slow_double(value: int) -> int:
-    time.sleep(0.2)
-    return 2 * value
 
 
 @pytest.mark.parametrize("place", ["own", "worker", "process"])

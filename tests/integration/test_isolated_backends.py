@@ -7,6 +7,7 @@ import signal
 import sysconfig
 import time
 import venv
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,11 @@ class Model:
     async def handed_on(self) -> Any:
         """Call another backend by the handle from the constructor."""
         return await self.inner.remote(text="async")
+
+    def in_own_thread(self) -> Any:
+        """Call another backend by the handle in a thread that has no context of the replica."""
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(lambda: self.inner.remote(text="thread").result(5)).result()
 
 
 class Trouble(Exception):
@@ -84,6 +90,7 @@ def test_handles_and_connect_work_inside(client: serve.Client, url: str, externa
     handle = client.get_handle("outer")
     assert handle.options(method_name="connected").remote().result(10) == "plain"
     assert handle.options(method_name="handed_on").remote().result(10) == "async"
+    assert handle.options(method_name="in_own_thread").remote().result(10) == "thread"
 
 
 def test_errors_reach_the_caller_with_their_own_type(client: serve.Client) -> None:

@@ -49,6 +49,7 @@ def run(
     return program
 
 
+@pytest.mark.smoke
 def test_the_block_runs_as_a_script(block: str, port: int, tmp_path: Path) -> None:
     script = tmp_path / "hello.py"
     script.write_text(block)

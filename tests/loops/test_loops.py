@@ -12,8 +12,10 @@ import pytest
 
 from daskserve.cluster.launch import command
 from daskserve.data.replica.user_loop import UserLoop
+from daskserve.data.replica.user_threads import UserThreads
 from daskserve.loops import event_loop as loops
 from daskserve.loops.hops import Hop
+from daskserve.loops.threads import start_daemon
 
 uvloop = pytest.importorskip("uvloop")
 
@@ -33,8 +35,9 @@ def test_uvloop_can_be_disabled() -> None:
 
 
 async def _loop_of_user_code() -> object:
-    user_loop = UserLoop("test", contextvars.copy_context(), Hop(asyncio.get_running_loop()), set())
-    user_loop.run_in_thread()
+    to_worker = Hop(asyncio.get_running_loop())
+    user_loop = UserLoop("test", contextvars.copy_context(), to_worker, set())
+    user_loop.run_in_thread(UserThreads("test", 1, to_worker, set()), start_daemon)
     await user_loop.close(5.0)
     return user_loop.loop
 

@@ -17,7 +17,9 @@ import signal
 import socket
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Mapping
+from contextvars import copy_context
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -30,10 +32,13 @@ from daskserve.cluster.worker.log_thread import LogThread
 from daskserve.internals.python import run_exit_functions
 from daskserve.loops.event_loop import new_event_loop
 from daskserve.loops.forks import ForkGuard
+from daskserve.loops.threads import MainThread, StartThread
 from daskserve.types import Envelope, Load, Receive, Send
 
 #: Interval at which a child checks for a new parent process; needed only if a fork holds its lifeline open.
 PARENT_CHECK_S = 1.0
+#: How long a process waits for its main thread to run its exit functions.
+MAIN_GRACE_S = 0.2
 #: From -1000 to 1000: a process with the higher number is killed first. The numbers of others are 0.
 OOM_SCORE = 500
 
@@ -54,7 +59,7 @@ def prepare(options: Mapping[str, Any]) -> Callable[[socket.socket, int], None]:
     return partial(_run, getattr(importlib.import_module(module), name))
 
 
-def _run(factory: Callable[[], Served], pair: socket.socket, lifeline: int) -> None:
+def _run(factory: Callable[[StartThread], Served], pair: socket.socket, lifeline: int) -> None:
     _end_with_parent(lifeline)
     _be_killed_before_parent()
     with contextlib.suppress(Exception):  # raised if there is no stderr
@@ -67,20 +72,55 @@ def _run(factory: Callable[[], Served], pair: socket.socket, lifeline: int) -> N
     forks.open()
     if settings.process().log_thread:
         LogThread().open()  # the exit functions flush it
-    with asyncio.Runner(loop_factory=new_event_loop) as runner:
-        runner.run(_serve(factory, pair))
+    # Python's own handler would raise an error in a request or in the loop of user code.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    main, is_ending = MainThread(), threading.Lock()
+    # Within this context, which has the settings of the worker.
+    serve = partial(copy_context().run, _serve, factory, pair, main, is_ending)
+    threading.Thread(target=serve, name="daskserve-channel", daemon=True).start()
+    status: Any = 0
+    try:
+        main.run()
+    except (SystemExit, KeyboardInterrupt) as error:  # of a signal handler
+        status = getattr(error, "code", 1)
+    except Exception:  # of a signal handler, too: it ends a program
+        traceback.print_exc()
+        status = 1
+    _end(is_ending, status if isinstance(status, int) else int(status is not None))
+    threading.Event().wait()  # for the other thread to end the process
+
+
+def _serve(
+    factory: Callable[[StartThread], Served],
+    pair: socket.socket,
+    main: MainThread,
+    is_ending: threading.Lock,
+) -> None:
+    """Serve the parent until its channel ends; then end the process, even if user code is stuck."""
+    try:
+        with asyncio.Runner(loop_factory=new_event_loop) as runner:
+            runner.run(_answer(factory, pair, main))
+    finally:
+        main.end()
+        if not main.has_ended.wait(MAIN_GRACE_S):
+            _end(is_ending, 0)
+
+
+async def _answer(factory: Callable[[StartThread], Served], pair: socket.socket, main: MainThread) -> None:
+    transport = SocketTransport(pair, f"parent://{os.getppid()}")
+    transport.share(Segments(), begins=False)
+    await Channel(transport, factory(main.start).dispatch, first_stream=1).serve()
+
+
+def _end(is_ending: threading.Lock, status: int) -> None:
+    if not is_ending.acquire(blocking=False):
+        return  # the other thread does it
     # A regular interpreter shutdown takes 0.1 s longer and waits for threads of user code.
     run_exit_functions()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):  # one that is missing, closed or full
             stream.flush()
-    os._exit(0)
-
-
-async def _serve(factory: Callable[[], Served], pair: socket.socket) -> None:
-    transport = SocketTransport(pair, f"parent://{os.getppid()}")
-    transport.share(Segments(), begins=False)
-    await Channel(transport, factory().dispatch, first_stream=1).serve()
+    os._exit(status)
 
 
 def _be_killed_before_parent() -> None:

@@ -6,15 +6,15 @@ the import takes longer than the rest of a child's start.
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from daskserve.cluster.worker.worker_view import CurrentClient, WorkerView
 from daskserve.errors import ClusterUnreachableError, InstanceError
 from daskserve.internals.current_worker import answer_get_worker
-from daskserve.loops.event_loop import running_loop
 from daskserve.payload.parcels import Parcel
 from daskserve.payload.pickling import load_bytes
 from daskserve.types import InstanceName
@@ -26,40 +26,8 @@ if TYPE_CHECKING:
     from daskserve.cluster.worker.user_clients import UserClients
 
 
-#: What the stand-in of a worker has of it.
+#: What `distributed.get_worker` knows of a worker that is another process.
 FACTS = ("address", "name", "id", "local_directory")
-
-
-class WorkerStandIn:
-    """What `distributed.get_worker` returns in a process whose worker is another one.
-
-    It has the attributes that are the same in both processes: the worker's ``address``, ``name``, ``id`` and
-    ``local_directory``, and ``scheduler.address``.
-    """
-
-    def __init__(self, facts: Mapping[str, Any], scheduler: str, get_client: Callable[[], Client]) -> None:
-        self.scheduler = SimpleNamespace(address=scheduler)
-        self._facts = facts
-        self._find_client = get_client
-
-    def __bool__(self) -> bool:
-        return False  # a client would look for values in a worker of its own process
-
-    def __repr__(self) -> str:
-        return f"<WorkerStandIn of {self._facts.get('address')}>"
-
-    def __getattr__(self, name: str) -> Any:
-        facts = self.__dict__.get("_facts", {})
-        if name in facts:
-            return facts[name]
-        raise AttributeError(
-            f"This code runs in a process of its own, so get_worker() has no {name!r}; it has "
-            f"{', '.join(sorted(facts))} and scheduler.address. Use isolation='thread' for code that needs "
-            "more of its worker."
-        )
-
-    def _get_client(self, timeout: float | None = None) -> Client:
-        return self._find_client()
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +41,7 @@ class ClusterAccess:
     security : bytes
         The pickled `distributed.Security`: unpickling it imports distributed.
     worker : mapping
-        What a `WorkerStandIn` knows of the worker; empty for none.
+        What `distributed.get_worker` knows of the worker; empty for none.
     timeout_s : float
         How long to wait for the scheduler.
     """
@@ -96,6 +64,7 @@ class ChildView:
         self._access = access
         self._lock = threading.Lock()
         self._client: Client | None = None
+        self._loop = asyncio.get_running_loop()
         self._user_clients: UserClients | None = None
 
     @property
@@ -123,19 +92,17 @@ class ChildView:
 
     def answer_get_worker(self) -> None:
         """Let Dask's ``get_worker()`` and ``get_client()`` work in this process."""
-        access = self._access
+        access, find = self._access, self._find_user_client
         if access.worker:
-            answer_get_worker(WorkerStandIn(access.worker, access.address, self._find_client))
+            view = WorkerView(access.worker, access.address, find, lambda: self.link)
+            answer_get_worker(view, CurrentClient(find))
 
-    def _find_client(self) -> Client:
-        """Return the client for user code: that of the running loop, or one that blocks."""
-        if running_loop() is None:
-            return self.link.client
+    def _find_user_client(self) -> Client:
         from daskserve.cluster.worker.user_clients import UserClients
 
         if self._user_clients is None:
-            self._user_clients = UserClients(*self._address_and_security())
-        return self._user_clients.of_running_loop()
+            self._user_clients = UserClients(*self._address_and_security(), self._loop)
+        return self._user_clients.present()
 
     def _address_and_security(self) -> tuple[str, Security | None]:
         if not self._access.address:
@@ -149,8 +116,6 @@ class ChildView:
         import dask.config
         from distributed import Client
 
-        from daskserve.cluster.link import default_client
-
         address, security = self._address_and_security()
         dask.config.set({"scheduler-address": address})  # for a `Client()` in user code
         try:
@@ -158,7 +123,7 @@ class ChildView:
                 address,
                 security=security,
                 timeout=self._access.timeout_s,
-                set_as_default=default_client() is None,
+                set_as_default=False,
                 name="daskserve-child",
             )
         except OSError as error:

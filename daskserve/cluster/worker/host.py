@@ -31,10 +31,8 @@ from daskserve.cluster.channel.keyring import ChannelSecret
 from daskserve.cluster.distributed_internals import (
     NO_REPLY,
     add_handler,
-    answer_get_client,
-    as_current_worker,
+    as_current,
     remove_handler,
-    stop_answering_get_client,
 )
 from daskserve.cluster.encryption import as_client
 from daskserve.cluster.link import DaskLink
@@ -43,10 +41,10 @@ from daskserve.cluster.worker.interpreter import InterpreterTuning
 from daskserve.cluster.worker.log_thread import LogThread
 from daskserve.cluster.worker.outage import Outage
 from daskserve.cluster.worker.user_clients import UserClients
-from daskserve.context import current_replica
+from daskserve.cluster.worker.worker_view import CurrentClient, WorkerView
 from daskserve.errors import UnavailableError
 from daskserve.figures.collector import PROCESS
-from daskserve.loops.event_loop import running_loop
+from daskserve.internals.child_processes import ChildProcesses
 from daskserve.loops.forks import ForkGuard
 from daskserve.payload.packed_errors import dump_error
 from daskserve.types import ACTOR_FACTORIES, ActorKind, InstanceName
@@ -87,8 +85,11 @@ class Host:
         self._tuning = InterpreterTuning(self._has_replicas)
         self._logs = LogThread()
         self._forks = ForkGuard(self._peers)
-        security = as_client(self._worker.security, "worker")
-        self._user_clients = UserClients(self._worker.scheduler.address, security)
+        self._children = ChildProcesses()
+        #: Dask's clients for user code; None until `open`.
+        self._user_clients: UserClients | None = None
+        view = WorkerView(self._worker, self._worker.scheduler.address, self._find_user_client)
+        current_client = CurrentClient(self._find_user_client)
         #: The link of this worker's process; None until `open`.
         self.link: DaskLink | None = None
         self.book = ActorBook(
@@ -97,7 +98,7 @@ class Host:
             LoopClock(),
             self._make,
             # User code in an actor finds this worker with Dask's own get_worker() and get_client().
-            surroundings=lambda: as_current_worker(self._worker),
+            surroundings=lambda: as_current(view, current_client),
             on_change=self._tuning.objects_changed,
             broken_routes=lambda instance: self._open_link.cluster(instance).routes.broken(),
         )
@@ -137,10 +138,13 @@ class Host:
             add_handler(self._worker, CHANNEL_OP, self._accept)
             self._outage.open(self.link)
             setattr(self._worker, _ATTRIBUTE, self)
-            answer_get_client(self._worker, self._find_user_client)
+            self._user_clients = UserClients(
+                self._worker.scheduler.address, as_client(self._worker.security, "worker"), self.link.loop
+            )
             self._tuning.open()
             if is_own_process(self._worker):
                 self._forks.open()
+                self._children.open()
                 if settings.process().log_thread:
                     self._logs.open()
             await client
@@ -158,8 +162,11 @@ class Host:
     @property
     def _open_link(self) -> DaskLink:
         if self.link is None:
-            raise UnavailableError(f"The Host on {self._worker.address} is not open.")
+            raise self._not_open()
         return self.link
+
+    def _not_open(self) -> UnavailableError:
+        return UnavailableError(f"The Host on {self._worker.address} is not open.")
 
     async def call(self, name: str, incarnation: int, verb: str, message: dict[str, Any]) -> dict[str, Any]:
         """Call a verb for the supervisor; return errors as bytes, because foreign ones may not unpickle."""
@@ -181,22 +188,23 @@ class Host:
         for instance in {entry.spec.instance for entry in self.book.entries.values()}:
             await self.end_instance(instance)
         remove_handler(self._worker, CHANNEL_OP)
-        stop_answering_get_client(self._worker)
         self._tuning.close()
         self._forks.close()
+        self._children.close()
         await asyncio.to_thread(self._logs.close)
         if self.link is not None:
             self._outage.close()
             delattr(self._worker, _ATTRIBUTE)
             link, self.link = self.link, None
+            if self._user_clients is not None:
+                await self._user_clients.close()
             await link.close()
             await link.client.close()
 
-    def _find_user_client(self) -> Client | None:
-        loop = running_loop()
-        if loop is None or loop is self._open_link.loop or current_replica.get() is None:
-            return None
-        return self._user_clients.of_running_loop()
+    def _find_user_client(self) -> Client:
+        if self._user_clients is None:
+            raise self._not_open()
+        return self._user_clients.present()
 
     def _peers(self) -> list[str]:
         channels = [] if self.link is None else list(self.link.channels.peers)

@@ -20,6 +20,7 @@ from daskserve.data.replica.kept_folders import hold
 from daskserve.data.replica.replica import Replica
 from daskserve.data.replica.working_dir import archives_folder
 from daskserve.errors import ServeError, UnavailableError
+from daskserve.loops.threads import StartThread
 from daskserve.payload.packed_errors import dump_error
 from daskserve.payload.pickling import load_bytes
 from daskserve.types import ActorKind, Envelope, EnvelopeKind, Load, Payload, Receive, Send
@@ -82,7 +83,8 @@ class ChildReplica(Replica):
 class ReplicaServer:
     """Serves one replica to its actor; a `daskserve.cluster.worker.child.Served`."""
 
-    def __init__(self) -> None:
+    def __init__(self, start_thread: StartThread) -> None:
+        self._start_thread = start_thread
         self._replica: ChildReplica | None = None
         self._view: ChildView | None = None
         self._own_verbs = verbs_of(self)
@@ -131,7 +133,7 @@ class ReplicaServer:
         view = self._view = ChildView(instance, load_bytes(access), payload.buffers)
         spec = ActorSpec(ActorKind.REPLICA, name, incarnation, instance, bytes(payload.data))
         # User code sees only those parts of the view that handles and clients need.
-        context = ContextWith(spec, view, LoopClock(), system_rng(), worker)
+        context = ContextWith(spec, view, LoopClock(), system_rng(), worker, start_thread=self._start_thread)
         environments = settings.process().environments
         archives_folder.set(environments)
         prefix = Path(sys.prefix)

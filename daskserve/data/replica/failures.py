@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from daskserve.context import current_replica
+from daskserve.data.replica.rules import add_rule
 from daskserve.errors import ServeError, UserCodeError
 from daskserve.payload.packed_errors import is_logged, note_logged
 from daskserve.types import short_tag
@@ -22,6 +23,28 @@ logger = logging.getLogger("daskserve.replica")
 
 #: Errors that user code raises as a response, or because the client has disconnected.
 NOT_FAILURES = (HTTPException, ClientDisconnect)
+
+
+class _EnduringLogger(logging.Logger):
+    """A logger that `logging.config` cannot disable; its level and its handlers can be configured."""
+
+    @property
+    def disabled(self) -> bool:
+        return False
+
+    @disabled.setter
+    def disabled(self, value: bool) -> None:
+        pass
+
+
+def keep_loggers_enabled() -> None:
+    """Keep the loggers of daskserve enabled when user code configures logging.
+
+    ``logging.config.dictConfig`` and ``fileConfig`` disable all existing loggers that they do not name.
+    """
+    for name, known in list(logging.root.manager.loggerDict.items()):
+        if name.partition(".")[0] == "daskserve" and type(known) is logging.Logger:
+            known.__class__ = _EnduringLogger
 
 
 def log_failure(error: BaseException, *request_ids: str, replica_tag: str = "") -> None:
@@ -35,6 +58,7 @@ def log_failure(error: BaseException, *request_ids: str, replica_tag: str = "") 
     if request_ids and is_logged(error, request_ids[0]):
         return
     note_logged(error, *request_ids)
+    add_rule(error)
     replica = current_replica.get()
     logger.error(
         "Request %s to %s failed",

@@ -19,10 +19,11 @@ from daskserve.data.replica.chained_values import filled
 from daskserve.data.replica.class_app import enter_app
 from daskserve.data.replica.construction import Construction, destruct
 from daskserve.data.replica.definitions import is_async, takes_rank
-from daskserve.data.replica.failures import user_traceback
+from daskserve.data.replica.failures import keep_loggers_enabled, user_traceback
 from daskserve.data.replica.health import probe_liveness
 from daskserve.data.replica.http_answer import HTTPAnswer
 from daskserve.data.replica.recorded_stats import METADATA, ROUTING, StatsRecorder, as_plain
+from daskserve.data.replica.rules import rule_of
 from daskserve.data.replica.servable import Servable, load_definition, run_hook, run_hook_in_thread
 from daskserve.data.replica.serving import LocalAnswer, ServingCode
 from daskserve.data.replica.slots import Slots
@@ -101,9 +102,12 @@ class LocalCode:
             contextvars.copy_context(),
             threads=_threads(start.concurrency),
             event_loop=start.config.event_loop,
+            is_loop_shared=not start.config.run_sync_in_threadpool,
             landing=self._context.landing,
+            start_thread=self._context.start_thread,
         )
         wall.is_watched = False
+        keep_loggers_enabled()
         self._set_current_replica(None)
         failure: ReplicaStartError | None = None
         step = "could not be loaded"
@@ -179,7 +183,8 @@ class LocalCode:
 
     def _user_error(self, step: str, error: Exception) -> ReplicaStartError:
         return ReplicaStartError(
-            f"{described(self._start.backend_tag, 'Backend')} {step}: {type(error).__name__}: {error}",
+            f"{described(self._start.backend_tag, 'Backend')} {step}: "
+            f"{type(error).__name__}: {error}{rule_of(error)}",
             user_traceback=user_traceback(error),
         )
 

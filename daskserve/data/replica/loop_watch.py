@@ -26,6 +26,8 @@ class Watched(Protocol):
 
     blocked_count: int
     to_worker: Hop
+    #: Whether plain functions may block the loop.
+    is_loop_shared: bool
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop: ...
@@ -87,6 +89,8 @@ class LoopWatch:
 
     def _report(self) -> None:
         self._is_reported = True
+        if self._wall.is_loop_shared:
+            return
         self._wall.blocked_count += 1
         logger.warning(
             "User code blocks the event loop of %s for more than %d ms, at %s; its other requests wait. "

@@ -7,11 +7,12 @@ runner                where the code runs                                      h
 ====================  =======================================================  ==========================
 `UserLoop`            async code, on the user's event loop in its own thread   ``Task.cancel``
 `UserThreads`         plain functions, in the user's threads                   it is not: it is abandoned
+`LoopThread`          plain functions, in the thread of the user's loop        it is not: it is abandoned
 `WorkerLoop`          async code, on the worker's event loop                   ``Task.cancel``
 `ChildRunner`         a whole request, in a child process                      by a frame to the child
 ====================  =======================================================  ==========================
 
-`daskserve.data.replica.wall.Wall` chooses among the first three. Code that starts a run does not know which
+`daskserve.data.replica.wall.Wall` chooses among the first four. Code that starts a run does not know which
 runner it has: it sees only the `CodeRun`, and is notified of its end as a `RunListener`.
 """
 
@@ -23,6 +24,7 @@ from contextvars import Context
 from typing import Any, Protocol
 
 from daskserve.context import current_request
+from daskserve.data.replica.rules import add_rule
 from daskserve.errors import UserCodeError
 
 
@@ -121,7 +123,11 @@ class Runner(Protocol):
 
 
 def reportable(error: BaseException) -> Exception:
-    """Return the error, or a substitute for one that would end the caller's task or loop if raised there."""
+    """Return the error, or a substitute for one that would end the caller's task or loop if raised there.
+
+    It has a note if it comes from where the code ran.
+    """
+    add_rule(error)
     if isinstance(error, Exception):
         return error
     substitute = UserCodeError(f"The user's code raised {type(error).__name__}: {error}")

@@ -276,7 +276,10 @@ class Servable:
             result = self._bound[method.name](*args, **kwargs)
             if type(result) is not CoroutineType:
                 return await self.finish_call(method, result)
-            return dump_result(self.describe(method), await result)
+            value = await result
+            if hasattr(type(value), "__await__"):  # a Dask future, as from a plain method
+                return await self.finish_call(method, value)
+            return dump_result(self.describe(method), value)
         except (ReplicaBusyError, ActorLostError) as error:
             raise as_own_trouble(error) from error
 

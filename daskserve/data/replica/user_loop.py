@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import threading
 from collections.abc import Callable
 from contextlib import suppress
 from contextvars import Context
@@ -23,6 +22,7 @@ from daskserve.data.replica.user_threads import UserThreads, wait_for_event
 from daskserve.loops.event_loop import new_event_loop
 from daskserve.loops.forks import end_if_forked
 from daskserve.loops.hops import Hop
+from daskserve.loops.threads import RunningThread, StartThread
 
 logger = logging.getLogger("daskserve.replica")
 
@@ -120,7 +120,7 @@ class UserLoop:
         self.loop = new_event_loop()
         self.hop = Hop(self.loop)
         #: The thread of the loop, once it runs.
-        self.thread: threading.Thread
+        self.thread: RunningThread
         self._name = name
         self._context = context
         self._worker = to_worker
@@ -132,18 +132,20 @@ class UserLoop:
         self._no_guests = asyncio.Event()
 
     def run_in_thread(
-        self, threads: UserThreads | None = None, before: Callable[[], None] | None = None
+        self,
+        threads: UserThreads,
+        start_thread: StartThread,
+        before: Callable[[], None] | None = None,
     ) -> None:
-        """Run the loop in the thread that is idle among ``threads``, or else in a new one.
+        """Run the loop in the thread that is idle among ``threads``, or else in one that is started.
 
         The idle one has just loaded user code, and a class without plain methods does not need it again.
         The thread first calls ``before``, which must not raise.
         """
         main = partial(self._context.run, self._main, before)
-        idle = None if threads is None else threads.give_away(main)
+        idle = threads.give_away(main)
         if idle is None:
-            self.thread = threading.Thread(target=main, name=self._name, daemon=True)
-            self.thread.start()
+            self.thread = start_thread(self._name, main)
         else:
             self.thread = idle
             idle.name = self._name

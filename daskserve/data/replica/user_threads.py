@@ -18,6 +18,7 @@ from typing import Any
 from daskserve.data.replica.runner import CodeRun, RunListener, reportable
 from daskserve.loops.forks import end_if_forked
 from daskserve.loops.hops import Hop
+from daskserve.loops.threads import RunningThread, StartThread, next_job, start_daemon
 
 
 class ThreadRun(CodeRun):
@@ -87,9 +88,18 @@ class UserThreads:
     ----------
     runs : set
         Holds each run until it has ended.
+    start_thread : callable
+        Starts each thread.
     """
 
-    def __init__(self, name: str, limit: int, to_worker: Hop, runs: set[CodeRun]) -> None:
+    def __init__(
+        self,
+        name: str,
+        limit: int,
+        to_worker: Hop,
+        runs: set[CodeRun],
+        start_thread: StartThread = start_daemon,
+    ) -> None:
         self.limit = limit
         self.to_worker = to_worker
         self.runs = runs
@@ -98,9 +108,10 @@ class UserThreads:
         self.unfinished = 0
         self.pid = os.getpid()
         self._name = name
+        self._start_thread = start_thread
         #: What the threads take turns to run; a function is the last work of the thread that takes it.
         self._jobs: queue.SimpleQueue[ThreadRun | Callable[[], object] | None] = queue.SimpleQueue()
-        self._threads: list[threading.Thread] = []
+        self._threads: list[RunningThread] = []
         self._running_threads = 0
         self._all_ended = asyncio.Event()
 
@@ -120,9 +131,8 @@ class UserThreads:
         self._jobs.put(run)
         self.unfinished += 1
         if self.unfinished > len(self._threads) < self.limit:
-            thread = threading.Thread(target=self._work, name=f"{self._name}-{len(self)}", daemon=True)
             try:
-                thread.start()
+                thread = self._start_thread(f"{self._name}-{len(self)}", self._work)
             except RuntimeError:
                 if run.withdraw():
                     raise
@@ -142,7 +152,7 @@ class UserThreads:
         self._threads.clear()
         return True
 
-    def give_away(self, function: Callable[[], object]) -> threading.Thread | None:
+    def give_away(self, function: Callable[[], object]) -> RunningThread | None:
         """Have the only thread, if it is idle, run a function and end; return it, which is no longer ours.
 
         A new thread takes its place when it is needed.
@@ -155,7 +165,7 @@ class UserThreads:
         return thread
 
     def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        while (job := next_job(self._jobs)) is not None:
             if not isinstance(job, ThreadRun):
                 job()
                 return

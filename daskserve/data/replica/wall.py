@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Callable
 from contextvars import Context
 from typing import Any, TypeVar
 
+from daskserve.data.replica.loop_thread import LoopThread
 from daskserve.data.replica.loop_watch import LoopWatch, SharedLoopWatch
 from daskserve.data.replica.runner import CodeRun, RunListener, RunResult, reportable
 from daskserve.data.replica.user_loop import UserLoop
@@ -27,6 +28,7 @@ from daskserve.data.replica.worker_loop import TaskRun, WorkerLoop
 from daskserve.errors import ClosedError
 from daskserve.loops.hops import Hop, Landing
 from daskserve.loops.tasks import is_cancelling
+from daskserve.loops.threads import StartThread, start_daemon
 
 T = TypeVar("T")
 
@@ -45,8 +47,12 @@ class Wall:
     event_loop : str
         ``"own"``: async code has a loop in its own thread. ``"worker"``: it runs on the worker's loop. Plain
         functions run in threads with either.
+    is_loop_shared : bool
+        Whether plain functions run in the thread of the user's own loop, which they may block.
     landing : Landing, optional
         Where callbacks arrive on the worker's loop; see `daskserve.loops.hops`.
+    start_thread : callable
+        Starts the thread that loads user code, which then runs its loop or plain functions, and further ones.
     """
 
     def __init__(
@@ -56,7 +62,9 @@ class Wall:
         *,
         threads: int = 1,
         event_loop: str,
+        is_loop_shared: bool = False,
         landing: Landing | None = None,
+        start_thread: StartThread = start_daemon,
     ) -> None:
         self.loop = asyncio.get_running_loop()
         self.to_worker = Hop(self.loop, landing)
@@ -68,12 +76,21 @@ class Wall:
         self.is_watched = True
         #: The runs that have started and not ended.
         self.runs: set[CodeRun] = set()
-        self.threads = UserThreads(f"daskserve-{name}", threads, self.to_worker, self.runs)
+        self.is_loop_shared = is_loop_shared
+        self.threads: UserThreads
         #: Serves probes only, so that they need not wait for requests.
-        self.reserved = UserThreads(f"daskserve-{name}-probe", 1, self.to_worker, self.runs)
+        self.reserved: UserThreads
         #: Serves neither requests nor probes: code that hangs there blocks no other code.
-        self.aside = UserThreads(f"daskserve-{name}-aside", 1, self.to_worker, self.runs)
+        self.aside: UserThreads
+        if is_loop_shared:
+            self.threads = LoopThread(self._post_to_user, self.to_worker, self.runs)
+            self.reserved = self.aside = self.threads
+        else:
+            self.threads = UserThreads(f"daskserve-{name}", threads, self.to_worker, self.runs, start_thread)
+            self.reserved = UserThreads(f"daskserve-{name}-probe", 1, self.to_worker, self.runs)
+            self.aside = UserThreads(f"daskserve-{name}-aside", 1, self.to_worker, self.runs)
         self._name = name
+        self._start_thread = start_thread
         self._user_loop: UserLoop | None = None
         self._worker_loop = WorkerLoop(self.loop, self.runs)
         self._watch: LoopWatch | SharedLoopWatch | None = None
@@ -84,7 +101,11 @@ class Wall:
     @property
     def abandoned(self) -> int:
         """How many cancelled runs have not ended."""
-        return self.threads.abandoned + self.reserved.abandoned + self.aside.abandoned
+        return sum(each.abandoned for each in self._runners)
+
+    @property
+    def _runners(self) -> set[UserThreads]:
+        return {self.threads, self.reserved, self.aside}
 
     @property
     def user_loop(self) -> UserLoop:
@@ -96,8 +117,11 @@ class Wall:
         loop = UserLoop(f"daskserve-{self._name}", self.context.copy(), self.to_worker, self.runs)
         self._user_loop = loop
         self._watch = LoopWatch(self, loop)
-        loop.run_in_thread(self.threads, before)
+        loop.run_in_thread(self.threads, self._start_thread, before)
         return loop
+
+    def _post_to_user(self, function: Callable[..., object], *args: Any) -> None:
+        self.user_loop.hop.post(function, *args)
 
     def start(
         self,
@@ -175,7 +199,7 @@ class Wall:
         self.abort_runs(ClosedError("The replica has been stopped."))
         if self._watch is not None:
             self._watch.close()
-        closing = [each.close(grace_s) for each in (self.threads, self.reserved, self.aside)]
+        closing = [each.close(grace_s) for each in self._runners]
         if self._user_loop is not None:
             closing.append(self._user_loop.close(grace_s))
         return all(await asyncio.gather(*closing))

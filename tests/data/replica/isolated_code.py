@@ -9,6 +9,7 @@ import asyncio
 import ctypes
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -260,3 +261,54 @@ def make_app() -> Starlette:
 
 
 APP = make_app()
+
+
+# ---- the main thread
+
+
+class MainPlain:
+    """Sets a signal handler in its constructor, as servers of models do; has plain methods only."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = Folder(folder)
+        self.made_in = threading.current_thread() is threading.main_thread()
+        signal.signal(signal.SIGTERM, self._end)
+        asyncio.run(asyncio.sleep(0))
+
+    def _end(self, number: int, frame: Any) -> None:
+        self.folder.mark("ended")
+        raise SystemExit(3)
+
+    def __call__(self, request: Any = None) -> None: ...
+
+    def facts(self) -> list[bool]:
+        return [self.made_in, LOADED_IN_MAIN]
+
+    def block(self) -> None:
+        self.folder.mark("blocked")
+        time.sleep(60)
+
+
+class MainAsync(MainPlain):
+    """Its methods run on an event loop, which can handle signals, too."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = Folder(folder)
+        self.made_in = threading.current_thread() is threading.main_thread()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, self.folder.mark, "signalled")
+
+    async def facts(self) -> list[bool]:  # type: ignore[override]
+        os.kill(os.getpid(), signal.SIGUSR1)
+        while not self.folder.has("signalled"):  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
+        return [self.made_in, LOADED_IN_MAIN]
+
+
+class MainOfWorkersLoop(MainPlain):
+    """Its methods run on the loop of the channel, and its constructor does not."""
+
+    async def facts(self) -> list[bool]:  # type: ignore[override]
+        return [self.made_in, LOADED_IN_MAIN]
+
+
+LOADED_IN_MAIN = threading.current_thread() is threading.main_thread()

@@ -17,6 +17,7 @@ import time
 import types
 import venv
 from collections.abc import Callable, Coroutine, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -689,6 +690,58 @@ def test_it_is_another_process(model: Bench) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux has the numbers in /proc")
+@pytest.mark.parametrize(
+    ("definition", "options"),
+    [
+        (code.MainAsync, {}),
+        (code.MainAsync, {"is_async": True}),
+        (code.MainOfWorkersLoop, {"event_loop": "worker"}),
+    ],
+)
+def test_user_code_is_loaded_and_constructed_in_the_main_thread_of_its_process(
+    definition: Any, options: dict[str, Any], tmp_path: Path
+) -> None:
+    with Bench("process", definition, tmp_path, str(tmp_path), **options) as bench:
+        assert bench.run(call(bench.replica, "facts")) == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("number", "fate"), [(signal.SIGTERM, "exited with status 3"), (signal.SIGINT, "was killed by SIGINT")]
+)
+def test_a_signal_ends_a_process_by_the_handler_of_user_code_if_it_has_one(
+    number: int, fate: str, tmp_path: Path
+) -> None:
+    async def main() -> None:
+        replica = make("process", code.MainPlain, str(tmp_path))
+        os.kill((await replica.start())["child_pid"], number)
+        with suppress(ActorLostError):
+            while True:
+                await replica.probe()
+        with pytest.raises(ActorLostError, match=fate):
+            await replica.probe()
+        await replica.stop(0)
+        assert (tmp_path / "ended").exists() == (number == signal.SIGTERM)
+
+    run(main())
+
+
+def test_a_process_answers_and_ends_while_code_blocks_its_main_thread(tmp_path: Path) -> None:
+    async def main() -> None:
+        replica = make("process", code.MainPlain, str(tmp_path))
+        facts = await replica.start()
+        blocked = asyncio.create_task(call(replica, "block"))
+        await until((tmp_path / "blocked").exists)
+        assert await call(replica, "facts") == [True, True]  # in another thread
+        began = time.monotonic()
+        await replica.stop(0)
+        assert time.monotonic() - began < DEADLINE_S / 2
+        with pytest.raises(ActorLostError):
+            await blocked
+        assert processes_of(facts["child_pid"]) == []
+
+    run(main())
+
+
 def test_a_process_of_user_code_is_killed_first_if_the_machine_is_out_of_memory(tmp_path: Path) -> None:
     with breaker(tmp_path) as bench:
         own, child = (int(Path(f"/proc/{pid}/oom_score_adj").read_text()) for pid in ("self", bench.pid))

@@ -526,6 +526,7 @@ class WatchedLoop:
         self.loop = self.hop = self.to_worker = self
         self.runs = {"a run"}
         self.is_closed = False
+        self.is_loop_shared = False
         self.blocked_count = 0
         self.thread = threading.current_thread()
 

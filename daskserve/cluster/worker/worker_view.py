@@ -1,0 +1,211 @@
+"""What user code finds as Dask's current worker and client, in the worker's process or in a child.
+
+Problem: Dask's locks, queues and actors ask `distributed.get_worker` or `get_client` for an event loop and a
+connection to the scheduler, and keep them. They are made in one place (a constructor, a module, unpickled
+arguments) and used in another, on another loop or in a thread. With the worker's own loop, ``async with
+Lock()`` on a replica's loop blocks it, gets the lock, and fails. Choice: they keep the views below, which
+stand for the loop and the connection of wherever they are used.
+
+Nothing here imports Dask, which a child process may not need.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from daskserve.errors import BlockingCallError
+from daskserve.loops.event_loop import running_loop
+
+if TYPE_CHECKING:
+    from distributed import Client
+
+#: Returns the client of the running loop, or in a thread the one for threads.
+FindClient = Callable[[], "Client"]
+
+#: How many frames are between ``__enter__`` of a lock and its question whether it runs on an event loop.
+_DEPTH = 10
+
+
+class CurrentClient:
+    """What `distributed.default_client` returns: the client of wherever it is used."""
+
+    def __init__(self, find: FindClient) -> None:
+        self._find = find
+        self.loop = CurrentLoop(find)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        """For ``isinstance``."""
+        return type(self._find())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._find(), name)
+
+
+class CurrentLoop:
+    """The Tornado loop of the running event loop, or in a thread that of the client for threads."""
+
+    def __init__(self, find: FindClient) -> None:
+        self._find = find
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._find().loop, name)
+
+    @property
+    def asyncio_loop(self) -> Any:
+        """The running event loop, or in a thread that of the client for threads."""
+        refuse_blocking_lock()
+        present = running_loop()
+        if present is not None:
+            return present
+        loop: Any = self._find().loop
+        return loop.asyncio_loop
+
+    def add_callback(self, callback: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Call a function on the loop; that of `as_completed` on the loop of its future's client."""
+        loop: Any = self._find().loop
+        _let_go(getattr(callback, "__self__", None), loop)
+        owners = getattr(getattr(args[0], "client", None), "loop", None) if args else None
+        if owners is not None and owners is not loop:
+            if running_loop() is not None:
+                raise BlockingCallError(
+                    f"{args[0]!r} belongs to the Dask client of another thread: async code cannot use it in "
+                    "as_completed(). Await it, use wait(), or make it on this event loop."
+                )
+            loop = owners
+        loop.add_callback(callback, *args, **kwargs)
+
+
+class CurrentScheduler:
+    """The connection to the scheduler of wherever it is used."""
+
+    def __init__(self, address: str, find: FindClient) -> None:
+        self.address = address
+        self._find = find
+
+    def __getattr__(self, name: str) -> Any:
+        async def call(**arguments: Any) -> Any:
+            client: Any = self._find()
+            await client.connected()
+            return await getattr(client.scheduler, name)(**arguments)
+
+        return call
+
+
+class WorkerView:
+    """What `distributed.get_worker` returns.
+
+    Parameters
+    ----------
+    worker : object
+        The worker if it is in this process, otherwise a mapping of what is known of it.
+    scheduler : str
+        The scheduler's address.
+    find_link : callable, optional
+        Returns the link of this process, if no worker in it has one.
+    """
+
+    def __init__(
+        self,
+        worker: Any,
+        scheduler: str,
+        find: FindClient,
+        find_link: Callable[[], Any] | None = None,
+    ) -> None:
+        self._worker = worker
+        self._find = find
+        self.find_link = find_link
+        self.loop = CurrentLoop(find)
+        self.scheduler = CurrentScheduler(scheduler, find)
+
+    def __repr__(self) -> str:
+        return f"<WorkerView of {self.address}>"
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        """For ``isinstance``."""
+        return WorkerView if isinstance(self._worker, Mapping) else type(self._worker)
+
+    @property
+    def client(self) -> Client:
+        """The client of the running loop, or in a thread the one for threads."""
+        return self._find()
+
+    @property
+    def data(self) -> Mapping[Any, Any]:
+        """The values in this process, where a client looks first."""
+        data: Mapping[Any, Any] = {} if isinstance(self._worker, Mapping) else self._worker.data
+        return data
+
+    @property
+    def rpc(self) -> Any:
+        """The connections to other workers."""
+        return self._find().rpc
+
+    def log_event(self, topic: Any, message: Any) -> None:
+        """Log an event with the scheduler, later."""
+        if isinstance(self._worker, Mapping):
+            client: Any = self._find()
+            client.loop.add_callback(client.log_event, topic, message)
+        else:
+            self._worker.log_event(topic, message)
+
+    def _get_client(self, timeout: float | None = None) -> Client:
+        return self._find()
+
+    def __getattr__(self, name: str) -> Any:
+        worker = self.__dict__.get("_worker")
+        if not isinstance(worker, Mapping):
+            return getattr(worker, name)
+        if name in worker:
+            return worker[name]
+        raise AttributeError(
+            f"This code runs in a process of its own, so get_worker() has no {name!r}; it has "
+            f"{', '.join(sorted(worker))}, client, loop, scheduler and log_event(). Use isolation='thread' "
+            "for code that needs more of its worker."
+        )
+
+
+def _let_go(timer: Any, loop: Any) -> None:
+    """Let the timer with which a lock renews its lease end with the lock, which then stops it."""
+    # Dask's locks otherwise live as long as the event loop, and a server makes one for each request.
+    from tornado.ioloop import PeriodicCallback  # Dask has imported it
+
+    if not isinstance(timer, PeriodicCallback) or not inspect.ismethod(timer.callback):
+        return
+    refresh: Any = weakref.WeakMethod(timer.callback)
+
+    def refresh_if_alive() -> Any:
+        found = refresh()
+        return None if found is None else found()
+
+    timer.callback = refresh_if_alive
+    # A lock may be deleted in any thread, and an event loop may be used in its own only.
+    timer.stop = partial(loop.add_callback, timer.stop)  # type: ignore[method-assign]
+
+
+def refuse_blocking_lock() -> None:
+    """Raise if code on an event loop enters a lock of Dask without ``async``, which would not lock it.
+
+    Raises
+    ------
+    BlockingCallError
+        Without it, Dask only creates a coroutine, and the block runs without the lock.
+    """
+    if running_loop() is None:
+        return
+    frame = inspect.currentframe()
+    for _ in range(_DEPTH):
+        frame = None if frame is None else frame.f_back
+        if frame is None:
+            return
+        if frame.f_code.co_name == "__enter__" and frame.f_globals["__name__"].startswith("distributed."):
+            kind = type(frame.f_locals.get("self")).__name__
+            raise BlockingCallError(
+                f"Async code cannot enter a {kind} of Dask with `with`, which would block its event loop; "
+                f"write `async with {kind}(...)`."
+            )

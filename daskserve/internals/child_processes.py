@@ -1,0 +1,93 @@
+"""Processes that user code starts with `multiprocessing` in a worker: allowed, and ended with the worker.
+
+Problem: Dask's nannies start workers as daemonic processes, and "daemonic processes are not allowed to have
+children", because children of a process that is killed live on. Choice: the worker is not daemonic in its own
+eyes, and each child watches its parent, whatever the start method.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from multiprocessing import connection, util
+
+from daskserve.internals.checking import PYTHON, needs
+
+with needs(PYTHON, ">=3.11,<3.15") as check:
+    check.attributes(multiprocessing.current_process(), "_config", "daemon")
+    check.attributes(util, "Finalize", "register_after_fork")
+
+#: The key of the `_EndsWithParent` in what a process hands down to its children.
+_KEY = "daskserve"
+#: Interval at which a new child checks whether it knows its parent.
+STARTING_S = 0.01
+#: How long children may handle SIGTERM when their process ends, before they are killed.
+TERMINATE_S = 1.0
+
+
+class _EndsWithParent:
+    """Ends the children of the process that has it; they get it, and hand it down to their own.
+
+    A forked child calls what the registry of its parent has. Any other one unpickles this object.
+    """
+
+    def __init__(self, is_child: bool = False) -> None:
+        self._pid = os.getpid()
+        util.register_after_fork(self, _EndsWithParent._begin)
+        if is_child:
+            _watch_parent()
+
+    def __reduce__(self) -> tuple[type[_EndsWithParent], tuple[bool]]:
+        return _EndsWithParent, (True,)
+
+    def _begin(self) -> None:
+        if self._pid != os.getpid():
+            self._pid = os.getpid()
+            _watch_parent()
+
+
+def _watch_parent() -> None:
+    threading.Thread(target=_end_with_parent, name="daskserve-lifeline", daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    while (parent := multiprocessing.parent_process()) is None:
+        threading.Event().wait(STARTING_S)  # it is set after the process has been unpickled
+    connection.wait([parent.sentinel])
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class ChildProcesses:
+    """Lets this process have children, from `open` until `close`; all of them end with it."""
+
+    def __init__(self) -> None:
+        self._was_daemon: bool | None = None
+
+    def open(self) -> None:
+        """Begin; idempotent."""
+        if self._was_daemon is not None:
+            return
+        process = multiprocessing.current_process()
+        self._was_daemon = process.daemon
+        process.daemon = False
+        process._config[_KEY] = _EndsWithParent()  # type: ignore[attr-defined]
+        # An exiting process otherwise waits for its children.
+        util.Finalize(None, _end_children, exitpriority=0)
+
+    def close(self) -> None:
+        """Allow no more children; idempotent."""
+        if self._was_daemon is not None:
+            process = multiprocessing.current_process()
+            process.daemon, self._was_daemon = self._was_daemon, None
+            process._config.pop(_KEY, None)  # type: ignore[attr-defined]
+
+
+def _end_children() -> None:
+    children = multiprocessing.active_children()
+    for child in children:
+        child.terminate()
+    connection.wait([child.sentinel for child in children], TERMINATE_S)
+    for child in children:
+        child.kill()

@@ -1,0 +1,112 @@
+"""Threads for user code: new ones, and the main thread of a process that has nothing else to do in it."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Protocol, TypeAlias, TypeVar
+
+#: Interval at which an idle main thread handles signals, at the latest.
+SIGNAL_CHECK_S = 1.0
+
+
+class RunningThread(Protocol):
+    """A thread that runs one function."""
+
+    name: str
+
+    @property
+    def ident(self) -> int | None:
+        """Its number in Python."""
+
+    @property
+    def native_id(self) -> int | None:
+        """Its number in the operating system."""
+
+    def join(self) -> None:
+        """Return when the function has returned."""
+
+
+#: Runs a function in a thread with a name, and returns the thread; raises `RuntimeError` if there is none.
+StartThread: TypeAlias = Callable[[str, Callable[[], object]], RunningThread]
+
+
+def start_daemon(name: str, function: Callable[[], object]) -> RunningThread:
+    """Run a function in a new thread, which does not keep the process alive."""
+    thread = threading.Thread(target=function, name=name, daemon=True)
+    thread.start()
+    return thread
+
+
+JobT = TypeVar("JobT")
+
+
+def next_job(jobs: queue.SimpleQueue[JobT]) -> JobT:
+    """Wait for an item of a queue; the main thread handles signals meanwhile."""
+    if threading.current_thread() is not threading.main_thread():
+        return jobs.get()
+    while True:
+        try:
+            # A signal that arrives just before the thread begins to wait does not wake it.
+            return jobs.get(timeout=SIGNAL_CHECK_S)
+        except queue.Empty:
+            pass
+
+
+class _MainThreadJob:
+    """What the main thread runs now; keeps its own name, because libraries know that of the main thread."""
+
+    def __init__(self, name: str, function: Callable[[], object]) -> None:
+        self.name = name
+        self.ident = threading.main_thread().ident
+        self.native_id = threading.main_thread().native_id
+        self._function = function
+        self._ended = threading.Event()
+
+    def join(self) -> None:
+        self._ended.wait()
+
+    def run(self) -> None:
+        try:
+            self._function()
+        finally:
+            self._ended.set()
+
+
+class MainThread:
+    """Has functions run in the main thread, where user code may set signal handlers."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[_MainThreadJob | None] = queue.SimpleQueue()
+        self._is_free = threading.Lock()
+        #: Is set when `run` returns or raises.
+        self.has_ended = threading.Event()
+
+    def start(self, name: str, function: Callable[[], object]) -> RunningThread:
+        """Run a function in the main thread, or in a new one if that is not free; a `StartThread`."""
+        if not self._is_free.acquire(blocking=False):
+            return start_daemon(name, function)
+        job = _MainThreadJob(name, function)
+        self._jobs.put(job)
+        return job
+
+    def run(self) -> None:
+        """Run what `start` gets, until `end`; call this in the main thread.
+
+        Raises
+        ------
+        SystemExit, KeyboardInterrupt
+            A signal handler of user code has raised it outside of requests.
+        """
+        try:
+            while (job := next_job(self._jobs)) is not None:
+                job.run()
+                del job  # an idle thread must not keep user code alive
+                self._is_free.release()
+        finally:
+            self.has_ended.set()
+
+    def end(self) -> None:
+        """Let `run` return as soon as the main thread is free."""
+        self._jobs.put(None)
