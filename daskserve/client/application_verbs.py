@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from daskserve import settings
 from daskserve.amounts import shown
 from daskserve.client.connection import this_program
 from daskserve.client.deployments import Deployment
@@ -211,7 +210,7 @@ def build(
         spec = graph.spec(
             route=each.route_prefix,
             request_id=uuid.uuid4().hex,
-            timeout_s=settings.timeouts().change_s if timeout_s is None else timeout_s,
+            timeout_s=timeout_s,
             external_scaler_enabled=each.external_scaler_enabled,
             instance=instance,
             is_local=is_local,

@@ -149,7 +149,8 @@ class BackendVerbs(Verbs):
             config=sealed.to_plain(),
             user_config=user_config,
             sets_user_config="user_config" in config.model_fields_set,
-            timeout_s=timeout_s if timeout_s is not None else settings.timeouts().change_s,
+            timeout_s=timeout_s,
+            progress_timeout_s=settings.timeouts().change_s,
             by=this_program(),
         )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable
-from contextlib import AbstractAsyncContextManager, suppress
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -17,7 +17,7 @@ from daskserve.amounts import shown
 from daskserve.clock import Clock
 from daskserve.cluster.base import STOP_MARGIN_S, ActorSpec, Cluster
 from daskserve.control.http_state import StartProxy, StopProxy
-from daskserve.control.observed import Observed
+from daskserve.control.observed import Busy, Observed
 from daskserve.control.places import places_of
 from daskserve.control.proxy_record import ProxyRecord
 from daskserve.control.ranks import standing_of
@@ -64,7 +64,6 @@ class Acting:
         proxy_start: Callable[[ProxyRecord], ProxyStart],
         poke: Callable[[Iterable[str] | None], None],
         debug: bool,
-        start_timeout_s: float,
     ) -> None:
         self._cluster = cluster
         self._clock = clock
@@ -75,7 +74,6 @@ class Acting:
         self._proxy_start = proxy_start
         self._poke = poke
         self._debug = debug
-        self._start_timeout_s = start_timeout_s
         self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._told: UseReport | None = None
 
@@ -153,15 +151,13 @@ class Acting:
     async def _start_replica(self, replica: ReplicaRecord, spec: ActorSpec) -> None:
         address = replica.address(self._cluster.instance)
         try:
-            facts = await self._clock.wait_for(
-                self._cluster.create(spec, address.worker), self._start_timeout_s
-            )
-        except TimeoutError:
+            facts = await self._cluster.create(spec, address.worker)
+        except RequestTimeoutError:
+            what = self._observed.busy.get(replica.tag, Busy("starting")).what
             self._observed.failed[replica.tag] = RequestTimeoutError(
-                f"Replica {short_tag(replica.tag)} did not start within {shown(self._start_timeout_s)} s."
+                f"Replica {short_tag(replica.tag)} did not start within {shown(spec.start_timeout_s or 0)} s: it was "
+                f"still {what}. If it needs longer, raise start_timeout_s of its deployment."
             )
-            with suppress(ServeError, OSError):  # later it is an actor without a record
-                await self._cluster.destroy(address, 0)
         except UnavailableError as error:
             # The replica may exist: retry until the worker answers or is lost.
             name = short_tag(replica.tag)
@@ -188,6 +184,7 @@ class Acting:
             name=replica.address(self._cluster.instance).name,
             incarnation=replica.incarnation,
             instance=self._cluster.instance,
+            start_timeout_s=backend.config.start_timeout_s,
             payload=ReplicaStart(
                 backend_tag=replica.backend,
                 replica_tag=replica.tag,
@@ -239,7 +236,7 @@ class Acting:
                 config=dump_config(backend.config),
                 standing=standing,
             )
-            await self._clock.wait_for(call, self._start_timeout_s)
+            await self._clock.wait_for(call, backend.config.start_timeout_s)
         except (ActorLostError, UnavailableError) as error:
             logger.warning("Replica %s could not be reconfigured: %s", short_tag(replica.tag), error)
             await self._clock.sleep(ACTION_RETRY_S)  # by then the watch may know what became of it

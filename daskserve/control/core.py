@@ -71,6 +71,9 @@ class ControllerCore:
             await asyncio.to_thread(call_imported, self._start.callback, "daskserve.controller.callback")
         records = await self.cluster.store.load()
         self.state, self.corrupt = checkpoint.restore(records)
+        self.observed.inherited = frozenset(
+            each.goal_id for each in self.state.goals.values() if each.is_pending
+        )
         for key, error in self.corrupt.items():
             logger.error("Stored record %s is skipped: %s", key, error)
         self.writer = Writer(self.cluster.store, self.epoch, self.state, self._apply)
@@ -84,7 +87,6 @@ class ControllerCore:
             proxy_start=self._proxy_start,
             poke=self._poke,
             debug=self.http.debug,
-            start_timeout_s=self._start.start_timeout_s,
         )
         self._reconciler = Reconciler(
             self.state,

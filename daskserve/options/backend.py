@@ -158,6 +158,13 @@ class BackendConfig(Options):
         description="Number of consecutive failed starts of replicas after which a change fails and is "
         f"rolled back. Not more than {STARTS_PER_REPLICA} for each replica that is wanted.",
     )
+    start_timeout_s: Annotated[float, CONTROLLER_ONLY] = Field(
+        600,
+        gt=0,
+        description="Maximum time that a replica takes to start, in seconds: to install its environment, and "
+        "then again to load and construct the callable. The same limit applies to ``reconfigure``. A change "
+        "fails if a replica takes longer; see [Slow starts](docs/deployments.md#slow-starts).",
+    )
     user_config: Any = Field(
         None,
         description="Argument of the callable's ``reconfigure`` method. If that has a parameter ``rank``, it "

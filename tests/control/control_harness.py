@@ -8,8 +8,9 @@ from types import MappingProxyType
 from typing import Any
 
 from daskserve.control import backend_verbs
-from daskserve.control.backend_state import Step, World, step
+from daskserve.control.backend_state import step
 from daskserve.control.backend_verbs import Outcome
+from daskserve.control.goals import ChangeLimits
 from daskserve.control.observed import Observed
 from daskserve.control.records import (
     BackendRecord,
@@ -21,6 +22,7 @@ from daskserve.control.records import (
     ReplicaRecord,
 )
 from daskserve.control.state import State
+from daskserve.control.step import Step, World
 from daskserve.options.actor import ActorOptions
 from daskserve.options.app_spec import ApplicationSpec, DeploymentSpec, deployment_tag
 from daskserve.options.backend import BackendConfig
@@ -91,6 +93,7 @@ def spec(tag: str = "b", **fields: Any) -> BackendSpec:
         "env": None,
         "request_id": "request",
         "timeout_s": 60.0,
+        "progress_timeout_s": None,
         "parts": (),
     }
     given = {name: value for name, value in fields.items() if name in names}
@@ -160,7 +163,7 @@ class Bench:
             user_config,
             sets_user_config=user_config is not None,
             goal_id=self.new_goal(),
-            timeout_s=60.0,
+            limits=ChangeLimits(timeout_s=60.0),
             now=0.0,
         )
         return self.verb(outcome)

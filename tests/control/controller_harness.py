@@ -208,8 +208,8 @@ class Stage:
         assert record.state in (ReplicaState.STARTING, ReplicaState.RUNNING)
         assert record.incarnation == incarnation
 
-    async def open(self, start_timeout_s: float = 600.0) -> ActorAddress:
-        message = ControllerStart(self.http, None, start_timeout_s, None, self.start_id)
+    async def open(self) -> ActorAddress:
+        message = ControllerStart(self.http, None, None, self.start_id)
         return await self.cluster.start(message.encode())
 
     # asking
