@@ -199,8 +199,9 @@ class _Stepper:
             return
         world, notes, replicas = self.world, self.notes, self.replicas
         if goal.goal_id != world.observed.goals.get(self.backend.tag):
-            # A new goal starts immediately, even if the previous one failed often.
-            notes.failures, notes.retry_at, notes.full_from, notes.told_at = 0, None, None, world.now
+            # A new goal starts immediately, even if the previous one failed often or found no room.
+            notes.failures, notes.retry_at, notes.told_at = 0, None, world.now
+            notes.full_since, notes.full_from, notes.drained_at_once = None, None, 1
         if not progress.is_overdue(world, self.step, goal, self.backend, replicas):
             return
         if not goal.application or app_state.is_late(

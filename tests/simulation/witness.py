@@ -257,7 +257,7 @@ class Witness:
 
     def _check_done(self, goal: GoalRecord) -> None:
         backend = self.backend(goal.backend)
-        if backend is not None and backend.goal is not None:
+        if goal.error is not None or (backend is not None and backend.goal is not None):
             return  # superseded
         replicas = self.replicas(goal.backend)
         if backend is None:
