@@ -50,6 +50,8 @@ from daskserve.types import (
 
 logger = logging.getLogger("daskserve.host")
 
+#: A shorter rest of a time limit may be a rounding error.
+RESOLUTION_S = 0.001
 #: The actor name that addresses a worker's book itself.
 HOST_ACTOR = "host"
 
@@ -210,11 +212,12 @@ class ActorBook:
         """
         while limit_s is not None and not entry.starting.done():
             what, for_s = entry.work(self._clock.now()) or ("", 0.0)
-            if for_s >= limit_s:
+            left_s = limit_s - for_s
+            if left_s < RESOLUTION_S:
                 raise RequestTimeoutError(
                     f"{entry.spec.name} did not start within {shown(limit_s)} s: it was still {what}."
                 )
-            await asyncio.wait([entry.starting], timeout=limit_s - for_s)
+            await asyncio.wait([entry.starting], timeout=left_s)
         # Shielded: a caller that gives up must not cancel the actor's start, which others may wait for.
         return await asyncio.shield(entry.starting)
 

@@ -16,7 +16,7 @@ from typing import Any
 from daskserve.clock import Clock
 from daskserve.cluster.base import ActorContext, Cluster
 from daskserve.cluster.long_poll import WORKERS, LongPollHost
-from daskserve.control import checkpoint, endpoint_state, views
+from daskserve.control import checkpoint, endpoint_state, goals, views
 from daskserve.control.acting import Acting
 from daskserve.control.http_state import ProxyRules, is_ready
 from daskserve.control.observed import Observed
@@ -71,9 +71,7 @@ class ControllerCore:
             await asyncio.to_thread(call_imported, self._start.callback, "daskserve.controller.callback")
         records = await self.cluster.store.load()
         self.state, self.corrupt = checkpoint.restore(records)
-        self.observed.inherited = frozenset(
-            each.goal_id for each in self.state.goals.values() if each.is_pending
-        )
+        self.observed.inherited = goals.pending(self.state)
         for key, error in self.corrupt.items():
             logger.error("Stored record %s is skipped: %s", key, error)
         self.writer = Writer(self.cluster.store, self.epoch, self.state, self._apply)

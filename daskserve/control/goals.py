@@ -173,6 +173,11 @@ def next_number(state: State) -> int:
     return 1 + max((each.number for each in state.goals.values()), default=0)
 
 
+def pending(state: State) -> frozenset[GoalId]:
+    """Return the goals that are neither complete nor rolled back."""
+    return frozenset(each.goal_id for each in state.goals.values() if each.is_pending)
+
+
 def finish(goal: GoalRecord, error: ServeError | None = None) -> GoalRecord:
     """Return the goal as done, or as failed with a reason."""
     if error is None:

@@ -186,14 +186,14 @@ def makes_room(observed: Observed, backend: BackendRecord, replicas: Replicas) -
 def busy_text(observed: Observed, backend: BackendRecord, replicas: Iterable[ReplicaRecord]) -> str:
     """Return what the replica does that has been at work longest; empty if that is not long."""
     busy = _busy(observed, backend, replicas)
-    tag = max(busy, key=lambda tag: busy[tag].for_s, default=None)
-    return "" if tag is None else _long(tag, busy[tag])
+    tag = max(busy, key=lambda tag: busy[tag].for_s, default="")
+    return f"{tag} has been {text}" if tag and (text := work_text(busy[tag])) else ""
 
 
-def _long(tag: str, busy: Busy) -> str:
-    # In steps, because each change of a status is shown.
-    for_s = busy.for_s // TELL_S * TELL_S
-    return f"{tag} has been {busy.what} for {shown(for_s)} s" if for_s else ""
+def work_text(busy: Busy) -> str:
+    """Return what a replica does and for how long; empty if that is not long."""
+    for_s = busy.for_s // TELL_S * TELL_S  # in steps, because each change of a status is shown
+    return f"{busy.what} for {shown(for_s)} s" if for_s else ""
 
 
 def running(backend: BackendRecord, replicas: Iterable[ReplicaRecord]) -> int:
