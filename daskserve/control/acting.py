@@ -244,8 +244,15 @@ class Acting:
             # What the user's reconfigure raised; the pure part decides what it means. About a config that
             # was superseded meanwhile it means nothing, and neither does the silence of a stopped process.
             current = self._state.backends.get(replica.backend)
-            is_silence = isinstance(error, TimeoutError) and replica.worker in self._observed.unresponsive
-            if current is not None and current.config_id == backend.config_id and not is_silence:
+            means_it = current is not None and current.config_id == backend.config_id
+            if isinstance(error, TimeoutError):
+                means_it = means_it and replica.worker not in self._observed.unresponsive
+                error = RequestTimeoutError(
+                    f"Replica {replica.tag}: reconfigure() did not return within "
+                    f"{shown(backend.config.start_timeout_s)} s. If it needs longer, raise "
+                    "start_timeout_s of its deployment."
+                )
+            if means_it:
                 self._observed.reconfigure_failed[replica.tag] = error
         else:
             self._observed.configured[replica.tag] = backend.config_id

@@ -86,7 +86,7 @@ def _tell(world: World, step: Step, backend: BackendRecord, replicas: Iterable[R
     notes, replicas = step.notes, list(replicas)
     is_due = notes.told_at is not None and world.now >= notes.told_at + TELL_S
     if is_due and app_state.is_late(world.state, world.observed, backend, replicas):
-        parts = (notes.waiting, busy_text(world.observed, backend, replicas))
+        parts = (notes.waiting, busy_text(world.observed, backend, replicas, step_s=1.0))
         count = f"{running(backend, replicas)} of {backend.needed_replicas} replicas run"
         step.messages.append(
             f"A change of {backend.tag} takes long: {'; '.join([count, *filter(None, parts)])}"
@@ -183,16 +183,21 @@ def makes_room(observed: Observed, backend: BackendRecord, replicas: Replicas) -
 # ---- what is said of it
 
 
-def busy_text(observed: Observed, backend: BackendRecord, replicas: Iterable[ReplicaRecord]) -> str:
+def busy_text(
+    observed: Observed, backend: BackendRecord, replicas: Iterable[ReplicaRecord], *, step_s: float = TELL_S
+) -> str:
     """Return what the replica does that has been at work longest; empty if that is not long."""
     busy = _busy(observed, backend, replicas)
     tag = max(busy, key=lambda tag: busy[tag].for_s, default="")
-    return f"{tag} has been {text}" if tag and (text := work_text(busy[tag])) else ""
+    return f"{tag} has been {text}" if tag and (text := work_text(busy[tag], step_s)) else ""
 
 
-def work_text(busy: Busy) -> str:
-    """Return what a replica does and for how long; empty if that is not long."""
-    for_s = busy.for_s // TELL_S * TELL_S  # in steps, because each change of a status is shown
+def work_text(busy: Busy, step_s: float = TELL_S) -> str:
+    """Return what a replica does and for how long; empty if that is not long.
+
+    The time is rounded down to a multiple of ``step_s``, because each change of a status is shown.
+    """
+    for_s = busy.for_s // step_s * step_s
     return f"{busy.what} for {shown(for_s)} s" if for_s else ""
 
 

@@ -108,6 +108,7 @@ def app_spec(
     route: str | None = "/",
     request_id: str = "request",
     timeout_s: float | None = 60.0,
+    progress_timeout_s: float | None = None,
     **specs: Mapping[str, Any],
 ) -> ApplicationSpec:
     """Return an application as the client makes it: its deployments with the names of those they need.
@@ -120,7 +121,7 @@ def app_spec(
         fields.setdefault("code", fields["version"].encode())
         tags = tuple(deployment_tag(name, need) for need in needs)
         deployments.append(DeploymentSpec(each, spec(deployment_tag(name, each), **fields), needs=tags))
-    return ApplicationSpec(name, route, tuple(deployments), request_id, timeout_s)
+    return ApplicationSpec(name, route, tuple(deployments), request_id, timeout_s, progress_timeout_s)
 
 
 class Bench:
@@ -130,6 +131,7 @@ class Bench:
         self.state = State()
         self.observed = Observed(workers={each.address: each for each in workers})
         self.now = 100.0
+        self.wall = 0.0
         self.rng = random.Random(1)
         self.last = Step()
         self._goals = 0
@@ -148,12 +150,12 @@ class Bench:
     def create(self, tag: str = "b", **fields: Any) -> str:
         goal_id = self.new_goal()
         wanted = spec(tag, **{"request_id": goal_id, **fields})
-        return self.verb(backend_verbs.create_backend(self.state, wanted, goal_id=goal_id, now=0.0))
+        return self.verb(backend_verbs.create_backend(self.state, wanted, goal_id=goal_id, now=self.wall))
 
     def deploy(self, tag: str = "b", **fields: Any) -> str:
         goal_id = self.new_goal()
         wanted = spec(tag, **{"request_id": goal_id, **fields})
-        return self.verb(backend_verbs.deploy(self.state, wanted, goal_id=goal_id, now=0.0))
+        return self.verb(backend_verbs.deploy(self.state, wanted, goal_id=goal_id, now=self.wall))
 
     def update(self, tag: str = "b", user_config: bytes | None = None, **config: Any) -> str:
         outcome = backend_verbs.update_backend_config(
@@ -174,7 +176,14 @@ class Bench:
 
     def decide(self, tag: str = "b") -> Step:
         """Return the next step without taking it."""
-        world = World(self.state, self.observed, self.now, self.rng.getrandbits(64), self._incarnation)
+        world = World(
+            self.state,
+            self.observed,
+            self.now,
+            self.rng.getrandbits(64),
+            self._incarnation,
+            wall=self.wall,
+        )
         return step(world, self.state.backends[tag])
 
     def step(self, tag: str = "b") -> Step:

@@ -387,17 +387,6 @@ def test_a_change_without_capacity_is_rolled_back() -> None:
     assert len(bench.tags()) == 2
 
 
-def test_the_deadline_under_a_new_controller_begins_with_its_first_step() -> None:
-    """Wall clocks differ between workers, so what is left of a deadline does not move with the controller."""
-    bench = Bench([])
-    goal = bench.create(timeout_s=5.0)
-    bench.step()
-    bench.observed.deadlines.clear()
-    bench.now += 1000
-    assert bench.step().wake_at == bench.now + 5
-    assert bench.goal(goal).state is GoalState.PENDING
-
-
 # ---- workers that go
 
 
