@@ -199,7 +199,7 @@ class ApplicationGraph:
             InitArguments(actor.init_args),
             actor.init_kwargs,
             actor_options=ActorOptions() if is_local else actor.actor_options,
-            config=actor.config(is_blocking=facts.is_blocking),
+            config=actor.config(deployment.config, is_blocking=facts.is_blocking),
             timeout_s=timeout_s,
             version=deployment.version,
             user_version=deployment.version,

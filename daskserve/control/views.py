@@ -45,9 +45,13 @@ def dead_replicas(observed: Observed, tag: BackendTag) -> list[dict[str, Any]]:
 
 
 def message_of(observed: Observed, backend: BackendRecord, replicas: Iterable[ReplicaRecord]) -> str:
-    """Return what a backend waits for (room, a replica that takes long), or else why the last goal failed."""
+    """Return what a backend waits for (room, a slow replica, an update), or else why the last goal failed."""
+    replicas = list(replicas)
     found = [observed.waiting[backend.tag]] if backend.tag in observed.waiting else []
     found += [text] if (text := progress.busy_text(observed, backend, replicas)) else []
+    if backend.goal is not None and any(each.version != backend.version for each in replicas):
+        done = progress.running(backend, replicas)
+        found.append(f"{done} of {backend.needed_replicas} replicas are updated")
     if backend.tag in observed.full_since:
         surge = backend.config.surge(1)
         cause = "no room for a new replica beside the old ones" if surge else "max_surge is 0"
