@@ -176,6 +176,8 @@ class Observed:
     drained_at_once: dict[BackendTag, int] = field(default_factory=dict)
     #: The replica that moves to a better worker; see `daskserve.control.spreading`.
     moving: ReplicaTag | None = None
+    #: The backends that should run and have no running replica, as published.
+    unready: frozenset[BackendTag] = frozenset()
     #: Whether the cluster removes empty workers, as under ``cluster.adapt()``.
     is_adaptive: bool = False
     #: The load that routers and replicas have reported.

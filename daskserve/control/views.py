@@ -321,7 +321,7 @@ VIEWS: Mapping[str, Callable[[State, Observed], Any]] = {
         tag: [each.tag for each in state.replicas_of(tag) if each.state is ReplicaState.RUNNING]
         for tag in state.backends
     },
-    "get_router_config": lambda state, _: endpoint_state.published_routes(state),
+    "get_router_config": lambda state, _: endpoint_state.routes(state),
     "get_traffic_policies": lambda state, _: {
         name: {"traffic": dict(endpoint.traffic), "shadows": dict(endpoint.shadows)}
         for name, endpoint in state.endpoints.items()

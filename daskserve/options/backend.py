@@ -155,9 +155,9 @@ class BackendConfig(Options):
     max_constructor_retry_count: Annotated[int, CONTROLLER_ONLY] = Field(
         20,
         ge=1,
-        description="Number of failed starts of replicas, or losses of new ones, without progress in between, "
-        f"after which a change fails and is rolled back. Not more than {STARTS_PER_REPLICA} for each replica "
-        "that is wanted.",
+        description="Number of failed starts of replicas, or losses of new ones, in a row after which a "
+        f"change fails and is rolled back. Not more than {STARTS_PER_REPLICA} for each replica that is "
+        "wanted.",
     )
     start_timeout_s: Annotated[float, CONTROLLER_ONLY] = Field(
         600,

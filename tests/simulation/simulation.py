@@ -255,7 +255,8 @@ class Simulation:
         for address in self.cluster.actors():
             if "/proxy/" in address.name and self.cluster.entry_is_ready(address):
                 proxy = cast(ScriptedProxy, self.cluster.actor(address))
-                heard = {route: each["endpoint"] for route, each in (proxy.routes or {}).items()}
+                routes = (proxy.routes or {}).items()
+                heard = {route: each["endpoint"] for route, each in routes if not each.get("pending")}
                 is_old = proxy.started_at < call.begun_at
                 if is_old and not self._is_troubled(address.worker) and heard not in allowed:
                     self.witness.report(f"{call} returned, and {address} has {heard} of {allowed}")
