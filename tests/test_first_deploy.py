@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import daskserve as serve
-from daskserve.errors import DeployError
+from daskserve.errors import DeployError, RequestTimeoutError
 from daskserve.testing import local_instance
 
 DEADLINE_S = 20.0
@@ -81,3 +81,25 @@ def test_requests_to_an_application_wait_while_it_starts_for_the_first_time(
         else:
             assert answers == [(200, "up"), (200, "up")]
         until(lambda: fetch(f"{url}/-/readyz") == (200, "success"))
+
+
+def test_a_constructor_that_takes_longer_than_it_may_fails_the_deploy_of_its_application() -> None:
+    class Slow:
+        def __init__(self) -> None:
+            time.sleep(0.5)
+
+    slow = serve.deployment(start_timeout_s=0.1)(Slow)
+    targets = {"slow": slow, "quick": serve.deployment("builtins.repr", name="quick")}
+    with local_instance() as client:
+        text = (
+            r"^Deploying application 'slow' failed: Replica slow/Slow#\w+ did not start within 0.1 s: it was "
+            r"still running its constructor. If it needs longer, raise start_timeout_s of its deployment.$"
+        )
+        with pytest.raises(RequestTimeoutError, match=text):
+            client.run_many(
+                [
+                    serve.RunTarget(slow.bind(), "slow", "/slow"),
+                    serve.RunTarget(quick.bind(), "quick", "/quick"),
+                ]
+            )
+        assert client.status().applications["quick"].status == "RUNNING"

@@ -15,7 +15,7 @@ from daskserve.client.handle_verbs import HandleVerbs
 from daskserve.client.targets import application_of
 from daskserve.context import current_replica
 from daskserve.data.caller.handle import Handle
-from daskserve.errors import BadRequestError, DeployError, NotFoundError, RequestTimeoutError
+from daskserve.errors import BadRequestError, DeployError, NotFoundError, RequestTimeoutError, ServeError
 from daskserve.options.app_spec import ApplicationSpec, deployment_tag
 from daskserve.types import DEFAULT_APPLICATION, BackendTag, EndpointTag, GoalId, InstanceName, short_tag
 
@@ -166,11 +166,11 @@ class ApplicationVerbs(HandleVerbs):
                     "of its handle, or run the two as applications of different names."
                 )
 
-    async def _failure(self, name: str, goal: GoalId) -> DeployError | None:
+    async def _failure(self, name: str, goal: GoalId) -> ServeError | None:
         """Wait for an application's goal and return its error; None if it was reached."""
         try:
             await self._wait_visibly(goal)
-        except DeployError as error:
+        except (DeployError, RequestTimeoutError) as error:
             error.args = (f"Deploying application {name!r} failed: {error}",)
             return error
         return None

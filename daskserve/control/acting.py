@@ -17,7 +17,7 @@ from daskserve.amounts import shown
 from daskserve.clock import Clock
 from daskserve.cluster.base import STOP_MARGIN_S, ActorSpec, Cluster
 from daskserve.control.http_state import StartProxy, StopProxy
-from daskserve.control.observed import Busy, Observed
+from daskserve.control.observed import Observed
 from daskserve.control.places import places_of
 from daskserve.control.proxy_record import ProxyRecord
 from daskserve.control.ranks import standing_of
@@ -152,11 +152,10 @@ class Acting:
         address = replica.address(self._cluster.instance)
         try:
             facts = await self._cluster.create(spec, address.worker)
-        except RequestTimeoutError:
-            what = self._observed.busy.get(replica.tag, Busy("starting")).what
+        except RequestTimeoutError as error:
             self._observed.failed[replica.tag] = RequestTimeoutError(
-                f"Replica {short_tag(replica.tag)} did not start within {shown(spec.start_timeout_s or 0)} s: it was "
-                f"still {what}. If it needs longer, raise start_timeout_s of its deployment."
+                f"Replica {short_tag(replica.tag)}{str(error).removeprefix(spec.name)} If it needs longer, "
+                "raise start_timeout_s of its deployment."
             )
         except UnavailableError as error:
             # The replica may exist: retry until the worker answers or is lost.
@@ -248,7 +247,7 @@ class Acting:
             if isinstance(error, TimeoutError):
                 means_it = means_it and replica.worker not in self._observed.unresponsive
                 error = RequestTimeoutError(
-                    f"Replica {replica.tag}: reconfigure() did not return within "
+                    f"Replica {short_tag(replica.tag)}: reconfigure() did not return within "
                     f"{shown(backend.config.start_timeout_s)} s. If it needs longer, raise "
                     "start_timeout_s of its deployment."
                 )

@@ -350,6 +350,7 @@ class _Stepper:
         if goal is None or self.backend.is_deleting:
             self.notes.deadlines.clear()
             self.notes.full_from = self.notes.told_at = None
+            self.notes.most = None, 0
         else:
             progress.note(self.world, self.step, goal, self.backend, self.replicas)
         if app_state.is_left_over(self.world.state, self.backend):
