@@ -44,8 +44,7 @@ def test_requests_to_an_application_wait_while_it_starts_for_the_first_time(
 
     class Model:
         def __init__(self) -> None:
-            while not go.exists():
-                time.sleep(0.005)
+            until(go.exists)
             if fails:
                 raise ValueError("no weights")
 
@@ -63,7 +62,7 @@ def test_requests_to_an_application_wait_while_it_starts_for_the_first_time(
         waiting = {threads.submit(fetch, f"{url}/shop") for _ in range(3)}
         refused = next(as_completed(waiting))
         assert refused.result()[0] == 503
-        assert "2 requests already wait for backend 'shop/Model'" in refused.result()[1]
+        assert "2 requests already wait for deployment 'Model' of application 'shop'" in refused.result()[1]
         assert (timed_out[0], fetch(f"{url}/else")[0], fetch(f"{url}/-/healthz")[0]) == (408, 404, 503)
         # Another application serves in the meantime; what this one will answer is not its own.
         client.run(serve.deployment(lambda: "else").bind(), name="else", route_prefix="/else")
@@ -89,17 +88,13 @@ def test_a_constructor_that_takes_longer_than_it_may_fails_the_deploy_of_its_app
             time.sleep(0.5)
 
     slow = serve.deployment(start_timeout_s=0.1)(Slow)
-    targets = {"slow": slow, "quick": serve.deployment("builtins.repr", name="quick")}
+    quick = serve.deployment("builtins.repr", name="quick")
+    targets = [serve.RunTarget(each.bind(), each.name, f"/{each.name}") for each in (slow, quick)]
     with local_instance() as client:
         text = (
-            r"^Deploying application 'slow' failed: Replica slow/Slow#\w+ did not start within 0.1 s: it was "
+            r"^Deploying application 'Slow' failed: Replica Slow/Slow#\w+ did not start within 0.1 s: it was "
             r"still running its constructor. If it needs longer, raise start_timeout_s of its deployment.$"
         )
         with pytest.raises(RequestTimeoutError, match=text):
-            client.run_many(
-                [
-                    serve.RunTarget(slow.bind(), "slow", "/slow"),
-                    serve.RunTarget(quick.bind(), "quick", "/quick"),
-                ]
-            )
+            client.run_many(targets)
         assert client.status().applications["quick"].status == "RUNNING"

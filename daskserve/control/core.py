@@ -33,7 +33,7 @@ from daskserve.figures.table import MetricSample
 from daskserve.options.http import HTTPOptions
 from daskserve.payload.importing import call_imported
 from daskserve.starts import ControllerStart, ProxyStart
-from daskserve.types import SILENT_WORKERS, UNREADY, Location, SnapshotId, WorkerInfo
+from daskserve.types import SILENT_WORKERS, UNREADY, Location, SnapshotId, WorkerInfo, short_tag
 
 logger = logging.getLogger("daskserve.controller")
 
@@ -310,7 +310,7 @@ class ControllerCore:
             if kind == "routes":
                 values[key] = endpoint_state.published_routes(self.state)
             elif kind == UNREADY:
-                values[key] = sorted(self.observed.unready)
+                values[key] = sorted(map(short_tag, self.observed.unready))
             elif kind == "system":
                 values[key] = views.published_system(self.state, self.worker)
             elif kind == "endpoint":

@@ -25,7 +25,7 @@ from daskserve.control.replica_lifecycle import PLACED_STATES
 from daskserve.control.state import State
 from daskserve.control.step import Step, World
 from daskserve.errors import NoCapacityError, RequestTimeoutError, ServeError
-from daskserve.types import BackendTag, ReplicaState, ReplicaTag
+from daskserve.types import BackendTag, ReplicaState, ReplicaTag, described, short_tag
 
 Replicas: TypeAlias = Mapping[ReplicaTag, ReplicaRecord]
 
@@ -89,7 +89,7 @@ def _tell(world: World, step: Step, backend: BackendRecord, replicas: Iterable[R
         parts = (notes.waiting, busy_text(world.observed, backend, replicas, step_s=1.0))
         count = f"{running(backend, replicas)} of {backend.needed_replicas} replicas run"
         step.messages.append(
-            f"A change of {backend.tag} takes long: {'; '.join([count, *filter(None, parts)])}"
+            f"A change of {short_tag(backend.tag)} takes long: {'; '.join([count, *filter(None, parts)])}"
         )
     if is_due or notes.told_at is None:
         notes.told_at = world.now
@@ -189,7 +189,7 @@ def busy_text(
     """Return what the replica does that has been at work longest; empty if that is not long."""
     busy = _busy(observed, backend, replicas)
     tag = max(busy, key=lambda tag: busy[tag].for_s, default="")
-    return f"{tag} has been {text}" if tag and (text := work_text(busy[tag], step_s)) else ""
+    return f"{short_tag(tag)} has been {text}" if tag and (text := work_text(busy[tag], step_s)) else ""
 
 
 def work_text(busy: Busy, step_s: float = TELL_S) -> str:
@@ -239,14 +239,15 @@ def late_error(goal: GoalRecord, backend: BackendRecord, why: str | None) -> Ser
     if why is not None:
         where = "placement_group_bundles" if backend.bundles else "actor_options"
         return NoCapacityError(
-            f"Cannot scale backend '{tag}' to {backend.needed_replicas} replicas within {limit} s: {why}. "
+            f"Cannot scale {described(tag)} to {backend.needed_replicas} replicas within {limit} s: {why}. "
             f"Add workers, reduce the resources in {where}, or delete other backends."
         )
     if goal.timeout_s is None:
         return RequestTimeoutError(
-            f"The change of backend '{tag}' made no progress for {limit} s (daskserve.timeouts.change-s)."
+            f"The change of {described(tag)} made no progress for {limit} s (daskserve.timeouts.change-s)."
         )
     return RequestTimeoutError(
-        f"Backend '{tag}' did not get to {backend.needed_replicas} running replicas within {limit} s. Pass a "
-        "larger timeout_s, or none: then the change has the time that it needs as long as it makes progress."
+        f"{described(tag, 'Backend')} did not get to {backend.needed_replicas} running replicas within "
+        f"{limit} s. Pass a larger timeout_s, or none: then the change has the time that it needs, as long "
+        "as it makes progress."
     )

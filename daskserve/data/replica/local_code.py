@@ -195,9 +195,9 @@ class LocalCode:
         self._wall.context.run(enter_app, servable_object)
 
     def _user_error(self, stage: Stage, error: Exception) -> ReplicaStartError:
+        what = described(self._start.backend_tag, "Backend")
         return ReplicaStartError(
-            f"{described(self._start.backend_tag, 'Backend')} {stage.failed}: "
-            f"{type(error).__name__}: {error}{rule_of(error)}",
+            f"{what} {stage.failed}: {type(error).__name__}: {error}{rule_of(error)}",
             user_traceback=user_traceback(error),
         )
 
