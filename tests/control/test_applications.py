@@ -82,6 +82,12 @@ def test_only_the_first_deploy_of_an_application_has_a_pending_route() -> None:
         with pytest.raises(ReplicaStartError):
             await stage.run(graph={"front": ()}, front={"version": "broken"})
         assert (seen[-1], await stage.published("routes")) == ({"/": True}, {})
+        stage.start_s = 1.0
+        first = asyncio.create_task(stage.run(graph={"front": ()}, route="/first", front={"version": "1"}))
+        await stage.clock.sleep(0.5)
+        assert list(await stage.published("routes")) == ["/first"]
+        first.cancel()
+        stage.start_s = 0.01
         await stage.run(graph={"front": ()}, front={"version": "1"})
         await stage.run(graph={"front": ()}, route="/moved", front={"version": "2"})
         assert seen[-2:] == [{"/": True}, {"/": False}]

@@ -16,7 +16,7 @@ from daskserve.control.observed import Busy, Notes
 from daskserve.control.progress import SETTLE_S, TELL_S, has_moved
 from daskserve.control.records import Change, GoalState
 from daskserve.control.replica_actions import StartReplica
-from daskserve.errors import DeployError, NoCapacityError, RequestTimeoutError, ServeError
+from daskserve.errors import ActorLostError, DeployError, NoCapacityError, RequestTimeoutError, ServeError
 from daskserve.payload.packed_errors import load_error
 from daskserve.types import ReplicaState as S
 
@@ -63,13 +63,19 @@ def test_constructors_of_an_application_take_more_than_a_minute_each() -> None:
     play(scenario)
 
 
-@pytest.mark.parametrize("workers", [3, 2])
-def test_old_replicas_have_their_grace_period_also_where_new_ones_wait_for_their_room(workers: int) -> None:
+@pytest.mark.parametrize(("workers", "max_surge"), [(3, 1), (2, 1), (3, 2)])
+def test_old_replicas_have_their_grace_period_also_where_new_ones_wait_for_their_room(
+    workers: int, max_surge: int
+) -> None:
+    """With a surge of 2, one new replica has room at once, and starts while the other one waits."""
+
     async def scenario(stage: Stage) -> None:
         options: dict[str, Any] = {
             "num_replicas": 2,
+            "max_surge": max_surge,
             "actor_options": dict(WHOLE),
             "graceful_shutdown_timeout_s": 400.0,
+            "progress_timeout_s": 20.0,
         }
         await deploy(stage, "1", **options)
         stage.start_s, stage.drain_s = 75.0, 300.0
@@ -119,6 +125,21 @@ def test_a_constructor_that_takes_longer_than_it_may_ends_an_update_that_says_ho
     play(scenario)
 
 
+def test_a_replica_that_cannot_be_reached_makes_no_progress() -> None:
+    async def scenario(stage: Stage) -> None:
+        async def unreachable(replica: ScriptedReplica) -> None:
+            if len(stage.started) == 1:
+                await stage.clock.sleep(5)
+            raise ActorLostError("the connection broke")
+
+        stage.start, stage.start_s = unreachable, 0.0
+        with pytest.raises(RequestTimeoutError, match="made no progress for 60 s"):
+            await deploy(stage, "1", num_replicas=1)
+        assert 60 <= stage.clock.now() <= 66
+
+    play(scenario)
+
+
 @pytest.mark.parametrize("start_s", [0.01, 75.0])
 def test_replicas_without_room_are_given_up_although_others_still_start(start_s: float) -> None:
     async def scenario(stage: Stage) -> None:
@@ -138,7 +159,8 @@ def test_a_change_fails_once_nothing_has_progressed() -> None:
         bench.now += seconds
         bench.observed.busy[first.replica.tag] = Busy("running its constructor", seconds)
         bench.step()
-    bench.succeed(first)
+    bench.now += 60
+    bench.succeed(first)  # in the moment of the deadline
     bench.step()
     bench.now += 59.9
     bench.step()
