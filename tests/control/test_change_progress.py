@@ -85,6 +85,21 @@ def test_old_replicas_have_their_grace_period_also_where_new_ones_wait_for_their
     play(scenario, workers=workers)
 
 
+def test_a_replica_that_drains_at_the_deadline_makes_room_for_the_one_that_waits() -> None:
+    bench = Bench([worker(1), worker(2)])
+    options = {"num_replicas": 2, "actor_options": dict(WHOLE)}
+    bench.deploy(version="1", **options)
+    bench.settle()
+    goal = bench.deploy(version="2", **options, **PATIENT)
+    bench.step()
+    (stop,) = bench.step().actions
+    for is_draining in (True, False):
+        bench.now += 60
+        bench.observed.busy = {stop.replica.tag: Busy("draining", 60.0)} if is_draining else {}
+        bench.step()
+        assert (bench.goal(goal).state is GoalState.PENDING) is is_draining
+
+
 def test_reconfigure_may_take_as_long_as_a_constructor() -> None:
     async def scenario(stage: Stage) -> None:
         async def take_long(replica: ScriptedReplica) -> None:
@@ -151,6 +166,16 @@ def test_replicas_without_room_are_given_up_although_others_still_start(start_s:
     play(scenario)
 
 
+def test_the_wait_for_room_begins_again_when_a_replica_finds_some() -> None:
+    async def scenario(stage: Stage) -> None:
+        asyncio.get_running_loop().call_later(50, stage.cluster.add_worker)
+        with pytest.raises(NoCapacityError, match="to 3 replicas within 60 s"):
+            await deploy(stage, "1", num_replicas=3, actor_options=dict(WHOLE))
+        assert 110 <= stage.clock.now() < 112
+
+    play(scenario, workers=1)
+
+
 def test_a_change_fails_once_nothing_has_progressed() -> None:
     bench = Bench([worker(1)])
     goal = bench.create(num_replicas=2, **PATIENT)
@@ -160,6 +185,7 @@ def test_a_change_fails_once_nothing_has_progressed() -> None:
         bench.observed.busy[first.replica.tag] = Busy("running its constructor", seconds)
         bench.step()
     bench.now += 60
+    bench.observed.busy.clear()
     bench.succeed(first)  # in the moment of the deadline
     bench.step()
     bench.now += 59.9
