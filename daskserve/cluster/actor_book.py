@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable, Collection, Coroutine, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from daskserve.amounts import shown
 from daskserve.clock import Clock
@@ -25,7 +25,6 @@ from daskserve.cluster.base import (
     Hosted,
     ReportsFigures,
     ReportsHealth,
-    ReportsStart,
     verb,
     verbs_of,
 )
@@ -58,6 +57,14 @@ HOST_ACTOR = "host"
 
 def _nothing() -> None:
     pass
+
+
+@runtime_checkable
+class ReportsStart(Protocol):
+    """An actor whose start has stages, as that of a replica has."""
+
+    def stage(self) -> tuple[str, float]:
+        """Return what its start does now, such as "loading its code", and since when."""
 
 
 @dataclass(slots=True, eq=False)

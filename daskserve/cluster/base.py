@@ -51,7 +51,7 @@ class ActorSpec:
     incarnation: int
     instance: InstanceName
     payload: bytes = field(default=b"", repr=False)  # may hold passwords
-    start_timeout_s: float | None = None  # of each stage of its start, see `ReportsStart`
+    start_timeout_s: float | None = None  # of each stage of its start, see `actor_book.ReportsStart`
 
     @property
     def epoch(self) -> int:
@@ -136,14 +136,6 @@ class ReportsHealth(Protocol):
 
     def health(self) -> Mapping[str, Any]:
         """Return ``is_healthy`` and ``detail``, and what else `Cluster.inspect` should tell of the actor."""
-
-
-@runtime_checkable
-class ReportsStart(Protocol):
-    """An actor whose start has stages, as that of a replica has."""
-
-    def stage(self) -> tuple[str, float]:
-        """Return what its start does now, such as "loading its code", and since when."""
 
 
 @runtime_checkable

@@ -77,7 +77,7 @@ class Replica:
         )
 
     def stage(self) -> tuple[str, float]:
-        """Return what the start does now, and since when; see `daskserve.cluster.base.ReportsStart`."""
+        """Return what the start does now, and since when; see `daskserve.cluster.actor_book.ReportsStart`."""
         return self._code.stage.doing, self._code.stage_since
 
     async def start(self) -> Mapping[str, Any]:
