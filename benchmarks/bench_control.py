@@ -35,6 +35,7 @@ from daskserve.control.observed import Observed
 from daskserve.control.records import Change
 from daskserve.control.replica_actions import StartReplica
 from daskserve.control.state import State
+from daskserve.control.step import World as StepInputs
 from daskserve.control.stored_records import encode
 from daskserve.options.actor import ActorOptions
 from daskserve.options.app_spec import ApplicationSpec, DeploymentSpec
@@ -64,6 +65,7 @@ def spec(name: str, replicas: int) -> BackendSpec:
         env=None,
         request_id=name,
         timeout_s=None,
+        progress_timeout_s=None,
         parts=(),
     )
 
@@ -93,10 +95,9 @@ class World:
 
     def step(self, name: str) -> Change:
         """Run one step of one backend, as the loop does, and return its change."""
-        world = backend_state.World(
-            self.state, self.observed, 0.0, self.rng.getrandbits(64), self.incarnation, frozenset({"w0"})
-        )
-        step = backend_state.step(world, self.state.backends[name])
+        seed = self.rng.getrandbits(64)
+        given = StepInputs(self.state, self.observed, 0.0, seed, self.incarnation, frozenset({"w0"}))
+        step = backend_state.step(given, self.state.backends[name])
         self.incarnation = step.incarnation
         self.state.apply(step.change)
         self.observed.learn(name, step.notes)
@@ -123,7 +124,6 @@ class World:
                 None,
                 sets_user_config=False,
                 goal_id=self.next_goal(),
-                timeout_s=None,
                 now=0.0,
             )
             self.state.apply(outcome.change)
@@ -248,7 +248,6 @@ async def creations(folder: Path) -> tuple[list[float], list[tuple[int, int]]]:
             ControllerStart(
                 http=HTTPOptions(location=Location.NO_SERVER),
                 middlewares=None,
-                start_timeout_s=600.0,
                 callback=None,
                 start_id="",
             ).encode()

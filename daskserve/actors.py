@@ -31,7 +31,7 @@ from daskserve.proxies.server.life import HTTPServer
 from daskserve.proxies.server.listen import can_share_ports
 from daskserve.proxies.server.tls import server_context
 from daskserve.starts import ProxyStart, ReplicaStart
-from daskserve.types import Envelope, Load, Receive, Send
+from daskserve.types import UNREADY, Envelope, Load, Receive, Send
 
 if TYPE_CHECKING:
     from daskserve.options.http import HTTPOptions
@@ -94,6 +94,7 @@ class ProxyActor:
         self._start = ProxyStart.decode(context.spec.payload)
         self._routes: RouteTable | None = None
         self._routes_known = asyncio.Event()
+        self._unready: list[str] | None = None
         self._server: HTTPServer | None = None
         self._health: HTTPServer | None = None
         self._ingress: IngressApp | None = None
@@ -105,6 +106,7 @@ class ProxyActor:
         watch = self._cluster.listener.watch
         self._watches = [
             watch("routes", self._update_routes),
+            watch(UNREADY, self._update_unready),
             watch("system", self._routers.suspects.learn_system_workers),
         ]
         options = self._start.options
@@ -118,6 +120,7 @@ class ProxyActor:
             rng=self._context.rng,
             takes_whole=not middlewares,
             bodies=BodyGate(self._routers.router, options.max_body_bytes),
+            unready=lambda: self._unready,
         )
         app = build_app(self._ingress, middlewares)
         if options.trusted_forwarders:
@@ -222,6 +225,9 @@ class ProxyActor:
         for fields in value.values():
             self._routers.router(fields["endpoint"])
         self._routes_known.set()
+
+    def _update_unready(self, value: Any) -> None:
+        self._unready = value
 
     def _dispatch(
         self, endpoint: str, envelope: Envelope, receive: Receive, send: Send

@@ -19,7 +19,7 @@ from typing import Any
 class Timeouts:
     """Deadlines of the control path, in seconds."""
 
-    #: Time within which a change (such as ``create_backend``) must complete before it is rolled back.
+    #: Time without progress after which a change (such as ``serve.run``) fails and is rolled back.
     change_s: float = 60.0
     #: Time within which all proxies must listen before ``start`` fails.
     proxy_s: float = 60.0
@@ -27,8 +27,6 @@ class Timeouts:
     connect_s: float = 5.0
     #: How long an instance outlives a creator that has vanished, unless the instance is detached.
     grace_s: float = 5.0
-    #: Maximum duration of a replica's constructor.
-    start_s: float = 600.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -168,8 +168,6 @@ class ControllerStart(StartMessage):
         After decoding, the options as attributes, without the middlewares.
     middlewares : bytes or None
         As in `ProxyStart`; the controller passes them on without decoding them.
-    start_timeout_s : float
-        Timeout of a replica's start or reconfiguration.
     callback : str or None
         Import path of a function that the controller calls when it starts.
     start_id : str
@@ -180,6 +178,5 @@ class ControllerStart(StartMessage):
 
     http: HTTPOptions
     middlewares: bytes | None
-    start_timeout_s: float
     callback: str | None
     start_id: str

@@ -197,6 +197,8 @@ def as_standing(values: Iterable[int]) -> Standing:
 
 #: The key of the long poll's list of workers whose process does not answer.
 SILENT_WORKERS: Final = "silent_workers"
+#: The key of the published list of backends that should run and have no replica.
+UNREADY: Final = "unready"
 #: Hosts that stand for every address of a machine, to listen on.
 EVERY_ADDRESS: Final = frozenset(("", "0.0.0.0", "::", "[::]"))
 

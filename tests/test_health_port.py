@@ -46,7 +46,9 @@ def test_health_has_a_port_outside_of_the_middlewares(server: Any) -> None:
     with local_instance(http_options=options) as client:
         (url,) = client.http_urls()
         assert status_of(f"{url}/-/healthz") == 401
-        assert status_of(health) == 200
+        assert status_of(health) == 503  # there is no route yet
+        client.deploy("d", "builtins.repr")
+        assert (status_of(health), status_of(health.replace("healthz", "readyz"))) == (200, 200)
     with pytest.raises(urllib.error.URLError, match="refused"):
         status_of(health)
 

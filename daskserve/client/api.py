@@ -237,7 +237,6 @@ async def _start_on(
     controller = ControllerStart(
         http=options,
         middlewares=middlewares,
-        start_timeout_s=timeouts.start_s,
         callback=settings.controller().callback,
         start_id=message["start_id"],
     )

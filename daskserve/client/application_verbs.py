@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from daskserve import settings
 from daskserve.amounts import shown
 from daskserve.client.connection import this_program
 from daskserve.client.deployments import Deployment
@@ -16,7 +15,7 @@ from daskserve.client.handle_verbs import HandleVerbs
 from daskserve.client.targets import application_of
 from daskserve.context import current_replica
 from daskserve.data.caller.handle import Handle
-from daskserve.errors import BadRequestError, DeployError, NotFoundError, RequestTimeoutError
+from daskserve.errors import BadRequestError, DeployError, NotFoundError, RequestTimeoutError, ServeError
 from daskserve.options.app_spec import ApplicationSpec, deployment_tag
 from daskserve.types import DEFAULT_APPLICATION, BackendTag, EndpointTag, GoalId, InstanceName, short_tag
 
@@ -167,11 +166,11 @@ class ApplicationVerbs(HandleVerbs):
                     "of its handle, or run the two as applications of different names."
                 )
 
-    async def _failure(self, name: str, goal: GoalId) -> DeployError | None:
+    async def _failure(self, name: str, goal: GoalId) -> ServeError | None:
         """Wait for an application's goal and return its error; None if it was reached."""
         try:
             await self._wait_visibly(goal)
-        except DeployError as error:
+        except (DeployError, RequestTimeoutError) as error:
             error.args = (f"Deploying application {name!r} failed: {error}",)
             return error
         return None
@@ -211,7 +210,7 @@ def build(
         spec = graph.spec(
             route=each.route_prefix,
             request_id=uuid.uuid4().hex,
-            timeout_s=settings.timeouts().change_s if timeout_s is None else timeout_s,
+            timeout_s=timeout_s,
             external_scaler_enabled=each.external_scaler_enabled,
             instance=instance,
             is_local=is_local,

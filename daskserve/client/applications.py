@@ -62,7 +62,10 @@ async def _run(
     http_options : HTTPOptions or dict, optional
         HTTP options of the instance, if this call starts it.
     timeout_s : float, optional
-        Time in seconds after which the change is rolled back and the call fails.
+        Time in seconds for the whole change, after which it is rolled back and the call fails. Default: as
+        long as the change makes progress, which ends once nothing has progressed for
+        ``daskserve.timeouts.change-s`` (60 seconds) or a constructor takes longer than ``start_timeout_s`` of
+        its deployment.
     external_scaler_enabled : bool
         Whether programs may set the number of replicas of the application's deployments; see `scale`.
     local : bool

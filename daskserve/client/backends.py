@@ -63,8 +63,10 @@ class BackendVerbs(Verbs):
             Python, with this version of daskserve and the worker's version of Python. None means the
             worker's environment (not the caller's, as in the classic system).
         timeout_s : float, optional
-            Time in seconds after which the backend is removed and the call fails. The default comes from
-            ``daskserve.timeouts.change-s`` (60).
+            Time in seconds for the whole change, after which the backend is removed and the call fails.
+            Default: as long as the change makes progress, which ends once nothing has progressed for
+            ``daskserve.timeouts.change-s`` (60 seconds) or a constructor takes longer than the option
+            ``start_timeout_s``.
         blocking : bool
             Whether to wait; see the return value.
 
@@ -85,7 +87,10 @@ class BackendVerbs(Verbs):
             The constructor failed too often (see ``max_constructor_retry_count``), or packages of the
             environment could not be installed; the error carries the traceback or the installer's output.
         NoCapacityError
-            No worker had room within ``timeout_s``.
+            No worker had room within ``timeout_s``, or ``daskserve.timeouts.change-s``.
+        RequestTimeoutError
+            A `TimeoutError`: the change was not complete within ``timeout_s``, made no progress, or a
+            constructor took longer than ``start_timeout_s``.
         SupersededError, DeletedError
             Another call changed or deleted the backend before this change was complete.
         """
@@ -149,7 +154,8 @@ class BackendVerbs(Verbs):
             config=sealed.to_plain(),
             user_config=user_config,
             sets_user_config="user_config" in config.model_fields_set,
-            timeout_s=timeout_s if timeout_s is not None else settings.timeouts().change_s,
+            timeout_s=timeout_s,
+            progress_timeout_s=settings.timeouts().change_s,
             by=this_program(),
         )
 

@@ -144,18 +144,14 @@ class Verbs:
     async def _complete(self, answer: Mapping[str, Any], *, blocking: bool) -> GoalId | None:
         """Return when an accepted change is complete; see `ControllerCalls.complete`."""
         goal: GoalId | None = answer.get("goal")
-        if goal is None or not blocking or find_display() is None:
+        if goal is None or not blocking:
             return await self._run(self._connection.calls.complete(answer, blocking=blocking))
         await self._wait_visibly(goal)
         return None
 
     async def _wait_visibly(self, goal: GoalId) -> None:
-        """Wait until a goal is reached; the progress display shows what a slow change waits for."""
+        """Wait until a goal is reached; the progress display or the log says what a slow change waits for."""
         calls = self._connection.calls
-        make_display = find_display()
-        if make_display is None:
-            await self._run(calls.wait_until_reached(goal, None))
-            return
 
         def wait(seconds: float) -> Coroutine[Any, Any, bool]:
             return self._run(calls.wait_until_reached(goal, seconds))
@@ -163,4 +159,4 @@ class Verbs:
         async def describe() -> str:
             return waits_for(Status.of(await self._call("status")), goal)
 
-        await wait_visibly(make_display, wait, describe)
+        await wait_visibly(find_display(), wait, describe)

@@ -16,6 +16,7 @@ from functools import partial
 from types import FunctionType
 from typing import Any
 
+from daskserve import settings
 from daskserve.client.deployments import Application, ApplicationMethod, Deployment, unbound_error
 from daskserve.client.specs import MisplacedObject, check_name, check_route, make_spec
 from daskserve.client.warning import warn_caller
@@ -116,7 +117,10 @@ class ApplicationGraph:
             ]
             whole = self._deployment(node, deployment, timeout_s, instance)
             deployments += [*actors, with_actors(whole, actors)]
-        return ApplicationSpec(self.name, route, tuple(deployments), request_id, timeout_s)
+        progress_timeout_s = settings.timeouts().change_s
+        return ApplicationSpec(
+            self.name, route, tuple(deployments), request_id, timeout_s, progress_timeout_s
+        )
 
     def _add(self, application: Application, path: list[_Node]) -> _Node:
         """Return the node of an application after adding those that it needs, deepest first."""
@@ -195,7 +199,7 @@ class ApplicationGraph:
             InitArguments(actor.init_args),
             actor.init_kwargs,
             actor_options=ActorOptions() if is_local else actor.actor_options,
-            config=actor.config(is_blocking=facts.is_blocking),
+            config=actor.config(deployment.config, is_blocking=facts.is_blocking),
             timeout_s=timeout_s,
             version=deployment.version,
             user_version=deployment.version,

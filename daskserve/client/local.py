@@ -48,7 +48,6 @@ async def running_cluster(
     message = ControllerStart(
         http=options,
         middlewares=packed_middlewares(options),
-        start_timeout_s=settings.timeouts().start_s,
         callback=settings.controller().callback,
         start_id="local",
     )

@@ -1,7 +1,8 @@
-"""Shows what a slow change waits for: on a terminal or in a notebook only, and nowhere else."""
+"""Says what a slow change waits for: on a terminal or in a notebook in one line, elsewhere in the log."""
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 from collections.abc import Awaitable, Callable
@@ -12,8 +13,12 @@ from daskserve.loops.event_loop import in_notebook
 from daskserve.options.app_spec import deployment_tag
 from daskserve.types import GoalId, short_tag
 
+logger = logging.getLogger("daskserve.client")
+
 #: How long a change may take without a display, and how often the display changes.
 QUIET_S, PERIOD_S = 2.0, 1.0
+#: How often the log says what a change waits for, where there is no display.
+LOG_S = 30.0
 
 
 class Display(Protocol):
@@ -114,14 +119,19 @@ def waits_for(status: Status, goal: GoalId) -> str:
 
 
 async def wait_visibly(
-    make_display: DisplayFactory,
+    make_display: DisplayFactory | None,
     wait: Callable[[float], Awaitable[bool]],
     describe: Callable[[], Awaitable[str]],
     *,
     quiet_s: float = QUIET_S,
     period_s: float = PERIOD_S,
+    log_s: float = LOG_S,
 ) -> None:
-    """Return when ``wait``, which waits for the given seconds, returns True; show why it takes long."""
+    """Return when ``wait``, which waits for the given seconds, returns True; say why it takes long."""
+    if make_display is None:
+        while not await wait(log_s):
+            logger.warning("Still waiting: %s", await describe())
+        return
     if await wait(quiet_s):
         return
     display = make_display()

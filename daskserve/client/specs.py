@@ -234,7 +234,8 @@ def make_spec(
         prev_version=prev_version,
         env=None if environment is None else environment.to_text(),
         request_id=uuid.uuid4().hex,
-        timeout_s=timeout_s if timeout_s is not None else settings.timeouts().change_s,
+        timeout_s=timeout_s,
+        progress_timeout_s=settings.timeouts().change_s,
     )
 
 

@@ -14,8 +14,9 @@ import logging
 from collections.abc import Callable, Collection, Coroutine, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
+from daskserve.amounts import shown
 from daskserve.clock import Clock
 from daskserve.cluster.base import (
     STOP_MARGIN_S,
@@ -28,7 +29,7 @@ from daskserve.cluster.base import (
     verbs_of,
 )
 from daskserve.cluster.channel.kept import KeptAnswers
-from daskserve.errors import ActorLostError, BadRequestError, UnavailableError
+from daskserve.errors import ActorLostError, BadRequestError, RequestTimeoutError, UnavailableError
 from daskserve.figures.collector import PROCESS
 from daskserve.loops.tasks import TaskSet, is_cancelling
 from daskserve.types import (
@@ -48,12 +49,22 @@ from daskserve.types import (
 
 logger = logging.getLogger("daskserve.host")
 
+#: A shorter rest of a time limit may be a rounding error.
+RESOLUTION_S = 0.001
 #: The actor name that addresses a worker's book itself.
 HOST_ACTOR = "host"
 
 
 def _nothing() -> None:
     pass
+
+
+@runtime_checkable
+class ReportsStart(Protocol):
+    """An actor whose start has stages, as that of a replica has."""
+
+    def stage(self) -> tuple[str, float]:
+        """Return what its start does now, such as "loading its code", and since when."""
 
 
 @dataclass(slots=True, eq=False)
@@ -63,9 +74,11 @@ class Entry:
     spec: ActorSpec
     actor: Hosted
     starting: asyncio.Task[Mapping[str, Any]]
+    began_at: float
     #: The actor's method that answers requests without a task, if it has one.
     handle_nowait: Callable[[Envelope, OnAnswer], Callable[[], None] | None] | None = None
     was_ready: bool = False  # stays True once `is_ready` has been True
+    stops_since: float | None = None
 
     @property
     def is_ready(self) -> bool:
@@ -79,6 +92,16 @@ class Entry:
         actor = self.actor
         facts = actor.health() if isinstance(actor, ReportsHealth) and self.is_ready else {}
         return {"is_healthy": True, "detail": "", **facts}
+
+    def work(self, now: float) -> tuple[str, float] | None:
+        """Return what the actor does while it starts or stops, and for how many seconds; else None."""
+        if self.stops_since is not None:
+            return "draining", now - self.stops_since
+        if self.starting.done():
+            return None
+        actor = self.actor
+        what, since = actor.stage() if isinstance(actor, ReportsStart) else ("starting", 0.0)
+        return what, now - max(since, self.began_at)
 
     def figures(self) -> dict[str, Any]:
         """Return the actor's metrics for autoscaling, if it has any."""
@@ -177,9 +200,8 @@ class ActorBook:
                 f"{described_actor(wanted.name)} is at incarnation {entry.spec.incarnation}; "
                 f"{wanted.incarnation} is older."
             )
-        # Shielded: a caller that gives up must not cancel the actor's start, which others may wait for.
         try:
-            return dict(await asyncio.shield(entry.starting))
+            return dict(await self._facts_of(entry, wanted.start_timeout_s))
         except asyncio.CancelledError:
             if entry.starting.cancelled() and not is_cancelling():
                 raise ActorLostError(
@@ -190,12 +212,28 @@ class ActorBook:
             await self._remove(entry, grace_s=0)
             raise
 
+    async def _facts_of(self, entry: Entry, limit_s: float | None) -> Mapping[str, Any]:
+        """Return the facts of an actor that starts; raise `RequestTimeoutError` if a stage takes too long.
+
+        The time is measured here, so it does not begin again with the call of a new controller.
+        """
+        while limit_s is not None and not entry.starting.done():
+            what, for_s = entry.work(self._clock.now()) or ("", 0.0)
+            left_s = limit_s - for_s
+            if left_s < RESOLUTION_S:
+                raise RequestTimeoutError(
+                    f"{entry.spec.name} did not start within {shown(limit_s)} s: it was still {what}."
+                )
+            await asyncio.wait([entry.starting], timeout=left_s)
+        # Shielded: a caller that gives up must not cancel the actor's start, which others may wait for.
+        return await asyncio.shield(entry.starting)
+
     def _enter(self, spec: ActorSpec) -> Entry:
         with self._surroundings():
             actor = self._make(spec)
             starting = asyncio.create_task(self._start(actor), name=f"daskserve-start-{spec.name}")
         handle_nowait = actor.handle_nowait if isinstance(actor, HandlesNowait) else None
-        entry = Entry(spec, actor, starting, handle_nowait)
+        entry = Entry(spec, actor, starting, self._clock.now(), handle_nowait)
         self.entries[spec.name] = entry
         PROCESS.add(actor)
         return entry
@@ -218,6 +256,8 @@ class ActorBook:
         await asyncio.shield(self._stopping.spawn(self._stop(entry, grace_s), f"stop-{entry.spec.name}"))
 
     async def _stop(self, entry: Entry, grace_s: float) -> None:
+        if entry.stops_since is None:
+            entry.stops_since = self._clock.now()
         if not entry.starting.done():
             entry.starting.cancel()
         try:
@@ -234,6 +274,7 @@ class ActorBook:
         named = set(figures_of)
         routes = {worker: route.value for worker, route in self._broken_routes(instance).items()}
         broken = {"broken_routes": routes} if routes else {}
+        now = self._clock.now()
         return [
             {
                 "name": entry.spec.name,
@@ -241,6 +282,7 @@ class ActorBook:
                 "incarnation": entry.spec.incarnation,
                 "is_ready": entry.is_ready,
                 **entry.health(),
+                **({} if (work := entry.work(now)) is None else {"busy": work}),
                 **(entry.figures() if entry.spec.name in named else {}),
                 **broken,
                 "worker": self.worker,

@@ -8,6 +8,7 @@ one. The scheduler calls Hosts as Dask actors; it shares the functions that form
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -58,13 +59,7 @@ async def control_call(
 
 async def create_actor(call: Call, spec: ActorSpec, worker: WorkerAddress) -> Mapping[str, Any]:
     """Create an actor on a worker; see `daskserve.cluster.base.Cluster.create`."""
-    message = {
-        "kind": spec.kind.value,
-        "name": spec.name,
-        "incarnation": spec.incarnation,
-        "instance": spec.instance,
-        "payload": spec.payload,
-    }
+    message = {**asdict(spec), "kind": spec.kind.value}
     facts: Mapping[str, Any] = await call(host_of(worker), "create", spec=message)
     return facts
 

@@ -38,7 +38,6 @@ from daskserve.types import (
 
 T = TypeVar("T")
 
-
 #: Incarnations grow across epochs; 2**32 actors per controller are enough.
 EPOCH_BITS = 32
 
@@ -52,6 +51,7 @@ class ActorSpec:
     incarnation: int
     instance: InstanceName
     payload: bytes = field(default=b"", repr=False)  # may hold passwords
+    start_timeout_s: float | None = None  # of each stage of its start, see `actor_book.ReportsStart`
 
     @property
     def epoch(self) -> int:
@@ -79,7 +79,6 @@ class ContextWith(Generic[ViewT_co]):
 
 #: Time beyond the grace period after which a stop is abandoned and the actor is removed.
 STOP_MARGIN_S = 10.0
-
 
 #: A method that `Cluster.call` may reach: ``async``, with plain values as keyword arguments.
 Verb: TypeAlias = Callable[..., Awaitable[Any]]
@@ -259,7 +258,8 @@ class Cluster(Protocol):
 
         Each is ``{"name", "kind", "incarnation", "is_ready", "is_healthy", "detail", "worker", "pid"}``, with
         ``"figures"`` if the actor has any and is named in ``figures_of``, ``"broken_routes"`` if there are
-        workers that its process does not reach directly, and further facts of its health.
+        workers that its process does not reach directly, ``"busy"`` while it starts or stops (what it does,
+        and for how many seconds), and further facts of its health.
         Raises `ActorLostError` if the worker is gone, and never returns if its process is stopped.
         """
 

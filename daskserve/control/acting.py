@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable
-from contextlib import AbstractAsyncContextManager, suppress
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -64,7 +64,6 @@ class Acting:
         proxy_start: Callable[[ProxyRecord], ProxyStart],
         poke: Callable[[Iterable[str] | None], None],
         debug: bool,
-        start_timeout_s: float,
     ) -> None:
         self._cluster = cluster
         self._clock = clock
@@ -75,7 +74,6 @@ class Acting:
         self._proxy_start = proxy_start
         self._poke = poke
         self._debug = debug
-        self._start_timeout_s = start_timeout_s
         self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._told: UseReport | None = None
 
@@ -153,15 +151,12 @@ class Acting:
     async def _start_replica(self, replica: ReplicaRecord, spec: ActorSpec) -> None:
         address = replica.address(self._cluster.instance)
         try:
-            facts = await self._clock.wait_for(
-                self._cluster.create(spec, address.worker), self._start_timeout_s
-            )
-        except TimeoutError:
+            facts = await self._cluster.create(spec, address.worker)
+        except RequestTimeoutError as error:
             self._observed.failed[replica.tag] = RequestTimeoutError(
-                f"Replica {short_tag(replica.tag)} did not start within {shown(self._start_timeout_s)} s."
+                f"Replica {short_tag(replica.tag)}{str(error).removeprefix(spec.name)} If it needs longer, "
+                "raise start_timeout_s of its deployment."
             )
-            with suppress(ServeError, OSError):  # later it is an actor without a record
-                await self._cluster.destroy(address, 0)
         except UnavailableError as error:
             # The replica may exist: retry until the worker answers or is lost.
             name = short_tag(replica.tag)
@@ -188,6 +183,7 @@ class Acting:
             name=replica.address(self._cluster.instance).name,
             incarnation=replica.incarnation,
             instance=self._cluster.instance,
+            start_timeout_s=backend.config.start_timeout_s,
             payload=ReplicaStart(
                 backend_tag=replica.backend,
                 replica_tag=replica.tag,
@@ -239,7 +235,7 @@ class Acting:
                 config=dump_config(backend.config),
                 standing=standing,
             )
-            await self._clock.wait_for(call, self._start_timeout_s)
+            await self._clock.wait_for(call, backend.config.start_timeout_s)
         except (ActorLostError, UnavailableError) as error:
             logger.warning("Replica %s could not be reconfigured: %s", short_tag(replica.tag), error)
             await self._clock.sleep(ACTION_RETRY_S)  # by then the watch may know what became of it
@@ -247,8 +243,15 @@ class Acting:
             # What the user's reconfigure raised; the pure part decides what it means. About a config that
             # was superseded meanwhile it means nothing, and neither does the silence of a stopped process.
             current = self._state.backends.get(replica.backend)
-            is_silence = isinstance(error, TimeoutError) and replica.worker in self._observed.unresponsive
-            if current is not None and current.config_id == backend.config_id and not is_silence:
+            means_it = current is not None and current.config_id == backend.config_id
+            if isinstance(error, TimeoutError):
+                means_it = means_it and replica.worker not in self._observed.unresponsive
+                error = RequestTimeoutError(
+                    f"Replica {short_tag(replica.tag)}: reconfigure() did not return within "
+                    f"{shown(backend.config.start_timeout_s)} s. If it needs longer, raise "
+                    "start_timeout_s of its deployment."
+                )
+            if means_it:
                 self._observed.reconfigure_failed[replica.tag] = error
         else:
             self._observed.configured[replica.tag] = backend.config_id

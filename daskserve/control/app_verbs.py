@@ -148,9 +148,7 @@ def _deploy(
         # A failed deploy is history once what runs is deployed again.
         settled = replace(existing, last_error="", failed="")
         return Outcome({} if settled == existing else {app.key: settled}, existing.goal, is_update=False)
-    goals.open_goal(
-        state, change, app, *wanted, goal_id=goal_id, timeout_s=spec.timeout_s, number=number, by=by
-    )
+    goals.open_goal(state, change, app, *wanted, goal_id=goal_id, limits=spec, now=now, number=number, by=by)
     return Outcome(change, goal_id)
 
 
@@ -179,7 +177,7 @@ def delete(state: State, name: str, *, goal_id: GoalId, by: str = "") -> Outcome
         change[f"endpoint/{app.ingress}"] = None
     leaving = [replace(each, is_deleting=True) for each in members]
     gone = replace(app, is_deleting=True, failed="")
-    goals.open_goal(state, change, gone, *leaving, goal_id=goal_id, timeout_s=None, by=by)
+    goals.open_goal(state, change, gone, *leaving, goal_id=goal_id, by=by)
     return Outcome(change, goal_id)
 
 

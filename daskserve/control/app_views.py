@@ -63,7 +63,7 @@ def deployment_status(
     replicas = state.replicas_of(backend.tag)
     word, trigger = _deployment_word(observed, backend, replicas)
     has_failed = app.failed == name and word == "HEALTHY"
-    message = app.last_error if has_failed else views.message_of(observed, backend)
+    message = app.last_error if has_failed else views.message_of(observed, backend, replicas)
     awaited = app_state.awaited(state, observed, backend) if app.goal is not None else []
     return {
         "status": "DEPLOY_FAILED" if has_failed else word,

@@ -11,23 +11,23 @@ from __future__ import annotations
 import hashlib
 import itertools
 import string
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from daskserve.amounts import shown
-from daskserve.control import app_state, gangs, goals, spreading
+from daskserve.control import app_state, gangs, goals, progress, spreading
 from daskserve.control.burdens import burdens_of
-from daskserve.control.observed import DeadReplica, Notes, Observed
+from daskserve.control.observed import DeadReplica
 from daskserve.control.placement import Trial, demand_of, explain, place, room_for
 from daskserve.control.places import bundles_of
 from daskserve.control.ranks import all_know_theirs, has_wrong_standing, ranks_to_change
 from daskserve.control.records import AppRecord, BackendRecord, Change, GoalRecord, ReplicaRecord
-from daskserve.control.replica_actions import Action, ReconfigureReplica, StartReplica, StopReplica
+from daskserve.control.replica_actions import ReconfigureReplica, StartReplica, StopReplica
 from daskserve.control.replica_lifecycle import PLACED_STATES, ReplicaEvent, move
 from daskserve.control.scaled import autoscaling_of, bounds_of, scaled
-from daskserve.control.start_results import late_error, start_error, with_facts
-from daskserve.control.state import State
-from daskserve.errors import ServeError
+from daskserve.control.start_results import lost_error, start_error, with_facts
+from daskserve.control.step import Step, World
+from daskserve.errors import RequestTimeoutError, ServeError
 from daskserve.types import ReplicaState, ReplicaTag, WorkerAddress
 
 #: The config id of a replica that has not yet answered a reconfiguration: it may run with either config.
@@ -36,62 +36,6 @@ UNKNOWN_CONFIG = ""
 START_RETRY_S, MAX_START_RETRY_S = 0.5, 30.0
 #: How long a rollout without room waits for another worker of an adaptive cluster before it drains a replica.
 NEW_WORKER_S = 20.0
-
-
-@dataclass(slots=True)
-class Step:
-    """The change to write, the notes to apply once it is written, and the actions that follow.
-
-    Attributes
-    ----------
-    wake_at : float or None
-        When the next step is due even if nothing happens.
-    incarnation : int
-        The last incarnation number in use, including those of this step.
-    """
-
-    change: Change = field(default_factory=dict)
-    notes: Notes = field(default_factory=Notes)
-    actions: list[Action] = field(default_factory=list)
-    wake_at: float | None = None
-    incarnation: int = 0
-
-    def is_own(self, backend: BackendRecord) -> bool:
-        """Return whether the change is one of the backend and its replicas alone, and keeps the backend."""
-        return all(
-            key.startswith("replica/") or (key == backend.key and record is not None)
-            for key, record in self.change.items()
-        )
-
-    def wake(self, at: float) -> None:
-        """Schedule another step at that time at the latest."""
-        self.wake_at = at if self.wake_at is None else min(self.wake_at, at)
-
-
-@dataclass(frozen=True, slots=True)
-class World:
-    """The inputs of a step other than the backend.
-
-    Attributes
-    ----------
-    seed : int
-        Seed for the names of new replicas.
-    incarnation : int
-        The last incarnation number in use.
-    wall : float
-        Seconds since the epoch, for people to read.
-    undone : dict
-        Changes of other backends that are decided, and will be written with this one's.
-    """
-
-    state: State
-    observed: Observed
-    now: float
-    seed: int
-    incarnation: int
-    avoid: Collection[WorkerAddress] = ()
-    wall: float = 0.0
-    undone: Change = field(default_factory=dict)
 
 
 def replica_tag(backend: str, seed: int, number: int) -> str:
@@ -119,6 +63,9 @@ class _Stepper:
         self.replicas = {each.tag: each for each in world.state.replicas_of(backend.tag)}
 
     def set_replica(self, tag: str, record: ReplicaRecord | None) -> None:
+        before = self.replicas.get(tag)
+        if record is not None and (before is None or before.state is not record.state):
+            record = replace(record, moved_at=self.world.wall)
         self.step.change[f"replica/{tag}"] = record
         if record is None:
             del self.replicas[tag]
@@ -152,7 +99,7 @@ class _Stepper:
     # 1. process observations
 
     def take_in(self) -> None:
-        observed = self.world.observed
+        observed, lost = self.world.observed, None
         for replica in list(self.replicas.values()):
             event = observed.event_of(replica)
             if event is None:
@@ -173,7 +120,11 @@ class _Stepper:
                     self.apply({self.backend.key: learnt})
             elif event is ReplicaEvent.FAILED and replica.state is ReplicaState.STARTING:
                 self.note_failure(replica, observed.failed[replica.tag])
+            elif death is not None and self.goal is not None:
+                lost = replica, lost_error(self.backend, death)
 
+        if lost is not None:  # one, because a worker may take many with it
+            self.note_failure(*lost)
         for replica in gangs.broken(self.replicas):
             why = "another replica of its gang was lost"
             self.notes.dead.append(DeadReplica(replica.tag, why, self.world.wall))
@@ -194,8 +145,11 @@ class _Stepper:
                 self.set_replica(tag, replace(replica, config_id=config_id))
 
     def note_start(self) -> None:
-        goal = self.goal
-        if goal is not None and self.backend.tag in goal.failures:
+        goal, most = self.goal, progress.running(self.backend, self.replicas.values())
+        has_more = goal is None or self.notes.most[0] != goal.goal_id or most > self.notes.most[1]
+        if goal is not None and has_more:
+            self.notes.most = goal.goal_id, most
+        if goal is not None and has_more and self.backend.tag in goal.failures:
             failures = {tag: count for tag, count in goal.failures.items() if tag != self.backend.tag}
             self.step.change[goal.key] = replace(goal, failures=failures)
         self.notes.failures, self.notes.retry_at = 0, None
@@ -207,7 +161,8 @@ class _Stepper:
         if goal is not None:
             count = goal.failures.get(tag, 0) + 1
             self.step.change[goal.key] = replace(goal, failures={**goal.failures, tag: count})
-            if count >= self.backend.config.allowed_failures(self.backend.needed_replicas):
+            is_late = isinstance(error, RequestTimeoutError)
+            if is_late or count >= self.backend.config.allowed_failures(self.backend.needed_replicas):
                 self.fail_goal(start_error(self.backend.tag, error))
             return
         notes.failures += 1
@@ -232,6 +187,8 @@ class _Stepper:
         goal = self.goal
         if goal is None or self.backend.is_deleting:
             return False
+        far = progress.how_far(self.world.state, goal, self.backend, self.replicas.values())
+        error = progress.with_note(error, far)
         self.apply(goals.rolled_back(self.world.state, goal, error, self.backend, self.world.wall))
         return True
 
@@ -240,21 +197,17 @@ class _Stepper:
         self.notes.goal = None if goal is None else goal.goal_id
         if goal is None or self.backend.is_deleting:
             return
-        if goal.goal_id != self.world.observed.goals.get(self.backend.tag):
-            # A new goal starts immediately, even if the previous one failed often.
-            self.notes.failures, self.notes.retry_at = 0, None
-        if goal.timeout_s is None:
+        world, notes, replicas = self.world, self.notes, self.replicas
+        if goal.goal_id != world.observed.goals.get(self.backend.tag):
+            # A new goal starts immediately, even if the previous one failed often or found no room.
+            notes.failures, notes.retry_at, notes.told_at = 0, None, world.now
+            notes.full_since, notes.full_from, notes.drained_at_once = None, None, 1
+        if not progress.is_overdue(world, self.step, goal, self.backend, replicas):
             return
-        deadline = self.world.observed.deadlines.get(goal.goal_id)
-        if deadline is None:
-            deadline = self.notes.deadlines[goal.goal_id] = self.world.now + goal.timeout_s
-        if self.world.now < deadline:
-            self.step.wake(deadline)
-            return
-        world, replicas = self.world, self.replicas.values()
-        if goal.application and not app_state.is_late(world.state, world.observed, self.backend, replicas):
-            return
-        self.fail_goal(late_error(self.backend, shown(goal.timeout_s), self.notes.waiting))
+        if not goal.application or app_state.is_late(
+            world.state, world.observed, self.backend, replicas.values()
+        ):
+            self.fail_goal(progress.late_error(goal, self.backend, notes.waiting))
 
     # 3. close the gap
 
@@ -353,23 +306,28 @@ class _Stepper:
     def place_waiting(self) -> None:
         notes, waiting = self.notes, unplaced(self.replicas.values())
         if not waiting:
+            notes.full_from = None
             if not self.notes.is_pausing(self.world.now):
                 notes.waiting = None
             return
         workers = self.world.observed.cleared_workers()
         trial = self.trial()
+        found: Sequence[WorkerAddress] | None = None
         for gang in gangs.by_gang(waiting):
             demand = gangs.demand_of_gang(self.backend, gang)
+            was_placed = found is not None
             found = place(trial, workers, demand, self.world.avoid)
             if found is None:
                 notes.waiting = explain(trial, workers, demand)
+                if was_placed or notes.full_from is None:
+                    notes.full_from = progress.full_from(self.world, self.goal, self.replicas.values())
                 return
             for worker, amounts in zip(found, demand.bundles, strict=True):
                 trial.occupy(self.backend.tag, worker, amounts)
             places = iter(found)
             for replica in gang:
                 self.place_on([next(places) for _ in bundles_of(replica)], replica)
-        notes.waiting = None
+        notes.waiting = notes.full_from = None
 
     def place_on(self, workers: Sequence[WorkerAddress], replica: ReplicaRecord) -> None:
         self.step.incarnation += 1
@@ -388,8 +346,13 @@ class _Stepper:
     def finish(self) -> None:
         self.act()
         self.finish_goal()
-        if self.goal is None:
+        goal = self.goal
+        if goal is None or self.backend.is_deleting:
             self.notes.deadlines.clear()
+            self.notes.full_from = self.notes.told_at = None
+            self.notes.most = None, 0
+        else:
+            progress.note(self.world, self.step, goal, self.backend, self.replicas)
         if app_state.is_left_over(self.world.state, self.backend):
             self.apply({self.backend.key: replace(self.backend, is_deleting=True)})
         if self.backend.is_deleting:
@@ -436,7 +399,7 @@ class _Stepper:
                 # The watch looks for a running replica that has not been observed; it is never created again.
                 replica.tag in observed.ready and replica.tag not in unread
             ):
-                if _is_outdated(self.backend, replica):
+                if progress.is_outdated(self.backend, replica):
                     self.step.actions.append(ReconfigureReplica(self.in_doubt(replica)))
                 elif has_wrong_standing(self.backend, replica, observed):
                     self.step.actions.append(ReconfigureReplica(replica))
@@ -466,11 +429,6 @@ class _Stepper:
 def unplaced(replicas: Iterable[ReplicaRecord]) -> list[ReplicaRecord]:
     """Return the replicas that wait for workers."""
     return [each for each in replicas if each.state is ReplicaState.SHOULD_START]
-
-
-def _is_outdated(backend: BackendRecord, replica: ReplicaRecord) -> bool:
-    """Return whether a replica of the right version runs with an old config."""
-    return replica.version == backend.version and replica.config_id != backend.config_id
 
 
 def step(world: World, backend: BackendRecord) -> Step:

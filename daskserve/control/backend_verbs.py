@@ -106,7 +106,7 @@ def create_backend(state: State, spec: BackendSpec, *, goal_id: GoalId, now: flo
     record, code = _new_record(state, spec, now, is_deployment=False)
     change: Change = {code.key: code}
     record = scaling.carried_over(record, None, now)
-    goals.open_goal(state, change, record, goal_id=goal_id, timeout_s=spec.timeout_s, by=by)
+    goals.open_goal(state, change, record, goal_id=goal_id, limits=spec, now=now, by=by)
     return Outcome(change, goal_id)
 
 
@@ -124,7 +124,7 @@ def deploy(state: State, spec: BackendSpec, *, goal_id: GoalId, now: float, by: 
     assert wanted is not None
     record, code = wanted
     change: Change = {code.key: code}
-    goals.open_goal(state, change, record, goal_id=goal_id, timeout_s=spec.timeout_s, by=by)
+    goals.open_goal(state, change, record, goal_id=goal_id, limits=spec, now=now, by=by)
     return Outcome(change, goal_id)
 
 
@@ -238,8 +238,8 @@ def update_backend_config(
     *,
     sets_user_config: bool,
     goal_id: GoalId,
-    timeout_s: float | None,
     now: float,
+    limits: goals.TimeLimits = goals.NO_LIMITS,
     by: str = "",
 ) -> Outcome:
     """Merge the given options into a backend's options."""
@@ -261,7 +261,7 @@ def update_backend_config(
     if wanted == backend:
         return Outcome({}, backend.goal)
     change: Change = {}
-    goals.open_goal(state, change, wanted, goal_id=goal_id, timeout_s=timeout_s, by=by)
+    goals.open_goal(state, change, wanted, goal_id=goal_id, limits=limits, now=now, by=by)
     return Outcome(change, goal_id)
 
 
@@ -292,7 +292,7 @@ def delete_backend(
         return Outcome({}, backend.goal)
     change: Change = {}
     wanted = replace(backend, is_deleting=True, is_forced=is_forced)
-    goals.open_goal(state, change, wanted, goal_id=goal_id, timeout_s=None, by=by)
+    goals.open_goal(state, change, wanted, goal_id=goal_id, by=by)
     return Outcome(change, goal_id)
 
 

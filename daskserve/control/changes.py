@@ -10,6 +10,7 @@ from daskserve.cluster.base import verb
 from daskserve.control import app_verbs, backend_verbs, endpoint_state, scale_verb, target_capacity
 from daskserve.control.backend_verbs import Outcome
 from daskserve.control.core import ControllerCore
+from daskserve.control.goals import ChangeLimits
 from daskserve.control.records import BackendRecord
 from daskserve.errors import NotRunningError, ServeError, UnavailableError
 from daskserve.options.app_spec import ApplicationSpec
@@ -76,6 +77,7 @@ class ChangingVerbs:
         user_config: bytes | None,
         sets_user_config: bool,
         timeout_s: float | None,
+        progress_timeout_s: float | None = None,
         by: str = "",
     ) -> dict[str, Any]:
         async with self._deciding():
@@ -86,7 +88,7 @@ class ChangingVerbs:
                 user_config,
                 sets_user_config=sets_user_config,
                 goal_id=self._goal_id(),
-                timeout_s=timeout_s,
+                limits=ChangeLimits(timeout_s, progress_timeout_s),
                 now=self._core.clock.wall(),
                 by=by,
             )

@@ -16,11 +16,12 @@ from typing import Any
 from daskserve.clock import Clock
 from daskserve.cluster.base import ActorContext, Cluster
 from daskserve.cluster.long_poll import WORKERS, LongPollHost
-from daskserve.control import checkpoint, endpoint_state, views
+from daskserve.control import checkpoint, endpoint_state, goals, views
 from daskserve.control.acting import Acting
 from daskserve.control.http_state import ProxyRules, is_ready
 from daskserve.control.observed import Observed
 from daskserve.control.proxy_record import ProxyRecord
+from daskserve.control.readiness import unready
 from daskserve.control.reconcile import Reconciler
 from daskserve.control.records import Change, GoalRecord, GoalState
 from daskserve.control.scaling.scaler import Scaler
@@ -32,7 +33,7 @@ from daskserve.figures.table import MetricSample
 from daskserve.options.http import HTTPOptions
 from daskserve.payload.importing import call_imported
 from daskserve.starts import ControllerStart, ProxyStart
-from daskserve.types import SILENT_WORKERS, Location, SnapshotId, WorkerInfo
+from daskserve.types import SILENT_WORKERS, UNREADY, Location, SnapshotId, WorkerInfo, short_tag
 
 logger = logging.getLogger("daskserve.controller")
 
@@ -71,6 +72,7 @@ class ControllerCore:
             await asyncio.to_thread(call_imported, self._start.callback, "daskserve.controller.callback")
         records = await self.cluster.store.load()
         self.state, self.corrupt = checkpoint.restore(records)
+        self.observed.inherited = goals.pending(self.state)
         for key, error in self.corrupt.items():
             logger.error("Stored record %s is skipped: %s", key, error)
         self.writer = Writer(self.cluster.store, self.epoch, self.state, self._apply)
@@ -84,7 +86,6 @@ class ControllerCore:
             proxy_start=self._proxy_start,
             poke=self._poke,
             debug=self.http.debug,
-            start_timeout_s=self._start.start_timeout_s,
         )
         self._reconciler = Reconciler(
             self.state,
@@ -102,6 +103,7 @@ class ControllerCore:
         self.scaler = Scaler(self.state, self.observed, self.clock, poke=self._reconciler.poke)
         self._unsubscribe = await self.cluster.subscribe(self._on_message)
         await self._refresh_workers()
+        self.observed.unready = unready(self.state, frozenset(), self.state.backends.keys())
         self._notify(self._all_keys())
         self._watch = WorkerWatch(
             self.cluster,
@@ -265,7 +267,10 @@ class ControllerCore:
             elif isinstance(record, GoalRecord) and record.state is not GoalState.PENDING:
                 self.loop.figures.goals[record.state] += 1
                 self.observed.deadlines.pop(record.goal_id, None)
-        self._notify(self._keys_touched(change))
+        keys = self._keys_touched(change)
+        tags = {key.removeprefix("backend/") for key in keys if key.startswith("backend/")}
+        self.observed.unready = unready(self.state, self.observed.unready, tags)
+        self._notify(keys | {UNREADY})
         if any(key.startswith("backend/") for key in change):
             self.scaler.wake()
         if any(key.startswith("goal/") for key in change):
@@ -278,6 +283,8 @@ class ControllerCore:
             kind, _, name = key.partition("/")
             if kind == "endpoint":
                 keys |= {key, "routes"}
+            elif kind == "app":
+                keys.add("routes")
             elif kind == "backend":
                 keys.add(key)
             elif kind == "proxy":
@@ -291,6 +298,7 @@ class ControllerCore:
         return {
             "routes",
             "system",
+            UNREADY,
             *(each.key for each in state.endpoints.values()),
             *(each.key for each in state.backends.values()),
         }
@@ -301,6 +309,8 @@ class ControllerCore:
             kind, _, name = key.partition("/")
             if kind == "routes":
                 values[key] = endpoint_state.published_routes(self.state)
+            elif kind == UNREADY:
+                values[key] = sorted(map(short_tag, self.observed.unready))
             elif kind == "system":
                 values[key] = views.published_system(self.state, self.worker)
             elif kind == "endpoint":

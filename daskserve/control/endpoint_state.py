@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from daskserve.control.records import Change, EndpointRecord
+from daskserve.control.records import AppRecord, Change, EndpointRecord
 from daskserve.control.state import State
 from daskserve.errors import AlreadyRegisteredError, BadRequestError, NotRegisteredError
 from daskserve.options.route_variables import has_variables, shape_of
@@ -261,8 +261,8 @@ def published(endpoint: EndpointRecord | None) -> Any:
     }
 
 
-def published_routes(state: State) -> dict[str, Any]:
-    """Return the route table for proxies; a route of an application has its name."""
+def routes(state: State) -> dict[str, Any]:
+    """Return the route table; a route of an application has its name."""
     table: dict[str, Any] = {}
     for route, endpoint in state.routes().items():
         table[route] = {"endpoint": endpoint.name, "methods": list(endpoint.methods)}
@@ -270,3 +270,29 @@ def published_routes(state: State) -> dict[str, Any]:
         if application:
             table[route]["application"] = application
     return table
+
+
+def published_routes(state: State) -> dict[str, Any]:
+    """Return the route table for proxies, with the routes that applications get once they are up."""
+    table = routes(state)
+    for app in state.apps:
+        endpoint = state.endpoints.get(app.ingress)
+        if (
+            app.route is not None
+            and app.route not in table
+            and endpoint is not None
+            and _is_first(state, app)
+        ):
+            methods = list(endpoint.methods)
+            named = {"endpoint": endpoint.name, "methods": methods, "application": app.name}
+            table[app.route] = {**named, "pending": True}
+    return table
+
+
+def _is_first(state: State, app: AppRecord) -> bool:
+    """Return whether an application is being deployed and has never been up before."""
+    goal = state.goals.get(app.goal or "")
+    if goal is None or app.is_deleting:
+        return False
+    before = goal.previous.get(app.key)
+    return before is None or not before["deployments"]

@@ -51,7 +51,7 @@ def explain(state: State, observed: Observed, name: str, now: float) -> dict[str
         "events": [list(each) for each in backend.scalings],
         "target_capacity": backend.capacity,
         "target_capacity_direction": backend.capacity_direction,
-        "waiting": message_of(observed, backend),
+        "waiting": message_of(observed, backend, state.replicas_of(backend.tag)),
     }
 
 

@@ -9,8 +9,8 @@ while, so that a caller that lost its connection can still read the outcome.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, TypeAlias
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeAlias
 
 from daskserve.control import endpoint_state
 from daskserve.control.records import (
@@ -36,6 +36,26 @@ from daskserve.types import BackendTag, GoalId, ReplicaState, described
 KEPT_GOALS = 100
 SWEEP_AT = 2 * KEPT_GOALS
 
+
+class TimeLimits(Protocol):
+    """The time limits of a change, as in `GoalRecord`."""
+
+    @property
+    def timeout_s(self) -> float | None: ...
+    @property
+    def progress_timeout_s(self) -> float | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ChangeLimits:
+    """The time limits of a change that has no spec; without any, it never fails."""
+
+    timeout_s: float | None = None
+    progress_timeout_s: float | None = None
+
+
+NO_LIMITS = ChangeLimits()
+
 #: The records before a change, by key.
 Previous: TypeAlias = dict[str, Mapping[str, Any] | None]
 
@@ -45,13 +65,14 @@ def open_goal(
     change: Change,
     *wanted: BackendRecord | AppRecord,
     goal_id: GoalId,
-    timeout_s: float | None,
+    limits: TimeLimits = NO_LIMITS,
+    now: float = 0.0,
     number: int | None = None,
     by: str = "",
 ) -> None:
     """Add the wanted records of one backend or one application to ``change``, with a pending goal.
 
-    ``by`` is the program that asks for it.
+    ``by`` is the program that asks for it, ``now`` the time in seconds since the epoch.
 
     Pending goals of what they replace are superseded. A change of one deployment while its application
     changes becomes part of that change. On failure, everything returns to the last completed state.
@@ -79,7 +100,9 @@ def open_goal(
         backend="" if app is not None else wanted[0].tag,  # type: ignore[union-attr]
         state=GoalState.PENDING,
         number=next_number(state) if number is None else number,
-        timeout_s=timeout_s,
+        timeout_s=limits.timeout_s,
+        progress_timeout_s=limits.progress_timeout_s,
+        opened_at=now,
         previous={} if any(each.is_deleting for each in wanted) else previous,
         application="" if app is None else app.name,
         by=by,
@@ -148,6 +171,11 @@ def _is_leaving(state: State, key: str) -> bool:
 def next_number(state: State) -> int:
     """Return the number of the next goal."""
     return 1 + max((each.number for each in state.goals.values()), default=0)
+
+
+def pending(state: State) -> frozenset[GoalId]:
+    """Return the goals that are neither complete nor rolled back."""
+    return frozenset(each.goal_id for each in state.goals.values() if each.is_pending)
 
 
 def finish(goal: GoalRecord, error: ServeError | None = None) -> GoalRecord:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from daskserve.autoscaling.context import Sample
 from daskserve.control.loads import Loads
@@ -66,6 +66,13 @@ class DeadReplica:
     at: float
 
 
+class Busy(NamedTuple):
+    """What an actor does while it starts, is reconfigured or drains, and for how many seconds."""
+
+    what: str
+    for_s: float = 0.0
+
+
 @dataclass(slots=True)
 class Notes:
     """What a step of one backend has learnt; `Observed.learn` applies it.
@@ -78,6 +85,12 @@ class Notes:
         The earliest time to start another replica after that.
     waiting : str or None
         A text with the reason why replicas wait.
+    full_from : float or None
+        Since when replicas have waited for room without a sign that it comes free.
+    most : tuple of str and int
+        The pending goal, and the highest number of replicas that have run its version at once.
+    told_at : float or None
+        When the log last said what the change waits for.
     full_since : float or None
         Since when a rollout has found no room for an additional replica, or has ``max_surge`` 0.
     goal : str or None
@@ -87,7 +100,7 @@ class Notes:
     stays : str or None
         The replica that was to move to a better worker, and does not.
     deadlines : dict
-        Deadlines of the goals that this step observed first.
+        Deadlines of goals that this step has set.
     configured, reconfigure_failed : dict
         Answers to reconfigurations that this step processed.
     dead : list
@@ -98,6 +111,9 @@ class Notes:
     retry_at: float | None = None
     waiting: str | None = None
     full_since: float | None = None
+    full_from: float | None = None
+    most: tuple[GoalId | None, int] = (None, 0)
+    told_at: float | None = None
     goal: GoalId | None = None
     drained_at_once: int = 1
     stays: ReplicaTag | None = None
@@ -131,6 +147,8 @@ class Observed:
     #: The workers that other workers do not reach directly, each with its route.
     broken_routes: dict[WorkerAddress, Mapping[WorkerAddress, str]] = field(default_factory=dict)
     failed: dict[ReplicaTag, BaseException] = field(default_factory=dict)
+    #: What replicas do that start, are reconfigured or drain; only of those whose process was seen to do it.
+    busy: dict[ReplicaTag, Busy] = field(default_factory=dict)
     gone: set[ReplicaTag] = field(default_factory=set)
     #: The config each replica runs with, as far as it differs from its record.
     configured: dict[ReplicaTag, str] = field(default_factory=dict)
@@ -146,12 +164,20 @@ class Observed:
     waiting: dict[BackendTag, str] = field(default_factory=dict)
     #: Since when a backend's rollout has found no room for an additional replica.
     full_since: dict[BackendTag, float] = field(default_factory=dict)
+    #: Since when a backend's replicas have waited for room without a sign that it comes free.
+    full_from: dict[BackendTag, float] = field(default_factory=dict)
+    #: The pending goal of each backend, and the highest number of replicas of its version at once.
+    most: dict[BackendTag, tuple[GoalId | None, int]] = field(default_factory=dict)
+    #: When the log last said what a backend's change waits for.
+    told_at: dict[BackendTag, float] = field(default_factory=dict)
     #: The last replicas of each backend that died, oldest first.
     dead: dict[BackendTag, tuple[DeadReplica, ...]] = field(default_factory=dict)
     #: Number of old replicas that such a rollout stops together, where it is not 1.
     drained_at_once: dict[BackendTag, int] = field(default_factory=dict)
     #: The replica that moves to a better worker; see `daskserve.control.spreading`.
     moving: ReplicaTag | None = None
+    #: The backends that should run and have no running replica, as published.
+    unready: frozenset[BackendTag] = frozenset()
     #: Whether the cluster removes empty workers, as under ``cluster.adapt()``.
     is_adaptive: bool = False
     #: The load that routers and replicas have reported.
@@ -159,6 +185,8 @@ class Observed:
     #: The last decisions of the autoscalers.
     scalings: dict[BackendTag, Scaling] = field(default_factory=dict)
     deadlines: dict[GoalId, float] = field(default_factory=dict)
+    #: The goals that earlier controllers have begun to work on.
+    inherited: frozenset[GoalId] = frozenset()
     #: The pending goals that steps of backends have seen.
     goals: dict[BackendTag, GoalId] = field(default_factory=dict)
     proxies_ready: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -273,6 +301,9 @@ class Observed:
             self.retry_at.get(tag),
             self.waiting.get(tag),
             self.full_since.get(tag),
+            self.full_from.get(tag),
+            self.most.get(tag, (None, 0)),
+            self.told_at.get(tag),
             drained_at_once=self.drained_at_once.get(tag, 1),
         )
 
@@ -282,6 +313,9 @@ class Observed:
         _put(self.retry_at, tag, notes.retry_at)
         _put(self.waiting, tag, notes.waiting)
         _put(self.full_since, tag, notes.full_since)
+        _put(self.full_from, tag, notes.full_from)
+        _put(self.most, tag, None if notes.most[0] is None else notes.most)
+        _put(self.told_at, tag, notes.told_at)
         _put(self.goals, tag, notes.goal)
         if notes.dead:
             self.dead[tag] = (*self.dead.get(tag, ()), *notes.dead)[-KEPT_DEAD:]
@@ -312,6 +346,7 @@ class Observed:
     def forget_replica(self, tag: ReplicaTag) -> None:
         """Drop the observations of a replica whose record is gone."""
         levels: tuple[dict[ReplicaTag, Any], ...] = (self.ready, self.failed, self.unhealthy, self.configured)
+        self.busy.pop(tag, None)
         for each in (*levels, self.reconfigure_failed, self.standings, self.routing_stats):
             each.pop(tag, None)
         self.gone.discard(tag)

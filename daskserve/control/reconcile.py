@@ -24,6 +24,7 @@ from daskserve.control.observed import Observed
 from daskserve.control.records import BackendRecord, Change
 from daskserve.control.spreading import Spreader
 from daskserve.control.state import State
+from daskserve.control.step import Step, World
 from daskserve.control.take_over import Listening, all_run
 from daskserve.errors import (
     ServeError,
@@ -229,7 +230,7 @@ class Reconciler:
         changes more than its own backend and replicas is written alone, because it depends on the records of
         others.
         """
-        taken: list[tuple[BackendRecord, backend_state.Step]] = []
+        taken: list[tuple[BackendRecord, Step]] = []
         change: Change = {}
         async with self._lock:
             left = list(tags)
@@ -261,6 +262,8 @@ class Reconciler:
             later.discard(backend.tag)
             if step.wake_at is not None:
                 self._wake_at[backend.tag] = step.wake_at
+            for message in step.messages:
+                logger.info("%s", message)
             for action in step.actions:
                 self._acting.act(action)
             again = self._affected(backend, step.change, later)
@@ -269,9 +272,9 @@ class Reconciler:
                 self._wake.set()
         return left
 
-    def _decide(self, backend: BackendRecord, undone: Change) -> backend_state.Step | None:
+    def _decide(self, backend: BackendRecord, undone: Change) -> Step | None:
         """Return the step of a backend, given changes that are not applied yet; None if it fails."""
-        world = backend_state.World(
+        world = World(
             state=self._state,
             observed=self._observed,
             now=self._clock.now(),
@@ -288,7 +291,7 @@ class Reconciler:
             self._failed_step(backend.tag, error)
             return None
 
-    def _learn(self, taken: list[tuple[BackendRecord, backend_state.Step]]) -> None:
+    def _learn(self, taken: list[tuple[BackendRecord, Step]]) -> None:
         for backend, step in taken:
             self._observed.learn(backend.tag, step.notes)
 

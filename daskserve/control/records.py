@@ -223,6 +223,8 @@ class ReplicaRecord:
         What the user's ``record_replica_metadata`` returned.
     events : tuple
         The replica's `replica_lifecycle.ReplicaEvent` values, oldest first: at most five, none twice.
+    moved_at : float
+        When it entered its state, in seconds since the epoch.
     """
 
     KIND: ClassVar[str] = "replica"
@@ -242,6 +244,7 @@ class ReplicaRecord:
     bundles: tuple[Mapping[str, float], ...] = ()
     bundle_workers: tuple[WorkerAddress, ...] = ()
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    moved_at: float = 0.0
 
     @property
     def key(self) -> str:
@@ -343,10 +346,17 @@ class GoalRecord:
     ----------
     backend, application : str
         What it changes: one backend, or (with ``backend`` empty) an application.
+    timeout_s : float or None
+        Time in seconds within which the change must be complete.
+    progress_timeout_s : float or None
+        Without ``timeout_s``: time in seconds without progress after which the change fails. With neither, as
+        for a deletion, it never fails.
+    opened_at : float
+        When the change was requested, in seconds since the epoch.
     previous : dict
         The records before the change, by key, for a rollback; None for what the change created.
     failures : dict
-        Number of consecutive constructor failures of each backend while this goal was pending.
+        How many replicas of each backend have failed or were lost since the change last came further.
     error : bytes or None
         The error of a FAILED goal, packed by `daskserve.payload.packed_errors.dump_error`. One that is DONE
         has an error if a later change replaced it: the classic system calls such a goal complete.
@@ -369,10 +379,17 @@ class GoalRecord:
     application: str = ""
     by: str = ""
     successor: GoalId = ""
+    progress_timeout_s: float | None = None
+    opened_at: float = 0.0
 
     @property
     def key(self) -> str:
         return f"{self.KIND}/{self.goal_id}"
+
+    @property
+    def limit_s(self) -> float | None:
+        """The time limit in force."""
+        return self.progress_timeout_s if self.timeout_s is None else self.timeout_s
 
     @property
     def is_pending(self) -> bool:

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from daskserve.control.backend_verbs import configured
+from daskserve.control.observed import DeadReplica
 from daskserve.control.records import BackendRecord, ReplicaRecord
-from daskserve.errors import DeployError, NoCapacityError, RequestTimeoutError, ServeError
+from daskserve.errors import DeployError, ServeError
 from daskserve.types import described
 
 
@@ -34,16 +35,8 @@ def start_error(backend: str, error: BaseException) -> ServeError:
     )
 
 
-def late_error(backend: BackendRecord, limit_s: str, why: str | None) -> ServeError:
-    """Return the error of a goal that was not reached in time; ``why`` says what replicas wait for."""
-    tag, wanted = backend.tag, backend.needed_replicas
-    if why is not None:
-        where = "placement_group_bundles" if backend.bundles else "actor_options"
-        return NoCapacityError(
-            f"Cannot scale {described(tag)} to {wanted} replicas within {limit_s} s: {why}. "
-            f"Add workers, reduce the resources in {where}, or delete other backends."
-        )
-    return RequestTimeoutError(
-        f"{described(tag, 'Backend')} did not get to {wanted} running replicas within {limit_s} s; "
-        "its constructor may need longer: pass a larger timeout_s."
+def lost_error(backend: BackendRecord, death: DeadReplica) -> ServeError:
+    """Return the error of a change whose replicas start, and are lost again and again."""
+    return DeployError(
+        f"A replica of {described(backend.tag)} was lost before the change was complete: {death.reason}"
     )

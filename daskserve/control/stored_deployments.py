@@ -47,6 +47,7 @@ def _stored(state: State, backend: BackendRecord) -> dict[str, Any]:
         env=backend.env,
         request_id="",
         timeout_s=None,
+        progress_timeout_s=None,
         parts=(),
     ).to_plain()
     # Not the user's: facts about the callable, and what follows from the environment.

@@ -5,17 +5,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
 from daskserve.amounts import shown
-from daskserve.control import app_state, backend_verbs, endpoint_state
+from daskserve.control import app_state, backend_verbs, endpoint_state, progress
 from daskserve.control.backend_state import NEW_WORKER_S
 from daskserve.control.http_state import is_ready
-from daskserve.control.observed import Observed
+from daskserve.control.observed import Busy, Observed
 from daskserve.control.proxy_record import ProxyRecord
-from daskserve.control.records import BackendRecord, GoalState
+from daskserve.control.records import BackendRecord, GoalState, ReplicaRecord
 from daskserve.control.state import State
 from daskserve.errors import NotFoundError
 from daskserve.options.credentials import masked
@@ -34,7 +34,7 @@ def backend_status(state: State, observed: Observed, backend: BackendRecord) -> 
         "wanted": backend.num_replicas,
         "running": running,
         "version": backend.user_version or UNVERSIONED,
-        "message": message_of(observed, backend),
+        "message": message_of(observed, backend, replicas),
         "dead_replicas": dead_replicas(observed, backend.tag),
     }
 
@@ -44,9 +44,14 @@ def dead_replicas(observed: Observed, tag: BackendTag) -> list[dict[str, Any]]:
     return [asdict(each) for each in observed.dead.get(tag, ())]
 
 
-def message_of(observed: Observed, backend: BackendRecord) -> str:
-    """Return what an update does without room, what replicas wait for, or else why the last goal failed."""
+def message_of(observed: Observed, backend: BackendRecord, replicas: Iterable[ReplicaRecord]) -> str:
+    """Return what a backend waits for (room, a slow replica, an update), or else why the last goal failed."""
+    replicas = list(replicas)
     found = [observed.waiting[backend.tag]] if backend.tag in observed.waiting else []
+    found += [text] if (text := progress.busy_text(observed, backend, replicas)) else []
+    if backend.goal is not None and any(each.version != backend.version for each in replicas):
+        done = progress.running(backend, replicas)
+        found.append(f"{done} of {backend.needed_replicas} replicas are updated")
     if backend.tag in observed.full_since:
         surge = backend.config.surge(1)
         cause = "no room for a new replica beside the old ones" if surge else "max_surge is 0"
@@ -155,7 +160,8 @@ def actors(state: State, observed: Observed, instance: str, controller: Mapping[
                 "state": replica.state.value,
                 **where(replica.worker),
                 "pid": ready.get("pid") if ready is not None else None,
-                "message": observed.unhealthy.get(replica.tag, ""),
+                "message": observed.unhealthy.get(replica.tag)
+                or progress.work_text(observed.busy.get(replica.tag, Busy(""))),
                 "rank": replica.rank[0] if replica.rank else None,
                 "metadata": dict(replica.metadata),
                 "routing_stats": dict(observed.routing_stats.get(replica.tag, {})),
@@ -315,7 +321,7 @@ VIEWS: Mapping[str, Callable[[State, Observed], Any]] = {
         tag: [each.tag for each in state.replicas_of(tag) if each.state is ReplicaState.RUNNING]
         for tag in state.backends
     },
-    "get_router_config": lambda state, _: endpoint_state.published_routes(state),
+    "get_router_config": lambda state, _: endpoint_state.routes(state),
     "get_traffic_policies": lambda state, _: {
         name: {"traffic": dict(endpoint.traffic), "shadows": dict(endpoint.shadows)}
         for name, endpoint in state.endpoints.items()

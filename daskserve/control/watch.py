@@ -17,7 +17,7 @@ from typing import Any
 
 from daskserve.clock import Clock
 from daskserve.cluster.base import EPOCH_BITS, Cluster
-from daskserve.control.observed import Observed
+from daskserve.control.observed import Busy, Observed
 from daskserve.control.records import ReplicaRecord
 from daskserve.control.state import State
 from daskserve.errors import ActorLostError, ServeError, StaleEpochError, UnavailableError
@@ -156,8 +156,7 @@ class WorkerWatch:
             if actor is not None and "figures" in actor:
                 now = self._clock.now()
                 self._observed.loads.answered(replica.backend, replica.tag, actor["figures"], now)
-            if actor is not None:
-                self._note_facts(replica, actor)
+            self._note_facts(replica, {} if actor is None else actor)
             if actor is None or actor["is_healthy"] or replica.tag in self._observed.unhealthy:
                 continue
             logger.warning("Replica %s is unhealthy: %s", short_tag(replica.tag), actor["detail"])
@@ -167,7 +166,11 @@ class WorkerWatch:
         self._end_orphans(worker, actors)
 
     def _note_facts(self, replica: ReplicaRecord, actor: Mapping[str, Any]) -> None:
-        """Record the rank with which a replica runs, and the user's statistics for routing."""
+        """Record what a replica does, the rank with which it runs, and the user's statistics for routing."""
+        if "busy" in actor:
+            self._observed.busy[replica.tag] = Busy(*actor["busy"])
+        else:
+            self._observed.busy.pop(replica.tag, None)
         if actor.get("standing"):
             standing = as_standing(actor["standing"])
             if self._observed.standings.get(replica.tag) != standing:

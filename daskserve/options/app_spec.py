@@ -85,6 +85,8 @@ class ApplicationSpec:
         Each after those that it needs, so the ingress is the last.
     request_id : str
         Tells the retry of a call from a second call.
+    timeout_s, progress_timeout_s : float or None
+        As in `daskserve.control.records.GoalRecord`.
     """
 
     name: str
@@ -92,6 +94,7 @@ class ApplicationSpec:
     deployments: tuple[DeploymentSpec, ...]
     request_id: str
     timeout_s: float | None
+    progress_timeout_s: float | None = None
 
     @property
     def ingress(self) -> DeploymentSpec:
@@ -106,6 +109,7 @@ class ApplicationSpec:
             "deployments": [each.to_plain() for each in self.deployments],
             "request_id": self.request_id,
             "timeout_s": self.timeout_s,
+            "progress_timeout_s": self.progress_timeout_s,
         }
 
     @classmethod

@@ -155,8 +155,16 @@ class BackendConfig(Options):
     max_constructor_retry_count: Annotated[int, CONTROLLER_ONLY] = Field(
         20,
         ge=1,
-        description="Number of consecutive failed starts of replicas after which a change fails and is "
-        f"rolled back. Not more than {STARTS_PER_REPLICA} for each replica that is wanted.",
+        description="Number of failed starts of replicas, or losses of new ones, in a row after which a "
+        f"change fails and is rolled back. Not more than {STARTS_PER_REPLICA} for each replica that is "
+        "wanted.",
+    )
+    start_timeout_s: Annotated[float, CONTROLLER_ONLY] = Field(
+        600,
+        gt=0,
+        description="Maximum time in seconds for a replica to load and construct the callable, and before "
+        "that, for its environment to be installed; also for ``reconfigure``. A change whose replica takes "
+        "longer fails and is rolled back, see [Slow starts](docs/deployments.md#slow-starts).",
     )
     user_config: Any = Field(
         None,

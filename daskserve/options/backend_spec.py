@@ -35,6 +35,8 @@ class BackendSpec:
         The content of the parcel that stands for the code, if it is large; stays with the client.
     request_id : str
         Tells the retry of a call from a second call.
+    timeout_s, progress_timeout_s : float or None
+        As in `daskserve.control.records.GoalRecord`.
     """
 
     tag: BackendTag
@@ -48,6 +50,7 @@ class BackendSpec:
     env: str | None = field(repr=False)
     request_id: str
     timeout_s: float | None
+    progress_timeout_s: float | None
     parts: tuple[Any, ...]
 
     def to_plain(self) -> dict[str, Any]:

@@ -52,16 +52,19 @@ class DeploymentActorConfig(Options):
             raise ValueError(f"must be a class or its import path, got {value!r}")
         return value
 
-    def config(self, *, is_blocking: bool) -> BackendConfig:
+    def config(self, of: BackendConfig, *, is_blocking: bool) -> BackendConfig:
         """Return how the actor runs.
 
         Parameters
         ----------
+        of
+            The options of its deployment.
         is_blocking
             Whether one of its methods is a plain function.
         """
         return BackendConfig(
             num_replicas=1,
+            start_timeout_s=of.start_timeout_s,
             max_concurrent_queries=self.max_concurrency or (1 if is_blocking else ASYNC_CALLS),
             max_queued_requests=-1,
             health_check_period_s=10,

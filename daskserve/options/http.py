@@ -167,15 +167,18 @@ class HTTPOptions(Options):
         "errors of the cluster. Never use it on a public port.",
     )
     list_routes: bool = Field(
-        True, description="Whether ``/-/routes`` lists the routes, and 404 responses refer to it."
+        True,
+        description="Whether ``/-/routes`` lists the routes, 404 responses refer to it, and ``/-/readyz`` "
+        "names what does not run.",
     )
 
     health_port: int | None = Field(
         None,
         ge=1,
         le=65535,
-        description="Port on which each proxy answers ``/-/healthz``, and nothing else, without TLS and "
-        "outside of the middlewares. It closes when the proxy begins to drain. None: no such port.",
+        description="Port on which each proxy answers ``/-/healthz`` and ``/-/readyz``, and nothing else, "
+        "without TLS and outside of the middlewares. It closes when the proxy begins to drain. None: no such "
+        "port.",
     )
     health_host: str | None = Field(None, description="Address of the health port. None: that of ``host``.")
 

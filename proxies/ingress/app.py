@@ -11,7 +11,7 @@ import asyncio
 import json
 import logging
 import random
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,7 +24,7 @@ from daskserve.payload.packed_errors import is_logged
 from daskserve.proxies.asgi import JSON, ASGIApp, Headers, Scope, send_whole
 from daskserve.proxies.ingress.bodies import BodyGate, BodyKeeper, is_refused
 from daskserve.proxies.ingress.errors import reply_to
-from daskserve.proxies.ingress.figures import SYSTEM_ROUTES, IngressFigures
+from daskserve.proxies.ingress.figures import READYZ, SYSTEM_ROUTES, IngressFigures
 from daskserve.proxies.ingress.request import (
     TRUSTED_TIMEOUT,
     IngressRequest,
@@ -43,6 +43,7 @@ DENIAL = "websocket.http.response"
 
 NOT_POPULATED = "Route table is not populated yet."
 DRAINING = "This node is being drained."
+NO_ROUTES = "There is no route yet."
 
 #: The keys of the scope of an HTTP request; see https://asgi.readthedocs.io/en/latest/specs/www.html
 _HTTP_KEYS = frozenset(
@@ -132,6 +133,8 @@ class IngressApp:
         `WHOLE_RESPONSE`.
     bodies : BodyGate, optional
         Limits the bodies, and gathers those that their backend needs whole.
+    unready : callable, optional
+        Returns the names of the backends that should run and have no replica; None if that is not known.
     """
 
     def __init__(
@@ -143,7 +146,9 @@ class IngressApp:
         rng: random.Random,
         takes_whole: bool = False,
         bodies: BodyGate | None = None,
+        unready: Callable[[], Collection[str] | None] = tuple,
     ) -> None:
+        self._unready = unready
         self._bodies = bodies
         self._root = normalize_prefix(options.root_path)
         self._root_bytes = self._root.encode()
@@ -262,10 +267,23 @@ class IngressApp:
         elif path == "/-/routes":
             body = json.dumps(table.names()).encode()
             await send_whole(request.send, 200, body, content_type=JSON)
-        elif self._is_draining:
-            await self._refuse(request, 503, DRAINING)
+        elif problem := self._problem(table, is_ready=path == READYZ):
+            await self._refuse(request, 503, problem)
         else:
             await send_whole(request.send, 200, b"success")
+
+    def _problem(self, table: RouteTable, *, is_ready: bool) -> str:
+        """Return why this proxy should get no requests, or why the instance is not ready; else nothing."""
+        if self._is_draining:
+            return DRAINING
+        if not len(table):
+            return NO_ROUTES
+        names = self._unready() if is_ready else ()
+        if names is None:
+            return NOT_POPULATED
+        if names and not self._lists_routes:
+            return f"{len(names)} deployments have no running replica."
+        return f"No replica runs of: {', '.join(names)}." if names else ""
 
     def _head(self, request: IngressRequest, scope: Scope, path: str, route: Route) -> dict[str, Any]:
         if request.timeout is not None:

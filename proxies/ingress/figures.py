@@ -22,10 +22,12 @@ CLIENT_GONE = 499
 #: Above this number of routes, the metrics of deleted ones are dropped.
 MAX_ROUTES = 1000
 
+#: The paths at which a proxy answers whether it can take requests, and whether all that should run does.
+HEALTHZ, READYZ = "/-/healthz", "/-/readyz"
 #: The routes of requests that match none, and of those that the ingress answers.
 NO_ROUTE = Route("", "", frozenset())
 SYSTEM_ROUTES: Mapping[str, Route] = {
-    path: Route(path, "", frozenset(("GET", "HEAD"))) for path in ("/-/healthz", "/-/routes")
+    path: Route(path, "", frozenset(("GET", "HEAD"))) for path in (HEALTHZ, READYZ, "/-/routes")
 }
 
 

@@ -44,15 +44,24 @@ class RouteTable:
     Parameters
     ----------
     routes : mapping
-        ``{route: {"endpoint": name, "methods": [...], "application": name}}``, the last for routes of
-        applications. Trailing slashes are ignored; of two routes that
-        differ only in them, the later one is used.
+        ``{route: {"endpoint": name, "methods": [...], "application": name, "pending": True}}``, the last two
+        for routes of applications, and for those that are deployed for the first time. Trailing slashes are
+        ignored; of two routes that differ only in them, the later one is used.
     """
 
     def __init__(self, routes: Mapping[str, Mapping[str, Any]]) -> None:
         # Keyed without the trailing slash, so that "/" becomes "" and is a prefix of every path.
         self._routes: dict[str, Route] = {}
+        #: The routes of applications that are not up yet, for paths without another route.
+        self._pending: RouteTable | None = None
+        pending = {
+            route: {**target, "pending": False} for route, target in routes.items() if target.get("pending")
+        }
+        if pending:
+            self._pending = RouteTable(pending)
         for written, target in routes.items():
+            if target.get("pending"):
+                continue
             prefix = normalize_prefix(written)
             methods = frozenset(str(method).upper() for method in target["methods"])
             application = str(target.get("application", ""))
@@ -63,24 +72,28 @@ class RouteTable:
     def match(self, path: str) -> Route | None:
         """Return the longest route that ``path`` equals or continues after a slash.
 
-        Where a fixed segment and a variable both match, the routes with the fixed one come first.
+        Where a fixed segment and a variable both match, the routes with the fixed one come first. Pending
+        routes come last.
         """
         routes = self._routes
         if self._tree is not None and path.startswith("/"):
-            return self._tree.find(path)
-        best = routes.get("")
-        end = 0
-        for _ in range(self._max_segments):
-            end = path.find("/", end + 1)
-            found = routes.get(path if end < 0 else path[:end])
-            if found is not None:
-                best = found
-            if end < 0:
-                break
+            best = self._tree.find(path)
+        else:
+            best = routes.get("")
+            end = 0
+            for _ in range(self._max_segments):
+                end = path.find("/", end + 1)
+                found = routes.get(path if end < 0 else path[:end])
+                if found is not None:
+                    best = found
+                if end < 0:
+                    break
+        if best is None and self._pending is not None:
+            return self._pending.match(path)
         return best
 
     def endpoints(self) -> dict[str, str]:
-        """Return ``{route: endpoint}``, in the order of the routes."""
+        """Return ``{route: endpoint}``, in the order of the routes; without those that are pending."""
         return {route.route: route.endpoint for _, route in sorted(self._routes.items())}
 
     def names(self) -> dict[str, str]:

@@ -1,6 +1,6 @@
 """The health port of a proxy: for probes of load balancers and Kubernetes, outside the user's middlewares.
 
-It answers ``/-/healthz`` and nothing else, without TLS, and within limits of its own, so that a proxy with
+It answers ``/-/healthz`` and ``/-/readyz``, without TLS, and within limits of its own, so that a proxy with
 ``max_connections`` open connections is not taken for dead. It opens with the proxy's own port, and closes
 when the proxy begins to drain: from then on connections are refused, or reach another proxy that listens on
 the same port of the host, as its successor does.
@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 from daskserve.proxies.asgi import ASGIApp, Scope, send_whole
+from daskserve.proxies.ingress.figures import HEALTHZ, READYZ
 from daskserve.proxies.server.choice import server_type
 from daskserve.proxies.server.life import HTTPServer
 from daskserve.types import Receive, Send
@@ -20,7 +21,6 @@ from daskserve.types import Receive, Send
 if TYPE_CHECKING:
     from daskserve.options.http import HTTPOptions
 
-PATH = "/-/healthz"
 #: The limits of the health port, in place of the proxy's own.
 _LIMITS: Mapping[str, float] = {"max_connections": 100, "max_body_bytes": 0, "keep_alive_timeout_s": 60.0}
 
@@ -34,10 +34,10 @@ class HealthApp:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
             await send({"type": "websocket.close"})
-        elif scope["path"] == PATH:
+        elif scope["path"] in (HEALTHZ, READYZ):
             await self._ingress(scope, receive, send)
         else:
-            await send_whole(send, 404, f"This port answers {PATH} only.".encode())
+            await send_whole(send, 404, f"This port answers {HEALTHZ} and {READYZ} only.".encode())
 
 
 def health_server(ingress: ASGIApp, options: HTTPOptions, **arguments: Any) -> HTTPServer | None:

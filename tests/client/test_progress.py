@@ -127,6 +127,28 @@ def test_a_slow_change_shows_what_it_waits_for_until_it_ends_or_fails() -> None:
     assert display.texts == ["text", "closed"]
 
 
+def test_without_a_display_the_log_says_now_and_then_what_a_change_waits_for(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    waited: list[float] = []
+
+    async def wait(seconds: float) -> bool:
+        waited.append(seconds)
+        return len(waited) == 3
+
+    texts = iter(["echo: 0 of 1 replicas run", "echo: 1 of 1 replicas run"])
+
+    async def describe() -> str:
+        return next(texts)
+
+    asyncio.run(wait_visibly(None, wait, describe))
+    assert waited == [30.0, 30.0, 30.0]
+    assert [(each.levelname, each.message) for each in caplog.records] == [
+        ("WARNING", "Still waiting: echo: 0 of 1 replicas run"),
+        ("WARNING", "Still waiting: echo: 1 of 1 replicas run"),
+    ]
+
+
 def test_only_the_main_thread_on_a_terminal_or_in_a_notebook_shows_anything(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -193,7 +215,7 @@ def test_a_deploy_shows_what_it_waits_for(monkeypatch: pytest.MonkeyPatch, tmp_p
 
     display = Touching()
     monkeypatch.setattr("daskserve.client.connection.find_display", lambda: lambda: display)
-    monkeypatch.setattr(wait_visibly, "__kwdefaults__", {"quiet_s": 0.05, "period_s": 0.05})
+    monkeypatch.setattr(wait_visibly, "__kwdefaults__", {"quiet_s": 0.05, "period_s": 0.05, "log_s": 30.0})
     with local_instance() as client:
         client.deploy("slow", Slow)
         assert client.get_handle("slow").remote(1).result() == 1

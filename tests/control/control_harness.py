@@ -8,8 +8,9 @@ from types import MappingProxyType
 from typing import Any
 
 from daskserve.control import backend_verbs
-from daskserve.control.backend_state import Step, World, step
+from daskserve.control.backend_state import step
 from daskserve.control.backend_verbs import Outcome
+from daskserve.control.goals import ChangeLimits
 from daskserve.control.observed import Observed
 from daskserve.control.records import (
     BackendRecord,
@@ -21,6 +22,7 @@ from daskserve.control.records import (
     ReplicaRecord,
 )
 from daskserve.control.state import State
+from daskserve.control.step import Step, World
 from daskserve.options.actor import ActorOptions
 from daskserve.options.app_spec import ApplicationSpec, DeploymentSpec, deployment_tag
 from daskserve.options.backend import BackendConfig
@@ -91,6 +93,7 @@ def spec(tag: str = "b", **fields: Any) -> BackendSpec:
         "env": None,
         "request_id": "request",
         "timeout_s": 60.0,
+        "progress_timeout_s": None,
         "parts": (),
     }
     given = {name: value for name, value in fields.items() if name in names}
@@ -105,6 +108,7 @@ def app_spec(
     route: str | None = "/",
     request_id: str = "request",
     timeout_s: float | None = 60.0,
+    progress_timeout_s: float | None = None,
     **specs: Mapping[str, Any],
 ) -> ApplicationSpec:
     """Return an application as the client makes it: its deployments with the names of those they need.
@@ -117,7 +121,7 @@ def app_spec(
         fields.setdefault("code", fields["version"].encode())
         tags = tuple(deployment_tag(name, need) for need in needs)
         deployments.append(DeploymentSpec(each, spec(deployment_tag(name, each), **fields), needs=tags))
-    return ApplicationSpec(name, route, tuple(deployments), request_id, timeout_s)
+    return ApplicationSpec(name, route, tuple(deployments), request_id, timeout_s, progress_timeout_s)
 
 
 class Bench:
@@ -127,6 +131,7 @@ class Bench:
         self.state = State()
         self.observed = Observed(workers={each.address: each for each in workers})
         self.now = 100.0
+        self.wall = 0.0
         self.rng = random.Random(1)
         self.last = Step()
         self._goals = 0
@@ -145,12 +150,12 @@ class Bench:
     def create(self, tag: str = "b", **fields: Any) -> str:
         goal_id = self.new_goal()
         wanted = spec(tag, **{"request_id": goal_id, **fields})
-        return self.verb(backend_verbs.create_backend(self.state, wanted, goal_id=goal_id, now=0.0))
+        return self.verb(backend_verbs.create_backend(self.state, wanted, goal_id=goal_id, now=self.wall))
 
     def deploy(self, tag: str = "b", **fields: Any) -> str:
         goal_id = self.new_goal()
         wanted = spec(tag, **{"request_id": goal_id, **fields})
-        return self.verb(backend_verbs.deploy(self.state, wanted, goal_id=goal_id, now=0.0))
+        return self.verb(backend_verbs.deploy(self.state, wanted, goal_id=goal_id, now=self.wall))
 
     def update(self, tag: str = "b", user_config: bytes | None = None, **config: Any) -> str:
         outcome = backend_verbs.update_backend_config(
@@ -160,7 +165,7 @@ class Bench:
             user_config,
             sets_user_config=user_config is not None,
             goal_id=self.new_goal(),
-            timeout_s=60.0,
+            limits=ChangeLimits(timeout_s=60.0),
             now=0.0,
         )
         return self.verb(outcome)
@@ -171,7 +176,14 @@ class Bench:
 
     def decide(self, tag: str = "b") -> Step:
         """Return the next step without taking it."""
-        world = World(self.state, self.observed, self.now, self.rng.getrandbits(64), self._incarnation)
+        world = World(
+            self.state,
+            self.observed,
+            self.now,
+            self.rng.getrandbits(64),
+            self._incarnation,
+            wall=self.wall,
+        )
         return step(world, self.state.backends[tag])
 
     def step(self, tag: str = "b") -> Step:

@@ -78,6 +78,7 @@ class ScriptedReplica:
         self.user_config = self.message.user_config
         self.concurrency = self.message.concurrency
         self.standing = as_standing(self.message.standing)
+        self._reconfigures_since: float | None = None
 
     @property
     def tag(self) -> str:
@@ -100,7 +101,10 @@ class ScriptedReplica:
         return []
 
     def health(self) -> Mapping[str, Any]:
-        return {"ongoing": self._stage.ongoing}
+        facts: dict[str, Any] = {"ongoing": self._stage.ongoing}
+        if self._reconfigures_since is not None:
+            facts["busy"] = "running reconfigure()", self._stage.clock.now() - self._reconfigures_since
+        return facts
 
     @verb
     async def reconfigure(
@@ -108,7 +112,11 @@ class ScriptedReplica:
     ) -> None:
         self._stage.reconfigured.append(self.tag)
         if self._stage.reconfigure is not None:
-            await self._stage.reconfigure(self)
+            self._reconfigures_since = self._stage.clock.now()
+            try:
+                await self._stage.reconfigure(self)
+            finally:
+                self._reconfigures_since = None
         self.user_config = user_config
         self.concurrency = concurrency
         self.standing = as_standing(standing)
@@ -208,8 +216,8 @@ class Stage:
         assert record.state in (ReplicaState.STARTING, ReplicaState.RUNNING)
         assert record.incarnation == incarnation
 
-    async def open(self, start_timeout_s: float = 600.0) -> ActorAddress:
-        message = ControllerStart(self.http, None, start_timeout_s, None, self.start_id)
+    async def open(self) -> ActorAddress:
+        message = ControllerStart(self.http, None, None, self.start_id)
         return await self.cluster.start(message.encode())
 
     # asking

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 
@@ -20,7 +21,7 @@ from daskserve.errors import (
     NotFoundError,
     ReplicaStartError,
 )
-from daskserve.types import ReplicaState
+from daskserve.types import UNREADY, ReplicaState
 
 CHAIN = {"back": (), "middle": ("back",), "front": ("middle",)}
 
@@ -43,17 +44,19 @@ def fail_in(backend: str, version: str = "2") -> Callable[[ScriptedReplica], Awa
 
 def test_an_application_starts_by_dependency_and_gets_its_route_last() -> None:
     async def scenario(stage: Stage) -> None:
-        routes: list[list[str]] = []
+        pending: list[dict[str, bool]] = []
 
         async def look(replica: ScriptedReplica) -> None:
-            routes.append(list(await stage.published("routes")))
+            pending.append(
+                {route: each["pending"] for route, each in (await stage.published("routes")).items()}
+            )
 
         stage.start = look
         await stage.run(graph=CHAIN)
         assert [backend_of(tag) for tag in stage.started] == ["back", "middle", "front"]
-        assert routes == [[], [], []]
+        assert pending == 3 * [{"/": True}]
         published = await stage.published("routes")
-        assert list(published) == ["/"]
+        assert (list(published), "pending" in published["/"]) == (["/"], False)
         assert (published["/"]["endpoint"], published["/"]["application"]) == ("front", "default")
         assert await stage.call("get_application", name="default") == {
             "name": "default",
@@ -63,6 +66,60 @@ def test_an_application_starts_by_dependency_and_gets_its_route_last() -> None:
         }
 
     play(scenario)
+
+
+def test_only_the_first_deploy_of_an_application_has_a_pending_route() -> None:
+    async def scenario(stage: Stage) -> None:
+        seen: list[dict[str, bool]] = []
+
+        async def look(replica: ScriptedReplica) -> None:
+            routes = await stage.published("routes")
+            seen.append({route: each.get("pending", False) for route, each in routes.items()})
+            if version_of(replica) == "broken":
+                await boom("broken")(replica)
+
+        stage.start = look
+        with pytest.raises(ReplicaStartError):
+            await stage.run(graph={"front": ()}, front={"version": "broken"})
+        assert (seen[-1], await stage.published("routes")) == ({"/": True}, {})
+        stage.start_s = 1.0
+        first = asyncio.create_task(stage.run(graph={"front": ()}, route="/first", front={"version": "1"}))
+        await stage.clock.sleep(0.5)
+        assert list(await stage.published("routes")) == ["/first"]
+        first.cancel()
+        stage.start_s = 0.01
+        await stage.run(graph={"front": ()}, front={"version": "1"})
+        await stage.run(graph={"front": ()}, route="/moved", front={"version": "2"})
+        assert seen[-2:] == [{"/": True}, {"/": False}]
+        assert list(await stage.published("routes")) == ["/moved"]
+
+    play(scenario)
+
+
+def test_what_should_run_and_has_no_replica_is_published() -> None:
+    async def scenario(stage: Stage) -> None:
+        assert await stage.published(UNREADY) == ()
+        stage.start_s = 1.0
+        idle = {"min_replicas": 0, "initial_replicas": 0, "max_replicas": 2}
+        sleeper = {"autoscaling_config": idle}
+        running = asyncio.create_task(
+            stage.run("shop", {"idle": (), "back": (), "front": ("back", "idle")}, idle=sleeper)
+        )
+        await stage.clock.sleep(0.5)
+        assert await stage.published(UNREADY) == ("shop/back", "shop/front")
+        await stage.clock.sleep(1)
+        assert await stage.published(UNREADY) == ("shop/front",)
+        await running
+        assert await stage.published(UNREADY) == ()
+        (lost,) = {each.worker for each in stage.running_of("shop/back")}
+        stage.cluster.remove_worker(lost)
+        await stage.until(lambda: not stage.running_of("shop/back"))
+        assert "shop/back" in await stage.published(UNREADY)
+        await stage.until(lambda: stage.running_of("shop/back"))
+        await stage.clock.sleep(0.1)
+        assert await stage.published(UNREADY) == ()
+
+    play(scenario, workers=4)
 
 
 def test_independent_deployments_start_in_parallel() -> None:

@@ -320,7 +320,7 @@ def test_without_capacity_a_backend_waits_and_says_what_is_missing() -> None:
     assert "GPU 1 (most free on one worker: 0)" in bench.observed.waiting["b"]
     assert bench.tags(S.SHOULD_START) == bench.tags()
     assert bench.goal(goal).state is GoalState.PENDING
-    assert step.wake_at == bench.now + 60
+    assert step.wake_at == bench.now + 30  # to say what it waits for
 
 
 def test_new_capacity_is_used() -> None:
@@ -363,7 +363,7 @@ def test_without_capacity_the_goal_fails_at_the_deadline_and_removes_the_backend
     assert bench.observed.waiting == {}
 
 
-def test_a_slow_constructor_is_the_reason_at_the_deadline() -> None:
+def test_a_change_with_a_time_limit_fails_while_its_constructor_runs() -> None:
     bench = Bench()
     goal = bench.create(timeout_s=5.0)
     bench.step()
@@ -371,7 +371,7 @@ def test_a_slow_constructor_is_the_reason_at_the_deadline() -> None:
     bench.step()
     error = error_of(bench, goal)
     assert isinstance(error, RequestTimeoutError)
-    assert "did not get to 1 running replicas within 5 s; its constructor may need longer" in str(error)
+    assert "did not get to 1 running replicas within 5 s. Pass a larger timeout_s, or none" in str(error)
 
 
 def test_a_change_without_capacity_is_rolled_back() -> None:
@@ -385,17 +385,6 @@ def test_a_change_without_capacity_is_rolled_back() -> None:
     assert wish_of(bench) == before
     assert len(bench.tags(S.RUNNING)) == 2
     assert len(bench.tags()) == 2
-
-
-def test_the_deadline_under_a_new_controller_begins_with_its_first_step() -> None:
-    """Wall clocks differ between workers, so what is left of a deadline does not move with the controller."""
-    bench = Bench([])
-    goal = bench.create(timeout_s=5.0)
-    bench.step()
-    bench.observed.deadlines.clear()
-    bench.now += 1000
-    assert bench.step().wake_at == bench.now + 5
-    assert bench.goal(goal).state is GoalState.PENDING
 
 
 # ---- workers that go
@@ -416,14 +405,19 @@ def test_replicas_of_a_lost_worker_are_replaced_elsewhere() -> None:
     assert len(bench.tags(S.RUNNING)) == 2
 
 
-def test_a_lost_worker_does_not_count_as_a_failed_constructor() -> None:
-    bench = Bench()
-    goal = bench.create()
-    for _ in range(5):
-        (action,) = bench.step().actions
-        bench.observed.lost_workers = {action.replica.worker}
-        bench.observed.failed[action.replica.tag] = BOOM
-    assert bench.goal(goal).failures == {}
+def test_lost_workers_count_as_failed_starts_once_however_many_replicas_they_take() -> None:
+    """A constructor may end its worker, again and again."""
+    bench = Bench([worker(1)])
+    goal = bench.create(num_replicas=3, max_constructor_retry_count=2)
+    for count in (1, 2):
+        assert len(bench.step().actions) == 3
+        bench.observed.lost_workers = {"w1"}
+        bench.step()
+        bench.observed.lost_workers = set()
+        assert bench.goal(goal).failures == {"b": count}
+    error = error_of(bench, goal)
+    assert isinstance(error, DeployError)
+    assert "lost before the change was complete: worker w1 left the cluster" in str(error)
 
 
 def test_a_lost_worker_gets_no_replicas() -> None:

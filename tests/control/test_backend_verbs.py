@@ -212,7 +212,7 @@ def test_a_deployment_cannot_take_over_a_classic_backend() -> None:
 def update(state: State, config: dict[str, Any], **fields: Any) -> Outcome:
     defaults: dict[str, Any] = {"user_config": None, "sets_user_config": False}
     return verbs.update_backend_config(
-        state, "b", BackendConfig(**config), **{**defaults, **fields}, goal_id="g2", timeout_s=60.0, now=0.0
+        state, "b", BackendConfig(**config), **{**defaults, **fields}, goal_id="g2", now=0.0
     )
 
 

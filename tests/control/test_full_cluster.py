@@ -33,7 +33,7 @@ def test_one_old_replica_at_a_time_makes_room_and_the_status_says_so() -> None:
     (start,) = bench.step().actions
     assert isinstance(start, StartReplica)
     assert start.replica.worker == stop.replica.worker
-    assert message(bench) == NO_ROOM
+    assert message(bench) == f"{NO_ROOM}; 0 of 2 replicas are updated"
     assert bench.step().actions == [start]  # the next one stays until this one runs
     bench.succeed(start)
     (second,) = bench.step().actions
@@ -89,7 +89,7 @@ def test_without_a_surge_one_old_replica_at_a_time_stops_although_there_is_room(
             bench.succeed(action)
         most = max(most, len(bench.tags()))
         if "1" in versions(bench):
-            assert message(bench) == "max_surge is 0: draining one old replica at a time"
+            assert message(bench).startswith("max_surge is 0: draining one old replica at a time; ")
             assert len(bench.tags(S.RUNNING)) >= 1
     assert most == 2
     assert versions(bench, S.RUNNING) == ["2", "2"]

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from control_harness import backend, goal, state_of
 
-from daskserve.control.goals import KEPT_GOALS, SWEEP_AT, finish, open_goal
+from daskserve.control.goals import KEPT_GOALS, SWEEP_AT, ChangeLimits, finish, open_goal
 from daskserve.control.records import (
     AppRecord,
     BackendRecord,
@@ -25,7 +25,7 @@ def opened(
     state: State, wanted: BackendRecord | None = None, *, goal_id: str = "new"
 ) -> tuple[Change, GoalRecord]:
     change: Change = {}
-    open_goal(state, change, wanted or backend(), goal_id=goal_id, timeout_s=5.0)
+    open_goal(state, change, wanted or backend(), goal_id=goal_id, limits=ChangeLimits(timeout_s=5.0))
     record, found = change["backend/b"], change[f"goal/{goal_id}"]
     assert isinstance(found, GoalRecord)
     assert isinstance(record, BackendRecord)
@@ -129,7 +129,7 @@ def test_a_finished_goal_has_no_previous_record() -> None:
 def replaced_by(state: State, *wanted: BackendRecord | AppRecord) -> GoalRecord:
     """Return the goal ``old`` after a program changed what it covers."""
     change: Change = {}
-    open_goal(state, change, *wanted, goal_id="new", timeout_s=5.0, by="b.py")
+    open_goal(state, change, *wanted, goal_id="new", limits=ChangeLimits(timeout_s=5.0), by="b.py")
     found = change["goal/old"]
     assert isinstance(found, GoalRecord)
     assert (found.state, found.successor) == (GoalState.DONE, "new")

@@ -64,15 +64,13 @@ def test_the_isolation_of_running_replicas_cannot_be_changed() -> None:
     state = State()
     state.apply(verbs.create_backend(state, spec(), goal_id="g1", now=0.0).change)
     with pytest.raises(BadRequestError, match="isolation of backend 'b' is 'thread' and cannot be changed"):
-        verbs.update_backend_config(
-            state, "b", PROCESS, None, sets_user_config=False, goal_id="g2", timeout_s=None, now=0.0
-        )
+        verbs.update_backend_config(state, "b", PROCESS, None, sets_user_config=False, goal_id="g2", now=0.0)
 
 
 def test_naming_the_present_isolation_again_is_no_change_of_it() -> None:
     state = State()
     state.apply(verbs.create_backend(state, isolated(), goal_id="g1", now=0.0).change)
     outcome = verbs.update_backend_config(
-        state, "b", PROCESS, None, sets_user_config=False, goal_id="g2", timeout_s=None, now=0.0
+        state, "b", PROCESS, None, sets_user_config=False, goal_id="g2", now=0.0
     )
     assert outcome == Outcome({}, "g1")

@@ -20,6 +20,7 @@ from daskserve.control.observed import Observed, Scaling
 from daskserve.control.proxy_record import ProxyRecord
 from daskserve.control.records import CodeRecord, EndpointRecord, Record, to_plain
 from daskserve.control.state import State
+from daskserve.control.step import World
 from daskserve.control.writing import Writer
 from daskserve.errors import ReplicaStartError
 from daskserve.options.autoscaling import AutoscalingConfig
@@ -106,7 +107,7 @@ def test_a_backend_s_step_is_repeatable_and_changes_nothing(
     state: State, observed: Observed, seed: int
 ) -> None:
     before = pickle.dumps((state, observed))
-    world = backend_state.World(state, observed, 100.0, seed, 7, {"w1"}, 1e9)
+    world = World(state, observed, 100.0, seed, 7, {"w1"}, 1e9)
     answer = backend_state.step(world, state.backends["b"])
     assert pickle.dumps((state, observed)) == before
     assert backend_state.step(world, state.backends["b"]) == answer

@@ -34,6 +34,7 @@ VALUES: Mapping[str, Any] = {
     "placement_group_bundles": [{"CPU": 1}],
     "placement_group_strategy": "SPREAD",
     "max_constructor_retry_count": 2,
+    "start_timeout_s": 3.0,
     "experimental_graceful_shutdown_wait_loop_s": 3.0,
     "experimental_graceful_shutdown_timeout_s": 3.0,
     "liveness": None,

@@ -235,7 +235,6 @@ async def start_late(link: DaskLink) -> None:
         payload=ControllerStart(
             http=HTTPOptions(location=Location.NO_SERVER),
             middlewares=None,
-            start_timeout_s=600.0,
             callback=None,
             start_id="",
         ).encode(),

@@ -9,7 +9,7 @@ from app_witness import AppWitness
 from control_machine import SECONDS, TIMEOUT_S, FaultyWorld
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
-from simulation import Simulation
+from simulation import START_S, Simulation
 
 from daskserve.options.app_spec import deployment_tag
 
@@ -64,11 +64,16 @@ class AppMachine(FaultyWorld):
     ) -> dict[str, Any]:
         request_id = self.world.request_id()
         graph = GRAPHS[shape]
+        # Every second change has its time from the last progress.
+        limits = {
+            "timeout_s": TIMEOUT_S if self.world.request_count % 2 else None,
+            "progress_timeout_s": TIMEOUT_S,
+        }
         return {
             "name": name,
             "route": route,
             "request_id": request_id,
-            "timeout_s": TIMEOUT_S,
+            **limits,
             "deployments": [
                 {
                     "name": each,
@@ -77,7 +82,7 @@ class AppMachine(FaultyWorld):
                     "spec": {
                         "tag": deployment_tag(name, each),
                         "code": f"code-{version}".encode(),
-                        "config": {"num_replicas": replicas},
+                        "config": {"num_replicas": replicas, "start_timeout_s": START_S},
                         "user_config": None,
                         "actor_options": {"num_cpus": cpus} if cpus else {},
                         "version": version,
@@ -85,7 +90,7 @@ class AppMachine(FaultyWorld):
                         "prev_version": None,
                         "env": None,
                         "request_id": request_id,
-                        "timeout_s": TIMEOUT_S,
+                        **limits,
                     },
                 }
                 for (each, needs), version in zip(graph.items(), versions, strict=False)

@@ -128,11 +128,7 @@ class AppWitness(Witness):
             fallback = self.settled.get(app.name)
             if (signature if app.deployments else None) != fallback:
                 self.report(f"{app.name} failed and became {signature}, it was {fallback}")
-            age_s = self.now() - self.goals[goal.goal_id].opened_at
-            tags = {tag for each in self.asked[app.name] for tag, _ in each[1]}
-            is_late = goal.timeout_s is not None and age_s >= goal.timeout_s - 0.001
-            if not is_late and all(self.blamed_at(tag) is None for tag in tags):
-                self.report(f"{goal} failed after {age_s:g} s for no reason")
+            self._check_reason(goal, {tag for each in self.asked[app.name] for tag, _ in each[1]})
             return
         for tag in app.tags:
             backend = self.backend(tag)

@@ -15,7 +15,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from simulation import Simulation
+from simulation import START_S, Simulation
 
 from daskserve.options.actor import ActorOptions
 
@@ -253,9 +253,12 @@ class ControlMachine(FaultyWorld):
             "prev_version": None,
             "env": None,
             "request_id": self.world.request_id(),
-            "timeout_s": TIMEOUT_S,
+            # Every second change has its time from the last progress.
+            "timeout_s": TIMEOUT_S if self.world.request_count % 2 else None,
+            "progress_timeout_s": TIMEOUT_S,
         }
-        return {**made, **fields}
+        made |= fields
+        return made | {"config": {**made["config"], "start_timeout_s": START_S}}
 
     # ---- requests of clients
 

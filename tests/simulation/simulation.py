@@ -41,6 +41,8 @@ BACKENDS = ("a", "b", "d", "x/a", "x/d")
 ENDPOINTS = ("d", "e", "f", "a", "b", "x/a", "x/d")
 #: Timeout of constructors.
 START_S = 8.0
+#: A replica starts, is reconfigured or has drained within this time, whatever becomes of it.
+WORK_S = 30.0
 #: How long after a worker's fault has ended its replicas may still fail.
 TROUBLE_S = 20.0
 #: Time from the end of the last fault within which everything must be at rest, goals included.
@@ -144,7 +146,6 @@ class Simulation:
         message = ControllerStart(
             http=HTTPOptions(location=self.location),
             middlewares=None,
-            start_timeout_s=START_S,
             callback=None,
             start_id="",
         )
@@ -176,16 +177,20 @@ class Simulation:
             raise AssertionError(listing(self.witness.violations))
 
     def _check_timeouts(self) -> None:
-        """Check that goals end at their timeout and calls are answered, unless faults prevent it."""
+        """Check that goals end in time and calls are answered, unless faults prevent it."""
         now = self.loop.time()
         if self.cluster.epoch != self.known_epoch or now < self.store.unreachable_until:
             self.known_epoch = self.cluster.epoch
             self.disturbed_at = max(now, self.store.unreachable_until)
         for goal in self.witness.of(GoalRecord):
-            if goal.state is GoalState.PENDING and goal.timeout_s is not None:
+            if goal.state is GoalState.PENDING and goal.limit_s is not None:
                 since = max(self.witness.goals[goal.goal_id].opened_at, self.disturbed_at)
+                limit_s = goal.limit_s
+                if goal.timeout_s is None:  # a replica that is at work moves before its own limit
+                    since = max([since, *self.witness.moved_at.values()])
+                    limit_s += WORK_S
                 is_deleting = self.witness.is_deleting(goal)
-                if now - since > goal.timeout_s + GOAL_MARGIN_S and not is_deleting:
+                if now - since > limit_s + GOAL_MARGIN_S and not is_deleting:
                     self.witness.report(f"{goal} hangs since {since:.3f} s")
         for call in self.calls:
             since = max(call.begun_at, self.disturbed_at)
@@ -250,7 +255,8 @@ class Simulation:
         for address in self.cluster.actors():
             if "/proxy/" in address.name and self.cluster.entry_is_ready(address):
                 proxy = cast(ScriptedProxy, self.cluster.actor(address))
-                heard = {route: each["endpoint"] for route, each in (proxy.routes or {}).items()}
+                routes = (proxy.routes or {}).items()
+                heard = {route: each["endpoint"] for route, each in routes if not each.get("pending")}
                 is_old = proxy.started_at < call.begun_at
                 if is_old and not self._is_troubled(address.worker) and heard not in allowed:
                     self.witness.report(f"{call} returned, and {address} has {heard} of {allowed}")

@@ -32,6 +32,7 @@ from daskserve.control.replica_lifecycle import PLACED_STATES, WANTED_STATES
 from daskserve.control.scaled import autoscaling_of, bounds_of
 from daskserve.control.stored_records import decode
 from daskserve.errors import BadRequestError, NotFoundError
+from daskserve.payload.packed_errors import load_error
 from daskserve.types import ReplicaState
 
 #: The states of a replica, in the only allowed order.
@@ -69,9 +70,8 @@ class Call:
 
 @dataclass
 class _Goal:
-    timeout_s: float | None
+    limit_s: float | None
     opened_at: float
-    error: bytes | None = None
 
 
 @dataclass
@@ -105,6 +105,8 @@ class Witness:
     #: The state to which each backend with a pending goal rolls back; None if it is deleted.
     fallbacks: dict[str, Any] = field(default_factory=dict)
     goals: dict[str, _Goal] = field(default_factory=dict)
+    #: When a replica of each backend last moved.
+    moved_at: dict[str, float] = field(default_factory=dict)
     ever_running: set[str] = field(default_factory=set)
     incarnations: dict[int, str] = field(default_factory=dict)
     epoch: int = 0
@@ -192,6 +194,7 @@ class Witness:
             if isinstance(record, BackendRecord):
                 self._check_scaling(old, record)
             if isinstance(old, ReplicaRecord) or isinstance(record, ReplicaRecord):
+                self.moved_at[key.removeprefix("replica/").partition("#")[0]] = self.now()
                 self._check_replica(old, record)
             elif isinstance(old, GoalRecord) or isinstance(record, GoalRecord):
                 self._check_goal(old, record)
@@ -246,7 +249,7 @@ class Witness:
                 self.report(f"the pending {old} was dropped")
             return
         if old is None:
-            self.goals[new.goal_id] = _Goal(new.timeout_s, self.now())
+            self.goals[new.goal_id] = _Goal(new.limit_s, self.now())
         elif old.state is not GoalState.PENDING and new.state is not old.state:
             self.report(f"{old} had ended and became {new.state}")
         if new.state is GoalState.DONE and (old is None or old.state is GoalState.PENDING):
@@ -254,7 +257,7 @@ class Witness:
 
     def _check_done(self, goal: GoalRecord) -> None:
         backend = self.backend(goal.backend)
-        if backend is not None and backend.goal is not None:
+        if goal.error is not None or (backend is not None and backend.goal is not None):
             return  # superseded
         replicas = self.replicas(goal.backend)
         if backend is None:
@@ -358,16 +361,19 @@ class Witness:
             allowed = [expected.with_backend(tag, leaving), expected.with_backend(tag, None)]
         if new not in allowed:
             self.report(f"the goal of {tag} failed and left {new}; it should be one of {allowed}")
-        for goal_id in self._pending - {
-            each.goal_id for each in self.of(GoalRecord) if each.state is GoalState.PENDING
-        }:
-            goal = self.goals[goal_id]
-            age_s = self.now() - goal.opened_at
-            blamed_at = self.blamed_at(tag)
-            is_late = goal.timeout_s is not None and age_s >= goal.timeout_s - 0.001
-            if not is_late and blamed_at is None:
-                self.report(f"goal {goal_id} of {tag} failed after {age_s:g} s for no reason")
+        for goal in self.of(GoalRecord):
+            if goal.goal_id in self._pending and goal.state is not GoalState.PENDING:
+                self._check_reason(goal, [tag])
         self._record_goals()
+
+    def _check_reason(self, goal: GoalRecord, tags: Iterable[str]) -> None:
+        """Check that a change that failed was late, or that its replicas failed or were lost."""
+        opened = self.goals[goal.goal_id]
+        age_s = self.now() - opened.opened_at
+        is_late = opened.limit_s is not None and age_s >= opened.limit_s - 0.001
+        has_lost = goal.error is not None and "was lost before" in str(load_error(goal.error))
+        if not is_late and not has_lost and all(self.blamed_at(each) is None for each in tags):
+            self.report(f"{goal} failed after {age_s:g} s for no reason")
 
     def _check_availability(self, before: Mapping[str, Record], changed: Mapping[str, Record | None]) -> None:
         """Check that replicas left service only if others replace them, make room for others, or failed."""

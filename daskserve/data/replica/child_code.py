@@ -25,6 +25,7 @@ from daskserve.data.replica.answer import Answer
 from daskserve.data.replica.autoscaling_stats import ChildStats
 from daskserve.data.replica.child_figures import ReportedFigures, keep_asking_for_figures
 from daskserve.data.replica.child_runner import ChildRunner
+from daskserve.data.replica.construction import CONSTRUCTING, INSTALLING
 from daskserve.data.replica.interpreters import interpreter_of
 from daskserve.data.replica.local_code import parts_of
 from daskserve.data.replica.slots import Slots
@@ -104,6 +105,7 @@ class ChildCode:
         self._stats = ChildStats(context.clock)
         self._routing_stats: Mapping[str, Any] = {}
         self._asking: asyncio.Task[None] | None = None
+        self.stage, self.stage_since = INSTALLING, 0.0
         self._has_last_figures = False
         #: Whether it is stopped although it is healthy.
         self._is_planned = False
@@ -137,6 +139,8 @@ class ChildCode:
         """
         start = self._start
         interpreter = await interpreter_of(start.environment, settings.process_variables())
+        # The installation has a time limit of its own.
+        self.stage, self.stage_since = CONSTRUCTING, self._context.clock.now()
         child = self._child = await ChildProcess.start(start.replica_tag, interpreter, FACTORY)
         self._runner = ChildRunner(child, self._explain)
         child.on_end = self._note_end

@@ -4,10 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import NamedTuple
 
 from daskserve.data.replica.runner import reportable
 from daskserve.data.replica.servable import Servable
 from daskserve.data.replica.wall import Wall
+
+
+class Stage(NamedTuple):
+    """A stage of a replica's start: what the replica does, and what to say of it if that fails."""
+
+    doing: str
+    failed: str
+
+
+INSTALLING = Stage("installing its environment", "could not install its environment")
+LOADING = Stage("loading its code", "could not be loaded")
+CONSTRUCTING = Stage("running its constructor", "failed in its constructor")
+RECONFIGURING = Stage("running reconfigure()", "failed in reconfigure()")
 
 
 class Construction:
@@ -22,19 +36,26 @@ class Construction:
     is_async : bool
         Whether all of its methods are known to run on an event loop. If that is its own, it is loaded in the
         thread of the loop, before that runs.
+    enter : callable
+        Called with each `Stage` when it begins, perhaps in a thread of user code.
 
     Attributes
     ----------
-    step : str
-        What fails if `run` raises.
     servable : Servable or None
         What has been loaded, constructed or not.
     turned : Event
         Is set once the loop of the user's object has run what the constructor has left there.
     """
 
-    def __init__(self, wall: Wall, load: Callable[[], Servable], *, is_async: bool) -> None:
-        self.step = "could not be loaded"
+    def __init__(
+        self,
+        wall: Wall,
+        load: Callable[[], Servable],
+        *,
+        is_async: bool,
+        enter: Callable[[Stage], None] = lambda stage: None,
+    ) -> None:
+        self._enter = enter
         self.turned = asyncio.Event()
         self._wall = wall
         self._load = load
@@ -45,6 +66,7 @@ class Construction:
     async def run(self) -> Servable:
         """Return the servable with the user's object; raises what user code raises."""
         wall = self._wall
+        self._enter(LOADING)
         if self._is_async:
             wall.open_loop(self._try_to_make)
             await wall.run_async(self._make_on_loop)
@@ -61,7 +83,7 @@ class Construction:
 
     def _make(self) -> None:
         servable = self.servable = self._load()
-        self.step = "failed in its constructor"
+        self._enter(CONSTRUCTING)
         if not _is_made_on_loop(self._wall, servable):
             servable.construct_in_thread()
 

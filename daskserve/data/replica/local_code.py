@@ -17,7 +17,13 @@ from daskserve.data.replica.batches import ReplicaBatches
 from daskserve.data.replica.call_answer import CallAnswer, call_answer_for
 from daskserve.data.replica.chained_values import filled
 from daskserve.data.replica.class_app import enter_app
-from daskserve.data.replica.construction import Construction, destruct
+from daskserve.data.replica.construction import (
+    LOADING,
+    RECONFIGURING,
+    Construction,
+    Stage,
+    destruct,
+)
 from daskserve.data.replica.definitions import is_async, takes_rank
 from daskserve.data.replica.failures import keep_loggers_enabled, user_traceback
 from daskserve.data.replica.health import probe_liveness
@@ -48,6 +54,9 @@ from daskserve.types import (
 
 logger = logging.getLogger("daskserve.replica")
 
+RECORDING = Stage(f"running {METADATA}()", f"failed in {METADATA}()")
+CHECKING = Stage("running its first health check", "failed its first health check")
+
 
 async def parts_of(start: ReplicaStart, cluster: HasLink) -> Sequence[Any]:
     """Return the parts of the parcel that stands for a replica's code; nothing without a parcel."""
@@ -59,6 +68,7 @@ class LocalCode:
     """A `daskserve.data.replica.user_code.UserCode` that runs behind a wall in this process."""
 
     loss = ""
+    stage_since = 0.0
 
     def __init__(self, context: ContextWith[HasLink], start: ReplicaStart, figures: ReplicaFigures) -> None:
         self._context = context
@@ -69,6 +79,7 @@ class LocalCode:
         self._serving: ServingCode | None = None
         self._holder = StandingHolder(as_standing(start.standing))
         self._has_liveness_probe = start.config.liveness is not None
+        self.stage = LOADING
         self._routing = StatsRecorder(start.replica_tag, self._parts, context.clock, ROUTING)
         #: The pickled argument with which the user's `reconfigure` was called last.
         self._user_config: bytes | None = None
@@ -110,29 +121,31 @@ class LocalCode:
         keep_loggers_enabled()
         self._set_current_replica(None)
         failure: ReplicaStartError | None = None
-        step = "could not be loaded"
         metadata: Mapping[str, Any] = {}
         try:
             parts = await parts_of(start, self._context.cluster)
-            construction = Construction(wall, partial(_load, start, parts), is_async=start.is_async)
+            load = partial(_load, start, parts)
+            construction = Construction(
+                wall, load, is_async=start.is_async, enter=partial(setattr, self, "stage")
+            )
             try:
                 servable = await construction.run()
             finally:
-                step, self._servable = construction.step, construction.servable
+                self._servable = construction.servable
             self._set_current_replica(servable.target)
             if start.user_config is not None:
-                step = "failed in reconfigure()"
+                self.stage = RECONFIGURING
                 await self._run_reconfigure(wall, servable, start.user_config)
                 self._user_config = start.user_config
             if servable.has_hook(METADATA):
-                step = f"failed in {METADATA}()"
+                self.stage = RECORDING
                 metadata = as_plain(await self._run(wall, servable.hook(METADATA)))
             wall.is_watched = True
-            step = "failed its first health check"
+            self.stage = CHECKING
             check = self.probe(construction)
             await self._context.clock.wait_for(check, start.config.health_check_timeout_s)
         except Exception as error:
-            failure = self._user_error(step, error)
+            failure = self._user_error(self.stage, error)
         if failure is not None:
             # Raised outside of the handler: the traceback of the user's error refers to the user's object.
             raise failure
@@ -181,10 +194,10 @@ class LocalCode:
         self._wall.context.run(current_replica.set, replica)
         self._wall.context.run(enter_app, servable_object)
 
-    def _user_error(self, step: str, error: Exception) -> ReplicaStartError:
+    def _user_error(self, stage: Stage, error: Exception) -> ReplicaStartError:
+        what = described(self._start.backend_tag, "Backend")
         return ReplicaStartError(
-            f"{described(self._start.backend_tag, 'Backend')} {step}: "
-            f"{type(error).__name__}: {error}{rule_of(error)}",
+            f"{what} {stage.failed}: {type(error).__name__}: {error}{rule_of(error)}",
             user_traceback=user_traceback(error),
         )
 
@@ -239,7 +252,7 @@ class LocalCode:
                 self._user_config = user_config
             except Exception as error:
                 self._holder.standing = before
-                failure = self._user_error("failed in reconfigure()", error)
+                failure = self._user_error(RECONFIGURING, error)
         if failure is not None:
             raise failure  # outside of the handler, as in start()
         self._holder.standing = standing

@@ -21,6 +21,7 @@ from daskserve.clock import stopwatch
 from daskserve.cluster.base import ContextWith, verb, verbs_of
 from daskserve.context import HasLink
 from daskserve.data.replica.callers import TasklessCaller, carry
+from daskserve.data.replica.construction import RECONFIGURING
 from daskserve.data.replica.health import HealthWatch
 from daskserve.data.replica.local_code import LocalCode
 from daskserve.data.replica.user_code import CLOSE_GRACE_S, UserCode
@@ -51,6 +52,8 @@ class Replica:
         self._slots = self._code.slots
         self._standing = as_standing(start.standing)
         self._reconfiguring = asyncio.Lock()
+        #: Since when `reconfigure` runs; None while it does not.
+        self._reconfigures_since: float | None = None
         self._ending: asyncio.Task[None] | None = None
         #: The time limit of the destructor while that runs.
         self._limit: asyncio.Timeout | None = None
@@ -72,6 +75,10 @@ class Replica:
         return (
             f"<Replica {self._start.replica_tag} {state} {slots.ongoing}/{slots.concurrency} {self._code!r}>"
         )
+
+    def stage(self) -> tuple[str, float]:
+        """Return what the start does now, and since when; see `daskserve.cluster.actor_book.ReportsStart`."""
+        return self._code.stage.doing, self._code.stage_since
 
     async def start(self) -> Mapping[str, Any]:
         """Start the user's code and return facts about it.
@@ -144,7 +151,11 @@ class Replica:
         """
         self._check_open()
         async with self._reconfiguring:
-            await self._code.reconfigure(user_config, concurrency, config, as_standing(standing))
+            self._reconfigures_since = self._context.clock.now()
+            try:
+                await self._code.reconfigure(user_config, concurrency, config, as_standing(standing))
+            finally:
+                self._reconfigures_since = None
             self._standing = as_standing(standing)
             options = read_config(config)
             if self._slots.is_open:  # it may have been stopped meanwhile
@@ -219,6 +230,8 @@ class Replica:
         facts["ongoing"] = max(0, load.ongoing - self._code.abandoned) + load.queued
         if stats := self._code.routing_stats():
             facts["routing_stats"] = stats
+        if self._reconfigures_since is not None:
+            facts["busy"] = RECONFIGURING.doing, self._context.clock.now() - self._reconfigures_since
         return {**facts, "is_healthy": False, "detail": loss} if loss else facts
 
     # ---- stop

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from daskserve.data.replica.answer import Answer
+from daskserve.data.replica.construction import Stage
 from daskserve.data.replica.slots import Slots
 from daskserve.figures.table import MetricSample
 from daskserve.figures.user import UserSample
@@ -20,6 +21,9 @@ class UserCode(Protocol):
     """The user code of one replica: in this process (`LocalCode`) or in a child process (`ChildCode`)."""
 
     slots: Slots
+    #: What the start does now, and since when it has a time limit; 0: since its beginning.
+    stage: Stage
+    stage_since: float
 
     @property
     def loss(self) -> str:

@@ -139,7 +139,13 @@ def run_replica(where: str, env: Any) -> Any:
         replica = Replica(context, ChildCode)
         head = {"method": "ask", "legacy": False, "request_id": ""}
         async with asyncio.timeout(DEADLINE_S):
-            await replica.start()
+            starting = asyncio.create_task(replica.start())
+            await asyncio.sleep(0)
+            if where == "packages":
+                assert replica.stage() == ("installing its environment", 0.0)
+            await starting
+            # The constructor has its own time limit, which begins after the installation.
+            assert (replica.stage()[0], replica.stage()[1] > 0) == ("running its constructor", True)
             try:
                 call = Envelope(EnvelopeKind.CALL, head, pickling.dump(((), {})))
                 await replica.handle(call, nothing_to_receive, send)

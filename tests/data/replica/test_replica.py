@@ -319,6 +319,27 @@ def test_reconfigure_is_called_once_for_each_change() -> None:
     run(scenario, Configured, user_config="first")
 
 
+class SlowToReconfigure:
+    def reconfigure(self, config: Any) -> None:
+        held()
+
+    def __call__(self) -> None: ...
+
+
+def test_the_health_of_a_replica_says_that_reconfigure_runs() -> None:
+    async def scenario(replica: Replica) -> None:
+        message = reconfiguration(user_config=pickling.dump_bytes("new"))
+        reconfiguring = asyncio.create_task(replica.reconfigure(**message))
+        await begun()
+        what, for_s = replica.health()["busy"]
+        assert (what, for_s >= 0) == ("running reconfigure()", True)
+        GATES.go.set()
+        await reconfiguring
+        assert "busy" not in replica.health()
+
+    run(scenario, SlowToReconfigure)
+
+
 def test_init_arguments_reach_the_constructor() -> None:
     async def scenario(replica: Replica) -> None:
         assert await call(replica) == "given"
@@ -397,8 +418,11 @@ class SlowToStart:
 
 def test_a_start_that_is_cancelled_leaves_nothing() -> None:
     async def main() -> None:
-        starting = asyncio.create_task(make(SlowToStart).start())
+        replica = make(SlowToStart)
+        assert replica.stage() == ("loading its code", 0.0)
+        starting = asyncio.create_task(replica.start())
         await begun()
+        assert replica.stage() == ("running its constructor", 0.0)
         starting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await starting

@@ -5,7 +5,7 @@ import json
 import logging
 import random
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import msgpack
@@ -56,7 +56,12 @@ class Routers:
 
 
 def make_ingress(
-    routers: Routers, table: RouteTable | None = TABLE, *, takes_whole: bool = False, **options: Any
+    routers: Routers,
+    table: RouteTable | None = TABLE,
+    *,
+    takes_whole: bool = False,
+    unready: Sequence[str] | None = (),
+    **options: Any,
 ) -> IngressApp:
     return IngressApp(
         options=HTTPOptions(**options),
@@ -64,6 +69,7 @@ def make_ingress(
         dispatch=routers,
         rng=random.Random(1),
         takes_whole=takes_whole,
+        unready=lambda: unready,
     )
 
 
@@ -282,6 +288,7 @@ def test_a_wrong_method_is_a_405_that_lists_the_allowed_ones(method: str) -> Non
 def test_system_routes(method: str) -> None:
     ingress = make_ingress(Routers())
     assert ask(ingress, "/-/healthz", method).text == "success"
+    assert ask(ingress, "/-/readyz", method).text == "success"
     routes = ask(ingress, "/-/routes", method)
     assert json.loads(routes.text) == {"/a": "one", "/a/b": "two"}
     assert routes.headers["content-type"] == "application/json"
@@ -292,7 +299,34 @@ def test_system_routes_accept_no_other_method() -> None:
     assert (answer.status, answer.headers["allow"]) == (405, "GET, HEAD")
 
 
-@pytest.mark.parametrize("path", ["/-/healthz", "/-/routes", "/a"])
+@pytest.mark.parametrize(
+    ("unready", "lists_routes", "status", "text"),
+    [
+        (["model", "shop/back"], True, 503, "No replica runs of: model, shop/back."),
+        (["model", "shop/back"], False, 503, "2 deployments have no running replica."),
+        (None, True, 503, "Route table is not populated yet."),
+        ([], True, 200, "success"),
+    ],
+)
+def test_a_proxy_is_ready_once_all_that_should_run_has_a_replica(
+    unready: Sequence[str] | None, lists_routes: bool, status: int, text: str
+) -> None:
+    ingress = make_ingress(Routers(), unready=unready, list_routes=lists_routes)
+    answer = ask(ingress, "/-/readyz")
+    assert (answer.status, answer.text) == (status, text)
+    assert ask(ingress, "/-/healthz").status == 200
+    assert ask(ingress, "/a").status == 200
+
+
+@pytest.mark.parametrize("path", ["/-/healthz", "/-/readyz"])
+@pytest.mark.parametrize("is_pending", [False, True])
+def test_a_proxy_without_a_route_is_neither_healthy_nor_ready(path: str, is_pending: bool) -> None:
+    route = {"endpoint": "new", "methods": ["GET"], "application": "new", "pending": True}
+    answer = ask(make_ingress(Routers(), RouteTable({"/": route} if is_pending else {})), path)
+    assert (answer.status, answer.text) == (503, "There is no route yet.")
+
+
+@pytest.mark.parametrize("path", ["/-/healthz", "/-/readyz", "/-/routes", "/a"])
 def test_before_there_are_routes_everything_is_unavailable(path: str) -> None:
     answer = ask(make_ingress(Routers(), None), path)
     assert (answer.status, answer.text) == (503, "Route table is not populated yet.")
@@ -301,8 +335,9 @@ def test_before_there_are_routes_everything_is_unavailable(path: str) -> None:
 def test_draining_fails_the_health_check_and_nothing_else() -> None:
     ingress = make_ingress(Routers())
     ingress.start_draining()
-    health = ask(ingress, "/-/healthz")
-    assert (health.status, health.text) == (503, "This node is being drained.")
+    for path in ("/-/healthz", "/-/readyz"):
+        health = ask(ingress, path)
+        assert (health.status, health.text) == (503, "This node is being drained.")
     assert ask(ingress, "/-/routes").status == 200
     assert ask(ingress, "/a").status == 200
 

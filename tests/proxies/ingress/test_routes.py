@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -114,6 +116,30 @@ def test_a_route_of_an_application_is_listed_with_its_name() -> None:
     )
     assert routes.names() == {"/e": "e", "/shop": "shop"}
     assert routes.endpoints() == {"/e": "e", "/shop": "shop/cart"}
+
+
+@pytest.mark.parametrize("variable", ["", "/users/{id}"])
+def test_a_pending_route_takes_only_what_no_other_route_matches(variable: str) -> None:
+    def target(endpoint: str, *, pending: bool = False) -> dict[str, Any]:
+        return {"endpoint": endpoint, "methods": ["GET"], "application": endpoint, "pending": pending}
+
+    new = target("new", pending=True)
+    table = RouteTable(
+        {
+            "/shop": target("shop"),
+            "/shop/cart": new,
+            "/new": new,
+            **({variable: target("u")} if variable else {}),
+        }
+    )
+    found = {path: table.match(path) for path in ("/shop/cart", "/new/x", "/other")}
+    assert {path: each and each.endpoint for path, each in found.items()} == {
+        "/shop/cart": "shop",
+        "/new/x": "new",
+        "/other": None,
+    }
+    assert "/new" not in table.endpoints().keys() | table.names().keys()
+    assert len(table) == (2 if variable else 1)
 
 
 def test_a_path_costs_no_more_lookups_than_the_deepest_route_has_segments() -> None:

@@ -21,6 +21,8 @@ from daskserve.types import Envelope, Receive, Send
 
 pytestmark = pytest.mark.usefixtures("carrier")
 
+ROUTES = RouteTable({"/": {"endpoint": "e", "methods": ["GET"]}})
+
 
 def free_port() -> int:
     with socket.socket() as probe:
@@ -56,27 +58,32 @@ async def open_health(app: ASGIApp, *, claims_port: bool = True, port: int = 0) 
 
 def test_it_answers_what_the_ingress_says_of_its_health(carrier: str) -> None:
     async def test() -> None:
-        for table, status in ((RouteTable({}), 200), (None, 503)):
+        for path, table, status in (
+            ("/-/healthz", ROUTES, 200),
+            ("/-/readyz", ROUTES, 200),
+            ("/-/healthz", RouteTable({}), 503),
+            ("/-/readyz", None, 503),
+        ):
             ingress = make_ingress(table)
             async with open_health(ingress) as server, connected(server) as client:
-                assert (await client.get("/-/healthz")).status == status
-                assert (await client.get("/-/healthz", method="HEAD")).status == status
-                assert (await client.get("/-/healthz", method="DELETE")).status == 405
-                if table is not None:
-                    ingress.start_draining()
-                    assert (await client.get("/-/healthz")).status == 503
+                assert (await client.get(path)).status == status
+                assert (await client.get(path, method="HEAD")).status == status
+                assert (await client.get(path, method="DELETE")).status == 405
+                ingress.start_draining()
+                assert (await client.get(path)).status == 503
 
     run(test)
 
 
 @pytest.mark.parametrize("path", ["/", "/a", "/-/routes", "/-/healthz/x"])
 def test_it_answers_nothing_else(path: str, carrier: str) -> None:
-    table = RouteTable({"/": {"endpoint": "e", "methods": ["GET"]}})
-
     async def test() -> None:
-        async with open_health(make_ingress(table)) as server, connected(server) as client:
+        async with open_health(make_ingress(ROUTES)) as server, connected(server) as client:
             response = await client.get(path)
-            assert (response.status, response.body) == (404, b"This port answers /-/healthz only.")
+            assert (response.status, response.body) == (
+                404,
+                b"This port answers /-/healthz and /-/readyz only.",
+            )
             await client.send(request("/-/healthz", "Content-Length: 1", method="GET") + b"x")
             assert (await client.response()).status == 413
 
@@ -128,7 +135,7 @@ def test_a_taken_health_port_is_an_error_that_names_the_option(carrier: str) -> 
 
 
 def test_a_successor_answers_from_the_moment_in_which_a_proxy_drains(carrier: str) -> None:
-    old, new = make_ingress(None), make_ingress(RouteTable({}))
+    old, new = make_ingress(None), make_ingress(ROUTES)
 
     async def test() -> None:
         async with open_health(old) as first:

@@ -1,0 +1,94 @@
+"""The time limit of an actor's start, which the actor's own worker keeps."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+
+from daskserve.clock import LoopClock
+from daskserve.cluster.actor_book import ActorBook
+from daskserve.cluster.base import ActorSpec
+from daskserve.errors import ActorLostError, RequestTimeoutError
+from daskserve.testing import run_virtual
+from daskserve.types import ActorKind
+
+SPEC = asdict(ActorSpec(ActorKind.REPLICA, "i/replica/b#1", 1, "i", start_timeout_s=10.0))
+
+
+class Staged:
+    """An actor whose start has two stages of some seconds each, and that takes a second to stop."""
+
+    verbs: Mapping[str, Any] = {}
+
+    def __init__(self, *stages_s: float) -> None:
+        self._stages_s = stages_s
+        self._stage = "starting", 0.0
+
+    def stage(self) -> tuple[str, float]:
+        return self._stage
+
+    async def start(self) -> Mapping[str, Any]:
+        for name, stage_s in zip(("installing", "loading"), self._stages_s, strict=True):
+            self._stage = name, asyncio.get_running_loop().time()
+            await asyncio.sleep(stage_s)
+        return {"made": True}
+
+    async def stop(self, grace_s: float) -> None:
+        await asyncio.sleep(1)
+
+    def samples(self) -> Iterable[Any]:
+        return ()
+
+
+def book_of(*stages_s: float) -> ActorBook:
+    return ActorBook("here", 1, LoopClock(), lambda spec: Staged(*stages_s))  # type: ignore[arg-type, return-value]
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def test_each_stage_of_a_start_has_the_time_limit_for_itself() -> None:
+    async def main() -> None:
+        assert (await book_of(8, 8).create(SPEC))["made"]
+        began, book = now(), book_of(8, 11)
+        with pytest.raises(RequestTimeoutError, match="did not start within 10 s: it was still loading"):
+            await book.create(SPEC)
+        assert (now() - began, book.entries) == (8 + 10 + 1, {})
+
+    run_virtual(main)
+
+
+def test_a_second_call_does_not_begin_the_time_again() -> None:
+    async def main() -> None:
+        book = book_of(0, 100)
+        first = asyncio.create_task(book.create(SPEC))
+        await asyncio.sleep(6)
+        first.cancel()
+        (actor,) = await book.actors("i")
+        assert (actor["is_ready"], actor["busy"]) == (False, ("loading", 6.0))
+        with pytest.raises(RequestTimeoutError):
+            await book.create(SPEC)
+        assert now() == 10 + 1
+
+    run_virtual(main)
+
+
+def test_an_actor_that_stops_says_so_and_a_start_that_waits_ends() -> None:
+    async def main() -> None:
+        book = book_of(0, 5)
+        creating = asyncio.create_task(book.create(SPEC))
+        await asyncio.sleep(2)
+        stopping = asyncio.create_task(book.destroy("i/replica/b#1", 1, 0))
+        await asyncio.sleep(0.5)
+        (actor,) = await book.actors("i")
+        assert actor["busy"] == ("draining", 0.5)
+        with pytest.raises(ActorLostError, match="was stopped while it started"):
+            await creating
+        await stopping
+
+    run_virtual(main)
