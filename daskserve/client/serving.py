@@ -1,4 +1,7 @@
-"""Serves until the instance or the program ends, and prints what changes."""
+"""Serves until the instance or the program ends, and prints what changes.
+
+The first SIGINT or SIGTERM lets the requests under way complete. The second one ends the program at once.
+"""
 
 from __future__ import annotations
 
@@ -7,24 +10,28 @@ import queue
 import signal
 import sys
 import threading
-from collections.abc import Coroutine
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from typing import Any, TypeVar
 
+from daskserve.amounts import shown
 from daskserve.client.calls import ControllerCalls
 from daskserve.client.changes import ChangeReports
 from daskserve.cluster.base import ClientLink
+from daskserve.errors import ClusterUnreachableError, ServeError
 from daskserve.types import InstanceName
 
 T = TypeVar("T")
 
+#: How long the end waits to learn what it waits for.
+ANSWER_S = 2.0
 #: Interval at which a program that serves checks its connection.
 CHECK_S = 1.0
 
 
 class _Lines:
-    """Lines from other threads and None from signal handlers, for one thread or event loop that waits."""
+    """Lines from other threads, and None from signal handlers, for one thread or event loop that waits."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop | None) -> None:
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
@@ -48,9 +55,96 @@ class _Lines:
         return self._lines.get_nowait()
 
 
-async def serve_until_ended(link: ClientLink, instance: InstanceName, *, asynchronous: bool) -> None:
-    """Wait until an instance has ended, or SIGINT or SIGTERM arrives; print what changes."""
+async def serve_until_ended(
+    link: ClientLink, instance: InstanceName, leave: Callable[[], Awaitable[None]], *, asynchronous: bool
+) -> None:
+    """Wait until an instance has ended, or SIGINT or SIGTERM arrives, then leave it; print what happens.
+
+    Parameters
+    ----------
+    leave
+        Ends what the program has started. A second signal interrupts it.
+
+    Raises
+    ------
+    ClusterUnreachableError
+        The connection was lost, and did not come back.
+    """
     lines = _Lines(asyncio.get_running_loop() if asynchronous else None)
+    signals = _Signals()
+    try:
+        with signals.handled_by(lambda: lines.put(None)):
+            await _serve(link, instance, lines, asynchronous=asynchronous)
+    finally:
+        with signals.handled_by(signals.interrupt):
+            if signals.name and link.is_open:
+                call = ControllerCalls(link, instance).call("ongoing")
+                _print(_stamped(link, await _ending(link, call, signals.name, asynchronous=asynchronous)))
+            await leave()
+
+
+class _Signals:
+    """SIGINT and SIGTERM, as far as this thread can handle them."""
+
+    def __init__(self) -> None:
+        #: The name of the first one that has arrived.
+        self.name = ""
+        self._interrupt: Any = None
+
+    @contextmanager
+    def handled_by(self, handle: Callable[[], None]) -> Iterator[None]:
+        """Call a function for each signal inside a ``with`` block."""
+
+        def note(number: int, _: Any) -> None:
+            self.name = self.name or signal.Signals(number).name
+            handle()
+
+        previous: dict[signal.Signals, Any] = {}
+        if threading.current_thread() is threading.main_thread():
+            # Set the handlers even if the signals are ignored, as SIGINT is in a shell's background jobs.
+            for number in (signal.SIGINT, signal.SIGTERM):
+                previous[number] = signal.signal(number, note)
+            self._interrupt = previous[signal.SIGINT]
+        try:
+            yield
+        finally:
+            for each, handler in previous.items():
+                signal.signal(each, handler)
+
+    def interrupt(self) -> None:
+        """Interrupt the program as Ctrl-C does, which cancels the main task of `asyncio.run`."""
+        if callable(self._interrupt):
+            self._interrupt(signal.SIGINT, None)
+        else:
+            raise KeyboardInterrupt
+
+
+async def _ending(
+    link: ClientLink, call: Coroutine[Any, Any, Mapping[str, Any]], signal_name: str, *, asynchronous: bool
+) -> str:
+    """Return what the end of a program waits for, in a line."""
+
+    async def ask() -> Mapping[str, Any]:
+        async with asyncio.timeout(ANSWER_S):
+            return await call
+
+    try:
+        answer = await link.wait(ask()) if asynchronous else link.sync(ask())
+    except (ServeError, OSError):
+        answer = {"requests": {}, "limit_s": 0.0}  # a controller that is being replaced delays nothing
+    if not answer["requests"]:
+        return f"Stopping ({signal_name})."
+    open_requests = ", ".join(
+        f"{count} of {name!r}" if name else str(count) for name, count in answer["requests"].items()
+    )
+    return (
+        f"Stopping ({signal_name}): waiting up to {shown(answer['limit_s'])} s for open requests and streams "
+        f"({open_requests}). Ctrl-C or another SIGTERM ends them at once."
+    )
+
+
+async def _serve(link: ClientLink, instance: InstanceName, lines: _Lines, *, asynchronous: bool) -> None:
+    """Print lines until one is None; raise `ClusterUnreachableError` once the connection is closed."""
 
     async def run(coroutine: Coroutine[Any, Any, T]) -> T:
         return await link.wait(coroutine) if asynchronous else link.sync(coroutine)
@@ -66,25 +160,30 @@ async def serve_until_ended(link: ClientLink, instance: InstanceName, *, asynchr
         reporting.cancel()
         await asyncio.gather(reporting, return_exceptions=True)
 
-    previous: dict[signal.Signals, Any] = {}
-    if threading.current_thread() is threading.main_thread():
-        # Set the handlers even if the signals are ignored, as SIGINT is in a shell's background jobs.
-        for number in (signal.SIGINT, signal.SIGTERM):
-            previous[number] = signal.signal(number, lambda *_: lines.put(None))
     reporting: asyncio.Task[None] | None = None
     try:
         reporting = await run(listen())
-        while link.is_open:
+        was_open = True
+        while not link.is_closed:
             with suppress(queue.Empty):
                 line = await lines.get(CHECK_S)
                 if line is None:
-                    break
-                _print(f"{datetime.fromtimestamp(link.clock.wall()):%H:%M:%S} {line}")
+                    return
+                _print(_stamped(link, line))
+            if was_open and not link.is_open:
+                _print(_stamped(link, f"The connection to {link.scheduler_address} is lost; waiting for it"))
+            was_open = link.is_open
+        raise ClusterUnreachableError(
+            f"The connection to the Dask scheduler {link.scheduler_address} was lost. What other programs "
+            "started there is not affected."
+        )
     finally:
         if reporting is not None and link.is_open:
             await run(end(reporting))
-        for each, handler in previous.items():
-            signal.signal(each, handler)
+
+
+def _stamped(link: ClientLink, line: str) -> str:
+    return f"{datetime.fromtimestamp(link.clock.wall()):%H:%M:%S} {line}"
 
 
 def _print(line: str) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Mapping
+from typing import Any
 
 from daskserve.cluster.base import StoreChange, verb
 from daskserve.control import departure
@@ -37,7 +39,16 @@ class DrainingVerbs:
             async with core.writer:
                 core.writer.detach()
             self._draining = core.spawn(self._drain(), "drain")
-        return departure.grace_s(core.state) + departure.limit_s(core.state)
+        return self._limit_s()
+
+    @verb
+    async def ongoing(self) -> dict[str, Any]:
+        """Return the requests that an end of the instance waits for, and for how many seconds at most."""
+        requests = departure.requests_under_way(self._core.state, await self._actors())
+        return {"requests": requests, "limit_s": self._limit_s()}
+
+    def _limit_s(self) -> float:
+        return departure.grace_s(self._core.state) + departure.limit_s(self._core.state)
 
     @verb
     async def wait_until_drained(self) -> None:
@@ -46,17 +57,16 @@ class DrainingVerbs:
             await asyncio.shield(self._draining)
 
     async def _is_busy(self) -> bool:
+        return any(actor.get("ongoing") for actor in await self._actors())
+
+    async def _actors(self) -> list[Mapping[str, Any]]:
+        """Return the instance's actors on all workers that answer."""
         core = self._core
         workers = departure.workers_to_ask(core.state, core.observed)
         asking = (core.clock.wait_for(core.cluster.inspect(worker), ANSWER_S) for worker in workers)
         # A worker that does not answer has nothing that could be waited for.
         answers = await asyncio.gather(*asking, return_exceptions=True)
-        return any(
-            actor.get("ongoing")
-            for found in answers
-            if not isinstance(found, BaseException)
-            for actor in found
-        )
+        return [actor for found in answers if not isinstance(found, BaseException) for actor in found]
 
     async def _is_overtaken(self) -> bool:
         """Return whether another cluster has taken over: its proxies share the port, so requests go on."""
