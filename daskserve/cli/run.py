@@ -21,6 +21,7 @@ from daskserve.client.hosting import Stay, host
 from daskserve.client.status import Status
 from daskserve.client.targets import factory_application
 from daskserve.errors import NotRunningError, ReplicaStartError, ServeError
+from daskserve.options.app_spec import deployment_tag
 from daskserve.options.http import HTTPOptions
 from daskserve.types import DEFAULT_APPLICATION
 
@@ -174,15 +175,22 @@ def confirm_end(client: Client) -> None:
     found = client.status()
     serves = ", ".join([*map(repr, found.applications), *sorted(_alone(found))]) or "nothing"
     what = f"instance {client.instance_name!r}, which serves {serves}"
-    if not sys.stdin.isatty():
+    if not is_terminal():
         raise click.ClickException(f"This ends {what}. Add --yes, because there is no terminal to ask on.")
     click.confirm(f"End {what}?", abort=True)
 
 
+def is_terminal() -> bool:
+    """Return whether somebody can answer a question."""
+    return sys.stdin.isatty()
+
+
 def _alone(found: Status) -> set[str]:
     """Return the backends that belong to no application."""
-    members = {each for app in found.applications.values() for each in app.deployments}
-    return {tag for tag in found.backends if tag.rpartition("/")[2] not in members}
+    members = {
+        deployment_tag(name, each) for name, app in found.applications.items() for each in app.deployments
+    }
+    return set(found.backends) - members
 
 
 @click.command(name="rewrite-store")
