@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from daskserve import settings
@@ -154,15 +155,14 @@ class _Hosting:
                 built = await self._built(timeout_s)
             await self._verbs._deploy_built([built])
             await self._form.run(link, wait_for_http(self._connection.calls, settings.timeouts().proxy_s))
+            is_left = True
             if self._stay.is_blocking:
-                is_left = True
-                await self._serve({self._target.name: built.spec.request_id})
+                await self._serve(built.spec.request_id)
             else:
                 await self._report_running()
-                is_left = True
         finally:
             if not is_left:
-                await self._verbs.shutdown()
+                await self._leave("" if built is None else built.spec.request_id)
 
     async def _built(self, timeout_s: float | None) -> BuiltApplication:
         if isinstance(self._target.target, str):
@@ -171,27 +171,38 @@ class _Hosting:
 
     async def run(self, built: BuiltApplication) -> None:
         """Run the application on an instance of others."""
+        is_left = not self._stay.is_blocking
+        try:
+            await self._verbs._deploy_built([built], expected=self._expected)
+            if self._stay.is_blocking:
+                is_left = True
+                await self._serve(built.spec.request_id)
+            else:
+                await self._report_running()
+        finally:
+            if not is_left:
+                await self._leave(built.spec.request_id)
+
+    async def _serve(self, request_id: str) -> None:
+        await serve_until_ended(
+            self._connection.link,
+            self._connection.instance,
+            partial(self._leave, request_id),
+            asynchronous=self._form.asynchronous,
+        )
+
+    async def _leave(self, request_id: str) -> None:
+        """End what this call has started; whatever it has only replaced stays, or is given back."""
         name = self._target.name
-        await self._verbs._deploy_built([built], expected=self._expected)
-        if not self._stay.is_blocking:
-            await self._report_running()
-            return
         is_new = not (self._expected or {}).get(name)
-        await self._serve({name: built.spec.request_id} if is_new else {}, replaced=built.spec.request_id)
-
-    async def _serve(self, started: Mapping[str, str], replaced: str = "") -> None:
-        verbs, name = self._verbs, self._target.name
-
-        async def leave() -> None:
-            if self._kept is not None:
+        if not is_new and self._connection.link.is_open:
+            is_ours = await self._verbs._request_of(name) == request_id
+            if is_ours and self._kept is not None:
                 self._report(f"Giving back the version of application {name!r} from before.")
-                await self._kept.restore(verbs, replaced)
-            elif not started:
+                await self._kept.restore(self._verbs, request_id)
+            elif is_ours:
                 self._report(f"Application {name!r} keeps running in this version.")
-            await leave_instance(verbs, started)
-
-        link = self._connection.link
-        await serve_until_ended(link, self._connection.instance, leave, asynchronous=self._form.asynchronous)
+        await leave_instance(self._verbs, {name: request_id} if is_new else {})
 
     async def _report_running(self) -> None:
         route = (self._target.route_prefix or "").rstrip("/")

@@ -46,4 +46,5 @@ async def _is_left_over(verbs: ApplicationVerbs, *, is_own: bool) -> bool:
     is_detached = instance == DEFAULT_INSTANCE and not is_own
     if facts is None or facts["owner"] is not None or is_detached:
         return False
-    return not (await verbs._call("status"))["backends"]
+    backends = (await verbs._call("status"))["backends"].values()
+    return all(each["status"] == "DELETING" for each in backends)

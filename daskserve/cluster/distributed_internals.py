@@ -9,6 +9,7 @@ import socket
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from tornado.iostream import IOStream
@@ -35,7 +36,7 @@ with needs("distributed", ">=2025.1,<2026.9") as check:
 
     check.fields(Client, "_asynchronous", "_handle_report_task", "preloads", "rpc", "scheduler")
     check.fields(Client, "_scheduler_identity")
-    check.attributes(Client, "_ensure_connected", "_send_to_scheduler")
+    check.attributes(Client, "_ensure_connected", "_reconnect", "_send_to_scheduler")
     check.attributes(Scheduler, "client_desires_keys", "get_task_status")
     check.fields(Server, "handlers")
     check.fields(Worker, "state")
@@ -101,12 +102,33 @@ async def call_scheduler(client: Client, operation: str, **arguments: Any) -> An
     OSError
         The client is closed, or the scheduler cannot be reached.
     """
+    await _until_connected(client)
+    return await getattr(client.scheduler, operation)(**arguments)
+
+
+async def has_operation(client: Client, operation: str) -> bool:
+    """Return whether the scheduler has a handler; to call one that it does not have logs a traceback there.
+
+    Raises
+    ------
+    OSError
+        The client is closed, or the scheduler cannot be reached.
+    """
+
+    def find(dask_scheduler: Any) -> bool:  # pickled by value, because it is nested
+        return operation in dask_scheduler.handlers
+
+    await _until_connected(client)
+    return bool(await client.run_on_scheduler(find))
+
+
+async def _until_connected(client: Client) -> None:
+    """Return once a client is connected, perhaps again; raise `OSError` if it is closed."""
     # Dask's own attempts to reach a dead scheduler go on for long after another one has come.
     while is_connecting(client):  # noqa: ASYNC110 - Dask has no event
         await asyncio.sleep(_CONNECTING_S)
     if client.scheduler is None:
         raise OSError("the Dask client is closed")
-    return await getattr(client.scheduler, operation)(**arguments)
 
 
 def desire_keys(client: Client, keys: list[Any]) -> None:
@@ -192,6 +214,8 @@ def connect_again_when(
             connected()
 
     client._ensure_connected = ensure_connected  # type: ignore[method-assign]
+    # Dask logs what ends this method as an error, also that the client is closed.
+    client._reconnect = partial(inspect.unwrap(Client._reconnect), client)  # type: ignore[method-assign]
 
 
 def is_connecting(client: Client) -> bool:

@@ -26,7 +26,7 @@ from daskserve.cluster.actor_book import ActorBook
 from daskserve.cluster.channel.dialling import Dialler
 from daskserve.cluster.channel.keyring import Keyring
 from daskserve.cluster.channel.pool import ChannelPool
-from daskserve.cluster.dask import DaskCluster, ask_supervisor
+from daskserve.cluster.dask import DaskCluster, ask_if_supervised, ask_supervisor
 from daskserve.cluster.distributed_internals import (
     call_before_close,
     call_when_closed,
@@ -251,7 +251,8 @@ class DaskLink:
 
     async def ask(self, verb: str, **message: Any) -> Any:
         """Call a verb of the supervisor; see `daskserve.cluster.dask.ask_supervisor`."""
-        return await ask_supervisor(self.client, verb, **message)
+        ask = ask_if_supervised if self.worker is None else ask_supervisor
+        return await ask(self.client, verb, **message)
 
     async def check_scheduler(self, timeout_s: float) -> bool:
         """Check the scheduler's daskserve; return whether a supervisor runs there.

@@ -17,9 +17,7 @@ GRAPH: Mapping[str, tuple[str, ...]] = {"back": (), "front": ("back",)}
 
 
 def version(number: str, request_id: str) -> ApplicationSpec:
-    return app_spec(
-        graph=GRAPH, request_id=request_id, back={"version": number}, front={"version": number}
-    )
+    return app_spec(graph=GRAPH, request_id=request_id, back={"version": number}, front={"version": number})
 
 
 async def begun(stage: Stage, spec: ApplicationSpec) -> str:
@@ -63,7 +61,9 @@ def test_a_first_deploy_that_is_taken_back_leaves_nothing() -> None:
     async def scenario(stage: Stage) -> None:
         await begun(stage, version("1", "first"))
         await withdraw(stage, "first")
-        await stage.until(lambda: not (stage.stored("app") or stage.stored("backend") or stage.stored("code")))
+        await stage.until(
+            lambda: not (stage.stored("app") or stage.stored("backend") or stage.stored("code"))
+        )
         assert (await stage.call("status"))["applications"] == {}
         await begun(stage, version("1", "second"))
         await withdraw(stage, "second")
