@@ -18,7 +18,7 @@ from daskserve.cluster.actor_book import ActorBook
 from daskserve.cluster.actor_calls import ActorCalls
 from daskserve.cluster.base import Link, StoreChange, TopicHandler
 from daskserve.cluster.channel.pool import ChannelPool
-from daskserve.cluster.distributed_internals import call_scheduler, has_operation
+from daskserve.cluster.distributed_internals import call_scheduler, until_connected
 from daskserve.cluster.long_poll import LongPollClient
 from daskserve.cluster.parcel_memory import ParcelCarrier
 from daskserve.cluster.routes import WorkerRoutes
@@ -63,8 +63,16 @@ async def ask_supervisor(client: Client, verb: str, **message: Any) -> Any:
 
 
 async def ask_if_supervised(client: Client, verb: str, **message: Any) -> Any:
-    """Call a verb of the supervisor, which may have gone with the last instance; see `ask_supervisor`."""
-    if not await has_operation(client, SUPERVISOR_OP):
+    """Call a verb of the supervisor, which may have gone with the last instance; see `ask_supervisor`.
+
+    To call an operation that the scheduler does not have logs a traceback there.
+    """
+
+    def find(dask_scheduler: Any) -> bool:  # pickled by value, because it is nested
+        return "daskserve" in dask_scheduler.handlers
+
+    await until_connected(client)
+    if not await client.run_on_scheduler(find):
         raise NotRunningError("No daskserve instance runs on this Dask cluster.")
     return await ask_supervisor(client, verb, **message)
 

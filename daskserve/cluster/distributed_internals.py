@@ -26,7 +26,7 @@ with needs("distributed", ">=2025.1,<2026.9") as check:
     from distributed.comm.core import Comm
     from distributed.comm.registry import get_backend
     from distributed.comm.tcp import TCP
-    from distributed.core import Server, Status
+    from distributed.core import ConnectionPool, Server, Status
     from distributed.protocol import to_serialize
     from distributed.scheduler import WorkerState
     from distributed.utils import get_ip
@@ -38,7 +38,8 @@ with needs("distributed", ">=2025.1,<2026.9") as check:
     check.fields(Client, "_scheduler_identity")
     check.attributes(Client, "_ensure_connected", "_reconnect", "_send_to_scheduler")
     check.attributes(Scheduler, "client_desires_keys", "get_task_status")
-    check.fields(Server, "handlers")
+    check.fields(ConnectionPool, "occupied")
+    check.fields(Server, "handlers", "rpc")
     check.fields(Worker, "state")
     check.fields(TaskStates, "actors")
     check.attributes(Client, "_scatter")
@@ -102,27 +103,11 @@ async def call_scheduler(client: Client, operation: str, **arguments: Any) -> An
     OSError
         The client is closed, or the scheduler cannot be reached.
     """
-    await _until_connected(client)
+    await until_connected(client)
     return await getattr(client.scheduler, operation)(**arguments)
 
 
-async def has_operation(client: Client, operation: str) -> bool:
-    """Return whether the scheduler has a handler; to call one that it does not have logs a traceback there.
-
-    Raises
-    ------
-    OSError
-        The client is closed, or the scheduler cannot be reached.
-    """
-
-    def find(dask_scheduler: Any) -> bool:  # pickled by value, because it is nested
-        return operation in dask_scheduler.handlers
-
-    await _until_connected(client)
-    return bool(await client.run_on_scheduler(find))
-
-
-async def _until_connected(client: Client) -> None:
+async def until_connected(client: Client) -> None:
     """Return once a client is connected, perhaps again; raise `OSError` if it is closed."""
     # Dask's own attempts to reach a dead scheduler go on for long after another one has come.
     while is_connecting(client):  # noqa: ASYNC110 - Dask has no event
@@ -286,6 +271,11 @@ def is_present(worker: Worker) -> bool:
 def pause_heartbeat(worker: Worker) -> None:
     """Stop a worker's heartbeats until it is registered again."""
     worker.periodic_callbacks["heartbeat"].stop()
+
+
+def is_calling_scheduler(worker: Worker) -> bool:
+    """Return whether a worker waits for an answer of its scheduler."""
+    return bool(worker.rpc.occupied.get(worker.scheduler.address))
 
 
 def forget_tasks(worker: Worker) -> bool:

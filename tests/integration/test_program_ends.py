@@ -69,7 +69,7 @@ def end(program: Program, how: str | signal.Signals, status: int) -> None:
         program.write_line(how)
     assert program.wait(10) == status, program.report()
     if how == "exit":
-        assert program.complaints == ""
+        assert program.errors == ""
 
 
 # For an external cluster, a death by SIGTERM and one by SIGKILL look the same.
@@ -165,7 +165,7 @@ def test_a_blocking_run_shuts_down_on_a_signal(number: signal.Signals, tmp_path:
         assert f"Serving at {url}. Press Ctrl-C to stop." in program.output
         assert "echo: HEALTHY, 1 of 1 replicas run (at /echo)" in program.output
         assert program.output.endswith("ended\n")
-        assert program.complaints == ""
+        assert program.errors == ""
         wait_until_gone(started, 2)
     finally:
         program.kill()

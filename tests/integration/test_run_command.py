@@ -76,7 +76,7 @@ def test_a_project_is_served_from_its_folder_until_ctrl_c(tmp_path: Path) -> Non
         program.interrupt()
         assert program.wait() == 0, program.report()
         wait_until_gone(processes, 5)
-        assert program.complaints == ""
+        assert program.errors == ""
 
 
 def test_a_cluster_by_address_gets_an_instance_that_ends_on_sigterm(
@@ -86,5 +86,5 @@ def test_a_cluster_by_address_gets_an_instance_that_ends_on_sigterm(
         assert fetch(f"{serving_at(program)}/a/path").text == "/a/path"
         program.process.send_signal(signal.SIGTERM)
         assert program.wait() == 0, program.report()
-        assert program.complaints == ""
+        assert program.errors == ""
     external.assert_clean(topics=False)
