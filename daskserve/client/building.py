@@ -25,7 +25,7 @@ from daskserve.options.app_spec import ApplicationSpec
 from daskserve.types import EndpointTag, InstanceName
 
 #: The modules whose frames lead from here to the user's module.
-_ON_THE_WAY = ("daskserve.", "importlib")
+_ON_THE_WAY = ("daskserve.", "importlib", "pydantic.")
 
 
 def build_path(target: RunTarget, instance: InstanceName, timeout_s: float | None) -> BuiltApplication:
