@@ -28,7 +28,7 @@ from daskserve.proxies.ingress.routes import RouteTable
 from daskserve.proxies.server.choice import server_type
 from daskserve.proxies.server.health import health_server
 from daskserve.proxies.server.life import HTTPServer
-from daskserve.proxies.server.listen import bind_sockets, can_share_ports
+from daskserve.proxies.server.listen import can_share_ports
 from daskserve.proxies.server.tls import server_context
 from daskserve.starts import ProxyStart, ReplicaStart
 from daskserve.types import UNREADY, Envelope, Load, Receive, Send
@@ -82,22 +82,6 @@ def tls_of(options: HTTPOptions) -> ssl.SSLContext | None:
     if password is not None:
         password = read_secret(password, "ssl_keyfile_password", settings.process_variables())
     return server_context(options.ssl_certfile, options.ssl_keyfile, password)
-
-
-def check_ports(options: HTTPOptions) -> None:
-    """Raise what a proxy on this machine would raise if it began to listen now; does nothing else.
-
-    Raises
-    ------
-    PortInUseError, BadRequestError, InstanceError
-        See `daskserve.proxies.server.listen.bind_sockets`.
-    """
-    wanted = [(options.host, options.port, "port")]
-    if options.health_port is not None:
-        wanted.append((options.health_host or options.host, options.health_port, "health_port"))
-    for host, port, option in wanted if options.has_proxies else ():
-        for each in asyncio.run(bind_sockets(host or "", port, option=option)):
-            each.close()
 
 
 class ProxyActor:

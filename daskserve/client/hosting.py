@@ -22,7 +22,7 @@ from daskserve.client.restoring import KeptApplication, kept_application
 from daskserve.client.serving import serve_until_ended
 from daskserve.cluster.link import DaskLink
 from daskserve.errors import AlreadyRegisteredError, BadRequestError
-from daskserve.options.http import HTTPOptions
+from daskserve.proxies.server.listen import check_ports
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ async def _host(
             await hosting.run(build_path(target, running.instance, timeout_s))
             return
         if link is None:
-            _check_ports(options)
+            check_ports(options)  # the proxy starts much later
         # A mistake in a module that this process imports starts nothing.
         built = None if link is None else build_path(target, "", timeout_s)
         client = await start_with(
@@ -92,14 +92,6 @@ async def _host(
     finally:
         if link is not None and link.is_open:
             await link.disconnect(asynchronous=form.asynchronous)
-
-
-def _check_ports(options: HTTPOptions) -> None:
-    """Raise `PortInUseError` if a proxy on this machine could not listen; it starts much later."""
-    # Imported here, because most programs start no proxies on their own machine.
-    from daskserve.actors import check_ports
-
-    check_ports(options)
 
 
 class _Hosting:
