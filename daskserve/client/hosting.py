@@ -73,6 +73,7 @@ async def _host(
     check_targets([target])
     options = checked_http(http_options)
     link = None if address is None else await dial_link(form, address)
+    instance = ""
     try:
         running = None if link is None else await find_default(form)
         if running is not None:
@@ -87,11 +88,12 @@ async def _host(
         client = await start_with(
             form, options, detached=not stay.is_blocking, is_default=True, opens_with_route=True
         )
+        instance = client.instance_name
         hosting = _Hosting(form, client._connection, target, stay, report)
         await hosting.run_first(built, timeout_s)
     finally:
         if link is not None and link.is_open:
-            await link.disconnect(asynchronous=form.asynchronous)
+            await link.disconnect(instance, asynchronous=form.asynchronous)
 
 
 class _Hosting:
@@ -145,7 +147,7 @@ class _Hosting:
             if built is None:
                 self._report(f"Started a Dask cluster at {link.scheduler_address}.")
                 built = await self._built(timeout_s)
-            await self._verbs._deploy_built([built])
+            await self._deploy(built)
             await self._form.run(link, wait_for_http(self._connection.calls, settings.timeouts().proxy_s))
             is_left = True
             if self._stay.is_blocking:
@@ -165,7 +167,7 @@ class _Hosting:
         """Run the application on an instance of others."""
         is_left = not self._stay.is_blocking
         try:
-            await self._verbs._deploy_built([built], expected=self._expected)
+            await self._deploy(built)
             if self._stay.is_blocking:
                 is_left = True
                 await self._serve(built.spec.request_id)
@@ -175,6 +177,15 @@ class _Hosting:
             if not is_left:
                 await self._leave(built.spec.request_id)
 
+    async def _deploy(self, built: BuiltApplication) -> None:
+        try:
+            await self._verbs._deploy_built([built], expected=self._expected)
+        except KeyboardInterrupt:
+            self._report(
+                f"The change of application {self._target.name!r} was interrupted and is taken back."
+            )
+            raise
+
     async def _serve(self, request_id: str) -> None:
         await serve_until_ended(
             self._connection.link,
@@ -183,7 +194,7 @@ class _Hosting:
             asynchronous=self._form.asynchronous,
         )
 
-    async def _leave(self, request_id: str) -> None:
+    async def _leave(self, request_id: str, signal_name: str = "") -> None:
         """End what this call has started; whatever it has only replaced stays, or is given back."""
         name = self._target.name
         is_new = not (self._expected or {}).get(name)
@@ -194,7 +205,7 @@ class _Hosting:
                 await self._kept.restore(self._verbs, request_id)
             elif is_ours:
                 self._report(f"Application {name!r} keeps running in this version.")
-        await leave_instance(self._verbs, {name: request_id} if is_new else {})
+        await leave_instance(self._verbs, {name: request_id} if is_new else {}, signal_name)
 
     async def _report_running(self) -> None:
         route = (self._target.route_prefix or "").rstrip("/")

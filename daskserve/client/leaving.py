@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Container, Mapping
+from typing import Any
 
+from daskserve.amounts import shown
 from daskserve.client.application_verbs import ApplicationVerbs
-from daskserve.errors import ClosedError, NotRunningError
+from daskserve.client.serving import print_line
+from daskserve.errors import ClosedError, NotRunningError, ServeError
 from daskserve.types import DEFAULT_INSTANCE
 
+#: How long the end waits to learn what it waits for.
+ANSWER_S = 2.0
 
-async def leave_instance(verbs: ApplicationVerbs, started: Mapping[str, str]) -> None:
+
+async def leave_instance(verbs: ApplicationVerbs, started: Mapping[str, str], signal_name: str = "") -> None:
     """End what this program has started on an instance, and close the connection.
 
     1. This program's own instance ends, unless other programs have deployed something on it.
@@ -21,11 +28,15 @@ async def leave_instance(verbs: ApplicationVerbs, started: Mapping[str, str]) ->
     ----------
     started
         The ids of the calls that have started applications, by application.
+    signal_name
+        The signal that ends the program, if one does: a line then says what the end waits for.
     """
     connection, asynchronous = verbs._connection, verbs._asynchronous
     link, instance = connection.link, connection.instance
     is_own = instance in link.started and not connection.is_guest
     ends = is_own and (not link.is_open or await verbs._run(link.started.is_alone(instance)))
+    if signal_name and link.is_open:
+        await _tell(verbs, signal_name, None if ends else started)
     if not ends and link.is_open and not connection.is_guest:
         try:
             for name, request_id in started.items():
@@ -37,6 +48,30 @@ async def leave_instance(verbs: ApplicationVerbs, started: Mapping[str, str]) ->
         await connection.shutdown(asynchronous=asynchronous)
     else:
         await connection.disconnect(asynchronous=asynchronous)
+
+
+async def _tell(verbs: ApplicationVerbs, signal_name: str, names: Container[str] | None) -> None:
+    """Print which requests the end of the program waits for; None: those of the whole instance."""
+
+    async def ask() -> Mapping[str, Any]:
+        async with asyncio.timeout(ANSWER_S):
+            return dict(await verbs._connection.calls.call("ongoing"))
+
+    try:
+        answer = await verbs._run(ask())
+    except (ServeError, OSError):
+        answer = {"requests": {}}  # a controller that is being replaced delays nothing
+    counts = {name: count for name, count in answer["requests"].items() if names is None or name in names}
+    line = f"Stopping ({signal_name})."
+    if counts:
+        open_requests = ", ".join(
+            f"{count} of {name!r}" if name else str(count) for name, count in counts.items()
+        )
+        line = (
+            f"Stopping ({signal_name}): waiting up to {shown(answer['limit_s'])} s for open requests and "
+            f"streams ({open_requests}). Ctrl-C or another SIGTERM ends them at once."
+        )
+    print_line(verbs._connection.link, line)
 
 
 async def _is_left_over(verbs: ApplicationVerbs, *, is_own: bool) -> bool:

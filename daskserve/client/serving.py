@@ -10,22 +10,19 @@ import queue
 import signal
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from typing import Any, TypeVar
 
-from daskserve.amounts import shown
 from daskserve.client.calls import ControllerCalls
 from daskserve.client.changes import ChangeReports
 from daskserve.cluster.base import ClientLink
-from daskserve.errors import ClusterUnreachableError, ServeError
+from daskserve.errors import ClusterUnreachableError
 from daskserve.types import InstanceName
 
 T = TypeVar("T")
 
-#: How long the end waits to learn what it waits for.
-ANSWER_S = 2.0
 #: Interval at which a program that serves checks its connection.
 CHECK_S = 1.0
 
@@ -56,14 +53,14 @@ class _Lines:
 
 
 async def serve_until_ended(
-    link: ClientLink, instance: InstanceName, leave: Callable[[], Awaitable[None]], *, asynchronous: bool
+    link: ClientLink, instance: InstanceName, leave: Callable[[str], Awaitable[None]], *, asynchronous: bool
 ) -> None:
     """Wait until an instance has ended, or SIGINT or SIGTERM arrives, then leave it; print what happens.
 
     Parameters
     ----------
     leave
-        Ends what the program has started. A second signal interrupts it.
+        Ends what the program has started, given the name of the signal. A second signal interrupts it.
 
     Raises
     ------
@@ -77,10 +74,7 @@ async def serve_until_ended(
             await _serve(link, instance, lines, asynchronous=asynchronous)
     finally:
         with signals.handled_by(signals.interrupt):
-            if signals.name and link.is_open:
-                call = ControllerCalls(link, instance).call("ongoing")
-                _print(_stamped(link, await _ending(link, call, signals.name, asynchronous=asynchronous)))
-            await leave()
+            await leave(signals.name)
 
 
 class _Signals:
@@ -119,30 +113,6 @@ class _Signals:
             raise KeyboardInterrupt
 
 
-async def _ending(
-    link: ClientLink, call: Coroutine[Any, Any, Mapping[str, Any]], signal_name: str, *, asynchronous: bool
-) -> str:
-    """Return what the end of a program waits for, in a line."""
-
-    async def ask() -> Mapping[str, Any]:
-        async with asyncio.timeout(ANSWER_S):
-            return await call
-
-    try:
-        answer = await link.wait(ask()) if asynchronous else link.sync(ask())
-    except (ServeError, OSError):
-        answer = {"requests": {}, "limit_s": 0.0}  # a controller that is being replaced delays nothing
-    if not answer["requests"]:
-        return f"Stopping ({signal_name})."
-    open_requests = ", ".join(
-        f"{count} of {name!r}" if name else str(count) for name, count in answer["requests"].items()
-    )
-    return (
-        f"Stopping ({signal_name}): waiting up to {shown(answer['limit_s'])} s for open requests and streams "
-        f"({open_requests}). Ctrl-C or another SIGTERM ends them at once."
-    )
-
-
 async def _serve(link: ClientLink, instance: InstanceName, lines: _Lines, *, asynchronous: bool) -> None:
     """Print lines until one is None; raise `ClusterUnreachableError` once the connection is closed."""
 
@@ -169,9 +139,9 @@ async def _serve(link: ClientLink, instance: InstanceName, lines: _Lines, *, asy
                 line = await lines.get(CHECK_S)
                 if line is None:
                     return
-                _print(_stamped(link, line))
+                print_line(link, line)
             if was_open and not link.is_open:
-                _print(_stamped(link, f"The connection to {link.scheduler_address} is lost; waiting for it"))
+                print_line(link, f"The connection to {link.scheduler_address} is lost; waiting for it")
             was_open = link.is_open
         raise ClusterUnreachableError(
             f"The connection to the Dask scheduler {link.scheduler_address} was lost. What other programs "
@@ -182,12 +152,9 @@ async def _serve(link: ClientLink, instance: InstanceName, lines: _Lines, *, asy
             await run(end(reporting))
 
 
-def _stamped(link: ClientLink, line: str) -> str:
-    return f"{datetime.fromtimestamp(link.clock.wall()):%H:%M:%S} {line}"
-
-
-def _print(line: str) -> None:
+def print_line(link: ClientLink, line: str) -> None:
+    """Print a line with the time of day."""
     # A closed output must not end the serving.
     with suppress(OSError, ValueError):
-        sys.stdout.write(f"{line}\n")
+        sys.stdout.write(f"{datetime.fromtimestamp(link.clock.wall()):%H:%M:%S} {line}\n")
         sys.stdout.flush()

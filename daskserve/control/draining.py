@@ -39,16 +39,14 @@ class DrainingVerbs:
             async with core.writer:
                 core.writer.detach()
             self._draining = core.spawn(self._drain(), "drain")
-        return self._limit_s()
+        return departure.grace_s(core.state) + departure.limit_s(core.state)
 
     @verb
     async def ongoing(self) -> dict[str, Any]:
         """Return the requests that an end of the instance waits for, and for how many seconds at most."""
         requests = departure.requests_under_way(self._core.state, await self._actors())
-        return {"requests": requests, "limit_s": self._limit_s()}
-
-    def _limit_s(self) -> float:
-        return departure.grace_s(self._core.state) + departure.limit_s(self._core.state)
+        # Those that came by HTTP are gone with the proxies, so that replicas do not wait for them again.
+        return {"requests": requests, "limit_s": departure.limit_s(self._core.state)}
 
     @verb
     async def wait_until_drained(self) -> None:

@@ -96,7 +96,7 @@ def test_an_end_says_what_it_waits_for_and_a_second_signal_ends_it(
             response.result(10)
     (line,) = [each for each in lines if "Stopping" in each]
     assert line.partition(" ")[2] == (
-        "Stopping (SIGTERM): waiting up to 40 s for open requests and streams (1 of 'shop'). "
+        "Stopping (SIGTERM): waiting up to 20 s for open requests and streams (1 of 'shop'). "
         "Ctrl-C or another SIGTERM ends them at once."
     )
 
