@@ -8,7 +8,6 @@ caller, whose code is deployed: a worker may have imported an older version of t
 from __future__ import annotations
 
 import traceback
-from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
@@ -22,7 +21,7 @@ from daskserve.cluster.link import DaskLink
 from daskserve.cluster.worker_calls import call_in_worker
 from daskserve.errors import BadRequestError, NoCapacityError, ReplicaStartError
 from daskserve.options.app_spec import ApplicationSpec
-from daskserve.types import EndpointTag, InstanceName
+from daskserve.types import InstanceName
 
 #: The modules whose frames lead from here to the user's module.
 _ON_THE_WAY = ("daskserve.", "importlib", "pydantic.")
@@ -72,14 +71,20 @@ async def build_in_worker(
     if worker is None:
         raise NoCapacityError("No worker of the cluster has room for a replica.")
     arguments = {"target": target, "instance": connection.instance, "timeout_s": timeout_s}
-    plain, handles = await form.run(link, call_in_worker(link, worker, _build_here, **arguments))
-    return BuiltApplication(ApplicationSpec.from_plain(plain), handles)
+    built = await form.run(link, call_in_worker(link, worker, _build_here, **arguments))
+    if "error" in built:
+        raise ReplicaStartError(built["error"], user_traceback=built["user_traceback"])
+    return BuiltApplication(ApplicationSpec.from_plain(built["spec"]), built["handles"])
 
 
 def _build_here(
     link: DaskLink, target: RunTarget, instance: InstanceName, timeout_s: float | None
-) -> tuple[dict[str, Any], Mapping[EndpointTag, str]]:
-    """Build an application in a worker and return it as plain values, which travel without the module."""
-    built = build_path(target, instance, timeout_s)
+) -> dict[str, Any]:
+    """Build an application in a worker; return it, or an error, as plain values, which need no module."""
+    try:
+        built = build_path(target, instance, timeout_s)
+    except ReplicaStartError as error:
+        # It is caused by the user's error, whose class the caller may not have.
+        return {"error": str(error), "user_traceback": error.user_traceback}
     link.sync(ControllerCalls(link, instance).send_parcels([each.spec for each in built.spec.deployments]))
-    return built.spec.to_plain(), built.handles
+    return {"spec": built.spec.to_plain(), "handles": dict(built.handles)}

@@ -209,3 +209,35 @@ def test_a_program_that_leaves_its_dask_client_prints_nothing_of_daskserve(tmp_p
     assert ended.returncode == 0
     for complaint in ("Closed comm", "did not start", "did not end cleanly"):
         assert complaint not in ended.stderr
+
+
+#: Ends while the scheduler has not answered a heartbeat.
+SLOW_HEARTBEATS = """
+import asyncio, threading
+from distributed import default_client
+import daskserve as serve
+from daskserve.cluster.link import link_of
+
+client = serve.start(http_options={"location": "NoServer"}, dashboard=False)
+handlers = link_of(default_client()).started.cluster.scheduler.handlers
+answer, asked = handlers["heartbeat_worker"], threading.Event()
+
+async def slow(**message):
+    asked.set()
+    await asyncio.sleep(0.5)
+    return answer(**message)
+
+handlers["heartbeat_worker"] = slow
+asked.wait()
+client.shutdown()
+print("ended", flush=True)
+"""
+
+
+def test_a_local_cluster_ends_without_cutting_off_a_heartbeat(tmp_path: Path) -> None:
+    program = Program(["-c", SLOW_HEARTBEATS], tmp_path)
+    try:
+        assert program.wait() == 0, program.report()
+        assert (program.output, program.errors) == ("ended\n", "")
+    finally:
+        program.kill()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 from dask_processes import ExternalCluster, fetch, poll_for
+from distributed import Client
 
 import daskserve as serve
 from daskserve.client.application_verbs import RunTarget
@@ -140,10 +142,12 @@ def test_a_replaced_application_is_given_back_only_if_asked_to(
     assert shop() == "5", "somebody else has deployed it meanwhile"
 
 
-def test_an_instance_serves_others_after_the_program_that_started_it(external: ExternalCluster) -> None:
-    program = external.run_program(OTHER)
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
+def test_an_instance_serves_others_after_the_program_that_started_it(
+    end: signal.Signals, external: ExternalCluster
+) -> None:
+    program = external.run_program(OTHER, DASK_DASKSERVE__TIMEOUTS__GRACE_S="0.1")
     try:
-        program.wait_for_line("", 30)
         poll_for(lambda: "Serving at" in program.output, what=program.report)
         url = program.output.partition("Serving at ")[2].partition(". Press")[0]
         client = serve.connect(dask_client=external.client)
@@ -152,10 +156,15 @@ def test_an_instance_serves_others_after_the_program_that_started_it(external: E
             if fetch(f"{url}/shop").text != "1":
                 return False
             assert fetch(f"{url}/other/path").text == "/other/path"
-            program.interrupt()
-            assert program.wait() == 0, program.report()
+            program.process.send_signal(end)
+            assert program.wait() == (0 if end is signal.SIGINT else -signal.SIGKILL), program.report()
+            until = time.monotonic() + 0.5  # longer than an instance without its owner would exist
+            while time.monotonic() < until:
+                assert fetch(f"{url}/shop").text == "1"
+            if end is signal.SIGKILL:
+                assert fetch(f"{url}/other/path").text == "/other/path"
+                client.delete_application("other")
             assert fetch(f"{url}/other/path").status == 404
-            assert [fetch(f"{url}/shop").text for _ in range(5)] == ["1"] * 5
             assert list(client.status().applications) == ["shop"]
             return True
 
@@ -174,3 +183,18 @@ def test_a_client_that_only_connects_ends_nothing(external: ExternalCluster, sho
         with signalled(signal.SIGTERM, lambda: True):
             client.serve_until_interrupted()
     assert shop() == "1"
+
+
+def test_a_blocking_run_ends_only_the_application_that_it_has_started(
+    external: ExternalCluster, shop: Callable[[], str]
+) -> None:
+    client = serve.connect(dask_client=external.client)
+    url = client.http_urls()[0]
+    with Client(external.address):
+        with signalled(signal.SIGTERM, lambda: fetch(f"{url}/mine").text == "2"):
+            serve.run(version("2"), name="mine", route_prefix="/mine", blocking=True)
+        assert (fetch(f"{url}/mine").status, shop()) == (404, "1")
+        with signalled(signal.SIGTERM, lambda: shop() == "3"):
+            serve.run(version("3"), name="shop", route_prefix="/shop", blocking=True)
+    assert shop() == "3", "it was there before"
+    assert list(client.status().applications) == ["shop"]
