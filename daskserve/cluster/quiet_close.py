@@ -30,13 +30,14 @@ class QuietCluster(SpecCluster):
         if self.status.name != "running":
             return super().close(timeout)
         close = super().close
+        scheduler: Any = self.scheduler
 
         async def quietly() -> None:
             # A worker that is gone or hangs is closed all the same.
             with suppress(OSError):
                 async with asyncio.timeout(LAST_S):
                     message = {"op": "run", "function": pickle.dumps(end_heartbeats), "wait": True}
-                    await self.scheduler.broadcast(msg=message, on_error="ignore")
+                    await scheduler.broadcast(msg=message, on_error="ignore")
             await settled(close(timeout))
 
         return self.sync(quietly)
