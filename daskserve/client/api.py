@@ -153,9 +153,7 @@ async def start_with(
         if owns_cluster:
             link.owning_instances.add(instance)
         link.started.add(instance, is_owned=not detached)
-        starting = _start_on(
-            link, instance, options, middlewares, message, opens_with_route=opens_with_route
-        )
+        starting = _start_on(link, instance, options, middlewares, message, opens_with_route=opens_with_route)
         await form.run(link, starting)
         return form.client(InstanceConnection(link, instance, is_owner=not detached))
     except BaseException as error:
