@@ -22,7 +22,6 @@ from daskserve.client.restoring import KeptApplication, kept_application
 from daskserve.client.serving import serve_until_ended
 from daskserve.cluster.link import DaskLink
 from daskserve.errors import AlreadyRegisteredError, BadRequestError
-from daskserve.proxies.server.listen import check_ports
 
 
 @dataclass(frozen=True)
@@ -82,6 +81,9 @@ async def _host(
             await hosting.run(build_path(target, running.instance, timeout_s))
             return
         if link is None:
+            # Imported here, because all other programs leave the proxies to the workers.
+            from daskserve.actors import check_ports
+
             check_ports(options)  # the proxy starts much later
         # A mistake in a module that this process imports starts nothing.
         built = None if link is None else build_path(target, "", timeout_s)

@@ -12,6 +12,9 @@ from typing import Any
 import pytest
 
 import daskserve as serve
+from daskserve.client.serving import serve_until_ended
+from daskserve.errors import ClusterUnreachableError
+from daskserve.loops.blocking import finish
 from daskserve.testing import local_instance
 
 
@@ -111,3 +114,40 @@ def test_http_options_of_an_instance_that_runs_are_only_compared() -> None:
             serve.run(app, http_options={"port": port, "request_timeout_s": 6})
         with pytest.warns(UserWarning, match=f"port is 0 instead of {port + 1}"):
             serve.run(app, http_options=serve.HTTPOptions(port=port + 1))
+
+
+class LosableLink:
+    """The link of a local instance, whose connection can be lost."""
+
+    is_open, is_closed = True, False
+
+    def __init__(self, link: Any) -> None:
+        self._link = link
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._link, name)
+
+
+def test_a_lost_connection_is_an_error_after_dask_has_given_up(capsys: pytest.CaptureFixture[str]) -> None:
+    """Until then, the program waits."""
+    left: list[str] = []
+
+    async def leave(signal_name: str) -> None:
+        left.append(signal_name)
+
+    with local_instance() as client:
+        link: Any = LosableLink(client._connection.link)
+
+        def lose() -> None:
+            link.is_open = False
+            until = time.monotonic() + 10
+            while "is lost; waiting" not in capsys.readouterr().out and time.monotonic() < until:
+                time.sleep(0.01)
+            link.is_closed = True
+
+        losing = threading.Thread(target=lose)
+        losing.start()
+        with pytest.raises(ClusterUnreachableError, match="local was lost"):
+            finish(serve_until_ended(link, client.instance_name, leave, asynchronous=False))
+        losing.join()
+        assert left == [""]
