@@ -116,6 +116,8 @@ def run(
             f"TARGET is the file {target!r}, but there are no configuration files. Give an import path, such "
             "as module:app."
         )
+    if restore and not blocking:
+        raise click.UsageError("--restore gives the old version back when the command ends; add --blocking.")
     sys.path.insert(0, os.getcwd())
     given = {key: value for key, value in http.items() if value is not None}
     with errors_as_messages(), sigterm_as_interrupt():

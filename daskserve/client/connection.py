@@ -71,8 +71,11 @@ class InstanceConnection:
             raise ClosedError("Client has already been shut down.")
 
     async def leave(self, *, asynchronous: bool) -> None:
-        """End a ``with`` block: end an instance that the block's client started, leave any other."""
-        if self.is_guest:
+        """End a ``with`` block: end an instance that the block's client started, leave any other.
+
+        An instance that others use as well stays, unless it is detached.
+        """
+        if self.is_guest or self.is_owner:
             await self.disconnect(asynchronous=asynchronous)
         else:
             await self.shutdown(asynchronous=asynchronous)

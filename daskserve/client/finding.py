@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import dask.config
@@ -171,6 +172,12 @@ async def find_default(
 async def default_verbs(form: Form[Any]) -> ClientVerbs:
     """Return the verbs of the instance of `find_default`; raise `NotRunningError` if there is none."""
     connection = await find_default(form)
-    if connection is None:
-        raise NotRunningError("No instance runs here; deploy something with serve.run() first.")
-    return form.verbs(connection)
+    if connection is not None:
+        return form.verbs(connection)
+    of_others = await find_default(form, choose=partial(named_instance, name=None))
+    if of_others is not None:
+        raise NotRunningError(
+            f"The instance {of_others.instance!r} on this cluster belongs to another program; the client of "
+            "serve.connect() has the same methods."
+        )
+    raise NotRunningError("No instance runs here; deploy something with serve.run() first.")

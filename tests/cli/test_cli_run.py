@@ -87,6 +87,7 @@ def test_a_factory_is_not_imported_by_the_command(hosted: dict[str, Any]) -> Non
             ["m:app", "--name", "known"],
             "Error: --route-prefix is wrong, name='x' is taken; give each its own --name.\n",
         ),
+        (["m:app", "--restore", "--non-blocking"], "--restore gives the old version back when"),
         (["config.yaml"], "Error: TARGET is the file 'config.yaml', but there are no configuration files."),
     ],
 )

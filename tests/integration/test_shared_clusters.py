@@ -198,3 +198,42 @@ def test_a_blocking_run_ends_only_the_application_that_it_has_started(
             serve.run(version("3"), name="shop", route_prefix="/shop", blocking=True)
     assert shop() == "3", "it was there before"
     assert list(client.status().applications) == ["shop"]
+
+
+def test_the_functions_of_the_package_tell_of_an_instance_of_another_program(
+    external: ExternalCluster,
+) -> None:
+    with serve.start(dask_client=external.client, http_options={"port": 0}) as client:
+        with Client(external.address):
+            assert serve.status().instance == client.instance_name
+            with pytest.raises(
+                serve.errors.NotRunningError, match="belongs to another program; the client of"
+            ):
+                serve.get_app_handle("shop")
+        assert client.list_backends() == {}
+
+
+def test_ends_by_several_clients_log_no_traceback(external: ExternalCluster) -> None:
+    def logged() -> str:
+        return "".join(path.read_text() for path in external.folder.glob("*.err"))
+
+    before = len(logged())
+    first = serve.start(detached=True, dask_client=external.client, http_options={"port": 0})
+    second = serve.connect(address=external.address)
+    second.shutdown()
+    first.shutdown()
+    for client in (first, second):
+        with pytest.raises(serve.errors.ClosedError):
+            client.list_backends()
+    with pytest.raises(serve.errors.NotRunningError):
+        serve.connect(dask_client=external.client)
+    assert "Traceback" not in logged()[before:]
+
+
+def test_an_instance_that_others_use_outlives_its_client(external: ExternalCluster) -> None:
+    with serve.start(dask_client=external.client, http_options={"port": 0}) as client:
+        other = serve.connect(address=external.address)
+        handle = other.run(version("1"), name="shop", route_prefix="/shop")
+        assert client.status().applications["shop"].status == "RUNNING"
+    assert handle.remote(None).result(10) == 1
+    other.shutdown()
