@@ -218,22 +218,24 @@ def test_ends_by_several_clients_log_no_traceback(external: ExternalCluster) -> 
         return "".join(path.read_text() for path in external.folder.glob("*.err"))
 
     before = len(logged())
-    first = serve.start(detached=True, dask_client=external.client, http_options={"port": 0})
-    second = serve.connect(address=external.address)
-    second.shutdown()
-    first.shutdown()
-    for client in (first, second):
-        with pytest.raises(serve.errors.ClosedError):
-            client.list_backends()
-    with pytest.raises(serve.errors.NotRunningError):
-        serve.connect(dask_client=external.client)
+    with Client(external.address, set_as_default=False) as dask:
+        first = serve.start(detached=True, dask_client=external.client, http_options={"port": 0})
+        second, third = serve.connect(dask_client=dask), serve.connect(dask_client=dask)
+        second.shutdown()
+        first.shutdown()
+        for client in (first, second, third):
+            with pytest.raises(serve.errors.ClosedError):
+                client.list_backends()
+        with pytest.raises(serve.errors.NotRunningError):
+            serve.connect(dask_client=dask)
     assert "Traceback" not in logged()[before:]
 
 
 def test_an_instance_that_others_use_outlives_its_client(external: ExternalCluster) -> None:
-    with serve.start(dask_client=external.client, http_options={"port": 0}) as client:
-        other = serve.connect(address=external.address)
-        handle = other.run(version("1"), name="shop", route_prefix="/shop")
-        assert client.status().applications["shop"].status == "RUNNING"
-    assert handle.remote(None).result(10) == 1
-    other.shutdown()
+    with Client(external.address, set_as_default=False) as dask:
+        with serve.start(dask_client=external.client, http_options={"port": 0}) as client:
+            other = serve.connect(dask_client=dask)
+            handle = other.run(version("1"), name="shop", route_prefix="/shop")
+            assert client.status().applications["shop"].status == "RUNNING"
+        assert handle.remote(None).result(10) == 1
+        other.shutdown()
