@@ -108,9 +108,11 @@ def test_a_complete_change_is_not_taken_back() -> None:
 def test_a_deletion_is_not_taken_back_with_the_deploy_before() -> None:
     async def scenario(stage: Stage) -> None:
         await begun(stage, version("1", "first"))
-        await stage.call("delete_application", name="default")
+        stage.drain_s = 5.0
+        goal = (await stage.call("delete_application", name="default"))["goal"]
         await withdraw(stage, "first")
-        await stage.until(lambda: not stage.stored("app"))
+        assert await stage.calls.wait_until_reached(goal, None)
+        assert not stage.stored("app")
 
     play(scenario)
 
