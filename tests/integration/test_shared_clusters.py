@@ -63,10 +63,8 @@ def signalled(number: signal.Signals, when: Callable[[], Any]) -> Iterator[None]
     """Send this process a signal once a condition holds, and the signal has a handler."""
 
     def send() -> None:
-        try:
-            poll_for(lambda: signal.getsignal(number) is not signal.SIG_DFL and when())
-        finally:
-            os.kill(os.getpid(), number)
+        poll_for(lambda: signal.getsignal(number) is not signal.SIG_DFL and when())
+        os.kill(os.getpid(), number)
 
     with ThreadPoolExecutor(1) as threads:
         sending = threads.submit(send)
