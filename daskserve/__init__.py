@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from daskserve import config, context, errors, exceptions, handle, metrics, schema
     from daskserve.autoscaling.context import AutoscalingContext, Decision
     from daskserve.client.api import (
-        connect,
-        connect_async,
         explain,
         explain_async,
         scale,
@@ -113,8 +111,8 @@ _HOMES: Mapping[str, str] = {
     # instances
     "start": "client.api",
     "start_async": "client.api",
-    "connect": "client.api",
-    "connect_async": "client.api",
+    "connect": "client.finding",
+    "connect_async": "client.finding",
     "shutdown": "client.api",
     "shutdown_async": "client.api",
     "status": "client.api",

@@ -28,7 +28,7 @@ from daskserve.proxies.ingress.routes import RouteTable
 from daskserve.proxies.server.choice import server_type
 from daskserve.proxies.server.health import health_server
 from daskserve.proxies.server.life import HTTPServer
-from daskserve.proxies.server.listen import can_share_ports
+from daskserve.proxies.server.listen import can_share_ports, check_ports
 from daskserve.proxies.server.tls import server_context
 from daskserve.starts import ProxyStart, ReplicaStart
 from daskserve.types import UNREADY, Envelope, Load, Receive, Send
@@ -236,4 +236,4 @@ class ProxyActor:
         return self._routers.router(endpoint).send(envelope, receive, send, shard_key=shard_key or "")
 
 
-__all__ = ["ProxyActor", "make_controller", "make_replica"]
+__all__ = ["ProxyActor", "check_ports", "make_controller", "make_replica"]

@@ -172,6 +172,8 @@ class ControllerStart(StartMessage):
         Import path of a function that the controller calls when it starts.
     start_id : str
         Differs between two starts of an instance on the same store, but not between their controllers.
+    opens_with_route : bool
+        Whether the proxies start only once there is a route.
     """
 
     OPTIONS: ClassVar[Mapping[str, Any]] = {"http": dump_http}
@@ -180,3 +182,4 @@ class ControllerStart(StartMessage):
     middlewares: bytes | None
     callback: str | None
     start_id: str
+    opens_with_route: bool = False

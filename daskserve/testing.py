@@ -195,7 +195,8 @@ def local_instance(
     """Yield the client of an instance that runs in this process, on an event loop in a thread, without Dask.
 
     The controller, the routers, the replicas and, if enabled, the HTTP proxies are the real ones. The workers
-    are simulated, so there is no isolation and no speedup. The instance ends with the block.
+    are simulated, so there is no isolation and no speedup. The instance ends with the block. Within it, the
+    functions of ``daskserve``, such as ``serve.run``, use this instance.
 
     Parameters
     ----------
@@ -226,6 +227,7 @@ def _instance_on(
     timeout_s: float,
 ) -> Iterator[Client]:
     from daskserve.client.client import Client
+    from daskserve.client.local import in_block
 
     def run(coroutine: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(coroutine, loop).result()
@@ -233,7 +235,7 @@ def _instance_on(
     running = _running_instance(workers, http_options, timeout_s)
     connection = run(running.__aenter__())
     try:
-        with Client(connection) as client:
+        with Client(connection) as client, in_block(connection):
             yield client
     finally:
         run(running.__aexit__(None, None, None))
@@ -258,10 +260,12 @@ async def local_instance_async(
     ...         assert await handle.remote(21) == 42
     """
     from daskserve.client.client import AsyncClient
+    from daskserve.client.local import in_block
 
     async with _running_instance(workers, http_options, timeout_s) as connection:
         async with AsyncClient(connection) as client:
-            yield client
+            with in_block(connection):
+                yield client
 
 
 @asynccontextmanager

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import pytest
 
+import daskserve as serve
 from daskserve.clock import LoopClock
 from daskserve.errors import BadRequestError, ReplicaStartError
 from daskserve.options.http import HTTPOptions
@@ -19,6 +20,7 @@ from daskserve.testing import (
     LivelockError,
     VirtualTimeLoop,
     local_instance,
+    local_instance_async,
     run_virtual,
     wait_until,
 )
@@ -204,6 +206,30 @@ def test_a_local_instance_serves_by_handle() -> None:
             client.create_backend("broken", Counter, timeout_s=5)
         assert list(client.list_backends()) == ["counter"]
     assert set(threading.enumerate()) <= before
+
+
+def test_the_functions_of_the_package_use_the_local_instance_of_their_block() -> None:
+    hello = serve.deployment("builtins.repr", name="hello").bind()
+    with local_instance(http_options={"port": 0}) as outer:
+        assert serve.run(hello).remote("x").result() == "'x'"
+        assert list(outer.status().applications) == list(serve.status().applications) == ["default"]
+        with local_instance() as inner:
+            serve.run(hello, name="inner")
+            assert list(inner.status().applications) == ["inner"]
+        with serve.connect() as client:
+            assert client.http_urls() == outer.http_urls()
+        assert serve.get_app_handle().remote(1).result() == "1", "the block of connect() has ended nothing"
+    assert serve.status().instance == ""
+
+
+def test_the_functions_of_the_package_use_the_local_instance_of_their_async_block() -> None:
+    async def main() -> None:
+        async with local_instance_async() as client:
+            handle = await serve.run_async(serve.deployment("builtins.repr", name="hello").bind())
+            assert await handle.remote(1) == "1"
+            assert list((await client.status()).applications) == ["default"]
+
+    asyncio.run(main())
 
 
 def test_backends_of_a_local_instance_call_each_other() -> None:

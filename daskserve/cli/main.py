@@ -20,6 +20,16 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
 }
 
 
+#: The commands of Ray Serve that there are not, with what to use instead.
+ABSENT: Mapping[str, str] = {
+    "build": "there are no configuration files; `daskserve run module:app` and Python programs deploy",
+    "config": "there are no configuration files; `daskserve status` shows what runs",
+    "deploy": "use `daskserve run module:app --non-blocking --address tcp://scheduler:8786`, which deploys "
+    "an application, or a new version of it, and returns",
+    "start": "`daskserve run` starts an instance, and so does serve.start(detached=True) in Python",
+}
+
+
 class LazyGroup(click.Group):
     """A group that imports its commands only when they run, so that ``daskserve --help`` is fast."""
 
@@ -29,6 +39,8 @@ class LazyGroup(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Import and return a command; None if there is none of that name."""
+        if cmd_name in ABSENT:
+            return absent(cmd_name)
         if cmd_name not in COMMANDS:
             return None
         module_name, _, name = COMMANDS[cmd_name][0].partition(":")
@@ -39,6 +51,20 @@ class LazyGroup(click.Group):
         """Write the names and help texts of the commands without importing them."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, COMMANDS[name][1]) for name in self.list_commands(ctx)])
+
+
+def absent(name: str) -> click.Command:
+    """Return a command that says what to use instead of one that there is not."""
+
+    @click.command(
+        name,
+        add_help_option=False,
+        context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+    )
+    def refuse() -> None:
+        raise click.ClickException(f"There is no command 'daskserve {name}': {ABSENT[name]}.")
+
+    return refuse
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal, get_args, get_origin
@@ -14,13 +14,14 @@ import click
 import dask.config
 from pydantic import ValidationError
 
-from daskserve.client.api import connect
 from daskserve.client.application_verbs import RunTarget
 from daskserve.client.client import Client
-from daskserve.client.hosting import host
+from daskserve.client.finding import connect
+from daskserve.client.hosting import Stay, host
 from daskserve.client.status import Status
-from daskserve.client.targets import application_of, factory_application
+from daskserve.client.targets import factory_application
 from daskserve.errors import NotRunningError, ReplicaStartError, ServeError
+from daskserve.options.app_spec import deployment_tag
 from daskserve.options.http import HTTPOptions
 from daskserve.types import DEFAULT_APPLICATION
 
@@ -69,7 +70,22 @@ def http_options(command: Callable[..., Any]) -> Callable[..., Any]:
     "--blocking/--non-blocking",
     default=True,
     show_default=True,
-    help="Serve until Ctrl-C, or leave the application running.",
+    help="Serve until Ctrl-C, or deploy the application, or a new version of it, and leave it running.",
+)
+@click.option(
+    "--replace",
+    is_flag=True,
+    help="Replace an application of this name that runs already. The new version stays.",
+)
+@click.option(
+    "--restore",
+    is_flag=True,
+    help="Replace it until Ctrl-C, and then give the old version back.",
+)
+@click.option(
+    "--timeout-s",
+    type=click.FloatRange(0, min_open=True),
+    help="Time in seconds after which a change that is not complete is rolled back.",
 )
 def run(
     target: str,
@@ -79,6 +95,9 @@ def run(
     factory: bool,
     address: str | None,
     blocking: bool,
+    replace: bool,
+    restore: bool,
+    timeout_s: float | None,
     **http: Any,
 ) -> None:
     """Serve the application TARGET, given as module:name, until Ctrl-C.
@@ -86,53 +105,107 @@ def run(
     TARGET is a FastAPI, Starlette or other ASGI application, what .bind() returns, or a function that builds
     one of these from the arguments KEY=VALUE. Modules are found in the current directory, too.
 
-    Without --address, a local Dask cluster is started, which ends with the command. With it, the workers must
-    be able to import the module.
+    Without --address, a local Dask cluster is started, which ends with the command. Its worker imports the
+    module, and the port opens once the application is up. With --address, the workers must be able to import
+    the module. The command ends what it has started: the application, and the instance if none ran there and
+    no other program uses it. What it only changes keeps running. If it fails, or is interrupted before the
+    application is up, everything stays as it was.
     """
+    if target.endswith((".yaml", ".yml", ".json")):
+        raise click.ClickException(
+            f"TARGET is the file {target!r}, but there are no configuration files. Give an import path, such "
+            "as module:app."
+        )
+    if restore and not blocking:
+        raise click.UsageError("--restore gives the old version back when the command ends; add --blocking.")
     sys.path.insert(0, os.getcwd())
     given = {key: value for key, value in http.items() if value is not None}
     with errors_as_messages(), sigterm_as_interrupt():
-        found = factory_application(target) if factory else application_of(target, parsed(arguments))
+        pairs = parsed(arguments)
         host(
-            RunTarget(found, name, route_prefix),
+            RunTarget(factory_application(target), name, route_prefix)
+            if factory
+            else RunTarget(target, name, route_prefix, pairs),
             given,
             address=address or dask.config.get("scheduler-address", None),
-            is_blocking=blocking,
+            stay=Stay(blocking, replace, restore),
             report=click.echo,
+            timeout_s=timeout_s,
         )
 
 
+def instance_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options that select a running instance to a command."""
+    named = click.option(
+        "--instance",
+        "name",
+        help="Name of the instance, if programs have several of their own on the cluster.",
+    )
+    return address_option(named(command))
+
+
 @click.command()
-@address_option
-def status(address: str | None) -> None:
+@instance_options
+def status(address: str | None, name: str | None) -> None:
     """Show what runs on a cluster, and why the rest does not."""
-    tell(address, lambda client: str(client.status()))
+    tell(address, name, lambda client: str(client.status()))
 
 
 @click.command()
-@address_option
-@click.option("-y", "--yes", is_flag=True, help="Accepted for compatibility: nothing is asked.")
-def shutdown(address: str | None, yes: bool) -> None:
-    """End the instance on a cluster, with all its applications."""
+@instance_options
+@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+def shutdown(address: str | None, name: str | None, yes: bool) -> None:
+    """End the instance on a cluster, with all its applications.
+
+    Asks first on a terminal. Elsewhere, --yes is needed.
+    """
     with errors_as_messages():
-        client = running(known(address))
+        client = running(known(address), name)
         if client is None:
             click.echo(str(Status()))
-        else:
+            return
+        try:
+            if not yes:
+                confirm_end(client)
             client.shutdown()
+        finally:
+            client.disconnect()
+
+
+def confirm_end(client: Client) -> None:
+    """Ask whether an instance should end; raise if the answer is no, or nobody can answer."""
+    found = client.status()
+    serves = ", ".join([*map(repr, found.applications), *sorted(_alone(found))]) or "nothing"
+    what = f"instance {client.instance_name!r}, which serves {serves}"
+    if not is_terminal():
+        raise click.ClickException(f"This ends {what}. Add --yes, because there is no terminal to ask on.")
+    click.confirm(f"End {what}?", abort=True)
+
+
+def is_terminal() -> bool:
+    """Return whether somebody can answer a question."""
+    return sys.stdin.isatty()
+
+
+def _alone(found: Status) -> set[str]:
+    """Return the backends that belong to no application."""
+    members = {
+        deployment_tag(name, each) for name, app in found.applications.items() for each in app.deployments
+    }
+    return set(found.backends) - members
 
 
 @click.command(name="rewrite-store")
-@address_option
-def rewrite_store(address: str | None) -> None:
+@instance_options
+def rewrite_store(address: str | None, name: str | None) -> None:
     """Write all records of the instance on a cluster anew, after its store was removed, moved or replaced."""
-    tell(address, lambda client: f"{client.rewrite_store()} records written.")
+    tell(address, name, lambda client: f"{client.rewrite_store()} records written.")
 
 
-def tell(address: str | None, text_of: Callable[[Client], str]) -> None:
+def tell(address: str | None, name: str | None, text_of: Callable[[Client], str]) -> None:
     """Print a text about the instance on a cluster, or that none runs there."""
     with errors_as_messages():
-        client = running(known(address))
+        client = running(known(address), name)
         if client is None:
             click.echo(str(Status()))
             return
@@ -142,11 +215,13 @@ def tell(address: str | None, text_of: Callable[[Client], str]) -> None:
             client.disconnect()
 
 
-def running(address: str) -> Client | None:
-    """Return a client of the instance on a cluster; None if none runs there."""
+def running(address: str, name: str | None) -> Client | None:
+    """Return a client of the instance on a cluster; None if none runs there, and none is named."""
     try:
-        return connect(address=address)
+        return connect(address=address, name=name)
     except NotRunningError:
+        if name is not None:
+            raise
         return None
 
 
@@ -171,18 +246,26 @@ def parsed(arguments: tuple[str, ...]) -> Mapping[str, str]:
 
 @contextmanager
 def errors_as_messages() -> Iterator[None]:
-    """Show errors that say what to do without a traceback."""
+    """Show errors that say what to do without a traceback, and with the options of the command."""
     try:
         yield
     except ReplicaStartError as error:
-        raise click.ClickException(f"{error}\n\n{error.user_traceback}".rstrip()) from error
-    except (ServeError, ValidationError) as error:
-        raise click.ClickException(str(error)) from error
-    except (TypeError, ValueError) as error:
-        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-        if not frame.f_globals["__name__"].startswith("daskserve."):
-            raise  # the user's code has raised it
-        raise click.ClickException(str(error)) from error
+        raise click.ClickException(f"{spelled(str(error))}\n\n{error.user_traceback}".rstrip()) from error
+    except (ServeError, ValidationError, TypeError, ValueError) as error:
+        raise click.ClickException(spelled(str(error))) from error
+
+
+def spelled(text: str) -> str:
+    """Return a message that names arguments of Python functions with the options of this command instead."""
+    for each in click.get_current_context().command.params:
+        if not isinstance(each, click.Option) or each.name is None:
+            continue
+        option, name = max(each.opts, key=len), re.escape(each.name)
+        patterns = [rf'http_options={{"{name}": \.\.\.}}', rf"(?<![\w-]){name}=(\.\.\.|(?!\w|['\"[{{(]))"]
+        if "_" in each.name:
+            patterns.append(rf"(?<![\w-]){name}(?![\w=])")
+        text = re.sub("|".join(patterns), option, text)
+    return text
 
 
 @contextmanager

@@ -9,18 +9,17 @@ import logging
 import string
 import uuid
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
-
-import dask.config
 
 from daskserve import settings
 from daskserve.client.calls import ControllerCalls, wait_for_http
-from daskserve.client.client import ClientVerbs
 from daskserve.client.connection import InstanceConnection
 from daskserve.client.ending import end_instance
 from daskserve.client.explanation import Explanation
+from daskserve.client.finding import default_verbs, find_default, named_instance
 from daskserve.client.forms import ClientT, Form, awaitable, blocking
-from daskserve.client.links import dial_link, find_link, launch
+from daskserve.client.links import find_link, launch
 from daskserve.client.local import running_instance
 from daskserve.client.specs import check_name, packed_middlewares
 from daskserve.client.status import Status
@@ -28,7 +27,7 @@ from daskserve.client.warning import warn_caller
 from daskserve.cluster.link import DaskLink
 from daskserve.cluster.scheduler.install import start_instance
 from daskserve.context import current_replica
-from daskserve.errors import AlreadyRunningError, ClosedError, NotRunningError
+from daskserve.errors import AlreadyRunningError, ClosedError
 from daskserve.options.base import parse_options
 from daskserve.options.credentials import masked
 from daskserve.options.http import HTTPOptions
@@ -128,6 +127,7 @@ async def start_with(
     name: str | None = None,
     dashboard: bool = True,
     is_default: bool = False,
+    opens_with_route: bool = False,
 ) -> ClientT:
     """Start an instance with checked arguments; see `start`.
 
@@ -135,6 +135,8 @@ async def start_with(
     ----------
     is_default : bool
         Whether `connect` finds the instance, and `run` uses it in other programs.
+    opens_with_route : bool
+        Whether the proxies start only once there is a route, so that this does not wait for them.
     """
     for risk in options.risks():
         warn_caller(risk)
@@ -150,8 +152,9 @@ async def start_with(
     try:
         if owns_cluster:
             link.owning_instances.add(instance)
-        link.instance_started(instance, is_owned=not detached)
-        await form.run(link, _start_on(link, instance, options, middlewares, message))
+        link.started.add(instance, is_owned=not detached)
+        starting = _start_on(link, instance, options, middlewares, message, opens_with_route=opens_with_route)
+        await form.run(link, starting)
         return form.client(InstanceConnection(link, instance, is_owner=not detached))
     except BaseException as error:
         # Clean up a partial start, also on Ctrl-C, but leave an instance that was already running.
@@ -232,6 +235,8 @@ async def _start_on(
     options: HTTPOptions,
     middlewares: bytes | None,
     message: Mapping[str, Any],
+    *,
+    opens_with_route: bool,
 ) -> None:
     timeouts = settings.timeouts()
     controller = ControllerStart(
@@ -239,6 +244,7 @@ async def _start_on(
         middlewares=middlewares,
         callback=settings.controller().callback,
         start_id=message["start_id"],
+        opens_with_route=opens_with_route,
     )
     await start_instance(
         link,
@@ -249,114 +255,12 @@ async def _start_on(
         system_workers=options.system_workers,
         **message,
     )
-    await wait_for_http(ControllerCalls(link, instance), timeouts.proxy_s)
+    if not opens_with_route:
+        await wait_for_http(ControllerCalls(link, instance), timeouts.proxy_s)
 
 
 def _new_name(link: DaskLink) -> InstanceName:
     return f"{DEFAULT_INSTANCE}-{''.join(link.rng.choices(string.ascii_letters, k=6))}"
-
-
-async def _connect(form: Form[ClientT], *, dask_client: Any = None, address: str | None = None) -> ClientT:
-    """Return a client of a running instance; never starts an instance or a cluster.
-
-    Inside a backend this is the backend's own instance. Elsewhere it is the detached instance of the
-    cluster given by ``dask_client``, ``address``, Dask's default client or Dask's ``scheduler-address``
-    configuration, in this order; without a detached instance, the one that ``serve.run`` started there.
-    While ``serve.run(..., local=True)`` serves in this process, it is that instance, unless the call names a
-    cluster.
-
-    Raises
-    ------
-    NotRunningError
-        There is no such instance.
-    ClusterUnreachableError
-        No Dask scheduler answers at the address.
-    """
-    near = _near_instance() if dask_client is None and address is None else None
-    if near is not None:
-        return form.client(near)
-    link = await find_link(form, dask_client, address)
-    if link is None:
-        address = dask.config.get("scheduler-address", None)
-        if address is None:
-            raise NotRunningError(
-                "This process is not connected to a Dask cluster; pass address=..., create a "
-                "distributed.Client, or start an instance with serve.start(detached=True)."
-            )
-        link = await dial_link(form, address)
-    try:
-        return form.client(await _detached_instance(form, link))
-    except BaseException:
-        if address is not None:
-            await link.disconnect(asynchronous=form.asynchronous)
-        raise
-
-
-connect = blocking(_connect)
-connect_async = awaitable(_connect)
-
-
-def _near_instance() -> InstanceConnection | None:
-    """Return a connection to the caller's own instance, in a replica, or to this process's local one."""
-    replica = current_replica.get()
-    if replica is not None and replica.cluster is not None:
-        return InstanceConnection(replica.cluster.link, replica.instance)
-    local = running_instance()
-    return None if local is None else InstanceConnection(local.link, local.instance)
-
-
-async def _detached_instance(form: Form[Any], link: DaskLink) -> InstanceConnection:
-    timeouts = settings.timeouts()
-    no_instance = NotRunningError(
-        f"No detached instance runs on the cluster {link.scheduler_address}; start one with "
-        "serve.start(detached=True), or run an application with serve.run()."
-    )
-    if not await form.run(link, link.check_scheduler(timeouts.connect_s)):
-        raise no_instance
-    try:
-        running = await form.run(link, link.ask("instances"))
-    except NotRunningError:
-        raise no_instance from None
-    defaults = [name for name, facts in running.items() if facts["is_default"]]
-    found = DEFAULT_INSTANCE if DEFAULT_INSTANCE in running else next(reversed(defaults), None)
-    if found is None:
-        raise no_instance
-    if running[found]["owns_cluster"]:
-        link.owning_instances.add(found)
-    return InstanceConnection(link, found)
-
-
-async def find_default(form: Form[Any], *, may_be_local: bool = True) -> InstanceConnection | None:
-    """Return a connection to the instance that module-level functions use; None if there is none.
-
-    In a replica it is the replica's own. Elsewhere it is the local one of this process; otherwise the
-    instance that `run` started in this process; otherwise the latest running instance that `start` started
-    here; otherwise the one that `connect` finds on this process's Dask cluster.
-    """
-    near = _near_instance()
-    if near is not None and (may_be_local or current_replica.get() is not None):
-        return near
-    link = await find_link(form, None, None)
-    if link is None:
-        return None
-    found: InstanceConnection | None = link.default_instance
-    if found is not None:
-        return found
-    started = link.latest_started()
-    if started is not None:
-        return InstanceConnection(link, started)
-    try:
-        return await _detached_instance(form, link)
-    except NotRunningError:
-        return None
-
-
-async def default_verbs(form: Form[Any]) -> ClientVerbs:
-    """Return the verbs of the instance of `find_default`; raise `NotRunningError` if there is none."""
-    connection = await find_default(form)
-    if connection is None:
-        raise NotRunningError("No instance runs here; deploy something with serve.run() first.")
-    return form.verbs(connection)
 
 
 async def _shutdown(form: Form[Any]) -> None:
@@ -374,8 +278,8 @@ shutdown_async = awaitable(_shutdown)
 
 
 async def _status(form: Form[Any]) -> Status:
-    """Return the status of the instance that `run` uses; empty if no instance runs."""
-    connection = await find_default(form)
+    """Return the status of the instance that `run` uses or that `connect` finds; empty if none runs."""
+    connection = await find_default(form, choose=partial(named_instance, name=None))
     try:
         return Status() if connection is None else await form.verbs(connection).status()
     except ClosedError:

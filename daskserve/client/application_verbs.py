@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from daskserve.client.connection import this_program
 from daskserve.client.deployments import Deployment
 from daskserve.client.graph import ApplicationGraph
 from daskserve.client.handle_verbs import HandleVerbs
+from daskserve.client.specs import check_name, check_route
 from daskserve.client.targets import application_of
 from daskserve.context import current_replica
 from daskserve.data.caller.handle import Handle
@@ -70,12 +72,34 @@ class ApplicationVerbs(HandleVerbs):
         return await self._deploy_built(built, blocking=blocking)
 
     async def _deploy_built(
-        self, applications: Sequence[BuiltApplication], *, blocking: bool = True
+        self,
+        applications: Sequence[BuiltApplication],
+        *,
+        blocking: bool = True,
+        expected: Mapping[str, str] | None = None,
     ) -> list[Handle]:
+        """Deploy applications; take the change back if the call is interrupted before it is complete.
+
+        Parameters
+        ----------
+        expected
+            The ids of the calls that have deployed what may be replaced, by application; see
+            `daskserve.control.app_verbs.deploy`.
+        """
         for each in applications:
             await self._check_handles(each)
+        await self._share()
         specs = [each.spec for each in applications]
-        answer = await self._call("deploy_applications", apps=specs, by=this_program())
+        try:
+            return await self._deploy_specs(specs, expected, blocking=blocking)
+        except (KeyboardInterrupt, asyncio.CancelledError):
+            await self._withdraw([each.request_id for each in specs])
+            raise
+
+    async def _deploy_specs(
+        self, specs: Sequence[ApplicationSpec], expected: Mapping[str, str] | None, *, blocking: bool
+    ) -> list[Handle]:
+        answer = await self._call("deploy_applications", apps=specs, expected=expected, by=this_program())
         if blocking:
             # All of them: one that fails does not end the others.
             goals = [(name, goal) for name, goal in answer["goals"].items() if goal is not None]
@@ -85,6 +109,13 @@ class ApplicationVerbs(HandleVerbs):
                     raise failure
         await self._run(self._connection.calls.wait_until_applied(answer["snapshot"]))
         return [await self.get_handle(each.ingress.spec.tag) for each in specs]
+
+    async def _request_of(self, name: str) -> str:
+        """Return the id of the call that deployed an application; empty if there is none."""
+        try:
+            return str((await self._call("get_application", name=name))["request_id"])
+        except NotFoundError:
+            return ""
 
     async def delete_application(
         self, name: str, *, blocking: bool = True, timeout_s: float = DELETE_S
@@ -98,7 +129,13 @@ class ApplicationVerbs(HandleVerbs):
         SupersededError
             The application was deployed again before it was gone.
         """
-        answer = await self._call("delete_application", name=name, by=this_program())
+        await self._delete_application(name, None, blocking=blocking, timeout_s=timeout_s)
+
+    async def _delete_application(
+        self, name: str, request_id: str | None, *, blocking: bool = True, timeout_s: float = DELETE_S
+    ) -> None:
+        """Delete an application, with a ``request_id`` only if that call has deployed it."""
+        answer = await self._call("delete_application", name=name, request_id=request_id, by=this_program())
         goal: GoalId | None = answer["goal"]
         calls = self._connection.calls
         if goal is not None and blocking and not await self._run(calls.wait_until_reached(goal, timeout_s)):
@@ -203,7 +240,7 @@ def build(
     TypeError, BadRequestError
         A target is no `RunTarget` or cannot be deployed; there are none, or two have one name or route.
     """
-    _check_names(targets)
+    check_targets(targets)
     built = []
     for each in targets:
         graph = ApplicationGraph(application_of(each.target, each.args), each.name)
@@ -219,7 +256,8 @@ def build(
     return built
 
 
-def _check_names(targets: Sequence[Any]) -> None:
+def check_targets(targets: Sequence[Any]) -> None:
+    """Raise `TypeError` or `BadRequestError` for what is wrong with targets whatever they name."""
     if not targets:
         raise BadRequestError("No applications provided; pass a list of serve.RunTarget(...).")
     names = set()
@@ -229,4 +267,6 @@ def _check_names(targets: Sequence[Any]) -> None:
             raise TypeError(f"serve.run_many() takes serve.RunTarget(...) objects, got {each!r}{hint}")
         if each.name in names:
             raise BadRequestError(f"Two applications have the name {each.name!r}; give each its own name=.")
+        check_name(each.name, "name")
+        check_route(each.route_prefix)
         names.add(each.name)

@@ -10,10 +10,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from daskserve import settings
-from daskserve.client.api import checked_http, default_verbs, find_default, start_with
+from daskserve.client.api import checked_http, start_with
 from daskserve.client.application_verbs import DELETE_S, RunTarget, build
 from daskserve.client.connection import InstanceConnection
+from daskserve.client.finding import default_verbs, find_default
 from daskserve.client.forms import Form, awaitable, blocking
+from daskserve.client.http_differences import differences
 from daskserve.client.local import running_instance, shared_instance
 from daskserve.client.warning import warn_caller
 from daskserve.data.caller.handle import Handle
@@ -50,8 +52,9 @@ async def _run(
         What ``.bind()`` returns; a builder, which is a function with one parameter that returns it; or the
         import path of one of them, such as ``"module:app"``.
     blocking : bool
-        Whether to serve until Ctrl-C and then end the instance. Prints the address, and a line for each
-        change after that.
+        Whether to serve until Ctrl-C or SIGTERM, and then end what this program has started: its instance,
+        unless other programs have deployed something on it; otherwise the application, unless another call
+        has deployed it before or since. Prints the address, and a line for each change after that.
     name : str
         The application's name. Applications of different names run side by side.
     route_prefix : str, optional
@@ -60,7 +63,8 @@ async def _run(
     args : dict, optional
         The argument of a builder, which gets it as a dict or as the pydantic model of its annotation.
     http_options : HTTPOptions or dict, optional
-        HTTP options of the instance, if this call starts it.
+        HTTP options of the instance, if this call starts it. Options that differ from those of an instance
+        that runs already cause a warning, and do not change it.
     timeout_s : float, optional
         Time in seconds for the whole change, after which it is rolled back and the call fails. Default: as
         long as the change makes progress, which ends once nothing has progressed for
@@ -143,11 +147,17 @@ async def _run_many(
     elif connection is None:
         connection = await _start_default(form, http_options)
     elif http_options is not None and not is_local:
-        warn_caller("An instance is already running; its HTTP options do not change.")
+        different = await differences(form.verbs(connection), http_options)
+        if different:
+            warn_caller(f"An instance is already running; its HTTP options do not change: {different}.")
     verbs = form.verbs(connection)
+    started: dict[str, str] = {}
+    if blocking:
+        new = [each.spec for each in built if not await verbs._request_of(each.spec.name)]
+        started = {spec.name: spec.request_id for spec in new}
     handles = await verbs._deploy_built(built, blocking=wait_for_applications_running)
     if blocking:
-        await verbs.serve_until_interrupted()
+        await verbs._serve(started)
     return handles
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,15 +11,11 @@ from daskserve.client.connection import Verbs, this_program
 from daskserve.client.deployments import UNSET
 from daskserve.client.specs import check_name, join_config, make_spec, split_config
 from daskserve.client.unwrapping import unwrapped
-from daskserve.errors import ServeError
 from daskserve.options.actor import ActorOptions
 from daskserve.options.backend import BackendConfig
-from daskserve.options.backend_spec import BackendSpec
 from daskserve.options.base import parse_options
 from daskserve.options.external_scaling import checked_number
 from daskserve.types import GoalId
-
-logger = logging.getLogger("daskserve.client")
 
 
 class BackendVerbs(Verbs):
@@ -115,10 +110,11 @@ class BackendVerbs(Verbs):
             user_version=deployment.version,
             env=deployment.env,
         )
+        await self._share()
         try:
             return await self._change("create_backend", blocking=blocking, spec=spec, by=this_program())
         except (KeyboardInterrupt, asyncio.CancelledError):
-            await self._undo_create(spec)
+            await self._withdraw([spec.request_id])
             raise
 
     async def update_backend_config(
@@ -204,12 +200,3 @@ class BackendVerbs(Verbs):
         return await self._change(
             "delete_backend", blocking=blocking, tag=backend_tag, force=force, by=this_program()
         )
-
-    async def _undo_create(self, spec: BackendSpec) -> None:
-        """Delete the backend that an interrupted call was creating."""
-        try:
-            # Sending the same spec again changes nothing if it is registered, and fails if another one is.
-            await self._change("create_backend", blocking=False, spec=spec, by=this_program())
-            await self._change("delete_backend", tag=spec.tag, force=True, by=this_program())
-        except ServeError as error:
-            logger.info("The interrupted creation of backend %s was not undone: %s", spec.tag, error)

@@ -55,9 +55,7 @@ class ControllerCalls:
             return cluster.call(controller, verb, **message)
 
         try:
-            for spec in specs:
-                if (parcel := Parcel.labelled(spec.code)) is not None:
-                    await cluster.send_parcel(parcel, spec.parts)
+            await self.send_parcels(specs)
             return await call_controller(
                 cluster, call, clock=self.link.clock, check_s=CHECK_S, patience_s=CONTROLLER_S
             )
@@ -69,6 +67,13 @@ class ControllerCalls:
             raise ClusterUnreachableError(
                 f"The connection to the Dask scheduler {self.link.scheduler_address} was lost: {error}"
             ) from error
+
+    async def send_parcels(self, specs: Sequence[BackendSpec]) -> None:
+        """Send the parcels of specs to the scheduler, unless this process does not have their content."""
+        for spec in specs:
+            parcel = Parcel.labelled(spec.code)
+            if parcel is not None and spec.parts:
+                await self.link.cluster(self.instance).send_parcel(parcel, spec.parts)
 
     async def complete(self, answer: Mapping[str, Any], *, blocking: bool = True) -> GoalId | None:
         """Return when the change that a verb's answer accepts is complete and visible here.

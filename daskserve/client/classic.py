@@ -9,11 +9,11 @@ import inspect
 from collections.abc import Callable, Coroutine
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from daskserve.client.api import default_verbs
 from daskserve.client.classic_deployment import ClassicDeployment
 from daskserve.client.classic_handles import classic_handle
 from daskserve.client.client import ClientVerbs
 from daskserve.client.deployment_verbs import StoredDeployment
+from daskserve.client.finding import default_verbs
 from daskserve.client.forms import Form, awaitable, blocking
 from daskserve.client.specs import join_user_config
 from daskserve.data.caller.handle import Handle

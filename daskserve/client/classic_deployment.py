@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self, TypeVar, overload
 
-from daskserve.client.api import default_verbs
 from daskserve.client.classic_handles import classic_handle
 from daskserve.client.deployment_verbs import NAME_AS_ROUTE, new_version
 from daskserve.client.deployments import Application, Deployment, DeploymentActors, config_of, default_name
+from daskserve.client.finding import default_verbs
 from daskserve.client.forms import Form, awaitable, blocking
 from daskserve.client.specs import check_name, check_route, check_version, make_spec
 from daskserve.client.stored_code import CODE_FIELDS, StoredCode

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Self
 
 from daskserve.client.application_verbs import ApplicationVerbs
@@ -16,6 +17,7 @@ from daskserve.client.connection import InstanceConnection
 from daskserve.client.deployment_verbs import DeploymentVerbs
 from daskserve.client.endpoints import EndpointVerbs
 from daskserve.client.explanation import Explanation
+from daskserve.client.leaving import leave_instance
 from daskserve.client.methods import method
 from daskserve.client.serving import serve_until_ended
 from daskserve.client.status import Status
@@ -100,23 +102,30 @@ class ClientVerbs(BackendVerbs, EndpointVerbs, DeploymentVerbs, ApplicationVerbs
     async def disconnect(self) -> None:
         """Close this client; a detached instance keeps running, one that this client owns ends. Idempotent.
 
-        A Dask client that ``start`` or ``connect`` created for an ``address`` closes too.
+        An instance on which other programs have deployed something keeps running, too. A Dask client that
+        ``start`` or ``connect`` created for an ``address`` closes.
         """
         await self._connection.disconnect(asynchronous=self._asynchronous)
 
     async def serve_until_interrupted(self) -> None:
-        """Return after Ctrl-C (SIGINT), SIGTERM or the end of the instance, which this shuts down.
+        """Return after Ctrl-C (SIGINT), SIGTERM or the end of the instance.
 
         Prints the instance's address, and a line for each change after that: deployments, replicas that
-        became ready or were lost, addresses.
+        became ready or were lost, addresses. An instance that this program started ends, unless other
+        programs have deployed something on it. It lets requests under way complete; a second signal ends it
+        at once. An instance of another program keeps running.
         """
-        self._connection.check_open()
-        try:
-            await serve_until_ended(
-                self._connection.link, self._connection.instance, asynchronous=self._asynchronous
-            )
-        finally:
-            await self.shutdown()
+        await self._serve({})
+
+    async def _serve(self, started: Mapping[str, str]) -> None:
+        """Serve until interrupted, and end what this program has started; see `leave_instance`."""
+        connection = self._connection
+        connection.check_open()
+        leave = partial(leave_instance, self, started)
+        await serve_until_ended(connection.link, connection.instance, leave, asynchronous=self._asynchronous)
+
+    async def _leave(self) -> None:
+        await self._connection.leave(asynchronous=self._asynchronous)
 
     async def http_urls(self) -> list[str]:
         """Return the URLs at which the proxies listen, for example ``["http://127.0.0.1:8000"]``."""
@@ -220,8 +229,10 @@ class AsyncClient(ClientVerbs, InstanceClient):
     (``distributed.Client(asynchronous=True)``). Its handles are the same as those of `Client`: await what
     their ``remote`` returns.
 
-    An instance that was started without ``detached=True`` ends with its client: on `shutdown`, at the end of
-    an ``async with`` block, when the client is garbage collected, or when the program ends.
+    An instance that was started without ``detached=True`` ends with its client: on `shutdown`, when the
+    client is garbage collected, or when the program ends. It stays if other programs have deployed something
+    on it. At the end of an ``async with`` block, the instance ends if the block's client started it; a client
+    of `daskserve.connect_async` disconnects.
     """
 
     def __init__(self, connection: InstanceConnection) -> None:
@@ -231,14 +242,16 @@ class AsyncClient(ClientVerbs, InstanceClient):
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        await self.shutdown()
+        await self._connection.leave(asynchronous=True)
 
 
 class Client(InstanceClient):
     """A client of one instance, which `daskserve.start` and `daskserve.connect` return. Its methods block.
 
     An instance that was started without ``detached=True`` ends with its client: on `shutdown`, when the
-    client is garbage collected, or when the program ends.
+    client is garbage collected, or when the program ends. It stays if other programs have deployed something
+    on it. At the end of a ``with`` block, the instance ends if the block's client started it; a client of
+    `daskserve.connect` disconnects.
     """
 
     def __init__(self, connection: InstanceConnection) -> None:
@@ -249,7 +262,7 @@ class Client(InstanceClient):
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self.shutdown()
+        self._leave()
 
     def get_handle(self, endpoint_name: str, missing_ok: bool = False, sync: bool = True) -> Handle:
         """Return a handle that calls an endpoint from Python, the same one until the endpoint changes.
@@ -271,6 +284,7 @@ class Client(InstanceClient):
         return classic_handle(self._get_handle(endpoint_name, missing_ok), sync)
 
     _get_handle = method(ClientVerbs.get_handle)
+    _leave = method(ClientVerbs._leave)
 
     create_backend = method(ClientVerbs.create_backend)
     update_backend_config = method(ClientVerbs.update_backend_config)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import atexit
+import logging
 import os
 import socket
 import sys
 import weakref
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,10 +19,16 @@ from daskserve.client.ending import abandon_instance, end_instance
 from daskserve.client.progress import find_display, wait_visibly, waits_for
 from daskserve.client.status import Status
 from daskserve.cluster.base import ClientLink
-from daskserve.errors import ClosedError
+from daskserve.context import current_replica
+from daskserve.errors import ClosedError, NotRunningError, ServeError
 from daskserve.types import GoalId, InstanceName
 
 T = TypeVar("T")
+
+logger = logging.getLogger("daskserve.client")
+
+#: How long an interrupted program waits until its change is taken back.
+WITHDRAW_S = 10.0
 
 
 class InstanceConnection:
@@ -28,12 +37,22 @@ class InstanceConnection:
     An instance with an owner ends with it: when the connection is closed or garbage collected, or when the
     program ends. An owner that was never used is not missed: its instance stays for the functions of the
     module, if they have no other. So ``serve.start(...)`` may be a statement of its own.
+
+    Parameters
+    ----------
+    is_guest
+        Whether it only connects to an instance: when its client is left, the instance stays.
     """
 
-    def __init__(self, link: ClientLink, instance: InstanceName, *, is_owner: bool = False) -> None:
+    def __init__(
+        self, link: ClientLink, instance: InstanceName, *, is_owner: bool = False, is_guest: bool = False
+    ) -> None:
         self.link = link
         self.instance = instance
+        self.is_guest = is_guest
         self.is_closed = False
+        #: Whether the instance is known to outlive the program that started it, or this program is that.
+        self.is_shared = instance in link.started
         self.calls = ControllerCalls(link, instance)
         self._ownership: _Ownership | None = None
         if is_owner:
@@ -51,6 +70,16 @@ class InstanceConnection:
         if self.is_closed:
             raise ClosedError("Client has already been shut down.")
 
+    async def leave(self, *, asynchronous: bool) -> None:
+        """End a ``with`` block: end an instance that the block's client started, leave any other.
+
+        An instance that others use as well stays, unless it is detached.
+        """
+        if self.is_guest or self.is_owner:
+            await self.disconnect(asynchronous=asynchronous)
+        else:
+            await self.shutdown(asynchronous=asynchronous)
+
     def become_default(self) -> None:
         """Let `daskserve.run` use this instance in this process; it lives as long as the process."""
         self.link.default_instance = self
@@ -64,10 +93,20 @@ class InstanceConnection:
             self._ownership.detach()
         await end_instance(self.link, self.instance, asynchronous=asynchronous, drains=True)
 
+    async def _is_alone(self, *, asynchronous: bool) -> bool:
+        asking = self.link.started.is_alone(self.instance)
+        return await self.link.wait(asking) if asynchronous else self.link.sync(asking)
+
     async def disconnect(self, *, asynchronous: bool) -> None:
-        """Close the connection, and its Dask client if daskserve created it; an owned instance ends."""
-        if self.is_owner:
-            await self.shutdown(asynchronous=asynchronous)
+        """Close the connection, and its Dask client if daskserve created it.
+
+        An owned instance ends, unless other programs have deployed something on it.
+        """
+        if self._ownership is not None and not self.is_closed:
+            if not self.link.is_open or await self._is_alone(asynchronous=asynchronous):
+                await self.shutdown(asynchronous=asynchronous)
+            else:
+                self._ownership.detach()
         if not self.is_closed:
             self.is_closed = True
             self.link.release_default(self.instance)
@@ -95,13 +134,13 @@ class _Ownership:
     def _collected(self) -> None:
         atexit.unregister(self._end)
         if self.is_used or not self._link.is_open or self._link.default_instance is not None:
-            abandon_instance(self._link, self._instance)
+            abandon_instance(self._link, self._instance, if_alone=True)
         else:
             InstanceConnection(self._link, self._instance, is_owner=True).become_default()
 
     def _end(self) -> None:
         self.detach()
-        abandon_instance(self._link, self._instance)
+        abandon_instance(self._link, self._instance, if_alone=True)
 
 
 def this_program() -> str:
@@ -132,6 +171,29 @@ class Verbs:
         """Return the controller's answer to a verb."""
         self._connection.check_open()
         return await self._run(self._connection.calls.call(verb, **message))
+
+    async def _share(self) -> None:
+        """Let the instance outlive the program that started it, because this one deploys something on it."""
+        connection = self._connection
+        connection.check_open()
+        if not connection.is_shared and current_replica.get() is None:
+            with suppress(NotRunningError, OSError):  # the call that follows raises the right error
+                await self._run(connection.link.ask("share_instance", instance=connection.instance))
+            connection.is_shared = True
+
+    async def _withdraw(self, requests: Sequence[str]) -> None:
+        """Take back what interrupted calls have asked for, unless it is complete."""
+
+        async def withdraw() -> None:
+            async with asyncio.timeout(WITHDRAW_S):
+                await self._connection.calls.call("withdraw", requests=list(requests), by=this_program())
+
+        if self._connection.is_closed or not self._connection.link.is_open:
+            return
+        try:
+            await self._run(withdraw())
+        except (ServeError, OSError) as error:
+            logger.warning("An interrupted change was not taken back, and continues: %s", error)
 
     async def _change(self, verb: str, *, blocking: bool = True, **message: Any) -> GoalId | None:
         """Call a verb that changes something; return when the change is complete and visible here.

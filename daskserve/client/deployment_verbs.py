@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import enum
 import logging
 import uuid
@@ -159,6 +160,16 @@ class DeploymentVerbs(Verbs):
     ) -> GoalId | bool | None:
         """Deploy a spec that `daskserve.client.specs.make_spec` returned; see `deploy`."""
         check_route(route)
+        await self._share()
+        try:
+            return await self._deployed(spec, route, methods, blocking=blocking)
+        except (KeyboardInterrupt, asyncio.CancelledError):
+            await self._withdraw([spec.request_id])
+            raise
+
+    async def _deployed(
+        self, spec: BackendSpec, route: str | None, methods: list[str], *, blocking: bool
+    ) -> GoalId | bool | None:
         answer = await self._call(
             "deploy",
             spec=spec,

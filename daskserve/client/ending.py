@@ -25,11 +25,19 @@ async def end_instance(
     asynchronous: bool,
     start_id: str | None = None,
     drains: bool = False,
+    if_alone: bool = False,
 ) -> None:
     """End an instance; do nothing if the instance or the cluster is already gone.
 
-    With a ``start_id``, only an instance that was started under that id ends. If it ``drains``, the requests
-    under way complete first, unless the caller is interrupted: then the instance ends at once.
+    Parameters
+    ----------
+    start_id
+        End only an instance that was started under this id.
+    drains
+        Whether the requests under way complete first, unless the caller is interrupted: then the instance
+        ends at once.
+    if_alone
+        Whether to leave an instance that other programs use.
     """
     link.release_default(instance)
 
@@ -40,31 +48,33 @@ async def end_instance(
         if link.is_open and drains:
             await run(_drain(link, instance))
         if link.is_open:
-            await run(_end(link, instance, start_id))
+            await run(_end(link, instance, start_id, if_alone=if_alone))
     except (KeyboardInterrupt, asyncio.CancelledError):
         # A second Ctrl-C does not wait, but it leaves nothing behind either.
         if link.is_open:
-            await run(_end(link, instance, start_id))
+            await run(_end(link, instance, start_id, if_alone=if_alone))
         raise
     finally:
         await link.instance_ended(instance, asynchronous=asynchronous)
 
 
-def abandon_instance(link: ClientLink, instance: InstanceName) -> None:
+def abandon_instance(link: ClientLink, instance: InstanceName, *, if_alone: bool = False) -> None:
     """End an instance whose owner is gone, from any thread."""
     if link.runs_here():
         # An owner collected by the garbage collector on the link's own loop must not block it.
-        link.spawn(end_instance(link, instance, asynchronous=True))
+        link.spawn(end_instance(link, instance, asynchronous=True, if_alone=if_alone))
     else:
-        finish(end_instance(link, instance, asynchronous=False))
+        finish(end_instance(link, instance, asynchronous=False, if_alone=if_alone))
 
 
-async def _end(link: ClientLink, instance: InstanceName, start_id: str | None) -> None:
+async def _end(link: ClientLink, instance: InstanceName, start_id: str | None, *, if_alone: bool) -> None:
     message = {} if start_id is None else {"start_id": start_id}
     if start_id is None:
         await link.drop_cluster(instance)
     try:
         async with asyncio.timeout(SHUTDOWN_S):
+            if if_alone and not await link.started.is_alone(instance):
+                return
             has_ended = await link.ask("end_instance", instance=instance, **message)
     except NotRunningError:
         pass

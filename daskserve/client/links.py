@@ -12,7 +12,8 @@ from daskserve.cluster.launch import (
     start_local_cluster,
     start_local_cluster_async,
 )
-from daskserve.cluster.link import DaskLink, connected, dial, link_of, present_link
+from daskserve.cluster.link import DaskLink, connected, dial, link_of
+from daskserve.cluster.present import present_link
 from daskserve.errors import BlockingCallError
 
 
@@ -61,5 +62,5 @@ async def launch(form: Form[Any], *, detached: bool, dashboard: bool) -> DaskLin
     else:
         cluster, client = start_local_cluster(size, has_dashboard=dashboard)
     link = link_of(client)
-    link.own_cluster = cluster
+    link.started.cluster = cluster
     return link

@@ -10,6 +10,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from daskserve import settings
@@ -25,6 +26,8 @@ from daskserve.types import ActorKind, InstanceName, Location
 if TYPE_CHECKING:
     from daskserve.cluster.local.cluster import LocalCluster
 
+#: The instance of the innermost block of `daskserve.testing.local_instance`.
+current_block: ContextVar[InstanceConnection | None] = ContextVar("daskserve_block", default=None)
 #: How long a local instance may take to start.
 START_S = 10.0
 
@@ -63,6 +66,18 @@ async def running_cluster(
         yield cluster
     finally:
         await cluster.close()
+
+
+@contextmanager
+def in_block(connection: InstanceConnection) -> Iterator[None]:
+    """Let `daskserve.run` and its neighbors use an instance within a ``with`` block."""
+    outer = current_block.get()
+    current_block.set(connection)
+    try:
+        yield
+    finally:
+        # Not by a token: a fixture may be left in another context than it was entered in.
+        current_block.set(outer)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 from daskserve.clock import Clock, RequestIds
+from daskserve.cluster.started import Started
 from daskserve.context import HasLink
 from daskserve.errors import ClusterUnreachableError
 from daskserve.figures.table import MetricSample
@@ -458,6 +459,9 @@ class ClientLink(Link, Protocol):
 
     #: The connection to the instance that `daskserve.run` uses in this process, if there is one.
     default_instance: Any
+
+    @property
+    def started(self) -> Started: ...
 
     @property
     def scheduler_address(self) -> str: ...

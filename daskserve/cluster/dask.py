@@ -18,7 +18,7 @@ from daskserve.cluster.actor_book import ActorBook
 from daskserve.cluster.actor_calls import ActorCalls
 from daskserve.cluster.base import Link, StoreChange, TopicHandler
 from daskserve.cluster.channel.pool import ChannelPool
-from daskserve.cluster.distributed_internals import call_scheduler
+from daskserve.cluster.distributed_internals import call_scheduler, until_connected
 from daskserve.cluster.long_poll import LongPollClient
 from daskserve.cluster.parcel_memory import ParcelCarrier
 from daskserve.cluster.routes import WorkerRoutes
@@ -60,6 +60,21 @@ async def ask_supervisor(client: Client, verb: str, **message: Any) -> Any:
     if "error" in answer:
         raise load_error(answer["error"])
     return answer["value"]
+
+
+async def ask_if_supervised(client: Client, verb: str, **message: Any) -> Any:
+    """Call a verb of the supervisor, which may have gone with the last instance; see `ask_supervisor`.
+
+    To call an operation that the scheduler does not have logs a traceback there.
+    """
+
+    def find(dask_scheduler: Any) -> bool:  # pickled by value, because it is nested
+        return "daskserve" in dask_scheduler.handlers
+
+    await until_connected(client)
+    if not await client.run_on_scheduler(find):
+        raise NotRunningError("No daskserve instance runs on this Dask cluster.")
+    return await ask_supervisor(client, verb, **message)
 
 
 class RemoteStore:
@@ -227,7 +242,8 @@ class DaskCluster(ActorCalls):
             raise NotRunningError(f"Instance {self.instance!r} has been shut down.")
         if self._controller is None:
             try:
-                found = await ask_supervisor(self._client, "controller", instance=self.instance)
+                ask = ask_if_supervised if self._worker is None else ask_supervisor
+                found = await ask(self._client, "controller", instance=self.instance)
             except NotRunningError as error:
                 if self._resumed_at is None or self.clock.now() > self._resumed_at + RETURN_S:
                     raise

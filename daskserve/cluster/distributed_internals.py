@@ -9,6 +9,7 @@ import socket
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from tornado.iostream import IOStream
@@ -25,7 +26,7 @@ with needs("distributed", ">=2025.1,<2026.9") as check:
     from distributed.comm.core import Comm
     from distributed.comm.registry import get_backend
     from distributed.comm.tcp import TCP
-    from distributed.core import Server, Status
+    from distributed.core import ConnectionPool, Server, Status
     from distributed.protocol import to_serialize
     from distributed.scheduler import WorkerState
     from distributed.utils import get_ip
@@ -35,9 +36,10 @@ with needs("distributed", ">=2025.1,<2026.9") as check:
 
     check.fields(Client, "_asynchronous", "_handle_report_task", "preloads", "rpc", "scheduler")
     check.fields(Client, "_scheduler_identity")
-    check.attributes(Client, "_ensure_connected", "_send_to_scheduler")
+    check.attributes(Client, "_ensure_connected", "_reconnect", "_send_to_scheduler")
     check.attributes(Scheduler, "client_desires_keys", "get_task_status")
-    check.fields(Server, "handlers")
+    check.fields(ConnectionPool, "occupied")
+    check.fields(Server, "handlers", "rpc")
     check.fields(Worker, "state")
     check.fields(TaskStates, "actors")
     check.attributes(Client, "_scatter")
@@ -101,12 +103,17 @@ async def call_scheduler(client: Client, operation: str, **arguments: Any) -> An
     OSError
         The client is closed, or the scheduler cannot be reached.
     """
+    await until_connected(client)
+    return await getattr(client.scheduler, operation)(**arguments)
+
+
+async def until_connected(client: Client) -> None:
+    """Return once a client is connected, perhaps again; raise `OSError` if it is closed."""
     # Dask's own attempts to reach a dead scheduler go on for long after another one has come.
     while is_connecting(client):  # noqa: ASYNC110 - Dask has no event
         await asyncio.sleep(_CONNECTING_S)
     if client.scheduler is None:
         raise OSError("the Dask client is closed")
-    return await getattr(client.scheduler, operation)(**arguments)
 
 
 def desire_keys(client: Client, keys: list[Any]) -> None:
@@ -192,6 +199,8 @@ def connect_again_when(
             connected()
 
     client._ensure_connected = ensure_connected  # type: ignore[method-assign]
+    # Dask logs what ends this method as an error, also that the client is closed.
+    client._reconnect = partial(inspect.unwrap(Client._reconnect), client)  # type: ignore[method-assign]
 
 
 def is_connecting(client: Client) -> bool:
@@ -262,6 +271,11 @@ def is_present(worker: Worker) -> bool:
 def pause_heartbeat(worker: Worker) -> None:
     """Stop a worker's heartbeats until it is registered again."""
     worker.periodic_callbacks["heartbeat"].stop()
+
+
+def is_calling_scheduler(worker: Worker) -> bool:
+    """Return whether a worker waits for an answer of its scheduler."""
+    return bool(worker.rpc.occupied.get(worker.scheduler.address))
 
 
 def forget_tasks(worker: Worker) -> bool:

@@ -33,6 +33,7 @@ from distributed.deploy import ProcessInterface
 
 from daskserve.amounts import shown
 from daskserve.cluster.distributed_internals import config_variables
+from daskserve.cluster.quiet_close import QuietCluster
 from daskserve.errors import InstanceError
 from daskserve.loops.blocking import finish, settled
 from daskserve.loops.event_loop import uses_uvloop
@@ -234,7 +235,7 @@ async def _start_local(
 ) -> tuple[SpecCluster, Client]:
     options = _worker_options(size, has_dashboard)
     spec = {"cls": WorkerProcess, "options": {"worker_options": options}}
-    cluster = SpecCluster(
+    cluster = QuietCluster(
         workers=dict.fromkeys(range(size.n_workers), spec),
         scheduler={
             "cls": Scheduler,

@@ -16,7 +16,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from distributed import Client, Security, Worker, get_worker
+from distributed import Client, Security, Worker
 from distributed.comm import connect
 
 from daskserve import settings
@@ -26,9 +26,8 @@ from daskserve.cluster.actor_book import ActorBook
 from daskserve.cluster.channel.dialling import Dialler
 from daskserve.cluster.channel.keyring import Keyring
 from daskserve.cluster.channel.pool import ChannelPool
-from daskserve.cluster.dask import DaskCluster, ask_supervisor
+from daskserve.cluster.dask import DaskCluster, ask_if_supervised, ask_supervisor
 from daskserve.cluster.distributed_internals import (
-    actors_on,
     call_before_close,
     call_when_closed,
     configured_security,
@@ -37,14 +36,12 @@ from daskserve.cluster.distributed_internals import (
 )
 from daskserve.cluster.probe import mismatch, version_probe
 from daskserve.cluster.returning import identity_on, keep_connected
+from daskserve.cluster.started import StartedInstances
 from daskserve.cluster.values import DaskTransfer
-from daskserve.cluster.worker.worker_view import WorkerView
-from daskserve.context import current_replica
 from daskserve.errors import (
     BlockingCallError,
     ClusterUnreachableError,
     InstanceError,
-    ServeError,
     VersionMismatchError,
 )
 from daskserve.figures.collector import PROCESS
@@ -60,8 +57,6 @@ logger = logging.getLogger("daskserve.link")
 _ATTRIBUTE = "_daskserve_link"
 #: Added to the timeout, so that Dask's own error, which is more specific, comes first if nothing listens.
 CONNECT_MARGIN_S = 0.2
-#: How long a closing Dask client waits for the end of its instances.
-CLOSE_S = 5.0
 
 
 async def _refuse(name: str, incarnation: int, envelope: Envelope, receive: Receive, send: Send) -> Load:
@@ -144,19 +139,16 @@ class DaskLink:
         self.worker = worker
         self._book = book
         self._clusters: dict[InstanceName, DaskCluster] = {}
-        #: The running instances that this process started, each with whether it ends with this process.
-        self._started: dict[InstanceName, bool] = {}
+        self.started = StartedInstances(self.owner_id, self.ask)
         self._tasks = TaskSet(logger)
         #: Detached instances whose Dask cluster was created for them and ends with them.
         self.owning_instances: set[InstanceName] = set()
-        #: The Dask cluster that was started for this link; it closes with its last instance.
-        self.own_cluster: Any = None
         #: Whether daskserve created the Dask client, to connect to a scheduler in another process.
         self.owns_client = False
         #: The `daskserve.client.connection.InstanceConnection` that `serve.run` reuses, if there is one.
         self.default_instance: Any = None
         self._address = "an unknown scheduler"
-        keep_connected(client, connection_args, self._clusters.values, self.clock)
+        keep_connected(client, connection_args, lambda: (keyring, *self._clusters.values()), self.clock)
 
     @property
     def owner_id(self) -> str:
@@ -259,7 +251,8 @@ class DaskLink:
 
     async def ask(self, verb: str, **message: Any) -> Any:
         """Call a verb of the supervisor; see `daskserve.cluster.dask.ask_supervisor`."""
-        return await ask_supervisor(self.client, verb, **message)
+        ask = ask_if_supervised if self.worker is None else ask_supervisor
+        return await ask(self.client, verb, **message)
 
     async def check_scheduler(self, timeout_s: float) -> bool:
         """Check the scheduler's daskserve; return whether a supervisor runs there.
@@ -291,30 +284,17 @@ class DaskLink:
         """Run a coroutine on this loop without waiting for it; call on the loop only."""
         self._tasks.spawn(coroutine)
 
-    def instance_started(self, instance: InstanceName, *, is_owned: bool) -> None:
-        """Keep the Dask cluster that was created for this link until this instance ends.
-
-        An owned instance also ends when the Dask client closes.
-        """
-        self._started[instance] = is_owned
-
-    def latest_started(self) -> InstanceName | None:
-        """Return the latest running instance that this process started; None without one."""
-        return next(reversed(self._started), None)
-
     async def instance_ended(self, instance: InstanceName, *, asynchronous: bool) -> None:
         """Close what daskserve created for this link, if this was its last instance: a cluster or client."""
-        self._started.pop(instance, None)
+        self.started.forget(instance)
         if self.runs_here() and not is_asynchronous(self.client):
             return  # Dask can stop the thread of this loop only from another thread
         # A cluster that was created for this instance alone ends with it.
         ends_scheduler = instance in self.owning_instances
         self.owning_instances.discard(instance)
-        cluster = None
-        if not self._started:
-            cluster, self.own_cluster = self.own_cluster, None
+        cluster = self.started.take_cluster()
         # A blocking program may reuse a client that was created for it: Dask closes it when the program ends.
-        ends_client = self.owns_client and not self._started and is_asynchronous(self.client)
+        ends_client = self.owns_client and not self.started and is_asynchronous(self.client)
         if ends_scheduler or ends_client or cluster is not None:
             await self._close_client(cluster, ends_scheduler=ends_scheduler, asynchronous=asynchronous)
 
@@ -354,25 +334,14 @@ class DaskLink:
 
     async def disconnect(self, instance: InstanceName = "", *, asynchronous: bool) -> None:
         """Close the link and its Dask client if daskserve created that and no other instance needs it."""
-        self._started.pop(instance, None)
-        if self.owns_client and self.is_open and not self._started:
+        self.started.forget(instance)
+        if self.owns_client and self.is_open and not self.started:
             await self._close_client(asynchronous=asynchronous)
 
     def follow_client(self) -> None:
         """End what this link owns when the Dask client closes; its loop may keep running for others."""
-        call_before_close(self.client, self._end_owned)
+        call_before_close(self.client, self.started.end_owned)
         call_when_closed(self.client, self._release)
-
-    async def _end_owned(self) -> None:
-        """End the instances of this process while the workers are still there."""
-        owned = [instance for instance, is_owned in self._started.items() if is_owned]
-        ending = (self.ask("end_instance", instance=instance) for instance in owned)
-        try:
-            async with asyncio.timeout(CLOSE_S):
-                await asyncio.gather(*ending)
-        except (OSError, TimeoutError, ServeError) as error:
-            # The scheduler ends them when it misses this client.
-            logger.info("Instances %s did not end before their Dask client closed: %r", owned, error)
 
     def _release(self) -> None:
         self.channels.abort()
@@ -458,42 +427,3 @@ async def _check_is_scheduler(address: str, timeout_s: float, security: Security
         ) from error
     if answer.get("type") != "Scheduler":
         raise OSError("the server there is not a Dask scheduler")
-
-
-def default_client() -> Client | None:
-    """Return Dask's default client of this process if it is running; otherwise None."""
-    try:
-        client = Client.current()
-    except ValueError:
-        return None
-    return client if client.status == "running" else None
-
-
-def present_link() -> DaskLink | None:
-    """Return the caller's link: that of its replica, its Dask task's worker, or its Dask client."""
-    replica = current_replica.get()
-    if replica is not None and replica.cluster is not None:
-        link: DaskLink = replica.cluster.link
-        return link
-    found = worker_link()
-    if found is not None:
-        return found
-    client = default_client()
-    return None if client is None else link_of(client)
-
-
-def worker_link() -> DaskLink | None:
-    """Return the link of the worker that the current Dask task or actor runs on, if it has a Host."""
-    worker: Any
-    try:
-        worker = get_worker()
-    except ValueError:
-        return None
-    if isinstance(worker, WorkerView) and worker.find_link is not None:
-        link: DaskLink = worker.find_link()
-        return link
-    for actor in actors_on(worker):
-        found = getattr(actor, "link", None)
-        if isinstance(found, DaskLink):
-            return found
-    return None

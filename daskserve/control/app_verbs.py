@@ -35,9 +35,15 @@ def deploy(
     *,
     new_goal: Callable[[], GoalId],
     now: float,
+    expected: Mapping[str, str] | None = None,
     by: str = "",
 ) -> Deployed:
     """Deploy applications in one change; a repeated call, or one that changes nothing, is without a change.
+
+    Parameters
+    ----------
+    expected : dict, optional
+        The ids of the calls whose applications this one may replace, by name; empty: there must be none.
 
     Raises
     ------
@@ -47,6 +53,9 @@ def deploy(
         A spec is invalid.
     """
     _check_together(specs)
+    for spec in specs:
+        if expected is not None and spec.name in expected:
+            _check_expected(state, spec, expected[spec.name])
     found = Deployed()
     first = goals.next_number(state)
     for number, spec in enumerate(specs, first):
@@ -56,6 +65,22 @@ def deploy(
         found.updating[spec.name] = outcome.is_update
         found.tags += [each.spec.tag for each in spec.deployments]
     return found
+
+
+def _check_expected(state: State, spec: ApplicationSpec, expected: str) -> None:
+    """Raise `AlreadyRegisteredError` unless an application is as expected, or as this call has left it."""
+    app = state.apps.get(spec.name)
+    found = "" if app is None or app.is_deleting or not app.deployments else app.request_id
+    if found not in (expected, spec.request_id):
+        raise AlreadyRegisteredError(
+            f"Application '{spec.name}' runs already, deployed by {_deployed_by(state, spec.name)}."
+        )
+
+
+def _deployed_by(state: State, name: str) -> str:
+    """Return the program that deployed an application last, as far as its goals are remembered."""
+    numbered = ((each.number, each.by) for each in state.goals.values() if each.application == name)
+    return max(numbered, default=(0, ""))[1] or "another program"
 
 
 def _check_together(specs: Sequence[ApplicationSpec]) -> None:
@@ -145,8 +170,9 @@ def _deploy(
     )
     is_same = existing is not None and not is_new and _is_same(existing, app)
     if existing is not None and is_same and not change:
-        # A failed deploy is history once what runs is deployed again.
-        settled = replace(existing, last_error="", failed="")
+        # A failed deploy is history once what runs is deployed again. It belongs to the last call that has
+        # deployed it, and stays if an earlier one takes its own change back.
+        settled = replace(existing, last_error="", failed="", request_id=spec.request_id)
         return Outcome({} if settled == existing else {app.key: settled}, existing.goal, is_update=False)
     goals.open_goal(state, change, app, *wanted, goal_id=goal_id, limits=spec, now=now, number=number, by=by)
     return Outcome(change, goal_id)
@@ -158,13 +184,16 @@ def _is_same(existing: AppRecord, wanted: AppRecord) -> bool:
     )
 
 
-def delete(state: State, name: str, *, goal_id: GoalId, by: str = "") -> Outcome:
+def delete(
+    state: State, name: str, *, goal_id: GoalId, request_id: str | None = None, by: str = ""
+) -> Outcome:
     """Stop an application, the ingress first, and remove it; ignore an unknown name.
 
-    The endpoints of the deployments that it calls are removed once nothing calls them.
+    The endpoints of the deployments that it calls are removed once nothing calls them. With a ``request_id``,
+    ignore an application that another call has deployed.
     """
     app = state.apps.get(name)
-    if app is None:
+    if app is None or request_id not in (None, app.request_id):
         return Outcome({}, None, is_update=False)
     if app.is_deleting:
         return Outcome({}, app.goal, is_update=False)
@@ -203,6 +232,18 @@ def check_separate(state: State, tag: BackendTag) -> None:
 
 def get(state: State, name: str) -> dict[str, Any]:
     """Return an application's route and deployments; raise `NotFoundError` if there is none."""
+    app = known(state, name)
+    return {
+        "name": name,
+        "route": app.route,
+        "ingress": app.ingress,
+        "deployments": dict(app.deployments),
+        "request_id": app.request_id,
+    }
+
+
+def known(state: State, name: str) -> AppRecord:
+    """Return the record of an application; raise `NotFoundError` if there is none, or if it is ending."""
     app = state.apps.get(name)
     if app is None or app.is_deleting or not app.deployments:
         known = sorted(each.name for each in state.apps if each.deployments and not each.is_deleting)
@@ -210,9 +251,4 @@ def get(state: State, name: str) -> dict[str, Any]:
         raise NotFoundError(
             f"Application '{name}' does not exist; there are: {', '.join(known) or 'none'}.{why}"
         )
-    return {
-        "name": name,
-        "route": app.route,
-        "ingress": app.ingress,
-        "deployments": dict(app.deployments),
-    }
+    return app

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 from daskserve.cluster.base import verb
-from daskserve.control import app_verbs, backend_verbs, endpoint_state, scale_verb, target_capacity
+from daskserve.control import app_verbs, backend_verbs, endpoint_state, goals, scale_verb, target_capacity
 from daskserve.control.backend_verbs import Outcome
 from daskserve.control.core import ControllerCore
 from daskserve.control.goals import ChangeLimits
 from daskserve.control.records import BackendRecord
-from daskserve.errors import NotRunningError, ServeError, UnavailableError
+from daskserve.errors import DeployError, NotRunningError, ServeError, UnavailableError
 from daskserve.options.app_spec import ApplicationSpec
 from daskserve.options.backend import BackendConfig
 from daskserve.options.backend_spec import BackendSpec
 from daskserve.types import GoalId
+
+#: Number of calls that were taken back before they arrived which are remembered; each matters for
+#: milliseconds.
+MAX_WITHDRAWN = 100
 
 
 class ChangingVerbs:
@@ -27,10 +32,13 @@ class ChangingVerbs:
 
     def __init__(self, core: ControllerCore) -> None:
         self._core = core
+        self._withdrawn: deque[str] = deque(maxlen=MAX_WITHDRAWN)
 
     @asynccontextmanager
-    async def _deciding(self) -> AsyncIterator[None]:
+    async def _deciding(self, requests: Iterable[str] = ()) -> AsyncIterator[None]:
         """Hold the lock for one decision, and check that it was made by the newest controller.
+
+        ``requests`` are the ids of the calls that are decided on; one that was taken back is refused.
 
         The store rejects a change from a controller that was replaced. An answer without a change would come
         from such a controller's outdated state, so the controller first checks that it is the newest.
@@ -39,6 +47,8 @@ class ChangingVerbs:
             async with self._core.writer:
                 if self._core.writer.is_detached:
                     raise NotRunningError(f"Instance {self._core.cluster.instance!r} is being shut down.")
+                if not set(self._withdrawn).isdisjoint(requests):
+                    raise DeployError("The change was taken back before it began.")
                 changes = self._core.writer.changes
                 yield
                 is_written = self._core.writer.changes > changes
@@ -62,8 +72,8 @@ class ChangingVerbs:
 
     @verb
     async def create_backend(self, spec: Mapping[str, Any], by: str = "") -> dict[str, Any]:
-        async with self._deciding():
-            wanted = BackendSpec.from_plain(spec)
+        wanted = BackendSpec.from_plain(spec)
+        async with self._deciding([wanted.request_id]):
             outcome = backend_verbs.create_backend(
                 self._core.state, wanted, goal_id=self._goal_id(), now=self._core.clock.wall(), by=by
             )
@@ -138,8 +148,8 @@ class ChangingVerbs:
         by: str = "",
     ) -> dict[str, Any]:
         """Create or update a deployment (a backend and an endpoint of one name) in one transaction."""
-        async with self._deciding():
-            wanted = BackendSpec.from_plain(spec)
+        wanted = BackendSpec.from_plain(spec)
+        async with self._deciding([wanted.request_id]):
             outcome = backend_verbs.deploy(
                 self._core.state, wanted, goal_id=self._goal_id(), now=self._core.clock.wall(), by=by
             )
@@ -171,12 +181,19 @@ class ChangingVerbs:
     # Verbs: applications
 
     @verb
-    async def deploy_applications(self, apps: Sequence[Mapping[str, Any]], by: str = "") -> dict[str, Any]:
+    async def deploy_applications(
+        self, apps: Sequence[Mapping[str, Any]], expected: Mapping[str, str] | None = None, by: str = ""
+    ) -> dict[str, Any]:
         """Create or update applications in one transaction; return the goals and updates by name."""
         specs = [ApplicationSpec.from_plain(each) for each in apps]
-        async with self._deciding():
+        async with self._deciding([each.request_id for each in specs]):
             deployed = app_verbs.deploy(
-                self._core.state, specs, new_goal=self._goal_id, now=self._core.clock.wall(), by=by
+                self._core.state,
+                specs,
+                new_goal=self._goal_id,
+                now=self._core.clock.wall(),
+                expected=expected,
+                by=by,
             )
             await self._core.writer.commit(deployed.change)
         self._core.loop.poke(deployed.tags)
@@ -188,12 +205,29 @@ class ChangingVerbs:
         }
 
     @verb
-    async def delete_application(self, name: str, by: str = "") -> dict[str, Any]:
+    async def delete_application(
+        self, name: str, request_id: str | None = None, by: str = ""
+    ) -> dict[str, Any]:
         async with self._deciding():
-            outcome = app_verbs.delete(self._core.state, name, goal_id=self._goal_id(), by=by)
+            outcome = app_verbs.delete(
+                self._core.state, name, goal_id=self._goal_id(), request_id=request_id, by=by
+            )
             await self._core.writer.commit(outcome.change)
         self._core.loop.poke(self._core.state.apps.members(name))
         return {"goal": outcome.goal, "snapshot": await self._core.barrier()}
+
+    @verb
+    async def withdraw(self, requests: Sequence[str], by: str = "") -> dict[str, Any]:
+        """Take back what some calls have asked for and is not complete; idempotent.
+
+        Calls that have not arrived yet, because they travel on another connection, are refused later.
+        """
+        self._withdrawn.extend(requests)
+        async with self._deciding():
+            change = goals.withdrawn(self._core.state, requests, by, self._core.clock.wall())
+            await self._core.writer.commit(change)
+        self._core.loop.poke()
+        return {"snapshot": await self._core.barrier()}
 
     @verb
     async def get_application(self, name: str) -> dict[str, Any]:

@@ -18,10 +18,12 @@ from daskserve.control.changes import ChangingVerbs
 from daskserve.control.core import MAX_WAIT_S, ControllerCore
 from daskserve.control.draining import DrainingVerbs
 from daskserve.control.http_state import is_ready
+from daskserve.control.placement import Demand, place
 from daskserve.control.records import GoalRecord, GoalState
-from daskserve.control.stored_deployments import stored_deployments
+from daskserve.control.stored_deployments import stored_application, stored_deployments
 from daskserve.errors import DeployError, NotFoundError, RequestTimeoutError
 from daskserve.figures.table import MetricSample
+from daskserve.options.actor import ActorOptions
 from daskserve.payload.packed_errors import load_error
 from daskserve.starts import dump_http
 from daskserve.types import GoalId
@@ -115,6 +117,14 @@ class ReadingVerbs:
             await self._core.clock.sleep(HTTP_POLL_S)
 
     @verb
+    async def next_worker(self) -> str | None:
+        """Return the worker that gets the next replica without special needs; None if none has room."""
+        demand = Demand("", (ActorOptions().demand(),))
+        workers = self._core.observed.cleared_workers()
+        found = place(self._core.state, workers, demand, self._core.loop.workers_to_avoid())
+        return None if found is None else found[0]
+
+    @verb
     async def http_urls(self) -> list[str]:
         return self._urls()
 
@@ -183,6 +193,10 @@ class ReadingVerbs:
     @verb
     async def stored_deployments(self, name: str | None = None) -> dict[str, Any]:
         return stored_deployments(self._core.state, name)
+
+    @verb
+    async def stored_application(self, name: str) -> dict[str, Any]:
+        return stored_application(self._core.state, name)
 
     @verb
     async def snapshot(self) -> dict[str, Any]:

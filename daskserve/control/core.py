@@ -26,6 +26,7 @@ from daskserve.control.reconcile import Reconciler
 from daskserve.control.records import Change, GoalRecord, GoalState
 from daskserve.control.scaling.scaler import Scaler
 from daskserve.control.state import State
+from daskserve.control.take_over import ListenRules
 from daskserve.control.watch import WorkerWatch
 from daskserve.control.writing import Writer
 from daskserve.errors import InstanceError, ServeError, StaleEpochError
@@ -97,7 +98,7 @@ class ControllerCore:
             lock=self.writer,
             worker=self.worker,
             rules=ProxyRules.of(self.http, avoid=self.worker, start_id=self._start.start_id),
-            waits_for_replicas=self.http.take_over,
+            listen_rules=ListenRules(self.http.take_over, self._start.opens_with_route),
             epoch=self.epoch,
         )
         self.scaler = Scaler(self.state, self.observed, self.clock, poke=self._reconciler.poke)

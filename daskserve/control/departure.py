@@ -6,8 +6,10 @@ the order. The store keeps the records: an instance that starts on it later runs
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections import Counter
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import replace
+from typing import Any
 
 from daskserve.control.observed import Observed
 from daskserve.control.records import BackendRecord, Change
@@ -56,3 +58,34 @@ def _grace_of(backend: BackendRecord) -> float:
 def workers_to_ask(state: State, observed: Observed) -> Set[WorkerAddress]:
     """Return the workers that may have requests under way and can answer."""
     return (set(state.workers_in_use()) & observed.workers.keys()) - observed.unresponsive
+
+
+def requests_under_way(state: State, actors: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+    """Return the number of requests under way by application, or by backend if it belongs to none.
+
+    Calls between the deployments of an application count only if nothing else is under way in it. Requests
+    that are in a proxy only, because they wait for a replica, have no name.
+
+    Parameters
+    ----------
+    actors
+        What `Cluster.inspect` returns of the workers.
+    """
+    counts: Counter[BackendTag] = Counter()
+    in_proxies = 0
+    for actor in actors:
+        _, is_replica, tag = actor["name"].partition("/replica/")
+        replica = state.replicas.get(tag) if is_replica else None
+        if replica is not None:
+            counts[replica.backend] += actor.get("ongoing", 0)
+        elif "/proxy/" in actor["name"]:
+            in_proxies += actor.get("ongoing", 0)
+    found: Counter[str] = Counter()
+    for app in state.apps:
+        found[app.name] = counts[app.ingress] or sum(counts[tag] for tag in state.apps.members(app.name))
+    for tag, backend in state.backends.items():
+        if not backend.application:
+            found[tag] += counts[tag]
+    if not found.total():
+        found[""] = in_proxies
+    return {name: count for name, count in found.items() if count}

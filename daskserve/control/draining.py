@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Mapping
+from typing import Any
 
 from daskserve.cluster.base import StoreChange, verb
 from daskserve.control import departure
@@ -40,23 +42,29 @@ class DrainingVerbs:
         return departure.grace_s(core.state) + departure.limit_s(core.state)
 
     @verb
+    async def ongoing(self) -> dict[str, Any]:
+        """Return the requests that an end of the instance waits for, and for how many seconds at most."""
+        requests = departure.requests_under_way(self._core.state, await self._actors())
+        # Those that came by HTTP are gone with the proxies, so that replicas do not wait for them again.
+        return {"requests": requests, "limit_s": departure.limit_s(self._core.state)}
+
+    @verb
     async def wait_until_drained(self) -> None:
         """Return when the proxies and all replicas have stopped."""
         if self._draining is not None:
             await asyncio.shield(self._draining)
 
     async def _is_busy(self) -> bool:
+        return any(actor.get("ongoing") for actor in await self._actors())
+
+    async def _actors(self) -> list[Mapping[str, Any]]:
+        """Return the instance's actors on all workers that answer."""
         core = self._core
         workers = departure.workers_to_ask(core.state, core.observed)
         asking = (core.clock.wait_for(core.cluster.inspect(worker), ANSWER_S) for worker in workers)
         # A worker that does not answer has nothing that could be waited for.
         answers = await asyncio.gather(*asking, return_exceptions=True)
-        return any(
-            actor.get("ongoing")
-            for found in answers
-            if not isinstance(found, BaseException)
-            for actor in found
-        )
+        return [actor for found in answers if not isinstance(found, BaseException) for actor in found]
 
     async def _is_overtaken(self) -> bool:
         """Return whether another cluster has taken over: its proxies share the port, so requests go on."""

@@ -8,7 +8,7 @@ while, so that a caller that lost its connection can still read the outcome.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeAlias
 
@@ -27,7 +27,7 @@ from daskserve.control.scaled import taken_back
 from daskserve.control.state import State
 from daskserve.control.stored_records import from_plain
 from daskserve.control.versions import unmarked
-from daskserve.errors import DeletedError, ServeError, SupersededError
+from daskserve.errors import DeletedError, DeployError, ServeError, SupersededError
 from daskserve.payload.packed_errors import dump_error
 from daskserve.types import BackendTag, GoalId, ReplicaState, described
 
@@ -240,38 +240,56 @@ def ended(
 
 
 def rolled_back(
-    state: State, goal: GoalRecord, error: ServeError, culprit: BackendRecord, wall: float
+    state: State, goal: GoalRecord, error: ServeError, culprit: BackendRecord | None, wall: float
 ) -> Change:
     """Return the change that takes back everything that a goal covers, because of one backend.
 
-    ``culprit`` is that backend's current record, which may be newer than the one in ``state``.
+    ``culprit`` is that backend's current record, which may be newer than the one in ``state``. None: the
+    change did not fail, but its program withdraws it.
     """
-    text = f"{error}\n{getattr(error, 'user_traceback', '')}".strip()
+    text = "" if culprit is None else f"{error}\n{getattr(error, 'user_traceback', '')}".strip()
     change: Change = {goal.key: finish(goal, error)}
     for key, plain in goal.previous.items():
         kind, _, name = key.partition("/")
         if kind == "backend":
-            current = culprit if name == culprit.tag else state.backends.get(name)
+            is_culprit = culprit is not None and name == culprit.tag
+            current = culprit if is_culprit else state.backends.get(name)
             if current is not None:
                 before: BackendRecord | None = None if plain is None else from_plain("backend", plain)
                 change.update(ended(state, current, goal.goal_id, before))
-                is_culprit = current is culprit
                 if before is not None:
                     previous = replace(before, last_error=text if is_culprit else "")
                     change[current.key] = taken_back(replace(previous, goal=None), current, wall)
                 else:
                     why = (
-                        text
-                        if is_culprit
+                        f"{error}"
+                        if culprit is None
                         else f"{described(culprit.tag, 'Deployment')} failed in the same change."
                     )
-                    change.update(_removed(state, current, why))
+                    change.update(_removed(state, current, text if is_culprit else why))
         elif kind == "endpoint" and plain is not None:
             endpoint: EndpointRecord = from_plain(kind, plain)
             if f"backend/{name}" not in goal.previous or goal.previous[f"backend/{name}"] is not None:
                 change.update(endpoint_state.routed_as_before(state, endpoint))
         elif kind == "app":
-            change.update(_app_back(state, name, plain, culprit.tag, text))
+            change.update(_app_back(state, name, plain, "" if culprit is None else culprit.tag, text))
+    return change
+
+
+def withdrawn(state: State, requests: Collection[str], by: str, wall: float) -> Change:
+    """Return the change that takes back the pending changes that some calls have asked for.
+
+    A change that is complete, or that a later call has made its own, stays. Repeating this changes nothing.
+    """
+    change: Change = {}
+    for record in (*state.apps, *state.backends.values()):
+        goal = state.goals.get(record.goal or "")
+        is_whole = goal is not None and isinstance(record, AppRecord) == bool(goal.application)
+        if goal is None or not is_whole or not goal.is_pending or record.is_deleting:
+            continue
+        if record.request_id in requests:
+            error = DeployError(f"The change was taken back: {by or 'its program'} was interrupted.")
+            change.update(rolled_back(state, goal, error, None, wall))
     return change
 
 
@@ -291,10 +309,17 @@ def _app_back(
     current = state.apps.get(name)
     if current is None:
         return {}
-    failed = next((each for each, tag in current.deployments.items() if tag == culprit), culprit)
-    what = described(culprit.rpartition("/")[2], "Deployment")
     empty = replace(current, route=None, deployments={}, request_id="")
     before: AppRecord = empty if plain is None else from_plain("app", plain)
+    if not culprit and plain is None:
+        # Nothing is left of it; its deployments, if it has any, take the record with them.
+        return {
+            current.key: replace(empty, goal=None, is_deleting=True) if state.apps.members(name) else None
+        }
+    if not culprit:
+        return {current.key: replace(before, goal=None)}
+    failed = next((each for each, tag in current.deployments.items() if tag == culprit), culprit)
+    what = described(culprit.rpartition("/")[2], "Deployment")
     after = replace(before, goal=None, last_error=f"{what} failed: {text}", failed=failed)
     return {after.key: after}
 

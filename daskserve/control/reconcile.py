@@ -25,7 +25,7 @@ from daskserve.control.records import BackendRecord, Change
 from daskserve.control.spreading import Spreader
 from daskserve.control.state import State
 from daskserve.control.step import Step, World
-from daskserve.control.take_over import Listening, all_run
+from daskserve.control.take_over import Listening, ListenRules
 from daskserve.errors import (
     ServeError,
     StaleEpochError,
@@ -69,7 +69,7 @@ class Reconciler:
         lock: AbstractAsyncContextManager[Any],
         worker: WorkerAddress,
         rules: http_state.ProxyRules,
-        waits_for_replicas: bool,
+        listen_rules: ListenRules,
         epoch: int,
     ) -> None:
         self._state = state
@@ -89,7 +89,8 @@ class Reconciler:
         self._spreader = Spreader()
         self._wake = asyncio.Event()
         self._wake_at: dict[str, float] = {}
-        self._listening = Listening.LATER if waits_for_replicas else Listening.NOW
+        self._listen_rules = listen_rules
+        self._listening = listen_rules.first
         self.figures = ControlFigures()
 
     @property
@@ -164,7 +165,7 @@ class Reconciler:
             dirty.discard(PROXIES)
             if self._listening is Listening.NOW:
                 await self._attempt([PROXIES], self._step_proxies())
-        moving = self._spreader.next_move(self._state, self._observed, self._workers_to_avoid(), now)
+        moving = self._spreader.next_move(self._state, self._observed, self.workers_to_avoid(), now)
         if moving is not None:
             logger.info(
                 "Moving replica %s: other workers are less crowded than %s", moving.tag, moving.worker
@@ -176,7 +177,7 @@ class Reconciler:
         while tags:
             some, tags = tags[:BATCH], tags[BATCH:]
             tags = await self._attempt(some, self._step_backends(some)) + tags
-        if self._listening is Listening.LATER and all_run(self._state, self._observed):
+        if self._listening is Listening.LATER and self._listen_rules.are_met(self._state, self._observed):
             self._listening = Listening.NOW
             self.poke()
         self._forget_lost_workers()
@@ -280,7 +281,7 @@ class Reconciler:
             now=self._clock.now(),
             seed=self._rng.getrandbits(64),
             incarnation=self._incarnation,
-            avoid=self._workers_to_avoid(),
+            avoid=self.workers_to_avoid(),
             wall=self._clock.wall(),
             undone=undone,
         )
@@ -327,7 +328,8 @@ class Reconciler:
             self._acting.act_on_proxy(action)
         return []
 
-    def _workers_to_avoid(self) -> set[WorkerAddress]:
+    def workers_to_avoid(self) -> set[WorkerAddress]:
+        """Return the workers that get replicas last, because of the controller and the proxies."""
         if self._rules.location is Location.EVERY_WORKER:
             return {self._worker}  # the replicas are to be near the proxies
         return {self._worker, *http_state.proxy_workers(self._state)}

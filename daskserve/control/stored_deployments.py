@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+from daskserve.control import app_verbs
 from daskserve.control.records import BackendRecord
 from daskserve.control.state import State
+from daskserve.control.versions import unmarked
 from daskserve.errors import NotFoundError
+from daskserve.options.app_spec import ApplicationSpec, DeploymentSpec
 from daskserve.options.backend_spec import BackendSpec
 
 
@@ -28,20 +32,40 @@ def stored_deployments(state: State, name: str | None) -> dict[str, dict[str, An
     return found
 
 
-def _only(state: State, name: str) -> dict[str, BackendRecord]:
-    backend = state.backends.get(name)
-    return {} if backend is None else {name: backend}
+def stored_application(state: State, name: str) -> dict[str, Any]:
+    """Return an application as it was deployed, and the names of its codes by deployment tag.
+
+    Raises
+    ------
+    NotFoundError
+        There is no such application.
+    """
+    app = app_verbs.known(state, name)
+    deployments = []
+    for each, tag in app.deployments.items():
+        backend, endpoint = state.backends[tag], state.endpoints.get(tag)
+        deployments.append(
+            DeploymentSpec(
+                name=each,
+                spec=_spec_of(state, backend),
+                python_methods=() if endpoint is None else endpoint.python_methods,
+                needs=backend.needs,
+                actors=backend.actors,
+                actor_of=backend.actor_of,
+            )
+        )
+    spec = ApplicationSpec(name, app.route, tuple(deployments), app.request_id, None)
+    return {"spec": spec.to_plain(), "codes": {tag: state.backends[tag].code_key for tag in app.tags}}
 
 
-def _stored(state: State, backend: BackendRecord) -> dict[str, Any]:
-    endpoint = state.endpoints.get(backend.tag)
-    spec = BackendSpec(
+def _spec_of(state: State, backend: BackendRecord) -> BackendSpec:
+    return BackendSpec(
         tag=backend.tag,
         code=state.codes[backend.code_key].code,
         config=backend.config,
         user_config=backend.user_config,
         actor_options=backend.actor_options,
-        version=None,
+        version=unmarked(backend.version),
         user_version=backend.user_version,
         prev_version=None,
         env=backend.env,
@@ -49,7 +73,17 @@ def _stored(state: State, backend: BackendRecord) -> dict[str, Any]:
         timeout_s=None,
         progress_timeout_s=None,
         parts=(),
-    ).to_plain()
+    )
+
+
+def _only(state: State, name: str) -> dict[str, BackendRecord]:
+    backend = state.backends.get(name)
+    return {} if backend is None else {name: backend}
+
+
+def _stored(state: State, backend: BackendRecord) -> dict[str, Any]:
+    endpoint = state.endpoints.get(backend.tag)
+    spec = replace(_spec_of(state, backend), version=None).to_plain()
     # Not the user's: facts about the callable, and what follows from the environment.
     spec["config"].pop("internal_metadata", None)
     if backend.env is not None:

@@ -1,8 +1,9 @@
-"""When an instance that takes over from another one, on the same store, may begin to listen. Pure."""
+"""When a new instance, or one that takes over from another one on its store, may begin to listen. Pure."""
 
 from __future__ import annotations
 
 import enum
+from dataclasses import dataclass
 
 from daskserve.control.observed import Observed
 from daskserve.control.state import State
@@ -10,11 +11,31 @@ from daskserve.types import ReplicaState
 
 
 class Listening(enum.Enum):
-    """Whether an instance has proxies: once all replicas run, now, or no more because it ends."""
+    """Whether an instance has proxies: once it is complete, now, or no more because it ends."""
 
     LATER = enum.auto()
     NOW = enum.auto()
     NO_MORE = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class ListenRules:
+    """What an instance waits for before it listens: its replicas, and its first route."""
+
+    waits_for_replicas: bool = False
+    waits_for_route: bool = False
+
+    @property
+    def first(self) -> Listening:
+        """Whether a new controller has proxies at once."""
+        return Listening.LATER if self.waits_for_replicas or self.waits_for_route else Listening.NOW
+
+    def are_met(self, state: State, observed: Observed) -> bool:
+        """Return whether the instance may listen. Once it has proxies, it does so without a route, too."""
+        has_opened = bool(state.proxies) or any(each.route for each in state.endpoints.values())
+        return (has_opened or not self.waits_for_route) and (
+            not self.waits_for_replicas or all_run(state, observed)
+        )
 
 
 def all_run(state: State, observed: Observed) -> bool:

@@ -84,7 +84,10 @@ def run(options: argparse.Namespace) -> int:
     try:
         client.create_backend("digits", app.Digits, config={"num_replicas": REPLICAS})
         client.create_endpoint("digits", backend="digits", route="/digits", methods=["POST"])
-        problems = demonstrate(client)
+        url = client.http_urls()[0].rstrip("/") + "/digits"
+        if not options.once:
+            introduce(client, url)
+        problems = demonstrate(url)
         if not options.once:
             print("Serving until Ctrl-C.", flush=True)
             wait_for_interrupt()
@@ -96,12 +99,15 @@ def run(options: argparse.Namespace) -> int:
     return 1 if problems else 0
 
 
-def demonstrate(client: Any) -> list[str]:
-    """Measure the service, print the results, and return the failed checks."""
-    url = client.http_urls()[0].rstrip("/") + "/digits"
+def introduce(client: Any, url: str) -> None:
+    """Print the addresses, which are of use as long as the demo serves."""
     print(f"Address    {url}")
+    print(f"Dashboard  {client.dashboard_link or 'none (it needs bokeh)'}")
     print(f"Try        curl --data-binary {shlex.quote(f'@{seven_path()}')} {url}", flush=True)
 
+
+def demonstrate(url: str) -> list[str]:
+    """Measure the service, print the results, and return the failed checks."""
     split = model.load_split()
     offline = [each["label"] for each in model.classify(model.train(split), split.held_out_images)]
     pngs = [model.png_from_features(row) for row in split.held_out_images]
@@ -118,8 +124,10 @@ def demonstrate(client: Any) -> list[str]:
     print(f"Accuracy   {accuracy(served, truth):.2%} of {len(truth)} held-out images over HTTP;")
     print(f"           offline {accuracy(offline, truth):.2%}: accuracy and every single label are {verdict}")
     print(f"Latency    p50 {statistics.median(latencies_ms):.2f} ms, p99 {p99:.2f} ms")
-    print(f"Rate       {len(answers) / elapsed_s:.0f} requests/s over {CONNECTIONS} keep-alive connections")
-    print(f"Dashboard  {client.dashboard_link or 'none (it needs bokeh)'}", flush=True)
+    print(
+        f"Rate       {len(answers) / elapsed_s:.0f} requests/s over {CONNECTIONS} keep-alive connections",
+        flush=True,
+    )
     for problem in problems:
         print(f"FAILED     {problem}", file=sys.stderr, flush=True)
     return problems

@@ -15,6 +15,7 @@ import socket
 from typing import Any
 
 from daskserve.errors import BadRequestError, InstanceError, PortInUseError
+from daskserve.options.http import HTTPOptions
 
 #: Connections that may wait to be accepted; the kernel limits it to net.core.somaxconn.
 BACKLOG = 2048
@@ -68,6 +69,16 @@ async def bind_sockets(
         except OSError as error:
             if error.errno != errno.EADDRINUSE or not attempts_left:
                 raise _explained(error, host, port, option) from error
+
+
+def check_ports(options: HTTPOptions) -> None:
+    """Raise what a proxy on this machine would raise if it began to listen now; see `bind_sockets`."""
+    wanted = [(options.host, options.port, "port")]
+    if options.health_port is not None:
+        wanted.append((options.health_host or options.host, options.health_port, "health_port"))
+    for host, port, option in wanted if options.has_proxies else ():
+        for each in asyncio.run(bind_sockets(host or "", port, option=option)):
+            each.close()
 
 
 async def _resolve(host: str, port: int) -> list[tuple[int, Any]]:

@@ -3,91 +3,95 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 
+import daskserve as serve
 from daskserve.cli import run
 from daskserve.cli.main import main
 from daskserve.client.application_verbs import RunTarget
-from daskserve.errors import NotRunningError, ReplicaStartError
+from daskserve.client.hosting import Stay
+from daskserve.errors import (
+    BadRequestError,
+    ClosedError,
+    NotRunningError,
+    PortInUseError,
+    ReplicaStartError,
+)
 from daskserve.testing import local_instance
 
-MODULE = """
-import daskserve as serve
-
-@serve.deployment
-class Model:
-    def __init__(self, *args): ...
-    def __call__(self): ...
-
-def build(args):
-    return Model.bind(args)
-
-def fail(args):
-    raise ValueError("of the user")
-
-def create(): ...
-"""
+#: What `daskserve.client.hosting.host` raises for an application of this name.
+FAILURES: Mapping[str, Exception] = {
+    "failing": ReplicaStartError(
+        "It failed: its constructor may need longer: pass a larger timeout_s.",
+        user_traceback="timeout_s of the user",
+    ),
+    "taken": PortInUseError('Choose another port with http_options={"port": ...}; 0 takes a free one.'),
+    "known": BadRequestError("route_prefix is wrong, name='x' is taken; give each its own name=."),
+}
 
 
 @pytest.fixture
-def hosted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """What the command wants to run, in a folder with a module ``project``."""
-    (tmp_path / "project.py").write_text(MODULE)
-    monkeypatch.chdir(tmp_path)
+def hosted(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What the command wants to run."""
     monkeypatch.setattr(sys, "path", [each for each in sys.path if each])
     found: dict[str, Any] = {}
 
     def host(target: RunTarget, options: dict[str, Any], **how: Any) -> None:
         found.update(target=target, options=options, **how)
-        if found["target"].name == "failing":
-            raise ReplicaStartError("It failed.", user_traceback="Traceback of the user")
+        if target.name in FAILURES:
+            raise FAILURES[target.name]
 
     monkeypatch.setattr(run, "host", host)
-    yield found
-    sys.modules.pop("project", None)
+    return found
 
 
 def call(*arguments: str) -> Result:
     return CliRunner().invoke(main, ["run", *arguments])
 
 
-def test_a_builder_of_the_current_folder_gets_the_arguments(hosted: dict[str, Any]) -> None:
-    result = call("project:build", "a=1", "b=x=y", "--name", "n", "--route-prefix", "/r")
+def test_a_target_is_not_imported_by_the_command(hosted: dict[str, Any]) -> None:
+    result = call("nowhere:build", "a=1", "b=x=y", "--name", "n", "--route-prefix", "/r")
     assert result.exit_code == 0, result.output
-    target = hosted["target"]
-    assert target.target.args == ({"a": "1", "b": "x=y"},)
-    assert (target.name, target.route_prefix) == ("n", "/r")
-    assert (hosted["options"], hosted["address"], hosted["is_blocking"]) == ({}, None, True)
+    assert hosted["target"] == RunTarget("nowhere:build", "n", "/r", {"a": "1", "b": "x=y"})
+    assert (hosted["options"], hosted["address"], hosted["stay"]) == ({}, None, Stay())
 
 
 def test_only_given_http_options_are_set(hosted: dict[str, Any]) -> None:
-    arguments = ["--port", "0", "--server", "uvicorn", "--request-timeout-s", "2.5"]
-    assert call("project:build", *arguments, "--non-blocking", "--address", "tcp://h:1").exit_code == 0
+    arguments = ["--port", "0", "--server", "uvicorn", "--request-timeout-s", "2.5", "--timeout-s", "90"]
+    assert call("m:app", *arguments, "--non-blocking", "--address", "tcp://h:1").exit_code == 0
     assert hosted["options"] == {"port": 0, "server": "uvicorn", "request_timeout_s": 2.5}
-    assert (hosted["address"], hosted["is_blocking"]) == ("tcp://h:1", False)
+    assert (hosted["address"], hosted["timeout_s"]) == ("tcp://h:1", 90.0)
+    assert hosted["stay"] == Stay(is_blocking=False)
 
 
-def test_a_factory_is_not_called_here(hosted: dict[str, Any]) -> None:
-    assert call("project:create", "--factory").exit_code == 0
+def test_a_factory_is_not_imported_by_the_command(hosted: dict[str, Any]) -> None:
+    assert call("nowhere:create", "--factory").exit_code == 0
     assert hosted["target"].target.deployment.name == "create"
 
 
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["project:missing"], "Error: Import path 'project:missing': project has no 'missing'."),
-        (["nowhere:app"], "there is no module 'nowhere' here. Install it on the workers, too"),
-        (["project:Model"], "deployment 'Model', which is not bound"),
-        (["project:build", "a"], "Write arguments of a builder as KEY=VALUE, got 'a'."),
-        (["project:build", "--name", "failing"], "Error: It failed.\n\nTraceback of the user"),
+        (["m:build", "a"], "Write arguments of a builder as KEY=VALUE, got 'a'."),
+        (
+            ["m:app", "--name", "failing"],
+            "Error: It failed: its constructor may need longer: pass a larger --timeout-s.\n\n"
+            "timeout_s of the user\n",
+        ),
+        (["m:app", "--name", "taken"], "Error: Choose another port with --port; 0 takes a free one.\n"),
+        (
+            ["m:app", "--name", "known"],
+            "Error: --route-prefix is wrong, name='x' is taken; give each its own --name.\n",
+        ),
+        (["m:app", "--restore", "--non-blocking"], "--restore gives the old version back when"),
+        (["config.yaml"], "Error: TARGET is the file 'config.yaml', but there are no configuration files."),
     ],
 )
-def test_mistakes_are_shown_without_a_traceback(
+def test_mistakes_are_shown_with_the_options_of_the_command(
     hosted: dict[str, Any], arguments: list[str], text: str
 ) -> None:
     result = call(*arguments)
@@ -95,10 +99,13 @@ def test_mistakes_are_shown_without_a_traceback(
     assert text in result.output
 
 
-def test_an_error_of_the_users_module_keeps_its_traceback(hosted: dict[str, Any]) -> None:
-    result = call("project:fail")
-    assert isinstance(result.exception, ValueError)
-    assert result.exception.args == ("of the user",)
+@pytest.mark.parametrize("name", ["build", "config", "deploy", "start"])
+def test_a_command_of_ray_serve_says_in_a_line_what_there_is(name: str) -> None:
+    result = CliRunner().invoke(main, [name, "config.yaml", "-o", "x", "--help"])
+    assert result.exit_code == 1
+    assert result.output.startswith(f"Error: There is no command 'daskserve {name}': ")
+    assert result.output.count("\n") == 1
+    assert name not in CliRunner().invoke(main, ["--help"]).output.split()
 
 
 @pytest.mark.parametrize("command", ["status", "shutdown", "rewrite-store"])
@@ -112,19 +119,45 @@ def test_other_commands_need_an_address(command: str) -> None:
 def test_a_cluster_without_an_instance_is_no_error(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def connect(*, address: str) -> None:
+    def connect(*, address: str, name: str | None) -> None:
         assert address == "tcp://host:1"
-        raise NotRunningError("No detached instance runs.")
+        raise NotRunningError(f"No instance {name} runs.")
 
     monkeypatch.setattr(run, "connect", connect)
     result = CliRunner().invoke(main, [*arguments, "-a", "tcp://host:1"])
     assert (result.exit_code, result.output) == (0, "No instance runs.\n")
+    result = CliRunner().invoke(main, [*arguments, "-a", "tcp://host:1", "--instance", "x"])
+    assert (result.exit_code, result.output) == (1, "Error: No instance x runs.\n")
+
+
+def test_a_shutdown_asks_on_a_terminal_and_needs_yes_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    def shut_down(*arguments: str, answer: str = "", is_terminal: bool = False) -> Result:
+        monkeypatch.setattr(run, "is_terminal", lambda: is_terminal)
+        return CliRunner().invoke(main, ["shutdown", "-a", "tcp://host:1", *arguments], input=answer)
+
+    with local_instance() as client:
+        monkeypatch.setattr(run, "connect", lambda **_: serve.connect())
+        client.create_backend("b", "builtins.str")
+        serve.run(serve.deployment("builtins.repr").bind(), name="shop", route_prefix="/shop")
+        what = "instance 'local', which serves 'shop', b"
+        refused = shut_down()
+        assert (refused.exit_code, refused.output) == (
+            1,
+            f"Error: This ends {what}. Add --yes, because there is no terminal to ask on.\n",
+        )
+        declined = shut_down(answer="n\n", is_terminal=True)
+        assert declined.exit_code == 1
+        assert declined.output.startswith(f"End {what}? [y/N]: n\n")
+        assert client.list_backends()
+        assert shut_down("-y").exit_code == 0
+        with pytest.raises(ClosedError):
+            client.list_backends()
 
 
 def test_the_records_are_rewritten_by_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
     with local_instance() as client:
         client.create_backend("b", "builtins.str")
-        monkeypatch.setattr(run, "connect", lambda *, address: client)
+        monkeypatch.setattr(run, "connect", lambda **_: client)
         count = client.rewrite_store()
         result = CliRunner().invoke(main, ["rewrite-store", "-a", "tcp://host:1"])
         assert (result.exit_code, result.output) == (0, f"{count} records written.\n")

@@ -44,6 +44,7 @@ def fail_with(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
         raise error
 
     monkeypatch.setattr(dask, "ask_supervisor", ask)
+    monkeypatch.setattr(dask, "ask_if_supervised", ask)
 
 
 def test_an_instance_that_a_new_scheduler_does_not_know_yet_is_unavailable(

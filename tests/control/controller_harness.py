@@ -176,7 +176,12 @@ class Stage:
     """An instance and all that a test says and sees of it."""
 
     def __init__(
-        self, *, workers: int = 3, http: HTTPOptions | None = None, store: ScriptedStore | None = None
+        self,
+        *,
+        workers: int = 3,
+        http: HTTPOptions | None = None,
+        store: ScriptedStore | None = None,
+        opens_with_route: bool = False,
     ) -> None:
         self.store = store or ScriptedStore()
         factories: dict[ActorKind, Any] = {
@@ -189,6 +194,7 @@ class Stage:
         self.http = http or HTTPOptions(location=Location.NO_SERVER)
         #: The start of the instance; another one stands for a new cluster on the same store.
         self.start_id = "first"
+        self.opens_with_route = opens_with_route
         self.calls = ControllerCalls(self.cluster.program.link, self.cluster.instance)
         #: What replicas do in their start and their reconfigure, how long they take and how long they drain.
         self.start: Callable[[ScriptedReplica], Awaitable[None]] | None = None
@@ -217,7 +223,7 @@ class Stage:
         assert record.incarnation == incarnation
 
     async def open(self) -> ActorAddress:
-        message = ControllerStart(self.http, None, None, self.start_id)
+        message = ControllerStart(self.http, None, None, self.start_id, self.opens_with_route)
         return await self.cluster.start(message.encode())
 
     # asking

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from control_harness import backend, endpoint, state_of
+from control_harness import backend, endpoint, replica, state_of
 from controller_harness import Stage, play
 
 from daskserve.control import departure
@@ -33,6 +33,26 @@ def test_backends_drain_one_after_another_only_where_one_calls_another() -> None
     assert departure.grace_s(state) == 8
     assert departure.limit_s(state) == 10
     assert departure.limit_s(state_of()) == 0
+
+
+def test_requests_under_way_are_counted_by_application() -> None:
+    state = state_of(
+        *(backend(each, application="x") for each in ("a", "b")),
+        *(backend(each, application="y") for each in ("c", "d")),
+        backend("e"),
+        AppRecord("x", "/x", {"a": "a", "b": "b"}),
+        AppRecord("y", "/y", {"c": "c", "d": "d"}),
+        *(replica(f"{each}#{number}") for each in "abcde" for number in (1, 2)),
+    )
+
+    def count(**ongoing: int) -> dict[str, int]:
+        replicas = [{"name": f"i/replica/{each}#1", "ongoing": n} for each, n in ongoing.items()]
+        return departure.requests_under_way(
+            state, [*replicas, {"name": "i/proxy/head", "ongoing": 7}, {"name": "i/replica/gone#1"}]
+        )
+
+    assert count(a=5, b=2, c=1, d=0, e=3) == {"x": 2, "y": 1, "e": 3}
+    assert count() == {"": 7}, "they wait for a replica"
 
 
 def test_an_endpoint_stays_while_another_deployment_may_call_it() -> None:

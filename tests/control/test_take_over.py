@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from control_harness import backend, goal, replica, state_of
+from control_harness import app_spec, backend, goal, replica, state_of
 from controller_harness import ScriptedStore, Stage, play
 
 from daskserve.control.observed import Observed
@@ -67,3 +67,26 @@ def test_an_instance_that_was_taken_over_drains_although_it_is_idle() -> None:
         assert not stage.running
 
     play(scenario, http=HTTPOptions())
+
+
+def test_an_instance_may_listen_only_once_it_has_a_route() -> None:
+    """And from then on, also after a new controller, or without a route."""
+
+    async def scenario(stage: Stage) -> None:
+        await stage.create()
+        await stage.run("hidden", route=None)
+        stage.start_s = 20.0
+        goal = (await stage.deploy_apps(app_spec("shop", route="/shop")))["goals"]["shop"]
+        await stage.clock.sleep(15.0)
+        assert not stage.proxies
+        began = stage.clock.now()
+        await stage.calls.wait_for_goal(goal, None)
+        assert await stage.call("wait_for_http", timeout_s=1.0)
+        assert stage.clock.now() < began + 6, "soon, not at the next regular check"
+        await stage.call("delete_application", name="shop")
+        await stage.until(lambda: not stage.running_of("shop/front"))
+        await stage.crash_controller()
+        await stage.clock.sleep(15.0)
+        assert len(stage.proxies) == 1
+
+    play(scenario, http=HTTPOptions(), opens_with_route=True)

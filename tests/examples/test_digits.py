@@ -20,6 +20,8 @@ import pytest
 from PIL import Image
 from starlette.requests import Request
 
+from daskserve.testing import local_instance
+
 EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "digits"
 sys.path.insert(0, str(EXAMPLE))
 
@@ -325,6 +327,19 @@ def test_the_demo_posts_all_images_and_keeps_their_order(demo: Any) -> None:
         thread.join()
     assert [answer.label for answer in answers] == [None, *range(2, 31)]
     assert answers[0].problem == "422 too short"
+
+
+@pytest.mark.parametrize("is_once", [True, False])
+def test_the_demo_prints_addresses_only_while_it_serves(
+    is_once: bool, demo: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with local_instance(http_options={"port": 0}) as client:
+        monkeypatch.setattr(demo.serve, "start", lambda **_: client)
+        monkeypatch.setattr(demo, "demonstrate", lambda url: [])
+        monkeypatch.setattr(demo, "wait_for_interrupt", lambda: None)
+        monkeypatch.setattr(demo, "ENDINGS", ())
+        assert demo.run(demo.parse_arguments(["--once"] if is_once else [])) == 0
+    assert ("http://" in capsys.readouterr().out) is not is_once
 
 
 def test_the_demo_counts_an_unreachable_server_as_a_failed_request(demo: Any) -> None:

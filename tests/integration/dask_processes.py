@@ -6,7 +6,6 @@ import asyncio
 import http.client
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -153,13 +152,6 @@ class Program:
     @property
     def errors(self) -> str:
         return self._err.read_text()
-
-    @property
-    def complaints(self) -> str:
-        """The errors, without Dask's errors about heartbeats during the close of a cluster."""
-        # Not only at the start of a line: a REPL's prompt may precede a record.
-        records = re.split(r"(?=\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ - )", self.errors)
-        return "".join(each for each in records if "during heartbeat" not in each)
 
     def report(self) -> str:
         """Return the program's status and all of its output, for messages."""

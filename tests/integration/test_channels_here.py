@@ -12,7 +12,7 @@ from typing import Any
 import dask
 import numpy as np
 import pytest
-from dask_processes import poll_for
+from dask_processes import ExternalCluster, poll_for
 from distributed import Client, Scheduler, Security, SpecCluster, Worker
 from distributed.comm import connect
 
@@ -165,3 +165,22 @@ def test_the_secret_stands_in_no_log_and_no_status(caplog: pytest.LogCaptureFixt
     for text in (caplog.text, shown):
         assert value.hex() not in text
         assert repr(value)[2:-1] not in text
+
+
+def refused(dask_worker: Any) -> list[float]:
+    """Return how many connections a worker has refused, by cause; runs in the worker."""
+    links = [each.link for each in dask_worker.state.actors.values() if type(each).__name__ == "Host"]
+    samples = [sample for link in links for sample in link.channels.samples()]
+    return [value for name, _, value in samples if name == "channel_refusals"]
+
+
+def test_the_next_instance_of_a_program_knows_its_program(external: ExternalCluster) -> None:
+    """The program has dialled the workers before, with the secret of that time."""
+    for number in range(3):
+        with serve.start(dask_client=external.client, http_options={"location": "NoServer"}) as client:
+            client.create_backend("echo", "served.echo", config={"num_replicas": 2})
+            client.create_endpoint("echo", backend="echo")
+            handle = client.get_handle("echo")
+            answers = [handle.remote(text=str(number)) for _ in range(8)]
+            assert {each.result(10) for each in answers} == {str(number)}
+            assert [counts and sum(counts) for counts in external.client.run(refused).values()] == [0, 0]

@@ -179,12 +179,23 @@ def test_every_worker_shares_one_port(external: ExternalCluster) -> None:
             assert {fetch(f"{url}/e{number}").status for _ in range(8)} == {200}
 
 
-def test_connect_without_a_detached_instance_is_refused(
-    external: ExternalCluster, client: serve.Client
-) -> None:
-    """CL07: the error says to start a detached instance; other instances are not found."""
+def test_connect_without_a_detached_instance(external: ExternalCluster) -> None:
+    """CL07: it finds the only instance of a program; without any, the error says to start a detached one."""
     with pytest.raises(serve.ServeError, match=r"serve\.start\(detached=True\)"):
         serve.connect(dask_client=external.client)
+    options: dict[str, Any] = {"dask_client": external.client, "http_options": {"port": 0}}
+    with serve.start(name="first", **options) as first:
+        with serve.connect(dask_client=external.client) as client:
+            assert client.instance_name == "first"
+            assert client.list_backends() == {}
+        with serve.start(name="second", **options):
+            with pytest.raises(serve.errors.BadRequestError, match="first, second"):
+                serve.connect(dask_client=external.client)
+            with serve.connect(dask_client=external.client, name="second") as client:
+                assert client.status().instance == "second"
+            with pytest.raises(serve.errors.NotRunningError):
+                serve.connect(dask_client=external.client, name="third")
+        assert first.list_backends() == {}
 
 
 def test_connect_from_another_process(external: ExternalCluster) -> None:

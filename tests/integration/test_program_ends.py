@@ -69,7 +69,7 @@ def end(program: Program, how: str | signal.Signals, status: int) -> None:
         program.write_line(how)
     assert program.wait(10) == status, program.report()
     if how == "exit":
-        assert program.complaints == ""
+        assert program.errors == ""
 
 
 # For an external cluster, a death by SIGTERM and one by SIGKILL look the same.
@@ -165,7 +165,7 @@ def test_a_blocking_run_shuts_down_on_a_signal(number: signal.Signals, tmp_path:
         assert f"Serving at {url}. Press Ctrl-C to stop." in program.output
         assert "echo: HEALTHY, 1 of 1 replicas run (at /echo)" in program.output
         assert program.output.endswith("ended\n")
-        assert program.complaints == ""
+        assert program.errors == ""
         wait_until_gone(started, 2)
     finally:
         program.kill()
@@ -209,3 +209,35 @@ def test_a_program_that_leaves_its_dask_client_prints_nothing_of_daskserve(tmp_p
     assert ended.returncode == 0
     for complaint in ("Closed comm", "did not start", "did not end cleanly"):
         assert complaint not in ended.stderr
+
+
+#: Ends while the scheduler has not answered a heartbeat.
+SLOW_HEARTBEATS = """
+import asyncio, threading
+from distributed import default_client
+import daskserve as serve
+from daskserve.cluster.link import link_of
+
+client = serve.start(http_options={"location": "NoServer"}, dashboard=False)
+handlers = link_of(default_client()).started.cluster.scheduler.handlers
+answer, asked = handlers["heartbeat_worker"], threading.Event()
+
+async def slow(**message):
+    asked.set()
+    await asyncio.sleep(0.5)
+    return answer(**message)
+
+handlers["heartbeat_worker"] = slow
+asked.wait()
+client.shutdown()
+print("ended", flush=True)
+"""
+
+
+def test_a_local_cluster_ends_without_cutting_off_a_heartbeat(tmp_path: Path) -> None:
+    program = Program(["-c", SLOW_HEARTBEATS], tmp_path)
+    try:
+        assert program.wait() == 0, program.report()
+        assert (program.output, program.errors) == ("ended\n", "")
+    finally:
+        program.kill()

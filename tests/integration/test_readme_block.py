@@ -54,19 +54,19 @@ def test_the_block_runs_as_a_script(block: str, port: int, tmp_path: Path) -> No
     script = tmp_path / "hello.py"
     script.write_text(block)
     program = run([str(script)], tmp_path, port, workers=2)
-    assert (program.output.splitlines(), program.complaints) == (GREETINGS, "")
+    assert (program.output.splitlines(), program.errors) == (GREETINGS, "")
 
 
 def test_the_block_runs_from_standard_input(block: str, port: int, tmp_path: Path) -> None:
     program = run(["-"], tmp_path, port, stdin=block)
-    assert (program.output.splitlines(), program.complaints) == (GREETINGS, "")
+    assert (program.output.splitlines(), program.errors) == (GREETINGS, "")
 
 
 def test_the_block_runs_in_a_repl(block: str, port: int, tmp_path: Path) -> None:
     """Pasted line by line; an empty line ends a block."""
     program = run(["-q", "-i"], tmp_path, port, stdin=block)
     assert program.output.splitlines() == GREETINGS
-    assert set(re.sub(r">>> |\.\.\. ", "", program.complaints).split()) == set(), program.errors
+    assert set(re.sub(r">>> |\.\.\. ", "", program.errors).split()) == set(), program.errors
 
 
 def test_the_block_runs_in_a_notebook_cell(block: str, port: int, tmp_path: Path) -> None:
@@ -83,4 +83,4 @@ async def run_cell():
 asyncio.run(run_cell())
 """
     program = run(["-c", source], tmp_path, port)
-    assert (program.output.splitlines(), program.complaints) == (GREETINGS, "")
+    assert (program.output.splitlines(), program.errors) == (GREETINGS, "")

@@ -8,7 +8,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from dask_processes import ExternalCluster, Program, fetch, poll_for, wait_until_gone
+from dask_processes import (
+    ExternalCluster,
+    Program,
+    fetch,
+    is_listening,
+    listener,
+    poll_for,
+    wait_until_gone,
+)
 
 #: The installed command, whose own folder is not that of the project.
 COMMAND = str(Path(sys.executable).with_name("daskserve"))
@@ -17,10 +25,13 @@ SCRATCH = "dask-scratch-space"
 
 SHOP = """
 import os
+import time
 import daskserve as serve
 from fastapi import FastAPI
 from prices import PRICE
 
+with open("imports", "a") as file:
+    file.write(f"{os.getpid()}\\n")
 app = FastAPI()
 
 @serve.deployment(isolation="process")
@@ -28,6 +39,9 @@ app = FastAPI()
 class Shop:
     def __init__(self, factor):
         self.factor = factor
+        open("begun", "w").close()
+        while not os.path.exists("go"):
+            time.sleep(0.01)
 
     @app.get("/price")
     def price(self):
@@ -35,6 +49,17 @@ class Shop:
 
 def build(args):
     return Shop.bind(int(args["factor"]))
+"""
+
+ASGI = """
+import os
+
+with open("imports", "a") as file:
+    file.write(f"{os.getpid()}\\n")
+
+async def app(scope, receive, send):
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"hello"})
 """
 
 
@@ -68,15 +93,24 @@ def serving_at(program: Program) -> str:
 def test_a_project_is_served_from_its_folder_until_ctrl_c(tmp_path: Path) -> None:
     (tmp_path / "shop.py").write_text(SHOP)
     (tmp_path / "prices.py").write_text("PRICE = 7")
-    with run(tmp_path, "shop:build", "factor=3", "--port", "0", "--route-prefix", "/api") as program:
-        price, pid = fetch(f"{url_of(program)}/api/price").json
+    with listener() as port:
+        pass  # it is free from now on
+    arguments = ("shop:build", "factor=3", "--port", str(port), "--route-prefix", "/api")
+    with run(tmp_path, *arguments) as program:
+        poll_for((tmp_path / "begun").exists, what=program.report)
+        assert not is_listening(f"http://127.0.0.1:{port}"), "the port opens once the application is up"
+        (tmp_path / "go").touch()
+        url = url_of(program)
+        price, pid = fetch(f"{url}/api/price").json
         processes = program.descendants()
-        assert price == 21
+        assert (url, price) == (f"http://127.0.0.1:{port}", 21)
         assert pid in [each.pid for each in processes]
+        (importer,) = (tmp_path / "imports").read_text().split()
+        assert int(importer) in [each.pid for each in processes], "a worker has imported the module, once"
         program.interrupt()
         assert program.wait() == 0, program.report()
         wait_until_gone(processes, 5)
-        assert program.complaints == ""
+        assert program.errors == ""
 
 
 def test_a_cluster_by_address_gets_an_instance_that_ends_on_sigterm(
@@ -86,5 +120,28 @@ def test_a_cluster_by_address_gets_an_instance_that_ends_on_sigterm(
         assert fetch(f"{serving_at(program)}/a/path").text == "/a/path"
         program.process.send_signal(signal.SIGTERM)
         assert program.wait() == 0, program.report()
-        assert program.complaints == ""
+        assert program.errors == ""
     external.assert_clean(topics=False)
+
+
+def test_an_application_is_imported_only_where_it_runs(tmp_path: Path) -> None:
+    """One that is deployed by its path, too; and a failed start ends everything."""
+    (tmp_path / "shop.py").write_text(ASGI)
+    with run(tmp_path, "shop:app", "--port", "0") as program:
+        assert fetch(f"{url_of(program)}/x").text == "hello"
+        (importer,) = (tmp_path / "imports").read_text().split()
+        processes = program.descendants()
+        assert int(importer) in [each.pid for each in processes]
+        program.process.send_signal(signal.SIGTERM)
+        assert program.wait() == 0, program.report()
+        assert "Stopping (SIGTERM)." in program.output
+        wait_until_gone(processes, 5)
+        assert program.errors == ""
+
+
+def test_a_port_in_use_is_told_at_once(tmp_path: Path) -> None:
+    with listener() as port, run(tmp_path, "nowhere:app", "--port", str(port)) as program:
+        assert program.wait() == 1, program.report()
+        assert program.output == ""
+        assert program.errors.startswith(f"Error: 127.0.0.1:{port} is in use by another program")
+        assert program.errors.endswith("choose another port with --port; 0 takes a free one.\n")

@@ -67,7 +67,7 @@ def test_an_invalid_address_is_refused(address: str) -> None:
 def test_a_failed_connection_is_closed(external: ExternalCluster, client: serve.Client) -> None:
     """A failed call by address does not leave its Dask client as the default client."""
     with pytest.raises(NotRunningError, match=f"{external.address}; start one"):
-        serve.connect(address=external.address)
+        serve.connect(address=external.address, name="another")
     port = int(client.http_urls()[0].rpartition(":")[2])
     with pytest.raises(PortInUseError):
         serve.start(address=external.address, http_options={"port": port})

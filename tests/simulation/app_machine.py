@@ -131,6 +131,14 @@ class AppMachine(FaultyWorld):
         self._call("delete_application", seconds, name=name)
 
     @precondition(lambda self: self.has_apps)
+    @rule(age=st.integers(0, 1), seconds=SECONDS)
+    def withdraw(self, age: int, seconds: float) -> None:
+        """Take back the last deploy, or the one before."""
+        deployed = [each.message["apps"] for each in self.world.calls if each.verb == "deploy_applications"]
+        apps = deployed[-1 - min(age, len(deployed) - 1)]
+        self._call("withdraw", seconds, requests=[each["request_id"] for each in apps])
+
+    @precondition(lambda self: self.has_apps)
     @rule(tag=st.sampled_from(["a", "d", "x/a"]), replicas=st.integers(1, 3), seconds=SECONDS)
     def scale(self, tag: str, replicas: int, seconds: float) -> None:
         self._call(

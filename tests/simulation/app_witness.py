@@ -42,6 +42,8 @@ class AppWitness(Witness):
         #: What clients have asked for, and to what each application last settled.
         self.asked: dict[str, set[Signature]] = {}
         self.settled: dict[str, Signature | None] = {}
+        #: The ids of the deploys that clients have taken back.
+        self.withdrawn: set[str] = set()
 
     def is_deleting(self, goal: GoalRecord) -> bool:
         app = self.app(goal.application)
@@ -83,6 +85,7 @@ class AppWitness(Witness):
     def begin(self, verb: str, message: Mapping[str, Any]) -> Call:
         for name, signature in asked_by(message).items():
             self.asked.setdefault(name, set()).add(signature)
+        self.withdrawn.update(message.get("requests", ()))
         return super().begin(verb, message)
 
     def acknowledged(self, call: Call, answer: Mapping[str, Any]) -> None:
@@ -107,7 +110,7 @@ class AppWitness(Witness):
             if app.deployments and not app.is_deleting and signature not in self.asked[app.name]:
                 self.report(f"{app.name} is {signature}, which no deploy has asked for")
             if isinstance(before, AppRecord) and before.goal is not None and app.goal is None:
-                self._check_settled(app, self.records.get(f"goal/{before.goal}"), signature)
+                self._check_settled(app, before, self.records.get(f"goal/{before.goal}"), signature)
             if app.is_deleting:
                 self.settled[app.name] = None
             elif app.goal is None and app.deployments:
@@ -122,13 +125,14 @@ class AppWitness(Witness):
         self._check_order(records, changed)
         self._record_goals()
 
-    def _check_settled(self, app: AppRecord, goal: Any, signature: Signature) -> None:
+    def _check_settled(self, app: AppRecord, before: AppRecord, goal: Any, signature: Signature) -> None:
         """Check that a change came about as a whole, or was taken back as a whole."""
         if goal.state is GoalState.FAILED:
             fallback = self.settled.get(app.name)
             if (signature if app.deployments else None) != fallback:
                 self.report(f"{app.name} failed and became {signature}, it was {fallback}")
-            self._check_reason(goal, {tag for each in self.asked[app.name] for tag, _ in each[1]})
+            if before.request_id not in self.withdrawn:
+                self._check_reason(goal, {tag for each in self.asked[app.name] for tag, _ in each[1]})
             return
         for tag in app.tags:
             backend = self.backend(tag)

@@ -249,8 +249,14 @@ class Dialler:
 
     async def _with_secret(self, dial: Callable[[], Awaitable[Transport]]) -> Transport:
         """Dial; once more if the worker is a stranger, and the scheduler has another secret by now."""
-        if not self._keyring.marks:
-            await self._renew([])
+        known = self._keyring.marks
+        if self._keyring.is_outdated:
+            try:
+                await self._renew(known)
+            except (OSError, ActorLostError) as error:
+                if not known:
+                    raise
+                logger.debug("The scheduler did not tell its secret (%s); dialling with older ones", error)
         known = self._keyring.marks
         try:
             return await dial()

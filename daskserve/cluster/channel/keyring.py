@@ -1,9 +1,9 @@
 """The secrets by which the processes of a Dask cluster recognise each other on channels.
 
-The supervisor draws a secret when it starts and gives it to all Hosts; programs ask for it over their Dask
-client. A scheduler that comes back draws another one. Workers and programs that have outlived the old
-scheduler keep both secrets, so they reach each other before and after they have learned the new one. No
-secret is written to a file, a command line or a log.
+The first supervisor of a scheduler draws a secret. Supervisors give it to all Hosts; programs ask for it
+over their Dask client. A scheduler that comes back has another one. Workers and programs that have outlived
+the old scheduler keep both secrets, so they reach each other before and after they have learned the new one.
+No secret is written to a file, a command line or a log.
 """
 
 from __future__ import annotations
@@ -62,6 +62,8 @@ class Keyring:
     def __init__(self, fetch: Callable[[], Awaitable[bytes]] = _nothing) -> None:
         self._fetch = fetch
         self._secrets: dict[bytes, ChannelSecret] = {}
+        #: Whether there may be another secret than those known, so that a worker would refuse all of them.
+        self.is_outdated = True
         self._fetching = asyncio.Lock()
 
     def __repr__(self) -> str:
@@ -78,10 +80,15 @@ class Keyring:
 
     def add(self, secret: ChannelSecret) -> None:
         """Prefer a secret from now on; of many older ones, the oldest is forgotten."""
+        self.is_outdated = False
         self._secrets.pop(secret.mark, None)
         self._secrets[secret.mark] = secret
         while len(self._secrets) > MAX_SECRETS:
             del self._secrets[next(iter(self._secrets))]
+
+    async def resume(self) -> None:
+        """Ask for the secret before the next dial: this process has connected to another scheduler."""
+        self.is_outdated = True
 
     async def renew(self, known: Sequence[bytes]) -> bool:
         """Ask for the cluster's present secret; return whether there is another than those with these marks.

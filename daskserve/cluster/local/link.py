@@ -17,12 +17,23 @@ from daskserve.types import InstanceName
 T = TypeVar("T")
 
 
+class LocalInstances:
+    """The instances that this process started: all that there are, and no other program reaches them."""
+
+    def __contains__(self, instance: object) -> bool:
+        return True
+
+    async def is_alone(self, instance: InstanceName) -> bool:
+        return True
+
+
 class LocalLink:
     """The part of `daskserve.cluster.link.DaskLink` that handles and clients use."""
 
     scheduler_address = "local"
     dashboard_link = None
     default_instance: Any = None
+    started = LocalInstances()
 
     def __init__(self, world: LocalWorld, process: Process) -> None:
         self.clock = world.clock
@@ -90,8 +101,6 @@ class LocalLink:
         if verb == "end_instance":
             await self._world.end()
             return None
-        if verb == "instances":
-            return [self._world.instance]
         raise BadRequestError(f"A local cluster has no verb {verb!r}.")
 
     def sync(self, coroutine: Coroutine[Any, Any, T], *, timeout_s: float | None = None) -> T:

@@ -80,6 +80,12 @@ class Instance:
         system_workers = tuple(start.get("system_workers", ()))
         return cls(name=start["instance"], store=store, system_workers=system_workers, **fields, **optional)
 
+    def spare(self) -> None:
+        """Cancel the end that was planned."""
+        if self.grace is not None:
+            self.grace.cancel()
+            self.grace = None
+
 
 def plain(address: ActorAddress) -> dict[str, Any]:
     """Return an address as plain values."""

@@ -37,6 +37,8 @@ from daskserve.types import ActorAddress, InstanceName, WorkerAddress
 
 logger = logging.getLogger("daskserve.supervisor")
 
+#: The scheduler's attribute that holds the secret of its cluster.
+_SECRET = "_daskserve_channel_secret"
 #: Prefix of the Dask keys of Hosts.
 HOST_KEY = "daskserve-host-"
 #: Timeout of the version probe; a worker that does not answer is refused until it joins again.
@@ -51,6 +53,18 @@ INSPECT_S = 2.0
 ANSWER_S = 0.5
 #: How often to check whether Dask has forgotten a released Host, which takes milliseconds.
 RELEASE_POLL_S = 0.005
+
+
+def secret_of(scheduler: Scheduler) -> ChannelSecret:
+    """Return the secret of a scheduler's cluster, drawn on first use.
+
+    It outlives the supervisor, because programs keep it: with another one, they would be taken for strangers.
+    """
+    secret: ChannelSecret | None = getattr(scheduler, _SECRET, None)
+    if secret is None:
+        secret = ChannelSecret()
+        setattr(scheduler, _SECRET, secret)
+    return secret
 
 
 @dataclass(slots=True)
@@ -71,7 +85,7 @@ class HostRegistry:
         #: The message that starts each instance; the Hosts keep them for the next scheduler.
         self.starts: dict[InstanceName, Mapping[str, Any]] = {}
         #: What those must know who open channels to the workers.
-        self.secret = ChannelSecret()
+        self.secret = secret_of(scheduler)
         self._entries: dict[WorkerAddress, _HostEntry] = {}
         self._refused: dict[WorkerAddress, str] = {}
         self._failed: dict[WorkerAddress, str] = {}

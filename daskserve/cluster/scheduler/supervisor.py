@@ -12,6 +12,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any
 
 from distributed import Client, Scheduler, SchedulerPlugin
@@ -40,6 +41,7 @@ from daskserve.cluster.scheduler.parcels import parcel_verbs
 from daskserve.cluster.scheduler.records import check_epoch, record_verbs
 from daskserve.cluster.scheduler.returns import Returns, restore
 from daskserve.cluster.scheduler.scale_route import ScaleRoute
+from daskserve.cluster.scheduler.sharing import share_instance
 from daskserve.cluster.scheduler.site_guard import SiteGuard
 from daskserve.cluster.scheduler.splice import Splices
 from daskserve.cluster.scheduler.topics import EndedTopics
@@ -95,9 +97,8 @@ class Supervisor(SchedulerPlugin):
         )
         guard = SiteGuard(scheduler)
         targets = Targets(scheduler, self._hosts.facts_of, guard)
-        scale_route = ScaleRoute(scheduler, self._instances, self._hosts, guard)
-        #: What changes the scheduler while there are Hosts.
-        self._installed = (self._capacity, targets, scale_route)
+        routes = (targets, ScaleRoute(scheduler, self._instances, self._hosts, guard))
+        self._installed = (self._capacity, *routes)  # what changes the scheduler while there are Hosts
         self._controllers = ControllerKeeper(
             self._hosts,
             self._instances,
@@ -120,6 +121,7 @@ class Supervisor(SchedulerPlugin):
             "bring_back": self._returns.bring_back,
             "drain_instance": self._drains.drain_instance,
             "end_instance": self._end_instance,
+            "share_instance": partial(share_instance, self._known, self._hosts),
             "controller": self._find_controller,
             "instances": self._list_instances,
             "workers": self._describe_workers,
@@ -178,9 +180,8 @@ class Supervisor(SchedulerPlugin):
 
     def add_client(self, scheduler: Scheduler, client: str) -> None:
         for instance in self._instances.values():
-            if instance.owner == client and instance.grace is not None:
-                instance.grace.cancel()
-                instance.grace = None
+            if instance.owner == client:
+                instance.spare()
 
     def remove_client(self, scheduler: Scheduler, client: str) -> None:
         for instance in self._instances.values():
@@ -268,8 +269,7 @@ class Supervisor(SchedulerPlugin):
         return True
 
     async def _end(self, entry: Instance) -> None:
-        if entry.grace is not None:
-            entry.grace.cancel()
+        entry.spare()
         if entry.draining is not None:
             entry.draining.cancel()
         self._publish(entry.name, {"kind": ENDED})
@@ -314,6 +314,7 @@ class Supervisor(SchedulerPlugin):
             name: {
                 "owns_cluster": entry.owns_cluster,
                 "is_default": entry.is_default and entry.grace is None,
+                "owner": entry.owner,
             }
             for name, entry in self._instances.items()
             if not entry.is_ending and entry.draining is None

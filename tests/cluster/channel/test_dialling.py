@@ -77,6 +77,8 @@ class Network:
         self.keyring.add(self.secret)
         self.is_supervised = True
         self.asked = 0
+        #: What the dialling process knows.
+        self.known = Keyring(self.fetch_secret)
         if gone:
             self.answer = {"error": dump_error(ActorLostError("gone", begun=False))}
 
@@ -104,7 +106,7 @@ class Network:
             lambda: SCHEDULER,
             channel,
             LoopClock(),
-            Keyring(self.fetch_secret),
+            self.known,
             self.connect,
         )
 
@@ -300,6 +302,27 @@ def test_a_worker_that_joined_another_scheduler_is_reached_with_the_new_secret(r
         await dialler.dial_directly(WORKER)
         assert network.asked == 2
         assert network.tried.count({"direct": WORKER, "scheduler": SCHEDULER}[route]) >= 4
+
+    run_virtual(main)
+
+
+def test_a_process_that_has_another_scheduler_is_not_refused_as_a_stranger() -> None:
+    network = Network(SCHEDULER, WORKER)
+
+    async def main() -> None:
+        dialler = network.dialler()
+        await dialler.dial(WORKER)
+        # The next scheduler has no supervisor yet, but the worker has not changed.
+        network.is_supervised = False
+        await network.known.resume()
+        await dialler.dial(WORKER)
+        network.is_supervised = True
+        network.secret, network.keyring = ChannelSecret(), Keyring()
+        network.keyring.add(network.secret)
+        await dialler.dial(WORKER)
+        assert [comm.is_aborted for comm in network.comms] == [False] * 3
+        await dialler.dial(WORKER)
+        assert network.asked == 3
 
     run_virtual(main)
 

@@ -914,7 +914,6 @@ def test_a_link_knows_its_loop_its_instance_and_its_thread() -> None:
         with pytest.raises(RuntimeError, match="event loop that would have to run it"):
             link.sync(coroutine)
         assert await asyncio.to_thread(lambda: link.sync(cluster.program.workers())) == cluster.workers()
-        assert await link.ask("instances") == ["local"]
         await link.ask("end_instance", instance="local")
         with pytest.raises(NotRunningError):
             await cluster.program.controller()

@@ -118,7 +118,7 @@ class Model:
         ]
 
     def connect(self) -> None:
-        from daskserve.client.api import connect
+        from daskserve.client.finding import connect
 
         connect()
 

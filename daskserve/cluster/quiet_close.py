@@ -1,0 +1,50 @@
+"""Closing a Dask cluster without tracebacks of Dask.
+
+Problem: a worker that closes while the scheduler has not answered its heartbeat cuts that off, and logs a
+traceback. Choice: all heartbeats end before the workers do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from contextlib import suppress
+from typing import Any
+
+from distributed import SpecCluster, Worker
+
+from daskserve.cluster.distributed_internals import is_calling_scheduler, pause_heartbeat
+from daskserve.loops.blocking import settled
+
+#: How long the close waits for the last heartbeats: a worker may hang.
+LAST_S = 2.0
+#: Interval of the checks whether a worker's last heartbeat is over.
+CHECK_S = 0.005
+
+
+class QuietCluster(SpecCluster):
+    """A `distributed.SpecCluster` with its scheduler in this process; heartbeats end before workers."""
+
+    def close(self, timeout: float | None = None) -> Any:
+        """Close the cluster; returns an awaitable on its event loop, as Dask's own method does."""
+        if self.status.name != "running":
+            return super().close(timeout)
+        close = super().close
+        scheduler: Any = self.scheduler
+
+        async def quietly() -> None:
+            # A worker that is gone or hangs is closed all the same.
+            with suppress(OSError):
+                async with asyncio.timeout(LAST_S):
+                    message = {"op": "run", "function": pickle.dumps(end_heartbeats), "wait": True}
+                    await scheduler.broadcast(msg=message, on_error="ignore")
+            await settled(close(timeout))
+
+        return self.sync(quietly)
+
+
+async def end_heartbeats(dask_worker: Worker) -> None:
+    """Stop a worker's heartbeats, and return when none is under way; runs in the worker."""
+    pause_heartbeat(dask_worker)
+    while is_calling_scheduler(dask_worker):  # noqa: ASYNC110 - Dask has no event
+        await asyncio.sleep(CHECK_S)

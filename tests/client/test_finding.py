@@ -1,0 +1,38 @@
+"""Which of the instances on a cluster a program finds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from daskserve.client.finding import common_instance, named_instance
+from daskserve.errors import BadRequestError
+from daskserve.types import DEFAULT_INSTANCE
+
+
+def running(*names: str, defaults: tuple[str, ...] = ()) -> dict[str, dict[str, Any]]:
+    return {name: {"is_default": name in defaults} for name in names}
+
+
+@pytest.mark.parametrize(
+    ("found", "common", "named"),
+    [
+        (running(), None, None),
+        (running("a"), None, "a"),
+        (running("a", "b", "c", defaults=("b", "c")), "c", "c"),
+        (running("a", DEFAULT_INSTANCE, "b", defaults=("b",)), DEFAULT_INSTANCE, DEFAULT_INSTANCE),
+    ],
+)
+def test_an_instance_for_all_programs_comes_before_the_own_one_of_a_program(
+    found: dict[str, Any], common: str | None, named: str | None
+) -> None:
+    assert common_instance(found) == common
+    assert named_instance(found, None) == named
+
+
+def test_one_of_several_own_instances_must_be_named() -> None:
+    with pytest.raises(BadRequestError, match=r"2 programs have instances of their own.*: a, b. Name one"):
+        named_instance(running("a", "b"), None)
+    assert named_instance(running("a", "b"), "b") == "b"
+    assert named_instance(running("a", "b"), "c") is None
