@@ -236,10 +236,11 @@ def packed_here(error: BaseException) -> PackedError:
 
 
 def dump_error(error: BaseException) -> bytes:
-    """Return an error as bytes, without running code of its class."""
+    """Return an error as bytes: one that was packed, or one of daskserve and the libraries that it uses."""
     if type(error) is not PackedError:
         # Errors of daskserve are complete without a traceback.
-        error = _packed(error, Foreign.LEFT_OUT, is_of_user=False, untraced=(ServeError,))
+        summary = summary_of(error)
+        error = _packed(error, Foreign.RUN, summary, is_of_user=False, untraced=(ServeError,))
     return error.data
 
 

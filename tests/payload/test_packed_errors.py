@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import msgpack
+import pydantic
 import pytest
 from starlette.exceptions import HTTPException
 
@@ -347,7 +348,6 @@ def test_no_code_of_a_class_runs_where_it_must_not() -> None:
     RAN.clear()
     assert pack_now(error) is None
     packed = pack_without_code(error)
-    dump_error(error)
     assert RAN == []
     assert packed.summary == "Spied: <its text was not made in time>"
     assert "in raised" in packed.text
@@ -406,6 +406,12 @@ def test_an_error_whose_class_the_receiver_does_not_have_is_readable(monkeypatch
     found = load_error(data)
     assert (type(found), str(found)) == (UserCodeError, "ApiError: no answer")
     assert isinstance(found.__cause__, RemoteTraceback)
+
+
+def test_an_error_of_a_library_that_daskserve_uses_arrives_as_it_is() -> None:
+    error = raised_by(pydantic.TypeAdapter(int).validate_python, "x")
+    found = received_error(dump_error(error))
+    assert (type(found), str(found)) == (type(error), str(error))
 
 
 def test_errors_in_the_stores_of_earlier_versions_are_read() -> None:
