@@ -40,7 +40,7 @@
     ├── RequestTimeoutError    (TimeoutError) 408
     ├── RequestCancelledError  (CancelledError) 499 the call was cancelled
     ├── PassedResponseError    (RuntimeError) 500  await the response, or pass it to another handle
-    └── UserCodeError                        500   an error of user code that cannot be pickled
+    └── UserCodeError                        500   an error of user code whose class cannot travel
 
 Every class takes one message, plus keyword fields with defaults that live in ``__dict__``. This lets
 `BaseException.__reduce__` carry them between processes unchanged.
@@ -361,6 +361,11 @@ class RequestTimeoutError(ServeError, TimeoutError):
     is_retryable = True
 
 
+#: What a deployment answers because of its load or its state, not because of a mistake. A deployment whose
+#: code raises one gives its own callers the same answer.
+REFUSALS = (BackPressureError, UnavailableError, RequestTimeoutError)
+
+
 class RequestCancelledError(ServeError, CancelledError):
     """The call was cancelled: by ``cancel``, or because the request that made the call was cancelled.
 
@@ -375,7 +380,7 @@ class PassedResponseError(ServeError, RuntimeError):
 
 
 class UserCodeError(ServeError):
-    """User code raised an error that cannot be pickled; the message contains its type and text."""
+    """User code raised an error whose class the caller cannot have; the message has its name and text."""
 
 
 class RemoteTraceback(Exception):

@@ -1,8 +1,9 @@
-"""Log a repeated error once, and again when a different error occurs."""
+"""Logs of what occurs again and again."""
 
 from __future__ import annotations
 
 import logging
+import math
 import re
 
 #: Numbers and addresses, which may differ between two occurrences of the same error.
@@ -27,3 +28,29 @@ class ErrorLog:
         level = logging.DEBUG if kind == self._logged else logging.ERROR
         self._logged = kind
         self._logger.log(level, text, *args, exc_info=error)
+
+
+class SparseLog:
+    """Says which of many events to log: of each kind the first, and later one in each period.
+
+    Parameters
+    ----------
+    period_s : float
+        The least time between two events of a kind that are logged.
+    """
+
+    __slots__ = ("_kinds", "_period_s")
+
+    def __init__(self, period_s: float) -> None:
+        self._period_s = period_s
+        #: By kind: when the last one was logged, and how many were left out since.
+        self._kinds: dict[str, tuple[float, int]] = {}
+
+    def take(self, kind: str, now: float) -> int | None:
+        """Return how many events of a kind were left out since the last one; None to leave this one out."""
+        since, left_out = self._kinds.get(kind, (-math.inf, 0))
+        if now - since < self._period_s:
+            self._kinds[kind] = since, left_out + 1
+            return None
+        self._kinds[kind] = now, 0
+        return left_out

@@ -6,6 +6,7 @@ import importlib
 from typing import Any
 
 from daskserve.errors import BadRequestError
+from daskserve.payload.error_text import summary_of
 
 MODULE_REMEDY = "Install it on the workers, too, or put its folder on their PYTHONPATH."
 
@@ -53,4 +54,4 @@ def call_imported(path: str, option: str) -> Any:
         return import_definition(path)()
     except Exception as error:
         # A user's function may raise anything.
-        raise BadRequestError(f"{option}={path!r} failed: {type(error).__name__}: {error}") from error
+        raise BadRequestError(f"{option}={path!r} failed: {summary_of(error)}") from error

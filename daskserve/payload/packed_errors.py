@@ -1,82 +1,356 @@
-"""Errors as bytes, with their tracebacks and with the note that they are logged."""
+"""Errors of user code as bytes: packed where user code runs, and unpacked where it is called.
+
+Between the two, an error is a `PackedError`, whatever raised it: all parts of daskserve that it passes are
+safe from the code of its class. Errors of daskserve itself pass bare, so that a router can tell that its
+replica is lost from a replica whose code could not reach another one.
+
+The bytes are msgpack of a summary, the traceback, a mapping, and the ids of the requests for which the error
+is logged. The mapping has ``known``: the error of daskserve that it is, or that its class is derived from;
+``parts`` if that is not all of it (`daskserve.payload.error_parts`); and ``of_user`` if user code raised it.
+In the stores of earlier versions a pickle stands in place of the mapping.
+"""
 
 from __future__ import annotations
 
-import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import Any
 
 import msgpack
 
-from daskserve.errors import RemoteTraceback, ServeError, UserCodeError
-from daskserve.payload.pickling import dump_bytes, load_bytes
-
-#: The attribute of an error that holds the ids of the requests for which a replica has logged it.
-_LOGGED_FOR = "_daskserve_logged_for"
+from daskserve import errors
+from daskserve.errors import (
+    REFUSALS,
+    ActorLostError,
+    RemoteTraceback,
+    ReplicaBusyError,
+    ServeError,
+    UnavailableError,
+    UserCodeError,
+)
+from daskserve.payload.error_parts import (
+    LOGGED_FOR,
+    Foreign,
+    HasCodeError,
+    has_code_for_pickle,
+    has_code_for_text,
+    put_together,
+    take_apart,
+)
+from daskserve.payload.error_text import (
+    MAX_TRACEBACK,
+    bare_traceback,
+    chain_of,
+    name_of,
+    set_cause,
+    shortened,
+    stored_args,
+    stored_attributes,
+    stored_cause,
+    summary_of,
+    summary_without_text,
+    text_of,
+    traceback_text,
+)
+from daskserve.payload.pickling import load_bytes
 
 
 def note_logged(error: BaseException, *request_ids: str) -> None:
     """Record that a replica has logged an error; the note travels with the error to other processes."""
-    # Not by setattr, which a user's class may refuse.
-    vars(error)[_LOGGED_FOR] = request_ids
+    if type(error) is PackedError:
+        error.request_ids = request_ids
+    else:
+        stored_attributes(error)[LOGGED_FOR] = request_ids
 
 
 def is_logged(error: BaseException, request_id: str | None = None) -> bool:
     """Return whether the replica that raised an error has logged it, for a request or for any."""
-    request_ids = vars(error).get(_LOGGED_FOR)
+    request_ids = error.request_ids if type(error) is PackedError else _logged_for(error)
     if request_ids is None:
         return False
     return request_id is None or request_id in request_ids
 
 
-class PackedError(Exception):
-    """An error that passes through a process that cannot unpickle it, because its class may be missing there.
+def _logged_for(error: BaseException) -> Sequence[str] | None:
+    found: Sequence[str] | None = stored_attributes(error).get(LOGGED_FOR)
+    return found
 
-    `dump_error` forwards the data unchanged; the receiver calls `load_error` on them.
+
+class PackedError(Exception):
+    """An error that passes through parts of daskserve, and processes, that must not run code of its class.
+
+    Attributes
+    ----------
+    summary, text : str
+        The name of its class with its text, and its traceback.
+    known : ServeError or None
+        The error of daskserve that it is, or that its class is derived from.
+    request_ids : sequence of str, optional
+        See `note_logged`.
+    error : BaseException or None
+        The error itself, if its text was made, for a log record in the process that packed it.
+    kind : type
+        Its class there.
     """
 
-    def __init__(self, data: bytes) -> None:
-        super().__init__(data)
-        self.data = data
-        _copy_note(msgpack.unpackb(data)[3], self)
+    error: BaseException | None = None
+    kind: type[BaseException] = Exception
+    _loaded: BaseException | None = None
 
-    def __str__(self) -> str:
-        return str(msgpack.unpackb(self.data)[0])
+    def __init__(
+        self, summary: str, text: str, content: Any, request_ids: Sequence[str] | None = None
+    ) -> None:
+        super().__init__(summary)
+        self.summary = summary
+        self.text = text
+        self.request_ids = request_ids
+        self.known = _known(content)
+        self._content = content
+
+    def __repr__(self) -> str:
+        return f"<PackedError {self.summary}>"
+
+    @property
+    def data(self) -> bytes:
+        """The error as bytes, for `received_error` and `load_error`."""
+        return _bytes_of(self.summary, self._traceback, self._content, self.request_ids)
+
+    @property
+    def is_of_user(self) -> bool:
+        """Whether user code raised it."""
+        return isinstance(self._content, dict) and "of_user" in self._content
+
+    @property
+    def _traceback(self) -> str:
+        # The text of an error of daskserve is complete, and internals do not help the caller.
+        is_known = isinstance(self._content, dict) and "parts" not in self._content
+        return "" if is_known else self.text
+
+    def with_text(self, summary: str, text: str = "") -> PackedError:
+        """Return a copy with what was left out."""
+        content = self._content
+        if "parts" in content:
+            first, *others = content["parts"]
+            content = {**content, "parts": [first._replace(summary=summary), *others]}
+        packed = PackedError(summary, text, content, self.request_ids)
+        packed.kind = self.kind
+        return packed
+
+    def load(self) -> BaseException:
+        """Return the error, caused in the end by its remote traceback; runs code of its class."""
+        if self._loaded is None:
+            self._loaded = self._load()
+        return self._loaded
+
+    def _load(self) -> BaseException:
+        content = self._content
+        error: Any = _known(content)
+        if isinstance(content, bytes):
+            with suppress(Exception):  # a user's constructor may raise anything
+                error = load_bytes(content)
+        elif content is not None and "parts" in content:
+            error = put_together(content["parts"])
+        found: BaseException = error if isinstance(error, BaseException) else UserCodeError(self.summary)
+        if self._traceback:
+            _set_first_cause(found, RemoteTraceback(self._traceback))
+        if self.request_ids is not None:
+            note_logged(found, *self.request_ids)
+        return found
+
+
+def _bytes_of(*parts: Any) -> bytes:
+    return bytes(msgpack.packb(parts, unicode_errors="surrogatepass"))
+
+
+def _set_first_cause(error: BaseException, first: RemoteTraceback) -> None:
+    """Append a cause to a chain of causes; if that is a circle, where it closes."""
+    seen = [error]
+    while (cause := stored_cause(seen[-1])) is not None and not any(cause is each for each in seen):
+        seen.append(cause)
+    set_cause(seen[-1], first)
+
+
+def _known(content: Any) -> ServeError | None:
+    if not isinstance(content, dict) or "known" not in content:
+        return None
+    name, message, fields = content["known"]
+    error: ServeError = getattr(errors, name, UserCodeError)(message)
+    stored_attributes(error).update(fields)
+    return error
+
+
+# ---- packing
+
+
+def pack_now(error: BaseException) -> PackedError | None:
+    """Pack an error of user code at once; return None if code of its class would have to run."""
+    if type(error) is PackedError:
+        return error
+    try:
+        return _packed(error, Foreign.REFUSED)
+    except Exception:  # `HasCodeError`, or another thread changes the error's values
+        return None
+
+
+def pack_in_steps(error: BaseException) -> Iterator[PackedError]:
+    """Pack an error of user code, each time more completely; any step may take for ever."""
+    packed = pack_now(error)
+    if packed is not None:
+        yield packed
+        return
+    packed = _packed(error, Foreign.BY_VALUE)
+    yield packed
+    if packed.error is None:
+        packed = packed.with_text(summary_of(error))
+        yield packed
+        packed = packed.with_text(packed.summary, traceback_text(error))
+        packed.error = error
+        yield packed
+    if any(map(has_code_for_pickle, chain_of(error))):
+        yield _packed(error, Foreign.RUN, packed.summary, packed.text)
+
+
+def pack_all(error: BaseException) -> PackedError:
+    """Pack an error of user code completely, for as long as that may take."""
+    *_, packed = pack_in_steps(error)
+    return packed
+
+
+def pack_without_code(error: BaseException, begun: PackedError | None = None) -> PackedError:
+    """Pack an error of user code without code of its class: its text may be missing, and some values.
+
+    ``begun`` is how far `pack_in_steps` came.
+    """
+    packed = begun or _packed(error, Foreign.LEFT_OUT)
+    if packed.error is None:
+        packed.text = bare_traceback(error, packed.summary)
+    return packed
+
+
+def packed_here(error: BaseException) -> PackedError:
+    """Return an error packed, if it is not yet, without running code of its class."""
+    if type(error) is PackedError:
+        return error
+    packed = _packed(error, Foreign.LEFT_OUT, is_of_user=False, untraced=())
+    return packed if packed.text else pack_without_code(error, packed)
 
 
 def dump_error(error: BaseException) -> bytes:
-    """Pack an error: a summary, its traceback, the error itself if it can be pickled, and its `note_logged`.
+    """Return an error as bytes: one that was packed, or one of daskserve and the libraries that it uses."""
+    if type(error) is not PackedError:
+        # Errors of daskserve are complete without a traceback.
+        summary = summary_of(error)
+        error = _packed(error, Foreign.RUN, summary, is_of_user=False, untraced=(ServeError,))
+    return error.data
 
-    Errors of daskserve are packed without a traceback: their message is complete, and internals do not help
-    the caller.
-    """
-    if isinstance(error, PackedError):
-        return error.data
-    text = "" if isinstance(error, ServeError) else "".join(traceback.format_exception(error))
-    try:
-        pickled: bytes | None = dump_bytes(error)
-    except Exception:  # a user's __reduce__ may raise anything; the summary then replaces the error
-        pickled = None
-    request_ids = vars(error).get(_LOGGED_FOR)
-    return bytes(msgpack.packb((f"{type(error).__name__}: {error}", text, pickled, request_ids)))
+
+def received_error(data: bytes) -> BaseException:
+    """Return the error that another process has sent: packed if user code raised it."""
+    packed = _unpacked(data)
+    return packed if packed.is_of_user else packed.load()
 
 
 def load_error(data: bytes) -> BaseException:
     """Return the error that `dump_error` packed, caused by its remote traceback.
 
-    An error that was not picklable, or whose class does not exist here, becomes a `UserCodeError`.
+    An error whose class does not exist here becomes a `UserCodeError`.
     """
-    summary, text, pickled, request_ids = msgpack.unpackb(data)
-    try:
-        error = load_bytes(pickled) if pickled is not None else None
-    except Exception:  # a user's constructor may raise anything
-        error = None
-    if not isinstance(error, BaseException):
-        error = UserCodeError(summary)
-    if text:
-        error.__cause__ = RemoteTraceback(text)
-    _copy_note(request_ids, error)
+    return _unpacked(data).load()
+
+
+def unpacked(error: BaseException) -> BaseException:
+    """Return an error as user code gets it, without frames of daskserve; may run code of its class."""
+    if type(error) is PackedError:
+        return error.load()
+    if isinstance(error, ServeError):
+        error.__cause__ = error.__context__ = error.__traceback__ = None
     return error
 
 
-def _copy_note(request_ids: list[str] | None, error: BaseException) -> None:
-    if request_ids is not None:
-        note_logged(error, *request_ids)
+def known_of(error: BaseException) -> BaseException:
+    """Return an error as one of daskserve, if it is one; runs no code of its class."""
+    return (error.known or error) if type(error) is PackedError else error
+
+
+def raisable(error: BaseException) -> Exception:
+    """Return the error, or a `UserCodeError` for one that would end more than its call."""
+    if is_raisable(error):
+        return error  # type: ignore[return-value]
+    stand_in = UserCodeError(f"User code raised {summary_of(error)}")
+    stand_in.__cause__ = error
+    return stand_in
+
+
+def is_raisable(error: BaseException) -> bool:
+    """Return whether an error ends no more than its call if it is raised elsewhere."""
+    kind = type(error)  # `isinstance` may run code of the class
+    return issubclass(kind, Exception) and not issubclass(kind, (StopIteration, StopAsyncIteration))
+
+
+def _unpacked(data: bytes) -> PackedError:
+    return PackedError(*msgpack.unpackb(data, unicode_errors="surrogatepass"))
+
+
+def _packed(
+    error: BaseException,
+    foreign: Foreign,
+    summary: str = "",
+    text: str = "",
+    *,
+    is_of_user: bool = True,
+    untraced: tuple[type[BaseException], ...] = REFUSALS,
+) -> PackedError:
+    chain = chain_of(error)
+    is_bare = not summary and any(map(has_code_for_text, chain))
+    if foreign is Foreign.REFUSED and (is_bare or any(map(has_code_for_pickle, chain))):
+        raise HasCodeError
+    if not summary:
+        summary = summary_without_text(error) if has_code_for_text(error) else summary_of(error)
+    sent = _as_raised_by_user(error, summary) if is_of_user else error
+    content: dict[str, Any] = {"of_user": True} if is_of_user else {}
+    known, is_whole = _known_parts(sent)
+    if known is not None:
+        content["known"] = known
+    if not is_whole:
+        content["parts"] = take_apart(sent, foreign, summary)
+    if not text and not is_bare and not issubclass(type(sent), untraced):
+        text = traceback_text(error)
+    packed = PackedError(summary, text, content, _logged_for(error))
+    packed.kind = type(sent)
+    packed.error = None if is_bare else error
+    return packed
+
+
+def _as_raised_by_user(error: BaseException, summary: str) -> BaseException:
+    """Return the error that stands for one which would have another meaning to the caller."""
+    if not is_raisable(error):
+        return UserCodeError(f"User code raised {summary}")
+    # Unchanged, these two would say that this replica has not begun the request.
+    if type(error) is ReplicaBusyError:
+        return UnavailableError(f"A call made by this backend failed: {error}")
+    if type(error) is ActorLostError:
+        return ActorLostError(f"A call made by this backend failed: {error}")
+    return error
+
+
+def _known_parts(error: BaseException) -> tuple[tuple[str, str, dict[str, Any]] | None, bool]:
+    """Return the name, the message and the fields of the error of daskserve that an error is, if it is one.
+
+    Return as well whether that is all of it.
+    """
+    if not issubclass(type(error), ServeError):
+        return None, False
+    cls = next(each for each in type(error).__mro__ if vars(errors).get(name_of(each)) is each)
+    args, attributes = stored_args(error), stored_attributes(error)
+    message = args[0] if args and type(args[0]) is str else "" if has_code_for_text(error) else text_of(error)
+    names = (attributes if cls is type(error) else vars(cls())).keys() - {LOGGED_FOR}
+    fields = {name: attributes[name] for name in names if _is_field(name, attributes.get(name, ...))}
+    is_whole = cls is type(error) and len(fields) == len(names) and len(args) <= 1
+    return (name_of(cls), shortened(message, MAX_TRACEBACK), fields), is_whole
+
+
+def _is_field(name: Any, value: Any) -> bool:
+    """Return whether an attribute is one that msgpack stores as it is."""
+    if type(name) is not str or (type(value) is int and value.bit_length() > 63):
+        return False
+    return type(value) in (str, float, bool, int, type(None))

@@ -94,6 +94,13 @@ def _dump_by_value(
     return with_places(dump_once, value, substitution)
 
 
+def dump_code_into(file: Any, value: Any, **options: Any) -> None:
+    """Pickle user code into a file, with the options of `daskserve.internals.cloudpickle.CodePickler`."""
+    from daskserve.internals.cloudpickle import CodePickler
+
+    CodePickler(file, **options).dump(value)
+
+
 def dump_in(pickler: Callable[..., Any], value: Any, **options: Any) -> bytes:
     """Pickle a value with a class of picklers."""
     file = io.BytesIO()

@@ -14,6 +14,7 @@ from typing import Any
 import msgpack
 
 from daskserve.errors import BadRequestError
+from daskserve.payload.error_text import text_of
 from daskserve.payload.pickling import dump, dump_with
 from daskserve.types import Payload
 
@@ -90,5 +91,7 @@ def serialize(serialization: str, value: Any) -> Payload:
     try:
         data = _ENCODERS[serialization][0](value)
     except (TypeError, ValueError, OverflowError) as error:
-        raise BadRequestError(f"The value cannot be serialized with {serialization}: {error}") from error
+        raise BadRequestError(
+            f"The value cannot be serialized with {serialization}: {text_of(error)}"
+        ) from error
     return dump_with(pickle.dumps, _Encoded(serialization, data))

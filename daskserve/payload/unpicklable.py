@@ -10,6 +10,7 @@ from types import FunctionType, MethodType
 from typing import Any, NamedTuple, TypeAlias
 
 from daskserve.errors import UnpicklableError
+from daskserve.payload.error_text import text_of
 from daskserve.payload.pickling import Substitute, dump_bytes
 
 #: The values that a caller knows by name: what it deploys, its arguments.
@@ -119,7 +120,7 @@ def unpicklable_error(
         What to do about an object of any other type than those of `REMEDIES`.
     """
     steps, advice = _to_culprit(way_to(value, roots, substitution))
-    problem = str(error).rstrip(".")
+    problem = text_of(error).rstrip(".")
     if not isinstance(error, pickle.PicklingError):
         problem = f"{type(error).__name__}: {problem}"
     if steps:

@@ -20,7 +20,7 @@ from daskserve.clock import RequestIds, stopwatch
 from daskserve.errors import ActorLostError, RequestTimeoutError
 from daskserve.figures.histogram import cause_of
 from daskserve.loops.deadlines import until
-from daskserve.payload.packed_errors import is_logged
+from daskserve.payload.packed_errors import is_logged, known_of
 from daskserve.proxies.asgi import JSON, ASGIApp, Headers, Scope, send_whole
 from daskserve.proxies.ingress.bodies import BodyGate, BodyKeeper, is_refused
 from daskserve.proxies.ingress.errors import reply_to
@@ -380,7 +380,7 @@ class IngressApp:
             raise
 
     async def _answer_error(self, request: IngressRequest, error: Exception) -> None:
-        request.cause = cause_of(error)
+        request.cause = cause_of(known_of(error))
         request_id = request.request_id.decode("latin-1")
         if request.status:
             # The headers are sent: only a cut connection can tell the client that the response is incomplete.
@@ -391,7 +391,9 @@ class IngressApp:
         reply = reply_to(error, request_id, debug=self._debug)
         if reply.is_fault and not is_logged(error, request_id):
             log.error("Request %s failed", request_id, exc_info=error)
-        elif reply.hides_message or reply.status == ActorLostError.http_status:
+        elif (reply.hides_message or reply.status == ActorLostError.http_status) and not is_logged(
+            error, request_id
+        ):
             # A loss is rare. 503 may be the answer to each request for a while.
             level = logging.WARNING if reply.status == ActorLostError.http_status else logging.INFO
             log.log(level, "Request %s was answered with %d: %s", request_id, reply.status, error)

@@ -13,10 +13,10 @@ clients get the reason and the id of the request, with which the log has the mes
 from __future__ import annotations
 
 import math
-import traceback
 from dataclasses import dataclass
 
 from daskserve.errors import BackPressureError, UnavailableError, http_status_of
+from daskserve.payload.packed_errors import known_of, packed_here
 from daskserve.proxies.asgi import Headers
 
 
@@ -37,6 +37,7 @@ class ErrorReply:
 
 def reply_to(error: BaseException, request_id: str, *, debug: bool = False) -> ErrorReply:
     """Return the response to an error that occurred before a response started."""
+    raised, error = error, known_of(error)
     status = http_status_of(error)
     if isinstance(error, BackPressureError):
         return ErrorReply(status, str(error), _retry_after(error.retry_after_s))
@@ -48,7 +49,7 @@ def reply_to(error: BaseException, request_id: str, *, debug: bool = False) -> E
         return ErrorReply(status, text, headers, hides_message=True)
     if status < 500:
         return ErrorReply(status, str(error))
-    text = "".join(traceback.format_exception(error)) if debug else "Internal Server Error"
+    text = packed_here(raised).text if debug else "Internal Server Error"
     return ErrorReply(500, text, is_fault=True)
 
 

@@ -19,6 +19,7 @@ from functools import partial
 from typing import TypeAlias
 
 from daskserve.amounts import shown
+from daskserve.figures.error_log import SparseLog
 from daskserve.proxies.exchange.carrier import Carrier, Connection
 
 log = logging.getLogger("daskserve.proxies")
@@ -92,7 +93,7 @@ class Acceptor:
         self._setups: dict[socket.socket, tuple[asyncio.Task[None], float]] = {}
         self._pause: asyncio.TimerHandle | None = None
         self._cause = ""  # why accepting pauses, or paused when it was last tried
-        self._logged: dict[str, float] = {}
+        self._logged = SparseLog(_LOG_AGAIN_S)
         self.pauses = dict.fromkeys((FULL, NO_DESCRIPTORS, FAILED), 0)
         self.evicted = 0
 
@@ -198,9 +199,7 @@ class Acceptor:
         if cause != self._cause:
             self._cause = cause
             self.pauses[cause] += 1
-            now = self._loop.time()
-            if now - self._logged.get(cause, -_LOG_AGAIN_S) >= _LOG_AGAIN_S:
-                self._logged[cause] = now
+            if self._logged.take(cause, self._loop.time()) is not None:
                 log.warning("Accepting no connections for %s s at a time: %s", shown(seconds), reason)
         self._unwatch()
         self._pause = self._loop.call_later(seconds, self._go_on)

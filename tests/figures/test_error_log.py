@@ -1,4 +1,4 @@
-"""The error log: a repeated error is logged once, and again when the error changes."""
+"""Logs of what occurs again and again."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from daskserve.figures.error_log import ErrorLog
+from daskserve.figures.error_log import ErrorLog, SparseLog
 
 
 def test_a_repeated_error_is_logged_once_per_kind(caplog: pytest.LogCaptureFixture) -> None:
@@ -28,3 +28,16 @@ def test_a_repeated_error_is_logged_once_per_kind(caplog: pytest.LogCaptureFixtu
     assert first.getMessage() == "The figures of r cannot be had"
     assert first.exc_info is not None
     assert first.exc_info[1] is errors[0]
+
+
+def test_of_many_events_the_first_is_logged_and_then_one_in_each_period() -> None:
+    log = SparseLog(period_s=10.0)
+    assert [log.take("full", now) for now in (5.0, 6.0, 14.9, 15.0, 16.0, 30.0)] == [
+        0,
+        None,
+        None,
+        2,
+        None,
+        1,
+    ]
+    assert log.take("late", 30.0) == 0

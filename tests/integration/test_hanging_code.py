@@ -135,3 +135,48 @@ def test_a_rollout_fails_no_request(client: serve.Client, url: str) -> None:
             assert fetch(f"{url}/e").text == version
         load.more()
     assert load.failures == []
+
+
+class TextHangs(Exception):
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code = code
+
+    def __str__(self) -> str:
+        time.sleep(3.5)
+        return "late"
+
+
+class Raises:
+    async def __call__(self) -> None:
+        raise TextHangs(402)
+
+    async def fine(self) -> str:
+        return "fine"
+
+
+def error_of(response: Any) -> Exception | None:
+    """Return the error of a call; `pytest.raises` may show its text."""
+    try:
+        response.result()
+    except Exception as error:
+        return error
+    return None
+
+
+def test_an_error_whose_text_hangs_delays_its_own_caller_alone(
+    client: serve.Client, external: ExternalCluster
+) -> None:
+    client.deploy("raises", Raises, config={"event_loop": "worker", "max_concurrent_queries": 1})
+    handle = client.get_handle("raises")
+    processes = external.client.run(os.getpid)
+    failing = handle.remote()
+    waits: list[float] = []
+    while not failing.done():
+        began = time.monotonic()
+        assert external.client.run(os.getpid) == processes  # on the loops of the workers, like heartbeats
+        waits.append(time.monotonic() - began)
+    assert max(waits) < 1.5, "less than the time for which the text hangs"
+    error = error_of(failing)
+    assert (type(error).__name__, vars(error)["code"]) == ("TextHangs", 402)
+    assert handle.options(method_name="fine").remote().result(timeout_s=5) == "fine"  # the slot is free

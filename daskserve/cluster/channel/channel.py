@@ -40,7 +40,7 @@ from daskserve.cluster.channel.transport import Transport
 from daskserve.errors import ActorLostError
 from daskserve.loops.deadlines import until
 from daskserve.loops.hops import Landing
-from daskserve.payload.packed_errors import dump_error, load_error
+from daskserve.payload.packed_errors import dump_error, received_error
 from daskserve.payload.pickling import message_bytes
 from daskserve.types import (
     DONE,
@@ -248,7 +248,7 @@ class Channel:
         elif kind == END:
             stream.inbox.put(Load(frame[2], frame[3]))
         elif kind == ERROR:
-            stream.inbox.put(load_error(frame[2]))
+            stream.inbox.put(received_error(frame[2]))
         elif kind == OFFER:
             self._take_offer(number, stream, *frame[2:])
 

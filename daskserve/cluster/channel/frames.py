@@ -8,7 +8,7 @@ A frame is a tuple. Its first two fields are the kind and the stream's number, w
     (DATA,   n, messages)                                 ASGI or ``call.*`` messages, in either direction
     (END,    n, ongoing, queued)                          the handler is done; carries the actor's load
     (ANSWER, n, messages, ongoing, queued)                the last messages, then as END
-    (ERROR,  n, pickled error)                            the handler raised
+    (ERROR,  n, packed error)                             the handler raised
     (CANCEL, n)                                           the opener cancelled the stream
     (CREDIT, n, size)                                     the other side may send that many more bytes
     (OFFER,  n, worker, token, size, ongoing, queued)     a large answer is ready: CREDIT has it sent, CANCEL

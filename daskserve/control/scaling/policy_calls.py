@@ -24,6 +24,7 @@ from daskserve.control.scaling.importing import thread_location
 from daskserve.errors import UserCodeError
 from daskserve.figures.histogram import LATENCY_BUCKETS_S
 from daskserve.options.autoscaling import BUILT_IN_POLICIES, AutoscalingConfig
+from daskserve.payload.error_text import summary_of
 from daskserve.payload.pickling import load_bytes
 from daskserve.types import BackendTag
 
@@ -119,11 +120,7 @@ class _DaemonThreadExecutor(Executor):
 
 
 def _as_user_code_error(error: BaseException) -> UserCodeError:
-    try:
-        text = f"{type(error).__name__}: {error}"
-    except BaseException:  # the user's __str__ may raise, too
-        text = type(error).__name__
-    found = UserCodeError(text)
+    found = UserCodeError(summary_of(error))
     found.__cause__ = error
     return found
 

@@ -16,8 +16,9 @@ from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
 from daskserve.clock import LoopClock
-from daskserve.errors import ServeError, UserCodeError
+from daskserve.errors import ServeError
 from daskserve.loops.alarm import Alarm
+from daskserve.payload.packed_errors import raisable
 
 logger = logging.getLogger("daskserve.replica")
 
@@ -291,15 +292,6 @@ class BatchQueue(Generic[ItemT, ResultT]):
             results = [error] * len(batch)
         _settle_all(batch, results)
         del batch, results  # as in submit()
-
-
-def raisable(error: BaseException) -> Exception:
-    """Return the error, or a `UserCodeError` for an error that would end more than its call."""
-    if isinstance(error, Exception) and not isinstance(error, (StopIteration, StopAsyncIteration)):
-        return error
-    stand_in = UserCodeError(f"User code raised or returned {type(error).__name__}: {error}")
-    stand_in.__cause__ = error
-    return stand_in
 
 
 def _settle_all(batch: list[BatchEntry[Any, ResultT]], results: Sequence[ResultT | BaseException]) -> None:

@@ -12,8 +12,8 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Final
 
 from daskserve.clock import LoopClock
-from daskserve.data.batching.queue import raisable
 from daskserve.data.batching.results import as_results
+from daskserve.payload.packed_errors import raisable
 
 #: Maximum number of results that wait for a reader; large, so that a slow reader rarely blocks the others.
 MAX_BUFFERED_RESULTS = 1000

@@ -12,7 +12,7 @@ from daskserve.data.caller.pending import waiter_for
 from daskserve.data.caller.response import cancelled_error, refuse_in_loop
 from daskserve.errors import RequestCancelledError, RequestTimeoutError
 from daskserve.loops.pending_call import PendingCall
-from daskserve.payload.packed_errors import PackedError, load_error
+from daskserve.payload.packed_errors import unpacked
 from daskserve.types import DONE, ActorAddress, Envelope, Message, Payload, nothing_to_receive
 
 #: What one replica answered.
@@ -78,12 +78,12 @@ class BroadcastResponse:
     def _values(self, return_exceptions: bool) -> list[Any]:
         if self._future.cancelled():
             raise cancelled_error(self.request_id)
-        outcomes = self._future.result()
+        outcomes = [unpacked(each) if isinstance(each, Exception) else each for each in self._future.result()]
         if not return_exceptions:
             for outcome in outcomes:
-                if isinstance(outcome, Exception):
+                if isinstance(outcome, BaseException):
                     raise outcome
-        return [each if isinstance(each, Exception) else each.load() for each in outcomes]
+        return [each if isinstance(each, BaseException) else each.load() for each in outcomes]
 
 
 async def send_to_all(
@@ -102,9 +102,6 @@ async def _send(cluster: Cluster, replica: ActorAddress, envelope: Envelope) -> 
 
     try:
         await cluster.request(replica, envelope, nothing_to_receive, keep)
-    except PackedError as packed:
-        error = load_error(packed.data)
-        return error if isinstance(error, Exception) else packed
     except Exception as error:  # it is the outcome of this replica
         return error
     return answers[0]

@@ -19,7 +19,6 @@ from daskserve.data.caller.roster import ReplicaEntry
 from daskserve.data.caller.router import Router
 from daskserve.errors import ActorLostError, ReplicaBusyError, ServeError
 from daskserve.loops.pending_call import PendingCall
-from daskserve.payload.packed_errors import PackedError, load_error
 from daskserve.types import Envelope, KeptPayload, Load, Message, Payload, Rest
 
 
@@ -113,7 +112,6 @@ class DirectCall:
             self._fail(outcome)
 
     def _fail(self, error: Any) -> None:
-        error = _unpacked(error)
         metrics = self.router.calls
         metrics.fail(error)
         metrics.latency.observe(stopwatch() - self.began)
@@ -126,8 +124,3 @@ class DirectCall:
 def no_answer_error(envelope: Envelope) -> ServeError:
     """Return the error for a call that a replica ended without an error and without a result."""
     return ServeError(f"The replica ended request {envelope.head['request_id']} without an answer.")
-
-
-def _unpacked(error: BaseException) -> BaseException:
-    """Return the error that the caller gets, with the remote traceback as its cause."""
-    return load_error(error.data) if isinstance(error, PackedError) else error

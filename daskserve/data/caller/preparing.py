@@ -15,7 +15,6 @@ from daskserve.data.caller.response import Response
 from daskserve.data.caller.router import Router
 from daskserve.errors import PassedResponseError, ServeError
 from daskserve.loops.deadlines import earliest, is_over
-from daskserve.payload.packed_errors import PackedError, load_error
 from daskserve.payload.pickling import dump, may_mention_dask
 from daskserve.payload.serialization import DEFAULT_SERIALIZATION, serialize
 from daskserve.payload.unpicklable import arguments_of, unpicklable_error
@@ -95,10 +94,6 @@ async def send_and_record(
     metrics = router.calls
     try:
         await send(keep)
-    except PackedError as packed:
-        error = load_error(packed.data)
-        metrics.fail(error)
-        raise error from error.__cause__  # the remote traceback
     except BaseException as error:
         metrics.fail(error, is_late=is_over(envelope.deadline, clock.now()))
         raise

@@ -14,6 +14,7 @@ from daskserve.data.caller.pending import start_call, waiter_for
 from daskserve.errors import PassedResponseError, RequestCancelledError, RequestTimeoutError
 from daskserve.loops.event_loop import in_notebook, running_loop
 from daskserve.loops.pending_call import PendingCall
+from daskserve.payload.packed_errors import PackedError, unpacked
 from daskserve.types import KeptPayload, Payload
 
 
@@ -61,10 +62,9 @@ class Response:
                 future.cancel()
                 raise
         if not self._is_loaded:
-            try:
-                payload = future.result()
-            except CancelledError:
+            if future.exception() is not None:
                 return self._value()  # raises the error
+            payload = future.result()
             if isinstance(payload, KeptPayload):
                 yield from waiter_for(self._link, self._fetched() or future)
                 return self._value()
@@ -76,12 +76,10 @@ class Response:
         # Unpickling may run user code, so it happens once and on the caller's side.
         if not self._is_loaded:
             future: PendingCall[Any] = self._fetching or self._future
-            try:
-                payload = future.result()
-            except CancelledError:
-                if not future.cancelled():
-                    raise  # of user code
-                raise cancelled_error(self.request_id) from None
+            error = self._failure(future)
+            if error is not None:
+                raise unpacked(error)
+            payload = future.result()
             assert not isinstance(payload, KeptPayload)
             self._loaded = payload.load()
             self._is_loaded = True
@@ -126,7 +124,7 @@ class Response:
         future.leaves_value = self._is_passed_on
         try:
             future.result(timeout_s)
-        except CancelledError:
+        except (CancelledError, PackedError):
             pass  # `_value` raises it
         except TimeoutError:
             if future.done() or timeout_s is None:
@@ -162,12 +160,13 @@ class Response:
         return waiter_for(self._link, self._future)
 
     def raise_if_failed(self) -> None:
-        """Raise the error of a call that has ended with one, or was cancelled."""
-        if self._future.cancelled():
-            raise cancelled_error(self.request_id)
-        error = self._future.exception()
+        """Raise the error of a call that has ended with one, or was cancelled; not unpacked."""
+        error = self._failure(self._future)
         if error is not None:
             raise error
+
+    def _failure(self, future: PendingCall[Any]) -> BaseException | None:
+        return cancelled_error(self.request_id) if future.cancelled() else future.exception()
 
     async def settled(self, link: Link, *, by_reference: bool) -> Payload | KeptPayload:
         """Return the result of a call that has succeeded, or where it is; runs on the loop of ``link``."""

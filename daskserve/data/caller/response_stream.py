@@ -19,6 +19,7 @@ from daskserve.cluster.base import Link
 from daskserve.data.caller.response import cancelled_error, refuse_in_loop
 from daskserve.errors import PassedResponseError
 from daskserve.loops.pending_call import PendingCall
+from daskserve.payload.packed_errors import unpacked
 from daskserve.payload.pickling import load, message_bytes
 from daskserve.types import Message, Payload
 
@@ -89,22 +90,23 @@ class Pipe:
         Exception
             The error that the stream was closed with; raised once.
         """
+        payload = error = room = None
         with self._lock:
             if self._wake_reader is not None:
                 raise RuntimeError(
                     "Two readers iterate over the same stream at the same time; use one reader."
                 )
-            if not self._items:
-                if self._is_closed:
-                    error, self._error = self._error, None
-                    raise StopIteration if error is None else error
+            if self._items:
+                payload, size_bytes = self._items.popleft()
+                self._held_bytes -= size_bytes
+                if self._room is not None and self._held_bytes < MAX_BUFFERED_BYTES:
+                    room, self._room = self._room, None
+            elif self._is_closed:
+                error, self._error = self._error or StopIteration(), None
+            else:
                 self._wake_reader = wake
-                return None
-            payload, size_bytes = self._items.popleft()
-            self._held_bytes -= size_bytes
-            room = None
-            if self._room is not None and self._held_bytes < MAX_BUFFERED_BYTES:
-                room, self._room = self._room, None
+        if error is not None:
+            raise unpacked(error)  # without the lock: it may run user code
         _resume(room)
         return payload
 

@@ -7,6 +7,7 @@ import asyncio
 from daskserve.errors import ReplicaBusyError
 from daskserve.figures.histogram import TIMEOUT, LatencyHistogram, cause_of
 from daskserve.figures.table import MetricSample
+from daskserve.payload.packed_errors import known_of
 
 #: Why a request was sent again.
 BUSY, LOST = "busy", "lost"
@@ -56,7 +57,7 @@ class CallMetrics:
         if isinstance(error, asyncio.CancelledError):
             cause = TIMEOUT if is_late else "cancelled"
         else:
-            cause = cause_of(error)
+            cause = cause_of(known_of(error))
         self.errors[cause] = self.errors.get(cause, 0) + 1
 
     def samples(self, instance: str, endpoint: str) -> list[MetricSample]:

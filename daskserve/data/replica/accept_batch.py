@@ -22,12 +22,12 @@ from daskserve.data.replica.conversion import (
     ConvertedResponse,
     Unfinished,
     dump_result,
-    error_response,
+    raised_response,
     to_answer,
 )
-from daskserve.data.replica.failures import NOT_FAILURES, log_failure
-from daskserve.data.replica.requests import HTTPRequest, ServeRequest, legacy_argument, request_id_of
-from daskserve.errors import ServeError, UserCodeError
+from daskserve.data.replica.failures import NOT_FAILURES, pack_raised
+from daskserve.data.replica.requests import HTTPRequest, ServeRequest, legacy_argument
+from daskserve.errors import UserCodeError
 from daskserve.types import Payload, Receive, nothing_to_receive
 
 CallableT = TypeVar("CallableT", bound=Callable[..., Any])
@@ -70,16 +70,16 @@ class BatchItem:
         return legacy_argument(self.head, args, kwargs)
 
 
-#: The outcome of one item: a response, the pickled result of a call, or the error of a call.
+#: The outcome of one item: a response, the pickled result of a call, or an error, packed if it was possible
+#: at once.
 ItemOutcome = ConvertedResponse | Unfinished | Payload | Exception
 
 
 class Batch:
     """The user's side of one batch: its requests, and then the outcome of each."""
 
-    def __init__(self, name: str, items: Sequence[BatchItem], *, is_debug: bool) -> None:
+    def __init__(self, name: str, items: Sequence[BatchItem]) -> None:
         self._name = name
-        self._is_debug = is_debug
         self._items = items
         self._outcomes: list[ItemOutcome | None] = [None] * len(items)
         self.requests: list[Any] = []
@@ -87,35 +87,28 @@ class Batch:
             try:
                 self.requests.append(item.request(nothing_to_receive))
             except Exception as error:  # an argument that cannot be read fails its own request only
-                self._outcomes[index] = self._failed(item, error)
+                self._outcomes[index] = _failed(item, error)
 
     def split(self, results: Any) -> list[ItemOutcome]:
         """Return the outcomes of all items from what user code returned."""
-        try:
-            results = as_results(self._name, results, len(self.requests))
-        except ServeError as error:
-            return self.fail(error)
-        remaining = iter(results)
+        remaining = iter(as_results(self._name, results, len(self.requests)))
         return [
             self._convert(item, next(remaining)) if outcome is None else outcome
             for item, outcome in zip(self._items, self._outcomes, strict=True)
         ]
 
     def fail(self, error: Exception) -> list[ItemOutcome]:
-        """Log the error of user code once, and return the outcomes of all items."""
-        pairs = list(zip(self._items, self._outcomes, strict=True))
-        if not isinstance(error, NOT_FAILURES):
-            log_failure(error, *(request_id_of(item.head) for item, outcome in pairs if outcome is None))
-        answer = error_response(error, is_debug=self._is_debug)
-        return [
-            (error if item.scope is None else answer) if outcome is None else outcome
-            for item, outcome in pairs
-        ]
+        """Return the outcomes of all items after an error of user code."""
+        packed = (
+            error if isinstance(error, NOT_FAILURES) else pack_raised(error) or error
+        )  # once for all items
+        pairs = zip(self._items, self._outcomes, strict=True)
+        return [_failed(item, packed) if outcome is None else outcome for item, outcome in pairs]
 
     def _convert(self, item: BatchItem, result: Any) -> ItemOutcome:
         try:
             if isinstance(result, Exception):
-                return self._failed(item, result)
+                return _failed(item, result)
             if item.scope is not None:
                 return to_answer(result)
             if isinstance(result, (Generator, AsyncGenerator)):
@@ -127,19 +120,20 @@ class Batch:
                 self._name, result, (item.head.get("facts") or {}).get("response_serialization", "")
             )
         except Exception as error:  # a result that cannot be serialized fails its own request only
-            return self._failed(item, error)
+            return _failed(item, error)
 
-    def _failed(self, item: BatchItem, error: Exception) -> ItemOutcome:
-        if not isinstance(error, NOT_FAILURES):
-            log_failure(error, request_id_of(item.head))
-        return error if item.scope is None else error_response(error, is_debug=self._is_debug)
+
+def _failed(item: BatchItem, error: Exception) -> ItemOutcome:
+    if item.scope is not None and isinstance(error, NOT_FAILURES):
+        return raised_response(error)
+    return pack_raised(error) or error
 
 
 async def answer_batch(
-    function: Callable[[list[Any]], Any], name: str, items: Sequence[BatchItem], is_debug: bool
+    function: Callable[[list[Any]], Any], name: str, items: Sequence[BatchItem]
 ) -> list[ItemOutcome]:
     """Let an async function answer a batch."""
-    batch = Batch(name, items, is_debug=is_debug)
+    batch = Batch(name, items)
     try:
         return batch.split(await function(batch.requests) if batch.requests else [])
     except Exception as error:  # user code failed: every request of the batch fails
@@ -147,10 +141,10 @@ async def answer_batch(
 
 
 def answer_batch_in_thread(
-    function: Callable[[list[Any]], Any], name: str, items: Sequence[BatchItem], is_debug: bool
+    function: Callable[[list[Any]], Any], name: str, items: Sequence[BatchItem]
 ) -> list[ItemOutcome]:
     """Let a plain function answer a batch."""
-    batch = Batch(name, items, is_debug=is_debug)
+    batch = Batch(name, items)
     try:
         return batch.split(function(batch.requests) if batch.requests else [])
     except Exception as error:  # user code failed: every request of the batch fails

@@ -36,9 +36,7 @@ from typing import Any, Final, Literal, Protocol, TypeAlias, get_args
 
 from daskserve.clock import stopwatch
 from daskserve.data.replica.conversion import Unfinished
-from daskserve.data.replica.failures import is_failure, log_failure
 from daskserve.data.replica.message_pipe import MessagePipe
-from daskserve.data.replica.requests import request_id_of
 from daskserve.data.replica.runner import CodeRun
 from daskserve.data.replica.slots import Slots
 from daskserve.errors import ServeError
@@ -133,8 +131,6 @@ class Answer:
 
     #: Whether the `unfinished` step needs a task.
     needs_task_to_go_on = False
-    #: Whether the run is user code in this process, whose errors are logged here.
-    runs_user_code = True
 
     def __init__(self, envelope: Envelope, slots: Slots, figures: ReplicaFigures) -> None:
         self.envelope = envelope
@@ -211,9 +207,7 @@ class Answer:
             self._free_if_ended()
             return
         if error is not None:
-            if self.runs_user_code and is_failure(error):
-                log_failure(error, request_id_of(self.envelope.head), replica_tag=self.slots.replica_tag)
-            self.error = error
+            self.accept(error)
         elif type(value) is Unfinished:
             self.accept(value)
         else:
@@ -272,10 +266,12 @@ class Answer:
             self._free_if_ended()
 
     def accept(self, value: Any) -> None:
-        """Keep what user code returned."""
+        """Keep what user code returned or raised."""
         if type(value) is Unfinished:
             self._move(PARTIAL)
             self.unfinished = value
+        elif isinstance(value, Exception):
+            self.error = value
         else:
             self.value = value
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
@@ -9,10 +10,13 @@ from typing import Any, Protocol
 from daskserve.data.batching.queue import BatchLimits, BatchQueue
 from daskserve.data.replica.accept_batch import BatchItem, ItemOutcome, answer_batch, answer_batch_in_thread
 from daskserve.data.replica.definitions import Method
+from daskserve.data.replica.failures import FailureLog
+from daskserve.data.replica.requests import request_id_of
 from daskserve.data.replica.runner import RunResult
 from daskserve.data.replica.servable import Servable
 from daskserve.data.replica.wall import Wall
 from daskserve.figures.replica import ReplicaFigures
+from daskserve.payload.packed_errors import PackedError
 
 
 class SlotHolder(Protocol):
@@ -58,8 +62,10 @@ class ReplicaBatches:
         max_batch_size: int | None,
         wait_s: float,
         figures: ReplicaFigures,
+        failures: FailureLog,
     ) -> None:
         self._running = running
+        self._failures = failures
         self._figures = figures
         self._limits = BatchLimits(max_batch_size or 1, wait_s)
         #: The queue of each method, by its name.
@@ -95,9 +101,30 @@ class ReplicaBatches:
         items = [item for item, _ in entries]
         requests = [request for _, request in entries]
         answer: Any = answer_batch if method.is_async else answer_batch_in_thread
-        parts = (servable.bound(method), servable.describe(method), items, servable.is_debug)
+        parts = (servable.bound(method), servable.describe(method), items)
         result = BatchResult(requests)
         run = wall.start(method.is_async, answer, parts, wall.context.copy(), result)
         for request in requests:
             request.hold()
-        return await result.wait(run)  # type: ignore[no-any-return]
+        try:
+            outcomes: list[ItemOutcome] = await result.wait(run)
+        except PackedError as error:  # one that would have ended the thread or the loop
+            outcomes = [error] * len(items)
+        return await self._pack(wall, items, outcomes)
+
+    async def _pack(
+        self, wall: Wall, items: list[BatchItem], outcomes: list[ItemOutcome]
+    ) -> list[ItemOutcome]:
+        """Pack the errors among the outcomes, and log each once for all of its requests."""
+        errors = {id(each): each for each in outcomes if isinstance(each, Exception)}
+        packing = [wall.packers.pack(each, wall.context) for each in errors.values()]
+        packed = dict(zip(errors, await asyncio.gather(*packing), strict=True))
+        for number, error in packed.items():
+            ids = [
+                request_id_of(item.head)
+                for item, outcome in zip(items, outcomes, strict=True)
+                if id(outcome) == number
+            ]
+            wall.context.copy().run(self._failures.log, error, *ids)
+            error.error = None  # it refers to the user's object
+        return [packed.get(id(each), each) for each in outcomes]

@@ -13,7 +13,7 @@ from daskserve.data.replica.definitions import CALL, Method
 from daskserve.data.replica.message_pipe import open_pipe
 from daskserve.data.replica.serving import LocalAnswer
 from daskserve.data.replica.streaming import finish_stream, finish_stream_in_thread, stream, stream_in_thread
-from daskserve.errors import StreamOptionError
+from daskserve.errors import ServeError, StreamOptionError
 from daskserve.types import Message, Receive, Send
 
 
@@ -41,10 +41,7 @@ class CallAnswer(LocalAnswer):
 
     async def _submit(self, method: Method) -> None:
         item = BatchItem(self.envelope.head, payload=self.envelope.payload)
-        outcome = await self.code.batches.submit(method, item, self)
-        if isinstance(outcome, Exception):
-            raise outcome
-        self.accept(outcome)
+        self.accept(await self.code.batches.submit(method, item, self))
 
 
 class StreamAnswer(CallAnswer):
@@ -95,7 +92,14 @@ class ValuesAnswer(LocalAnswer):
         envelope = self.envelope
         payload = envelope.payload
         assert payload is not None
-        self.envelope = replace(envelope, payload=await self.code.fill(payload, envelope.head["values"]))
+        try:
+            payload = await self.code.fill(payload, envelope.head["values"])
+        except ServeError:
+            raise
+        except Exception as error:  # of a task of Dask
+            wall = self.code.wall
+            raise await wall.packers.pack(error, wall.context) from None
+        self.envelope = replace(envelope, payload=payload)
         preparing = super().begin(receive, send)
         if preparing is not None:
             await preparing

@@ -4,8 +4,8 @@ The replica's actor stays in its worker and counts the requests. The child runs 
 wall and batches, in a `daskserve.cluster.worker.child.ChildProcess`. This module forwards requests and verbs
 to the child. When the child ends, the replica is lost.
 
-Errors of user code may be of classes that the worker does not have. They cross pickled, as a message
-(`daskserve.data.replica.child_figures.PACKED`), and the actor passes them on without loading them.
+Errors of user code may be of classes that the worker does not have. They cross packed
+(`daskserve.payload.packed_errors`), and the actor passes them on without loading them.
 """
 
 from __future__ import annotations
@@ -60,8 +60,6 @@ class ForwardedAnswer(Answer):
     """The answer to a request that the child answers."""
 
     __slots__ = ("_code",)
-
-    runs_user_code = False
 
     def __init__(self, code: ChildCode, envelope: Envelope) -> None:
         super().__init__(envelope, code.slots, code.own_figures)

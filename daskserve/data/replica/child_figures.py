@@ -1,4 +1,4 @@
-"""What a child process sends its actor besides answers: errors and metrics.
+"""What a child process sends its actor besides answers: metrics.
 
 It has no scrape endpoint, so its actor reads and publishes its metrics.
 """
@@ -18,8 +18,6 @@ from daskserve.figures.user import UserSample
 
 logger = logging.getLogger("daskserve.replica")
 
-#: The type of the message that carries an error of user code out of the child.
-PACKED = "daskserve.error"
 #: The interval at which an actor reads the metrics of its child.
 FIGURES_S = 1.0
 #: The metrics that the actor counts itself.

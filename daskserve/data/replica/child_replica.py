@@ -15,13 +15,12 @@ from daskserve.clock import LoopClock, system_rng
 from daskserve.cluster.base import ActorSpec, ContextWith, verb, verbs_of
 from daskserve.cluster.worker.child_view import ChildView
 from daskserve.context import HasLink
-from daskserve.data.replica.child_figures import PACKED, tell
+from daskserve.data.replica.child_figures import tell
 from daskserve.data.replica.kept_folders import hold
 from daskserve.data.replica.replica import Replica
 from daskserve.data.replica.working_dir import archives_folder
-from daskserve.errors import ServeError, UnavailableError
+from daskserve.errors import UnavailableError
 from daskserve.loops.threads import StartThread
-from daskserve.payload.packed_errors import dump_error
 from daskserve.payload.pickling import load_bytes
 from daskserve.types import ActorKind, Envelope, EnvelopeKind, Load, Payload, Receive, Send
 
@@ -98,15 +97,7 @@ class ReplicaServer:
             value = await self._run(head["verb"], envelope.payload, head["message"])
             await send({"type": "control.result", "value": value})
             return Load()
-        replica = self._started()
-        try:
-            return await replica.answer(number, envelope, receive, send)
-        except Exception as error:
-            if type(error).__module__ == ServeError.__module__:
-                raise
-            # Pickled here, and raised again in the caller's process.
-            await send({"type": PACKED, "error": dump_error(error)})
-            return replica.load()
+        return await self._started().answer(number, envelope, receive, send)
 
     async def _run(self, verb: str, payload: Payload | None, message: Mapping[str, Any]) -> Any:
         if verb in self._own_verbs:

@@ -14,11 +14,9 @@ from contextvars import Context
 from typing import Any
 
 from daskserve.cluster.worker.child import ChildProcess
-from daskserve.data.replica.child_figures import PACKED
-from daskserve.data.replica.runner import CodeRun, RunListener
+from daskserve.data.replica.runner import CodeRun, RunListener, Runs
 from daskserve.errors import ActorLostError, RequestTimeoutError, ServeError
 from daskserve.loops.tasks import TaskSet
-from daskserve.payload.packed_errors import PackedError
 from daskserve.types import Message, Send
 
 logger = logging.getLogger("daskserve.replica")
@@ -67,8 +65,7 @@ class ChildRun(CodeRun):
             self._end(None, error)
             return
         else:
-            packed = self.passage.packed
-            self._end(load, None if packed is None else PackedError(packed))
+            self._end(load, None)
             return
         try:
             lost = await self._runner.explain(lost)
@@ -95,7 +92,7 @@ class ChildRunner:
     def __init__(
         self, child: ChildProcess, explain: Callable[[ActorLostError], Awaitable[ActorLostError]]
     ) -> None:
-        self.runs: set[CodeRun] = set()
+        self.runs = Runs()
         self.explain = explain
         self._child = child
         self._settling = TaskSet(logger)
@@ -105,7 +102,7 @@ class ChildRunner:
     ) -> ChildRun:
         """Prepare a request to the child; see `daskserve.data.replica.runner.Runner`.
 
-        ``function`` is `ChildProcess.request`. An error of user code ends the run with a `PackedError`.
+        ``function`` is `ChildProcess.request`. An error of user code ends the run, packed.
         """
         run = ChildRun(self, function, args, context, on_end)
         self.runs.add(run)
@@ -129,20 +126,16 @@ class ChildRunner:
 
 
 class Passage:
-    """Receives the messages of one request from the child; passes them on, and keeps an error among them."""
+    """Passes on the messages of one request from the child."""
 
-    __slots__ = ("_send", "is_broken", "packed")
+    __slots__ = ("_send", "is_broken")
 
     def __init__(self, send: Send) -> None:
         self._send = send
-        self.packed: bytes | None = None
         #: Whether sending to the caller failed; the request in the child is cancelled then.
         self.is_broken = False
 
     async def send(self, message: Message) -> None:
-        if message["type"] == PACKED:
-            self.packed = message["error"]
-            return
         try:
             await self._send(message)
         except BaseException:

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Callable
 from typing import NamedTuple
 
-from daskserve.data.replica.runner import reportable
 from daskserve.data.replica.servable import Servable
 from daskserve.data.replica.wall import Wall
 
@@ -61,7 +60,7 @@ class Construction:
         self._load = load
         self._is_async = is_async and not wall.is_on_worker_loop
         self.servable: Servable | None = None
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
 
     async def run(self) -> Servable:
         """Return the servable with the user's object; raises what user code raises."""
@@ -91,7 +90,7 @@ class Construction:
         try:
             self._make()
         except BaseException as error:  # all errors go to the caller
-            self._error = reportable(error)
+            self._error = error
 
     def _belongs_on_loop(self) -> bool:
         servable = self.servable

@@ -15,7 +15,14 @@ anything else                          JSON, ``application/json``
 from __future__ import annotations
 
 import inspect
-from collections.abc import AsyncGenerator, AsyncIterator, Generator, Mapping, MutableMapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Generator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,10 +31,12 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from daskserve.context import current_request
-from daskserve.data.replica.failures import NOT_FAILURES, log_failure, user_traceback
+from daskserve.data.replica.failures import NOT_FAILURES
 from daskserve.data.replica.jsonable import to_json
 from daskserve.data.replica.message_pipe import MessagePipe
 from daskserve.errors import StreamOptionError, UserCodeError
+from daskserve.payload.error_text import text_of
+from daskserve.payload.packed_errors import PackedError
 from daskserve.payload.pickling import dump
 from daskserve.payload.serialization import serialize
 from daskserve.payload.unpicklable import shown, way_to
@@ -109,7 +118,7 @@ def to_answer(result: Any) -> ConvertedResponse | Unfinished:
 
 
 async def finish(
-    scope: MutableMapping[str, Any], pipe: MessagePipe, result: Any, is_debug: bool
+    scope: MutableMapping[str, Any], pipe: MessagePipe, result: Any
 ) -> ConvertedResponse | Unfinished:
     """Send an unfinished result from the user's loop, or turn an awaitable into what it stands for."""
     try:
@@ -119,9 +128,15 @@ async def finish(
             return to_answer(await result)
         else:
             await _stream(result, pipe)
-    except Exception as error:  # the user's, and logged as such
-        return failure(error, is_debug=is_debug, is_started=pipe.is_started)
-    return ConvertedResponse()
+        return ConvertedResponse()
+    except NOT_FAILURES as error:
+        failure = mistaken_error(error) or error
+        if failure is error and not pipe.is_started:
+            return raised_response(error)
+    try:
+        raise failure
+    finally:
+        del failure  # else the traceback holds this frame, and this frame the error
 
 
 async def _stream(chunks: AsyncIterator[Any], pipe: MessagePipe) -> None:
@@ -138,9 +153,7 @@ async def _stream(chunks: AsyncIterator[Any], pipe: MessagePipe) -> None:
     await pipe.send(_stream_end())
 
 
-def finish_in_thread(
-    result: Generator[Any, Any, Any], pipe: MessagePipe, is_debug: bool
-) -> ConvertedResponse:
+def finish_in_thread(result: Generator[Any, Any, Any], pipe: MessagePipe) -> ConvertedResponse:
     """Send a plain generator's chunks, blocking this thread while the client is slow."""
     try:
         chunk = next(result, _END)
@@ -152,8 +165,10 @@ def finish_in_thread(
         finally:
             result.close()
         pipe.send_from_thread(_stream_end())
-    except Exception as error:  # the user's, and logged as such
-        return failure(error, is_debug=is_debug, is_started=pipe.is_started)
+    except NOT_FAILURES as error:
+        if pipe.is_started:
+            raise
+        return raised_response(error)
     return ConvertedResponse()
 
 
@@ -181,7 +196,7 @@ def dump_result(name: str, result: Any, serialization: str = "") -> Payload:
         place = shown(way_to(result, [("", result)]))
         raise UserCodeError(
             f"{name} returned a {_name(result)}, which cannot be pickled for the caller: "
-            f"{error}{place and f' ({place})'}"
+            f"{text_of(error)}{place and f' ({place})'}"
         ) from error
 
 
@@ -219,37 +234,27 @@ def _name(value: Any) -> str:
 # ---- errors
 
 
-def failure(error: Exception, *, is_debug: bool, is_started: bool = False) -> ConvertedResponse:
-    """Log an error of user code and return its response, which has the traceback if ``is_debug``.
-
-    An ``HTTPException`` is a response, not a failure, and neither is a client that disconnects. If the
-    response ``is_started``, it can only be cut off: then the error is raised again.
-    """
-    if is_started:
-        if not isinstance(error, ClientDisconnect):
-            log_failure(error, _current_request_id())
-        raise error
-    if not isinstance(error, NOT_FAILURES):
-        log_failure(error, _current_request_id())
-    return error_response(error, is_debug=is_debug)
+def mistaken_error(error: Exception) -> OSError | None:
+    """Return the error of user code that Starlette has taken for its client's: any `OSError` of a stream."""
+    context = error.__context__
+    return context if isinstance(error, ClientDisconnect) and isinstance(context, OSError) else None
 
 
-def error_response(error: Exception, *, is_debug: bool) -> ConvertedResponse:
-    """Return the response to an error of user code that occurred before its response started."""
+def raised_response(error: Exception) -> ConvertedResponse:
+    """Return the response that user code has raised: one of `NOT_FAILURES`."""
     if isinstance(error, ClientDisconnect):
         return _whole(400, _TEXT_HEADERS, b"")  # the client has left
-    if isinstance(error, HTTPException):
-        body = str(error.detail or "").encode()
-        extra = [(k.lower().encode("latin-1"), v.encode("latin-1")) for k, v in (error.headers or {}).items()]
-        if error.status_code in (204, 304):
-            return _whole(error.status_code, extra, b"")
-        return _whole(error.status_code, (*_TEXT_HEADERS, *extra), body)
-    text = f"Task Error. Traceback: {user_traceback(error)}" if is_debug else "Internal Server Error"
-    answer = _whole(500, _TEXT_HEADERS, text.encode())
+    assert isinstance(error, HTTPException)
+    body = str(error.detail or "").encode()
+    extra = [(k.lower().encode("latin-1"), v.encode("latin-1")) for k, v in (error.headers or {}).items()]
+    if error.status_code in (204, 304):
+        return _whole(error.status_code, extra, b"")
+    return _whole(error.status_code, (*_TEXT_HEADERS, *extra), body)
+
+
+def failed_response(error: PackedError, *, is_debug: bool) -> ConvertedResponse:
+    """Return the response to an error of user code, with its traceback if ``is_debug``."""
+    text = f"Task Error. Traceback: {error.text}" if is_debug else "Internal Server Error"
+    answer = _whole(500, _TEXT_HEADERS, text.encode("utf-8", "replace"))
     answer.is_failure = True
     return answer
-
-
-def _current_request_id() -> str:
-    request = current_request.get()
-    return request.request_id if request else ""

@@ -6,13 +6,21 @@ from collections.abc import Awaitable, Mapping
 from typing import Any
 
 from daskserve.data.replica.accept_batch import BatchItem
-from daskserve.data.replica.conversion import ConvertedResponse, Unfinished, finish, finish_in_thread
+from daskserve.data.replica.conversion import (
+    ConvertedResponse,
+    Unfinished,
+    failed_response,
+    finish,
+    finish_in_thread,
+)
 from daskserve.data.replica.definitions import CALL, Method
+from daskserve.data.replica.failures import is_http_failure, is_refusal
 from daskserve.data.replica.message_pipe import MessagePipe, open_pipe
 from daskserve.data.replica.method_header import named_method, no_call_error
 from daskserve.data.replica.requests import read_body
 from daskserve.data.replica.serving import LocalAnswer
 from daskserve.data.replica.socket_pipe import open_socket_pipe
+from daskserve.payload.packed_errors import PackedError
 from daskserve.types import ON_DEMAND, Message, Receive, Send
 
 #: From version 2.4 on, ``send`` fails once the client has left, which users of uvicorn do not expect.
@@ -30,6 +38,7 @@ class HTTPAnswer(LocalAnswer):
     _scope: dict[str, Any]
 
     needs_task_to_go_on = True
+    is_failure = staticmethod(is_http_failure)
 
     def begin(self, receive: Receive | None = None, send: Send | None = None) -> Awaitable[None] | None:
         envelope, code = self.envelope, self.code
@@ -70,16 +79,24 @@ class HTTPAnswer(LocalAnswer):
         pipe = self.pipe or self._open_pipe(None)
         if unfinished.is_stream:
             self.survives_caller = False  # it may be endless, and cannot receive a disconnect
-        result, is_debug = unfinished.result, self.code.servable.is_debug
         if unfinished.needs_thread:
-            self._next_step(False, finish_in_thread, result, pipe, is_debug)
+            self._next_step(False, finish_in_thread, unfinished.result, pipe)
         else:
-            self._next_step(True, finish, self._scope, pipe, result, is_debug)
+            self._next_step(True, finish, self._scope, pipe, unfinished.result)
 
     def message(self, value: ConvertedResponse) -> Message | None:
         if value.is_failure:
             self.figures.failed += 1
         return value.message
+
+    def accept(self, value: Any) -> None:
+        """Keep what user code returned; answer an error with 500 unless the caller has a better answer."""
+        super().accept(value)
+        if type(value) is PackedError:
+            is_started = self.pipe is not None and self.pipe.is_started
+            if not is_started and not is_refusal(value) and self._scope["type"] == "http":
+                self.error = None
+                self.value = failed_response(value, is_debug=self.code.servable.is_debug)
 
     def release(self) -> None:
         if self.pipe is not None and self.code.sockets:
@@ -109,7 +126,10 @@ class HTTPAnswer(LocalAnswer):
             self._set_context()
             self._open_pipe(first)
             item = BatchItem(self._scope, self._scope, body or b"")
-            self.accept(await self.code.batches.submit(method, item, self))
+            try:
+                self.accept(await self.code.batches.submit(method, item, self))
+            except PackedError as error:
+                self.accept(error)
         else:
             self._set_context()
             self._begin(body, first)

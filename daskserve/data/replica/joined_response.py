@@ -7,6 +7,9 @@ A stream may have its first part much later than its start, and its client waits
 ``onopen`` of an ``EventSource`` is one example. The start of a response without a ``content-length`` is
 therefore held back for the current iteration of the loop only. With a ``content-length`` the body is at hand,
 and most responses save the callback.
+
+Starlette answers an error that no code handles with 500, and raises it again at once. That answer is held
+back for the same moment: an error of another deployment may have a better one, see `servable`.
 """
 
 from __future__ import annotations
@@ -16,6 +19,8 @@ from collections.abc import Awaitable
 from typing import Protocol
 
 from daskserve.types import DONE, WHOLE_RESPONSE, Message
+
+_INTERNAL_ERROR = b"Internal Server Error"
 
 
 class ResponseSink(Protocol):
@@ -40,15 +45,28 @@ class JoinedResponse:
     ----------
     start : Message or None
         The start, while it is held back.
+    held : Message or None
+        An answer of Starlette's to an error, while it is held back.
     """
 
-    __slots__ = ("_is_passed_on", "_passing", "_sink", "start")
+    __slots__ = ("_is_passed_on", "_passing", "_sink", "held", "start")
 
     def __init__(self, sink: ResponseSink) -> None:
         self._sink = sink
         self._is_passed_on = False
         self._passing: Awaitable[None] | None = None
         self.start: Message | None = None
+        self.held: Message | None = None
+
+    def drop(self) -> None:
+        """Pass on nothing more of what is held back."""
+        self.start = self.held = None
+
+    async def end(self) -> None:
+        """Pass on an answer that is held back; the application has ended."""
+        held, self.held = self.held, None
+        if held is not None:
+            await self._sink.send(held)
 
     def send(self, message: Message) -> Awaitable[None]:
         """Take a message of the application; the ``send`` of its interface."""
@@ -65,13 +83,22 @@ class JoinedResponse:
         self.start = None
         self._is_passed_on = True
         whole = join(start, message)
-        return self._send_both(start, message) if whole is None else self._sink.send(whole)
+        if whole is None:
+            return self._send_both(start, message)
+        if whole["status"] == 500 and whole["body"] == _INTERNAL_ERROR:
+            self.held = whole
+            asyncio.get_running_loop().call_soon(self._pass_on)
+            return DONE
+        return self._sink.send(whole)
 
     def _pass_on(self) -> None:
         start, self.start = self.start, None
+        held, self.held = self.held, None
         if start is not None:
             self._is_passed_on = True
             self._passing = self._sink.send_nowait(start, _no_part_yet())
+        elif held is not None:
+            self._passing = self._sink.send_nowait(held)
 
     async def _send_later(self, message: Message) -> None:
         passing, self._passing = self._passing, None

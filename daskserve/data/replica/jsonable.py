@@ -24,6 +24,7 @@ from typing import Any
 import pydantic_core
 
 from daskserve.errors import UserCodeError
+from daskserve.payload.error_text import text_of
 
 _WRITTEN = frozenset({str, int, float, bool, type(None)})
 _SCALARS = (str, int, float, type(None))
@@ -40,7 +41,9 @@ def to_json(value: Any) -> bytes:
     try:
         return pydantic_core.to_json(plain(value), inf_nan_mode="null")
     except (ValueError, RecursionError) as error:
-        raise UserCodeError(f"A result of type {_name(value)} cannot be written as JSON: {error}") from error
+        raise UserCodeError(
+            f"A result of type {_name(value)} cannot be written as JSON: {text_of(error)}"
+        ) from error
 
 
 def array_types() -> tuple[type[Any], ...]:

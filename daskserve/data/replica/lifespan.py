@@ -12,7 +12,9 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from daskserve.data.replica.failures import log_error
 from daskserve.errors import ServeError
+from daskserve.payload.packed_errors import pack_all
 from daskserve.types import Message
 
 logger = logging.getLogger("daskserve.replica")
@@ -61,10 +63,11 @@ class Lifespan:
         try:
             await app(scope, self._receive, self._send)
         except Exception as error:
+            packed = await asyncio.to_thread(pack_all, error)
             if not self._has_received:
-                logger.debug("The ASGI application does not support the lifespan protocol: %r", error)
+                logger.debug("The ASGI application does not support the lifespan protocol: %r", packed)
             elif not self._has_reported_failure:  # which already says why
-                logger.exception("The lifespan of the ASGI application ended with an error")
+                log_error(packed, "The lifespan of the ASGI application ended with an error")
         finally:
             self._from_app.put_nowait({"type": "lifespan.gone"})
 

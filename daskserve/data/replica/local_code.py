@@ -25,11 +25,11 @@ from daskserve.data.replica.construction import (
     destruct,
 )
 from daskserve.data.replica.definitions import is_async, takes_rank
-from daskserve.data.replica.failures import keep_loggers_enabled, user_traceback
+from daskserve.data.replica.failures import FailureLog, keep_loggers_enabled, log_error
 from daskserve.data.replica.health import probe_liveness
 from daskserve.data.replica.http_answer import HTTPAnswer
 from daskserve.data.replica.recorded_stats import METADATA, ROUTING, StatsRecorder, as_plain
-from daskserve.data.replica.rules import rule_of
+from daskserve.data.replica.rules import rule_in
 from daskserve.data.replica.servable import Servable, load_definition, run_hook, run_hook_in_thread
 from daskserve.data.replica.serving import LocalAnswer, ServingCode
 from daskserve.data.replica.slots import Slots
@@ -39,6 +39,7 @@ from daskserve.errors import ActorLostError, BadRequestError, ReplicaStartError,
 from daskserve.figures.replica import ReplicaFigures
 from daskserve.figures.table import MetricSample
 from daskserve.figures.user import UserSample
+from daskserve.payload.packed_errors import PackedError, packed_here
 from daskserve.payload.parcels import Parcel
 from daskserve.starts import ReplicaStart, read_config
 from daskserve.types import (
@@ -84,8 +85,9 @@ class LocalCode:
         #: The pickled argument with which the user's `reconfigure` was called last.
         self._user_config: bytes | None = None
         self._stats = StatsRecorder(start.replica_tag, self._parts, context.clock, AUTOSCALING)
+        self._failures = FailureLog(start.replica_tag)
         self._batches = ReplicaBatches(
-            self._parts, start.config.max_batch_size, start.config.batch_wait_timeout, figures
+            self._parts, start.config.max_batch_size, start.config.batch_wait_timeout, figures, self._failures
         )
         self.slots = Slots(start.replica_tag, start.concurrency, self._batches, figures)
 
@@ -139,7 +141,8 @@ class LocalCode:
                 self._user_config = start.user_config
             if servable.has_hook(METADATA):
                 self.stage = RECORDING
-                metadata = as_plain(await self._run(wall, servable.hook(METADATA)))
+                answer = await self._run(wall, servable.hook(METADATA))
+                metadata = await wall.run_sync(as_plain, answer)
             wall.is_watched = True
             self.stage = CHECKING
             check = self.probe(construction)
@@ -162,7 +165,7 @@ class LocalCode:
 
     def _serve(self, wall: Wall, servable: Servable, metadata: Mapping[str, Any]) -> None:
         start = self._start
-        self._serving = ServingCode(wall, servable, self._batches, self.slots, self._figures)
+        self._serving = ServingCode(wall, servable, self._batches, self.slots, self._figures, self._failures)
         self._serving.fill = self._fill
         self._serving.place = {
             "replica_tag": start.replica_tag,
@@ -195,10 +198,11 @@ class LocalCode:
         self._wall.context.run(enter_app, servable_object)
 
     def _user_error(self, stage: Stage, error: Exception) -> ReplicaStartError:
+        raised = error.__cause__ if isinstance(error, UserCodeError) else error
+        text = packed_here(raised or error).text
         what = described(self._start.backend_tag, "Backend")
         return ReplicaStartError(
-            f"{what} {stage.failed}: {type(error).__name__}: {error}{rule_of(error)}",
-            user_traceback=user_traceback(error),
+            f"{what} {stage.failed}: {packed_here(error).summary}{rule_in(text)}", user_traceback=text
         )
 
     # ---- requests
@@ -290,7 +294,7 @@ class LocalCode:
             except Exception as error:
                 raise UserCodeError(
                     f"check_health() of {described(self._start.backend_tag)} raised "
-                    f"{type(error).__name__}: {error}"
+                    f"{packed_here(error).summary}"
                 ) from error
 
     async def statistics(self) -> dict[str, Any]:
@@ -362,8 +366,8 @@ class LocalCode:
         if servable is not None:
             try:
                 await destruct(wall, servable)
-            except Exception:
-                logger.exception("The destructor of %r failed", self)
+            except PackedError as error:
+                log_error(error, "The destructor of %r failed", self)
 
     async def close(self) -> None:
         """End the threads."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextvars import Context
 from typing import Any
 
-from daskserve.data.replica.runner import CodeRun, RunListener
+from daskserve.data.replica.runner import RunListener, Runs
 from daskserve.data.replica.user_threads import ThreadRun, UserThreads
 from daskserve.internals.python import without_running_loop
 from daskserve.loops.hops import Hop
@@ -23,7 +23,7 @@ class LoopThread(UserThreads):
         Calls a function on the user's loop.
     """
 
-    def __init__(self, post: Callable[..., None], to_worker: Hop, runs: set[CodeRun]) -> None:
+    def __init__(self, post: Callable[..., None], to_worker: Hop, runs: Runs) -> None:
         super().__init__("", 1, to_worker, runs)
         self._post = post
 

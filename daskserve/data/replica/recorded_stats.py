@@ -20,11 +20,12 @@ import msgpack
 from daskserve.amounts import shown
 from daskserve.clock import Clock
 from daskserve.data.replica.definitions import is_async
-from daskserve.data.replica.failures import user_traceback
 from daskserve.data.replica.runner import CodeRun
 from daskserve.data.replica.servable import Servable
 from daskserve.data.replica.wall import Wall
 from daskserve.errors import ActorLostError
+from daskserve.payload.error_text import name_of
+from daskserve.payload.packed_errors import packed_here
 
 logger = logging.getLogger("daskserve.replica")
 
@@ -87,34 +88,12 @@ def as_plain(answer: Any) -> dict[str, Any]:
 ROUTING = Hook("record_routing_stats", period_s=10.0, limit_s=30.0, kept_s=math.inf, checked=checked_plain)
 
 
-@dataclass(frozen=True, slots=True)
-class _Recorded:
-    """The outcome of a call: the values (None if it failed), and the problem, its kind and its traceback."""
-
-    values: dict[str, Any] | None
-    wrong: str = ""
-    kind: str = "answer"
-    traceback: str = ""
-
-    @classmethod
-    def failure(cls, error: Exception) -> _Recorded:
-        # As text, because the error would keep the user's object alive.
-        kind = type(error).__name__
-        return cls(None, f"raised {kind}: {error}", kind, user_traceback(error))
+async def _record(target: Any, hook: Hook) -> tuple[dict[str, Any], str]:
+    return hook.checked(await getattr(target, hook.name)())
 
 
-async def _record(target: Any, hook: Hook) -> _Recorded:
-    try:
-        return _Recorded(*hook.checked(await getattr(target, hook.name)()))
-    except Exception as error:  # an error of user code, which is logged
-        return _Recorded.failure(error)
-
-
-def _record_in_thread(target: Any, hook: Hook) -> _Recorded:
-    try:
-        return _Recorded(*hook.checked(getattr(target, hook.name)()))
-    except Exception as error:  # an error of user code, which is logged
-        return _Recorded.failure(error)
+def _record_in_thread(target: Any, hook: Hook) -> tuple[dict[str, Any], str]:
+    return hook.checked(getattr(target, hook.name)())
 
 
 class StatsRecorder:
@@ -187,16 +166,16 @@ class StatsRecorder:
         if run is None or run.is_cancelled:
             return  # the call was late, or the replica is stopping
         now = self._clock.now()
-        # The only error that gets here is an attempt to end the thread.
-        found: _Recorded = value if error is None else _Recorded.failure(error)
-        if found.values is None:
-            self._complain(found.kind, found.wrong, found.traceback)
+        if error is not None:
+            packed = packed_here(error)
+            self._complain(name_of(packed.kind), f"raised {packed.summary}", packed.text)
+            packed.error = None  # it refers to the user's object
         elif self._is_late(now):
             self._complain("late", f"took {now - self._began:.1f} s, more than {shown(self._hook.limit_s)}")
         else:
-            self._values, self._recorded_at = found.values, now
-            if found.wrong:
-                self._log(found.kind, found.wrong)
+            (self._values, wrong), self._recorded_at = value, now
+            if wrong:
+                self._log("answer", wrong)
 
     def _complain(self, kind: str, what: str, traceback: str = "") -> None:
         self._values = {}

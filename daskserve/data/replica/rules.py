@@ -9,6 +9,8 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from daskserve.payload.error_text import MAX_TEXT, stored_args, stored_attributes
+
 #: The end of each note.
 SOURCE = 'See "Threads and event loops" in docs/deployments.md of daskserve.'
 
@@ -89,22 +91,22 @@ RULES: Sequence[Rule] = (
 )
 
 
-def rule_of(error: BaseException) -> str:
-    """Return the note that `add_rule` has added to an error or to its cause, after a space; empty if none."""
-    notes = [*getattr(error, "__notes__", ()), *getattr(error.__cause__, "__notes__", ())]
-    return next((f" {note}" for note in notes if str(note).endswith(SOURCE)), "")
+def rule_in(text: str) -> str:
+    """Return the note that `add_rule` has added, from a traceback, after a space; empty if there is none."""
+    return next((f" {line}" for line in text.splitlines() if line.endswith(SOURCE)), "")
 
 
 def add_rule(error: BaseException) -> None:
-    """Add the note of the rule that an error comes from, if it comes from one; once."""
-    # The text of other errors may be code of the user's.
-    text = error.args[0] if error.args else None
-    if type(text) is not str:
+    """Add the note of the rule that an error comes from, if it comes from one; once. Runs no user code."""
+    args, cls = stored_args(error), type(error)
+    text = args[0] if args else None
+    if type(text) is not str or len(text) > MAX_TEXT or type(cls) is not type:
         return
-    name = f"{type(error).__module__}.{type(error).__qualname__}"
+    name = f"{cls.__module__}.{cls.__qualname__}"
     for rule in RULES:
         if rule.error == name and re.search(rule.pattern, text):
             note = f"{rule.note} {SOURCE}"
-            if note not in getattr(error, "__notes__", ()):
-                error.add_note(note)
+            notes = stored_attributes(error).setdefault("__notes__", [])
+            if type(notes) is list and not any(type(each) is str and each == note for each in notes):
+                notes.append(note)
             return

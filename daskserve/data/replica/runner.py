@@ -24,8 +24,8 @@ from contextvars import Context
 from typing import Any, Protocol
 
 from daskserve.context import current_request
-from daskserve.data.replica.rules import add_rule
-from daskserve.errors import UserCodeError
+from daskserve.data.replica.failures import pack_raised
+from daskserve.payload.packed_errors import PackedError
 
 
 class RunListener(Protocol):
@@ -34,12 +34,20 @@ class RunListener(Protocol):
     def run_ended(self, value: Any, error: Exception | None) -> None:
         """Note that the code has ended, or will never begin. Called exactly once for each run.
 
-        ``value`` and ``error`` are what it returned or raised; both mean nothing if the run was cancelled.
-        After a cancellation this may be much later.
+        ``value`` and ``error`` are what it returned or raised, packed; both mean nothing if the run was
+        cancelled. After a cancellation this may be much later.
         """
 
     def run_aborted(self, error: Exception) -> None:
         """Stop waiting for the code and fail with ``error``; the run is cancelled, and ends later."""
+
+
+class Runs(set["CodeRun"]):
+    """The runs that have started and not ended."""
+
+    def pack(self, error: BaseException, context: Context) -> asyncio.Future[PackedError]:
+        """Pack an error that cannot be packed where one of the runs has raised it; on the worker's loop."""
+        raise NotImplementedError
 
 
 class CodeRun:
@@ -47,7 +55,7 @@ class CodeRun:
 
     Parameters
     ----------
-    runs : set
+    runs : Runs
         The runs of the same wall; the run removes itself when it ends.
     """
 
@@ -63,7 +71,7 @@ class CodeRun:
 
     def __init__(
         self,
-        runs: set[CodeRun],
+        runs: Runs,
         function: Callable[..., Any],
         args: tuple[Any, ...],
         context: Context,
@@ -100,6 +108,18 @@ class CodeRun:
     def _stop(self) -> None:
         raise NotImplementedError
 
+    def _fail(self, error: BaseException, post: Callable[..., None]) -> None:
+        """End with an error that user code has raised, where it runs; ``post`` leads to the worker's loop."""
+        packed = None if self.is_cancelled else pack_raised(error)
+        if self.is_cancelled or packed is not None:
+            post(self._end, None, packed)
+        else:
+            post(self._pack, error)
+
+    def _pack(self, error: BaseException) -> None:
+        packing = self._runs.pack(error, self._context)
+        packing.add_done_callback(lambda packed: self._end(None, packed.result()))
+
     def _end(self, value: Any, error: Exception | None) -> None:
         if self.is_ended:
             return
@@ -122,19 +142,6 @@ class Runner(Protocol):
         """
 
 
-def reportable(error: BaseException) -> Exception:
-    """Return the error, or a substitute for one that would end the caller's task or loop if raised there.
-
-    It has a note if it comes from where the code ran.
-    """
-    add_rule(error)
-    if isinstance(error, Exception):
-        return error
-    substitute = UserCodeError(f"The user's code raised {type(error).__name__}: {error}")
-    substitute.__cause__ = error
-    return substitute
-
-
 class RunResult:
     """A `RunListener` for code that awaits one run: `daskserve.data.replica.wall.Wall.run_async`."""
 
@@ -146,6 +153,8 @@ class RunResult:
         self._error: Exception | None = None
 
     def run_ended(self, value: Any, error: Exception | None) -> None:
+        if type(error) is PackedError:
+            error.error = None  # it refers to the user's object
         if not self._ended.done():
             self._value, self._error = value, error
             self._ended.set_result(None)

@@ -14,17 +14,25 @@ from types import CoroutineType
 from typing import Any
 
 from daskserve.data.replica.class_app import as_definition, constructing, forget_endpoints
-from daskserve.data.replica.conversion import ConvertedResponse, Unfinished, dump_result, failure, to_answer
+from daskserve.data.replica.conversion import (
+    ConvertedResponse,
+    Unfinished,
+    dump_result,
+    mistaken_error,
+    raised_response,
+    to_answer,
+)
 from daskserve.data.replica.definitions import (
     CALL,
     Method,
     inspect_definition,
 )
+from daskserve.data.replica.failures import NOT_FAILURES, is_refusal
 from daskserve.data.replica.joined_response import JoinedResponse
 from daskserve.data.replica.lifespan import Lifespan
 from daskserve.data.replica.message_pipe import MessagePipe
 from daskserve.data.replica.requests import HTTPRequest, legacy_argument
-from daskserve.errors import ActorLostError, BadRequestError, ReplicaBusyError, UnavailableError
+from daskserve.errors import BadRequestError
 from daskserve.payload import pickling
 from daskserve.payload.importing import MODULE_REMEDY, import_definition
 from daskserve.payload.parcels import unpack_code
@@ -221,22 +229,28 @@ class Servable:
         """Let an ASGI application answer."""
         scope["state"] = self._lifespan.state.copy()
         if scope["type"] != "http":
-            try:
-                await self._bound[CALL](scope, pipe.receive, pipe.send)
-            except Exception as error:  # an error of user code, which is logged
-                return failure(error, is_debug=self.is_debug, is_started=True)
+            await self._bound[CALL](scope, pipe.receive, pipe.send)
             return ConvertedResponse()
         response = JoinedResponse(pipe)
         try:
             await self._bound[CALL](scope, pipe.receive, response.send)
             # An application that has received a disconnect need not answer.
-            if not pipe.is_started and not pipe.is_closed:
+            if not pipe.is_started and response.held is None and not pipe.is_closed:
                 raise RuntimeError("The ASGI application returned without a response.")
-        except Exception as error:  # an error of user code, which is logged
-            return failure(error, is_debug=self.is_debug, is_started=pipe.is_started)
+            await response.end()
+            return ConvertedResponse()
+        except Exception as error:
+            failure = mistaken_error(error) or error
+            if not is_refusal(failure):
+                await response.end()
+            if not pipe.is_started and isinstance(failure, NOT_FAILURES):
+                return raised_response(failure)
         finally:
-            response.start = None  # a start without a body is not passed on any more
-        return ConvertedResponse()
+            response.drop()
+        try:
+            raise failure
+        finally:
+            del failure  # else the traceback holds this frame, and this frame the error
 
     async def answer_http(
         self, method: Method, scope: MutableMapping[str, Any], receive: Receive, body: bytes | None
@@ -250,8 +264,8 @@ class Servable:
             else:
                 result = self._bound[method.name]()
             return to_answer(await result if type(result) is CoroutineType else result)
-        except Exception as error:  # an error of user code, which is logged
-            return failure(error, is_debug=self.is_debug)
+        except NOT_FAILURES as error:
+            return raised_response(error)
 
     def answer_http_in_thread(
         self, method: Method, scope: MutableMapping[str, Any], pipe: MessagePipe, body: bytes
@@ -264,34 +278,28 @@ class Servable:
                 request.has_disconnected = pipe.has_closed
                 return to_answer(self._bound[method.name](request))
             return to_answer(self._bound[method.name]())
-        except Exception as error:  # an error of user code, which is logged
-            return failure(error, is_debug=self.is_debug)
+        except NOT_FAILURES as error:
+            return raised_response(error)
 
     # ---- calls
 
     async def answer_call(self, method: Method, head: Mapping[str, Any], payload: Payload | None) -> Payload:
         """Let an async method answer a Python call."""
-        try:
-            args, kwargs = call_arguments(method, head, payload)
-            result = self._bound[method.name](*args, **kwargs)
-            if type(result) is not CoroutineType:
-                return await self.finish_call(method, result)
-            value = await result
-            if hasattr(type(value), "__await__"):  # a Dask future, as from a plain method
-                return await self.finish_call(method, value)
-            return dump_result(self.describe(method), value)
-        except (ReplicaBusyError, ActorLostError) as error:
-            raise as_own_trouble(error) from error
+        args, kwargs = call_arguments(method, head, payload)
+        result = self._bound[method.name](*args, **kwargs)
+        if type(result) is not CoroutineType:
+            return await self.finish_call(method, result)
+        value = await result
+        if hasattr(type(value), "__await__"):  # a Dask future, as from a plain method
+            return await self.finish_call(method, value)
+        return dump_result(self.describe(method), value)
 
     def answer_call_in_thread(
         self, method: Method, head: Mapping[str, Any], payload: Payload | None
     ) -> Payload | Unfinished:
         """Let a plain method answer a Python call."""
-        try:
-            args, kwargs = call_arguments(method, head, payload)
-            result = self._bound[method.name](*args, **kwargs)
-        except (ReplicaBusyError, ActorLostError) as error:
-            raise as_own_trouble(error) from error
+        args, kwargs = call_arguments(method, head, payload)
+        result = self._bound[method.name](*args, **kwargs)
         return (
             Unfinished(result) if inspect.isawaitable(result) else dump_result(self.describe(method), result)
         )
@@ -318,15 +326,6 @@ def call_arguments(
     if not head.get("legacy"):
         return args, kwargs
     return ((legacy_argument(head, args, kwargs),) if method.takes_argument else ()), {}
-
-
-def as_own_trouble(error: Exception) -> UnavailableError:
-    """Return the error that replaces a `ReplicaBusyError` or `ActorLostError` raised in user code.
-
-    Unchanged, it would tell the router that *this* replica is busy or lost, and that the request has not
-    begun here.
-    """
-    return UnavailableError(f"A call made by this backend failed: {error}")
 
 
 def run_hook_in_thread(hook: Callable[..., Any], *pickles: bytes) -> Any:

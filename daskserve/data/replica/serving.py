@@ -11,13 +11,15 @@ from daskserve.context import current_request
 from daskserve.data.replica.answer import Answer
 from daskserve.data.replica.batches import ReplicaBatches
 from daskserve.data.replica.definitions import CALL, Method
+from daskserve.data.replica.failures import FailureLog, is_failure
 from daskserve.data.replica.message_pipe import MessagePipe
-from daskserve.data.replica.requests import request_context
+from daskserve.data.replica.requests import request_context, request_id_of
 from daskserve.data.replica.servable import Servable
 from daskserve.data.replica.slots import Slots
 from daskserve.data.replica.wall import Wall
 from daskserve.errors import ActorLostError
 from daskserve.figures.replica import ReplicaFigures
+from daskserve.payload.packed_errors import PackedError
 from daskserve.types import Envelope, EnvelopeKind, Message, Payload, Receive, short_tag
 
 
@@ -25,13 +27,20 @@ class ServingCode:
     """What the answers of one replica share: its user code, the wall, the slots and the metrics."""
 
     def __init__(
-        self, wall: Wall, servable: Servable, batches: ReplicaBatches, slots: Slots, figures: ReplicaFigures
+        self,
+        wall: Wall,
+        servable: Servable,
+        batches: ReplicaBatches,
+        slots: Slots,
+        figures: ReplicaFigures,
+        failures: FailureLog,
     ) -> None:
         self.wall = wall
         self.servable = servable
         self.batches = batches
         self.slots = slots
         self.figures = figures
+        self.failures = failures
         #: The open WebSockets.
         self.sockets: set[MessagePipe] = set()
         #: The reserved calls that wait for their arguments.
@@ -95,11 +104,21 @@ class LocalAnswer(Answer):
     # Set by `daskserve.data.replica.local_code.LocalCode.answer`: a constructor would be one more call for
     # each request.
     code: ServingCode
+    #: Returns whether an error of user code is for the log.
+    is_failure: Callable[[PackedError], bool] = staticmethod(is_failure)
     # Known when user code begins.
     #: Whether async code runs in the task that carries the answer, on the worker's loop.
     runs_in_task: bool
     _context: Context
     _method: Method
+
+    def accept(self, value: Any) -> None:
+        """Keep what user code returned or raised; log an error, with the context variables of the code."""
+        super().accept(value)
+        if type(value) is PackedError:
+            if self.is_failure(value):
+                self._context.copy().run(self.code.failures.log, value, request_id_of(self.envelope.head))
+            value.error = None  # it refers to the user's object
 
     def _set_context(self) -> None:
         """Create the context in which user code answers the request: a copy of the replica's."""

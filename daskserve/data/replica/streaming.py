@@ -18,8 +18,8 @@ from typing import Any
 from daskserve.data.replica.conversion import Unfinished, dump_result
 from daskserve.data.replica.definitions import Method
 from daskserve.data.replica.message_pipe import MessagePipe
-from daskserve.data.replica.servable import Servable, as_own_trouble, call_arguments
-from daskserve.errors import ActorLostError, ReplicaBusyError, StreamOptionError
+from daskserve.data.replica.servable import Servable, call_arguments
+from daskserve.errors import StreamOptionError
 from daskserve.types import Message, Payload
 
 
@@ -38,11 +38,8 @@ def stream_in_thread(
 
 
 def _call(servable: Servable, method: Method, head: Mapping[str, Any], payload: Payload | None) -> Any:
-    try:
-        args, kwargs = call_arguments(method, head, payload)
-        return servable.bound(method)(*args, **kwargs)
-    except (ReplicaBusyError, ActorLostError) as error:
-        raise as_own_trouble(error) from error
+    args, kwargs = call_arguments(method, head, payload)
+    return servable.bound(method)(*args, **kwargs)
 
 
 async def finish_stream(name: str, result: Any, pipe: MessagePipe) -> Unfinished | None:
@@ -53,20 +50,17 @@ async def finish_stream(name: str, result: Any, pipe: MessagePipe) -> Unfinished
     StreamOptionError
         The result is not a stream.
     """
+    if inspect.isawaitable(result):
+        result = await result
+    if isinstance(result, Iterator):
+        return Unfinished(result)
+    _check(name, result)
     try:
-        if inspect.isawaitable(result):
-            result = await result
-        if isinstance(result, Iterator):
-            return Unfinished(result)
-        _check(name, result)
-        try:
-            async for item in result:
-                await pipe.send(_item(name, item))
-        finally:
-            if isinstance(result, AsyncGenerator):
-                await result.aclose()
-    except (ReplicaBusyError, ActorLostError) as error:
-        raise as_own_trouble(error) from error
+        async for item in result:
+            await pipe.send(_item(name, item))
+    finally:
+        if isinstance(result, AsyncGenerator):
+            await result.aclose()
     return None
 
 
@@ -80,8 +74,6 @@ def finish_stream_in_thread(name: str, result: Any, pipe: MessagePipe) -> Unfini
         for item in result:
             if not pipe.send_from_thread(_item(name, item)):
                 break
-    except (ReplicaBusyError, ActorLostError) as error:
-        raise as_own_trouble(error) from error
     finally:
         if isinstance(result, Generator):
             result.close()

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, Protocol, TypeAlias
 
 from daskserve.clock import LoopClock
-from daskserve.data.replica.runner import CodeRun, RunListener, reportable
+from daskserve.data.replica.runner import CodeRun, RunListener, Runs
 from daskserve.data.replica.user_threads import UserThreads, wait_for_event
 from daskserve.loops.event_loop import new_event_loop
 from daskserve.loops.forks import end_if_forked
@@ -34,7 +34,9 @@ class LoopPlace(Protocol):
     """An event loop that runs user code, and how to call functions on it and on the worker's loop."""
 
     loop: asyncio.AbstractEventLoop
-    runs: set[CodeRun]
+    runs: Runs
+    #: Whether it is the worker's loop, which must run no more of user code than it has to.
+    is_workers: bool
 
     @property
     def to_user(self) -> Post:
@@ -103,9 +105,12 @@ class LoopRun(CodeRun):
             value = await self._function(*self._args)
         except BaseException as error:
             end_if_forked(pid)
-            self._place.to_worker(self._end, None, reportable(error))
+            if self._place.is_workers and not self.is_cancelled:
+                self._pack(error)
+            else:
+                self._fail(error, self._place.to_worker)
             # A sys.exit() in a handler ends that request, not the loop that the others run on.
-            if not isinstance(error, (Exception, SystemExit, KeyboardInterrupt)):
+            if issubclass(type(error), asyncio.CancelledError):
                 raise
         else:
             end_if_forked(pid)
@@ -115,7 +120,9 @@ class LoopRun(CodeRun):
 class UserLoop:
     """Runs coroutine functions on an event loop in a daemon thread of its own, each in a task."""
 
-    def __init__(self, name: str, context: Context, to_worker: Hop, runs: set[CodeRun]) -> None:
+    is_workers = False
+
+    def __init__(self, name: str, context: Context, to_worker: Hop, runs: Runs) -> None:
         self.runs = runs
         self.loop = new_event_loop()
         self.hop = Hop(self.loop)

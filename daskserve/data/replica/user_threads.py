@@ -15,7 +15,7 @@ from contextlib import suppress
 from contextvars import Context
 from typing import Any
 
-from daskserve.data.replica.runner import CodeRun, RunListener, reportable
+from daskserve.data.replica.runner import CodeRun, RunListener, Runs
 from daskserve.loops.forks import end_if_forked
 from daskserve.loops.hops import Hop
 from daskserve.loops.threads import RunningThread, StartThread, next_job, start_daemon
@@ -75,7 +75,7 @@ class ThreadRun(CodeRun):
             value = self._context.run(self._function, *self._args)
         except BaseException as error:  # all errors go to the caller: this thread runs other requests next
             end_if_forked(self._threads.pid)
-            post(self._end, None, reportable(error))
+            self._fail(error, post)
         else:
             end_if_forked(self._threads.pid)
             post(self._end, value, None)
@@ -86,7 +86,7 @@ class UserThreads:
 
     Parameters
     ----------
-    runs : set
+    runs : Runs
         Holds each run until it has ended.
     start_thread : callable
         Starts each thread.
@@ -97,7 +97,7 @@ class UserThreads:
         name: str,
         limit: int,
         to_worker: Hop,
-        runs: set[CodeRun],
+        runs: Runs,
         start_thread: StartThread = start_daemon,
     ) -> None:
         self.limit = limit

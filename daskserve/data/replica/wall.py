@@ -17,11 +17,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextvars import Context
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
+from daskserve.data.replica.error_packing import ErrorPackers
 from daskserve.data.replica.loop_thread import LoopThread
 from daskserve.data.replica.loop_watch import LoopWatch, SharedLoopWatch
-from daskserve.data.replica.runner import CodeRun, RunListener, RunResult, reportable
+from daskserve.data.replica.runner import CodeRun, RunListener, RunResult, Runs
 from daskserve.data.replica.user_loop import UserLoop
 from daskserve.data.replica.user_threads import UserThreads
 from daskserve.data.replica.worker_loop import TaskRun, WorkerLoop
@@ -29,6 +30,7 @@ from daskserve.errors import ClosedError
 from daskserve.loops.hops import Hop, Landing
 from daskserve.loops.tasks import is_cancelling
 from daskserve.loops.threads import StartThread, start_daemon
+from daskserve.payload.packed_errors import PackedError
 
 T = TypeVar("T")
 
@@ -75,7 +77,8 @@ class Wall:
         #: Off while user code starts: no request waits behind a slow constructor.
         self.is_watched = True
         #: The runs that have started and not ended.
-        self.runs: set[CodeRun] = set()
+        self.packers = ErrorPackers(f"daskserve-{name}-errors", self.to_worker)
+        self.runs: Runs = _WallRuns(self.packers)
         self.is_loop_shared = is_loop_shared
         self.threads: UserThreads
         #: Serves probes only, so that they need not wait for requests.
@@ -162,10 +165,11 @@ class Wall:
             on_end.run_ended(end.value, None)
             return None
         except BaseException as error:
-            if isinstance(error, asyncio.CancelledError) and is_cancelling():
+            # Not by `isinstance`, which may run code of the class.
+            if issubclass(type(error), asyncio.CancelledError) and is_cancelling():
                 raise
-            on_end.run_ended(None, reportable(error))
-            return None
+            code = _raise_packed(self.packers.pack(error, context))
+            waits_for = code.send(None)
         run = TaskRun(self.runs, code, waits_for, context, on_end)
         self.runs.add(run)
         return run
@@ -199,7 +203,20 @@ class Wall:
         self.abort_runs(ClosedError("The replica has been stopped."))
         if self._watch is not None:
             self._watch.close()
-        closing = [each.close(grace_s) for each in self._runners]
+        closing = [self.packers.close(grace_s), *(each.close(grace_s) for each in self._runners)]
         if self._user_loop is not None:
             closing.append(self._user_loop.close(grace_s))
         return all(await asyncio.gather(*closing))
+
+
+class _WallRuns(Runs):
+    def __init__(self, packers: ErrorPackers) -> None:
+        super().__init__()
+        self._packers = packers
+
+    def pack(self, error: BaseException, context: Context) -> asyncio.Future[PackedError]:
+        return self._packers.pack(error, context)
+
+
+async def _raise_packed(packing: asyncio.Future[PackedError]) -> NoReturn:
+    raise await packing

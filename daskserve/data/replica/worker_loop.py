@@ -16,7 +16,7 @@ from contextvars import Context
 from typing import Any
 
 from daskserve.context import current_request
-from daskserve.data.replica.runner import CodeRun, RunListener, reportable
+from daskserve.data.replica.runner import CodeRun, RunListener, Runs
 from daskserve.data.replica.user_loop import LoopRun, Post
 from daskserve.loops.tasks import is_cancelling
 
@@ -32,7 +32,7 @@ class TaskRun(CodeRun):
 
     def __init__(
         self,
-        runs: set[CodeRun],
+        runs: Runs,
         code: Coroutine[Any, Any, Any],
         waits_for: asyncio.Future[Any] | None,
         context: Context,
@@ -49,6 +49,7 @@ class TaskRun(CodeRun):
 
     def __await__(self) -> Generator[Any, Any, None]:
         run, code, waits_for = self._context.run, self._code, self._waits_for
+        raised: BaseException
         try:
             while True:
                 self._waits_for = waits_for
@@ -66,15 +67,25 @@ class TaskRun(CodeRun):
                     waits_for = run(code.send, answer)
         except StopIteration as end:
             self._end(end.value, None)
-        except asyncio.CancelledError as error:
-            self._end(None, reportable(error))
-            if not self._is_aborted and is_cancelling():
+            return
+        except BaseException as error:
+            kind = type(error)  # `isinstance` may run code of the class
+            is_left = not self._is_aborted and issubclass(kind, asyncio.CancelledError) and is_cancelling()
+            if is_left or issubclass(kind, GeneratorExit):
+                self._end(None, None)
                 raise
-        except GeneratorExit:
+            if self.is_cancelled:
+                self._end(None, None)
+                return
+            raised = error
+        try:
+            packed = yield from self._runs.pack(raised, self._context)
+        except BaseException:  # the task is cancelled, or its coroutine closed
             self._end(None, None)
             raise
-        except BaseException as error:
-            self._end(None, reportable(error))
+        finally:
+            del raised  # else the traceback holds this frame, and this frame the error
+        self._end(None, packed)
 
     def abort(self, error: Exception) -> None:
         self._is_aborted = True
@@ -97,7 +108,9 @@ class TaskRun(CodeRun):
 class WorkerLoop:
     """Runs coroutine functions on the worker's event loop."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, runs: set[CodeRun]) -> None:
+    is_workers = True
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, runs: Runs) -> None:
         self.loop = loop
         self.runs = runs
         self.to_user: Post = _call_here  # there is no other thread

@@ -18,7 +18,7 @@ from daskserve.cluster.channel.outbox import MAX_WORK
 from daskserve.cluster.channel.pool import ChannelPool
 from daskserve.cluster.channel.streams import WINDOW_BYTES
 from daskserve.cluster.channel.transport import SocketTransport
-from daskserve.errors import ActorLostError, BadRequestError, UserCodeError
+from daskserve.errors import ActorLostError, BadRequestError
 from daskserve.loops.hops import Hop, Landing
 from daskserve.types import (
     ActorAddress,
@@ -223,7 +223,7 @@ class NotPicklable(Exception):
     [
         (BadRequestError("no"), BadRequestError, "no"),
         (KeyError("k"), KeyError, "k"),
-        (NotPicklable(), UserCodeError, "NotPicklable: odd"),
+        (NotPicklable(), NotPicklable, "odd"),
     ],
 )
 def test_handler_errors_reach_the_callback(error: Exception, kind: type[Exception], match: str) -> None:

@@ -263,7 +263,7 @@ def test_an_error_whose_text_raises_is_reported_by_its_type() -> None:
         def speechless() -> None:
             raise _Mute
 
-        with pytest.raises(UserCodeError, match=r"^_Mute$") as caught:
+        with pytest.raises(UserCodeError, match=r"^_Mute: <its text cannot be made: ") as caught:
             await policy_calls.PolicyCall(LoopClock(), "mute", speechless).wait()
         assert isinstance(caught.value.__cause__, _Mute)
 

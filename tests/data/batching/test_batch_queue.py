@@ -324,8 +324,13 @@ def test_errors_of_user_code_never_end_the_loop_or_look_like_a_cancellation(
     run(scenario)
 
 
+class Mute(BaseException):
+    def __str__(self) -> str:
+        return 402  # type: ignore[return-value]
+
+
 @pytest.mark.parametrize(
-    "result", [StopIteration(1), StopAsyncIteration(), SystemExit(1), asyncio.CancelledError()]
+    "result", [StopIteration(1), StopAsyncIteration(), SystemExit(1), asyncio.CancelledError(), Mute()]
 )
 def test_a_result_that_cannot_be_raised_fails_only_its_item(result: BaseException) -> None:
     async def scenario(queue: BatchQueue[Any, Any], runner: Runner) -> None:

@@ -19,10 +19,16 @@ from daskserve.data.caller.handle import Handle
 from daskserve.data.caller.replica_set import UNREACHABLE_BACKOFF_S
 from daskserve.data.caller.response import Response
 from daskserve.data.caller.router import Routers
-from daskserve.errors import ActorLostError, ReplicaBusyError, ServeError, UnavailableError
+from daskserve.errors import (
+    ActorLostError,
+    RemoteTraceback,
+    ReplicaBusyError,
+    ServeError,
+    UnavailableError,
+)
 from daskserve.figures.histogram import HistogramCounts
 from daskserve.loops.hops import Hops
-from daskserve.payload.packed_errors import PackedError, RemoteTraceback, dump_error
+from daskserve.payload.packed_errors import pack_now
 from daskserve.payload.pickling import dump
 from daskserve.testing import run_virtual
 from daskserve.types import ActorAddress, Envelope, Load, Message, OnAnswer, Receive, Send
@@ -205,7 +211,7 @@ def test_an_error_of_user_code_comes_with_its_remote_traceback() -> None:
         try:
             raise KeyError("k")
         except KeyError as error:
-            packed = PackedError(dump_error(error))
+            packed = pack_now(error)
         for outcome in (packed, KeyError("k")):
             response = handle.remote()
             process.asked[-1].end(None, outcome)

@@ -19,6 +19,7 @@ from daskserve.data.replica.accept_batch import (
 )
 from daskserve.data.replica.conversion import ConvertedResponse, Unfinished
 from daskserve.errors import ServeError, UserCodeError
+from daskserve.payload.packed_errors import PackedError
 from daskserve.payload.pickling import dump, load
 from daskserve.types import Payload
 
@@ -47,8 +48,8 @@ def answer_both_ways(function: Callable[[list[Any]], Any], items: list[BatchItem
     async def async_function(requests: list[Any]) -> Any:
         return function(requests)
 
-    plain = answer_batch_in_thread(function, "Method f", items, False)
-    other = asyncio.run(answer_batch(async_function, "Method f", items, False))
+    plain = answer_batch_in_thread(function, "Method f", items)
+    other = asyncio.run(answer_batch(async_function, "Method f", items))
     assert [str(outcome) for outcome in plain] == [str(outcome) for outcome in other]
     return plain
 
@@ -84,27 +85,25 @@ def test_http_requests_and_calls_share_a_batch() -> None:
 )
 def test_anything_but_one_result_per_request_fails_all_of_them(results: Any, match: str) -> None:
     first, second = answer_both_ways(lambda requests: results, [call(), http()])
-    assert isinstance(first, ServeError)
+    assert isinstance(first, PackedError)
+    assert isinstance(first.load(), ServeError)
     assert match in str(first)
-    assert body_of(second) == (500, b"Internal Server Error")
+    assert second is first
 
 
 def test_any_ordered_results_will_do() -> None:
     for results in ((1, 2), iter([1, 2])):
-        outcomes = answer_batch_in_thread(lambda requests, r=results: r, "f", [call(), call()], False)  # type: ignore[misc]
+        outcomes = answer_batch_in_thread(lambda requests, r=results: r, "f", [call(), call()])  # type: ignore[misc]
         assert [load(outcome) for outcome in outcomes if isinstance(outcome, Payload)] == [1, 2]
 
 
-def test_an_exception_of_user_code_is_logged_once_for_the_whole_batch(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_an_exception_of_user_code_is_one_for_the_whole_batch() -> None:
     def function(requests: list[Any]) -> list[Any]:
         raise KeyError("broken")
 
-    outcomes = answer_batch_in_thread(function, "Method f", [call(), http(), http()], False)
-    assert isinstance(outcomes[0], KeyError)
-    assert [body_of(outcome)[0] for outcome in outcomes[1:]] == [500, 500]
-    assert caplog.text.count("KeyError: 'broken'") == 1
+    outcomes = answer_batch_in_thread(function, "Method f", [call(), http(), http()])
+    assert str(outcomes[0]) == "KeyError: 'broken'"
+    assert {id(each) for each in outcomes} == {id(outcomes[0])}
 
 
 def test_one_bad_result_or_argument_fails_one_request() -> None:
@@ -112,33 +111,34 @@ def test_one_bad_result_or_argument_fails_one_request() -> None:
         return [object() if request.data == "bad" else request.data for request in requests]
 
     unreadable = BatchItem({"legacy": True}, payload=Payload(b"not a pickle"))
-    outcomes = answer_batch_in_thread(function, "Method f", [call(1), unreadable, call(3)], False)
+    outcomes = answer_batch_in_thread(function, "Method f", [call(1), unreadable, call(3)])
     assert load(outcomes[0]) == 1  # type: ignore[arg-type]
     assert isinstance(outcomes[1], Exception)
     assert load(outcomes[2]) == 3  # type: ignore[arg-type]
 
-    generator = answer_batch_in_thread(lambda r: [(n for n in r), 2], "Method f", [call(), call()], False)
-    assert isinstance(generator[0], UserCodeError)
+    generator = answer_batch_in_thread(lambda r: [(n for n in r), 2], "Method f", [call(), call()])
+    assert isinstance(generator[0], PackedError)
+    assert isinstance(generator[0].known, UserCodeError)
     assert load(generator[1]) == 2  # type: ignore[arg-type]
 
 
 def test_user_code_is_not_called_for_a_batch_without_readable_requests() -> None:
     unreadable = BatchItem({"legacy": True}, payload=Payload(b"not a pickle"))
-    (outcome,) = answer_batch_in_thread(lambda requests: 1 / 0, "Method f", [unreadable], False)
-    assert not isinstance(outcome, ZeroDivisionError)
-    assert isinstance(outcome, Exception)
+    (outcome,) = answer_batch_in_thread(lambda requests: 1 / 0, "Method f", [unreadable])
+    assert str(outcome).startswith("UnpicklingError")
 
 
 def test_an_exception_as_a_result_fails_its_request_alone() -> None:
-    outcomes = Batch("f", [call(), http(), http()], is_debug=False).split(
-        [ValueError("v"), "ok", ValueError("v")]
-    )
-    assert repr(outcomes[0]) == "ValueError('v')"
-    assert [body_of(outcome)[0] for outcome in outcomes[1:]] == [200, 500]
+    outcomes = Batch("f", [call(), http(), http()]).split([ValueError("v"), "ok", ValueError("v")])
+    assert [str(outcomes[0]), body_of(outcomes[1]), str(outcomes[2])] == [
+        "ValueError: v",
+        (200, b"ok"),
+        "ValueError: v",
+    ]
 
 
 def test_a_streaming_result_is_left_to_the_request() -> None:
-    (outcome,) = Batch("f", [http()], is_debug=False).split([iter_chunks()])
+    (outcome,) = Batch("f", [http()]).split([iter_chunks()])
     assert isinstance(outcome, Unfinished)
 
 

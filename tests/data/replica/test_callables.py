@@ -30,7 +30,7 @@ from daskserve.data.replica.definitions import (
 )
 from daskserve.data.replica.lifespan import Lifespan
 from daskserve.data.replica.servable import Servable, load_definition
-from daskserve.errors import ActorLostError, BadRequestError, ServeError, UnavailableError
+from daskserve.errors import BadRequestError, ServeError
 from daskserve.payload import pickling
 from daskserve.payload.importing import import_definition
 from daskserve.types import Message
@@ -497,21 +497,6 @@ def test_methods_are_called_by_name() -> None:
 
 def test_a_plain_function_may_return_an_awaitable() -> None:
     assert answer(made(lambda: echo_async(1)), {}) == ((1,), {})
-
-
-@pytest.mark.parametrize("error", [ActorLostError("gone", begun=False), UnavailableError("no replica")])
-def test_trouble_with_another_replica_is_not_mistaken_for_this_ones(error: Exception) -> None:
-    def fail() -> None:
-        raise error
-
-    async def fail_async() -> None:
-        raise error
-
-    for function in (fail, fail_async):
-        with pytest.raises(UnavailableError) as caught:
-            answer(made(function), {})
-        assert not isinstance(caught.value, ActorLostError)
-        assert str(error) in str(caught.value)
 
 
 # ---- lifespan

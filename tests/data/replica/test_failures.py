@@ -23,9 +23,18 @@ from tornado.httpclient import HTTPClientError, HTTPRequest
 from tornado.websocket import websocket_connect
 
 import daskserve as serve
-from daskserve.data.replica.failures import log_failure
+from daskserve.data.replica.failures import FailureLog
 from daskserve.errors import UserCodeError
-from daskserve.payload.packed_errors import PackedError, dump_error, is_logged, load_error, note_logged
+from daskserve.payload.packed_errors import (
+    PackedError,
+    dump_error,
+    is_logged,
+    load_error,
+    note_logged,
+    pack_in_steps,
+    pack_now,
+    received_error,
+)
 from daskserve.testing import local_instance
 
 DEADLINE_S = 10.0
@@ -34,6 +43,17 @@ DEADLINE_S = 10.0
 async def begin_and_fail() -> AsyncIterator[str]:
     yield "begun"
     raise ValueError("boom")
+
+
+class ApiError(Exception):
+    """Cannot be unpickled by calling its class, and has no text."""
+
+    def __init__(self, message: str, *, response: Any) -> None:
+        super().__init__(message)
+        self.response = response
+
+    def __str__(self) -> str:
+        return self.response  # type: ignore[no-any-return]
 
 
 class Failing:
@@ -50,6 +70,8 @@ class Failing:
             raise SystemExit(3)
         if request.url.path.endswith("missing"):
             raise exceptions.HTTPException(404)
+        if request.url.path.endswith("odd"):
+            raise ApiError("503", response=503)
         raise ValueError("boom")
 
     async def call(self) -> None:
@@ -57,6 +79,14 @@ class Failing:
 
     def plain(self) -> None:
         raise ValueError("boom")
+
+    async def odd(self) -> None:
+        try:
+            raise ApiError("503", response=503)
+        except ApiError as cause:
+            error = ApiError("no rate", response=402)
+            error.add_note("a note")
+            raise error from cause
 
     async def items(self) -> AsyncIterator[str]:
         async for item in begin_and_fail():
@@ -70,6 +100,21 @@ class Failing:
         raise SystemExit(3)
 
 
+def seen(response: Any) -> Any:
+    """Return what a caller sees of the error of `Failing.odd`."""
+    with pytest.raises(ApiError) as caught:
+        response.result(DEADLINE_S)
+    error = caught.value
+    cause = error.__cause__
+    assert cause is not None
+    traceback = str(cause.__cause__)
+    return (
+        (type(error).__name__, error.args, error.response, error.__notes__),
+        (type(cause).__name__, cause.args, error.__context__ is cause, type(cause.__cause__).__name__),
+        [line.split(", in ")[1] for line in traceback.splitlines() if ", in " in line],
+    )
+
+
 class Caller:
     """Calls a deployment that fails."""
 
@@ -81,6 +126,9 @@ class Caller:
 
     async def through(self) -> None:
         await self.inner.call.remote()
+
+    async def seen(self) -> Any:
+        return await asyncio.to_thread(seen, self.inner.odd.remote())
 
     async def instead(self) -> None:
         try:
@@ -179,8 +227,8 @@ def the_record(caplog: pytest.LogCaptureFixture) -> logging.LogRecord:
 @pytest.mark.parametrize(
     ("path", "status"),
     [
-        *(("/own", 500), ("/own/stream", 0), ("/own/exit", 500)),
-        *(("/worker", 500), ("/worker/stream", 0), ("/worker/exit", 500)),
+        *(("/own", 500), ("/own/stream", 0), ("/own/exit", 500), ("/own/odd", 500)),
+        *(("/worker", 500), ("/worker/stream", 0), ("/worker/exit", 500), ("/worker/odd", 500)),
         *(("/app/fail", 500), ("/app/behind", 200), ("/app/begun", 0)),
         ("/batch", 500),
     ],
@@ -242,6 +290,24 @@ def test_another_error_raised_in_its_place_is_logged_too(
     assert messages == [f"Request {answer.request_id} to {name}" for name in ("own", "caller")]
 
 
+def test_an_error_is_the_same_wherever_it_is_raised_and_caught(client: serve.Client) -> None:
+    client.deploy("child", Failing, config={"isolation": "process"})
+    found = [seen(client.get_handle(place).odd.remote()) for place in ("own", "worker", "child")]
+    found.append(client.get_handle("caller").seen.remote().result(DEADLINE_S))  # in the same process
+    client.delete_deployment("child")
+    assert (
+        found
+        == [
+            (
+                ("ApiError", ("no rate",), 402, ["a note"]),
+                ("ApiError", ("503",), True, "RemoteTraceback"),
+                ["odd", "odd"],
+            )
+        ]
+        * 4
+    )
+
+
 def test_an_http_exception_is_a_response(client: serve.Client, caplog: pytest.LogCaptureFixture) -> None:
     assert ask(client, "/own/missing") == 404
     assert caplog.records == []
@@ -268,10 +334,17 @@ def test_a_process_of_its_own_logs_its_errors_itself(
 # ---- the note
 
 
+def packed(error: BaseException) -> PackedError:
+    """Return an error as it is packed by whatever way it takes."""
+    *_, found = [pack_now(error)] if pack_now(error) else pack_in_steps(error)
+    assert found is not None
+    return found
+
+
 def test_the_same_error_is_logged_for_each_request_that_fails(caplog: pytest.LogCaptureFixture) -> None:
-    error = ValueError("one object")
+    error, log = packed(ValueError("one object")), FailureLog("model#1")
     for request_id in ("a", "a", "b"):
-        log_failure(error, request_id, replica_tag="model#1")
+        log.log(error, request_id)
     assert [each.getMessage() for each in caplog.records] == [
         "Request a to model#1 failed",
         "Request b to model#1 failed",
@@ -292,9 +365,9 @@ def test_the_note_crosses_processes() -> None:
     for error in (ValueError("x"), Odd("x"), serve.ServeError("x")):
         assert not is_logged(error)
         note_logged(error, "a", "b")
-        packed = PackedError(dump_error(error))
-        for found in (error, packed, load_error(packed.data), load_error(dump_error(packed))):
-            assert is_logged(found)
-            assert is_logged(found, "b")
-            assert not is_logged(found, "c")
+        found = packed(error)
+        for each in (error, found, received_error(found.data), load_error(dump_error(found))):
+            assert is_logged(each)
+            assert is_logged(each, "b")
+            assert not is_logged(each, "c")
     assert not is_logged(load_error(dump_error(KeyError())))

@@ -13,6 +13,7 @@ from daskserve.context import RequestContext, current_request
 from daskserve.data.replica.runner import CodeRun
 from daskserve.data.replica.wall import Wall
 from daskserve.errors import ActorLostError, ClosedError, UserCodeError
+from daskserve.payload.packed_errors import PackedError
 from daskserve.testing import VirtualTimeLoop
 
 WHO: contextvars.ContextVar[str] = contextvars.ContextVar("who", default="nobody")
@@ -124,10 +125,11 @@ def test_errors_are_the_codes_own_and_ends_of_the_process_are_not() -> None:
         raise SystemExit(3)
 
     async def scenario(desk: Desk) -> None:
-        with pytest.raises(KeyError, match="k"):
+        with pytest.raises(PackedError, match="KeyError: 'k'"):
             await desk.begin(wrong).wait()
-        with pytest.raises(UserCodeError, match="SystemExit: 3"):
+        with pytest.raises(PackedError, match="SystemExit: 3") as caught:
             await desk.begin(leaving).wait()
+        assert isinstance(caught.value.known, UserCodeError)
         assert desk.freed == 2
 
     run(scenario)
@@ -217,7 +219,7 @@ def test_a_cancellation_that_the_code_made_up_is_an_error_of_the_code() -> None:
         await lost
 
     async def scenario(desk: Desk) -> None:
-        with pytest.raises(UserCodeError, match="CancelledError"):
+        with pytest.raises(PackedError, match="CancelledError"):
             await desk.begin(code).wait()
 
     run(scenario)
@@ -285,8 +287,8 @@ def test_code_that_never_waits_is_no_run_and_may_not_cancel_itself() -> None:
         entered = desk.begin(code, desk)
         assert (entered.run, desk.notes, desk.freed) == (None, [0], 1)
         assert await entered == "done"
-        with pytest.raises(UserCodeError, match="CancelledError"):
-            await desk.begin(cancelled)
+        with pytest.raises(PackedError, match="CancelledError"):
+            await desk.begin(cancelled).wait()
 
     run(scenario)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -91,3 +92,27 @@ def test_a_start_that_stays_alone_is_passed_on_after_an_iteration_unless_it_has_
     with_length = start((b"Content-Length", b"3"))
     (whole,) = asyncio.run(send_slowly(with_length))
     assert whole["type"] == WHOLE_RESPONSE
+
+
+def test_starlettes_answer_to_an_error_waits_until_the_application_has_ended() -> None:
+    text = b"Internal Server Error"
+    answer = (start(status=500), body(text))
+    whole = {"type": WHOLE_RESPONSE, "status": 500, "headers": (TYPE,), "body": text}
+
+    async def ended_by(end: Callable[[JoinedResponse], Awaitable[None] | None]) -> list[Message]:
+        found: list[Message] = []
+        response = JoinedResponse(Sink(found))
+        for message in answer:
+            await response.send(message)
+        assert found == []
+        ending = end(response)
+        if ending is not None:
+            await ending
+        for _ in range(3):
+            await asyncio.sleep(0)
+        return found
+
+    assert asyncio.run(ended_by(JoinedResponse.end)) == [whole]
+    assert asyncio.run(ended_by(JoinedResponse.drop)) == []
+    # An application that goes on after its own answer keeps its client waiting no longer than this.
+    assert asyncio.run(ended_by(lambda _: None)) == [whole]

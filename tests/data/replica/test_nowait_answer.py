@@ -14,6 +14,7 @@ from daskserve.data.replica.replica import Replica
 from daskserve.data.replica.wall import Wall
 from daskserve.errors import ActorLostError, UserCodeError
 from daskserve.payload import pickling
+from daskserve.payload.packed_errors import PackedError
 from daskserve.types import Envelope, EnvelopeKind, Load
 
 
@@ -82,7 +83,8 @@ def test_errors_are_outcomes(method: str, kind: type[Exception], run: Run) -> No
         await until(lambda: answers.ends)
         ((message, error),) = answers.ends
         assert message is None
-        assert isinstance(error, kind)
+        assert isinstance(error, PackedError)
+        assert isinstance(error.load(), kind)
         assert replica.load() == Load(0, 0)
 
     run(scenario)

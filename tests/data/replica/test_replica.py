@@ -161,7 +161,10 @@ async def call(replica: Replica, *args: Any, head: dict[str, Any] | None = None,
     head = {"method": "__call__", "legacy": True, "request_id": "request-1", **(head or {})}
     reply = Reply()
     envelope = Envelope(EnvelopeKind.CALL, head, pickling.dump((args, kwargs)))
-    await replica.handle(envelope, reply.receive, reply.send)
+    try:
+        await replica.handle(envelope, reply.receive, reply.send)
+    except packed_errors.PackedError as error:
+        raise error.load() from None  # as a handle does
     (answer,) = reply.sent
     assert answer["type"] == "call.result"
     assert isinstance(answer["payload"], Payload)
@@ -359,6 +362,41 @@ class Quits(Broken):
         raise SystemExit(3)
 
 
+class MuteError(Exception):
+    def __str__(self) -> str:
+        return 402  # type: ignore[return-value]
+
+
+class Mute:
+    fails = "init"
+
+    def __init__(self) -> None:
+        self.fail("init")
+
+    def fail(self, hook: str) -> None:
+        if hook == self.fails:
+            raise MuteError
+
+    def reconfigure(self, config: Any) -> None:
+        self.fail("reconfigure")
+
+    def check_health(self) -> None:
+        self.fail("check_health")
+
+    def __call__(self) -> None: ...
+
+
+class MuteReconfigure(Mute):
+    fails = "reconfigure"
+
+    def __del__(self) -> None:
+        raise MuteError
+
+
+class MuteCheck(MuteReconfigure):
+    fails = "check_health"
+
+
 class BrokenAsync(Broken):
     async def __init__(self) -> None:  # type: ignore[misc]
         raise ZeroDivisionError("in the constructor")
@@ -370,6 +408,9 @@ class BrokenAsync(Broken):
         (Broken, {}, ["'b' failed in its constructor: ZeroDivisionError: in the constructor"]),
         (BrokenAsync, {}, ["'b' failed in its constructor: ZeroDivisionError: in the constructor"]),
         (Quits, {}, ["failed in its constructor", "SystemExit: 3"]),
+        (Mute, {}, ["failed in its constructor: MuteError: <its text cannot be made: TypeError>"]),
+        (MuteReconfigure, {"user_config": 1}, ["failed in reconfigure(): MuteError: <its text cannot"]),
+        (MuteCheck, {}, ["'b' raised MuteError: <its text cannot be made"]),
         ("absent_module.Name", {}, ["could not be loaded", "there is no module 'absent_module'"]),
         (Model, {"user_config": "bad"}, [r"failed in reconfigure(): ValueError: bad config"]),
         (plain, {"user_config": 1}, ["failed in reconfigure()", "has no reconfigure() method"]),
@@ -699,7 +740,7 @@ def test_an_error_after_the_start_of_the_response_cuts_it_off(
     definition: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def scenario(replica: Replica) -> None:
-        with pytest.raises(KeyError, match="late"):
+        with pytest.raises(packed_errors.PackedError, match="KeyError: 'late'"):
             await http(replica)
         assert replica.load() == Load(0, 0)
 

@@ -22,6 +22,7 @@ from daskserve.data.replica.runner import RunResult
 from daskserve.data.replica.wall import Wall
 from daskserve.errors import ClosedError, UserCodeError
 from daskserve.loops.hops import Hop
+from daskserve.payload.packed_errors import PackedError
 
 DEADLINE_S = 10.0
 
@@ -256,15 +257,15 @@ def test_a_reserved_thread_works_while_all_others_are_busy() -> None:
 def test_errors_of_user_code_arrive_as_they_are(event_loop: str) -> None:
     async def scenario(wall: Wall) -> None:
         async def fail_async() -> None:
-            raise KeyError("async")
+            raise KeyError("mine")
 
         def fail() -> None:
-            raise KeyError("plain")
+            raise KeyError("mine")
 
-        with pytest.raises(KeyError, match="async"):
-            await wall.run_async(fail_async)
-        with pytest.raises(KeyError, match="plain"):
-            await wall.run_sync(fail)
+        for failing in (wall.run_async(fail_async), wall.run_sync(fail)):
+            with pytest.raises(PackedError) as caught:
+                await failing
+            assert repr(caught.value.load()) == "KeyError('mine')"
 
     run(scenario, event_loop=event_loop)
 
@@ -281,10 +282,10 @@ def test_an_exception_that_would_end_the_loop_ends_only_the_call(
         def end() -> None:
             raise error
 
-        with pytest.raises(UserCodeError, match=type(error).__name__):
-            await wall.run_async(end_async)
-        with pytest.raises(UserCodeError, match=type(error).__name__):
-            await wall.run_sync(end)
+        for ending in (wall.run_async(end_async), wall.run_sync(end)):
+            with pytest.raises(PackedError, match=type(error).__name__) as caught:
+                await ending
+            assert isinstance(caught.value.known, UserCodeError)
         assert await wall.run_sync(str, "alive") == "alive"
 
     run(scenario, event_loop=event_loop)
@@ -292,7 +293,7 @@ def test_an_exception_that_would_end_the_loop_ends_only_the_call(
 
 def test_a_function_may_raise_stop_iteration() -> None:
     async def scenario(wall: Wall) -> None:
-        with pytest.raises(RuntimeError, match="StopIteration"):
+        with pytest.raises(PackedError, match="StopIteration"):
             await wall.run_sync(next, iter(()))
 
     run(scenario)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from daskserve import errors
+from daskserve.payload.packed_errors import pack_now
 from daskserve.proxies.ingress.errors import ErrorReply, reply_to
 
 RETRY_1 = ((b"retry-after", b"1"),)
@@ -48,6 +49,17 @@ class UserMistakeError(ValueError):
 )
 def test_each_error_has_its_reply(error: Exception, expected: ErrorReply) -> None:
     assert reply_to(error, "42") == expected
+
+
+def test_what_user_code_passes_on_has_the_reply_of_its_cause() -> None:
+    for error in (errors.BackPressureError("full", retry_after_s=3), errors.RequestTimeoutError("late")):
+        packed = pack_now(error)
+        assert packed is not None
+        assert reply_to(packed, "42") == reply_to(error, "42")
+    packed = pack_now(UserMistakeError("secret"))
+    assert packed is not None
+    assert reply_to(packed, "42") == reply_to(UserMistakeError("secret"), "42")
+    assert "UserMistakeError: secret" in reply_to(packed, "42", debug=True).text
 
 
 def test_only_debug_shows_the_traceback_of_a_fault() -> None:
