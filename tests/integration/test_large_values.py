@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -69,12 +70,12 @@ def segments_of(*processes: int) -> list[str]:
     found = []
     for parent in processes:
         for each in (parent, *(child.pid for child in psutil.Process(parent).children(recursive=True))):
-            try:
-                maps = Path(f"/proc/{each}/maps").read_text(encoding="utf-8").splitlines()
-                files = [os.readlink(file) for file in Path(f"/proc/{each}/fd").iterdir()]
-            except OSError:
-                continue
-            found += [f"{each}: {line}" for line in (*maps, *files) if "memfd:daskserve" in line]
+            with contextlib.suppress(OSError):  # the process has ended
+                names = Path(f"/proc/{each}/maps").read_text(encoding="utf-8").splitlines()
+                for file in Path(f"/proc/{each}/fd").iterdir():
+                    with contextlib.suppress(OSError):  # another thread has closed the file
+                        names.append(os.readlink(file))
+                found += [f"{each}: {name}" for name in names if "memfd:daskserve" in name]
     return found
 
 
