@@ -29,6 +29,8 @@ def read(records: Mapping[str, bytes]) -> tuple[Change, dict[str, CorruptRecordE
 def restore(records: Mapping[str, bytes]) -> tuple[State, dict[str, CorruptRecordError]]:
     """Return the state from stored records, and the reasons why some records cannot be read."""
     change, corrupt = read(records)
+    for key, error in corrupt.items():
+        logger.error("Stored record %s is skipped: %s", key, error)
     state = State()
     state.apply(change)
     return state, corrupt
