@@ -72,7 +72,7 @@ class Acting:
         lock: AbstractAsyncContextManager[Any],
         proxy_start: Callable[[ProxyRecord], ProxyStart],
         poke: Callable[[Iterable[str] | None], None],
-        announce: Callable[[Iterable[str]], None],
+        announce: Callable[[Iterable[str]], object],
         debug: bool,
     ) -> None:
         self._cluster = cluster
