@@ -25,12 +25,14 @@
     │   └── PortInUseError     (OSError, ValueError)
     ├── DeployError            (RuntimeError) 500  the change failed
     │   ├── ReplicaStartError                      the user's constructor raised; carries the traceback
+    │   │   └── CodeLoadError                      deploy it again: the code is lost, or cannot be loaded
     │   ├── NoCapacityError                        no worker has room
     │   ├── SupersededError                  409   a later change replaced it; see by whom
     │   └── DeletedError                     410   deploy it again: it was deleted meanwhile
     ├── BackPressureError                    503   retry later
     ├── UnavailableError                     503   retry: no replica could take the request
     │   ├── DeploymentUnavailableError             deploy it again: its last deploy failed
+    │   │   └── CodeUnavailableError               deploy it again: its code is lost, or cannot be loaded
     │   ├── DeploymentIsBeingDeletedError          deploy it again, or call another one
     │   ├── ReplicaUnavailableError                choose another replica
     │   ├── QuarantinedError                       find out what ends the processes of this request
@@ -203,6 +205,10 @@ class ReplicaStartError(DeployError):
         self.user_traceback = user_traceback
 
 
+class CodeLoadError(ReplicaStartError):
+    """The code of a replica is lost or damaged, or cannot be loaded where it should run."""
+
+
 class NoCapacityError(DeployError):
     """No worker has room for a replica."""
 
@@ -331,6 +337,12 @@ class DeploymentUnavailableError(UnavailableError):
 
     is_retryable = False
     public_reason = "its deployment failed to deploy"
+
+
+class CodeUnavailableError(DeploymentUnavailableError):
+    """The deployment has no replica, and cannot start one: its code is lost, or cannot be loaded."""
+
+    public_reason = "its code is lost or cannot be loaded; it has to be deployed again"
 
 
 class DeploymentIsBeingDeletedError(UnavailableError):

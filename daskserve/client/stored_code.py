@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from daskserve.client.connection import InstanceConnection
-from daskserve.errors import BadRequestError, BlockingCallError, InstanceError, NotFoundError
+from daskserve.errors import BadRequestError, BlockingCallError, CodeLoadError, InstanceError, NotFoundError
 from daskserve.payload.parcels import Parcel, unpack_code
 
 #: What `StoredCode.load` returns: the fields of `daskserve.client.classic_deployment.ClassicDeployment` that
@@ -37,8 +37,14 @@ class StoredCode:
         BadRequestError
             It cannot be unpickled here.
         NotFoundError
-            It is large, so it stayed with the instance, which does not have it any more.
+            It is large, so it stayed with the instance, which does not have it any more; or the store has
+            lost it.
         """
+        if not self.code:
+            raise NotFoundError(
+                f"The code of deployment '{self.deployment}' is lost or damaged in its instance's "
+                "store. Deploy it again from its source."
+            )
         parcel = Parcel.labelled(self.code)
         parts = () if parcel is None else await self._fetch(parcel, asynchronous=asynchronous)
         try:
@@ -64,7 +70,7 @@ class StoredCode:
         fetching = link.cluster(self.connection.instance).fetch_parcel(self.code_name, parcel)
         try:
             return await link.wait(fetching) if asynchronous else link.sync(fetching)
-        except (KeyError, InstanceError) as error:
+        except (KeyError, CodeLoadError, InstanceError) as error:
             raise NotFoundError(
                 f"The code of deployment '{self.deployment}' is no longer stored: the deployment was deleted "
                 "or changed meanwhile. Call serve.get_deployment() again."

@@ -153,12 +153,13 @@ class StoreChange:
 
     ``parcels`` are the digests of the parcels behind codes that are written, by the code's name. A change
     that ``must_last`` fails if the store is lost; what the controller does by itself is kept in memory, for
-    `Store.rewrite`.
+    `Store.rewrite`. One that ``may_wait`` survives a power loss once a later one that may not is written.
     """
 
     records: Mapping[str, bytes | None] = field(default_factory=dict)
     parcels: Mapping[str, str] = field(default_factory=dict)
     must_last: bool = True
+    may_wait: bool = False
 
 
 class Store(Protocol):

@@ -97,7 +97,9 @@ class RemoteStore:
 
     async def commit(self, epoch: int, change: StoreChange) -> None:
         try:
-            await self._write("commit_records", epoch, change, must_last=change.must_last)
+            await self._write(
+                "commit_records", epoch, change, must_last=change.must_last, may_wait=change.may_wait
+            )
         except StoreLostError as error:
             self._problems = {**self._problems, "store": str(error)}
             raise

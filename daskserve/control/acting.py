@@ -24,7 +24,14 @@ from daskserve.control.ranks import standing_of
 from daskserve.control.records import ReplicaRecord
 from daskserve.control.replica_actions import ReconfigureReplica, StartReplica, StopReplica
 from daskserve.control.state import State
-from daskserve.errors import ActorLostError, InstanceError, RequestTimeoutError, ServeError, UnavailableError
+from daskserve.errors import (
+    ActorLostError,
+    CodeLoadError,
+    InstanceError,
+    RequestTimeoutError,
+    ServeError,
+    UnavailableError,
+)
 from daskserve.starts import ProxyStart, ReplicaStart, dump_config
 from daskserve.types import ActorKind, Standing, UseReport, as_standing, described, short_tag
 
@@ -50,6 +57,8 @@ class Acting:
         Returns the start message of a proxy.
     poke
         Wakes the loop for some backends, or (None) for everything.
+    announce
+        Publishes backends about which routers must know more than their records say.
     """
 
     def __init__(
@@ -63,6 +72,7 @@ class Acting:
         lock: AbstractAsyncContextManager[Any],
         proxy_start: Callable[[ProxyRecord], ProxyStart],
         poke: Callable[[Iterable[str] | None], None],
+        announce: Callable[[Iterable[str]], object],
         debug: bool,
     ) -> None:
         self._cluster = cluster
@@ -73,6 +83,7 @@ class Acting:
         self._lock = lock
         self._proxy_start = proxy_start
         self._poke = poke
+        self.announce = announce
         self._debug = debug
         self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._told: UseReport | None = None
@@ -142,7 +153,7 @@ class Acting:
         try:
             # Now, and not when the task begins: by then there may be a newer config than its record says.
             spec = self._replica_spec(replica)
-        except InstanceError as error:
+        except (CodeLoadError, InstanceError) as error:
             self._observed.failed[replica.tag] = error
             self._poke([replica.backend])
             return
@@ -175,8 +186,9 @@ class Acting:
         backend = self._state.backends[replica.backend]
         code = self._state.codes.get(f"{replica.backend}@{replica.version}")
         if code is None:
-            raise InstanceError(
-                f"The store has no code for version {replica.named_version} of {described(replica.backend)}."
+            raise CodeLoadError(
+                f"The store has no code for version {replica.named_version} of {described(replica.backend)}: "
+                "it is lost or damaged. Deploy it again."
             )
         return ActorSpec(
             kind=ActorKind.REPLICA,

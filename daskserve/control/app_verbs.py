@@ -5,7 +5,7 @@ An application is one change: the records of all its deployments are written at 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -37,6 +37,7 @@ def deploy(
     now: float,
     expected: Mapping[str, str] | None = None,
     by: str = "",
+    unloadable: Collection[BackendTag] = (),
 ) -> Deployed:
     """Deploy applications in one change; a repeated call, or one that changes nothing, is without a change.
 
@@ -44,6 +45,8 @@ def deploy(
     ----------
     expected : dict, optional
         The ids of the calls whose applications this one may replace, by name; empty: there must be none.
+    unloadable
+        The backends whose code cannot be loaded, and is replaced even by that of the same version.
 
     Raises
     ------
@@ -59,7 +62,16 @@ def deploy(
     found = Deployed()
     first = goals.next_number(state)
     for number, spec in enumerate(specs, first):
-        outcome = _deploy(state, spec, found.change, goal_id=new_goal(), number=number, now=now, by=by)
+        outcome = _deploy(
+            state,
+            spec,
+            found.change,
+            goal_id=new_goal(),
+            number=number,
+            now=now,
+            by=by,
+            unloadable=unloadable,
+        )
         found.change.update(outcome.change)
         found.goals[spec.name] = outcome.goal
         found.updating[spec.name] = outcome.is_update
@@ -130,6 +142,7 @@ def _deploy(
     number: int,
     now: float,
     by: str,
+    unloadable: Collection[BackendTag],
 ) -> Outcome:
     existing = state.apps.get(spec.name)
     is_new = existing is None or existing.is_deleting
@@ -144,7 +157,9 @@ def _deploy(
             raise AlreadyRegisteredError(
                 f"Cannot deploy '{each.spec.tag}': two applications of this call have that deployment."
             )
-        found = backend_verbs.deployed(state, each.spec, now=now, application=spec.name, member=each)
+        found = backend_verbs.deployed(
+            state, each.spec, now=now, application=spec.name, member=each, unloadable=unloadable
+        )
         if found is not None:
             record, code = found
             change[code.key] = code

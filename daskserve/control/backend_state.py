@@ -27,7 +27,7 @@ from daskserve.control.replica_lifecycle import PLACED_STATES, ReplicaEvent, mov
 from daskserve.control.scaled import autoscaling_of, bounds_of, scaled
 from daskserve.control.start_results import lost_error, start_error, with_facts
 from daskserve.control.step import Step, World
-from daskserve.errors import RequestTimeoutError, ServeError
+from daskserve.errors import CodeLoadError, RequestTimeoutError, ServeError
 from daskserve.types import ReplicaState, ReplicaTag, WorkerAddress
 
 #: The config id of a replica that has not yet answered a reconfiguration: it may run with either config.
@@ -152,7 +152,7 @@ class _Stepper:
         if goal is not None and has_more and self.backend.tag in goal.failures:
             failures = {tag: count for tag, count in goal.failures.items() if tag != self.backend.tag}
             self.step.change[goal.key] = replace(goal, failures=failures)
-        self.notes.failures, self.notes.retry_at = 0, None
+        self.notes.failures, self.notes.retry_at, self.notes.unloadable = 0, None, None
 
     def note_failure(self, replica: ReplicaRecord, error: BaseException) -> None:
         if self.backend.is_deleting or replica.version != self.backend.version:
@@ -166,6 +166,7 @@ class _Stepper:
                 self.fail_goal(start_error(self.backend.tag, error))
             return
         notes.failures += 1
+        notes.unloadable = str(error) if isinstance(error, CodeLoadError) else None
         pause_s = min(MAX_START_RETRY_S, START_RETRY_S * 2 ** (notes.failures - 1))
         notes.retry_at = self.world.now + pause_s
         notes.waiting = f"a replica failed to start, trying again in {shown(pause_s)} s: {error}"
@@ -200,7 +201,7 @@ class _Stepper:
         world, notes, replicas = self.world, self.notes, self.replicas
         if goal.goal_id != world.observed.goals.get(self.backend.tag):
             # A new goal starts immediately, even if the previous one failed often or found no room.
-            notes.failures, notes.retry_at, notes.told_at = 0, None, world.now
+            notes.failures, notes.retry_at, notes.unloadable, notes.told_at = 0, None, None, world.now
             notes.full_since, notes.full_from, notes.drained_at_once = None, None, 1
         if not progress.is_overdue(world, self.step, goal, self.backend, replicas):
             return
@@ -374,7 +375,7 @@ class _Stepper:
             self.step.wake(self.world.now)  # first, routers learn why it is deleted
             return
         self.step.change[backend.key] = None
-        self.notes.failures, self.notes.retry_at = 0, None
+        self.notes.failures, self.notes.retry_at, self.notes.unloadable = 0, None, None
         self.step.change.update({code.key: None for code in state.codes_of(backend.tag)})
         self.step.change.update(app_state.removed(state, backend))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -110,14 +111,23 @@ def create_backend(state: State, spec: BackendSpec, *, goal_id: GoalId, now: flo
     return Outcome(change, goal_id)
 
 
-def deploy(state: State, spec: BackendSpec, *, goal_id: GoalId, now: float, by: str = "") -> Outcome:
+def deploy(
+    state: State,
+    spec: BackendSpec,
+    *,
+    goal_id: GoalId,
+    now: float,
+    by: str = "",
+    unloadable: Collection[BackendTag] = (),
+) -> Outcome:
     """Register a deployment's backend, or update an existing one to this code and config.
 
-    The same version and config change nothing. The same version with another config reconfigures replicas in
-    place. Another version replaces the replicas, new before old.
+    The same version and config change nothing, unless the code is lost or ``unloadable``: it is replaced. The
+    same version with another config reconfigures replicas in place. Another version replaces the replicas,
+    new before old.
     """
     existing = state.backends.get(spec.tag)
-    wanted = deployed(state, spec, now=now)
+    wanted = deployed(state, spec, now=now, unloadable=unloadable)
     if wanted is None and existing is not None:
         is_repeated = existing.request_id == spec.request_id
         return Outcome({}, existing.goal, is_update=is_repeated)
@@ -135,6 +145,7 @@ def deployed(
     now: float,
     application: str = "",
     member: DeploymentSpec | None = None,
+    unloadable: Collection[BackendTag] = (),
 ) -> tuple[BackendRecord, CodeRecord] | None:
     """Return the records of a deployment after its deploy; None if nothing changes.
 
@@ -172,7 +183,8 @@ def deployed(
             record.config_id,
             record.needs,
         )
-        if is_same and existing.config.to_plain() == record.config.to_plain():
+        has_code = code.name in state.codes and spec.tag not in unloadable
+        if is_same and has_code and existing.config.to_plain() == record.config.to_plain():
             return None
     return scaling.carried_over(record, existing, now), code
 

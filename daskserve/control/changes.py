@@ -151,7 +151,12 @@ class ChangingVerbs:
         wanted = BackendSpec.from_plain(spec)
         async with self._deciding([wanted.request_id]):
             outcome = backend_verbs.deploy(
-                self._core.state, wanted, goal_id=self._goal_id(), now=self._core.clock.wall(), by=by
+                self._core.state,
+                wanted,
+                goal_id=self._goal_id(),
+                now=self._core.clock.wall(),
+                by=by,
+                unloadable=self._core.observed.unloadable.keys(),
             )
             change = dict(outcome.change)
             change.update(
@@ -194,6 +199,7 @@ class ChangingVerbs:
                 now=self._core.clock.wall(),
                 expected=expected,
                 by=by,
+                unloadable=self._core.observed.unloadable.keys(),
             )
             await self._core.writer.commit(deployed.change)
         self._core.loop.poke(deployed.tags)

@@ -13,6 +13,11 @@ from daskserve.payload.parcels import Parcel
 
 logger = logging.getLogger("daskserve.controller")
 
+#: The kinds of records whose last changes a power loss of the scheduler's machine may take back: of what runs
+#: without a record, the next controller stops what it does not want, and starts anew what it wants. What a
+#: caller has been told, and what it asked for, is in others.
+PASSING = ("replica/", "proxy/")
+
 
 def read(records: Mapping[str, bytes]) -> tuple[Change, dict[str, CorruptRecordError]]:
     """Return the stored records, and the reasons why some cannot be read."""
@@ -29,6 +34,8 @@ def read(records: Mapping[str, bytes]) -> tuple[Change, dict[str, CorruptRecordE
 def restore(records: Mapping[str, bytes]) -> tuple[State, dict[str, CorruptRecordError]]:
     """Return the state from stored records, and the reasons why some records cannot be read."""
     change, corrupt = read(records)
+    for key, error in corrupt.items():
+        logger.error("Stored record %s is skipped: %s", key, error)
     state = State()
     state.apply(change)
     return state, corrupt
@@ -43,7 +50,8 @@ async def write(store: Store, epoch: int, change: Change, *, must_last: bool = T
     """Store a change as one transaction; see `StoreChange.must_last`."""
     if change:
         encoded = {key: None if record is None else encode(record) for key, record in change.items()}
-        await store.commit(epoch, StoreChange(encoded, _parcels(change), must_last))
+        may_wait = not must_last and all(key.startswith(PASSING) for key in change)
+        await store.commit(epoch, StoreChange(encoded, _parcels(change), must_last, may_wait))
 
 
 async def rewrite(store: Store, epoch: int, state: State, unreadable: Collection[str]) -> int:

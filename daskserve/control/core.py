@@ -74,8 +74,6 @@ class ControllerCore:
         records = await self.cluster.store.load()
         self.state, self.corrupt = checkpoint.restore(records)
         self.observed.inherited = goals.pending(self.state)
-        for key, error in self.corrupt.items():
-            logger.error("Stored record %s is skipped: %s", key, error)
         self.writer = Writer(self.cluster.store, self.epoch, self.state, self._apply)
         self._acting = Acting(
             self.cluster,
@@ -86,6 +84,7 @@ class ControllerCore:
             lock=self.writer,
             proxy_start=self._proxy_start,
             poke=self._poke,
+            announce=lambda tags: self._notify(f"backend/{tag}" for tag in tags),
             debug=self.http.debug,
         )
         self._reconciler = Reconciler(
@@ -259,6 +258,7 @@ class ControllerCore:
     def _apply(self, change: Change) -> None:
         self.state.apply(change)
         for key, record in change.items():
+            self.corrupt.pop(key, None)
             if record is None and key.startswith("replica/"):
                 self.observed.forget_replica(key.removeprefix("replica/"))
             elif record is None and key.startswith("proxy/"):
@@ -317,7 +317,7 @@ class ControllerCore:
             elif kind == "endpoint":
                 values[key] = endpoint_state.published(self.state.endpoints.get(name))
             else:
-                values[key] = views.published_backend(self.state, name)
+                values[key] = views.published_backend(self.state, name, self.observed.unloadable.get(name))
         return self.news.notify(values)
 
     def _announce_silent(self) -> None:

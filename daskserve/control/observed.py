@@ -91,6 +91,8 @@ class Notes:
         The pending goal, and the highest number of replicas that have run its version at once.
     told_at : float or None
         When the log last said what the change waits for.
+    unloadable : str or None
+        Why the last replica could not load its code; None if one could since.
     full_since : float or None
         Since when a rollout has found no room for an additional replica, or has ``max_surge`` 0.
     goal : str or None
@@ -114,6 +116,7 @@ class Notes:
     full_from: float | None = None
     most: tuple[GoalId | None, int] = (None, 0)
     told_at: float | None = None
+    unloadable: str | None = None
     goal: GoalId | None = None
     drained_at_once: int = 1
     stays: ReplicaTag | None = None
@@ -170,6 +173,8 @@ class Observed:
     most: dict[BackendTag, tuple[GoalId | None, int]] = field(default_factory=dict)
     #: When the log last said what a backend's change waits for.
     told_at: dict[BackendTag, float] = field(default_factory=dict)
+    #: Why a backend's replicas cannot load its code.
+    unloadable: dict[BackendTag, str] = field(default_factory=dict)
     #: The last replicas of each backend that died, oldest first.
     dead: dict[BackendTag, tuple[DeadReplica, ...]] = field(default_factory=dict)
     #: Number of old replicas that such a rollout stops together, where it is not 1.
@@ -304,6 +309,7 @@ class Observed:
             self.full_from.get(tag),
             self.most.get(tag, (None, 0)),
             self.told_at.get(tag),
+            self.unloadable.get(tag),
             drained_at_once=self.drained_at_once.get(tag, 1),
         )
 
@@ -316,6 +322,7 @@ class Observed:
         _put(self.full_from, tag, notes.full_from)
         _put(self.most, tag, None if notes.most[0] is None else notes.most)
         _put(self.told_at, tag, notes.told_at)
+        _put(self.unloadable, tag, notes.unloadable)
         _put(self.goals, tag, notes.goal)
         if notes.dead:
             self.dead[tag] = (*self.dead.get(tag, ()), *notes.dead)[-KEPT_DEAD:]

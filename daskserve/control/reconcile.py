@@ -293,8 +293,13 @@ class Reconciler:
             return None
 
     def _learn(self, taken: list[tuple[BackendRecord, Step]]) -> None:
+        unloadable = self._observed.unloadable
+        before = {backend.tag: unloadable.get(backend.tag) for backend, _ in taken}
         for backend, step in taken:
             self._observed.learn(backend.tag, step.notes)
+        changed = [tag for tag, reason in before.items() if unloadable.get(tag) != reason]
+        if changed:
+            self._acting.announce(changed)
 
     def _affected(self, backend: BackendRecord, change: Change, later: set[str]) -> set[str]:
         """Return the backends for which a change from a step of one of them matters.

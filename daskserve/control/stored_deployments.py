@@ -59,9 +59,10 @@ def stored_application(state: State, name: str) -> dict[str, Any]:
 
 
 def _spec_of(state: State, backend: BackendRecord) -> BackendSpec:
+    code = state.codes.get(backend.code_key)
     return BackendSpec(
         tag=backend.tag,
-        code=state.codes[backend.code_key].code,
+        code=b"" if code is None else code.code,  # lost or damaged; the rest can still be listed
         config=backend.config,
         user_config=backend.user_config,
         actor_options=backend.actor_options,

@@ -243,8 +243,11 @@ def snapshot(state: State, instance: str) -> dict[str, Any]:
     return found
 
 
-def published_backend(state: State, tag: str) -> Any:
-    """Return the published value of a backend for routers; None if it is gone."""
+def published_backend(state: State, tag: str, unloadable: str | None = None) -> Any:
+    """Return the published value of a backend for routers; None if it is gone.
+
+    ``unloadable`` is why its replicas cannot load its code, if they cannot.
+    """
     backend = state.backends.get(tag)
     if backend is None:
         return None
@@ -266,6 +269,8 @@ def published_backend(state: State, tag: str) -> Any:
         value["autoscaled"] = True
     if backend.capacity == 0:
         value["off"] = True
+    if unloadable is not None:
+        value["unloadable"] = unloadable
     if backend.is_deleting and app_state.may_stop(state, backend):
         # Why, if its first deploy failed; else nothing. As long as others call it, it is as before to them.
         value["ending"] = backend.last_error
@@ -339,5 +344,7 @@ VIEWS: Mapping[str, Callable[[State, Observed], Any]] = {
     ),
     "goals": lambda state, _: goals(state),
     "list_deployments": lambda state, _: list_deployments(state),
-    "replica_sets": lambda state, _: {tag: published_backend(state, tag) for tag in state.backends},
+    "replica_sets": lambda state, observed: {
+        tag: published_backend(state, tag, observed.unloadable.get(tag)) for tag in state.backends
+    },
 }

@@ -118,7 +118,12 @@ class Writer:
     async def _read_again(self, change: Change, then: Then | None) -> None:
         stored, unreadable = checkpoint.read(await self._store.load())
         known = self._state.records()
-        difference: Change = {key: None for key in known if key not in stored and key not in unreadable}
+        # What was damaged meanwhile is still known here.
+        damaged = {*unreadable, *self._store.problems()} - stored.keys()
+        if saved := {key: known[key] for key in sorted(damaged) if key in known}:
+            logger.warning("Stored records were damaged and are written anew: %s", ", ".join(saved))
+            await checkpoint.write(self._store, self._epoch, dict(saved), must_last=False)
+        difference: Change = {key: None for key in known if key not in stored and key not in damaged}
         difference.update({key: each for key, each in stored.items() if each != known.get(key)})
         self._doubtful = None
         if difference:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import pytest
 from control_harness import backend, endpoint, goal, replica
+from controller_harness import ScriptedStore, Stage, play
 
 from daskserve.cluster.base import StoreChange
 from daskserve.cluster.store.opening import MemoryStore
@@ -80,3 +81,21 @@ def test_a_replaced_controller_cannot_write() -> None:
         assert list(await store.load()) == ["backend/b"]
 
     asyncio.run(scenario())
+
+
+def test_a_deploy_costs_two_changes_that_are_synced() -> None:
+    """What was asked for, and that it is complete; all else may wait for the second."""
+    synced: list[set[str]] = []
+
+    class SyncingStore(ScriptedStore):
+        async def commit(self, epoch: int, change: StoreChange) -> None:
+            await super().commit(epoch, change)
+            if change.records and not change.may_wait:
+                synced.append({key.partition("/")[0] for key in change.records})
+
+    async def scenario(stage: Stage) -> None:
+        await stage.deploy(num_replicas=3)
+        assert synced == [{"backend", "code", "endpoint", "goal"}, {"backend", "goal", "replica"}]
+        assert stage.store.commits > 2
+
+    play(scenario, store=SyncingStore())

@@ -13,7 +13,7 @@ from typing import Any
 
 from daskserve.cluster.base import InstanceStore
 from daskserve.cluster.parcel_memory import PIECE_BYTES, ParcelMemory, Place
-from daskserve.errors import BadRequestError, InstanceError
+from daskserve.errors import BadRequestError, CodeLoadError, InstanceError
 from daskserve.types import InstanceName
 
 #: How long the content of a parcel is kept for a change that does not come.
@@ -161,7 +161,13 @@ class InstanceParcels:
                 records = await self._store.load()
                 rows = [f"{_ROW}{code}/{number}" for number in range(self._rows.get(code, 0))]
                 if not rows or any(each not in records for each in rows):
-                    raise InstanceError(f"The store has lost the constructor arguments of {code}.")
+                    raise CodeLoadError(
+                        f"The store has lost the constructor arguments of {code}. Deploy it again."
+                    )
+                if not bytes(records[rows[0]]).startswith(bytes.fromhex(digest)):
+                    raise CodeLoadError(
+                        f"The store has other constructor arguments than those of {code}. Deploy it again."
+                    )
                 self._memory[digest] = await asyncio.to_thread(_join, [records[each] for each in rows])
                 self._digests[code] = digest
             return self._memory[digest]

@@ -35,11 +35,13 @@ async def _commit(
     records: Mapping[str, bytes | None],
     parcels: Mapping[str, str],
     must_last: bool = True,
+    may_wait: bool = False,
 ) -> dict[str, str]:
     """Write a transaction; return the store's problems."""
     check_epoch(entry, epoch)
     rows = entry.parcels.rows_of(records, parcels)
-    await entry.store.commit(epoch, StoreChange({**records, **rows}, must_last=must_last))
+    change = StoreChange({**records, **rows}, must_last=must_last, may_wait=may_wait)
+    await entry.store.commit(epoch, change)
     entry.parcels.committed(records, parcels)
     return dict(entry.store.problems())
 

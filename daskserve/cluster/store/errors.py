@@ -11,6 +11,10 @@ class StoreError(InstanceError):
     """The store cannot be used until its URL, or the location that the URL names, is fixed."""
 
 
+class StoreIncompleteError(StoreError):
+    """Records are missing that the store should have, as in a copy of a part of it."""
+
+
 class StoreFormatError(StoreError):
     """A newer version of daskserve wrote the store."""
 

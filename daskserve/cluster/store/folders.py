@@ -3,10 +3,11 @@
 Creation is atomic and exclusive: an object appears complete or not at all, is never rewritten, and is created
 only if its name is free. The implementation depends on the file system:
 
-1. On a disk (`LocalFolder`): the object is written and synced under a temporary name, then *hard-linked* to
-   its final name, and the folder is synced. A rename is also atomic, but silently replaces an existing file;
-   a link fails. On file systems without hard links, an empty file first reserves the name, and the object is
-   renamed over it. A crash in between leaves an empty object, which the journal ignores.
+1. On a disk (`LocalFolder`): the object is written under a temporary name, then *hard-linked* to its final
+   name; then the object and the folder are synced, both at once, because each sync may take long. A rename is
+   also atomic, but silently replaces an existing file; a link fails. On file systems without hard links, an
+   empty file first reserves the name, and the object is renamed over it. A crash in between, or a power loss
+   before the sync, leaves an empty or cut-off object that was not acknowledged, which the journal ignores.
 2. On an object store (`RemoteFolder` on S3, GCS, Azure and other file systems that implement fsspec's
    ``mode="create"``): one conditional put. Puts are atomic there.
 3. On any other file system of fsspec (HDFS, SFTP, SMB): the object is written under a temporary name, then
@@ -19,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
+import threading
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -30,6 +32,8 @@ from daskserve.cluster.store.errors import StoreError, StoreUnavailableError, wi
 from daskserve.errors import ServeError
 
 TEMPORARY = "tmp"
+#: Number of objects that wait to be synced with a later one.
+MAX_UNSYNCED = 8
 #: A temporary file older than this has no live writer.
 ABANDONED_S = 3600.0
 
@@ -40,8 +44,11 @@ class Folder(Protocol):
     def prepare(self, folders: Sequence[str]) -> None:
         """Create the given folders; raise `StoreError` if objects cannot be stored here."""
 
-    def create(self, name: str, data: bytes) -> None:
-        """Create an object, durable once this returns; raise `FileExistsError` if its name is taken."""
+    def create(self, name: str, data: bytes, *, may_wait: bool = False) -> None:
+        """Create an object, durable once this returns; raise `FileExistsError` if its name is taken.
+
+        One that ``may_wait`` is durable once a later one is that may not.
+        """
 
     def read(self, names: Sequence[str]) -> dict[str, bytes]:
         """Return the contents of objects; raise `FileNotFoundError` if one is missing."""
@@ -64,6 +71,8 @@ class LocalFolder:
 
     def __init__(self, root: Path) -> None:
         self._root = root
+        #: What is written and not synced yet.
+        self._unsynced: list[Path] = []
 
     def prepare(self, folders: Sequence[str]) -> None:
         # The instance's folder and its parent, the store's folder, are created here; nothing above them is.
@@ -88,18 +97,22 @@ class LocalFolder:
                 if time.time() - left.stat().st_mtime > ABANDONED_S:
                     left.unlink()
 
-    def create(self, name: str, data: bytes) -> None:
+    def create(self, name: str, data: bytes, *, may_wait: bool = False) -> None:
         path = self._root / name
         temporary = self._root / TEMPORARY / uuid.uuid4().hex
         try:
             with open(temporary, "xb", opener=opener) as file:
                 file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
             self._publish(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
-        _sync(path.parent)
+        before = self._unsynced
+        if may_wait and len(before) < MAX_UNSYNCED:
+            before.append(path)
+            return
+        there = [each for each in (*before, path) if each.exists()]
+        _sync_together([*there, *{each.parent for each in there}])
+        before.clear()
 
     def _publish(self, temporary: Path, path: Path) -> None:
         try:
@@ -127,12 +140,34 @@ class LocalFolder:
             (self._root / name).unlink(missing_ok=True)
 
     def close(self) -> None:
-        pass
+        pass  # the system writes what is not synced yet
 
 
-def _sync(folder: Path) -> None:
-    """Sync a folder, so that the names in it are durable."""
-    handle = os.open(folder, os.O_RDONLY)
+def _sync_together(paths: Sequence[Path]) -> None:
+    """Sync files and folders at the same time: each sync may take long, and none needs another."""
+    errors: list[BaseException] = []
+
+    def run(path: Path) -> None:
+        try:
+            _sync(path)
+        except BaseException as error:
+            # The top of a thread: every error goes to the caller.
+            errors.append(error)
+
+    # Daemons, because a hanging file system must not keep the scheduler from exiting.
+    threads = [threading.Thread(target=run, args=(each,), daemon=True) for each in paths[1:]]
+    for each in threads:
+        each.start()
+    run(paths[0])
+    for each in threads:
+        each.join()
+    if errors:
+        raise errors[0]
+
+
+def _sync(path: Path) -> None:
+    """Sync a file, or a folder, so that the names in it are durable."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
@@ -162,7 +197,7 @@ class RemoteFolder:
             for each in (*folders, TEMPORARY):
                 self._files.makedirs(self._path(each), exist_ok=True)
 
-    def create(self, name: str, data: bytes) -> None:
+    def create(self, name: str, data: bytes, *, may_wait: bool = False) -> None:
         path = self._path(name)
         try:
             if self._is_exclusive:

@@ -161,7 +161,9 @@ class FsspecStore:
 
     # Writing
 
-    def commit(self, epoch: int, records: Mapping[str, bytes | None], must_last: bool = True) -> None:
+    def commit(
+        self, epoch: int, records: Mapping[str, bytes | None], must_last: bool = True, may_wait: bool = False
+    ) -> None:
         with translated_errors(self.url):
             self._refuse_stale(epoch)
             if epoch > self._seen_epoch:
@@ -170,7 +172,7 @@ class FsspecStore:
                 return
             for _ in range(ATTEMPTS):
                 try:
-                    journal = self._append(epoch, records, must_last)
+                    journal = self._append(epoch, records, must_last, may_wait)
                 except FileExistsError:
                     self._journal = None  # another process writes with this epoch; read its changes first
                     continue
@@ -179,7 +181,9 @@ class FsspecStore:
                 return
         raise StoreUnavailableError(f"Another process is writing to the store {self.url}; retry later.")
 
-    def _append(self, epoch: int, records: Mapping[str, bytes | None], must_last: bool) -> Journal:
+    def _append(
+        self, epoch: int, records: Mapping[str, bytes | None], must_last: bool, may_wait: bool
+    ) -> Journal:
         journal = self._known()
         if epoch < journal.last.epoch:
             self._seen_epoch = journal.last.epoch
@@ -193,7 +197,7 @@ class FsspecStore:
             journal.add(change, 0)
             return journal
         data = encode_change(change, self._writer)
-        self._folder.create(f"txn/{change.position.name}", data)
+        self._folder.create(f"txn/{change.position.name}", data, may_wait=may_wait)
         self._refuse_stale(epoch)
         self.problems.check_place(self._lost(), must_last=must_last)
         journal.add(change, len(data))

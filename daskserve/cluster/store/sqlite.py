@@ -2,10 +2,14 @@
 
 An embedded store for instances that outlive their scheduler: one file, no server. With write-ahead logging
 and ``synchronous=FULL``, every commit is one sequential write and one sync. A commit that returned survives
-a crash of the process, a crash of the machine and a power loss, provided the disk honours the sync. Each
-commit is one ``BEGIN IMMEDIATE`` transaction that checks the epoch and writes under one lock, so the fence
-also holds between processes: two schedulers may share a file, and the older controller is refused. The file
-must be on a local disk: SQLite's write-ahead log does not work on network file systems.
+a crash of the process, a crash of the machine and a power loss, provided the disk honours the sync. One that
+may wait (`daskserve.cluster.base.StoreChange`) is not synced: it survives a crash of the process at once, and
+a power loss once a later one is synced, or the file has been idle. `daskserve.cluster.store.sqlite_log` says
+when the log is written back to the file, and how a file tells that it lacks its log.
+
+Each commit is one ``BEGIN IMMEDIATE`` transaction that checks the epoch and writes under one lock, so the
+fence also holds between processes: two schedulers may share a file, and the older controller is refused. The
+file must be on a local disk: SQLite's write-ahead log does not work on network file systems.
 
 A file that is removed or moved stays open, and would take changes that nobody finds again. So a commit
 checks, before it writes *and after*, that the file and its log are those at the path (`FilesWatch`).
@@ -17,16 +21,16 @@ because SQLite has none: a damaged record is moved to ``daskserve_aside``, not r
 from __future__ import annotations
 
 import contextlib
-import os
 import sqlite3
 import time
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from daskserve.amounts import shown
-from daskserve.cluster.store.access import FOLDER_MODE, create_empty, warn_if_shared
+from daskserve.cluster.store.access import FOLDER_MODE, warn_if_shared
 from daskserve.cluster.store.errors import (
     StoreError,
     StoreUnavailableError,
@@ -35,6 +39,19 @@ from daskserve.cluster.store.errors import (
     without_password,
 )
 from daskserve.cluster.store.problems import StoreProblems
+from daskserve.cluster.store.sqlite_files import FilesWatch, check_not_empty, create_whole, incomplete
+from daskserve.cluster.store.sqlite_log import (
+    LOG_BYTES,
+    NEW_MARKS,
+    LogKeeper,
+    accept,
+    log_of,
+    mark,
+    missing,
+    seal,
+    size_of,
+    stamp,
+)
 from daskserve.errors import ServeError
 from daskserve.types import InstanceName
 
@@ -88,31 +105,32 @@ LASTING: Mapping[str, str] = {
 }
 
 
-class FilesWatch:
-    """Whether the files that SQLite has open, the database and its log, are those at their paths."""
-
-    def __init__(self, path: Path) -> None:
-        # SQLite follows links, and keeps its log beside the file itself.
-        self._paths = (path, Path(f"{os.path.realpath(path)}-wal"))
-        self._opened = [_identity(each) for each in self._paths]
-
-    def lost(self) -> str:
-        """Return what has happened to a file; empty if nothing has."""
-        for path, opened in zip(self._paths, self._opened, strict=True):
-            found = _identity(path)
-            if found is None:
-                return f"the file {path} was removed or moved"
-            if found != opened:
-                return f"{path} is another file than the one that was opened"
-        return ""
+def connect(path: Path, *, any_thread: bool = False) -> sqlite3.Connection:
+    """Return a connection to a file, for this thread or for any."""
+    found = sqlite3.connect(
+        path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=not any_thread
+    )
+    # A damaged key must not prevent reading the other records; the checksum detects it.
+    found.text_factory = lambda data: data.decode("utf-8", "surrogateescape")
+    return found
 
 
-def _identity(path: Path) -> tuple[int, int] | None:
-    try:
-        found = os.stat(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    return found.st_dev, found.st_ino
+@dataclass(slots=True)
+class _OpenDatabase:
+    """What a store has open: its connection, the files behind it, and the keeper of their log."""
+
+    connection: sqlite3.Connection
+    files: FilesWatch
+    keeper: LogKeeper | None = None
+
+    def close(self) -> None:
+        if self.keeper is not None:
+            self.keeper.stop()
+            with contextlib.suppress(sqlite3.Error):
+                self.connection.execute("PRAGMA synchronous = NORMAL")
+                seal(self.connection)
+        # Closing the last connection writes the log back, and removes it.
+        self.connection.close()
 
 
 class SqliteStore:
@@ -123,36 +141,62 @@ class SqliteStore:
         self.instance = instance
         self.problems = StoreProblems(self.url, instance)
         self._path = Path(path).absolute()
-        self._connection: sqlite3.Connection | None = None
-        self._files: FilesWatch | None = None
+        self._opened: _OpenDatabase | None = None
 
     # Lifecycle
 
     def open(self) -> None:
+        self._open(repairs=False)
+
+    def repair(self) -> str:
+        """Open the store, and take what the file has for all that it should have; return what it lacks."""
+        return self._open(repairs=True)
+
+    def _open(self, *, repairs: bool) -> str:
         folder = self._path.parent
         if not folder.is_dir():
             raise StoreError(
                 f"The store {self.url} cannot be opened: there is no folder {folder} on the scheduler's "
                 "machine. Create it or use another file."
             )
-        # SQLite gives its log the mode of the file.
-        create_empty(self._path)
         with self._translated_errors():
-            self._connection = sqlite3.connect(self._path, timeout=BUSY_TIMEOUT_S, isolation_level=None)
-            # A damaged key must not prevent reading the other records; the checksum detects it.
-            self._connection.text_factory = lambda data: data.decode("utf-8", "surrogateescape")
+            create_whole(self._path, self._prepare)
+            check_not_empty(self.url, self._path)
+            had_log = bool(size_of(log_of(self._path)))
+            connection = connect(self._path)
+            self._opened = _OpenDatabase(connection, FilesWatch(self._path))
+            lack = self._lack(had_log=had_log)
+            if lack and not repairs:
+                raise incomplete(self.url, self._path, lack)
             self._use_log()
-            self._connection.execute("PRAGMA synchronous = FULL")
+            connection.execute("PRAGMA wal_autocheckpoint = 0")
         with self._transaction() as db:
             self._prepare(db)
-        self._files = FilesWatch(self._path)
-        self.problems.check_place(self._files.lost(), must_last=True)
+            if lack or had_log:
+                accept(db)
+        self._opened.files = FilesWatch(self._path)
+        self.problems.check_place(self._opened.files.lost(), must_last=True)
+        with self._translated_errors():
+            keeping = connect(self._path, any_thread=True)
+            keeping.execute("PRAGMA wal_autocheckpoint = 0")
+            keeping.execute("PRAGMA synchronous = NORMAL")
+        self._opened.keeper = LogKeeper(keeping, self.url)
         warn_if_shared(self._path)
+        return lack
 
     def close(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            opened.close()
+
+    def _lack(self, *, had_log: bool) -> str:
+        """Return what the file lacks, before anything is written to it."""
+        if self._format(self._db) is not None:
+            return missing(self._db, had_log=had_log)
+        (mode,) = self._db.execute("PRAGMA journal_mode").fetchone()
+        is_bare = self._db.execute("SELECT 1 FROM sqlite_master").fetchone() is None
+        # Earlier versions left even the tables to the log.
+        return "all of it was in its log, which is not there" if mode == "wal" and is_bare else ""
 
     def _use_log(self) -> None:
         deadline = time.monotonic() + BUSY_TIMEOUT_S
@@ -178,11 +222,13 @@ class SqliteStore:
             for statement in TABLES:
                 db.execute(statement)
             db.execute("INSERT INTO daskserve_meta VALUES ('format', ?)", (FORMAT,))
+            db.execute(NEW_MARKS)
             return
         check_format(self.url, found, FORMAT)
         for older in range(found, FORMAT):
             db.execute(UPGRADES[older])
             db.execute("UPDATE daskserve_meta SET value = ? WHERE name = 'format'", (older + 1,))
+        db.execute(NEW_MARKS)
 
     @staticmethod
     def _format(db: sqlite3.Connection) -> int | None:
@@ -236,7 +282,7 @@ class SqliteStore:
         if not rowids:
             return
         reason = "The record was damaged in the file (its checksum differs)."
-        with self._transaction() as db:
+        with self._change() as db:
             for rowid in rowids:
                 db.execute(
                     "INSERT INTO daskserve_aside SELECT instance, key, value, crc, ? "
@@ -253,14 +299,18 @@ class SqliteStore:
         kept = {key: f"{reason} It is kept in the table daskserve_aside." for key, reason in aside}
         self.problems.report({**kept, **unreadable})
 
-    def commit(self, epoch: int, records: Mapping[str, bytes | None], must_last: bool = True) -> None:
+    def commit(
+        self, epoch: int, records: Mapping[str, bytes | None], must_last: bool = True, may_wait: bool = False
+    ) -> None:
         written = [
             (self.instance, key, value, _checksum(key, value))
             for key, value in records.items()
             if value is not None
         ]
         removed = [(self.instance, key) for key, value in records.items() if value is None]
-        with self._transaction() as db:
+        if not records and epoch == self.newest_epoch():
+            return self._check_place(must_last)
+        with self._change(is_synced=not may_wait) as db:
             self._check_place(must_last)
             self._advance(db, epoch)
             db.executemany(UPSERT, written)
@@ -268,8 +318,8 @@ class SqliteStore:
         self._check_place(must_last)
 
     def _check_place(self, must_last: bool) -> None:
-        assert self._files is not None
-        self.problems.check_place(self._files.lost(), must_last=must_last)
+        assert self._opened is not None
+        self.problems.check_place(self._opened.files.lost(), must_last=must_last)
 
     def _advance(self, db: sqlite3.Connection, epoch: int) -> None:
         newest = self._epoch(db)
@@ -280,23 +330,22 @@ class SqliteStore:
 
     def rewrite(self, epoch: int, records: Mapping[str, bytes]) -> None:
         rows = [(self.instance, key, value, _checksum(key, value)) for key, value in records.items()]
-        before = self._connection, self._files
-        self._connection = None
+        before, self._opened = self._opened, None
         try:
             with contextlib.suppress(FileExistsError, FileNotFoundError):
                 self._path.parent.mkdir(FOLDER_MODE)  # open() says what is missing above it
             self.open()
-            with self._transaction() as db:
+            with self._change() as db:
                 self._advance(db, epoch)
                 db.execute("DELETE FROM daskserve_records WHERE instance = ?", (self.instance,))
                 db.executemany(UPSERT, rows)
             self._check_place(True)
         except BaseException:
             self.close()
-            self._connection, self._files = before
+            self._opened = before
             raise
-        if before[0] is not None:
-            before[0].close()
+        if before is not None:
+            before.close()
 
     # Epochs
 
@@ -305,7 +354,7 @@ class SqliteStore:
             return self._epoch(self._db)
 
     def claim_epoch(self) -> int:
-        with self._transaction() as db:
+        with self._change() as db:
             # A newer daskserve may have written here since this store was opened.
             check_format(self.url, self._format(db) or FORMAT, FORMAT)
             claimed = self._epoch(db) + 1
@@ -320,13 +369,27 @@ class SqliteStore:
 
     @property
     def _db(self) -> sqlite3.Connection:
-        assert self._connection is not None
-        return self._connection
+        assert self._opened is not None
+        return self._opened.connection
 
     @contextmanager
-    def _transaction(self) -> Iterator[sqlite3.Connection]:
+    def _change(self, *, is_synced: bool = True) -> Iterator[sqlite3.Connection]:
+        """A transaction that changes records or epochs; if it is not synced, a later one takes it along."""
+        with self._transaction(is_synced=is_synced) as db:
+            yield db
+            was_sealed = stamp(db)
+        assert self._opened is not None
+        assert self._opened.keeper is not None
+        self._opened.keeper.note(was_sealed=was_sealed)
+        if (size_of(log_of(self._path)) or 0) > LOG_BYTES:
+            with self._translated_errors():
+                mark(db)
+
+    @contextmanager
+    def _transaction(self, *, is_synced: bool = True) -> Iterator[sqlite3.Connection]:
         db = self._db
         with self._translated_errors():
+            db.execute(f"PRAGMA synchronous = {'FULL' if is_synced else 'NORMAL'}")
             db.execute("BEGIN IMMEDIATE")
             try:
                 yield db

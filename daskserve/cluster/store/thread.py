@@ -148,7 +148,9 @@ class BlockingStore(Protocol):
     def load(self) -> Mapping[str, bytes]:
         """Return all records."""
 
-    def commit(self, epoch: int, records: Mapping[str, bytes | None], must_last: bool) -> None:
+    def commit(
+        self, epoch: int, records: Mapping[str, bytes | None], must_last: bool, may_wait: bool
+    ) -> None:
         """Write one transaction, whole or not at all; raise as `Store.commit` does."""
 
     def rewrite(self, epoch: int, records: Mapping[str, bytes]) -> None:
@@ -197,7 +199,9 @@ class ThreadedStore:
 
     async def commit(self, epoch: int, change: StoreChange) -> None:
         """See `Store.commit`."""
-        await self.calls.run(self.blocking.commit, epoch, dict(change.records), change.must_last)
+        await self.calls.run(
+            self.blocking.commit, epoch, dict(change.records), change.must_last, change.may_wait
+        )
 
     async def rewrite(self, epoch: int, change: StoreChange, unreadable: Sequence[str] = ()) -> None:
         """See `Store.rewrite`."""

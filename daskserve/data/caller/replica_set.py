@@ -12,6 +12,7 @@ from daskserve.clock import Clock, stopwatch
 from daskserve.cluster.base import Cluster, Routes
 from daskserve.data.caller.apart_queue import ApartQueue
 from daskserve.data.caller.load_reports import LoadReports
+from daskserve.data.caller.prospects import Prospects
 from daskserve.data.caller.queued_request import QueuedRequest
 from daskserve.data.caller.replay import Replay
 from daskserve.data.caller.roster import ReplicaEntry, Roster
@@ -20,10 +21,7 @@ from daskserve.data.caller.suspects import Suspects, SuspectTrial
 from daskserve.errors import (
     ActorLostError,
     BackPressureError,
-    DeploymentIsBeingDeletedError,
-    DeploymentUnavailableError,
     ReplicaBusyError,
-    UnavailableError,
 )
 from daskserve.figures.table import MetricSample
 from daskserve.loops.alarm import Alarm
@@ -79,13 +77,10 @@ class ReplicaSet:
         self._apart = ApartQueue(tag, self.roster, suspects, clock, rng, self._serve_waiting)
         #: None until the controller has published it; requests that arrive earlier wait.
         self.max_queued: int | None = None
-        self._is_deleted = False
+        #: Whether there will be replicas for who waits.
+        self.prospects = Prospects(tag)
         #: Set by the first update.
         self._known = asyncio.Event()
-        #: Whether the target capacity is 0 %, so that no replica will start.
-        self._is_off = False
-        #: Why the backend is being deleted: the error of its deploy, or nothing. None if it is not.
-        self._ending: str | None = None
         #: Fires when the first suspended replica may be used again.
         self._alarm = Alarm(self._serve_waiting)
         self.metrics = ReplicaSetMetrics()
@@ -105,7 +100,7 @@ class ReplicaSet:
 
     def samples(self) -> list[MetricSample]:
         """Return the metric samples; none once the backend is deleted."""
-        if self._is_deleted and not (self.waiting or self.in_flight):
+        if self.prospects.is_deleted and not (self.waiting or self.in_flight):
             return []
         return self.metrics.samples(
             self._cluster.instance, self.tag, waiting=self.waiting, in_flight=self.in_flight
@@ -124,7 +119,7 @@ class ReplicaSet:
     def update(self, value: Any) -> None:
         """Apply the state of the backend that the controller published."""
         self._known.set()
-        self._is_deleted = value is None
+        self.prospects.update(value)
         if value is None:
             self.roster.update({}, 1, self._name_of)
             self._fail_waiting()
@@ -137,9 +132,7 @@ class ReplicaSet:
         self.is_autoscaled = value.get("autoscaled", False)
         self.bodies = value.get("bodies", "gather")
         self.max_body_bytes = value.get("max_body_bytes")
-        self._is_off = value.get("off", False)
-        self._ending = value.get("ending")
-        if self._ending is not None or (self._is_off and self.roster.is_empty):
+        if not self.prospects.may_wait(has_replicas=not self.roster.is_empty):
             self._fail_waiting()
         self._serve_waiting()
         if is_first:
@@ -285,8 +278,8 @@ class ReplicaSet:
 
     async def _wait(self, is_rejected: bool, trial: SuspectTrial | None) -> ReplicaEntry:
         """Wait for this request's turn; return a replica, counting one more request in flight."""
-        if self._is_deleted or self._ending is not None or (self._is_off and self.roster.is_empty):
-            raise self._gone()
+        if not self.prospects.may_wait(has_replicas=not self.roster.is_empty):
+            raise self.prospects.error()
         # A request that a replica refused has already passed the queue, so the limit does not apply to it.
         if not is_rejected:
             check_queue(self)
@@ -353,32 +346,7 @@ class ReplicaSet:
         self._waiting.clear()
         for waiter in waiters:
             if not waiter.done():
-                waiter.set_exception(self._gone())
-
-    def ending_error(self) -> UnavailableError | None:
-        """Return the error of requests to a backend that failed to deploy or is being deleted; else None."""
-        if self._ending:
-            return DeploymentUnavailableError(
-                f"{described(self.tag, 'Deployment')} is unavailable because it failed to deploy: "
-                f"{self._ending}"
-            )
-        if self._ending is not None and not self._is_deleted:
-            return DeploymentIsBeingDeletedError(
-                f"{described(self.tag, 'Deployment')} is being deleted.", is_public=True
-            )
-        return None
-
-    def _gone(self) -> UnavailableError:
-        ending = self.ending_error()
-        if ending is not None:
-            return ending
-        if self._is_deleted:
-            return UnavailableError(f"{described(self.tag, 'Backend')} was deleted.", is_public=True)
-        return UnavailableError(
-            f"{described(self.tag, 'Backend')} has no replicas because the target capacity of its instance "
-            "is 0 %.",
-            is_public=True,
-        )
+                waiter.set_exception(self.prospects.error())
 
     def _set_alarm(self) -> None:
         for at in (self.roster.next_resume_at(), self._apart.next_at()):
@@ -387,7 +355,7 @@ class ReplicaSet:
 
     def close(self) -> None:
         """Fail the requests that still wait."""
-        self._is_deleted = True
+        self.prospects.update(None)
         self.roster.update({}, 1, self._name_of)
         self._alarm.cancel()
         self._fail_waiting()

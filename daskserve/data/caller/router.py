@@ -145,7 +145,7 @@ class Router:
     def _gone(self) -> ServeError:
         """Return the error for requests to an endpoint that was deleted, or never existed."""
         for backend in self._policy.backends if self._policy is not None else ():
-            error = self._routers.replica_set(backend).ending_error()
+            error = self._routers.replica_set(backend).prospects.ending_error()
             if error is not None:
                 return error
         return NotFoundError(f"Endpoint '{short_tag(self.endpoint)}' does not exist.")

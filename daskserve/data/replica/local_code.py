@@ -35,7 +35,14 @@ from daskserve.data.replica.serving import LocalAnswer, ServingCode
 from daskserve.data.replica.slots import Slots
 from daskserve.data.replica.user_code import CLOSE_GRACE_S
 from daskserve.data.replica.wall import Wall
-from daskserve.errors import ActorLostError, BadRequestError, ReplicaStartError, UserCodeError
+from daskserve.errors import (
+    ActorLostError,
+    BadRequestError,
+    CodeLoadError,
+    ReplicaStartError,
+    ServeError,
+    UserCodeError,
+)
 from daskserve.figures.replica import ReplicaFigures
 from daskserve.figures.table import MetricSample
 from daskserve.figures.user import UserSample
@@ -201,7 +208,10 @@ class LocalCode:
         raised = error.__cause__ if isinstance(error, UserCodeError) else error
         text = packed_here(raised or error).text
         what = described(self._start.backend_tag, "Backend")
-        return ReplicaStartError(
+        # A process that cannot be reached now says nothing about the code.
+        is_code = stage is LOADING and not (isinstance(error, ServeError) and error.is_retryable)
+        kind = CodeLoadError if is_code else ReplicaStartError
+        return kind(
             f"{what} {stage.failed}: {packed_here(error).summary}{rule_in(text)}", user_traceback=text
         )
 

@@ -19,7 +19,7 @@ from daskserve.cluster.parcel_memory import PIECE_BYTES, ParcelCarrier, ParcelMe
 from daskserve.cluster.scheduler import parcels as module
 from daskserve.cluster.scheduler.parcels import InstanceParcels, parcel_verbs
 from daskserve.cluster.store.opening import open_store
-from daskserve.errors import BadRequestError, InstanceError
+from daskserve.errors import BadRequestError, CodeLoadError
 from daskserve.payload.parcels import Parcel
 
 PARTS = (b"pickle", os.urandom(PIECE_BYTES + 1000), b"x" * 100)
@@ -183,7 +183,7 @@ def test_a_parcel_whose_change_does_not_come_is_dropped(monkeypatch: pytest.Monk
                     await asyncio.sleep(0)
             with pytest.raises(BadRequestError, match="deploy again"):
                 await here.commit(dict(CODE), {"b@1": PARCEL.digest})
-            with pytest.raises(InstanceError, match="lost"):
+            with pytest.raises(CodeLoadError, match="lost"):
                 await fetched(here)
             gc.collect()
 

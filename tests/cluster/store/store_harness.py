@@ -150,9 +150,9 @@ class TrappedFolder:
     def prepare(self, folders: Sequence[str]) -> None:
         self.inner.prepare(folders)
 
-    def create(self, name: str, data: bytes) -> None:
+    def create(self, name: str, data: bytes, *, may_wait: bool = False) -> None:
         self.trap.step(f"before {name}")
-        self.inner.create(name, data)
+        self.inner.create(name, data, may_wait=may_wait)
         self.trap.step(f"after {name}")
 
     def read(self, names: Sequence[str]) -> dict[str, bytes]:

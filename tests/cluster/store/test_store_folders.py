@@ -17,6 +17,7 @@ from store_harness import Crash, Trap, every_step, make_bucket, make_renaming_fi
 
 from daskserve.cluster.store.folders import (
     ABANDONED_S,
+    MAX_UNSYNCED,
     Folder,
     LocalFolder,
     RemoteFolder,
@@ -67,7 +68,7 @@ def test_objects_are_created_once_listed_read_and_removed(folder: Folder) -> Non
 @pytest.fixture
 def disk(tmp_path: Path) -> LocalFolder:
     made = LocalFolder(tmp_path / "store" / "i")
-    made.prepare(["txn"])
+    made.prepare(["txn", "epoch"])
     return made
 
 
@@ -112,14 +113,49 @@ def test_a_crash_at_any_step_leaves_a_complete_object_or_none(
     assert every_step(run) >= 8  # file sync, link, unlink, folder sync: one step before and one after each
 
 
-def test_an_object_is_synced_before_it_gets_its_name_and_its_folder_after(
+def test_an_object_is_synced_with_its_folder_before_it_counts(
     disk: LocalFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trap = Trap(10_000)
     trap_disk(monkeypatch, trap)
     disk.create("txn/1", b"data")
     steps = [each.removeprefix("before ") for each in trap.steps if each.startswith("before")]
-    assert [each for each in steps if each != "unlink"] == ["fsync", "link", "fsync"]
+    assert [each for each in steps if each != "unlink"] == ["link", "fsync", "fsync"]
+
+
+def test_an_object_that_may_wait_is_synced_with_the_next_one(
+    disk: LocalFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+    real = os.fsync
+
+    def fsync(handle: int) -> None:
+        synced.append(os.path.realpath(f"/proc/self/fd/{handle}").removeprefix(f"{disk._root}/"))
+        real(handle)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    for number in range(MAX_UNSYNCED):
+        disk.create(f"txn/{number}", b"data", may_wait=True)
+    assert synced == []
+    disk.remove(["txn/3"])
+    disk.create("txn/last", b"data")
+    assert sorted(synced) == ["txn", *(f"txn/{number}" for number in (0, 1, 2, 4, 5, 6, 7)), "txn/last"]
+    synced.clear()
+    disk.create("txn/more", b"data", may_wait=True)
+    assert disk.names("txn").count("more") == 1
+    disk.create("epoch/1", b"data")
+    assert sorted(synced) == ["epoch", "epoch/1", "txn", "txn/more"]
+
+
+def test_an_object_whose_sync_fails_was_not_created_for_sure(
+    disk: LocalFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(handle: int) -> None:
+        raise OSError(errno.EIO, "the disk is broken")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="broken"):
+        disk.create("txn/1", b"data")
 
 
 def test_creation_is_exclusive_without_hard_links(disk: LocalFolder, monkeypatch: pytest.MonkeyPatch) -> None:

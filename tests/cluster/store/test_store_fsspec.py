@@ -247,7 +247,7 @@ def test_the_store_works_again_after_an_outage(tmp_path: Path) -> None:
         is_down = False
 
         class Line(TrappedFolder):
-            def create(self, name: str, data: bytes) -> None:
+            def create(self, name: str, data: bytes, *, may_wait: bool = False) -> None:
                 if is_down:
                     raise ConnectionError("the line is down")
                 super().create(name, data)
@@ -602,7 +602,7 @@ def test_slow_storage_does_not_block_the_event_loop(tmp_path: Path) -> None:
     is_released = threading.Event()
 
     class Slow(TrappedFolder):
-        def create(self, name: str, data: bytes) -> None:
+        def create(self, name: str, data: bytes, *, may_wait: bool = False) -> None:
             if name.startswith("txn/"):
                 assert is_released.wait(10), "the loop was blocked"
             super().create(name, data)
@@ -622,7 +622,7 @@ def test_hanging_storage_does_not_block_close(
     is_released = threading.Event()
 
     class Hanging(TrappedFolder):
-        def create(self, name: str, data: bytes) -> None:
+        def create(self, name: str, data: bytes, *, may_wait: bool = False) -> None:
             if name.startswith("txn/"):
                 is_released.wait(10)
             super().create(name, data)
@@ -648,7 +648,7 @@ class Counting(TrappedFolder):
         super().__init__(inner, Trap(NEVER))
         self.written: list[tuple[str, int]] = []
 
-    def create(self, name: str, data: bytes) -> None:
+    def create(self, name: str, data: bytes, *, may_wait: bool = False) -> None:
         super().create(name, data)
         self.written.append((name.partition("/")[0], len(data)))
 
@@ -714,7 +714,7 @@ def test_compaction_costs_in_proportion_to_what_is_written(
 @pytest.mark.usefixtures("short_journals")
 def test_commits_succeed_while_compaction_fails(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class NoSnapshots(TrappedFolder):
-        def create(self, name: str, data: bytes) -> None:
+        def create(self, name: str, data: bytes, *, may_wait: bool = False) -> None:
             if name.startswith("snapshot/"):
                 raise ConnectionError("no snapshots today")
             super().create(name, data)

@@ -25,10 +25,12 @@ from daskserve.data.replica.slots import Slots
 from daskserve.errors import (
     ActorLostError,
     BackPressureError,
+    CodeUnavailableError,
     NotFoundError,
     ReplicaBusyError,
     RequestTimeoutError,
     UnavailableError,
+    http_status_of,
 )
 from daskserve.figures.histogram import HistogramCounts
 from daskserve.figures.replica import ReplicaFigures
@@ -1022,6 +1024,32 @@ def test_deleting_a_backend_fails_queued_requests_but_not_those_in_flight() -> N
         stage.send(backend)
         await quiet()
         assert stage.replicas.asked == ["r1", "r2"]
+
+    run(scenario)
+
+
+def test_requests_fail_at_once_if_no_replica_can_load_its_code() -> None:
+    async def scenario(stage: Stage) -> None:
+        backend = stage.backend("r1")
+        running, waiting = stage.send(backend), stage.send(backend)
+        stage.publish("r1", unloadable="it is damaged")
+        await quiet()
+        assert not waiting.done()  # r1 answers as long as it is there
+        stage.publish(unloadable="it is damaged")
+        for each in (waiting, stage.send(backend)):
+            with pytest.raises(
+                CodeUnavailableError, match=r"'b' is unavailable .* loaded: it is damaged"
+            ) as info:
+                await each
+            assert http_status_of(info.value) == 503
+        stage.replicas.finish("r1")
+        await running
+        stage.publish()
+        waiting = stage.send(backend)  # it was deployed again
+        stage.publish("r2")
+        await quiet()
+        stage.replicas.finish("r2")
+        await waiting
 
     run(scenario)
 

@@ -8,6 +8,7 @@ import random
 import threading
 import types
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ from daskserve.data.replica.replica import Replica
 from daskserve.errors import (
     ActorLostError,
     BadRequestError,
+    CodeLoadError,
     ReplicaBusyError,
     ReplicaStartError,
     ServeError,
@@ -429,6 +431,33 @@ def test_a_failed_start_reports_where_and_why_and_cleans_up(
         assert our_threads() == []
         with pytest.raises(ActorLostError):
             await call(replica)
+        await replica.stop(1)
+
+    asyncio.run(main())
+
+
+CODE = pickling.dump_bytes((Model, (), {}))
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        b"",
+        b"garbage",
+        CODE[: len(CODE) // 2],
+        pickling.dump_bytes("one value only"),
+        b"\x80\x63",  # the pickle protocol of a later Python
+        b"cno_such_module_of_ours\nModel\n.",
+    ],
+    ids=["empty", "garbage", "cut off", "something else", "newer", "not importable"],
+)
+def test_code_that_cannot_be_loaded_is_told_from_user_code_that_fails(code: bytes) -> None:
+    async def main() -> None:
+        start = replace(replica_start(Model, concurrency=1), code=code)
+        spec = ActorSpec(ActorKind.REPLICA, "replica/b#AAAAAA", 1, "an-instance", start.encode())
+        replica = Replica(ActorContext(spec, CLUSTER, LoopClock(), random.Random(0)))
+        with pytest.raises(CodeLoadError, match="'b' could not be loaded: "):
+            await replica.start()
         await replica.stop(1)
 
     asyncio.run(main())

@@ -34,6 +34,10 @@ class UserMistakeError(ValueError):
         (errors.ReplicaBusyError("b#1 is busy"), hidden(503, NO_REPLICA)),
         (errors.ReplicaUnavailableError("b#1 has stopped"), hidden(503, NO_REPLICA)),
         (errors.DeploymentUnavailableError("b: a secret"), hidden(503, "its deployment failed to deploy")),
+        (
+            errors.CodeUnavailableError("b: a secret"),
+            hidden(503, "its code is lost or cannot be loaded; it has to be deployed again"),
+        ),
         (errors.ActorLostError("b#1 was lost"), hidden(502, "the replica that had it was lost")),
         (errors.QuarantinedError("too many", is_public=True), ErrorReply(502, "too many")),
         (errors.RequestTimeoutError("late"), ErrorReply(408, "late")),

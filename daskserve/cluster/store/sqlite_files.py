@@ -1,0 +1,94 @@
+"""The files of an SQLite store: how a new one appears, and which ones are not what they seem."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+from daskserve.cluster.store.access import create_empty
+from daskserve.cluster.store.errors import StoreError, StoreIncompleteError
+from daskserve.cluster.store.sqlite_log import log_of, size_of
+
+
+class FilesWatch:
+    """Whether the files that SQLite has open, the database and its log, are those at their paths."""
+
+    def __init__(self, path: Path) -> None:
+        self._paths = (path, log_of(path))
+        self._opened = [_identity(each) for each in self._paths]
+
+    def lost(self) -> str:
+        """Return what has happened to a file; empty if nothing has."""
+        for path, opened in zip(self._paths, self._opened, strict=True):
+            found = _identity(path)
+            if found is None:
+                return f"the file {path} was removed or moved"
+            if found != opened:
+                return f"{path} is another file than the one that was opened"
+        return ""
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        found = os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return found.st_dev, found.st_ino
+
+
+def create_whole(path: Path, fill: Callable[[sqlite3.Connection], None]) -> None:
+    """Create a database if there is no file; it appears with its tables, or not at all.
+
+    So no process that is killed here leaves a file without tables, which would look like one that has lost
+    them.
+    """
+    target = Path(os.path.realpath(path))
+    if size_of(target) is not None:
+        return
+    new = target.with_name(f"{target.name}.{uuid.uuid4().hex[:8]}.new")
+    create_empty(new)
+    try:
+        with contextlib.closing(sqlite3.connect(new, isolation_level=None)) as db:
+            db.execute("BEGIN IMMEDIATE")
+            fill(db)
+            db.execute("COMMIT")
+        _publish(new, target)
+    finally:
+        new.unlink(missing_ok=True)
+
+
+def _publish(new: Path, target: Path) -> None:
+    try:
+        os.link(new, target)
+    except FileExistsError:
+        return  # another process was faster
+    except OSError:
+        # This file system has no hard links.
+        os.rename(new, target)
+    folder = os.open(target.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def check_not_empty(url: str, path: Path) -> None:
+    """Raise `StoreIncompleteError` for a file of 0 bytes, which SQLite would take for a new database."""
+    if size_of(path) == 0:
+        raise StoreIncompleteError(
+            f"The store {url} cannot be used: the file {path} is empty, and no store begins like that. If it "
+            "had records, restore a backup; if you want a new store there, remove the file first."
+        )
+
+
+def incomplete(url: str, path: Path, lack: str) -> StoreError:
+    """Return the error for a file that lacks something."""
+    return StoreIncompleteError(
+        f"The store {url} cannot be used, because records are missing: {lack}. Is {path} a copy that was "
+        f"made without {log_of(path).name}? Copy both, or restore a backup (daskserve store restore). To go "
+        "on with what is left: daskserve store repair. Nothing was changed."
+    )

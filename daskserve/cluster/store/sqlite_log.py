@@ -1,0 +1,180 @@
+"""The write-ahead log of an SQLite store: what it keeps out of the file, and when it is written back.
+
+Problem: SQLite keeps new records in the log, ``<file>-wal``, perhaps all of them. A copy of the file without
+its log is then an older store, or an empty one, and nothing tells.
+
+Choice: the file itself says whether there is more than it has. Rows of ``daskserve_meta`` are marks:
+
+* ``promised`` and ``kept``. `mark` raises ``promised``, writes the log back to the file, and then keeps the
+  promise, in the log alone. So in the file, without its log, a promise is open; with it, none is. A copy that
+  SQLite makes (``.backup``, ``VACUUM INTO``) has both rows, too.
+* ``sealed``: `seal` has written everything back, so the file is complete, until the next change.
+* ``records`` and ``epochs``: how many records there are, and the sum of all epochs, as of the last change. A
+  file with fewer records has lost some. If the sum differs, an older daskserve has written without marks.
+
+Marks and seals are written by `LogKeeper`, in a thread and on a connection of its own: a change waits for one
+sync, its own. The first change after a seal is noted in the file within a moment, when the change is already
+acknowledged; a copy made in between is one of a moment ago.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import os
+import queue
+import sqlite3
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+logger = logging.getLogger("daskserve.store")
+
+#: How long after the last change the file is completed.
+IDLE_S = 1.0
+#: Size of the log at which a change writes it back itself.
+LOG_BYTES = 4 << 20
+
+NEW_MARKS = (
+    "INSERT OR IGNORE INTO daskserve_meta (name, value) "
+    "VALUES ('promised', 0), ('kept', 0), ('sealed', 1), ('records', 0), ('epochs', -1)"
+)
+_STAMP = (
+    "UPDATE daskserve_meta SET value = CASE name WHEN 'sealed' THEN 0 "
+    "WHEN 'records' THEN (SELECT COUNT(*) FROM daskserve_records) "
+    "ELSE (SELECT COALESCE(SUM(epoch), 0) FROM daskserve_epochs) END "
+    "WHERE name IN ('sealed', 'records', 'epochs')"
+)
+_PROMISE = "UPDATE daskserve_meta SET value = value + 1 WHERE name = 'promised'"
+_KEEP = (
+    "UPDATE daskserve_meta SET value = (SELECT value FROM daskserve_meta WHERE name = 'promised') "
+    "WHERE name = 'kept'"
+)
+_SEAL = "UPDATE daskserve_meta SET value = 1 WHERE name = 'sealed'"
+
+
+def log_of(path: Path) -> Path:
+    """Return the path of the log; SQLite follows links, and keeps its log beside the file itself."""
+    return Path(f"{os.path.realpath(path)}-wal")
+
+
+def size_of(path: Path) -> int | None:
+    """Return the size of a file; None if there is none."""
+    # No open(): to close a file drops all locks that this process has on it, those of SQLite too.
+    try:
+        return os.stat(path).st_size
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def stamp(db: sqlite3.Connection) -> bool:
+    """Note in a transaction, at its end, what the file should have; return whether it was sealed before."""
+    row = db.execute("SELECT value FROM daskserve_meta WHERE name = 'sealed'").fetchone()
+    db.execute(_STAMP)
+    return row is not None and bool(row[0])
+
+
+def missing(db: sqlite3.Connection, *, had_log: bool) -> str:
+    """Return what a file lacks that it should have; empty if nothing, as far as its marks tell.
+
+    ``had_log`` tells whether there was a log when it was opened: then an open promise is that of a process
+    that was killed just then.
+    """
+    marks = dict(db.execute("SELECT name, value FROM daskserve_meta").fetchall())
+    if not had_log and marks.get("promised", 0) != marks.get("kept", 0):
+        return "later changes were written to its log, which is not there"
+    (epochs,) = db.execute("SELECT COALESCE(SUM(epoch), 0) FROM daskserve_epochs").fetchone()
+    (records,) = db.execute("SELECT COUNT(*) FROM daskserve_records").fetchone()
+    if marks.get("epochs") == epochs and records < marks.get("records", 0):
+        return f"it has {records} records and should have {marks['records']}"
+    return ""
+
+
+def accept(db: sqlite3.Connection) -> None:
+    """Take what the file has for all that it should have; call this in a transaction."""
+    db.execute(NEW_MARKS)
+    db.execute(_STAMP)
+    db.execute(_KEEP)
+
+
+def mark(db: sqlite3.Connection) -> None:
+    """Write the log back, and leave in the file that there is more to come."""
+    db.execute(_PROMISE)
+    _write_back(db)
+    db.execute(_KEEP)
+
+
+def seal(db: sqlite3.Connection) -> None:
+    """Write the log back, so that the file is complete."""
+    db.execute("BEGIN IMMEDIATE")
+    db.execute(_KEEP)
+    db.execute(_SEAL)
+    db.execute("COMMIT")
+    _write_back(db)
+    # The log begins anew with the next write, which syncs its head: here, where nobody waits for it.
+    db.execute(_SEAL)
+
+
+def _write_back(db: sqlite3.Connection) -> None:
+    # PASSIVE: changes go on meanwhile. It writes less if another program reads an older state.
+    db.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
+
+
+class _Note(enum.Enum):
+    CHANGE = enum.auto()
+    FIRST_CHANGE = enum.auto()
+    END = enum.auto()
+
+
+class LogKeeper:
+    """Marks the file after the first change, and seals it when there have been none for a while.
+
+    Parameters
+    ----------
+    db
+        A connection of its own, to the same file, that any thread may use.
+    url : str
+        The store's URL, for the log.
+    """
+
+    def __init__(self, db: sqlite3.Connection, url: str) -> None:
+        self._db = db
+        self._url = url
+        self._notes: queue.SimpleQueue[_Note] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="daskserve-store-log", daemon=True)
+        self._thread.start()
+
+    def note(self, *, was_sealed: bool) -> None:
+        """Record that a change was written."""
+        self._notes.put(_Note.FIRST_CHANGE if was_sealed else _Note.CHANGE)
+
+    def stop(self) -> None:
+        """Stop after what is under way, and close the connection."""
+        self._notes.put(_Note.END)
+        self._thread.join()
+        self._db.close()
+
+    def _work(self) -> None:
+        is_busy = is_marked = False
+        while True:
+            try:
+                note = self._notes.get(timeout=IDLE_S) if is_busy else self._notes.get()
+            except queue.Empty:
+                is_busy = not self._try(seal)
+                is_marked = False
+                continue
+            if note is _Note.END:
+                return
+            if note is _Note.FIRST_CHANGE or not (is_busy or is_marked):
+                is_marked = self._try(mark)
+            is_busy = True
+
+    def _try(self, job: Callable[[sqlite3.Connection], None]) -> bool:
+        try:
+            job(self._db)
+        except sqlite3.Error as error:
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+            logger.warning("The log of store %s was not written back: %s", self._url, error)
+            return False
+        return True

@@ -1,0 +1,116 @@
+"""Records that cannot be read any more: what goes on without them, and how a deploy repairs them."""
+
+from __future__ import annotations
+
+import pytest
+from controller_harness import ScriptedReplica, ScriptedStore, Stage, boom, play
+
+from daskserve.errors import CodeLoadError
+from daskserve.options.app_spec import deployment_tag
+
+
+class AsideStore(ScriptedStore):
+    """A store that sets damaged records aside, as files do: it no longer has them."""
+
+    def problems(self) -> dict[str, str]:
+        return {"backend/b": "damaged", "replica/gone#1": "damaged"}
+
+
+TAGS = [deployment_tag("default", each) for each in ("back", "front")]
+
+
+async def damage(stage: Stage, key: str) -> None:
+    """Damage a stored record; a new controller reads it, and has to start all replicas anew."""
+    stage.store._records[key] = b"?"
+    stage.cluster.remove_worker((await stage.cluster.program.controller()).worker)
+    for worker in stage.replica_workers():
+        stage.cluster.remove_worker(worker)
+    await stage.cluster.program.controller()
+
+
+def test_a_deploy_repairs_lost_code_and_until_then_routers_know_the_reason() -> None:
+    async def scenario(stage: Stage) -> None:
+        given = {"version": "1", "user_version": "1", "num_replicas": 1}
+        await stage.deploy(**given)
+        await damage(stage, "code/b@1")
+        await stage.clock.sleep(1.0)
+        found = await stage.published("backend/b")
+        assert not found["replicas"]
+        assert "no code for version 1 of backend 'b': it is lost or damaged. Deploy it" in found["unloadable"]
+        assert list((await stage.call("status"))["problems"]) == ["code/b@1"]
+        assert (await stage.call("stored_deployments"))["b"]["spec"]["code"] == b""
+        await stage.deploy(**given)  # the same version, which changes nothing otherwise
+        found = await stage.published("backend/b")
+        assert len(found["replicas"]) == 1
+        assert "unloadable" not in found
+        assert (await stage.call("status"))["problems"] == {}
+        started = len(stage.started)
+        await stage.deploy(**given)
+        assert len(stage.started) == started
+
+    play(scenario, workers=6)
+
+
+def test_a_deploy_repairs_code_that_no_replica_can_load() -> None:
+    async def scenario(stage: Stage) -> None:
+        async def load(replica: ScriptedReplica) -> None:
+            if replica.message.code == b"garbage":
+                raise CodeLoadError("UnpicklingError: garbage")
+
+        await stage.deploy(version="1", user_version="1", code=b"garbage")
+        stage.start = load
+        stage.cluster.remove_worker(stage.running_of("b")[0].worker)
+        await stage.until(lambda: stage.started[2:])
+        await stage.clock.sleep(1.0)
+        assert (await stage.published("backend/b"))["unloadable"] == "UnpicklingError: garbage"
+        await stage.deploy(version="1", user_version="1", code=b"good")
+        assert "unloadable" not in await stage.published("backend/b")
+        assert [each.message.code for each in stage.running_of("b")] == [b"good"]
+
+    play(scenario, workers=6)
+
+
+def test_what_is_damaged_in_the_store_of_a_running_instance_is_written_anew() -> None:
+    async def scenario(stage: Stage) -> None:
+        await stage.create("b")
+        before = dict(stage.store._records)
+        stage.store._records.pop("backend/b")
+        stage.store.failures = 1
+        with pytest.raises(OSError, match="cannot be reached"):
+            await stage.create("c")
+        await stage.create("d")  # all records are read again
+        assert set(await stage.call("list_backends")) == {"b", "d"}
+        assert stage.store._records["backend/b"] == before["backend/b"]
+        assert len(stage.running_of("b")) == 1
+
+    play(scenario, store=AsideStore())
+
+
+def test_a_constructor_that_fails_does_not_say_that_the_code_is_lost() -> None:
+    async def scenario(stage: Stage) -> None:
+        await stage.deploy()
+        stage.start = boom()
+        stage.cluster.remove_worker(stage.running_of("b")[0].worker)
+        await stage.until(lambda: stage.started[2:])
+        assert "unloadable" not in await stage.published("backend/b")
+
+    play(scenario, workers=6)
+
+
+@pytest.mark.parametrize("kind", ["app", "backend", "endpoint", "code", "goal", "replica"])
+def test_a_deploy_repairs_whatever_record_of_an_application_is_damaged(kind: str) -> None:
+    async def scenario(stage: Stage) -> None:
+        await stage.run()
+        key = sorted(stage.stored(kind))[-1]
+        await damage(stage, key)
+        assert list((await stage.call("status"))["problems"]) == [key]
+        await stage.run()
+        await stage.until(lambda: {each.message.backend_tag for each in stage.running.values()} == set(TAGS))
+        await stage.clock.sleep(1.0)
+        found = await stage.app_status()
+        assert (found["status"], found["message"]) == ("RUNNING", "")
+        assert set(await stage.published("routes")) == {"/"}
+        left = (await stage.call("status"))["problems"]
+        assert list(left) == ([key] if kind in ("goal", "replica") else [])
+
+    play(scenario, workers=9)
