@@ -1,12 +1,28 @@
-"""Numbers in messages, as people write them: without exponents or digits that say nothing."""
+"""Numbers as people write them: in messages, without exponents or digits that say nothing, and as options."""
 
 from __future__ import annotations
 
 import math
+from numbers import Integral
+from typing import Any
 
 #: Magnitudes below this are rounding errors.
 _NOTHING = 1e-6
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
+
+
+def as_whole(value: Any) -> int | None:
+    """Return a whole number as an int, whatever its type is; None for anything else.
+
+    Examples
+    --------
+    >>> as_whole(8), as_whole(8.0), as_whole(8.5), as_whole("8"), as_whole(True)
+    (8, 8, None, None, None)
+    """
+    if isinstance(value, bool):
+        return None
+    is_whole = isinstance(value, Integral) or (isinstance(value, float) and value.is_integer())
+    return int(value) if is_whole else None
 
 
 def shown(value: float) -> str:

@@ -7,7 +7,8 @@
     │   ├── AlreadyRegisteredError
     │   ├── NotRegisteredError
     │   ├── StreamOptionError  (TypeError)         add or remove stream=True
-    │   └── UnpicklableError   (TypeError)         create the object where the replica runs
+    │   ├── UnpicklableError   (TypeError)         create the object where the replica runs
+    │   └── WrongTypeError     (TypeError)         give the option a value of its type
     ├── BodyTooLargeError                    413   send less, or raise max_body_bytes
     ├── NotFoundError          (KeyError)    404   the name does not exist
     ├── MethodNotFoundError (AttributeError) 404   call a method that the deployment has
@@ -41,7 +42,7 @@
     │   └── ActorLostError                         the actor is gone; `begun`: user code may have run
     ├── RequestTimeoutError    (TimeoutError) 408
     ├── RequestCancelledError  (CancelledError) 499 the call was cancelled
-    ├── PassedResponseError    (RuntimeError) 500  await the response, or pass it to another handle
+    ├── PassedResponseError    (RuntimeError) 500  await the response or body, or pass it to another handle
     └── UserCodeError                        500   an error of user code whose class cannot travel
 
 Every class takes one message, plus keyword fields with defaults that live in ``__dict__``. This lets
@@ -80,6 +81,10 @@ class BadRequestError(ServeError, ValueError):
     """The arguments are wrong; the same call will fail again."""
 
     http_status = 400
+
+
+class WrongTypeError(BadRequestError, TypeError):
+    """An option has a value of a wrong type."""
 
 
 class AlreadyRegisteredError(BadRequestError):
@@ -388,7 +393,10 @@ class RequestCancelledError(ServeError, CancelledError):
 
 
 class PassedResponseError(ServeError, RuntimeError):
-    """The response of a call was pickled; only handles accept responses as arguments, and none a stream."""
+    """What has not arrived was pickled: a response, or a request before its body was read.
+
+    Only handles accept them as arguments, and none a stream.
+    """
 
 
 class UserCodeError(ServeError):

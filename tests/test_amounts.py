@@ -1,4 +1,4 @@
-"""Numbers in messages."""
+"""Numbers in messages and options."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import math
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from daskserve.amounts import shown, shown_size
+from daskserve.amounts import as_whole, shown, shown_size
 
 ROOT = Path(__file__).parent.parent
 #: Modules whose numbers are read by programs, or on an axis.
@@ -61,3 +62,15 @@ def test_no_message_formats_a_number_with_an_exponent() -> None:
         if re.search(r":\.?\d*[ge]\}|%\.?\d*[ge]\b", text)
     ]
     assert not found, f"use daskserve.amounts.shown in {', '.join(found)}"
+
+
+@pytest.mark.parametrize("value", [8, 8.0, np.int64(8), np.float64(8)])
+def test_whole_floats_are_whole_numbers(value: object) -> None:
+    found = as_whole(value)
+    assert found == 8
+    assert type(found) is int
+
+
+@pytest.mark.parametrize("value", [8.5, math.inf, math.nan, "8", None, True, [8]])
+def test_anything_else_is_no_whole_number(value: object) -> None:
+    assert as_whole(value) is None

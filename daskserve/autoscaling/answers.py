@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from daskserve.amounts import as_whole
 from daskserve.autoscaling.context import Decision
 
 
@@ -25,10 +26,8 @@ def as_decision(answer: Any) -> Decision:
         decision = Decision(answer[0], f"the policy wants {answer[0]}", answer[1])
     else:
         decision = Decision(answer, f"the policy wants {answer}")
-    number: Any = decision.replicas  # a user's function may return any type here
-    if isinstance(number, float) and number.is_integer():
-        number = int(number)
-    if isinstance(number, bool) or not isinstance(number, int):
+    number = as_whole(decision.replicas)  # a user's function may return any type here
+    if number is None:
         raise TypeError(
             f"it returned {answer!r}; return a whole number of replicas, (number, state) or a Decision"
         )

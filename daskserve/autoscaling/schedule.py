@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from typing import Any
 from zoneinfo import ZoneInfo
 
+from daskserve.amounts import as_whole
 from daskserve.autoscaling.answers import as_decision
 from daskserve.autoscaling.context import AutoscalingContext, Decision, Policy
 from daskserve.autoscaling.cron import CronLine
@@ -106,9 +107,10 @@ def _entry(text: str, value: Any) -> ScheduleEntry:
 
 
 def _number(text: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+    number = as_whole(value)
+    if number is None or number < 0:
         raise ValueError(f"the schedule has {value!r} for {text!r}; give a number of replicas, 0 or more")
-    return value
+    return number
 
 
 def _zone(name: str) -> ZoneInfo:

@@ -135,6 +135,7 @@ class ApplicationVerbs(HandleVerbs):
         self, name: str, request_id: str | None, *, blocking: bool = True, timeout_s: float = DELETE_S
     ) -> None:
         """Delete an application, with a ``request_id`` only if that call has deployed it."""
+        await self._let_calls_leave()
         answer = await self._call("delete_application", name=name, request_id=request_id, by=this_program())
         goal: GoalId | None = answer["goal"]
         calls = self._connection.calls

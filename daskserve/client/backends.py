@@ -197,6 +197,8 @@ class BackendVerbs(Verbs):
         BadRequestError
             An endpoint still sends traffic or shadow traffic to the backend.
         """
+        if not force:
+            await self._let_calls_leave()
         return await self._change(
             "delete_backend", blocking=blocking, tag=backend_tag, force=force, by=this_program()
         )

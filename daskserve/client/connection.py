@@ -20,6 +20,7 @@ from daskserve.client.progress import find_display, wait_visibly, waits_for
 from daskserve.client.status import Status
 from daskserve.cluster.base import ClientLink
 from daskserve.context import current_replica
+from daskserve.data.caller.learning import wait_until_sent
 from daskserve.errors import ClosedError, NotRunningError, ServeError
 from daskserve.types import GoalId, InstanceName
 
@@ -180,6 +181,12 @@ class Verbs:
             with suppress(NotRunningError, OSError):  # the call that follows raises the right error
                 await self._run(connection.link.ask("share_instance", instance=connection.instance))
             connection.is_shared = True
+
+    async def _let_calls_leave(self) -> None:
+        """Let calls reach the replicas that this process has begun, before these are told to stop."""
+        connection = self._connection
+        connection.check_open()
+        await self._run(wait_until_sent(connection.link.cluster(connection.instance)))
 
     async def _withdraw(self, requests: Sequence[str]) -> None:
         """Take back what interrupted calls have asked for, unless it is complete."""

@@ -190,6 +190,8 @@ class DeploymentVerbs(Verbs):
         self, name: str, force: bool = False, *, blocking: bool = True
     ) -> GoalId | None:
         """Remove a deployment, its backend and its endpoint; do nothing if the name is unknown."""
+        if not force:
+            await self._let_calls_leave()
         return await self._change(
             "delete_deployment", blocking=blocking, name=name, force=force, by=this_program()
         )

@@ -8,6 +8,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from daskserve.cluster.base import ClientLink
+from daskserve.data.caller.learning import wait_until_sent
 from daskserve.errors import NotRunningError
 from daskserve.loops.blocking import finish
 from daskserve.types import InstanceName
@@ -87,6 +88,7 @@ async def _end(link: ClientLink, instance: InstanceName, start_id: str | None, *
 
 async def _drain(link: ClientLink, instance: InstanceName) -> None:
     try:
+        await wait_until_sent(link.cluster(instance))
         is_drained = False
         while not is_drained:
             async with asyncio.timeout(SHUTDOWN_S):

@@ -61,6 +61,7 @@ class EndpointVerbs(Verbs):
         BadRequestError
             The endpoint belongs to an application.
         """
+        await self._let_calls_leave()
         await self._change("delete_endpoint", name=endpoint)
 
     async def list_endpoints(self) -> dict[str, dict[str, Any]]:

@@ -16,7 +16,7 @@ from daskserve.errors import BadRequestError
 from daskserve.options.actor import ActorOptions
 from daskserve.options.backend import BackendConfig, BackendMetadata
 from daskserve.options.backend_spec import BackendSpec
-from daskserve.options.base import parse_options
+from daskserve.options.base import parse_options, parse_typed
 from daskserve.options.environment import Environment, parse_environment
 from daskserve.options.http import HTTPOptions
 from daskserve.options.placement_group import check_covered
@@ -200,7 +200,7 @@ def make_spec(
     check_version(user_version, "version")
     check_version(prev_version, "prev_version")
     facts = inspect_definition(definition, init_args, init_kwargs)
-    options = parse_options(ActorOptions, actor_options, what="actor_options")
+    options = parse_typed(ActorOptions, actor_options, what="actor_options")
     wanted = parse_options(BackendConfig, config, what="config")
     wanted.check_complete()
     check_covered(wanted.placement_group_bundles, options)

@@ -150,6 +150,18 @@ def _reduce_for_asyncio(value: Any) -> Any:
     return copyreg.__newobj__, (type(value),), state  # type: ignore[attr-defined]
 
 
+def family_reduction(kind: type[Any]) -> Callable[[Any], Any] | None:
+    """Return the function that `copyreg` has for a base class of Starlette; None without one.
+
+    Pickle itself looks up the class of an object only, and not those that it is derived from.
+    """
+    for base in kind.__mro__[1:]:
+        if base.__module__.startswith("starlette.") and base in copyreg.dispatch_table:
+            found: Callable[[Any], Any] = copyreg.dispatch_table[base]
+            return found
+    return None
+
+
 #: The types that are rebuilt wherever they are.
 REBUILT: Mapping[type[Any], Callable[[Any], Any]] = {
     CACHED_FUNCTION: reduce_cached,

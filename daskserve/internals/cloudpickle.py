@@ -195,6 +195,9 @@ class CodePickler(Pickler):  # type: ignore[misc]
         if id(value) in self._held:
             renew = by_value.renewal_of(value)
             return self._reduce_holder(value, kind) if renew is None else renew(value)
+        reduce = by_value.family_reduction(kind)
+        if reduce is not None and not _has_reduction(kind):
+            return reduce(value)
         rebuild = by_value.REBUILT.get(kind)
         if rebuild is not None:
             return NotImplemented if _is_named(value) else rebuild(value)

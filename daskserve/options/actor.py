@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field, field_validator, model_validator
 
-from daskserve.options.base import ByteCount, Options, parse_options
+from daskserve.options.base import Amount, ByteCount, Options, parse_typed
 from daskserve.options.ray_names import INSTEAD
 
 #: What a replica takes of the resource of its accelerator's type: any number of replicas may share one.
@@ -19,14 +19,14 @@ class ActorOptions(Options):
 
     place: ClassVar[str] = "actor_options"
 
-    num_cpus: float = Field(
+    num_cpus: Amount = Field(
         0.1, ge=0, description="Share of a worker's threads. The default lets ten replicas share one."
     )
-    num_gpus: float = Field(0, ge=0, description="Amount of the worker resource ``GPU``.")
+    num_gpus: Amount = Field(0, ge=0, description="Amount of the worker resource ``GPU``.")
     memory: ByteCount = Field(
         0, ge=0, description='Bytes of the worker\'s memory limit: a number, or a text such as ``"2GB"``.'
     )
-    resources: dict[str, float] = Field(
+    resources: dict[str, Amount] = Field(
         default_factory=dict, description="Amounts of declared Dask worker resources."
     )
     accelerator_type: str | None = Field(
@@ -86,7 +86,7 @@ def parse_actor_options(
         The options are wrong, or one is given under both names.
     """
     if ray_actor_options is None:
-        return parse_options(ActorOptions, actor_options, what="actor_options"), env
+        return parse_typed(ActorOptions, actor_options, what="actor_options"), env
     if actor_options is not None:
         raise ValueError("ray_actor_options is another spelling of actor_options; give only one of them")
     found: Any = ray_actor_options
@@ -97,4 +97,4 @@ def parse_actor_options(
             if env is not None:
                 raise ValueError("runtime_env of ray_actor_options is another spelling of env; give only one")
             env = runtime_env
-    return parse_options(ActorOptions, found, what="ray_actor_options"), env
+    return parse_typed(ActorOptions, found, what="ray_actor_options"), env

@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, AliasChoices, Field, ValidationInfo, field_validator, model_validator
 
+from daskserve.amounts import as_whole
 from daskserve.options.autoscaling import AutoscalingConfig
 from daskserve.options.base import CONTROLLER_ONLY, REPLACES, ByteCount, Options
 from daskserve.options.bounds import share_or_number
@@ -256,7 +257,7 @@ class BackendConfig(Options):
     @classmethod
     def _is_a_number_or_share(cls, value: Any) -> Any:
         share_or_number(value, 1)
-        return value
+        return value if isinstance(value, str) else as_whole(value)
 
     @model_validator(mode="before")
     @classmethod

@@ -17,7 +17,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema
 from pydantic_core.core_schema import no_info_wrap_validator_function
 
-from daskserve.options.unknown import check_spellings, explained
+from daskserve.errors import WrongTypeError
+from daskserve.options.unknown import check_spellings, explained, has_wrong_type, wrong_type
 
 #: Marks a field that replicas do not read, as ``Annotated[int, CONTROLLER_ONLY]``.
 CONTROLLER_ONLY: Final = "read by the controller only"
@@ -49,13 +50,21 @@ def as_bytes(value: Any) -> Any:
             raise ValueError  # Dask reads "GB" as one GB
         return parse_bytes(value)
     except (ValueError, OverflowError):
-        raise ValueError(
+        raise wrong_type(
             f"{value!r} is not an amount of bytes; give a number, or a text such as '2GB' or '512MiB'"
         ) from None
 
 
+def _as_number(value: Any) -> Any:
+    if isinstance(value, (str, bytes, bool)):
+        raise wrong_type(f"{value!r} is not a number")
+    return value
+
+
 #: The type of an option that is a number of bytes.
 ByteCount = Annotated[int, BeforeValidator(as_bytes)]
+#: The type of an option that is an amount of a resource: no text, and no truth value.
+Amount = Annotated[float, BeforeValidator(_as_number)]
 
 
 class Effect(enum.StrEnum):
@@ -147,3 +156,21 @@ def parse_options(model: type[ModelT], value: Any, *, what: str) -> ModelT:
     raise TypeError(
         f"{what} must be a {model.__name__} or a dict of its options, got {type(value).__name__}: {value!r}"
     )
+
+
+def parse_typed(model: type[ModelT], value: Any, *, what: str) -> ModelT:
+    """Return ``value`` as an option model, as `parse_options`; a value of a wrong type is a `TypeError`.
+
+    Raises
+    ------
+    TypeError
+        The value is neither the model nor a mapping, or has an option of a wrong type: a `WrongTypeError`.
+    pydantic.ValidationError
+        A `ValueError` that names the option and what is wrong with it.
+    """
+    try:
+        return parse_options(model, value, what=what)
+    except ValidationError as error:
+        if not has_wrong_type(error):
+            raise
+        raise WrongTypeError(str(error)) from None

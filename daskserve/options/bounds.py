@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Literal, Protocol
 
-from daskserve.amounts import shown
+from daskserve.amounts import as_whole, shown
 from daskserve.errors import BadRequestError
 
 #: Directions of the last change of an instance's target capacity.
@@ -46,8 +46,9 @@ def share_or_number(value: Any, replicas: int, rounded: Literal["up", "down"] = 
     ValueError
         It is neither a whole number from 0 on nor a percentage such as ``"25%"``.
     """
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-        return value
+    number = as_whole(value)
+    if number is not None and number >= 0:
+        return number
     if isinstance(value, str) and (match := re.fullmatch(r"([0-9]{1,5}(?:\.[0-9]+)?) ?%", value)):
         share = round(replicas * float(match[1]) / 100, 9)
         return math.ceil(share) if rounded == "up" else math.floor(share)

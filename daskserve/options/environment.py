@@ -17,7 +17,7 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import AliasChoices, Field, field_validator, model_validator
 
 from daskserve.errors import BadRequestError
-from daskserve.options.base import Concealed, Options, parse_options
+from daskserve.options.base import Concealed, Options, parse_typed
 from daskserve.options.credentials import Secret
 from daskserve.options.secrets import each_hidden
 
@@ -160,7 +160,7 @@ def parse_environment(value: Any) -> Environment | None:
     if value is None:
         return None
     if isinstance(value, Mapping | Environment):
-        return parse_options(Environment, value, what="env")
+        return parse_typed(Environment, value, what="env")
     return Environment(python=_python(value))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from daskserve.amounts import as_whole
 from daskserve.errors import BadRequestError
 
 #: Largest accepted number. A larger one is probably a mistake and would keep the controller busy for long.
@@ -21,16 +22,17 @@ def checked_number(value: Any) -> int:
     BadRequestError
         The number is not allowed. As with ``num_replicas``, zero is not allowed either.
     """
-    if isinstance(value, bool) or not isinstance(value, int):
+    number = as_whole(value)
+    if number is None:
         shown = repr(value) if len(repr(value)) <= 40 else f"{repr(value)[:40]}..."
         raise BadRequestError(f"{KEY} is {shown}; give a whole number of replicas")
-    if not 1 <= value <= MOST_REPLICAS:
-        shown = str(value) if abs(value) <= 10**15 else "out of range"
+    if not 1 <= number <= MOST_REPLICAS:
+        shown = str(number) if abs(number) <= 10**15 else "out of range"
         raise BadRequestError(
             f"{KEY} is {shown}; give a number from 1 to {MOST_REPLICAS}; only autoscaling_config allows 0 "
             "replicas"
         )
-    return value
+    return number
 
 
 def number_in(body: bytes) -> int:

@@ -189,6 +189,11 @@ class HTTPOptions(Options):
             return {**values, "location": Location.NO_SERVER}
         return values
 
+    @field_validator("location", mode="before")
+    @classmethod
+    def _no_location_means_no_proxies(cls, value: Any) -> Any:
+        return Location.NO_SERVER if value is None else value
+
     @field_validator("trusted_forwarders")
     @classmethod
     def _are_networks(cls, names: list[str]) -> list[str]:

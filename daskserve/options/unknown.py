@@ -16,6 +16,8 @@ from daskserve.options.secrets import HIDDEN
 NEAREST = 3
 #: The type of errors about the name of an option, beside pydantic's own types.
 OPTION_NAME = "option_name"
+#: The type of an error about a value of a wrong type, beside pydantic's own types.
+WRONG_TYPE = "wrong_type"
 
 
 def describe_unknown(name: str, model: str, known: Collection[str], places: Iterable[tuple[str, str]]) -> str:
@@ -111,12 +113,22 @@ def _without_secrets(
     return HIDDEN if difflib.get_close_matches(name, concealed, 1) else given
 
 
+def wrong_type(text: str) -> PydanticCustomError:
+    """Return the error for a validator to raise that gets a value of a wrong type."""
+    return PydanticCustomError(WRONG_TYPE, "{text}", {"text": text})
+
+
+def has_wrong_type(error: ValidationError) -> bool:
+    """Return whether an error is about a value of a wrong type, not one that is not allowed."""
+    return any(each["type"].endswith(("_type", "_parsing")) for each in error.errors())
+
+
 def as_details(found: Any) -> InitErrorDetails:
     """Return one of `ValidationError.errors`, as what the error can be made from again."""
     context = found.get("ctx", {})
     kind = found["type"]
-    if kind == OPTION_NAME:
-        kind = PydanticCustomError(OPTION_NAME, "{text}", context)
+    if kind in (OPTION_NAME, WRONG_TYPE):
+        kind = PydanticCustomError(kind, "{text}", context)
     details = InitErrorDetails(type=kind, loc=found["loc"], input=found["input"])
     if context and kind is found["type"]:
         details["ctx"] = context

@@ -83,9 +83,11 @@ def test_methods_are_a_list_of_http_methods() -> None:
         check_methods(["GET", "FETCH"])
 
 
-@pytest.mark.parametrize("more", [{}, {"location": "EveryWorker"}])
-def test_no_host_means_no_proxies(more: dict[str, Any]) -> None:
-    options = HTTPOptions(host=None, **more)
+@pytest.mark.parametrize(
+    "given", [{"host": None}, {"host": None, "location": "EveryWorker"}, {"location": None}]
+)
+def test_no_host_or_location_means_no_proxies(given: dict[str, Any]) -> None:
+    options = HTTPOptions(**given)
     assert options.location is Location.NO_SERVER
     assert not options.has_proxies
 

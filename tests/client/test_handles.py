@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,8 +10,9 @@ import pytest
 
 from daskserve.client.client import Client
 from daskserve.client.connection import InstanceConnection
+from daskserve.data.caller.learning import learning_of
 from daskserve.errors import ClosedError, NotFoundError
-from daskserve.testing import local_instance
+from daskserve.testing import local_instance, local_instance_async
 
 
 class Old:
@@ -93,10 +95,39 @@ def test_a_closed_client_returns_no_cached_handle(client: Client) -> None:
         other.get_handle("closed")
 
 
-def test_the_body_can_be_given_by_name(client: Client) -> None:
+def test_all_keywords_are_query_parameters_and_one_may_be_the_body(client: Client) -> None:
     client.create_endpoint("body", backend="echo")
     handle = client.get_handle("body")
-    assert handle.remote(data={"x": 1}, k=2).result() == [{"x": 1}, {"k": 2}]
-    assert handle.remote(data=None).result() == [None, {}]
-    with pytest.raises(TypeError, match="multiple values for argument 'data'"):
-        handle.remote(1, data=2).result()
+    assert handle.remote(data={"x": 1}, k=2).result() == [{"x": 1}, {"data": {"x": 1}, "k": 2}]
+    assert handle.remote(1, data=2).result() == [1, {"data": 2}]
+    with pytest.raises(TypeError, match="takes one positional argument, the body, and got 2"):
+        handle.remote(1, 2).result()
+
+
+@pytest.mark.parametrize("what", ["deployment", "endpoint", "backend", "application", "instance"])
+def test_a_deletion_waits_for_calls_that_learn_where_to_go(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        async with local_instance_async() as client:
+            connection = client._connection
+            calls: list[str] = []
+            monkeypatch.setattr(connection.calls, "call", _noting(calls, connection.calls.call))
+            monkeypatch.setattr(connection.link, "ask", _noting(calls, connection.link.ask))
+            delete = client.shutdown if what == "instance" else getattr(client, f"delete_{what}")
+            with learning_of(connection.link.cluster(client.instance_name)):
+                deleting = asyncio.create_task(delete(*([] if what == "instance" else ["name"])))
+                await asyncio.sleep(0.02)
+                assert calls == []
+            await deleting
+            assert calls[0] in (f"delete_{what}", "drain_instance")
+
+    asyncio.run(main())
+
+
+def _noting(calls: list[str], call: Any) -> Any:
+    async def note(verb: str, **message: Any) -> Any:
+        calls.append(verb)
+        return await call(verb, **message)
+
+    return note

@@ -251,7 +251,7 @@ def test_both_at_once_are_refused_when_they_are_given(auto: dict[str, Any]) -> N
         (b'{"num_replicas": 3}', "the body has no target_num_replicas"),
         (b'{"target_num_replicas": null}', "is None; give a whole number"),
         (b'{"target_num_replicas": "' + b"3" * 99 + b'"}', "3...; give a whole number"),
-        (b'{"target_num_replicas": 3.0}', "is 3.0; give a whole number"),
+        (b'{"target_num_replicas": 3.5}', "is 3.5; give a whole number"),
         (b'{"target_num_replicas": NaN}', "is nan; give a whole number"),
         (b'{"target_num_replicas": true}', "is True; give a whole number"),
         (b'{"target_num_replicas": {}}', "is {}; give a whole number"),

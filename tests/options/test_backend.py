@@ -158,3 +158,15 @@ def test_a_change_fails_after_the_given_number_of_starts_but_three_for_each_repl
 def test_any_other_surge_is_refused(max_surge: Any) -> None:
     with pytest.raises(ValidationError, match=r'a whole number from 0 on, or a percentage such as "25%"'):
         BackendConfig(max_surge=max_surge)
+
+
+def test_whole_floats_are_whole_numbers() -> None:
+    config = BackendConfig(
+        num_replicas=2.0,  # type: ignore[arg-type]
+        max_batch_size=8.0,  # type: ignore[arg-type]
+        max_surge=1.0,  # type: ignore[arg-type]
+        max_unavailable=1.0,  # type: ignore[arg-type]
+    )
+    found = (config.num_replicas, config.max_batch_size, config.max_surge, config.max_unavailable)
+    assert found == (2, 8, 1, 1)
+    assert {type(each) for each in found} == {int}

@@ -182,6 +182,42 @@ def test_options_of_another_type_are_refused() -> None:
         serve.deployment(ray_actor_options=[1])  # type: ignore[call-overload]
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        "num_cpus",
+        {"num_cpus": "two"},
+        {"num_cpus": "2"},
+        {"num_gpus": True},
+        {"num_gpus": [1]},
+        {"memory": "much"},
+        {"memory": {}},
+        {"resources": ["TPU"]},
+        {"resources": {"TPU": "1"}},
+        {"resources": {1: 1}},
+        {"accelerator_type": 100},
+        {"workers": "one"},
+        {"runtime_env": 3},
+        {"runtime_env": {"env_vars": 3}},
+    ],
+)
+def test_a_wrong_type_in_the_actor_options_is_a_type_error(options: Any) -> None:
+    with pytest.raises(TypeError):
+        serve.deployment(ray_actor_options=options)(Model)
+    with pytest.raises(TypeError):
+        serve.deployment(Model).options(ray_actor_options=options)
+    if "runtime_env" not in options:
+        with pytest.raises(TypeError):
+            make_spec("b", Model, (), {}, actor_options=options, config=None, timeout_s=None)
+
+
+def test_a_value_that_is_not_allowed_in_the_actor_options_is_a_value_error() -> None:
+    for options in ({"num_cpus": -1}, {"nim_cpus": 1}, {"resources": {"TPU": -1}}):
+        with pytest.raises(ValueError, match="validation error") as caught:
+            serve.deployment(ray_actor_options=options)(Model)
+        assert not isinstance(caught.value, TypeError)
+
+
 def test_the_environment_of_ray_actor_options_is_the_environment() -> None:
     runtime_env = {"pip": ["torch"], "env_vars": {"A": "1"}}
     made = serve.deployment(ray_actor_options={"runtime_env": runtime_env, "num_gpus": 1})(Model)

@@ -11,15 +11,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, overload
 
-from daskserve.data.batching.function import BatchedFunction, check_max_batch_size, check_wait_s
-
-
-def _check_max_concurrent_batches(value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"max_concurrent_batches must be a whole number, got {value!r}")
-    if value < 1:
-        raise ValueError(f"max_concurrent_batches must be at least 1, got {value}")
-    return value
+from daskserve.data.batching.function import BatchedFunction, check_count, check_max_batch_size, check_wait_s
 
 
 def _check_function(function: Any) -> None:
@@ -95,9 +87,9 @@ def batch(
     ...     async def __call__(self, request):
     ...         return await self.predict(await request.json())
     """
-    check_max_batch_size(max_batch_size)
+    size = check_max_batch_size(max_batch_size)
     check_wait_s(batch_wait_timeout_s)
-    _check_max_concurrent_batches(max_concurrent_batches)
+    at_once = check_count("max_concurrent_batches", max_concurrent_batches)
     if batch_size_fn is not None and (
         not callable(batch_size_fn) or inspect.iscoroutinefunction(batch_size_fn)
     ):
@@ -107,8 +99,6 @@ def batch(
 
     def decorate(function: Callable[..., Any]) -> BatchedFunction:
         _check_function(function)
-        return BatchedFunction(
-            function, max_batch_size, batch_wait_timeout_s, max_concurrent_batches, batch_size_fn
-        )
+        return BatchedFunction(function, size, batch_wait_timeout_s, at_once, batch_size_fn)
 
     return decorate if _func is None else decorate(_func)

@@ -17,7 +17,7 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Mapping, Sequence
 from typing import Any
 
-from daskserve.amounts import shown
+from daskserve.amounts import as_whole, shown
 from daskserve.context import current_replica, current_request
 from daskserve.data.batching.queue import BatchLimits, BatchQueue, reconsider_on
 from daskserve.data.batching.results import as_results
@@ -426,11 +426,17 @@ def _describe_stack(task: asyncio.Task[Any]) -> str:
 
 
 def check_max_batch_size(value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"max_batch_size must be a whole number, got {value!r}")
-    if value < 1:
-        raise ValueError(f"max_batch_size must be at least 1, got {value}")
-    return value
+    return check_count("max_batch_size", value)
+
+
+def check_count(name: str, value: Any) -> int:
+    """Return a whole number from 1 on; raise `TypeError` or `ValueError` for any other value of an option."""
+    number = as_whole(value)
+    if number is None:
+        raise TypeError(f"{name} must be a whole number, got {value!r}")
+    if number < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}")
+    return number
 
 
 def check_wait_s(value: Any) -> float:

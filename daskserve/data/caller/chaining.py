@@ -7,6 +7,8 @@ have ended: a request that waits at its replica would hold a slot there, which A
 one stays in the process that runs A until B's process fetches it over their own channel, or without any
 copy if that is the same process.
 
+Requests whose body has not been read are taken out, too: the call is sent once it has been.
+
 The caller's channel holds what stays: if the caller drops the response, or vanishes, A's process drops the
 result. If A's process ends before, the call to B fails.
 """
@@ -18,7 +20,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from daskserve.cluster.base import Link
+from daskserve.data.caller.arriving import ArrivingRequest
 from daskserve.data.caller.response import Response
+from daskserve.internals.handed_requests import is_unread
 from daskserve.payload.arguments import ValueSource, take_out
 from daskserve.types import KeptPayload, Payload
 
@@ -26,19 +30,25 @@ from daskserve.types import KeptPayload, Payload
 def chained_arguments(
     link: Link, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, by_reference: bool
 ) -> ChainedArguments:
-    """Pickle arguments that hold responses."""
+    """Pickle arguments that hold responses, or requests that have not been read."""
 
     def is_taken(value: Any) -> bool:
-        return isinstance(value, Response) or link.values.is_value(value)
+        return isinstance(value, Response) or is_unread(value) or link.values.is_value(value)
 
-    payload, values = take_out((args, kwargs), is_taken)
+    payload, found = take_out((args, kwargs), is_taken)
+    values = [ArrivingRequest(link, each) if is_unread(each) else each for each in found]
     return ChainedArguments(link, payload, values, by_reference=by_reference)
 
 
-class ChainedArguments:
-    """The arguments of one call without their responses; a `daskserve.cluster.base.RemoteValues`.
+#: What ends before the call is sent.
+_PENDING = (Response, ArrivingRequest)
 
-    It holds the responses, so that their results exist until the call is answered.
+
+class ChainedArguments:
+    """The arguments of one call without their responses and unread requests.
+
+    It is a `daskserve.cluster.base.RemoteValues`, and holds the responses, so that their results exist until
+    the call is answered.
     """
 
     def __init__(self, link: Link, payload: Payload, values: list[Any], *, by_reference: bool) -> None:
@@ -48,21 +58,22 @@ class ChainedArguments:
         self._by_reference = by_reference
         self._values = values
         self._kept: list[KeptPayload] = []
-        self._responses = [each for each in values if isinstance(each, Response)]
-        remote = [each for each in values if not isinstance(each, Response)]
+        self._pending = [each for each in values if isinstance(each, _PENDING)]
+        remote = [each for each in values if not isinstance(each, _PENDING)]
         self._dask = link.values.hold(payload, remote) if remote else None
-        for response in self._responses:
-            response.pass_on(link, by_reference=by_reference)
+        for each in self._pending:
+            if isinstance(each, Response):
+                each.pass_on(link, by_reference=by_reference)
 
     async def wait(self) -> None:
         """Return when all values exist; raise the error of the first call or task that failed."""
-        await self._wait_for_responses()
+        await self._wait_for_pending()
         if self._dask is not None:
             await self._dask.wait()
         sources: list[list[Any]] = []
         buffers = list(self.payload.buffers)
         for value in self._values:
-            if not isinstance(value, Response):
+            if not isinstance(value, _PENDING):
                 sources.append([ValueSource.DASK])
                 continue
             found = await value.settled(self._link, by_reference=self._by_reference)
@@ -79,10 +90,10 @@ class ChainedArguments:
         }
         self.payload = Payload(self.payload.data, tuple(buffers))
 
-    async def _wait_for_responses(self) -> None:
-        waiting = {each.wake_when_done() for each in self._responses if not each.done()}
+    async def _wait_for_pending(self) -> None:
+        waiting = {each.wake_when_done() for each in self._pending if not each.done()}
         while True:
-            for each in self._responses:
+            for each in self._pending:
                 each.raise_if_failed()
             if not waiting:
                 return

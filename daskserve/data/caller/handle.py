@@ -17,6 +17,7 @@ from daskserve.context import current_request
 from daskserve.data.caller.broadcast import BroadcastResponse, ReplicaOutcome, send_to_all
 from daskserve.data.caller.call_options import CallOptions
 from daskserve.data.caller.direct_call import DirectCall
+from daskserve.data.caller.learning import learning_of
 from daskserve.data.caller.pending import begin_call, pause, start_call, waiter_for
 from daskserve.data.caller.preparing import identity_of, pack, send_and_record
 from daskserve.data.caller.replica_choice import ReplicaChoice, ReplicaSelection
@@ -56,7 +57,9 @@ async def routers_of(cluster: Process) -> Routers:
     """Return the routers of a process for an instance; the first call creates and starts them."""
     routers: Routers | None = cluster.shared.get("routers")
     if routers is None:
-        routers = Routers(cluster, cluster.listener, cluster.clock, cluster.link.rng, cluster.routes)
+        routers = Routers(
+            cluster, cluster.listener, cluster.clock, cluster.link.rng, cluster.routes, learning_of(cluster)
+        )
         cluster.shared["routers"] = routers
         PROCESS.add(routers)
     if not cluster.listener.is_started:
@@ -435,9 +438,10 @@ class Handle:
             raise ClosedError(
                 f"Instance {self._instance!r} has been shut down; get a new handle from a running instance."
             )
-        router = (await routers_of(cluster)).router(self._endpoint)
-        if not router.is_known:
-            await router.wait_until_known()
+        with learning_of(cluster):
+            router = (await routers_of(cluster)).router(self._endpoint)
+            if not router.is_known:
+                await router.wait_until_known()
         return router
 
 

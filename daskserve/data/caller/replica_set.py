@@ -11,6 +11,7 @@ from typing import Any
 from daskserve.clock import Clock, stopwatch
 from daskserve.cluster.base import Cluster, Routes
 from daskserve.data.caller.apart_queue import ApartQueue
+from daskserve.data.caller.learning import Learning
 from daskserve.data.caller.load_reports import LoadReports
 from daskserve.data.caller.prospects import Prospects
 from daskserve.data.caller.queued_request import QueuedRequest
@@ -55,6 +56,7 @@ class ReplicaSet:
         routes: Routes,
         *,
         suspects: Suspects,
+        learning: Learning | None = None,
         reports: LoadReports | None = None,
     ) -> None:
         self.tag = tag
@@ -64,13 +66,13 @@ class ReplicaSet:
         self.bodies: BodyUse = "gather"
         self.max_body_bytes: int | None = None
         self._reports = reports
+        self._learning = learning or Learning()
         self._cluster = cluster
         self._clock = clock
         self._rng = rng
         self._routes = routes
         #: The replicas.
         self.roster = Roster(cluster.is_local, routes.to)
-        self._name_of = f"{cluster.instance}/replica/{{}}".format
         # Ordered, because a cancelled request leaves from any position.
         self._waiting: OrderedDict[asyncio.Future[ReplicaEntry], None] = OrderedDict()
         #: The requests that may end their replica's process.
@@ -121,11 +123,12 @@ class ReplicaSet:
         self._known.set()
         self.prospects.update(value)
         if value is None:
-            self.roster.update({}, 1, self._name_of)
+            self.roster.update({}, 1, str)
             self._fail_waiting()
             return
         published = {tag: (worker, incarnation) for tag, worker, incarnation in value["replicas"]}
-        self.roster.update(published, value["concurrency"], self._name_of)
+        name_of = f"{self._cluster.instance}/replica/{{}}".format
+        self.roster.update(published, value["concurrency"], name_of)
         is_first = self.max_queued is None
         self.max_queued = value["max_queued"]
         self._apart.max_crash_retries = value["max_crash_retries"]
@@ -235,7 +238,7 @@ class ReplicaSet:
             replica.sockets += is_socket
             try:
                 if replica.route is None:
-                    await self._routes.connect(replica.address.worker)
+                    await self._learning.during(self._routes.connect(replica.address.worker))
                 if has_queued_request:
                     queued_since = self._clock.now() if queued_since is None else queued_since
                     load = await self._send_queued(replica, queued_since, envelope, receive, send)
@@ -295,7 +298,9 @@ class ReplicaSet:
         self._set_alarm()
         began = stopwatch()
         try:
-            return await waiter
+            if self.max_queued is not None:
+                return await waiter
+            return await self._learning.during(waiter)
         except asyncio.CancelledError:
             if waiter in self._waiting:
                 del self._waiting[waiter]
@@ -356,7 +361,7 @@ class ReplicaSet:
     def close(self) -> None:
         """Fail the requests that still wait."""
         self.prospects.update(None)
-        self.roster.update({}, 1, self._name_of)
+        self.roster.update({}, 1, str)
         self._alarm.cancel()
         self._fail_waiting()
 

@@ -18,6 +18,7 @@ from typing import Any
 from daskserve.amounts import shown
 from daskserve.clock import Clock
 from daskserve.cluster.base import Cluster, Listener, Routes
+from daskserve.data.caller.learning import Learning
 from daskserve.data.caller.load_reports import LoadReports
 from daskserve.data.caller.replica_set import ReplicaSet, check_queue
 from daskserve.data.caller.router_metrics import CallMetrics
@@ -216,12 +217,19 @@ class Routers:
     """All routers of one process for one instance. Runs on one event loop."""
 
     def __init__(
-        self, cluster: Cluster, listener: Listener, clock: Clock, rng: random.Random, routes: Routes
+        self,
+        cluster: Cluster,
+        listener: Listener,
+        clock: Clock,
+        rng: random.Random,
+        routes: Routes,
+        learning: Learning | None = None,
     ) -> None:
         self.clock = clock
         self.rng = rng
         self._cluster = cluster
         self._listener = listener
+        self._learning = learning or Learning()
         self._routers: dict[EndpointTag, Router] = {}
         self._sets: dict[BackendTag, ReplicaSet] = {}
         #: Functions that stop watching a published value, by its key.
@@ -287,6 +295,7 @@ class Routers:
                 self.rng,
                 self._routes,
                 suspects=self.suspects,
+                learning=self._learning,
                 reports=self._reports,
             )
             key = f"backend/{backend}"

@@ -7,6 +7,7 @@ backend gets for a call through a handle, so that the same code serves both.
 from __future__ import annotations
 
 import asyncio
+import copyreg
 import io
 import json
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -18,8 +19,12 @@ from starlette.requests import Request
 
 from daskserve.context import RequestContext
 from daskserve.errors import ServeError
+from daskserve.internals.handed_requests import PlainForm, reduce_request, set_form
 from daskserve.loops.event_loop import running_loop
 from daskserve.types import Envelope, EnvelopeKind, Message, Receive
+
+#: The keyword arguments of ``remote()`` that are the body of a classic call without a positional argument.
+BODY_NAMES = ("request_data", "data")
 
 
 class HTTPRequest(Request):
@@ -30,12 +35,19 @@ class HTTPRequest(Request):
     ``is_disconnected()`` and ``close()``. Where an event loop runs they return awaitables, as Starlette's do,
     also in a coroutine that a plain callable returns. `body_bytes` and `body_json` are the same everywhere,
     once the body has been read.
+
+    Code can pass it on by a handle. The copy has the plain items of the scope, and the body.
     """
 
     #: The whole body, once it has been read; set before if the request came with it.
     whole_body: bytes | None = None
     #: Returns whether the client has disconnected; for plain functions, which cannot wait for its message.
     has_disconnected: Callable[[], bool] = staticmethod(lambda: False)
+    #: Whether code has asked for the parts of a body that has not been read.
+    is_streamed = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return reduce_request(self, _rebuild_request)
 
     def body(self) -> Any:
         """Return the whole body; an awaitable of it on an event loop."""
@@ -50,6 +62,8 @@ class HTTPRequest(Request):
         form = super().form
         if running_loop() is not None:
             return form(**limits)
+        if self._form is not None:  # it has been read
+            return self._form
 
         async def parse() -> FormData:
             return await form(**limits)
@@ -71,7 +85,10 @@ class HTTPRequest(Request):
 
         It is asynchronous. That of a body which has been read is a plain iterator too.
         """
-        return super().stream() if self.whole_body is None else _Chunks(self.whole_body)
+        if self.whole_body is not None:
+            return _Chunks(self.whole_body)
+        self.is_streamed = True
+        return super().stream()
 
     async def _read_body(self) -> bytes:
         if self.whole_body is None:
@@ -106,6 +123,23 @@ class HTTPRequest(Request):
         return json.loads(self.body_bytes)
 
 
+def _rebuild_request(scope: dict[str, Any], body: bytes | None, form: PlainForm | None) -> HTTPRequest:
+    request = HTTPRequest(scope, _receive_nothing)
+    request.whole_body = body
+    if form is not None:
+        set_form(request, form)
+    return request
+
+
+async def _receive_nothing() -> Message:
+    """Stand for the connection of a request that was passed on, which its copy does not have."""
+    return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
+
+
+# The requests of ASGI applications.
+copyreg.pickle(Request, lambda request: reduce_request(request, _rebuild_request))
+
+
 class _Chunks(AsyncIterator[bytes], Iterator[bytes]):
     """The chunks of a body that has been read, for ``for`` and for ``async for``."""
 
@@ -138,9 +172,10 @@ class QueryParams(dict[str, Any]):
 
 
 class ServeRequest:
-    """What a classic backend gets when it is called through a handle: ``handle.remote(data, **kwargs)``.
+    """What a classic backend gets when it is called through a handle: ``handle.remote(body, **kwargs)``.
 
-    ``handle.remote(data=x, **kwargs)`` is the same call.
+    All keyword arguments are its `query_params`. Without a positional argument, the body is the keyword
+    argument ``request_data`` or ``data``, if there is one.
 
     It offers the parts of Starlette's ``Request`` that make sense without HTTP. In the thread of a plain
     function its methods return values, and on an event loop awaitables of them.
@@ -212,18 +247,23 @@ async def _awaited(value: Any) -> Any:
 
 
 def legacy_argument(head: Mapping[str, Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return the one argument of a classic backend for ``handle.remote(data=None, **kwargs)``."""
-    if "data" in kwargs:
-        if args:
-            raise TypeError("remote() got multiple values for argument 'data'")
-        data = kwargs["data"]
-        kwargs = {name: value for name, value in kwargs.items() if name != "data"}
-    else:
-        data = args[0] if args else None
-    if isinstance(data, Request):
-        return data
+    """Return the one argument of a classic backend for ``handle.remote(body=None, /, **kwargs)``.
+
+    Raises
+    ------
+    TypeError
+        There are several positional arguments, which a request has no place for.
+    """
+    if len(args) > 1:
+        raise TypeError(
+            f"remote() of a handle of an endpoint takes one positional argument, the body, and got "
+            f"{len(args)}; pass the others by name, and read them from request.query_params."
+        )
+    found = args[0] if args else next((kwargs[name] for name in BODY_NAMES if name in kwargs), None)
+    if isinstance(found, (Request, ServeRequest)):  # of another call
+        return found
     return ServeRequest(
-        data, kwargs, headers=head.get("http_headers"), method=head.get("http_method") or "GET"
+        found, kwargs, headers=head.get("http_headers"), method=head.get("http_method") or "GET"
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from dask import delayed
+from starlette.requests import ClientDisconnect, Request
 
 import daskserve as serve
 from daskserve.client.client import Client
@@ -62,6 +63,11 @@ class First:
         yield from range(3)
 
 
+class Reader:
+    def __call__(self, request: Any, more: int = 0) -> list[Any]:
+        return [request.method, request.body().decode(), more]
+
+
 class Second:
     def __call__(self, value: Any, more: int = 0) -> int:
         return int(np.sum(value)) + more
@@ -84,6 +90,7 @@ def client() -> Iterator[Client]:
     with local_instance(workers=2) as client:
         client.deploy("first", First, config={"max_concurrent_queries": 4})
         client.deploy("second", Second, config={"max_concurrent_queries": 1})
+        client.deploy("reader", Reader)
         yield client
 
 
@@ -217,3 +224,30 @@ def test_a_result_that_its_worker_lost_is_an_error(first: serve.Handle, second: 
     kept.release()
     with pytest.raises(UnavailableError, match="is not there any more"):
         second.remote(between).result(DEADLINE_S)
+
+
+def test_a_request_is_passed_on_once_its_body_has_been_read(client: Client) -> None:
+    handle = client.get_handle("reader")
+    scope = {"type": "http", "method": "PUT", "path": "/", "headers": [], "query_string": b""}
+
+    async def main() -> None:
+        parts: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        request = Request(scope, parts.get)
+        response, other = handle.remote(request), handle.remote(request=request)
+        parts.put_nowait({"type": "http.request", "body": b"one ", "more_body": True})
+        await asyncio.sleep(0)
+        assert not response.done()
+        parts.put_nowait({"type": "http.request", "body": b"two", "more_body": False})
+        assert await response == await other == ["PUT", "one two", 0]
+        assert await handle.remote(request, more=2) == ["PUT", "one two", 2]
+        assert await request.body() == b"one two"
+
+        left = Request(scope, parts.get)
+        failing = handle.remote(left)
+        parts.put_nowait({"type": "http.disconnect"})
+        with pytest.raises(ClientDisconnect):
+            await failing
+
+    asyncio.run(main())
+    with pytest.raises(PassedResponseError, match="this thread cannot wait for it"):
+        handle.remote(Request(scope, asyncio.Queue().get))

@@ -16,6 +16,7 @@ from scripted_routes import ScriptedRoutes
 from daskserve.clock import LoopClock
 from daskserve.cluster.base import Cluster
 from daskserve.cluster.long_poll import LongPollClient
+from daskserve.data.caller.learning import Learning
 from daskserve.data.caller.queued_request import MIN_PATIENCE_S, PATIENCE_S
 from daskserve.data.caller.replay import KEPT_BYTES
 from daskserve.data.caller.replica_set import DISCONNECTED_BACKOFF_S, UNREACHABLE_BACKOFF_S, ReplicaSet
@@ -137,12 +138,14 @@ class Stage:
         self.clock = LoopClock()
         self.sent: list[asyncio.Task[None]] = []
         self.routes = ScriptedRoutes()
+        self.learning = Learning()
         self.routers = Routers(
             cast(Cluster, self.replicas),
             cast(LongPollClient, self.listener),
             self.clock,
             random.Random(1),
             self.routes,
+            self.learning,
         )
 
     def publish(
@@ -1603,3 +1606,38 @@ def test_a_worker_is_used_as_long_as_a_replica_is_there() -> None:
         assert not stage.routes.is_used("worker-of-r1")
 
     run(scenario)
+
+
+def test_a_deletion_can_wait_for_the_calls_that_learn_where_to_go() -> None:
+    async def main() -> None:
+        stage = Stage()
+        waiting = asyncio.create_task(stage.learning.wait_until_over())
+        await waiting
+        router = stage.endpoint({"b": 1.0})
+        stage.send(router)
+        waiting = asyncio.create_task(stage.learning.wait_until_over())
+        await asyncio.sleep(1)
+        assert not waiting.done()  # the replicas are not known yet
+        connected = asyncio.Event()
+
+        async def connect(worker: str) -> None:
+            await connected.wait()
+
+        stage.routes.connect = connect  # type: ignore[method-assign]
+        stage.routes.known["worker-of-r"] = None
+        stage.publish("r")
+        await asyncio.sleep(1)
+        assert not waiting.done()  # there is no connection yet
+        connected.set()
+        await waiting
+        assert stage.replicas.asked == ["r"]
+        # What waits for a slot is the queue's own affair.
+        stage.send(router)
+        await asyncio.sleep(0)
+        await stage.learning.wait_until_over()
+        assert router.only is not None
+        assert router.only.waiting == 1
+        for task in stage.sent:
+            task.cancel()
+
+    run_virtual(main)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from runs import PipedAnswer, carry_answer, carry_piped, start_async, until
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
 from daskserve.context import RequestContext
 from daskserve.data.replica.answer import DONE
@@ -24,8 +24,10 @@ from daskserve.data.replica.requests import (
     request_context,
 )
 from daskserve.data.replica.wall import Wall
-from daskserve.errors import ServeError
+from daskserve.errors import PassedResponseError, ServeError, UnpicklableError
+from daskserve.internals.handed_requests import is_unread, read_ahead
 from daskserve.loops.pending_call import PendingCall
+from daskserve.payload.pickling import dump
 from daskserve.types import Envelope, EnvelopeKind, Message
 
 pytestmark = pytest.mark.smoke
@@ -185,15 +187,124 @@ def test_the_argument_of_a_classic_backend() -> None:
     request = legacy_argument({"http_headers": {"h": "v"}, "http_method": "PUT"}, ("data",), {"k": 1})
     assert (request.data, request.query_params, request.method) == ("data", {"k": 1}, "PUT")
     assert request.headers["h"] == "v"
-    named = legacy_argument({}, (), {"data": [1], "k": 1})
-    assert named.data == [1]
-    assert named.query_params == {"k": 1}
-    with pytest.raises(TypeError, match="multiple values for argument 'data'"):
-        legacy_argument({}, (1,), {"data": 2})
+    for name in ("data", "request_data"):
+        named = legacy_argument({}, (), {name: [1], "k": 1})
+        assert (named.data, named.query_params) == ([1], {name: [1], "k": 1})
+        both = legacy_argument({}, (1,), {name: 2})
+        assert (both.data, both.query_params) == (1, {name: 2})
+    with pytest.raises(TypeError, match="takes one positional argument, the body, and got 2"):
+        legacy_argument({}, (1, 2), {})
     assert legacy_argument({}, (), {}).data is None
     assert legacy_argument({}, (), {}).method == "GET"
     starlette = Request(SCOPE)
     assert legacy_argument({}, (starlette,), {}) is starlette
+    assert legacy_argument({}, (request,), {}) is request
+
+
+class OwnRequest(Request):
+    """A user's class of requests."""
+
+
+@pytest.mark.parametrize("kind", [HTTPRequest, Request, OwnRequest])
+def test_a_request_that_was_read_can_be_passed_on(kind: type[Request]) -> None:
+    async def main() -> None:
+        lock, connection = threading.Lock(), iter([part(b'{"k"', True), part(b": 1}", False)])
+        own = {"app": lock, "daskserve.object": lock, "odd": lock, "session": {"user": 3}}
+
+        async def receive() -> Message:
+            return next(connection)
+
+        request = kind({**SCOPE, **own, "state": {"lock": lock, "name": "n"}}, receive)
+        with pytest.raises(PassedResponseError, match="has not been read"):
+            dump([request])
+        assert await request.json() == {"k": 1}
+        (copy,) = dump([request]).load()
+        assert (copy.method, copy.query_params["n"], copy.state.name) == ("POST", "1", "n")
+        assert copy.session == {"user": 3}
+        assert set(copy.scope) == {*SCOPE, "session", "state"}
+        assert await copy.json() == {"k": 1}
+        assert not await copy.is_disconnected()
+        assert await asyncio.to_thread(lambda: (copy.body(), copy.is_disconnected())) == (b'{"k": 1}', False)
+        assert dump(copy).load().body_bytes == b'{"k": 1}'
+
+    asyncio.run(main())
+
+
+def test_a_form_that_was_read_can_be_passed_on() -> None:
+    body = (
+        b'--x\r\nContent-Disposition: form-data; name="field"\r\n\r\nvalue\r\n'
+        b'--x\r\nContent-Disposition: form-data; name="file"; filename="f.txt"\r\n'
+        b"Content-Type: text/plain\r\n\r\ncontent\r\n--x--\r\n"
+    )
+    headers = [(b"content-type", b"multipart/form-data; boundary=x")]
+
+    async def receive() -> Message:
+        return part(body, False)
+
+    async def main() -> None:
+        request = Request({**SCOPE, "headers": headers}, receive)
+        form = await request.form()
+        await form["file"].read(3)
+        copy = dump(request).load()
+        for found in (await copy.form(), await asyncio.to_thread(copy.form)):
+            assert found["field"] == "value"
+            file = found["file"]
+            assert (file.filename, file.content_type) == ("f.txt", "text/plain")
+        assert await file.read() == b"content"
+        assert await form["file"].read() == b"tent"
+        await request.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("kind", [HTTPRequest, Request])
+def test_a_body_that_was_read_in_parts_cannot_be_passed_on(kind: type[Request]) -> None:
+    async def receive() -> Message:
+        return part(b"all", False)
+
+    async def main() -> None:
+        request = kind(SCOPE, receive)
+        assert [each async for each in request.stream()] == [b"all", b""]
+        with pytest.raises(UnpicklableError, match=r"was read by stream\(\)"):
+            dump(request)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("kind", [HTTPRequest, Request])
+def test_code_that_reads_while_the_body_is_read_ahead_gets_the_same(kind: type[Request]) -> None:
+    async def main() -> None:
+        parts: asyncio.Queue[Message] = asyncio.Queue()
+        request = kind(SCOPE, parts.get)
+        assert is_unread(request)
+        first = read_ahead(request)
+        reading = asyncio.ensure_future(request.body())
+        second = read_ahead(request)
+        parts.put_nowait(part(b"a", True))
+        await asyncio.sleep(0)
+        parts.put_nowait(part(b"b", False))
+        await asyncio.gather(first, second)
+        assert await reading == b"ab"
+        assert not is_unread(request)
+        assert await dump(request).load().body() == b"ab"
+        parts.put_nowait({"type": "http.disconnect"})
+        assert await request.is_disconnected()
+
+    asyncio.run(main())
+
+
+def test_reading_ahead_fails_if_the_client_leaves() -> None:
+    async def leave() -> Message:
+        return {"type": "http.disconnect"}
+
+    async def main() -> None:
+        request = Request(SCOPE, leave)
+        with pytest.raises(ClientDisconnect):
+            await read_ahead(request)
+        with pytest.raises(ClientDisconnect):
+            await request.body()
+
+    asyncio.run(main())
 
 
 def test_the_request_context_comes_from_the_ingress_or_the_handle() -> None:
