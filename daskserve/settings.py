@@ -7,6 +7,7 @@ Dask's precedence applies. Arguments of a call override all of these.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from contextvars import ContextVar
@@ -61,6 +62,11 @@ class ProcessSettings:
     #: Days after which an environment that no replica has used is deleted, when another one is made; None
     #: keeps all.
     environments_days: float | None = 30.0
+    #: Seconds that whoever sends SIGTERM to a worker waits before it kills (``TimeoutStopSec`` of systemd,
+    #: ``terminationGracePeriodSeconds`` of Kubernetes, ``KillWait`` of SLURM): within this time, its actors
+    #: move and its requests complete, as when it is retired. 0 leaves SIGTERM to Dask, whose workers end at
+    #: once.
+    termination_grace_s: float = 30.0
 
     @property
     def environments(self) -> Path:
@@ -146,7 +152,18 @@ def controller() -> ControllerSettings:
 
 def process() -> ProcessSettings:
     """Return the settings of worker processes, from ``daskserve.process.*``."""
-    return given_process.get() or ProcessSettings(**_known("daskserve.process", ProcessSettings))
+    given = given_process.get()
+    if given is not None:
+        return given
+    found = ProcessSettings(**_known("daskserve.process", ProcessSettings))
+    grace_s = found.termination_grace_s
+    if isinstance(grace_s, bool) or not isinstance(grace_s, (int, float)) or not 0 <= grace_s < math.inf:
+        raise ValueError(
+            f"Dask's configuration has daskserve.process.termination-grace-s: {grace_s!r}; set it to the "
+            "number of seconds that whoever sends SIGTERM waits before it kills, or to 0 to leave SIGTERM to "
+            "Dask."
+        )
+    return found
 
 
 def scheduler() -> SchedulerSettings:

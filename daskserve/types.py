@@ -269,6 +269,17 @@ class WorkerInfo:
         return not {self.address, self.name, self.host, *self.resources}.isdisjoint(names)
 
 
+class Leave(enum.StrEnum):
+    """What a worker that got SIGTERM is told."""
+
+    #: Ask again.
+    MOVING = "moving"
+    #: Nothing of daskserve is left on the worker, nor data that only it has.
+    MOVED = "moved"
+    #: Its actors have no other place in time, so it lets its requests complete itself.
+    STAYED = "stayed"
+
+
 @dataclass(frozen=True, slots=True)
 class UseReport:
     """A controller's report to the scheduler about the workers that its instance uses.

@@ -51,6 +51,8 @@ logger = logging.getLogger("daskserve.host")
 
 #: A shorter rest of a time limit may be a rounding error.
 RESOLUTION_S = 0.001
+#: The share of the time to drain after which replicas begin, even if proxies still have requests.
+PROXY_SHARE = 0.5
 #: The actor name that addresses a worker's book itself.
 HOST_ACTOR = "host"
 
@@ -318,11 +320,22 @@ class ActorBook:
     async def drain(self, grace_s: float, instance: InstanceName | None = None) -> None:
         """Stop all actors, or those of one instance, once their requests have completed or had their time.
 
-        Proxies stop before the replicas that answer their requests.
+        Proxies stop before the replicas that answer their requests. Long ones have half of the time until the
+        replicas begin, which then take no new ones.
         """
+        ends_at = self._clock.now() + grace_s
         mine = [entry for entry in self.entries.values() if instance in (None, entry.spec.instance)]
-        for kind in (ActorKind.CONTROLLER, ActorKind.PROXY, ActorKind.REPLICA):
-            await asyncio.gather(*(self._end(each, grace_s) for each in mine if each.spec.kind is kind))
+
+        def end(kind: ActorKind) -> list[asyncio.Task[None]]:
+            left_s = max(0.0, ends_at - self._clock.now())
+            ending = [each for each in mine if each.spec.kind is kind]
+            return [asyncio.create_task(self._end(each, left_s)) for each in ending]
+
+        await asyncio.gather(*end(ActorKind.CONTROLLER))
+        proxies = end(ActorKind.PROXY)
+        if proxies:
+            await asyncio.wait(proxies, timeout=grace_s * PROXY_SHARE)
+        await asyncio.gather(*proxies, *end(ActorKind.REPLICA))
 
     async def end_instance(self, instance: InstanceName) -> None:
         """Stop an instance's actors, the controller first so that it does not replace the others."""

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from distributed import Client
+from distributed import Client, Worker
 
 from daskserve._version import PROTOCOL, __version__
 from daskserve.clock import Clock
@@ -55,6 +55,16 @@ async def ask_supervisor(client: Client, verb: str, **message: Any) -> Any:
     answer = await call_scheduler(
         client, SUPERVISOR_OP, verb=verb, message=message, version=__version__, protocol=PROTOCOL
     )
+    return _value_of(answer)
+
+
+async def ask_from_worker(worker: Worker, verb: str, /, **message: Any) -> Any:
+    """Call a verb of the supervisor over the worker's own connection; see `ask_supervisor`."""
+    ask = getattr(worker.scheduler, SUPERVISOR_OP)
+    return _value_of(await ask(verb=verb, message=message, version=__version__, protocol=PROTOCOL))
+
+
+def _value_of(answer: Any) -> Any:
     if answer is None:  # Dask's answer to an operation it does not know
         raise NotRunningError("No daskserve instance runs on this Dask cluster.")
     if "error" in answer:

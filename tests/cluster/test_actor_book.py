@@ -1,4 +1,4 @@
-"""The time limit of an actor's start, which the actor's own worker keeps."""
+"""The time limits of an actor's start and end, which the actor's own worker keeps."""
 
 from __future__ import annotations
 
@@ -90,5 +90,49 @@ def test_an_actor_that_stops_says_so_and_a_start_that_waits_ends() -> None:
         with pytest.raises(ActorLostError, match="was stopped while it started"):
             await creating
         await stopping
+
+    run_virtual(main)
+
+
+class Busy(Staged):
+    """An actor with a request that takes some seconds."""
+
+    def __init__(self, name: str, request_s: float, log: list[tuple[str, float, float]]) -> None:
+        super().__init__()
+        self._name, self._request_s, self._log = name, request_s, log
+
+    async def start(self) -> Mapping[str, Any]:
+        return {}
+
+    async def stop(self, grace_s: float) -> None:
+        began = now()
+        await asyncio.sleep(min(grace_s, self._request_s))
+        self._log.append((self._name, began, now()))
+
+
+@pytest.mark.parametrize(
+    ("proxy_s", "replica_s", "expected"),
+    [
+        (2, 3, [("c", 0, 0), ("p", 0, 2), ("r", 2, 5)]),
+        # A long stream neither takes all of the time of the replicas nor more than it has.
+        (100, 100, [("c", 0, 0), ("p", 0, 10), ("r", 5, 10)]),
+    ],
+)
+def test_a_worker_that_leaves_lets_requests_complete_within_its_time(
+    proxy_s: float, replica_s: float, expected: list[tuple[str, float, float]]
+) -> None:
+    async def main() -> None:
+        log: list[tuple[str, float, float]] = []
+        requests_s = {"c": 0.0, "p": proxy_s, "r": replica_s}
+        book = ActorBook(
+            "here",
+            1,
+            LoopClock(),
+            lambda spec: Busy(spec.name, requests_s[spec.name], log),  # type: ignore[arg-type, return-value]
+        )
+        for name, kind in (("r", ActorKind.REPLICA), ("p", ActorKind.PROXY), ("c", ActorKind.CONTROLLER)):
+            await book.create(asdict(ActorSpec(kind, name, 1, "i")))
+        await book.drain(10)
+        assert (sorted(log), book.entries) == (expected, {})
 
     run_virtual(main)

@@ -201,6 +201,14 @@ class Capacity:
             return dict(await self._originals["retire_workers"](workers, names=names, **passed_on))
         if not leaving:
             return {}
-        retire = self._originals["retire_workers"]  # `uninstall` may run during the evacuation
+        retire = self.retire  # `uninstall` may run during the evacuation
         await self._evacuate(leaving)
         return dict(await retire(workers=leaving, **passed_on))
+
+    @property
+    def retire(self) -> Callable[..., Awaitable[Any]]:
+        """Dask's own ``retire_workers``, which moves data and knows nothing of actors."""
+        found: Callable[..., Awaitable[Any]] = self._originals.get(
+            "retire_workers", self._scheduler.retire_workers
+        )
+        return found

@@ -17,7 +17,6 @@ from typing import Any
 
 from distributed import Client, Scheduler, SchedulerPlugin
 
-from daskserve.amounts import shown
 from daskserve.cluster.channel.dialling import SPLICE_OP
 from daskserve.cluster.dask import SUPERVISOR_OP, topic_of
 from daskserve.cluster.distributed_internals import (
@@ -35,6 +34,7 @@ from daskserve.cluster.scheduler.capacity import Capacity
 from daskserve.cluster.scheduler.controllers import START_TIMEOUT_S, ControllerKeeper, Instance, plain
 from daskserve.cluster.scheduler.discovery import Targets
 from daskserve.cluster.scheduler.drains import Drains
+from daskserve.cluster.scheduler.evacuation import Evacuations
 from daskserve.cluster.scheduler.figures import SupervisorFigures
 from daskserve.cluster.scheduler.hosts import HostRegistry
 from daskserve.cluster.scheduler.parcels import parcel_verbs
@@ -65,8 +65,6 @@ PLUGIN_NAME = "daskserve-supervisor"
 UNUSED_S = 2.0
 #: Number of cancelled starts that are remembered; each matters for milliseconds.
 MAX_CANCELLED_STARTS = 100
-#: How long a retiring worker waits until its actors are replaced elsewhere, besides the time of its requests.
-EVACUATION_S = 60.0
 
 
 class Supervisor(SchedulerPlugin):
@@ -91,7 +89,7 @@ class Supervisor(SchedulerPlugin):
         adaptive = {"kind": WORKERS, "joined": [], "left": [], "is_adaptive": True}
         self._capacity = Capacity(
             scheduler,
-            self._evacuate,
+            lambda workers: self._evacuations.evacuate(workers),
             became_adaptive=lambda: self._publish(None, adaptive),
             has_instances=lambda: bool(self._instances),
         )
@@ -108,7 +106,15 @@ class Supervisor(SchedulerPlugin):
         )
         self._watching: asyncio.Task[Any] | None = None
         self._lock = asyncio.Lock()
-        self._reported = asyncio.Event()
+        self._evacuations = Evacuations(
+            scheduler,
+            self._hosts,
+            self._instances,
+            capacity=self._capacity,
+            controllers=self._controllers,
+            publish=self._publish,
+            spawn=self._tasks.spawn,
+        )
         #: Ids of ``serve.start()`` calls that were cancelled before they arrived here.
         self._cancelled_starts: deque[str] = deque(maxlen=MAX_CANCELLED_STARTS)
         self._is_closed = False
@@ -116,7 +122,20 @@ class Supervisor(SchedulerPlugin):
         self._returns = Returns(
             scheduler, self._instances, self._start_instance, self._drains.end_after, self._tasks.spawn
         )
-        self._verbs: dict[str, Callable[..., Awaitable[Any]]] = {
+        self._verbs = self._make_verbs()
+        self._verbs["targets"] = targets.describe
+        self._figures = SupervisorFigures(self._instances, self._hosts, guard)
+        PROCESS.add(self._figures)
+        add_handler(scheduler, SUPERVISOR_OP, self.handle)
+        add_handler(scheduler, SPLICE_OP, self._splices.accept)
+        answer_signal(scheduler, self._hosts.abandon)
+        # The program that registered it may be interrupted or killed before it starts an instance.
+        self._unused = asyncio.get_running_loop().call_later(
+            UNUSED_S, lambda: self._tasks.spawn(self._unregister_if_unused())
+        )
+
+    def _make_verbs(self) -> dict[str, Callable[..., Awaitable[Any]]]:
+        return {
             "start_instance": self._start_instance,
             "bring_back": self._returns.bring_back,
             "drain_instance": self._drains.drain_instance,
@@ -130,18 +149,9 @@ class Supervisor(SchedulerPlugin):
             **parcel_verbs(lambda instance: self._known(instance).parcels),
             "report": self._report,
             "restart_worker": self._restart_worker,
+            "leave": self._evacuations.leave,
             "inspect": self._hosts.inspect,
-            "targets": targets.describe,
         }
-        self._figures = SupervisorFigures(self._instances, self._hosts, guard)
-        PROCESS.add(self._figures)
-        add_handler(scheduler, SUPERVISOR_OP, self.handle)
-        add_handler(scheduler, SPLICE_OP, self._splices.accept)
-        answer_signal(scheduler, self._hosts.abandon)
-        # The program that registered it may be interrupted or killed before it starts an instance.
-        self._unused = asyncio.get_running_loop().call_later(
-            UNUSED_S, lambda: self._tasks.spawn(self._unregister_if_unused())
-        )
 
     async def handle(
         self, verb: str, message: Mapping[str, Any], version: str, protocol: int | None = None
@@ -165,7 +175,7 @@ class Supervisor(SchedulerPlugin):
             return
         self._hosts.forget(worker)
         self._splices.drop(worker)
-        self._reported.set()
+        self._evacuations.forget(worker)
         for instance in list(self._instances.values()):
             self._publish(instance.name, {"kind": WORKERS, "joined": [], "left": [worker]})
             if instance.controller is not None and instance.controller.worker == worker:
@@ -288,7 +298,7 @@ class Supervisor(SchedulerPlugin):
             await self._hosts.end_instance(entry.name)
         self._topics.sweep()
         self._capacity.forget(entry.name)
-        self._reported.set()
+        self._evacuations.wake()
         entry.parcels.close()
         await entry.store.close()
         async with self._lock:
@@ -356,7 +366,7 @@ class Supervisor(SchedulerPlugin):
                 grace_s,
             )
             self._capacity.report(instance, report)
-            self._reported.set()
+            self._evacuations.wake()
         return self._capacity.is_adaptive
 
     def _known(self, instance: InstanceName) -> Instance:
@@ -407,38 +417,6 @@ class Supervisor(SchedulerPlugin):
                 if entry.controller is None and not entry.is_ending and entry.epoch:
                     self._tasks.spawn(self._controllers.start(entry))
 
-    async def _evacuate(self, workers: list[WorkerAddress]) -> None:
-        """Wait until these workers hold no actors of daskserve, or until the timeout."""
-        leaving = {worker for worker in workers if self._hosts.has(worker)}
-        if not leaving:
-            return
-        self._hosts.retiring |= leaving
-        for entry in list(self._instances.values()):
-            self._publish(
-                entry.name, {"kind": WORKERS, "joined": [], "left": [], "retiring": sorted(leaving)}
-            )
-            if entry.controller is not None and entry.controller.worker in leaving:
-                await self._controllers.replace(entry, leaving)
-        try:
-            began = asyncio.get_running_loop().time()
-            async with asyncio.timeout(EVACUATION_S) as limit:
-                # Workers that have already left are not reported any more.
-                while not self._is_closed and (here := {each for each in leaving if self._hosts.has(each)}):
-                    if self._capacity.is_free(here, self._controllers.expected(here)):
-                        break
-                    limit.reschedule(began + EVACUATION_S + self._capacity.grace_s)
-                    self._reported.clear()
-                    await self._reported.wait()
-        except TimeoutError:
-            logger.warning(
-                "Workers %s are retired with actors of daskserve, which were not replaced within %s s",
-                leaving,
-                shown(EVACUATION_S + self._capacity.grace_s),
-            )
-        for worker in leaving:
-            await self._hosts.release(worker)
-        self._reported.set()
-
     def _publish(self, instance: InstanceName | None, message: Mapping[str, Any]) -> None:
         """Publish plain values on an instance's topic; None publishes on all instances' topics."""
         for name in list(self._instances) if instance is None else [instance]:
@@ -461,10 +439,10 @@ class Supervisor(SchedulerPlugin):
     async def close(self) -> None:
         """Undo `start` and `_hosts_ready`, so that nothing is left in the scheduler."""
         self._is_closed = True
+        self._evacuations.close()
         PROCESS.remove(self._figures)
         for instance in self._instances:  # left only if the scheduler itself is closing
             PROCESS.forget(instance)
-        self._reported.set()
         self._unused.cancel()
         for each in self._installed:
             each.uninstall()

@@ -37,9 +37,11 @@ from daskserve.cluster.distributed_internals import (
 from daskserve.cluster.encryption import as_client
 from daskserve.cluster.link import DaskLink
 from daskserve.cluster.metrics_path import facts_of_server
+from daskserve.cluster.nannies import HOST_ATTRIBUTE
 from daskserve.cluster.worker.interpreter import InterpreterTuning
 from daskserve.cluster.worker.log_thread import LogThread
 from daskserve.cluster.worker.outage import Outage
+from daskserve.cluster.worker.retirement import Retirement
 from daskserve.cluster.worker.user_clients import UserClients
 from daskserve.cluster.worker.worker_view import CurrentClient, WorkerView
 from daskserve.errors import UnavailableError
@@ -51,13 +53,10 @@ from daskserve.types import ACTOR_FACTORIES, ActorKind, InstanceName
 
 logger = logging.getLogger("daskserve.host")
 
-#: The worker's attribute that holds its open Host.
-_ATTRIBUTE = "_daskserve_host"
-
 
 def present_host() -> Host:
     """Return the Host of the current worker if it has outlived its scheduler; otherwise a new one."""
-    host: Host | None = getattr(get_worker(), _ATTRIBUTE, None)
+    host: Host | None = getattr(get_worker(), HOST_ATTRIBUTE, None)
     return Host() if host is None else host
 
 
@@ -103,6 +102,8 @@ class Host:
             broken_routes=lambda instance: self._open_link.cluster(instance).routes.broken(),
         )
         self._outage = Outage(self._worker, self.book, settings.scheduler().grace_s)
+        grace_s = settings.process().termination_grace_s
+        self.retirement = Retirement(self._worker, self.book, LoopClock(), grace_s)
         # In this task thread, imports do not block the event loop, and later deploys do not wait for them.
         self._factories = {kind: load_factory(kind) for kind in ActorKind}
 
@@ -137,17 +138,18 @@ class Host:
             # `close` may be called during the first await, so everything that it undoes is done before.
             add_handler(self._worker, CHANNEL_OP, self._accept)
             self._outage.open(self.link)
-            setattr(self._worker, _ATTRIBUTE, self)
+            setattr(self._worker, HOST_ATTRIBUTE, self)
             self._user_clients = UserClients(
                 self._worker.scheduler.address, as_client(self._worker.security, "worker"), self.link.loop
             )
             self._tuning.open()
-            if is_own_process(self._worker):
+            has_process = is_own_process(self._worker)
+            if has_process:
                 self._forks.open()
                 self._children.open()
                 if settings.process().log_thread:
                     self._logs.open()
-            await client
+            await asyncio.gather(client, self.retirement.open(has_process=has_process))
         self._outage.starts.update(starts)
         return {"pid": os.getpid(), "version": __version__, **facts_of_server(self._worker)}
 
@@ -194,7 +196,8 @@ class Host:
         await asyncio.to_thread(self._logs.close)
         if self.link is not None:
             self._outage.close()
-            delattr(self._worker, _ATTRIBUTE)
+            self.retirement.close()
+            delattr(self._worker, HOST_ATTRIBUTE)
             link, self.link = self.link, None
             if self._user_clients is not None:
                 await self._user_clients.close()

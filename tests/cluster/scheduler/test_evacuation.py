@@ -1,15 +1,82 @@
-"""How long a worker that retires waits for the actors on it."""
+"""How long a worker that leaves waits for the actors on it, and what one that got SIGTERM is told."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from daskserve.cluster.scheduler.supervisor import EVACUATION_S, Supervisor
+from daskserve.cluster.scheduler.evacuation import EVACUATION_S, REPLACING_SHARE, Evacuations
 from daskserve.testing import run_virtual
+from daskserve.types import Leave
+
+
+class Cluster:
+    """Workers whose actors have other places after some seconds."""
+
+    def __init__(self, workers: Iterable[str], *, free_after_s: float, grace_s: float = 0.0) -> None:
+        self.loop = asyncio.get_running_loop()
+        #: The end of each Host, and when Dask moved the data of a worker.
+        self.released: list[float] = []
+        self.retired: list[tuple[float, dict[str, Any]]] = []
+        #: Which workers the controllers were told to leave, and when.
+        self.told: list[tuple[float, list[str]]] = []
+        self.replaced: list[str] = []
+        self.scheduler = SimpleNamespace(workers=dict.fromkeys(workers))
+        self.capacity = SimpleNamespace(
+            is_free=lambda *_: self.loop.time() >= free_after_s,
+            grace_s=grace_s,
+            retire=self._retire,
+            is_adaptive=False,
+        )
+        self.hosts = SimpleNamespace(
+            has=lambda worker: worker in self.scheduler.workers,
+            retiring=set(),
+            release=self._release,
+            refused=dict,
+        )
+        controller = SimpleNamespace(worker="w1")
+        instances: Any = {"i": SimpleNamespace(name="i", controller=controller)}
+        controllers = SimpleNamespace(expected=lambda leaving: ["i"], replace=self._replace)
+        self.evacuations = Evacuations(
+            self.scheduler,  # type: ignore[arg-type]
+            self.hosts,  # type: ignore[arg-type]
+            instances,
+            capacity=self.capacity,  # type: ignore[arg-type]
+            controllers=controllers,  # type: ignore[arg-type]
+            publish=lambda instance, message: self.told.append((self.loop.time(), message["retiring"])),
+            spawn=asyncio.ensure_future,
+        )
+
+    async def _release(self, worker: str) -> None:
+        self.released.append(self.loop.time())
+
+    async def _retire(self, **options: Any) -> None:
+        self.retired.append((self.loop.time(), options))
+
+    async def _replace(self, entry: Any, excluded: set[str]) -> None:
+        self.replaced.append(entry.name)
+
+    async def until(self, task: asyncio.Future[Any]) -> Any:
+        """Return the result of a task; controllers report once a second meanwhile."""
+        while not task.done():
+            await asyncio.sleep(1)
+            self.evacuations.wake()
+        return await task
+
+    def leaving(self, worker: str, within_s: float) -> asyncio.Future[list[str]]:
+        """Ask as a worker does that got SIGTERM; return all answers."""
+
+        async def ask() -> list[str]:
+            answers = []
+            while not answers or answers[-1] == Leave.MOVING:
+                answers.append(await self.evacuations.leave(worker, within_s))
+            return answers
+
+        return asyncio.ensure_future(ask())
 
 
 @pytest.mark.parametrize(("grace_s", "released_at"), [(0.0, EVACUATION_S), (300.0, 200.0), (100.0, 160.0)])
@@ -19,22 +86,119 @@ def test_a_retiring_worker_waits_for_the_grace_period_of_its_requests(
     """Its actors have ended after 200 s."""
 
     async def main() -> None:
-        loop = asyncio.get_running_loop()
-        released: list[float] = []
+        cluster = Cluster(["w1", "w2"], free_after_s=200, grace_s=grace_s)
+        await cluster.until(asyncio.ensure_future(cluster.evacuations.evacuate(["w1"])))
+        assert cluster.released == [released_at]
+        assert (cluster.told, cluster.replaced) == ([(0, ["w1"])], ["i"])
 
-        async def release(worker: str) -> None:
-            released.append(loop.time())
+    run_virtual(main)
 
-        supervisor: Any = Supervisor()
-        supervisor._hosts = SimpleNamespace(has=lambda worker: True, retiring=set(), release=release)
-        supervisor._capacity = SimpleNamespace(is_free=lambda *_: loop.time() >= 200, grace_s=grace_s)
-        supervisor._controllers = SimpleNamespace(expected=lambda leaving: [])
-        supervisor._reported = asyncio.Event()
-        supervisor._is_closed = False
-        evacuating = asyncio.create_task(supervisor._evacuate(["w1"]))
-        while not evacuating.done():
-            await asyncio.sleep(1)
-            supervisor._reported.set()
-        assert released == [released_at]
+
+def test_a_worker_that_got_sigterm_is_told_when_all_has_moved() -> None:
+    """Its process ends by itself, and its nanny decides whether another one starts."""
+
+    async def main() -> None:
+        cluster = Cluster(["w1", "w2"], free_after_s=3)
+        answers = await cluster.until(cluster.leaving("w1", 30))
+        assert answers == [Leave.MOVING] * (len(answers) - 1) + [Leave.MOVED]
+        assert (cluster.released, cluster.replaced) == ([pytest.approx(3)], ["i"])
+        options = {"workers": ["w1"], "close_workers": False, "remove": False}
+        assert cluster.retired == [(pytest.approx(3), options)]
+        assert await cluster.evacuations.leave("w1", 30) == Leave.MOVED
+        assert len(cluster.released) == 1
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize(("grace_s", "after_s"), [(0.0, 30), (20.0, 30 - 20), (60.0, 30 * REPLACING_SHARE)])
+def test_its_requests_have_their_time_even_if_its_actors_have_no_other_place(
+    grace_s: float, after_s: float
+) -> None:
+    async def main() -> None:
+        cluster = Cluster(["w1", "w2"], free_after_s=1000, grace_s=grace_s)
+        began = cluster.loop.time()
+        assert (await cluster.leaving("w1", 30))[-1] == Leave.STAYED
+        assert cluster.loop.time() - began == pytest.approx(after_s, abs=0.1)
+        assert cluster.released == cluster.retired == []
+
+    run_virtual(main)
+
+
+def test_all_workers_of_a_host_are_known_before_anything_moves() -> None:
+    async def main() -> None:
+        cluster = Cluster(["w1", "w2", "w3"], free_after_s=3)
+        both = asyncio.gather(cluster.leaving("w1", 30), cluster.leaving("w2", 30))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert (cluster.hosts.retiring, cluster.told) == ({"w1", "w2"}, [])
+        assert [answers[-1] for answers in await cluster.until(both)] == [Leave.MOVED] * 2
+        assert [sorted(told) for _, told in cluster.told] == [["w1"], ["w2"]]
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize("late_s", [0.0, 5.0])
+def test_the_last_workers_do_not_wait_for_a_place(late_s: float) -> None:
+    async def main() -> None:
+        cluster = Cluster(["w1", "w2"], free_after_s=1000)
+        one = cluster.leaving("w1", 30)
+        await asyncio.sleep(late_s)
+        other = cluster.leaving("w2", 30)
+        assert [(await each)[-1] for each in (one, other)] == [Leave.STAYED] * 2
+        assert cluster.loop.time() < late_s + 1
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize("is_adaptive", [False, True])
+def test_a_worker_without_a_host_yet_and_one_that_an_adaptive_cluster_may_start_are_places(
+    is_adaptive: bool,
+) -> None:
+    async def main() -> None:
+        cluster = Cluster(["w1"] if is_adaptive else ["w1", "w2"], free_after_s=3)
+        cluster.capacity.is_adaptive = is_adaptive
+        cluster.hosts.has = lambda worker: worker == "w1"
+        assert (await cluster.until(cluster.leaving("w1", 30)))[-1] == Leave.MOVED
+
+    run_virtual(main)
+
+
+def test_a_worker_without_daskserve_is_no_place() -> None:
+    async def main() -> None:
+        cluster = Cluster(["w1", "w2"], free_after_s=1000)
+        cluster.hosts.refused = lambda: {"w2": "it has no daskserve"}
+        assert await cluster.leaving("w1", 30) == [Leave.STAYED]
+
+    run_virtual(main)
+
+
+def test_a_worker_of_which_a_new_scheduler_knows_nothing_yet_lets_its_requests_complete_itself() -> None:
+    async def main() -> None:
+        cluster = Cluster(["w2"], free_after_s=0)
+        assert await cluster.evacuations.leave("w1", 30) == Leave.STAYED
+
+    run_virtual(main)
+
+
+def test_an_address_that_is_used_again_leaves_again() -> None:
+    async def main() -> None:
+        cluster = Cluster(["w1", "w2"], free_after_s=0)
+        assert await cluster.leaving("w1", 30) == [Leave.MOVED]
+        cluster.evacuations.forget("w1")
+        cluster.hosts.retiring.clear()
+        assert await cluster.leaving("w1", 30) == [Leave.MOVED]
+        assert len(cluster.retired) == 2
+
+    run_virtual(main)
+
+
+def test_nobody_waits_for_a_supervisor_that_ends() -> None:
+    async def main() -> None:
+        cluster = Cluster(["w1", "w2"], free_after_s=1000)
+        waiting = asyncio.ensure_future(cluster.evacuations.evacuate(["w1"]))
+        await asyncio.sleep(1)
+        cluster.evacuations.close()
+        await waiting
+        assert cluster.loop.time() == 1
 
     run_virtual(main)

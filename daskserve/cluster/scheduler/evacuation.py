@@ -1,0 +1,159 @@
+"""Moves everything of daskserve away from workers that leave, and tells when they may go.
+
+A worker leaves because somebody retires it, and then has as long as it takes, or because its process got
+SIGTERM, and then has as long as the sender allows. The controllers do the moving; see
+`daskserve.control.reconcile`. This module tells them who leaves, and waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
+
+from distributed import Scheduler
+
+from daskserve.amounts import shown
+from daskserve.cluster.long_poll import WORKERS
+from daskserve.cluster.scheduler.capacity import Capacity
+from daskserve.cluster.scheduler.controllers import ControllerKeeper, Instance
+from daskserve.cluster.scheduler.hosts import HostRegistry
+from daskserve.types import InstanceName, Leave, WorkerAddress
+
+logger = logging.getLogger("daskserve.supervisor")
+
+#: How long a retiring worker waits until its actors are replaced elsewhere, besides the time of its requests.
+EVACUATION_S = 60.0
+#: The least share of the time of a worker that got SIGTERM in which its actors are replaced elsewhere; its
+#: requests have the rest.
+REPLACING_SHARE = 0.25
+#: How long the controllers hear nothing yet: a host or a rack that ends sends SIGTERM to several workers.
+TOGETHER_S = 0.05
+#: Interval at which a worker that got SIGTERM learns that it still leaves: a call occupies a connection.
+ANSWER_S = 1.0
+
+
+class Evacuations:
+    """See the module."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        hosts: HostRegistry,
+        instances: Mapping[InstanceName, Instance],
+        *,
+        capacity: Capacity,
+        controllers: ControllerKeeper,
+        publish: Callable[[InstanceName, Mapping[str, Any]], None],
+        spawn: Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]],
+    ) -> None:
+        self._scheduler: Any = scheduler
+        self._hosts = hosts
+        self._instances = instances
+        self._capacity = capacity
+        self._controllers = controllers
+        self._publish = publish
+        self._spawn = spawn
+        self._changed = asyncio.Event()
+        self._is_closed = False
+        #: The workers that got SIGTERM.
+        self._leaving: dict[WorkerAddress, asyncio.Task[Leave]] = {}
+
+    def wake(self) -> None:
+        """Look again, after a report of a controller or the end of a worker or an instance."""
+        self._changed.set()
+
+    def forget(self, worker: WorkerAddress) -> None:
+        """Forget a worker that has left the cluster."""
+        self._leaving.pop(worker, None)
+        self._changed.set()
+
+    def close(self) -> None:
+        """Let all who wait go."""
+        self._is_closed = True
+        self._changed.set()
+
+    async def evacuate(self, workers: list[WorkerAddress]) -> None:
+        """Return once workers that retire hold no actors of daskserve, or after the time that they have."""
+        leaving = {worker for worker in workers if self._hosts.has(worker)}
+        if not leaving:
+            return
+        await self._begin(leaving)
+        if not await self._are_free(leaving, lambda: EVACUATION_S + self._capacity.grace_s):
+            logger.warning(
+                "Workers %s are retired with actors of daskserve, which were not replaced within %s s",
+                leaving,
+                shown(EVACUATION_S + self._capacity.grace_s),
+            )
+        for worker in leaving:
+            await self._hosts.release(worker)
+        self._changed.set()
+
+    async def leave(self, worker: WorkerAddress, within_s: float) -> str:
+        """Retire a worker whose process ends within some seconds; return a `Leave`."""
+        task = self._leaving.get(worker)
+        if task is None:
+            task = self._leaving[worker] = self._spawn(self._leave(worker, within_s))
+        done, _ = await asyncio.wait({task}, timeout=ANSWER_S)
+        return task.result() if done else Leave.MOVING
+
+    async def _leave(self, worker: WorkerAddress, within_s: float) -> Leave:
+        if not self._hosts.has(worker):
+            return Leave.STAYED
+        retire = self._capacity.retire  # `uninstall` may run before it is called
+        self._hosts.retiring.add(worker)
+        self._changed.set()
+        await asyncio.sleep(TOGETHER_S)
+        if self._has_others():
+            self._spawn(self._begin({worker}))
+
+        def limit_s() -> float:
+            return max(within_s - self._capacity.grace_s, within_s * REPLACING_SHARE)
+
+        if not await self._are_free({worker}, limit_s, stays=lambda: not self._has_others()):
+            logger.warning("Worker %s got SIGTERM and ends before all its actors have another place", worker)
+            return Leave.STAYED
+        await self._hosts.release(worker)
+        # Its process decides when it ends, and its nanny whether another one starts.
+        await retire(workers=[worker], close_workers=False, remove=False)
+        return Leave.MOVED
+
+    async def _begin(self, leaving: set[WorkerAddress]) -> None:
+        self._hosts.retiring |= leaving
+        for entry in list(self._instances.values()):
+            self._publish(
+                entry.name, {"kind": WORKERS, "joined": [], "left": [], "retiring": sorted(leaving)}
+            )
+            if entry.controller is not None and entry.controller.worker in leaving:
+                await self._controllers.replace(entry, leaving)
+
+    def _has_others(self) -> bool:
+        """Return whether there are workers that stay, or may come soon."""
+        refused = self._hosts.refused()
+        staying = self._scheduler.workers.keys() - self._hosts.retiring - refused.keys()
+        return bool(staying) or self._capacity.is_adaptive
+
+    async def _are_free(
+        self,
+        leaving: set[WorkerAddress],
+        limit_s: Callable[[], float],
+        *,
+        stays: Callable[[], bool] = lambda: False,
+    ) -> bool:
+        """Return whether workers hold no actors of daskserve, as soon as they do not, or after a time."""
+        began = asyncio.get_running_loop().time()
+        try:
+            async with asyncio.timeout(limit_s()) as limit:
+                # Workers that have already left are not reported any more.
+                while not self._is_closed and (here := {each for each in leaving if self._hosts.has(each)}):
+                    if self._capacity.is_free(here, self._controllers.expected(here)):
+                        break
+                    if stays():
+                        return False
+                    limit.reschedule(began + limit_s())
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            return False
+        return True

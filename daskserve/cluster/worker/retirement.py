@@ -1,0 +1,101 @@
+"""What a worker does when its process is to end: it retires first.
+
+Problem: systemd, Kubernetes and job schedulers send SIGTERM to a nanny, to its worker's process, or to both.
+Dask then ends the processes at once, with all requests under way. Choice: SIGTERM begins what
+``client.retire_workers`` does, and ends the process when that is over; see `daskserve.loops.termination`. A
+nanny that gets SIGTERM asks its worker to retire before it ends it; see `daskserve.cluster.nannies`.
+
+Actors that the scheduler cannot move in time, because there is no other place or no scheduler, complete their
+requests here. Everything ends before the time of the sender is over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from distributed import Worker
+
+from daskserve.amounts import shown
+from daskserve.clock import Clock
+from daskserve.cluster.actor_book import ActorBook
+from daskserve.cluster.dask import ask_from_worker
+from daskserve.cluster.nannies import watch_nanny
+from daskserve.errors import ServeError
+from daskserve.loops.tasks import TaskSet
+from daskserve.loops.termination import begin_on, on_sigterm
+from daskserve.types import Leave
+
+logger = logging.getLogger("daskserve.host")
+
+#: The time that Dask needs to end the process afterwards, or less if the whole time is short.
+EXIT_S = 2.0
+EXIT_SHARE = 0.2
+#: How long the scheduler may take for an answer, which takes a second at most.
+ANSWER_S = 4.0
+
+
+class Retirement:
+    """See the module.
+
+    Parameters
+    ----------
+    grace_s
+        How long the sender of SIGTERM waits before it kills.
+    """
+
+    def __init__(self, worker: Worker, book: ActorBook, clock: Clock, grace_s: float) -> None:
+        self._worker = worker
+        self._book = book
+        self._clock = clock
+        self._grace_s = grace_s
+        self._tasks = TaskSet(logger)
+        self._retiring: asyncio.Task[None] | None = None
+        self._stop_answering: Callable[[], None] | None = None
+
+    async def open(self, *, has_process: bool) -> None:
+        """Retire from now on when SIGTERM arrives here or at the nanny; idempotent.
+
+        Parameters
+        ----------
+        has_process
+            Whether the process is the worker's own, so that its signals are meant for the worker.
+        """
+        if self._grace_s <= 0 or not has_process or self._stop_answering is not None:
+            return
+        self._stop_answering = on_sigterm(begin_on(asyncio.get_running_loop(), self.begin))
+        await watch_nanny(self._worker, self._grace_s)
+
+    def close(self) -> None:
+        """Leave SIGTERM to Dask again, unless it has arrived; idempotent."""
+        if self._stop_answering is not None:
+            self._stop_answering()
+            self._stop_answering = None
+
+    def begin(self) -> asyncio.Task[None]:
+        """Begin to retire; return the task, which is done when the process may end. Idempotent."""
+        if self._retiring is None:
+            self._retiring = self._tasks.spawn(self._retire(), "retire")
+        return self._retiring
+
+    async def _retire(self) -> None:
+        ends_at = self._clock.now() + self._grace_s - min(EXIT_S, self._grace_s * EXIT_SHARE)
+        logger.warning("SIGTERM: this worker retires and ends, within %s s", shown(self._grace_s))
+        if not await self._move(ends_at):
+            await self._book.drain(max(0.0, ends_at - self._clock.now()))
+
+    async def _move(self, ends_at: float) -> bool:
+        """Have the scheduler move all actors to other workers; return whether it has."""
+        while (left_s := ends_at - self._clock.now()) > 0:
+            try:
+                async with asyncio.timeout(min(ANSWER_S, left_s)):
+                    answer = await ask_from_worker(
+                        self._worker, "leave", worker=self._worker.address, within_s=left_s
+                    )
+            except (OSError, TimeoutError, ServeError) as error:
+                logger.warning("The scheduler does not move the actors of this worker: %r", error)
+                return False
+            if answer != Leave.MOVING:
+                return bool(answer == Leave.MOVED)
+        return False

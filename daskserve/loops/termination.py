@@ -1,0 +1,162 @@
+"""SIGTERM as a request to leave: the process first does what it must, then ends as it would have done.
+
+Problem: systemd, Kubernetes and job schedulers send SIGTERM and wait before they kill; Python's and Dask's
+handlers end the process at once. Choice: one handler per process, in front of the one that was there. On the
+first SIGTERM it begins what was given to it; when all of that is done, or on a second SIGTERM, it calls the
+handler that was there.
+
+Some senders send the signal twice, to the process and to its group, so two within a moment count as one.
+A forked child inherits the handler, for which it has no use: there, the signal ends the process. Python drops
+signals that arrive in a child during the fork, while it has a handler, so SIGTERM is held back until it
+has none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import weakref
+from collections.abc import Callable
+from functools import partial
+from types import FrameType
+from typing import Any, TypeAlias
+
+from daskserve.clock import stopwatch
+
+#: Two signals within this time count as one.
+SAME_S = 0.3
+
+#: Begins to leave. It is called in a signal handler, and calls its argument when it is done, from any thread.
+Begin: TypeAlias = Callable[[Callable[[], None]], None]
+
+
+class Termination:
+    """The handler of SIGTERM; see the module. It is the state: a process has one, in its table of signals."""
+
+    #: Seconds; a signal handler has no event loop whose clock it could read.
+    now: Callable[[], float] = staticmethod(stopwatch)
+
+    def __init__(self, previous: Any) -> None:
+        self._previous = previous
+        self._pid = os.getpid()
+        self._begins: list[Begin] = []
+        self._waits_for: set[Begin] = set()
+        self._began_at: float | None = None
+        self._is_done = False
+        #: The signals that threads blocked before they forked.
+        self._masks: dict[int, set[signal.Signals]] = {}
+
+    @classmethod
+    def present(cls) -> Termination | None:
+        """Return the handler of this process, a new one if need be; None if SIGTERM is ignored here."""
+        found: Any = signal.getsignal(signal.SIGTERM)
+        if isinstance(found, cls) and found._pid == os.getpid():
+            return found
+        if found is None or found is signal.SIG_IGN:
+            return None
+        handler = cls(found)
+        signal.signal(signal.SIGTERM, handler)
+        if hasattr(os, "register_at_fork"):  # a registration lasts as long as the process
+            os.register_at_fork(
+                before=_weakly(handler._hold_back),
+                after_in_parent=_weakly(handler._let_through),
+                after_in_child=_weakly(handler._leave_to_child),
+            )
+        return handler
+
+    def add(self, begin: Begin) -> Callable[[], None]:
+        """Have SIGTERM begin something first; return the function that undoes this, for the main thread."""
+        self._begins.append(begin)
+
+        def remove() -> None:
+            if self._began_at is None and begin in self._begins:
+                self._begins.remove(begin)
+                if not self._begins and self._is_handler():
+                    signal.signal(signal.SIGTERM, self._previous)
+
+        return remove
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        now = self.now()
+        if self._pid != os.getpid():
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        elif self._is_done or not self._begins:
+            self._hand_on(number, frame)
+        elif self._began_at is None:
+            self._began_at = now
+            self._waits_for = set(self._begins)
+            for begin in self._begins:
+                begin(partial(self._note_done, begin))
+        elif now - self._began_at > SAME_S:
+            self._hand_on(number, frame)
+
+    def _hold_back(self) -> None:
+        if self._is_handler():
+            held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+            self._masks[threading.get_ident()] = {signal.Signals(each) for each in held}
+
+    def _let_through(self) -> None:
+        held = self._masks.pop(threading.get_ident(), None)
+        if held is not None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, held)
+
+    def _leave_to_child(self) -> None:
+        if self._is_handler():
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self._let_through()
+
+    def _is_handler(self) -> bool:
+        return signal.getsignal(signal.SIGTERM) is self
+
+    def _note_done(self, begin: Begin) -> None:
+        self._waits_for.discard(begin)
+        if not self._waits_for and not self._is_done:
+            self._is_done = True
+            # Only the main thread may change handlers, and the handler runs there. Where the default is back,
+            # Dask's program ends already, with its own exit status.
+            if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+                os.kill(self._pid, signal.SIGTERM)
+
+    def _hand_on(self, number: int, frame: FrameType | None) -> None:
+        self._is_done = True
+        signal.signal(number, self._previous)
+        if callable(self._previous):
+            self._previous(number, frame)
+        else:
+            os.kill(self._pid, number)
+
+
+def _weakly(method: Callable[[], None]) -> Callable[[], None]:
+    found = weakref.WeakMethod(method)
+
+    def call() -> None:
+        present = found()
+        if present is not None:
+            present()
+
+    return call
+
+
+def on_sigterm(begin: Begin) -> Callable[[], None]:
+    """Have SIGTERM begin something before it ends this process; return the function that undoes this.
+
+    Call both in the main thread; elsewhere, and where SIGTERM is ignored, this does nothing.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    handler = Termination.present() if is_main else None
+    return (lambda: None) if handler is None else handler.add(begin)
+
+
+def begin_on(loop: asyncio.AbstractEventLoop, start: Callable[[], asyncio.Future[Any]]) -> Begin:
+    """Return a `Begin` that calls a function on an event loop, and is done when its future is."""
+
+    def begin(done: Callable[[], None]) -> None:
+        try:
+            loop.call_soon_threadsafe(lambda: start().add_done_callback(lambda _: done()))
+        except RuntimeError:  # the loop is closed: the process ends already
+            done()
+
+    return begin

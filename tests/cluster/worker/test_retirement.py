@@ -1,0 +1,86 @@
+"""What a worker does between SIGTERM and its end."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from daskserve.clock import LoopClock
+from daskserve.cluster.worker.retirement import ANSWER_S, EXIT_SHARE, Retirement
+from daskserve.testing import run_virtual
+from daskserve.types import Leave
+
+
+class Bench:
+    """A worker that retires within 30 s, and a scheduler with given answers, each after a second."""
+
+    def __init__(self, *answers: Any, grace_s: float = 30.0) -> None:
+        self.answers = list(answers)
+        self.drained: list[tuple[float, float]] = []
+        self.asked: list[dict[str, Any]] = []
+        scheduler = SimpleNamespace(daskserve=self._answer)
+        worker: Any = SimpleNamespace(address="w1", scheduler=scheduler, nanny=None)
+        book: Any = SimpleNamespace(drain=self._drain)
+        self.retirement = Retirement(worker, book, LoopClock(), grace_s)
+
+    async def _answer(self, *, verb: str, message: dict[str, Any], **versions: Any) -> Any:
+        self.asked.append({"verb": verb, **message})
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        if answer == "hangs":
+            await asyncio.sleep(1000)
+        await asyncio.sleep(1)
+        if isinstance(answer, Exception):
+            raise answer
+        return {"value": answer} if answer is not None else None
+
+    async def _drain(self, grace_s: float) -> None:
+        self.drained.append((asyncio.get_running_loop().time(), grace_s))
+        await asyncio.sleep(2)
+
+    async def retire(self) -> float:
+        await self.retirement.begin()
+        return asyncio.get_running_loop().time()
+
+
+def test_it_ends_when_the_scheduler_has_moved_everything() -> None:
+    async def main() -> None:
+        bench = Bench(Leave.MOVING, Leave.MOVING, Leave.MOVED)
+        assert await bench.retire() == 3
+        assert bench.drained == []
+        assert bench.asked[0] == {"verb": "leave", "worker": "w1", "within_s": 28.0}
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize(
+    ("answer", "after_s"), [(Leave.STAYED, 1), (OSError("it is gone"), 1), (None, 1), ("hangs", ANSWER_S)]
+)
+def test_its_requests_complete_here_if_the_scheduler_moves_nothing(answer: Any, after_s: float) -> None:
+    async def main() -> None:
+        bench = Bench(answer)
+        assert await bench.retire() == after_s + 2
+        assert bench.drained == [(after_s, 28 - after_s)]
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize(("grace_s", "ends_s"), [(30.0, 28.0), (5.0, 5 * (1 - EXIT_SHARE))])
+def test_dask_has_the_rest_of_the_time_for_its_end(grace_s: float, ends_s: float) -> None:
+    async def main() -> None:
+        bench = Bench(Leave.MOVING, grace_s=grace_s)
+        await bench.retire()
+        assert bench.drained == [(pytest.approx(ends_s), 0.0)]
+
+    run_virtual(main)
+
+
+def test_a_worker_and_its_nanny_that_both_get_sigterm_retire_the_worker_once() -> None:
+    async def main() -> None:
+        bench = Bench(Leave.MOVED)
+        await asyncio.gather(bench.retirement.begin(), bench.retirement.begin())
+        assert len(bench.asked) == 1
+
+    run_virtual(main)
