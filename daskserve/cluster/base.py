@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 from daskserve.clock import Clock, RequestIds
+from daskserve.cluster.listening import Listener as Listener
 from daskserve.cluster.started import Started
 from daskserve.context import HasLink
 from daskserve.errors import ClusterUnreachableError
@@ -31,7 +32,6 @@ from daskserve.types import (
     Reach,
     Receive,
     Send,
-    SnapshotId,
     UseReport,
     WorkerAddress,
     WorkerInfo,
@@ -331,32 +331,6 @@ class Routes(Protocol):
 
     def close(self) -> None:
         """Forget everything, and report no more changes. Idempotent."""
-
-
-class Listener(Protocol):
-    """A process's subscription to an instance; see `daskserve.cluster.long_poll.LongPollClient`."""
-
-    @property
-    def is_started(self) -> bool:
-        """Whether `start` has completed."""
-
-    async def start(self) -> None:
-        """Subscribe; idempotent. No change after it returns is missed."""
-
-    async def stop(self) -> None:
-        """Unsubscribe and clear all state; idempotent."""
-
-    def watch(self, key: str, watcher: Callable[[Any], None]) -> Callable[[], None]:
-        """Call ``watcher(value)`` now, if known, and on every change; return a function that stops this."""
-
-    def on_worker_left(self, callback: Callable[[WorkerAddress], None]) -> None:
-        """Call ``callback(worker)`` when a worker leaves the scheduler."""
-
-    def on_ended(self, callback: Callable[[], None]) -> None:
-        """Call ``callback()`` when the instance has been shut down."""
-
-    async def wait_for_snapshot(self, snapshot_id: SnapshotId, timeout_s: float) -> None:
-        """Return when this process has applied that change or a newer one; raise `TimeoutError` if late."""
 
 
 class Process(Cluster, Protocol):

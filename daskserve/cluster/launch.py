@@ -1,13 +1,12 @@
 """The Dask clusters that daskserve starts if the user has none.
 
-A `distributed.LocalCluster` spawns its workers through multiprocessing, which runs the caller's main
-module again and so needs an ``if __name__ == "__main__"`` guard. Plain subprocesses need no guard, so
-pasted scripts, REPLs and notebooks work. Each process gets its own session, so that Ctrl-C reaches only the
-caller.
+Their processes are plain subprocesses; see `daskserve.cluster.server_process`. Each gets its own session, so
+that Ctrl-C reaches only the caller.
 
-The cluster of an instance that ends with its program also ends with it: the scheduler runs in the caller's
-process, and a worker exits when the caller is killed. A detached instance gets a separate scheduler process
-and workers with nannies, which outlive the caller.
+The cluster of an instance that ends with its program also ends with it: the scheduler and the nannies run in
+the caller's process (see `daskserve.cluster.kept_worker`), and a worker exits when the caller is killed. A
+detached instance gets a separate scheduler process and workers with nannies of their own, which outlive the
+caller.
 """
 
 from __future__ import annotations
@@ -16,49 +15,29 @@ import asyncio
 import contextlib
 import json
 import logging
-import os
 import subprocess
-import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
-import dask.config
 from distributed import Client, Scheduler, SpecCluster
-from distributed.deploy import ProcessInterface
 
 from daskserve.amounts import shown
-from daskserve.cluster.distributed_internals import config_variables
+from daskserve.cluster.kept_worker import WorkerKeeper
 from daskserve.cluster.quiet_close import QuietCluster
+from daskserve.cluster.server_process import command, environment
 from daskserve.errors import InstanceError
 from daskserve.loops.blocking import finish, settled
-from daskserve.loops.event_loop import uses_uvloop
-from daskserve.settings import LocalClusterSize, process_variables
+from daskserve.settings import LocalClusterSize
 
 logger = logging.getLogger("daskserve.launch")
 
 T = TypeVar("T")
 
-#: Program of each process of the cluster. It uses the caller's import path, as a multiprocessing child does.
-#: A ``-c`` program has no main module that a nanny's child would run again.
-_MAIN = (
-    "import json, sys; options = json.loads(sys.argv.pop()); sys.path[:] = options['path']; "
-    "import dask.config; dask.config.set(options['config']); "
-    "from distributed.cli.dask_spec import main; main(options['arguments'])"
-)
-#: Prelude for a process that must not outlive its caller, even if the caller is killed before there is a
-#: scheduler: only the caller holds the other end of the pipe that is the process's standard input.
-_END_WITH_CALLER = (
-    "import os, threading, time; lifeline = os.dup(0); os.dup2(os.open(os.devnull, os.O_RDONLY), 0); "
-    "threading.Thread(target=lambda: (os.read(lifeline, 1), time.sleep({grace_s}), os._exit(1)), "
-    "daemon=True).start(); "
-)
-#: Time between SIGTERM and SIGKILL for a worker.
-END_TIMEOUT_S = 3.0
 #: Time within which a new cluster must be complete.
 START_TIMEOUT_S = 30.0
 #: Interval of the checks whether a process of a new cluster has exited.
@@ -66,85 +45,6 @@ CHECK_S = 0.5
 #: Interval of the checks whether a new scheduler has written its address.
 CHECK_FILE_S = 0.05
 _LOCALHOST = "127.0.0.1"
-
-
-def command(
-    cls: str,
-    options: dict[str, Any],
-    *addresses: str,
-    prelude: str = "",
-    config: Mapping[str, Any] | None = None,
-) -> list[str]:
-    """Return the command line of a process that runs one Dask server, after ``prelude``."""
-    here = os.getcwd()
-    message = {
-        "path": [entry or here for entry in sys.path],
-        "config": {"distributed.admin.event-loop": _event_loop(), **(config or {})},
-        "arguments": [*addresses, "--spec", json.dumps({"cls": cls, "opts": options})],
-    }
-    return [sys.executable, "-c", prelude + _MAIN, json.dumps(message)]
-
-
-def _event_loop() -> str:
-    configured = str(dask.config.get("distributed.admin.event-loop"))
-    # "tornado" is Dask's default, and an alias of "asyncio".
-    return "uvloop" if configured == "tornado" and uses_uvloop() else configured
-
-
-def _environment() -> dict[str, str]:
-    """Return the variables of a process of the cluster, with the changes of `dask.config.set` in this one.
-
-    This passes certificates and all other settings of these sections to the cluster. Other sections may hold
-    objects such as thread pools, which must stay in this process.
-    """
-    sections = {name: dask.config.get(name, default={}) for name in ("distributed", "daskserve")}
-    return {**process_variables(), **config_variables(sections)}
-
-
-class WorkerProcess(ProcessInterface):
-    """One Dask worker in a plain subprocess, with the interface that `distributed.SpecCluster` requires."""
-
-    def __init__(self, scheduler: str, name: str | int, worker_options: dict[str, Any]) -> None:
-        self._command = command(
-            "distributed.Worker",
-            {**worker_options, "name": str(name)},
-            scheduler,
-            prelude=_END_WITH_CALLER.format(grace_s=END_TIMEOUT_S),
-            # The scheduler is in the caller's process, and does not come back.
-            config={"daskserve.scheduler.grace-s": 0},
-        )
-        self._process: asyncio.subprocess.Process | None = None
-        self._lifeline: int | None = None
-        super().__init__()
-
-    async def start(self) -> None:
-        stdin, self._lifeline = os.pipe()
-        try:
-            self._process = await asyncio.create_subprocess_exec(
-                *self._command, stdin=stdin, env=_environment(), start_new_session=True
-            )
-        finally:
-            os.close(stdin)
-        await super().start()
-
-    @property
-    def exit_status(self) -> int | None:
-        """The exit status of the process; None while it runs."""
-        return None if self._process is None else self._process.returncode
-
-    async def close(self) -> None:
-        lifeline, self._lifeline = self._lifeline, None
-        if lifeline is not None:
-            os.close(lifeline)
-        process, self._process = self._process, None
-        if process is not None and process.returncode is None:
-            process.terminate()
-            try:
-                await asyncio.wait_for(process.wait(), END_TIMEOUT_S)
-            except TimeoutError:
-                process.kill()
-                await process.wait()
-        await super().close()
 
 
 def _dashboard(wanted: bool) -> dict[str, Any]:
@@ -234,7 +134,7 @@ async def _start_local(
     size: LocalClusterSize, has_dashboard: bool, given_up: threading.Event, *, asynchronous: bool
 ) -> tuple[SpecCluster, Client]:
     options = _worker_options(size, has_dashboard)
-    spec = {"cls": WorkerProcess, "options": {"worker_options": options}}
+    spec = {"cls": WorkerKeeper, "options": {"worker_options": options}}
     cluster = QuietCluster(
         workers=dict.fromkeys(range(size.n_workers), spec),
         scheduler={
@@ -257,7 +157,7 @@ async def _start_local(
                 client,
                 size.n_workers,
                 given_up,
-                lambda: [each.exit_status for each in cluster.workers.values()],
+                lambda: [each.last_exit for each in cluster.workers.values()],
             )
         except BaseException:
             await settled(client.close())
@@ -299,7 +199,7 @@ async def _start_detached(
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                env=_environment(),
+                env=environment(),
                 start_new_session=True,
             )
         )

@@ -145,6 +145,8 @@ class LongPollClient:
         self._is_stopped = False
         self._starting: asyncio.Task[None] | None = None
         self._unsubscribe: Callable[[], Awaitable[None]] | None = None
+        #: Since when no controller has answered; None while one does, or while nothing was asked.
+        self._silent_since: float | None = None
         # Metrics.
         self._published_at: float | None = None
         self._delays = LatencyHistogram()
@@ -224,7 +226,17 @@ class LongPollClient:
 
     def refresh(self) -> None:
         """Fetch all values, because messages may have been missed."""
+        self._silent_since = None  # from a scheduler that has returned, and starts a controller only now
         self._wanted.update(self._watchers)
+        self._fetch_wanted.set()
+
+    @property
+    def silent_since(self) -> float | None:
+        """Since when no controller has answered, as far as this process has asked; None if one does."""
+        return self._silent_since
+
+    def ask(self) -> None:
+        """Ask the controller for news, although nothing says that there are any."""
         self._fetch_wanted.set()
 
     async def wait_for_snapshot(self, snapshot_id: SnapshotId, timeout_s: float) -> None:
@@ -254,6 +266,7 @@ class LongPollClient:
         if epoch < self._epoch or (epoch, counter) <= self._seen:
             return
         self._epoch = epoch
+        self._silent_since = None
         self._published_at = message.get("at")
         if (epoch, counter) != (self._seen[0], self._seen[1] + 1):
             # A gap, or a new controller: the known values may be outdated.
@@ -308,10 +321,13 @@ class LongPollClient:
             try:
                 await self._fetch()
                 delay_s = 0.01
+                self._silent_since = None
             except (ServeError, OSError, TimeoutError) as error:
                 # The controller is busy or being replaced; the known values remain in use.
                 level = logging.DEBUG if isinstance(error, NotRunningError) else logging.INFO
                 self._fetch_failures += 1
+                if self._silent_since is None:
+                    self._silent_since = self._clock.now()
                 self._cluster.forget_controller()
                 logger.log(level, "A fetch from the controller failed and is retried: %s", error)
                 self._fetch_wanted.set()

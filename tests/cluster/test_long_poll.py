@@ -711,3 +711,19 @@ def counts(client: LongPollClient) -> dict[str, Any]:
 
 def delays(client: LongPollClient) -> list[int]:
     return list(counts(client)["long_poll_delay_seconds"].counts)
+
+
+def test_a_listener_knows_since_when_no_controller_has_answered() -> None:
+    async def scenario(wire: Wire) -> None:
+        client, _ = await started(wire, "a")
+        assert client.silent_since is None
+        lost_at = CLOCK.now()
+        wire.fetch_errors += [UnavailableError("no controller")] * 5
+        client.ask()
+        await asyncio.sleep(0.05)
+        assert client.silent_since == pytest.approx(lost_at, abs=0.01)
+        await wait_until(lambda: not wire.fetch_errors)
+        await wait_until(lambda: client.silent_since is None)
+        await client.stop()
+
+    run(scenario)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import dask
@@ -13,7 +15,7 @@ from dask_processes import alive, fetch, is_listening, poll_for, wait_until_gone
 from distributed.client import _get_global_client
 
 import daskserve as serve
-from daskserve.cluster import launch
+from daskserve.cluster import launch, server_process
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +98,7 @@ def test_a_local_cluster_whose_workers_cannot_start_raises(monkeypatch: pytest.M
     """Local and detached starts raise soon and leave nothing of the cluster."""
     default = _get_global_client()
     before = psutil.Process().children(recursive=True)
-    monkeypatch.setattr(launch, "_MAIN", "import sys; sys.exit(3)")
+    monkeypatch.setattr(server_process, "_MAIN", "import sys; sys.exit(3)")
     size = launch.LocalClusterSize(n_workers=2, threads_per_worker=1)
     for start in (launch.start_local_cluster, launch.start_detached_cluster):
         with (
@@ -106,3 +108,62 @@ def test_a_local_cluster_whose_workers_cannot_start_raises(monkeypatch: pytest.M
             start(size, has_dashboard=False)
         assert _get_global_client() is default
         poll_for(lambda: alive(psutil.Process().children(recursive=True)) == alive(before), 5)
+
+
+def worker_pids() -> set[int]:
+    """Return the processes of the local cluster's workers."""
+    found = set()
+    for each in alive(psutil.Process().children()):
+        with suppress(psutil.Error):
+            if any("KeptWorker" in part for part in each.cmdline()):
+                found.add(each.pid)
+    return found
+
+
+def test_workers_that_die_come_back(client: serve.Client) -> None:
+    """Whatever ends them, with and without requests, one or all; until Dask retires one."""
+
+    @serve.deployment(name="mortal")
+    class Mortal:
+        def __call__(self, request: Any) -> int:
+            if "end" in request.query_params:
+                os._exit(0)
+            return os.getpid()
+
+        def pid(self) -> int:
+            return os.getpid()
+
+    handle = serve.run(Mortal.bind(), name="mortal", route_prefix="/mortal")
+    (url,) = client.http_urls()
+    default = _get_global_client()
+    assert default is not None
+
+    def answers() -> bool:
+        try:
+            return fetch(f"{url}/mortal").status == 200
+        except OSError:
+            return False
+
+    def check(dead: set[int]) -> None:
+        """Wait for other workers in place of the dead ones, and for their answers."""
+        poll_for(lambda: not dead & worker_pids() and len(worker_pids()) == 2)
+        poll_for(answers)
+        assert handle.pid.remote().result(20) in worker_pids()
+        default.wait_for_workers(2, timeout=20)
+
+    victim = handle.pid.remote().result(20)
+    with suppress(OSError):
+        fetch(f"{url}/mortal?end")  # its retry may end the other one, too
+    check({victim})
+    before = worker_pids()
+    for pid, number in zip(before, (signal.SIGKILL, signal.SIGTERM), strict=True):
+        os.kill(pid, number)
+    check(before)
+    before = worker_pids()
+    default.restart(timeout=20)
+    check(before)
+    retired = next(iter(default.run(os.getpid)))
+    default.retire_workers([retired])
+    poll_for(lambda: len(worker_pids()) == 1)
+    assert handle.pid.remote().result(20) in worker_pids()
+    assert len(worker_pids()) == 1

@@ -10,7 +10,7 @@ from contextlib import closing
 import dask
 import pytest
 
-from daskserve.cluster.launch import command
+from daskserve.cluster.server_process import command
 from daskserve.data.replica.user_loop import UserLoop
 from daskserve.data.replica.user_threads import UserThreads
 from daskserve.loops import event_loop as loops

@@ -1,9 +1,10 @@
-"""What the controller says of a backend beyond its replicas: whether there will be any for who waits."""
+"""What is known of a backend beyond its replicas: whether there will be any for who waits."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from daskserve.data.caller.contact import ControllerContact
 from daskserve.errors import (
     CodeUnavailableError,
     DeploymentIsBeingDeletedError,
@@ -16,8 +17,10 @@ from daskserve.types import BackendTag, described
 class Prospects:
     """See the module."""
 
-    def __init__(self, tag: BackendTag) -> None:
+    def __init__(self, tag: BackendTag, contact: ControllerContact) -> None:
         self._tag = tag
+        #: Whether there is a controller that could start a replica.
+        self.contact = contact
         #: Whether the backend is gone.
         self.is_deleted = False
         #: Whether the target capacity is 0 %, so that no replica will start.
@@ -39,7 +42,7 @@ class Prospects:
         """Return whether there is, or may soon be, a replica for the requests that wait."""
         if self.is_deleted or self._ending is not None:
             return False
-        return has_replicas or not (self._is_off or self._unloadable)
+        return has_replicas or not (self._is_off or self._unloadable or self.contact.is_lost)
 
     def ending_error(self) -> UnavailableError | None:
         """Return the error of requests to a backend that failed to deploy or is being deleted; else None."""
@@ -63,6 +66,8 @@ class Prospects:
             return CodeUnavailableError(
                 f"{what} is unavailable because its code is lost or cannot be loaded: {self._unloadable}"
             )
+        if not self._is_off:
+            return self.contact.error(self._tag)
         return UnavailableError(
             f"{what} has no replicas because the target capacity of its instance is 0 %.", is_public=True
         )

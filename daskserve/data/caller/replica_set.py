@@ -11,6 +11,7 @@ from typing import Any
 from daskserve.clock import Clock, stopwatch
 from daskserve.cluster.base import Cluster, Routes
 from daskserve.data.caller.apart_queue import ApartQueue
+from daskserve.data.caller.contact import ControllerContact
 from daskserve.data.caller.learning import Learning
 from daskserve.data.caller.load_reports import LoadReports
 from daskserve.data.caller.prospects import Prospects
@@ -57,6 +58,7 @@ class ReplicaSet:
         *,
         suspects: Suspects,
         learning: Learning | None = None,
+        contact: ControllerContact,
         reports: LoadReports | None = None,
     ) -> None:
         self.tag = tag
@@ -80,7 +82,7 @@ class ReplicaSet:
         #: None until the controller has published it; requests that arrive earlier wait.
         self.max_queued: int | None = None
         #: Whether there will be replicas for who waits.
-        self.prospects = Prospects(tag)
+        self.prospects = Prospects(tag, contact)
         #: Set by the first update.
         self._known = asyncio.Event()
         #: Fires when the first suspended replica may be used again.
@@ -124,7 +126,7 @@ class ReplicaSet:
         self.prospects.update(value)
         if value is None:
             self.roster.update({}, 1, str)
-            self._fail_waiting()
+            self.fail_waiting()
             return
         published = {tag: (worker, incarnation) for tag, worker, incarnation in value["replicas"]}
         name_of = f"{self._cluster.instance}/replica/{{}}".format
@@ -135,8 +137,7 @@ class ReplicaSet:
         self.is_autoscaled = value.get("autoscaled", False)
         self.bodies = value.get("bodies", "gather")
         self.max_body_bytes = value.get("max_body_bytes")
-        if not self.prospects.may_wait(has_replicas=not self.roster.is_empty):
-            self._fail_waiting()
+        self.fail_waiting()
         self._serve_waiting()
         if is_first:
             self._reject_excess()
@@ -295,6 +296,7 @@ class ReplicaSet:
                 self._waiting.move_to_end(waiter, last=False)
         if len(self._waiting) + len(self._apart.waiters) == 1 and self.roster.is_empty:
             self._report_load()
+            self.prospects.contact.watch()
         self._set_alarm()
         began = stopwatch()
         try:
@@ -346,7 +348,10 @@ class ReplicaSet:
         self.roster.leave_queue(replica)
         self.roster.release(replica)
 
-    def _fail_waiting(self) -> None:
+    def fail_waiting(self) -> None:
+        """Fail the requests that wait, unless there is or may soon be a replica for them."""
+        if self.prospects.may_wait(has_replicas=not self.roster.is_empty):
+            return
         waiters = [*self._apart.clear(), *self._waiting]
         self._waiting.clear()
         for waiter in waiters:
@@ -363,7 +368,7 @@ class ReplicaSet:
         self.prospects.update(None)
         self.roster.update({}, 1, str)
         self._alarm.cancel()
-        self._fail_waiting()
+        self.fail_waiting()
 
 
 def check_queue(replicas: ReplicaSet) -> None:

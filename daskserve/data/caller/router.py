@@ -18,6 +18,7 @@ from typing import Any
 from daskserve.amounts import shown
 from daskserve.clock import Clock
 from daskserve.cluster.base import Cluster, Listener, Routes
+from daskserve.data.caller.contact import ControllerContact
 from daskserve.data.caller.learning import Learning
 from daskserve.data.caller.load_reports import LoadReports
 from daskserve.data.caller.replica_set import ReplicaSet, check_queue
@@ -239,6 +240,7 @@ class Routers:
         self._shadows = TaskSet(logger)
         self._shadow_room = ShadowRoom()
         self._reports = LoadReports(cluster, clock, self._sets)
+        self._contact = ControllerContact(listener, clock, self._sets)
         #: The workers that do not answer the controller.
         self._silent: frozenset[WorkerAddress] = frozenset()
         self._routes = routes
@@ -296,6 +298,7 @@ class Routers:
                 self._routes,
                 suspects=self.suspects,
                 learning=self._learning,
+                contact=self._contact,
                 reports=self._reports,
             )
             key = f"backend/{backend}"
@@ -304,6 +307,8 @@ class Routers:
 
     def _update_set(self, replicas: ReplicaSet, value: Any) -> None:
         replicas.update(value)
+        if replicas.is_starving:
+            self._contact.watch()
         self.largest_body_bytes = max(each.max_body_bytes or 0 for each in self._sets.values())
 
     def samples(self) -> list[MetricSample]:
@@ -322,6 +327,7 @@ class Routers:
     def _forget_worker(self, worker: str) -> None:
         for each in self._sets.values():
             each.roster.forget_worker(worker)
+        self._contact.watch()
 
     def _note_silent(self, workers: Sequence[WorkerAddress] | None) -> None:
         """Give up what is under way at workers that do not answer; what may be repeated goes elsewhere."""
@@ -345,6 +351,7 @@ class Routers:
             stop()
         self._watches.clear()
         self._reports.close()
+        self._contact.close()
         self._shadows.cancel()
         for each in self._sets.values():
             each.close()

@@ -160,6 +160,11 @@ class Listener:
         self.watchers[key] = watcher
         return lambda: None
 
+    silent_since: float | None = None
+
+    def ask(self) -> None:
+        pass
+
     def on_worker_left(self, callback: Any) -> None:
         pass
 

@@ -141,6 +141,11 @@ class Listener:
     def watch(self, key: str, watcher: Any) -> Any:
         return lambda: None
 
+    silent_since: float | None = None
+
+    def ask(self) -> None:
+        pass
+
     def on_worker_left(self, callback: Any) -> None:
         pass
 

@@ -16,6 +16,7 @@ from scripted_routes import ScriptedRoutes
 from daskserve.clock import LoopClock
 from daskserve.cluster.base import Cluster
 from daskserve.cluster.long_poll import LongPollClient
+from daskserve.data.caller.contact import CHECK_S, CONTROLLER_S
 from daskserve.data.caller.learning import Learning
 from daskserve.data.caller.queued_request import MIN_PATIENCE_S, PATIENCE_S
 from daskserve.data.caller.replay import KEPT_BYTES
@@ -114,6 +115,12 @@ class Listener:
     def watch(self, key: str, watcher: Callable[[Any], None]) -> Callable[[], None]:
         self.watchers.setdefault(key, []).append(watcher)
         return lambda: self.watchers[key].remove(watcher)
+
+    silent_since: float | None = None
+    asked = 0
+
+    def ask(self) -> None:
+        self.asked += 1
 
     def on_worker_left(self, callback: Callable[[str], None]) -> None:
         self.left.append(callback)
@@ -1007,6 +1014,59 @@ def test_requests_wait_for_an_unknown_backend_and_for_one_without_replicas() -> 
         stage.publish("r1")
         await quiet()
         assert stage.replicas.asked == ["r1"]
+
+    run(scenario)
+
+
+def test_requests_without_a_replica_fail_once_no_controller_has_answered_for_long() -> None:
+    """As when all workers are gone for good; requests to a replica that is known go on."""
+
+    async def scenario(stage: Stage) -> None:
+        backend = stage.backend("r1")
+        running, waiting = stage.send(backend), stage.send(backend)
+        await quiet()
+        stage.listener.silent_since = now()
+        await asyncio.sleep(2 * CONTROLLER_S)
+        assert not waiting.done()  # r1 may answer the first request, and then has room
+        stage.replicas.finish("r1", ActorLostError("gone"))
+        for forget in stage.listener.left:
+            forget("worker-of-r1")
+        for each in (running, waiting, stage.send(backend)):
+            with pytest.raises((UnavailableError, ActorLostError)):
+                await asyncio.wait_for(each, 2 * CHECK_S)
+        assert "no controller has answered for 6" in str(waiting.exception())
+        assert not backend.waiting
+        stage.listener.silent_since = None
+        again = stage.send(backend)
+        await quiet()
+        stage.publish("r2")
+        await quiet()
+        stage.replicas.finish("r2")
+        await again
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("is_lost_first", [False, True])
+def test_requests_wait_for_a_controller_that_is_being_replaced(is_lost_first: bool) -> None:
+    async def scenario(stage: Stage) -> None:
+        backend = stage.backend()
+        if is_lost_first:
+            stage.listener.silent_since = now()
+        waiting = stage.send(backend)
+        await asyncio.sleep(CHECK_S + 0.1)
+        assert stage.listener.asked == 1
+        stage.listener.silent_since = now()
+        await asyncio.sleep(CONTROLLER_S - 0.5)
+        assert not waiting.done()
+        stage.publish("r1")
+        await quiet()
+        assert stage.replicas.asked == ["r1"]
+        stage.replicas.finish("r1")
+        await waiting
+        asked = stage.listener.asked
+        await asyncio.sleep(10 * CHECK_S)
+        assert stage.listener.asked == asked  # nothing waits
 
     run(scenario)
 

@@ -12,7 +12,8 @@ import pytest
 from scripted_routes import ScriptedRoutes
 
 from daskserve.clock import LoopClock
-from daskserve.cluster.base import Cluster
+from daskserve.cluster.base import Cluster, Listener
+from daskserve.data.caller.contact import ControllerContact
 from daskserve.data.caller.replica_set import ReplicaSet
 from daskserve.data.caller.suspects import (
     REFUSAL_S,
@@ -29,6 +30,15 @@ from daskserve.types import ActorAddress, Envelope, EnvelopeKind, Load, Message,
 
 #: How long a request takes.
 TOOK_S = 0.01
+
+
+class Silence:
+    """A listener that has not asked the controller anything."""
+
+    silent_since: float | None = None
+
+    def ask(self) -> None:
+        pass
 
 
 class Workers:
@@ -55,7 +65,10 @@ class Workers:
     def backend(self, tag: str = "b") -> ReplicaSet:
         rng = random.Random(1)
         routes = ScriptedRoutes()
-        found = ReplicaSet(tag, cast(Cluster, self), LoopClock(), rng, routes, suspects=self.suspects)
+        contact = ControllerContact(cast(Listener, Silence()), LoopClock(), {})
+        found = ReplicaSet(
+            tag, cast(Cluster, self), LoopClock(), rng, routes, suspects=self.suspects, contact=contact
+        )
         self.sets.append(found)
         return found
 

@@ -91,6 +91,11 @@ class Listener:
         watcher(self._news.get(key))
         return lambda: None
 
+    silent_since: float | None = None
+
+    def ask(self) -> None:
+        pass
+
     def on_worker_left(self, callback: Callable[[str], None]) -> None:
         pass
 
