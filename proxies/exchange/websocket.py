@@ -9,8 +9,8 @@ of these ways:
 3. The application returns: 1000. It fails: 500 before the connection was accepted, 1011 after.
 4. The client closes it or disconnects: the application receives the disconnect, and is cancelled after
    `DISCONNECT_GRACE_S`.
-5. The client breaks the protocol (1002, 1007), or sends a message that is too large (1009) or too much for
-   the memory of all (1013): as 4.
+5. The client breaks the protocol (1002, 1007), or sends a message that is too large (1009), too much that is
+   compressed (1009, 1008) or too much for the memory of all (1013): as 4.
 6. The client sends nothing, not even answers to pings: 1011, as 4.
 7. The server drains: 1001, as 4.
 """
@@ -25,14 +25,12 @@ from typing import TypeAlias
 
 from wsproto import ConnectionType, WSConnection
 from wsproto.events import RejectConnection, Request
-from wsproto.extensions import Extension
 from wsproto.utilities import RemoteProtocolError
 
 from daskserve.clock import Clock
 from daskserve.loops.hops import Hop
 from daskserve.payload.packed_errors import is_logged
 from daskserve.proxies.asgi import ASGIApp, Headers, Scope
-from daskserve.proxies.exchange.deflate import BoundedDeflate
 from daskserve.proxies.exchange.limits import WEBSOCKET_CLOSE, WEBSOCKET_END, Limits
 from daskserve.proxies.exchange.stream import Stream
 from daskserve.proxies.exchange.websocket_line import WebSocketLine
@@ -127,7 +125,6 @@ class WebSocketSession:
         limits: Limits | None = None,
     ) -> None:
         protocol = WSConnection(ConnectionType.SERVER)
-        extensions: list[Extension] = [BoundedDeflate(max_message_bytes)] if deflates_messages else []
         scope["subprotocols"] = _read_handshake(protocol, scope["headers"])
         self._app = app
         self._scope = scope
@@ -137,7 +134,7 @@ class WebSocketSession:
             protocol,
             self,
             max_message_bytes=max_message_bytes,
-            extensions=extensions,
+            deflates_messages=deflates_messages,
             clock=clock,
             limits=limits,
         )
