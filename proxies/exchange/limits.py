@@ -32,6 +32,7 @@ INFLATION_RATIO = "max_websocket_inflation_ratio"
 INFLATION_RATE = "max_websocket_inflation_per_s"
 EVENT_LOOP_TURN = "event_loop_turn"
 LINGER = "linger"
+WEBSOCKET_OFFERS = "websocket_offers"
 WEBSOCKET_SILENCE = "websocket_silence"
 WEBSOCKET_PONGS = "websocket_pongs"
 WEBSOCKET_CLOSE = "websocket_close"
@@ -50,6 +51,7 @@ LIMITS = (
     INFLATION_RATE,
     EVENT_LOOP_TURN,
     LINGER,
+    WEBSOCKET_OFFERS,
     WEBSOCKET_SILENCE,
     WEBSOCKET_PONGS,
     WEBSOCKET_CLOSE,

@@ -12,7 +12,7 @@ from wsproto.events import BytesMessage, TextMessage
 
 from daskserve.proxies.exchange.limits import BUFFERS, Limits
 from daskserve.proxies.exchange.stream import READ_BYTES, Stream, can_tell_hangups
-from daskserve.proxies.exchange.turns import SLICE_BYTES, LoopTurns
+from daskserve.proxies.exchange.turns import SLICE_BYTES, STEP_BYTES, LoopTurns
 from daskserve.types import Message
 
 #: Size of received messages that may wait for the application; beyond it, nothing more is read.
@@ -204,6 +204,7 @@ class WebSocketReader:
                     break
                 data, self._rest = self._rest[:READ_BYTES], self._rest[READ_BYTES:]
                 self._steps = self._parse(data)
+                cost += STEP_BYTES
             step = next(self._steps, None)
             if step is None:
                 self._steps = None

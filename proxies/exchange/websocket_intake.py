@@ -50,6 +50,7 @@ class WebSocketIntake:
             self._add(event)
             yield STEP_BYTES + len(event.data)
             return
+        yield STEP_BYTES
         parts = inflation.parts(event, self._clock.now())
         try:
             while self._inbox.disconnect is None and (part := next(parts, None)) is not None:
