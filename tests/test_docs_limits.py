@@ -23,7 +23,7 @@ from daskserve.options.deployment_actor import DeploymentActorConfig
 from daskserve.options.environment import Environment
 from daskserve.options.http import HTTPOptions
 from daskserve.options.queues import QueueOptions
-from daskserve.proxies.exchange import request_body, websocket_inbox, websocket_line
+from daskserve.proxies.exchange import request_body, websocket, websocket_inbox, websocket_line
 from daskserve.proxies.exchange.limits import LIMITS
 from daskserve.settings import ChannelSettings, Timeouts
 
@@ -111,6 +111,7 @@ def test_every_metric_exists_and_every_limit_of_http_is_counted() -> None:
     [
         ("unread body", f"{request_body.HIGH_WATER_BYTES >> 10} KiB"),
         ("messages that user code has not received", f"{websocket_inbox.MAX_INBOX_BYTES >> 20} MiB"),
+        ("offers and parameters", f"{websocket.MAX_ELEMENTS}"),
         ("pongs", f"{websocket_line.MAX_PONGS}"),
         ("silence", f"{websocket_line.PING_S:.0f} to {2 * websocket_line.PING_S:.0f} s"),
         ("files of `working_dir`", f"{working_dir.MAX_BYTES >> 20} MiB"),

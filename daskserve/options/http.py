@@ -116,6 +116,19 @@ class HTTPOptions(Options):
         description="Whether WebSocket messages are compressed for clients that ask for it "
         "(permessage-deflate). It costs the proxies CPU time, and about 300 kB of memory per connection.",
     )
+    max_websocket_inflation_ratio: float = Field(
+        200.0,
+        ge=1,
+        description="How many times as large as its compressed data a WebSocket message may become; past it, "
+        "the connection is closed with code 1009. The first MiB of a message does not count.",
+    )
+    max_websocket_inflation_per_s: ByteCount = Field(
+        16 << 20,
+        gt=0,
+        description="How many bytes the compressed messages of a WebSocket may become per second, averaged "
+        "over 4 seconds; past it, the connection is closed with code 1008. Twenty times what the client "
+        "sends is free, so what compresses as usual never counts.",
+    )
     keep_alive_timeout_s: float = Field(
         90.0,
         gt=0,

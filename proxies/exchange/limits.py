@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from dataclasses import dataclass
 from typing import Protocol
+
+from daskserve.proxies.exchange.turns import AllLoopTurns
 
 #: The size of ``max_buffered_bytes`` by default, in bodies of the maximum size and in bytes.
 _BODIES = 8
@@ -25,7 +28,11 @@ BUSY_WRITE_STALL = "busy_write_stall_timeout_s"
 UNSENT = "max_unsent_bytes"
 IDLE = "keep_alive_timeout_s"
 MESSAGE_SIZE = "max_websocket_message_bytes"
+INFLATION_RATIO = "max_websocket_inflation_ratio"
+INFLATION_RATE = "max_websocket_inflation_per_s"
+EVENT_LOOP_TURN = "event_loop_turn"
 LINGER = "linger"
+WEBSOCKET_OFFERS = "websocket_offers"
 WEBSOCKET_SILENCE = "websocket_silence"
 WEBSOCKET_PONGS = "websocket_pongs"
 WEBSOCKET_CLOSE = "websocket_close"
@@ -40,12 +47,50 @@ LIMITS = (
     UNSENT,
     IDLE,
     MESSAGE_SIZE,
+    INFLATION_RATIO,
+    INFLATION_RATE,
+    EVENT_LOOP_TURN,
     LINGER,
+    WEBSOCKET_OFFERS,
     WEBSOCKET_SILENCE,
     WEBSOCKET_PONGS,
     WEBSOCKET_CLOSE,
     WEBSOCKET_END,
 )
+
+
+#: Below this size, a message may become as many times as large as deflate can make it (about a thousand).
+FREE_BYTES = 1 << 20
+#: This many bytes per received byte do not count for the rate: text becomes five to ten times as large.
+FREE_RATIO = 20
+
+#: The time over which the rate is averaged.
+BURST_S = 4.0
+
+
+@dataclass(frozen=True, slots=True)
+class InflationRules:
+    """How large, and how fast, the messages of a connection may become.
+
+    Attributes
+    ----------
+    max_ratio : float
+        How many times as large as its compressed data a message of more than `FREE_BYTES` may become.
+    bytes_per_s : float
+        How many bytes the messages may become per second, for `BURST_S` seconds at once; `FREE_RATIO` bytes
+        for each received are free.
+    max_message_bytes : float
+        A message of this size may become that at once.
+    """
+
+    max_ratio: float = float("inf")
+    bytes_per_s: float = float("inf")
+    max_message_bytes: float = float("inf")
+
+    @property
+    def burst_bytes(self) -> float:
+        """How many bytes messages may become at once."""
+        return max(BURST_S * self.bytes_per_s, self.max_message_bytes)
 
 
 class LimitOptions(Protocol):
@@ -65,6 +110,12 @@ class LimitOptions(Protocol):
     def busy_write_stall_timeout_s(self) -> float: ...
     @property
     def max_unsent_bytes(self) -> int: ...
+    @property
+    def max_websocket_message_bytes(self) -> int: ...
+    @property
+    def max_websocket_inflation_ratio(self) -> float: ...
+    @property
+    def max_websocket_inflation_per_s(self) -> int: ...
 
 
 class Budget:
@@ -114,6 +165,10 @@ class Limits:
     ----------
     received : Budget
         The request bodies and WebSocket messages that are held.
+    inflation : InflationRules
+        How large, and how fast, compressed messages may become.
+    turns : AllLoopTurns
+        How those with much to do share the event loops.
     unsent : Budget
         The responses that wait for their clients without holding a slot.
     hits : Counter
@@ -126,6 +181,8 @@ class Limits:
         self.min_body_bytes_per_s = 0
         self.body_grace_s = self.write_stall_timeout_s = self.busy_write_stall_timeout_s = float("inf")
         self.max_unsent_bytes = 0
+        self.inflation = InflationRules()
+        self.turns = AllLoopTurns(lambda: self.hit(EVENT_LOOP_TURN))
         size_bytes, unsent_bytes = float("inf"), 0.0
         if options is not None:
             self.min_body_bytes_per_s = options.min_body_bytes_per_s
@@ -133,6 +190,11 @@ class Limits:
             self.write_stall_timeout_s = options.write_stall_timeout_s
             self.busy_write_stall_timeout_s = options.busy_write_stall_timeout_s
             self.max_unsent_bytes = options.max_unsent_bytes
+            self.inflation = InflationRules(
+                options.max_websocket_inflation_ratio,
+                options.max_websocket_inflation_per_s,
+                options.max_websocket_message_bytes,
+            )
             size_bytes = options.max_buffered_bytes or max(_BODIES * options.max_body_bytes, _LEAST_BYTES)
             unsent_bytes = size_bytes
         self.received = Budget(size_bytes)

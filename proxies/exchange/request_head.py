@@ -20,11 +20,11 @@ _TOKEN = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]++"
 _VALUE = rb"[\t \x21-\x7e\x80-\xff]*+"
 #: A header's line or a trailer's, without obsolete line folding; see RFC 9112, 5.
 HEADER_LINE = re.compile(rb"%b:%b\r\n" % (_TOKEN, _VALUE))
-_HEADER_LINES = re.compile(rb"(?:%b:%b\r\n)*" % (_TOKEN, _VALUE))
+_HEADER_LINES = re.compile(rb"(?:%b:%b\r\n)*+" % (_TOKEN, _VALUE))
 # Methods are case-sensitive, and ASGI's are in upper case. A client may send an empty line between requests.
 _HEAD = re.compile(
     rb"(?:\r\n)?([!#$%%&'*+\-.^_`|~0-9A-Z]++) ([\x21-\x7e\x80-\xff]++) HTTP/([0-9]\.[0-9])\r\n"
-    rb"((?:%b:%b\r\n)*)\r\n" % (_TOKEN, _VALUE)
+    rb"((?:%b:%b\r\n)*+)\r\n" % (_TOKEN, _VALUE)
 )
 _VERSIONS: Mapping[bytes, str] = {b"1.1": "HTTP/1.1", b"1.0": "HTTP/1.0"}
 #: Where a head ends, or cannot be one any longer: an empty line, an LF without a CR, a folded line.

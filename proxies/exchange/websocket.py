@@ -9,8 +9,8 @@ of these ways:
 3. The application returns: 1000. It fails: 500 before the connection was accepted, 1011 after.
 4. The client closes it or disconnects: the application receives the disconnect, and is cancelled after
    `DISCONNECT_GRACE_S`.
-5. The client breaks the protocol (1002, 1007), or sends a message that is too large (1009) or too much for
-   the memory of all (1013): as 4.
+5. The client breaks the protocol (1002, 1007), or sends a message that is too large (1009), too much that is
+   compressed (1009, 1008) or too much for the memory of all (1013): as 4.
 6. The client sends nothing, not even answers to pings: 1011, as 4.
 7. The server drains: 1001, as 4.
 """
@@ -25,15 +25,13 @@ from typing import TypeAlias
 
 from wsproto import ConnectionType, WSConnection
 from wsproto.events import RejectConnection, Request
-from wsproto.extensions import Extension
 from wsproto.utilities import RemoteProtocolError
 
 from daskserve.clock import Clock
 from daskserve.loops.hops import Hop
 from daskserve.payload.packed_errors import is_logged
 from daskserve.proxies.asgi import ASGIApp, Headers, Scope
-from daskserve.proxies.exchange.deflate import BoundedDeflate
-from daskserve.proxies.exchange.limits import WEBSOCKET_CLOSE, WEBSOCKET_END, Limits
+from daskserve.proxies.exchange.limits import WEBSOCKET_CLOSE, WEBSOCKET_END, WEBSOCKET_OFFERS, Limits
 from daskserve.proxies.exchange.stream import Stream
 from daskserve.proxies.exchange.websocket_line import WebSocketLine
 from daskserve.types import SocketPlace
@@ -50,6 +48,8 @@ _HANDSHAKE_HEADERS = frozenset(
         b"sec-websocket-extensions",
     )
 )
+#: How many offers and parameters a handshake may have: wsproto takes 10 ms for what fits into a head.
+MAX_ELEMENTS = 256
 _KEY = re.compile(rb"[A-Za-z0-9+/]{22}==")
 
 #: How long an application may run after its client has disconnected; then it is cancelled.
@@ -67,11 +67,16 @@ class BadHandshakeError(ValueError):
         self.headers = headers
 
 
-def _read_handshake(protocol: WSConnection, headers: Headers) -> list[str]:
+def _read_handshake(protocol: WSConnection, headers: Headers, limits: Limits) -> list[str]:
     """Check a handshake with wsproto; return the subprotocols that the client offers."""
     # Only the headers it needs: it requires ASCII or IDNA in paths and hosts, where other bytes are valid.
     wanted = [header for header in headers if header[0] in _HANDSHAKE_HEADERS]
     keys = [value for name, value in wanted if name == b"sec-websocket-key"]
+    if sum(value.count(b",") + value.count(b";") + 1 for _, value in wanted) > MAX_ELEMENTS:
+        limits.hit(WEBSOCKET_OFFERS)
+        raise BadHandshakeError(
+            f"A WebSocket handshake may have {MAX_ELEMENTS} offers and parameters; this one has more."
+        )
     try:
         protocol.initiate_upgrade_connection([(b"host", b"here"), *wanted], "/")
         request = next(protocol.events())
@@ -126,9 +131,9 @@ class WebSocketSession:
         deflates_messages: bool = False,
         limits: Limits | None = None,
     ) -> None:
+        self._limits = Limits() if limits is None else limits
         protocol = WSConnection(ConnectionType.SERVER)
-        extensions: list[Extension] = [BoundedDeflate(max_message_bytes)] if deflates_messages else []
-        scope["subprotocols"] = _read_handshake(protocol, scope["headers"])
+        scope["subprotocols"] = _read_handshake(protocol, scope["headers"], self._limits)
         self._app = app
         self._scope = scope
         self._on_end: OnEnd | None = on_end
@@ -137,11 +142,10 @@ class WebSocketSession:
             protocol,
             self,
             max_message_bytes=max_message_bytes,
-            extensions=extensions,
+            deflates_messages=deflates_messages,
             clock=clock,
             limits=limits,
         )
-        self._limits = Limits() if limits is None else limits
         #: How to call the line after it has moved, and how it calls this object.
         self._place: SocketPlace | None = None
         self._here: Hop | None = None

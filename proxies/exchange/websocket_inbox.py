@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import select
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from wsproto.events import BytesMessage, TextMessage
 
 from daskserve.proxies.exchange.limits import BUFFERS, Limits
 from daskserve.proxies.exchange.stream import READ_BYTES, Stream, can_tell_hangups
+from daskserve.proxies.exchange.turns import SLICE_BYTES, STEP_BYTES, LoopTurns
 from daskserve.types import Message
 
 #: Size of received messages that may wait for the application; beyond it, nothing more is read.
@@ -133,28 +134,34 @@ class WebSocketInbox:
 
 
 class WebSocketReader:
-    """Reads a stream as fast as the inbox takes messages, in small pieces.
+    """Reads a stream as fast as the inbox takes messages, in slices that share the turns of the loop.
 
     Parameters
     ----------
     parse : callable
-        ``parse(data)`` puts messages into the inbox; it returns False after the last.
+        ``parse(data)`` is an iterator: each step puts something into the inbox, and tells what that cost; see
+        `daskserve.proxies.exchange.turns`.
     """
 
-    def __init__(self, inbox: WebSocketInbox, parse: Callable[[bytes], bool]) -> None:
+    _stream: Stream
+    _turns: LoopTurns
+
+    def __init__(self, inbox: WebSocketInbox, parse: Callable[[bytes], Iterator[int]]) -> None:
         self._inbox = inbox
         self._parse = parse
-        self._stream: Stream | None = None
+        self._steps: Iterator[int] | None = None
         self._rest = b""
+        self._is_waiting = False  # for a turn, or for room in the inbox
         self._timer: asyncio.TimerHandle | None = None
         #: Whether anything was received since this was last set to False.
         self.has_received = True
         #: Whether the client may still send something that will be read.
         self.is_open = False
 
-    def start(self, stream: Stream, unread: bytes = b"") -> None:
+    def start(self, stream: Stream, turns: LoopTurns, unread: bytes = b"") -> None:
         """Read from a stream; ``unread`` comes before its data."""
         self._stream = stream
+        self._turns = turns
         self.is_open = True
         if unread:
             self._receive(unread)
@@ -164,40 +171,55 @@ class WebSocketReader:
         """Read nothing more."""
         self.is_open = False
         self._rest = b""
+        self._steps = None
         if self._timer is not None:
             self._timer.cancel()
 
     def _receive(self, data: bytes) -> None:
         self.has_received = True
-        if self._rest:
-            self._rest += data
-        elif self.is_open:
-            if len(data) > READ_BYTES:
-                data, self._rest = data[:READ_BYTES], data[READ_BYTES:]
-            self._read(data)
+        if self.is_open:
+            self._rest = self._rest + data if self._rest else data
+            if self._is_waiting:
+                self._stream.pause_reading()
+            else:
+                self._turns.do(self._work)
 
-    def _read(self, data: bytes) -> None:
-        if not self._parse(data):
-            self.stop()
-        stream = self._stream
-        if not self.is_open or stream is None:
-            return
-        if self._inbox.is_full:
-            stream.pause_reading()
-            self._inbox.on_room = self._go_on
-            self._check_soon()
-        elif self._rest:
-            stream.pause_reading()
-            asyncio.get_running_loop().call_soon(self._go_on)
-        else:
-            stream.resume_reading()
+    def _work(self) -> int:
+        """Do a slice; return what it cost."""
+        self._is_waiting = False
+        cost = 0
+        while self.is_open:
+            if self._inbox.is_full:
+                self._wait()
+                self._inbox.on_room = self._note_room
+                self._check_soon()
+                break
+            if cost >= SLICE_BYTES:
+                self._wait()
+                self._turns.add(self._work)
+                break
+            if self._steps is None:
+                if not self._rest:
+                    self._stream.resume_reading()
+                    break
+                data, self._rest = self._rest[:READ_BYTES], self._rest[READ_BYTES:]
+                self._steps = self._parse(data)
+                cost += STEP_BYTES
+            step = next(self._steps, None)
+            if step is None:
+                self._steps = None
+            else:
+                cost += step
+        return cost
 
-    def _go_on(self) -> None:
+    def _wait(self) -> None:
+        self._is_waiting = self.has_received = True
+        self._stream.pause_reading()
+
+    def _note_room(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        if self.is_open:
-            data, self._rest = self._rest[:READ_BYTES], self._rest[READ_BYTES:]
-            self._read(data)
+        self._turns.add(self._work)
 
     def _check_soon(self) -> None:
         if can_tell_hangups():
@@ -206,7 +228,7 @@ class WebSocketReader:
     def _check_hangup(self) -> None:
         """Close the stream if its client has left; nothing is read from it that would tell."""
         stream = self._stream
-        if self._inbox.on_room is None or stream is None or stream.closed():
+        if self._inbox.on_room is None or stream.closed():
             return
         poll = select.poll()
         poll.register(stream.socket.fileno(), select.POLLRDHUP)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -36,14 +36,15 @@ from wsproto.events import (
 from wsproto.events import (
     Message as DataMessage,
 )
-from wsproto.extensions import Extension
-from wsproto.frame_protocol import CloseReason
 from wsproto.utilities import LocalProtocolError
 
 from daskserve.clock import Clock
-from daskserve.proxies.exchange.limits import MESSAGE_SIZE, WEBSOCKET_PONGS, WEBSOCKET_SILENCE, Limits
+from daskserve.proxies.exchange.deflate import Inflation, MessageDeflate
+from daskserve.proxies.exchange.limits import WEBSOCKET_PONGS, WEBSOCKET_SILENCE, Limits
 from daskserve.proxies.exchange.stream import Stream, TransportStream, open_stream
+from daskserve.proxies.exchange.turns import SLICE_BYTES, SLOW, STEP_BYTES, LoopTurns
 from daskserve.proxies.exchange.websocket_inbox import WebSocketInbox, WebSocketReader
+from daskserve.proxies.exchange.websocket_intake import WebSocketIntake
 from daskserve.types import SOCKET_PLACE, Message, SocketPlace
 
 log = logging.getLogger("daskserve.proxies")
@@ -76,6 +77,8 @@ class WebSocketWriter:
         self.stream = stream
         self._protocol = protocol
         self._on_lost = on_lost
+        #: Held while a compressed message is sent: its pieces must not mix with those of another.
+        self._sending = asyncio.Lock()
 
     def post(self, event: Event) -> None:
         """Send without waiting for the client to read it."""
@@ -98,6 +101,23 @@ class WebSocketWriter:
         except StreamClosedError as error:
             self._on_lost()
             raise ConnectionResetError(_GONE) from error
+
+    async def send_in_pieces(self, frame: DataMessage[Any], turns: LoopTurns) -> None:
+        """Send a message that is compressed: others have their turn after each piece.
+
+        Raises ``OSError`` if the connection has ended, or ends meanwhile.
+        """
+        async with self._sending:
+            for at in range(0, max(1, len(frame.data)), SLICE_BYTES):
+                if at:
+                    await turns.turn(SLOW * SLICE_BYTES)
+                if self._protocol.state is not ConnectionState.OPEN:
+                    raise ConnectionResetError("the WebSocket is closed")
+                is_last = at + SLICE_BYTES >= len(frame.data)
+                piece = DataMessage(data=frame.data[at : at + SLICE_BYTES], message_finished=is_last)
+                flushed = self.write(self.pack(piece))
+                if not flushed.done():
+                    await self.flush(flushed)
 
     async def flush(self, flushed: asyncio.Future[None]) -> None:
         """Wait until the client has room for more. Raises ``OSError`` if it has disconnected."""
@@ -133,8 +153,8 @@ class WebSocketLine:
         Has received the handshake.
     max_message_bytes : int
         Maximum size of a message; a larger one closes the connection with code 1009.
-    extensions : sequence
-        What the server offers.
+    deflates_messages : bool
+        Whether messages are compressed if the client offers it.
     """
 
     def __init__(
@@ -144,7 +164,7 @@ class WebSocketLine:
         owner: LineOwner,
         *,
         max_message_bytes: int,
-        extensions: Sequence[Extension],
+        deflates_messages: bool,
         clock: Clock,
         limits: Limits | None = None,
     ) -> None:
@@ -155,8 +175,11 @@ class WebSocketLine:
         self.is_accepted = self.is_closing = self.is_gone = False
         self._protocol = protocol
         self._owner = owner
-        self._max_message_bytes = max_message_bytes
-        self._extensions = extensions
+        self._deflate = MessageDeflate() if deflates_messages else None
+        inflation = None if self._deflate is None else Inflation(self._deflate, self._limits.inflation)
+        self._intake = WebSocketIntake(
+            self.inbox, inflation, self._limits, self.close, max_message_bytes=max_message_bytes, clock=clock
+        )
         self._clock = clock
         self._reader = WebSocketReader(self.inbox, self._parse)
         self._is_leaving = False
@@ -203,6 +226,9 @@ class WebSocketLine:
         if kind == "websocket.send" and self.is_accepted and not self.is_closing and not self.is_gone:
             data = message.get("bytes")
             frame = DataMessage(data=message["text"] if data is None else bytes(data))
+            if self._deflate is not None and self._deflate.enabled():
+                await self._writer.send_in_pieces(frame, self._limits.turns.here())
+                return
             flushed = self._writer.write(self._writer.pack(frame))
             if not flushed.done():
                 await self._writer.flush(flushed)
@@ -233,7 +259,7 @@ class WebSocketLine:
         accept = AcceptConnection(
             subprotocol=message.get("subprotocol"),
             extra_headers=headers,
-            extensions=list(self._extensions),
+            extensions=[] if self._deflate is None else [self._deflate],
         )
         data = self._writer.pack(accept)
         self.is_accepted = True
@@ -289,29 +315,27 @@ class WebSocketLine:
                 place.drop_socket(self)
 
     def _begin(self, unread: bytes) -> None:
-        self._reader.start(self.stream, unread)
+        self._reader.start(self.stream, self._limits.turns.here(), unread)
         self._arm_ping()
         if self._is_leaving:
             self.leave()
 
     # ---- the client's side
 
-    def _parse(self, data: bytes) -> bool:
-        """Process what was received; return False after the client's last frame."""
+    def _parse(self, data: bytes) -> Iterator[int]:
+        """Process what was received, up to the client's last frame; yield what each step costs."""
         self._protocol.receive_data(data)
-        return all(map(self._take, self._protocol.events()))
+        for event in self._protocol.events():
+            if isinstance(event, (TextMessage, BytesMessage)):
+                yield from self._intake.take(event)
+            elif self._take(event):
+                yield STEP_BYTES
+            else:
+                return
 
     def _take(self, event: Event) -> bool:
-        """Process an event of the client; return False if it was the last."""
-        if isinstance(event, (TextMessage, BytesMessage)):
-            if not self.is_closing and not self.inbox.add_part(event, self._max_message_bytes):
-                if self.inbox.is_over_budget:
-                    self.close(1013, "the server holds too many messages; try again later")
-                else:
-                    self._limits.hit(MESSAGE_SIZE)
-                    self.close(1009, f"max_websocket_message_bytes allows {self._max_message_bytes} bytes")
-            # While closing it is too late for messages, but the client's close may still follow.
-        elif isinstance(event, Ping):
+        """Process another event of the client; return False if it was the last."""
+        if isinstance(event, Ping):
             # Pongs must not accumulate for a client that sends pings and does not read.
             self._pongs = self._pongs + 1 if self.stream.writing() else 0
             if self._pongs <= MAX_PONGS:
@@ -323,8 +347,6 @@ class WebSocketLine:
                 self._writer.post(event.response())
             elif self._protocol.state is ConnectionState.OPEN:
                 self._writer.post(event)  # for an invalid frame, wsproto sets the close code
-                if event.code == CloseReason.MESSAGE_TOO_BIG:  # as it was decompressed
-                    self._limits.hit(MESSAGE_SIZE)
             self._disconnect(int(event.code), event.reason or "")
             self.is_closing = True
             self._reader.stop()

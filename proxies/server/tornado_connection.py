@@ -31,6 +31,7 @@ from daskserve.proxies.exchange.exchange import LINGER_S, Exchange
 from daskserve.proxies.exchange.limits import LINGER
 from daskserve.proxies.exchange.request_head import RefusedRequestError, RequestHead, read_head
 from daskserve.proxies.exchange.stream import READ_BYTES, duplicate
+from daskserve.proxies.exchange.turns import SLICE_BYTES, SLOW
 
 log = logging.getLogger("daskserve.proxies")
 
@@ -259,8 +260,9 @@ class TornadoConnection:
             room = exchange.data_received(part) if part else None
             if room is not None:
                 await room
-            # With a rest, there are very many chunks.
-            if not chunks.is_ended and (self._rest or work_bytes >= _TURN_BYTES):
+            if self._rest and not chunks.is_ended:  # there are very many
+                await self._carrier.limits.turns.here().turn(SLOW * SLICE_BYTES)
+            elif work_bytes >= _TURN_BYTES and not chunks.is_ended:
                 work_bytes = 0
                 await self._carrier.clock.sleep(0)
 

@@ -22,6 +22,7 @@ from daskserve.proxies.exchange.exchange import LINGER_S, Exchange
 from daskserve.proxies.exchange.limits import LINGER
 from daskserve.proxies.exchange.request_head import RefusedRequestError, RequestHead, read_head
 from daskserve.proxies.exchange.stream import TransportStream
+from daskserve.proxies.exchange.turns import SLICE_BYTES, SLOW
 
 log = logging.getLogger("daskserve.proxies")
 
@@ -247,7 +248,9 @@ class UvicornConnection(HTTPProtocol):
                 return
             is_ended = chunks.is_ended
             if self._rest and not is_ended:
-                self._yield()  # there are very many chunks
+                self._wait_for(
+                    self._carrier.limits.turns.here().turn(SLOW * SLICE_BYTES)
+                )  # there are very many chunks
         if part:
             room = exchange.data_received(part, is_last=is_ended)
             if room is not None:
@@ -256,12 +259,6 @@ class UvicornConnection(HTTPProtocol):
             self._chunks = None
             self._is_read = True
             exchange.finish()
-
-    def _yield(self) -> None:
-        """Let other connections have their turn."""
-        turn = self.loop.create_future()
-        self.loop.call_soon(turn.set_result, None)
-        self._wait_for(turn)
 
     def _wait_for(self, room: asyncio.Future[None]) -> None:
         self._room = room

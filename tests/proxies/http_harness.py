@@ -17,6 +17,7 @@ import uvloop
 
 from daskserve.options.http import HTTPOptions
 from daskserve.proxies.asgi import ASGIApp, Scope
+from daskserve.proxies.exchange.limits import EVENT_LOOP_TURN
 from daskserve.proxies.exchange.request_head import HeadLimits, RequestHead, read_head
 from daskserve.proxies.server.choice import server_type
 from daskserve.proxies.server.life import HTTPServer
@@ -84,9 +85,14 @@ async def serving(app: ASGIApp, **options: Any) -> AsyncIterator[HTTPServer]:
 
 
 def hits(server: HTTPServer) -> dict[str, float]:
-    """Return how many requests and connections have met each limit, without the limits that none has met."""
+    """Return how many requests and connections have met each limit, without the limits that none has met.
+
+    Full turns of the event loop are left out: they depend on how busy the machine is.
+    """
     samples = server.samples("i")
-    return {labels[1]: value for name, labels, value in samples if name == "http_limited_requests" and value}
+    found = {labels[1]: value for name, labels, value in samples if name == "http_limited_requests" and value}
+    found.pop(EVENT_LOOP_TURN, None)
+    return found
 
 
 def timers(loop: asyncio.AbstractEventLoop) -> set[asyncio.TimerHandle]:

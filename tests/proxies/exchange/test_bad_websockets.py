@@ -143,6 +143,8 @@ def test_invalid_frames_close_the_websocket_with_their_code(
         (b"Sec-WebSocket-Key: short", 400),
         (b"Sec-WebSocket-Key: AQIDBAUGBwgJCgsMDQ4PEA==", 400),
         (b"Sec-WebSocket-Version: 12", 426),
+        (b"Sec-WebSocket-Extensions: " + b"a," * 256, 400),
+        (b"Sec-WebSocket-Protocol: a" + b";" * 256, 400),
     ],
 )
 def test_invalid_handshakes_are_refused(server: FuzzedServer, line: bytes, status: int) -> None:

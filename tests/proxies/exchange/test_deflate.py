@@ -2,24 +2,40 @@
 
 from __future__ import annotations
 
+import asyncio
 import tracemalloc
 import zlib
 from typing import Any
 
 import pytest
-from http_harness import hits, run, serving
+from http_harness import advance, hits, run, serving
 from test_websocket import Echo, client_of
-from wsproto.events import AcceptConnection, Ping, Pong
+from wsproto.events import AcceptConnection, BytesMessage, Ping, Pong
 from wsproto.events import Message as DataMessage
 from wsproto.extensions import PerMessageDeflate
-from wsproto.frame_protocol import CloseReason, FrameProtocol, Opcode, RsvBits
+from wsproto.frame_protocol import FrameDecoder, Opcode, RsvBits
 
-from daskserve.proxies.exchange.deflate import BoundedDeflate
+from daskserve.proxies.asgi import Scope
+from daskserve.proxies.exchange.deflate import Inflation, MessageDeflate
+from daskserve.proxies.exchange.limits import FREE_BYTES, InflationRules
+from daskserve.proxies.exchange.turns import SLICE_BYTES
+from daskserve.types import Receive, Send
 
 pytestmark = [pytest.mark.usefixtures("carrier"), pytest.mark.smoke]
 
 LIMIT_BYTES = 100_000
 TEXT = "all work and no play " * 1000
+
+
+def compressed(data: bytes) -> bytes:
+    """Return what a client sends for a message."""
+    deflate = zlib.compressobj(wbits=-15)
+    return (deflate.compress(data) + deflate.flush(zlib.Z_SYNC_FLUSH))[:-4]
+
+
+def frame(data: bytes, *, opcode: Opcode) -> bytes:
+    """Return a frame with a small compressed message, masked with zeros."""
+    return bytes([0xC0 | opcode, 0x80 | len(data)]) + bytes(4) + data
 
 
 @pytest.mark.parametrize("is_on", [True, False])
@@ -75,17 +91,107 @@ def test_data_that_is_not_compressed_properly_closes_the_connection() -> None:
     run(test)
 
 
-def test_little_data_never_becomes_much() -> None:
-    extension = BoundedDeflate(LIMIT_BYTES)
+def test_text_that_is_not_utf8_closes_the_connection() -> None:
+    async def test() -> None:
+        async with serving(Echo(), websocket_compression=True) as server, client_of(server) as client:
+            await client.open(extensions=[PerMessageDeflate()])
+            await client.send_raw(frame(compressed(b"\xc3"), opcode=Opcode.TEXT))
+            assert (await client.closed())[0] == 1007
+
+    run(test)
+
+
+def test_a_message_may_end_its_deflate_stream() -> None:
+    """The example of RFC 7692, 7.2.3.4; the next message begins another stream."""
+
+    async def test() -> None:
+        async with serving(Echo(), websocket_compression=True) as server, client_of(server) as client:
+            await client.open(extensions=[PerMessageDeflate()])
+            for _ in range(2):
+                await client.send_raw(frame(bytes.fromhex("f348cdc9c9070000"), opcode=Opcode.TEXT))
+                assert await client.message() == "Hello"
+
+    run(test)
+
+
+def test_a_message_that_grows_more_than_the_ratio_is_refused() -> None:
+    async def test() -> None:
+        options: dict[str, Any] = {"websocket_compression": True, "max_websocket_inflation_ratio": 200}
+        async with serving(Echo(), **options) as server, client_of(server) as client:
+            await client.open(extensions=[PerMessageDeflate()])
+            small = "x" * FREE_BYTES  # grows a thousand times, too
+            assert await client.text(small) == small
+            many = "".join(map(str, range(500_000)))  # three times
+            assert await client.text(many) == many
+            await client.send(DataMessage(data="x" * (FREE_BYTES + SLICE_BYTES)))
+            assert (await client.closed())[0] == 1009
+            assert hits(server) == {"max_websocket_inflation_ratio": 1}
+
+    run(test)
+
+
+def test_many_messages_that_grow_more_than_the_rate_are_refused() -> None:
+    async def test() -> None:
+        options: dict[str, Any] = {
+            "websocket_compression": True,
+            "max_websocket_message_bytes": LIMIT_BYTES,
+            "max_websocket_inflation_per_s": LIMIT_BYTES,
+        }
+        app = Echo()
+        async with (
+            serving(app, **options) as server,
+            client_of(server) as usual,
+            client_of(server) as client,
+        ):
+            await usual.open(extensions=[PerMessageDeflate()])
+            await client.open(extensions=[PerMessageDeflate()])
+            text = "".join(map(str, range(10_000)))
+            for _ in range(20):
+                assert await usual.text(text) == text
+            for _ in range(4):
+                await client.text("x" * LIMIT_BYTES)
+            advance(2)
+            for _ in range(2):
+                await client.text("x" * LIMIT_BYTES)
+            await client.send(DataMessage(data="x" * LIMIT_BYTES))
+            assert (await client.closed())[0] == 1008
+            assert hits(server) == {"max_websocket_inflation_per_s": 1}
+            assert await usual.text(text) == text
+
+    run(test)
+
+
+def test_large_messages_are_compressed_in_pieces_that_do_not_mix() -> None:
+    texts = [name * (5 * SLICE_BYTES) for name in "abc"]
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        await send({"type": "websocket.accept"})
+        await asyncio.gather(*[send({"type": "websocket.send", "text": text}) for text in texts])
+        assert (await receive())["type"] == "websocket.disconnect"
+
+    async def test() -> None:
+        async with serving(app, websocket_compression=True) as server, client_of(server) as client:
+            await client.open(extensions=[PerMessageDeflate()])
+            assert [await client.message() for _ in texts] == texts
+
+    run(test)
+
+
+def test_a_step_never_becomes_more_than_a_slice() -> None:
+    extension = MessageDeflate()
     assert extension.accept("permessage-deflate") == ""
-    decoder = FrameProtocol(client=False, extensions=[extension])
-    deflate = zlib.compressobj(wbits=-15)
-    bomb = deflate.compress(bytes(64 << 20)) + deflate.flush(zlib.Z_SYNC_FLUSH)
-    extension.frame_inbound_header(decoder, Opcode.BINARY, RsvBits(True, False, False), len(bomb))
+    extension.frame_inbound_header(
+        FrameDecoder(client=False), Opcode.BINARY, RsvBits(True, False, False), 65536
+    )
+    inflation = Inflation(extension, InflationRules())
+    bomb = BytesMessage(data=bytearray(compressed(bytes(64 << 20))))
     tracemalloc.start()
     try:
-        assert extension.frame_inbound_payload_data(decoder, bomb) is CloseReason.MESSAGE_TOO_BIG
-        assert tracemalloc.get_traced_memory()[1] < 4 << 20
+        sizes = [len(part.data) for part in inflation.parts(bomb, 0.0)]
+        assert sum(sizes) == 64 << 20
+        assert max(sizes) == SLICE_BYTES
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()
 
@@ -109,7 +215,7 @@ def test_little_data_never_becomes_much() -> None:
     ],
 )
 def test_offers_that_are_not_valid_are_declined(offer: str, answer: str | None) -> None:
-    extension = BoundedDeflate(LIMIT_BYTES)
+    extension = MessageDeflate()
     assert extension.accept(offer) == answer
     assert extension.enabled() == (answer is not None)
     if answer is not None:

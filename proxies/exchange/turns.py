@@ -1,0 +1,114 @@
+"""Shares the turns of an event loop among the connections that have much to do.
+
+What a client sends may take long to read: a kilobyte becomes a megabyte when it is decompressed, or holds
+hundreds of frames or chunks. One connection does a small slice at a time. What is left waits here, in the
+order of arrival, and a bounded part of it is done in each turn of the loop, so that everything else on the
+loop (other connections, user code, health probes) has its turn in between.
+
+The model is Linux' NAPI: devices that are ready are polled in turns, each for at most 64 packets, and all for
+at most 300 packets or 2 ms before others run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import TypeAlias
+from weakref import WeakKeyDictionary
+
+#: The size of a slice: what one connection does at a time.
+SLICE_BYTES = 32 * 1024
+#: What a frame or a call of zlib costs at least: as much time as this many bytes, roughly.
+STEP_BYTES = 2 * 1024
+#: To compress a byte takes about this many times as long as to decompress one, and the chunks of a slice too.
+SLOW = 8
+#: The most that is done in one turn of the loop, for all connections, in bytes and in time.
+TURN_BYTES = 1024 * 1024
+TURN_S = 0.002
+#: What is done as soon as it arrives has a budget of its own: `TURN_BYTES` in this time.
+WINDOW_S = 0.004
+
+#: Does a slice, and returns what it cost; it calls `LoopTurns.add` again if there is more to do.
+Work: TypeAlias = Callable[[], int]
+
+
+class LoopTurns:
+    """The work that waits on one event loop.
+
+    Parameters
+    ----------
+    on_full : callable
+        Called when there is more to do than a turn allows.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, on_full: Callable[[], None]) -> None:
+        self._on_full = on_full
+        self._post = loop.call_soon
+        self._time = loop.time
+        self._future = loop.create_future
+        self._waiting: deque[Work] = deque()
+        self._is_posted = False
+        self._window_began = float("-inf")
+        self._window_bytes = 0
+
+    def __repr__(self) -> str:
+        return f"<LoopTurns {len(self._waiting)} waiting>"
+
+    def do(self, work: Work) -> None:
+        """Do a slice now, or in a later turn if much was done lately."""
+        now = self._time()
+        if now - self._window_began >= WINDOW_S:
+            self._window_began = now
+            self._window_bytes = 0
+        if self._window_bytes < TURN_BYTES:
+            self._window_bytes += work()
+        else:
+            self.add(work)
+
+    def add(self, work: Work) -> None:
+        """Have a slice done in a later turn."""
+        self._waiting.append(work)
+        if not self._is_posted:
+            self._is_posted = True
+            self._post(self._take_turn)
+
+    def turn(self, cost: int) -> asyncio.Future[None]:
+        """Return what is done when it is the turn of work that costs so much."""
+        turn: asyncio.Future[None] = self._future()
+
+        def begin() -> int:
+            if turn.cancelled():
+                return 0
+            turn.set_result(None)
+            return cost
+
+        self.add(begin)
+        return turn
+
+    def _take_turn(self) -> None:
+        waiting, left_bytes, until = self._waiting, TURN_BYTES, self._time() + TURN_S
+        try:
+            while waiting and left_bytes > 0 and self._time() < until:
+                left_bytes -= waiting.popleft()()
+        finally:  # a connection that fails does not stop the others
+            self._is_posted = bool(waiting)
+            if waiting:
+                self._post(self._take_turn)
+                self._on_full()
+
+
+class AllLoopTurns:
+    """The turns of each event loop that a server's connections use: WebSockets move to those of user code."""
+
+    def __init__(self, on_full: Callable[[], None]) -> None:
+        self._on_full = on_full
+        self._turns: WeakKeyDictionary[asyncio.AbstractEventLoop, LoopTurns] = WeakKeyDictionary()
+
+    def here(self) -> LoopTurns:
+        """Return the turns of the running event loop."""
+        loop = asyncio.get_running_loop()
+        turns = self._turns.get(loop)
+        if turns is None:
+            turns = self._turns[loop] = LoopTurns(loop, self._on_full)
+        return turns
