@@ -274,11 +274,8 @@ class ControllerCore:
 
     def learn_of_store(self, condition: Mapping[str, Any]) -> None:
         """Take note of the store's condition, of which the scheduler tells again and again."""
-        store = self.cluster.store
-        before = store.hold
-        store.learn(condition)
-        if store.hold is not before:
-            self._notify({STORE_TAKEN})
+        self.cluster.store.learn(condition)
+        self._notify({STORE_TAKEN})
 
     async def _adopt(self, changed: Mapping[str, bytes | None]) -> None:
         """Apply what the owner before has written to the store during the trial; it is stored already."""
@@ -356,7 +353,7 @@ class ControllerCore:
             elif kind == UNREADY:
                 values[key] = sorted(map(short_tag, self.observed.unready))
             elif kind == STORE_TAKEN:
-                values[key] = self.cluster.store.hold is Hold.TAKEN
+                values[key] = self.cluster.store.hold is Hold.TAKEN or None
             elif kind == "system":
                 values[key] = views.published_system(self.state, self.worker)
             elif kind == "endpoint":

@@ -253,8 +253,8 @@ def _of_stores() -> list[Alert]:
             "2m",
             Severity.WARNING,
             "Another cluster has the store of {{ $labels.serve_instance }}",
-            "The instance serves on and replaces what dies, but accepts no changes. Shut it down if the "
-            "one on the other cluster serves.",
+            "The gauge is {{ $value }}: the instance serves on and replaces what dies, but accepts no "
+            "changes. Shut it down if the one on the other cluster serves.",
         ),
     ]
 
