@@ -10,6 +10,7 @@ from typing import Any
 from daskserve.clock import Clock
 from daskserve.cluster.base import Store
 from daskserve.cluster.stores import Hold
+from daskserve.control.checkpoint import PASSING
 from daskserve.control.observed import Observed
 from daskserve.control.state import State
 from daskserve.control.take_over import all_run, listens
@@ -21,8 +22,6 @@ logger = logging.getLogger("daskserve.controller")
 #: Interval of the checks whether the instance serves, and of the attempts while something does not run yet.
 CHECK_S = 0.02
 ATTEMPT_S = 0.5
-#: Keys whose records describe what runs on this cluster: they never come from another one.
-OWN = ("replica/", "proxy/")
 
 
 class StoreTrial:
@@ -110,7 +109,7 @@ class StoreTrial:
 
     async def _attempt(self, is_complete: bool) -> None:
         async with self._lock:
-            changed = await self._store.take_over(self._epoch, is_complete=is_complete, own=OWN)
+            changed = await self._store.take_over(self._epoch, is_complete=is_complete, own=PASSING)
             if changed is not None:
                 logger.info("The store is this instance's own")
                 await self._adopt(changed)

@@ -38,6 +38,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
 import uuid
 from collections.abc import Callable, Collection, Mapping
 from urllib.parse import quote
@@ -72,6 +73,8 @@ from daskserve.types import InstanceName
 FOLDERS = ("format", "epoch", "txn", "snapshot", "aside")
 #: Attempts at an operation that another process may interrupt.
 ATTEMPTS = 8
+#: The longest pause before the second attempt at a claim; later ones take longer.
+CLAIM_PAUSE_S = 0.02
 #: Objects removed per job; commits run between the jobs.
 REMOVE_AT_ONCE = 64
 
@@ -271,7 +274,9 @@ class FsspecStore:
                 self._seen_epoch = max(written, self._seen_epoch) + 1
                 self.problems.check_place(self._lost(), must_last=False)
                 return self._seen_epoch
-            for _ in range(ATTEMPTS):
+            for attempt in range(ATTEMPTS):
+                # Two processes that go on claiming would overtake each other without end.
+                time.sleep(attempt * CLAIM_PAUSE_S * int(self._writer[:4], 16) / 0xFFFF)
                 newest = self._refresh_epoch()
                 if after is not None and newest != after:
                     raise stale_claim(after, newest)

@@ -38,6 +38,8 @@ from daskserve.cluster.store.errors import (
     without_password,
 )
 from daskserve.cluster.store.problems import StoreProblems
+from daskserve.cluster.store.sqlite_claims import TABLES as CLAIM_TABLES
+from daskserve.cluster.store.sqlite_claims import SqliteClaims
 from daskserve.cluster.store.sqlite_files import FilesWatch, check_not_empty, create_whole, incomplete
 from daskserve.cluster.store.sqlite_log import (
     LOG_BYTES,
@@ -51,8 +53,6 @@ from daskserve.cluster.store.sqlite_log import (
     size_of,
     stamp,
 )
-from daskserve.cluster.store.sqlite_claims import TABLES as CLAIM_TABLES
-from daskserve.cluster.store.sqlite_claims import SqliteClaims
 from daskserve.cluster.stores import Claim
 from daskserve.errors import ServeError
 from daskserve.types import InstanceName
