@@ -73,8 +73,8 @@ from daskserve.types import InstanceName
 FOLDERS = ("format", "epoch", "txn", "snapshot", "aside")
 #: Attempts at an operation that another process may interrupt.
 ATTEMPTS = 8
-#: The longest pause before the second attempt at a claim; later ones take longer.
-CLAIM_PAUSE_S = 0.02
+#: Attempts at a claim, and the longest pause before the second one; later ones wait longer.
+CLAIM_ATTEMPTS, CLAIM_PAUSE_S = 32, 0.02
 #: Objects removed per job; commits run between the jobs.
 REMOVE_AT_ONCE = 64
 
@@ -274,7 +274,7 @@ class FsspecStore:
                 self._seen_epoch = max(written, self._seen_epoch) + 1
                 self.problems.check_place(self._lost(), must_last=False)
                 return self._seen_epoch
-            for attempt in range(ATTEMPTS):
+            for attempt in range(CLAIM_ATTEMPTS):
                 # Two processes that go on claiming would overtake each other without end.
                 time.sleep(attempt * CLAIM_PAUSE_S * int(self._writer[:4], 16) / 0xFFFF)
                 newest = self._refresh_epoch()
