@@ -193,23 +193,20 @@ class HeldStore:
     async def look(self) -> None:
         """Look once: answer others, or ask the owner, or find out that the store changes hands."""
         async with self._lock:
-            await self._look()
-
-    async def _look(self) -> None:
-        if self.hold is Hold.TRIAL:
-            if self._before.owner and await self.shared.knock(self._owner):
-                self._lived_at = self._clock.now()
-                await self.shared.forget_knock(self._owner)  # asked anew the next time
-        elif self.hold.is_ours:
-            found = await self.shared.look(answers=True)
-            if found.epoch != self._claimed:
-                await self._overtaken()
-            elif self.hold is Hold.CLAIMED and not self._base:
-                await self._write()  # what was given back
-        elif self.hold is Hold.TAKEN:
-            if self._lacks_rows:
-                await self._fetch_rows()
-            await self._come_back()
+            if self.hold is Hold.TRIAL:
+                if self._before.owner and await self.shared.knock(self._owner):
+                    self._lived_at = self._clock.now()
+                    await self.shared.forget_knock(self._owner)  # asked anew the next time
+            elif self.hold is Hold.TAKEN:
+                if self._lacks_rows:
+                    await self._fetch_rows()
+                await self._come_back()
+            elif self.hold.is_ours:
+                found = await self.shared.look(answers=True)
+                if found.epoch != self._claimed:
+                    await self._overtaken()
+                elif self.hold is Hold.CLAIMED and not self._base:
+                    await self._write()  # what was given back
 
     # Records
 

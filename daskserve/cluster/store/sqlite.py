@@ -190,7 +190,7 @@ class SqliteStore:
 
     def _lack(self, *, had_log: bool) -> str:
         """Return what the file lacks, before anything is written to it."""
-        if self._format(self._db) is not None:
+        if _format(self._db) is not None:
             return missing(self._db, had_log=had_log)
         (mode,) = self._db.execute("PRAGMA journal_mode").fetchone()
         is_bare = self._db.execute("SELECT 1 FROM sqlite_master").fetchone() is None
@@ -216,7 +216,7 @@ class SqliteStore:
             return
 
     def _prepare(self, db: sqlite3.Connection) -> None:
-        found = self._format(db)
+        found = _format(db)
         if found is not None:
             check_format(self.url, found, FORMAT)
         for statement in (*TABLES, *CLAIM_TABLES):
@@ -229,13 +229,6 @@ class SqliteStore:
             db.execute(UPGRADES[older])
             db.execute("UPDATE daskserve_meta SET value = ? WHERE name = 'format'", (older + 1,))
         db.execute(NEW_MARKS)
-
-    @staticmethod
-    def _format(db: sqlite3.Connection) -> int | None:
-        if db.execute("SELECT 1 FROM sqlite_master WHERE name = 'daskserve_meta'").fetchone() is None:
-            return None
-        row = db.execute("SELECT value FROM daskserve_meta WHERE name = 'format'").fetchone()
-        return None if row is None else int(row[0])
 
     # Records
 
@@ -349,7 +342,7 @@ class SqliteStore:
     def claim_epoch(self, after: int | None = None, owner: str = "") -> int:
         with self._change() as db:
             # A newer daskserve may have written here since this store was opened.
-            check_format(self.url, self._format(db) or FORMAT, FORMAT)
+            check_format(self.url, _format(db) or FORMAT, FORMAT)
             return self._claims.claim(db, after, owner)
 
     def look(self, *, answers: bool = False) -> Claim:
@@ -425,3 +418,10 @@ def _checksum(key: str, value: bytes) -> int:
 
 def _name_of(error: sqlite3.Error) -> str:
     return getattr(error, "sqlite_errorname", None) or ""
+
+
+def _format(db: sqlite3.Connection) -> int | None:
+    if db.execute("SELECT 1 FROM sqlite_master WHERE name = 'daskserve_meta'").fetchone() is None:
+        return None
+    row = db.execute("SELECT value FROM daskserve_meta WHERE name = 'format'").fetchone()
+    return None if row is None else int(row[0])
