@@ -31,7 +31,7 @@ from daskserve.proxies.server.life import HTTPServer
 from daskserve.proxies.server.listen import can_share_ports, check_ports
 from daskserve.proxies.server.tls import server_context
 from daskserve.starts import ProxyStart, ReplicaStart
-from daskserve.types import UNREADY, Envelope, Load, Receive, Send
+from daskserve.types import STORE_TAKEN, UNREADY, Envelope, Load, Receive, Send
 
 if TYPE_CHECKING:
     from daskserve.options.http import HTTPOptions
@@ -95,6 +95,7 @@ class ProxyActor:
         self._routes: RouteTable | None = None
         self._routes_known = asyncio.Event()
         self._unready: list[str] | None = None
+        self._is_store_taken = False
         self._server: HTTPServer | None = None
         self._health: HTTPServer | None = None
         self._ingress: IngressApp | None = None
@@ -107,6 +108,7 @@ class ProxyActor:
         self._watches = [
             watch("routes", self._update_routes),
             watch(UNREADY, self._update_unready),
+            watch(STORE_TAKEN, self._update_store_taken),
             watch("system", self._routers.suspects.learn_system_workers),
         ]
         options = self._start.options
@@ -121,6 +123,7 @@ class ProxyActor:
             takes_whole=not middlewares,
             bodies=BodyGate(self._routers.router, options.max_body_bytes),
             unready=lambda: self._unready,
+            is_store_taken=lambda: self._is_store_taken,
         )
         app = build_app(self._ingress, middlewares)
         if options.trusted_forwarders:
@@ -225,6 +228,9 @@ class ProxyActor:
         for fields in value.values():
             self._routers.router(fields["endpoint"])
         self._routes_known.set()
+
+    def _update_store_taken(self, value: Any) -> None:
+        self._is_store_taken = bool(value)
 
     def _update_unready(self, value: Any) -> None:
         self._unready = value

@@ -23,6 +23,7 @@
     │   ├── VersionMismatchError
     │   ├── LibraryVersionError                    install a version of the library that works
     │   ├── StoreLostError                         put the store back, or call rewrite_store()
+    │   ├── StoreTakenError                  409   make the change at the instance that owns the store
     │   └── PortInUseError     (OSError, ValueError)
     ├── DeployError            (RuntimeError) 500  the change failed
     │   ├── ReplicaStartError                      the user's constructor raised; carries the traceback
@@ -186,6 +187,12 @@ class StoreLostError(InstanceError):
 
     The change was refused. `Client.rewrite_store` writes all records anew to the place that the URL names.
     """
+
+
+class StoreTakenError(InstanceError):
+    """Another cluster has taken over the store of this instance, which serves on but accepts no changes."""
+
+    http_status = 409
 
 
 class PortInUseError(InstanceError, OSError, ValueError):

@@ -199,6 +199,8 @@ def as_standing(values: Iterable[int]) -> Standing:
 SILENT_WORKERS: Final = "silent_workers"
 #: The key of the published list of backends that should run and have no replica.
 UNREADY: Final = "unready"
+#: The key of the published fact whether another cluster has taken over the instance's store.
+STORE_TAKEN: Final = "store_taken"
 #: Hosts that stand for every address of a machine, to listen on.
 EVERY_ADDRESS: Final = frozenset(("", "0.0.0.0", "::", "[::]"))
 

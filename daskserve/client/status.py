@@ -178,6 +178,9 @@ class Status:
         The instance's name; empty if none runs.
     epoch : int
         Number of controllers that the instance has had.
+    owns_store : bool
+        False if another cluster has taken over the store, or before this instance has: it serves and
+        replaces what dies, but accepts no changes.
     applications : dict
         The `ApplicationStatus` of each application, by name.
     actors, backends, endpoints, goals
@@ -196,11 +199,12 @@ class Status:
     refused_workers : dict
         Workers that get no actors, each with the reason and the remedy.
     problems : dict
-        Stored records that could not be read, each with the reason.
+        Stored records that could not be read, each with the reason; ``store`` is what is wrong with all.
     """
 
     instance: str = ""
     epoch: int = 0
+    owns_store: bool = True
     actors: tuple[ActorStatus, ...] = ()
     backends: Mapping[str, BackendStatus] = field(default_factory=dict)
     endpoints: Mapping[str, EndpointStatus] = field(default_factory=dict)
@@ -220,6 +224,7 @@ class Status:
         return cls(
             instance=values["instance"],
             epoch=values["epoch"],
+            owns_store=values.get("owns_store", True),
             actors=tuple(ActorStatus.of(each) for each in values["actors"]),
             backends={name: BackendStatus.of(each) for name, each in values["backends"].items()},
             applications={
@@ -314,7 +319,10 @@ class Status:
             for other, route in sorted(routes.items())
         ]
         notes += [f"Worker {worker} gets no actors: {why}" for worker, why in self.refused_workers.items()]
-        return notes + [f"Record {key} could not be read: {why}" for key, why in self.problems.items()]
+        return notes + [
+            why if key == "store" else f"Record {key} could not be read: {why}"
+            for key, why in self.problems.items()
+        ]
 
     def _app_row(self, name: str) -> tuple[str, ...]:
         app = self.applications[name]

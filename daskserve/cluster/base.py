@@ -15,6 +15,9 @@ from typing import Any, Generic, Protocol, TypeAlias, TypeVar, runtime_checkable
 from daskserve.clock import Clock, RequestIds
 from daskserve.cluster.listening import Listener as Listener
 from daskserve.cluster.started import Started
+from daskserve.cluster.stores import InstanceStore as InstanceStore
+from daskserve.cluster.stores import Store as Store
+from daskserve.cluster.stores import StoreChange as StoreChange
 from daskserve.context import HasLink
 from daskserve.errors import ClusterUnreachableError
 from daskserve.figures.table import MetricSample
@@ -145,65 +148,6 @@ class ReportsFigures(Protocol):
 
     def figures(self) -> dict[str, Any]:
         """Return the metrics, in plain values."""
-
-
-@dataclass(frozen=True, slots=True)
-class StoreChange:
-    """One transaction: records to write (bytes) and to remove (None).
-
-    ``parcels`` are the digests of the parcels behind codes that are written, by the code's name. A change
-    that ``must_last`` fails if the store is lost; what the controller does by itself is kept in memory, for
-    `Store.rewrite`. One that ``may_wait`` survives a power loss once a later one that may not is written.
-    """
-
-    records: Mapping[str, bytes | None] = field(default_factory=dict)
-    parcels: Mapping[str, str] = field(default_factory=dict)
-    must_last: bool = True
-    may_wait: bool = False
-
-
-class Store(Protocol):
-    """The durable records of one instance."""
-
-    async def load(self) -> Mapping[str, bytes]:
-        """Return all records."""
-
-    async def commit(self, epoch: int, change: StoreChange) -> None:
-        """Write one transaction atomically; raise if ``epoch`` is not the newest.
-
-        Raises
-        ------
-        StoreLostError
-            The change must last, and what it would be written to is not what the next start would open.
-        """
-
-    async def rewrite(self, epoch: int, change: StoreChange, unreadable: Sequence[str] = ()) -> None:
-        """Replace all records at the place that the store's URL names now, except ``unreadable`` ones."""
-
-    def problems(self) -> Mapping[str, str]:
-        """Return the records that could not be read, each with the reason and where it is kept.
-
-        The problem ``store`` says that the store is lost.
-        """
-
-
-class InstanceStore(Store, Protocol):
-    """The store of an instance in the process that owns it and starts the instance's controllers."""
-
-    async def open(self) -> None:
-        """Open the store; must be called first. Idempotent.
-
-        Raises a `ServeError` that names the location and the remedy; it is retryable if the cause may pass.
-        """
-
-    async def close(self) -> None:
-        """Finish pending operations and close all files and threads. Idempotent."""
-
-    async def newest_epoch(self) -> int:
-        """Return the newest epoch that was claimed or committed; 0 if there is none."""
-
-    async def claim_epoch(self) -> int:
-        """Return a new epoch, durably higher than any before; commits with older epochs fail from now on."""
 
 
 TopicHandler = Callable[[Any], None]

@@ -16,14 +16,22 @@ from daskserve._version import PROTOCOL, __version__
 from daskserve.clock import Clock
 from daskserve.cluster.actor_book import ActorBook
 from daskserve.cluster.actor_calls import ActorCalls
-from daskserve.cluster.base import Link, StoreChange, TopicHandler
+from daskserve.cluster.base import Link, TopicHandler
 from daskserve.cluster.channel.pool import ChannelPool
 from daskserve.cluster.distributed_internals import call_scheduler, until_connected
 from daskserve.cluster.long_poll import LongPollClient
 from daskserve.cluster.parcel_memory import ParcelCarrier
 from daskserve.cluster.routes import WorkerRoutes
+from daskserve.cluster.stores import Hold, StoreChange
 from daskserve.cluster.subscription import TopicSubscription
-from daskserve.errors import InstanceError, NotRunningError, ServeError, StoreLostError, UnavailableError
+from daskserve.errors import (
+    InstanceError,
+    NotRunningError,
+    ServeError,
+    StoreLostError,
+    StoreTakenError,
+    UnavailableError,
+)
 from daskserve.figures.collector import PROCESS
 from daskserve.payload.packed_errors import load_error
 from daskserve.payload.parcels import Parcel
@@ -95,15 +103,26 @@ class RemoteStore:
         self._instance = instance
 
         self._problems: Mapping[str, str] = {}
+        self._hold = Hold.HELD
 
     async def load(self) -> Mapping[str, bytes]:
         found = await ask_supervisor(self._client, "load_records", instance=self._instance)
-        self._problems = found["problems"]
+        self._note(found)
         records: Mapping[str, bytes] = found["records"]
         return records
 
     def problems(self) -> Mapping[str, str]:
         return dict(self._problems)
+
+    @property
+    def hold(self) -> Hold:
+        return self._hold
+
+    def learn(self, condition: Mapping[str, Any]) -> None:
+        self._note(condition)
+
+    def _note(self, condition: Mapping[str, Any]) -> None:
+        self._problems, self._hold = condition["problems"], Hold(condition["hold"])
 
     async def commit(self, epoch: int, change: StoreChange) -> None:
         try:
@@ -113,13 +132,25 @@ class RemoteStore:
         except StoreLostError as error:
             self._problems = {**self._problems, "store": str(error)}
             raise
+        except StoreTakenError as error:
+            self._problems, self._hold = {**self._problems, "store": str(error)}, Hold.TAKEN
+            raise
 
     async def rewrite(self, epoch: int, change: StoreChange, unreadable: Sequence[str] = ()) -> None:
         await self._write("rewrite_records", epoch, change, unreadable=list(unreadable))
 
+    async def take_over(
+        self, epoch: int, *, is_complete: bool, own: Sequence[str]
+    ) -> Mapping[str, bytes | None] | None:
+        message = {"epoch": epoch, "is_complete": is_complete, "own": list(own)}
+        found = await ask_supervisor(self._client, "take_over_records", instance=self._instance, **message)
+        self._note(found)
+        changed: Mapping[str, bytes | None] | None = found["changed"]
+        return changed
+
     async def _write(self, verb: str, epoch: int, change: StoreChange, **message: Any) -> None:
         try:
-            self._problems = await ask_supervisor(
+            condition = await ask_supervisor(
                 self._client,
                 verb,
                 instance=self._instance,
@@ -128,6 +159,7 @@ class RemoteStore:
                 parcels=dict(change.parcels),
                 **message,
             )
+            self._note(condition)
         except NotRunningError as error:
             # Callers learn which of both it is when they look for the controller again.
             raise UnavailableError(

@@ -8,12 +8,19 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from daskserve.cluster.base import verb
+from daskserve.cluster.stores import Hold
 from daskserve.control import app_verbs, backend_verbs, endpoint_state, goals, scale_verb, target_capacity
 from daskserve.control.backend_verbs import Outcome
 from daskserve.control.core import ControllerCore
 from daskserve.control.goals import ChangeLimits
 from daskserve.control.records import BackendRecord
-from daskserve.errors import DeployError, NotRunningError, ServeError, UnavailableError
+from daskserve.errors import (
+    DeployError,
+    NotRunningError,
+    ServeError,
+    StoreTakenError,
+    UnavailableError,
+)
 from daskserve.options.app_spec import ApplicationSpec
 from daskserve.options.backend import BackendConfig
 from daskserve.options.backend_spec import BackendSpec
@@ -43,6 +50,9 @@ class ChangingVerbs:
         The store rejects a change from a controller that was replaced. An answer without a change would come
         from such a controller's outdated state, so the controller first checks that it is the newest.
         """
+        store = self._core.cluster.store
+        if store.hold is Hold.TAKEN:
+            raise StoreTakenError(store.problems()["store"])
         try:
             async with self._core.writer:
                 if self._core.writer.is_detached:

@@ -17,10 +17,10 @@ from daskserve.control import app_views, backend_verbs, checkpoint, explaining, 
 from daskserve.control.changes import ChangingVerbs
 from daskserve.control.core import MAX_WAIT_S, ControllerCore
 from daskserve.control.draining import DrainingVerbs
-from daskserve.control.http_state import is_ready
 from daskserve.control.placement import Demand, place
 from daskserve.control.records import GoalRecord, GoalState
 from daskserve.control.stored_deployments import stored_application, stored_deployments
+from daskserve.control.take_over import listens
 from daskserve.errors import DeployError, NotFoundError, RequestTimeoutError
 from daskserve.figures.table import MetricSample
 from daskserve.options.actor import ActorOptions
@@ -101,19 +101,27 @@ class ReadingVerbs:
 
     @verb
     async def wait_for_http(self, timeout_s: float) -> dict[str, Any]:
-        """Return when every target proxy listens; raise the error of a proxy that cannot."""
+        """Return when every target proxy listens and the store is this instance's own.
+
+        Raises
+        ------
+        ServeError
+            The error of a proxy that cannot listen, or another cluster has taken over the store.
+        """
         deadline = self._core.clock.now() + timeout_s
         while True:
-            if not self._core.http.has_proxies:
-                return {"urls": []}
-            proxies = [each for each in self._core.state.proxies.values() if not each.is_leaving]
-            if proxies and all(is_ready(self._core.observed, proxy) for proxy in proxies):
+            trial = self._core.trial
+            if trial.error is not None:
+                raise trial.error
+            has_proxies = self._core.http.has_proxies
+            if trial.is_over and (not has_proxies or listens(self._core.state, self._core.observed)):
                 return {"urls": self._urls()}
-            for proxy in proxies:
-                if proxy.name in self._core.observed.proxies_failed:
+            for proxy in self._core.state.proxies.values() if has_proxies else ():
+                if not proxy.is_leaving and proxy.name in self._core.observed.proxies_failed:
                     raise self._core.observed.proxies_failed[proxy.name]
             if self._core.clock.now() >= deadline:
-                raise RequestTimeoutError(f"HTTP proxies not available after {shown(timeout_s)}s.")
+                why = trial.waits_for or "the HTTP proxies do not listen"
+                raise RequestTimeoutError(f"The instance did not serve within {shown(timeout_s)} s: {why}.")
             await self._core.clock.sleep(HTTP_POLL_S)
 
     @verb
@@ -139,6 +147,7 @@ class ReadingVerbs:
         return {
             "instance": self._core.cluster.instance,
             "epoch": self._core.epoch,
+            "owns_store": self._core.cluster.store.hold.is_ours,
             "actors": views.actors(state, observed, self._core.cluster.instance, controller),
             "backends": {
                 tag: views.backend_status(state, observed, each) for tag, each in state.backends.items()
@@ -209,11 +218,14 @@ class ReadingVerbs:
             "workers": sorted(self._core.observed.workers),
             "epoch": self._core.epoch,
             "records": checkpoint.encoded(self._core.state.records()),
+            "is_trial": not self._core.trial.is_over,
         }
 
     @verb
-    async def ping(self) -> int:
-        """Return the epoch, which shows that this process and its loop run."""
+    async def ping(self, store: Mapping[str, Any] | None = None) -> int:
+        """Return the epoch, which shows that this process and its loop run, given the store's condition."""
+        if store is not None:
+            self._core.learn_of_store(store)
         return self._core.epoch
 
     @verb

@@ -9,13 +9,14 @@ import asyncio
 import logging
 import random
 import socket
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from daskserve.clock import Clock
 from daskserve.cluster.base import ActorContext, Cluster
 from daskserve.cluster.long_poll import WORKERS, LongPollHost
+from daskserve.cluster.stores import Hold
 from daskserve.control import checkpoint, endpoint_state, goals, views
 from daskserve.control.acting import Acting
 from daskserve.control.http_state import ProxyRules, is_ready
@@ -27,6 +28,7 @@ from daskserve.control.records import Change, GoalRecord, GoalState
 from daskserve.control.scaling.scaler import Scaler
 from daskserve.control.state import State
 from daskserve.control.take_over import ListenRules
+from daskserve.control.trial import StoreTrial
 from daskserve.control.watch import WorkerWatch
 from daskserve.control.writing import Writer
 from daskserve.errors import InstanceError, ServeError, StaleEpochError
@@ -34,7 +36,7 @@ from daskserve.figures.table import MetricSample
 from daskserve.options.http import HTTPOptions
 from daskserve.payload.importing import call_imported
 from daskserve.starts import ControllerStart, ProxyStart
-from daskserve.types import SILENT_WORKERS, UNREADY, Location, SnapshotId, WorkerInfo, short_tag
+from daskserve.types import SILENT_WORKERS, STORE_TAKEN, UNREADY, Location, SnapshotId, WorkerInfo, short_tag
 
 logger = logging.getLogger("daskserve.controller")
 
@@ -61,8 +63,8 @@ class ControllerCore:
         self.goal_ended = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._reconciler: Reconciler | None = None
-        self._watch: WorkerWatch | None = None
-        self._unsubscribe: Callable[[], Awaitable[None]] | None = None
+        #: What `stop` calls, the last first.
+        self._undoing: list[Callable[[], Awaitable[object]]] = []
         self._events = 0
 
     # Lifecycle
@@ -74,7 +76,50 @@ class ControllerCore:
         records = await self.cluster.store.load()
         self.state, self.corrupt = checkpoint.restore(records)
         self.observed.inherited = goals.pending(self.state)
+        reconciler = self._reconciler = self._make_parts()
+        self.scaler = Scaler(self.state, self.observed, self.clock, poke=reconciler.poke)
+        self._undoing.append(await self.cluster.subscribe(self._on_message))
+        await self._refresh_workers()
+        self.observed.unready = unready(self.state, frozenset(), self.state.backends.keys())
+        self._notify(self._all_keys())
+        watch = WorkerWatch(
+            self.cluster,
+            self.clock,
+            self.state,
+            self.observed,
+            poke=reconciler.poke,
+            announce=self._announce_silent,
+            confirm_reign=self.confirm_reign,
+            epoch=self.epoch,
+        )
+        self._undoing.append(watch.stop)
+        watching = asyncio.create_task(watch.run(), name="daskserve-watch-workers")
+        reconciling = asyncio.create_task(reconciler.run(), name="daskserve-reconcile")
+        # It ends if a newer controller has taken over, and then this one must not act either.
+        reconciling.add_done_callback(lambda _: watching.cancel())
+        self._tasks = [
+            watching,
+            reconciling,
+            asyncio.create_task(self._keep_refreshing(), name="daskserve-refresh"),
+            asyncio.create_task(self.scaler.run(), name="daskserve-scale"),
+        ]
+        self.trial.begin()
+        reconciler.figures.started_at = self.clock.wall()
+        return {"epoch": self.epoch}
+
+    def _make_parts(self) -> Reconciler:
+        """Make what decides and acts, for the loaded state; return the loop."""
         self.writer = Writer(self.cluster.store, self.epoch, self.state, self._apply)
+        self.trial = StoreTrial(
+            self.cluster.store,
+            self.epoch,
+            self.state,
+            self.observed,
+            self.clock,
+            lock=self.writer,
+            adopt=self._adopt,
+            has_proxies=self.http.has_proxies and not self._start.opens_with_route,
+        )
         self._acting = Acting(
             self.cluster,
             self.clock,
@@ -87,7 +132,8 @@ class ControllerCore:
             announce=lambda tags: self._notify(f"backend/{tag}" for tag in tags),
             debug=self.http.debug,
         )
-        self._reconciler = Reconciler(
+        self._undoing += [self._acting.stop, self.trial.stop]
+        return Reconciler(
             self.state,
             self.observed,
             self._acting,
@@ -100,33 +146,6 @@ class ControllerCore:
             listen_rules=ListenRules(self.http.take_over, self._start.opens_with_route),
             epoch=self.epoch,
         )
-        self.scaler = Scaler(self.state, self.observed, self.clock, poke=self._reconciler.poke)
-        self._unsubscribe = await self.cluster.subscribe(self._on_message)
-        await self._refresh_workers()
-        self.observed.unready = unready(self.state, frozenset(), self.state.backends.keys())
-        self._notify(self._all_keys())
-        self._watch = WorkerWatch(
-            self.cluster,
-            self.clock,
-            self.state,
-            self.observed,
-            poke=self._reconciler.poke,
-            announce=self._announce_silent,
-            confirm_reign=self.confirm_reign,
-            epoch=self.epoch,
-        )
-        watching = asyncio.create_task(self._watch.run(), name="daskserve-watch-workers")
-        reconciling = asyncio.create_task(self._reconciler.run(), name="daskserve-reconcile")
-        # It ends if a newer controller has taken over, and then this one must not act either.
-        reconciling.add_done_callback(lambda _: watching.cancel())
-        self._tasks = [
-            watching,
-            reconciling,
-            asyncio.create_task(self._keep_refreshing(), name="daskserve-refresh"),
-            asyncio.create_task(self.scaler.run(), name="daskserve-scale"),
-        ]
-        self._reconciler.figures.started_at = self.clock.wall()
-        return {"epoch": self.epoch}
 
     def samples(self) -> list[MetricSample]:
         """Return the figures as metrics; see `daskserve.figures.collector.Source`."""
@@ -137,7 +156,9 @@ class ControllerCore:
         # A controller that has ended or was replaced has outdated values.
         if not self._tasks or any(task.done() for task in self._tasks):
             return counts
-        return counts + figures.states(self.cluster.instance, self.epoch, self.state, self.observed)
+        is_ours = self.cluster.store.hold.is_ours
+        owned = [("store_owned", (self.cluster.instance,), int(is_ours))]
+        return counts + owned + figures.states(self.cluster.instance, self.epoch, self.state, self.observed)
 
     async def stop(self, grace_s: float) -> None:
         """Stop the loop. The actors keep running; their Hosts stop them."""
@@ -146,12 +167,8 @@ class ControllerCore:
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=2)
         self._tasks = []
-        if self._watch is not None:
-            await self._watch.stop()
-        if self._reconciler is not None:
-            await self._acting.stop()
-        if self._unsubscribe is not None:
-            await self._unsubscribe()
+        while self._undoing:
+            await self._undoing.pop()()
 
     @property
     def loop(self) -> Reconciler:
@@ -255,6 +272,28 @@ class ControllerCore:
         if newest != self.epoch:
             raise StaleEpochError(f"Controller epoch {self.epoch} was replaced by epoch {newest}.")
 
+    def learn_of_store(self, condition: Mapping[str, Any]) -> None:
+        """Take note of the store's condition, of which the scheduler tells again and again."""
+        self.cluster.store.learn(condition)
+        self._notify({STORE_TAKEN})
+
+    async def _adopt(self, changed: Mapping[str, bytes | None]) -> None:
+        """Apply what the owner before has written to the store during the trial; it is stored already."""
+        change, corrupt = checkpoint.read({key: each for key, each in changed.items() if each is not None})
+        for key, error in corrupt.items():
+            logger.error("Stored record %s is skipped: %s", key, error)
+        self.corrupt |= corrupt
+        known = self.state.records()
+        change.update({key: None for key, each in changed.items() if each is None and key in known})
+        self._apply(change)
+        self.observed.inherited |= goals.pending(self.state)
+        backends = self.state.backends
+        left: Change = {
+            each.key: None for each in self.state.replicas.values() if each.backend not in backends
+        }
+        await self.writer.note(left)  # their actors end as others without a record do
+        self.loop.poke()
+
     def _apply(self, change: Change) -> None:
         self.state.apply(change)
         for key, record in change.items():
@@ -300,6 +339,7 @@ class ControllerCore:
             "routes",
             "system",
             UNREADY,
+            STORE_TAKEN,
             *(each.key for each in state.endpoints.values()),
             *(each.key for each in state.backends.values()),
         }
@@ -312,6 +352,8 @@ class ControllerCore:
                 values[key] = endpoint_state.published_routes(self.state)
             elif kind == UNREADY:
                 values[key] = sorted(map(short_tag, self.observed.unready))
+            elif kind == STORE_TAKEN:
+                values[key] = self.cluster.store.hold is Hold.TAKEN or None
             elif kind == "system":
                 values[key] = views.published_system(self.state, self.worker)
             elif kind == "endpoint":

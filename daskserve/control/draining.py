@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from daskserve.cluster.base import StoreChange, verb
+from daskserve.cluster.stores import Hold
 from daskserve.control import departure
 from daskserve.control.core import ControllerCore
 from daskserve.control.watch import ANSWER_S
@@ -76,7 +77,7 @@ class DrainingVerbs:
             return True
         except (ServeError, OSError, TimeoutError) as error:
             logger.warning("The store did not answer before the end of the instance: %s", error)
-        return False
+        return core.cluster.store.hold is Hold.TAKEN
 
     async def _drain(self) -> None:
         """Stop the proxies, which finish what they have taken, then the replicas, the callers first."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from daskserve.control.http_state import is_ready
 from daskserve.control.observed import Observed
 from daskserve.control.state import State
 from daskserve.types import ReplicaState
@@ -36,6 +37,12 @@ class ListenRules:
         return (has_opened or not self.waits_for_route) and (
             not self.waits_for_replicas or all_run(state, observed)
         )
+
+
+def listens(state: State, observed: Observed) -> bool:
+    """Return whether every proxy that should listen does."""
+    proxies = [each for each in state.proxies.values() if not each.is_leaving]
+    return bool(proxies) and all(is_ready(observed, proxy) for proxy in proxies)
 
 
 def all_run(state: State, observed: Observed) -> bool:

@@ -72,7 +72,7 @@ def _increase(short_name: str, by: Sequence[str], window: str) -> str:
 def alerts(limits: AlertThresholds | None = None) -> list[Alert]:
     """Return all rules."""
     chosen = limits or AlertThresholds()
-    return [*_of_requests(chosen), *_of_replicas(), *_of_the_instance(), *_of_processes()]
+    return [*_of_requests(chosen), *_of_replicas(), *_of_the_instance(), *_of_stores(), *_of_processes()]
 
 
 def _of_requests(limits: AlertThresholds) -> list[Alert]:
@@ -241,6 +241,20 @@ def _of_the_instance() -> list[Alert]:
             Severity.WARNING,
             "Steps of the controller of {{ $labels.serve_instance }} fail",
             "{{ $value | humanize }} fail per minute and are retried. The log of its worker shows why.",
+        ),
+    ]
+
+
+def _of_stores() -> list[Alert]:
+    return [
+        Alert(
+            "DaskserveStoreTaken",
+            f"{_gauge('store_owned', _I)} == 0",
+            "2m",
+            Severity.WARNING,
+            "Another cluster has the store of {{ $labels.serve_instance }}",
+            "The gauge is {{ $value }}: the instance serves on and replaces what dies, but accepts no "
+            "changes. Shut it down if the one on the other cluster serves.",
         ),
     ]
 

@@ -146,6 +146,9 @@ SECTIONS: Mapping[str, Sequence[MetricSpec]] = {
         MetricSpec(
             "controller_epoch", _G, _I, "Number of this controller; each new one has a higher number."
         ),
+        MetricSpec(
+            "store_owned", _G, _I, "1 if the store is this instance's own, 0 if another cluster has it."
+        ),
         MetricSpec("controller_start_time_seconds", _G, _I, "Time of its start, in seconds since the epoch."),
         MetricSpec("control_loop_duration_seconds", _T, _I, "Seconds per round of the control loop."),
         MetricSpec("control_loop_failures", _C, _I, "Steps of the loop that failed and are retried."),

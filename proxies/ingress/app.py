@@ -44,6 +44,8 @@ DENIAL = "websocket.http.response"
 NOT_POPULATED = "Route table is not populated yet."
 DRAINING = "This node is being drained."
 NO_ROUTES = "There is no route yet."
+#: A success, because nobody else may serve: load balancers go on, and people who look learn of it.
+STORE_IS_TAKEN = b"success, but another cluster has taken over the store of this instance"
 
 #: The keys of the scope of an HTTP request; see https://asgi.readthedocs.io/en/latest/specs/www.html
 _HTTP_KEYS = frozenset(
@@ -135,6 +137,8 @@ class IngressApp:
         Limits the bodies, and gathers those that their backend needs whole.
     unready : callable, optional
         Returns the names of the backends that should run and have no replica; None if that is not known.
+    is_store_taken : callable, optional
+        Returns whether another cluster has taken over the store of this instance.
     """
 
     def __init__(
@@ -147,8 +151,10 @@ class IngressApp:
         takes_whole: bool = False,
         bodies: BodyGate | None = None,
         unready: Callable[[], Collection[str] | None] = tuple,
+        is_store_taken: Callable[[], bool] = bool,
     ) -> None:
         self._unready = unready
+        self._is_store_taken = is_store_taken
         self._bodies = bodies
         self._root = normalize_prefix(options.root_path)
         self._root_bytes = self._root.encode()
@@ -270,7 +276,7 @@ class IngressApp:
         elif problem := self._problem(table, is_ready=path == READYZ):
             await self._refuse(request, 503, problem)
         else:
-            await send_whole(request.send, 200, b"success")
+            await send_whole(request.send, 200, STORE_IS_TAKEN if self._is_store_taken() else b"success")
 
     def _problem(self, table: RouteTable, *, is_ready: bool) -> str:
         """Return why this proxy should get no requests, or why the instance is not ready; else nothing."""

@@ -384,7 +384,10 @@ def test_proxies_that_never_listen_are_a_timeout() -> None:
         async with stage.cluster:
             stage.broken_ports = {stage.cluster.workers()[0].address: None}
             await stage.open()
-            with pytest.raises(RequestTimeoutError, match="HTTP proxies not available after 5s"):
+            with pytest.raises(
+                RequestTimeoutError,
+                match="The instance did not serve within 5 s: the HTTP proxies do not listen",
+            ):
                 await stage.call("wait_for_http", timeout_s=5)
             assert 5 <= stage.clock.now() < 6
 

@@ -12,7 +12,9 @@ import pytest
 from daskserve import actors
 from daskserve.client.client import AsyncClient
 from daskserve.client.connection import InstanceConnection
+from daskserve.clock import LoopClock
 from daskserve.cluster.local.cluster import LocalCluster
+from daskserve.cluster.scheduler.holding import HeldStore
 from daskserve.cluster.store.opening import open_store
 from daskserve.options.http import HTTPOptions
 from daskserve.starts import ControllerStart
@@ -42,7 +44,9 @@ def test_there_is_a_store_of_the_first_version() -> None:
 
 def test_everything_in_an_earlier_store_runs_and_can_be_changed(url: str) -> None:
     async def main() -> None:
-        store = open_store(url, "old")
+        store = HeldStore(open_store(url, "old"), "new.1", LoopClock())
+        await store.open()
+        await store.begin()
         cluster = LocalCluster(FACTORIES, workers=0, store=store, instance="old")
         cluster.add_worker(resources={"R": 4.0})
         message = ControllerStart(HTTPOptions(location=Location.NO_SERVER), None, None, start_id="test")

@@ -164,6 +164,9 @@ CASES: Mapping[str, Case] = {
             ("daskserve_controller_epoch", {**I, "instance": "h:2"}, "2x30"),
         ],
     ),
+    "DaskserveStoreTaken": Case(
+        I, "0", [("daskserve_store_owned", I, "0x30")], [("daskserve_store_owned", I, "0x1 1x30")]
+    ),
     "DaskserveControlLoopStopped": Case(
         I,
         "0",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,11 +12,12 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from clusters import Load
-from dask_processes import fetch
+from clusters import Load, nannied_cluster, pid_of_replica, pids, running, worker_of
+from dask_processes import fetch, poll_for, within
 from distributed import Client, LocalCluster
 
 import daskserve as serve
+from daskserve.errors import PortInUseError, StoreTakenError
 
 
 @contextmanager
@@ -26,15 +29,20 @@ def dask_cluster() -> Iterator[Client]:
             yield client
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+    return port
+
+
 def answer(request: Any) -> str:
     return "ok"
 
 
 def test_a_new_cluster_takes_over_and_no_request_fails(tmp_path: Path) -> None:
     options: dict[str, Any] = {"store": f"sqlite:///{tmp_path}/store.db", "name": "upgraded"}
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        health_port = free.getsockname()[1]
+    health_port = free_port()
     http: dict[str, Any] = {"port": 0, "health_port": health_port}
     health = f"http://127.0.0.1:{health_port}/-/healthz"
     with dask_cluster() as old_dask, dask_cluster() as new_dask:
@@ -58,3 +66,34 @@ def test_a_new_cluster_takes_over_and_no_request_fails(tmp_path: Path) -> None:
         new.shutdown()
         with pytest.raises(ConnectionRefusedError):
             fetch(health)
+
+
+def test_an_instance_keeps_its_store_until_another_one_serves_and_goes_on_without_it(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"store": f"sqlite:///{tmp_path}/store.db", "name": "shared"}
+    with nannied_cluster(2) as old_dask, dask_cluster() as new_dask:
+        old = serve.start(dask_client=old_dask, http_options={"port": 0}, **options)
+        old.create_backend("b", pid_of_replica, config={"num_replicas": 2})
+        old.create_endpoint("e", backend="b", route="/e")
+        (url,) = old.http_urls()
+        port = urlsplit(url).port
+        with pytest.raises(PortInUseError):
+            serve.start(dask_client=new_dask, http_options={"port": port}, **options)
+        old.update_backend_config("b", {"max_concurrent_queries": 3})
+        assert old.status().owns_store
+
+        new = serve.start(dask_client=new_dask, http_options={"port": free_port()}, **options)
+        with within(5):
+            with pytest.raises(StoreTakenError, match="Another cluster has taken over the store"):
+                old.update_backend_config("b", {"num_replicas": 1})
+        assert new.get_backend_config("b").max_concurrent_queries == 3
+        new.update_backend_config("b", {"num_replicas": 1})
+        poll_for(lambda: not old.status().owns_store)
+        poll_for(lambda: b"taken over" in fetch(f"{url}/-/healthz").body)
+
+        victim = next(each for each in running(old, "b") if each != worker_of(old, "proxy"))
+        os.kill(pids(old_dask)[victim], signal.SIGKILL)
+        poll_for(lambda: victim not in running(old, "b") and len(running(old, "b")) == 2)
+        assert fetch(f"{url}/e").status == 200
+        old.shutdown()
+        new.update_backend_config("b", {"num_replicas": 2})
+        new.shutdown()

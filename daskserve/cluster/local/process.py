@@ -21,6 +21,7 @@ from daskserve.cluster.local.topic import plain_copy
 from daskserve.cluster.local.world import LocalWorld
 from daskserve.cluster.long_poll import LongPollClient
 from daskserve.cluster.routes import WorkerRoutes
+from daskserve.cluster.stores import Hold
 from daskserve.errors import InstanceError, StaleEpochError
 from daskserve.payload.parcels import Parcel
 from daskserve.types import (
@@ -216,6 +217,19 @@ class _ProcessStore:
 
     def problems(self) -> Mapping[str, str]:
         return self._world.store.problems()
+
+    @property
+    def hold(self) -> Hold:
+        return self._world.store.hold
+
+    def learn(self, condition: Mapping[str, Any]) -> None:
+        """Do nothing; this process sees the store itself."""
+
+    async def take_over(
+        self, epoch: int, *, is_complete: bool, own: Sequence[str]
+    ) -> Mapping[str, bytes | None] | None:
+        await self._state.wait_until_running()
+        return await self._world.store.take_over(epoch, is_complete=is_complete, own=own)
 
     async def commit(self, epoch: int, change: StoreChange) -> None:
         await self._state.wait_until_running()

@@ -1,8 +1,9 @@
 """Keeping a controller running for every instance, even if its worker dies or hangs.
 
 When a worker dies, the scheduler reports it and its controllers are replaced. A hanging controller, whose
-process is stopped or whose event loop is blocked, is detected by a ping once a second. Every new controller
-first claims a newer epoch in the store, so an older one that is still alive is fenced. It is stopped anyway.
+process is stopped or whose event loop is blocked, is detected by a ping once a second, which also tells it
+the condition of its store. Every new controller first gets a newer epoch, so an older one that is still alive
+is fenced. It is stopped anyway.
 """
 
 from __future__ import annotations
@@ -66,6 +67,10 @@ class Instance:
     draining: asyncio.Task[None] | None = None
     is_ending: bool = False
     ending: asyncio.Task[None] | None = None
+    #: Looks at the store, if others may have it as well.
+    watching: asyncio.Task[None] | None = None
+    #: Whether its start has failed, so that the store goes back to the instance that had it before.
+    has_failed: bool = False
     grace: asyncio.TimerHandle | None = None
     parcels: InstanceParcels = field(init=False)
 
@@ -85,6 +90,20 @@ class Instance:
         if self.grace is not None:
             self.grace.cancel()
             self.grace = None
+
+
+async def list_instances(instances: Mapping[InstanceName, Instance]) -> dict[InstanceName, dict[str, Any]]:
+    """Return the instances that do not end, each with what programs need to choose one."""
+    return {
+        # One whose owner has left is about to end.
+        entry.name: {
+            "owns_cluster": entry.owns_cluster,
+            "is_default": entry.is_default and entry.grace is None,
+            "owner": entry.owner,
+        }
+        for entry in instances.values()
+        if not entry.is_ending and entry.draining is None
+    }
 
 
 def plain(address: ActorAddress) -> dict[str, Any]:
@@ -178,9 +197,6 @@ class ControllerKeeper:
                 return
             tried.add(worker)
             try:
-                if not is_first and await entry.store.newest_epoch() > entry.epoch:
-                    logger.warning("Instance %s has no controller: another cluster took over", entry.name)
-                    return
                 entry.epoch += 1  # at once, so that a pending start of an older controller is discarded
                 epoch = entry.epoch = await entry.store.claim_epoch()
             except ServeError as error:
@@ -242,7 +258,7 @@ class ControllerKeeper:
                 address = entry.controller
                 if address is None or entry.is_ending:
                     continue
-                if await self._answers(address):
+                if await self._answers(entry, address):
                     misses.pop(address.incarnation, None)
                     await self._keep_apart(entry, address)
                     continue
@@ -300,10 +316,11 @@ class ControllerKeeper:
         await asyncio.sleep(START_RETRY_S)
         await self.start(entry)
 
-    async def _answers(self, address: ActorAddress) -> bool:
+    async def _answers(self, entry: Instance, address: ActorAddress) -> bool:
+        condition = {"problems": dict(entry.store.problems()), "hold": entry.store.hold.value}
         try:
             async with asyncio.timeout(PERIOD_S):
-                await self._hosts.call(address, "ping")
+                await self._hosts.call(address, "ping", store=condition)
         except (OSError, TimeoutError, ServeError):
             return False
         return True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,19 @@ from daskserve.types import InstanceName
 ANSWER_S = 5.0
 #: How long a drained instance waits for its end, in case the program that shuts it down has died.
 DRAINED_S = 5.0
+
+
+async def end_as_asked(
+    instances: Mapping[InstanceName, Instance],
+    end: Callable[..., Awaitable[bool]],
+    instance: InstanceName,
+    start_id: str | None = None,
+) -> bool:
+    """End an instance for a program, which names the start only to undo it; return whether it has ended."""
+    entry = instances.get(instance)
+    if entry is not None and start_id is not None and start_id == entry.start_id:
+        entry.has_failed = True
+    return await end(instance, start_id)
 
 
 class Drains:

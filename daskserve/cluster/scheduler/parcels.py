@@ -21,6 +21,11 @@ PATIENCE_S = 600.0
 _CODE, _ROW = "code/", "parcel/"
 
 
+def is_row(key: str) -> bool:
+    """Return whether a key of a store is that of a part of a parcel's content."""
+    return key.startswith(_ROW)
+
+
 def parcel_verbs(
     find: Callable[[InstanceName], InstanceParcels],
 ) -> dict[str, Callable[..., Awaitable[Any]]]:

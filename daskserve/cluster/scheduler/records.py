@@ -7,6 +7,7 @@ from typing import Any
 
 from daskserve.cluster.base import StoreChange
 from daskserve.cluster.scheduler.controllers import Instance
+from daskserve.cluster.scheduler.parcels import is_row
 from daskserve.errors import StaleEpochError, UnavailableError
 from daskserve.types import InstanceName
 
@@ -21,12 +22,17 @@ def record_verbs(find: Callable[[InstanceName], Instance]) -> dict[str, Callable
         "load_records": verb(_load),
         "commit_records": verb(_commit),
         "rewrite_records": verb(_rewrite),
+        "take_over_records": verb(_take_over),
     }
 
 
 async def _load(entry: Instance) -> dict[str, Any]:
     records = entry.parcels.without_rows(await entry.store.load())
-    return {"records": records, "problems": dict(entry.store.problems())}
+    return {"records": records, **_condition(entry)}
+
+
+def _condition(entry: Instance) -> dict[str, Any]:
+    return {"problems": dict(entry.store.problems()), "hold": entry.store.hold.value}
 
 
 async def _commit(
@@ -36,14 +42,14 @@ async def _commit(
     parcels: Mapping[str, str],
     must_last: bool = True,
     may_wait: bool = False,
-) -> dict[str, str]:
-    """Write a transaction; return the store's problems."""
+) -> dict[str, Any]:
+    """Write a transaction; return the store's condition."""
     check_epoch(entry, epoch)
     rows = entry.parcels.rows_of(records, parcels)
     change = StoreChange({**records, **rows}, must_last=must_last, may_wait=may_wait)
     await entry.store.commit(epoch, change)
     entry.parcels.committed(records, parcels)
-    return dict(entry.store.problems())
+    return _condition(entry)
 
 
 async def _rewrite(
@@ -52,12 +58,22 @@ async def _rewrite(
     records: Mapping[str, bytes],
     parcels: Mapping[str, str],
     unreadable: Sequence[str],
-) -> dict[str, str]:
-    """Replace all records in the store; return its problems."""
+) -> dict[str, Any]:
+    """Replace all records in the store; return its condition."""
     check_epoch(entry, epoch)
     rows = await entry.parcels.all_rows(parcels)
     await entry.store.rewrite(epoch, StoreChange({**records, **rows}), unreadable)
-    return dict(entry.store.problems())
+    return _condition(entry)
+
+
+async def _take_over(entry: Instance, epoch: int, is_complete: bool, own: Sequence[str]) -> dict[str, Any]:
+    """Make the records the instance's own; return what others have changed, or None if it is too early."""
+    check_epoch(entry, epoch)
+    changed = await entry.store.take_over(epoch, is_complete=is_complete, own=own)
+    if changed and any(map(is_row, changed)):
+        entry.parcels.without_rows(await entry.store.load())  # counts them
+    records = None if changed is None else {key: each for key, each in changed.items() if not is_row(key)}
+    return {"changed": records, **_condition(entry)}
 
 
 def check_epoch(entry: Instance, epoch: int) -> None:

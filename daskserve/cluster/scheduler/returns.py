@@ -18,8 +18,9 @@ from distributed import Scheduler
 
 from daskserve.cluster.base import StoreChange
 from daskserve.cluster.scheduler.controllers import Instance
+from daskserve.cluster.scheduler.holding import HeldStore
 from daskserve.cluster.store.opening import is_in_memory
-from daskserve.errors import ServeError
+from daskserve.errors import InstanceError, ServeError
 from daskserve.types import InstanceName, WorkerAddress
 
 logger = logging.getLogger("daskserve.supervisor")
@@ -27,6 +28,8 @@ logger = logging.getLogger("daskserve.supervisor")
 #: How long an instance waits for workers of which it knows, and for others.
 KNOWN_S = 3.0
 UNKNOWN_S = 1.0
+#: How long the end of an instance waits for its store.
+RELEASE_S = 5.0
 #: Interval of the checks whether the workers are there.
 CHECK_S = 0.02
 
@@ -43,6 +46,8 @@ class _Return:
     #: What the newest controller knew; None if none has told.
     records: Mapping[str, bytes] | None = None
     records_epoch: int = 0
+    #: Whether its start had not completed under the other scheduler.
+    is_trial: bool = False
 
     def is_due(self, present: Collection[WorkerAddress], now: float) -> bool:
         """Return whether the instance should start, with these workers in the cluster."""
@@ -56,13 +61,32 @@ class _Return:
         return waited_s >= (KNOWN_S if is_complete else UNKNOWN_S)
 
 
+@dataclass(frozen=True, slots=True)
+class KnownInstance:
+    """What is known of an instance that comes back.
+
+    Attributes
+    ----------
+    epoch
+        The newest epoch of which there is an actor.
+    records
+        What the newest controller knew; None if none has told.
+    is_trial
+        Whether it had not taken over its store yet.
+    """
+
+    epoch: int = 0
+    records: Mapping[str, bytes] | None = None
+    is_trial: bool = False
+
+
 class Returns:
     """See the module.
 
     Parameters
     ----------
     start
-        Starts an instance, given its last epoch, its records, and the message that started it.
+        Starts an instance, given what is known of it, and the message that started it.
     end_after
         Ends an instance after a delay, unless its owner connects.
     spawn
@@ -96,6 +120,7 @@ class Returns:
         workers: Collection[WorkerAddress] = (),
         epoch: int = 0,
         records: Mapping[str, bytes] | None = None,
+        is_trial: bool = False,
     ) -> bool:
         """Return whether an instance runs; if it does not, have it start.
 
@@ -105,7 +130,7 @@ class Returns:
             The worker that asks.
         epoch
             The newest epoch of which the worker has an actor.
-        workers, records
+        workers, records, is_trial
             From a worker that has a controller of the instance: what that knows.
         """
         name = start["instance"]
@@ -120,7 +145,7 @@ class Returns:
         entry.workers |= {worker, *workers}
         entry.epoch = max(entry.epoch, epoch)
         if records is not None and epoch >= entry.records_epoch:
-            entry.records, entry.records_epoch = records, epoch
+            entry.records, entry.records_epoch, entry.is_trial = records, epoch, is_trial
         return False
 
     async def _begin(self, name: InstanceName, entry: _Return) -> None:
@@ -135,7 +160,8 @@ class Returns:
                 len(self._scheduler.workers),
                 ", ".join(sorted(missing)) or "none",
             )
-            await self._start(epoch=entry.epoch, records=entry.records, **entry.start)
+            known = KnownInstance(entry.epoch, entry.records, entry.is_trial)
+            await self._start(known, **entry.start)
             instance = self._instances.get(name)
             if instance is not None and instance.owner not in (None, *self._scheduler.clients):
                 self._end_after(instance, instance.grace_s)
@@ -143,6 +169,36 @@ class Returns:
             logger.error("Instance %s could not be brought back: %s", name, error)
         finally:
             del self._returning[name]
+
+
+async def open_records(entry: Instance, url: str, back: KnownInstance | None) -> None:
+    """Open the store of an instance that starts, or that comes back."""
+    await entry.store.open()
+    known = back or KnownInstance()
+    await restore(entry, url, known.epoch, known.records)
+    if isinstance(entry.store, HeldStore):
+        await entry.store.begin(returns=back is not None, epoch=known.epoch, records=known.records)
+
+
+def check_return(entry: Instance, back: KnownInstance | None) -> None:
+    """Refuse an instance that comes back, if it had not taken over its store: its start has failed.
+
+    Call it once the workers are there, whose actors end then.
+    """
+    if back is not None and back.is_trial:
+        raise InstanceError(f"The start of {entry.name!r} had not completed when the scheduler was lost.")
+
+
+async def close_records(entry: Instance) -> None:
+    """Let others have the records of an instance that ends, and close its store."""
+    if entry.watching is not None:
+        entry.watching.cancel()
+    try:
+        async with asyncio.timeout(RELEASE_S):
+            await entry.store.release(gives_back=entry.has_failed)
+    except (OSError, ServeError) as error:
+        logger.warning("Instance %s ended without releasing its store: %s", entry.name, error)
+    await entry.store.close()
 
 
 async def restore(entry: Instance, url: str, epoch: int, records: Mapping[str, bytes] | None) -> None:

@@ -31,15 +31,28 @@ from daskserve.cluster.encryption import as_client
 from daskserve.cluster.long_poll import ENDED, WORKERS
 from daskserve.cluster.probe import check_caller
 from daskserve.cluster.scheduler.capacity import Capacity
-from daskserve.cluster.scheduler.controllers import START_TIMEOUT_S, ControllerKeeper, Instance, plain
+from daskserve.cluster.scheduler.controllers import (
+    START_TIMEOUT_S,
+    ControllerKeeper,
+    Instance,
+    list_instances,
+    plain,
+)
 from daskserve.cluster.scheduler.discovery import Targets
-from daskserve.cluster.scheduler.drains import Drains
+from daskserve.cluster.scheduler.drains import Drains, end_as_asked
 from daskserve.cluster.scheduler.evacuation import Evacuations
 from daskserve.cluster.scheduler.figures import SupervisorFigures
+from daskserve.cluster.scheduler.holding import HeldStore, holding
 from daskserve.cluster.scheduler.hosts import HostRegistry
 from daskserve.cluster.scheduler.parcels import parcel_verbs
 from daskserve.cluster.scheduler.records import check_epoch, record_verbs
-from daskserve.cluster.scheduler.returns import Returns, restore
+from daskserve.cluster.scheduler.returns import (
+    KnownInstance,
+    Returns,
+    check_return,
+    close_records,
+    open_records,
+)
 from daskserve.cluster.scheduler.scale_route import ScaleRoute
 from daskserve.cluster.scheduler.sharing import share_instance
 from daskserve.cluster.scheduler.site_guard import SiteGuard
@@ -65,6 +78,8 @@ PLUGIN_NAME = "daskserve-supervisor"
 UNUSED_S = 2.0
 #: Number of cancelled starts that are remembered; each matters for milliseconds.
 MAX_CANCELLED_STARTS = 100
+#: How long an instance that another cluster was faster than waits for its end.
+REFUSED_S = 10.0
 
 
 class Supervisor(SchedulerPlugin):
@@ -139,10 +154,10 @@ class Supervisor(SchedulerPlugin):
             "start_instance": self._start_instance,
             "bring_back": self._returns.bring_back,
             "drain_instance": self._drains.drain_instance,
-            "end_instance": self._end_instance,
+            "end_instance": partial(end_as_asked, self._instances, self._end_instance),
             "share_instance": partial(share_instance, self._known, self._hosts),
             "controller": self._find_controller,
-            "instances": self._list_instances,
+            "instances": partial(list_instances, self._instances),
             "workers": self._describe_workers,
             "channel_secret": self._hosts.secret.reveal,
             **record_verbs(self._known),
@@ -205,20 +220,15 @@ class Supervisor(SchedulerPlugin):
 
     # Verbs
 
-    async def _start_instance(
-        self,
-        epoch: int = 0,
-        records: Mapping[str, bytes] | None = None,
-        **start: Any,
-    ) -> dict[str, Any]:
+    async def _start_instance(self, back: KnownInstance | None = None, **start: Any) -> dict[str, Any]:
         """Start an instance.
 
         ``start`` has the fields of `Instance`, the URL of its store, and the timeout for the first worker.
 
         Parameters
         ----------
-        epoch, records
-            The newest epoch and the records that it had under another scheduler, if it comes back.
+        back
+            What is known of an instance that has outlived another scheduler.
         """
         instance, start_id, store = start["instance"], start.get("start_id", ""), start["store"]
         if self._is_closed:
@@ -233,7 +243,7 @@ class Supervisor(SchedulerPlugin):
                 )
             raise AlreadyRunningError(f"An instance named {instance!r} is already running.")
         try:
-            opened = open_store(store, instance)
+            opened = holding(open_store(store, instance), start_id)
         except ServeError:
             await self._unregister_if_unused()
             raise
@@ -241,10 +251,12 @@ class Supervisor(SchedulerPlugin):
         self._topics.sweep()  # messages may have arrived after the end of an earlier instance
         try:
             try:
-                await entry.store.open()
-                await restore(entry, store, epoch, records)
+                await open_records(entry, store, back)
+                if isinstance(opened, HeldStore):
+                    entry.watching = self._tasks.spawn(self._watch_store(entry, opened))
                 self._hosts.starts[instance] = start
                 await self._hosts_ready(entry, start["timeout_s"])
+                check_return(entry, back)
                 await self._hosts.entrust(instance)
                 await self._controllers.start(entry)
             finally:
@@ -256,6 +268,12 @@ class Supervisor(SchedulerPlugin):
             await self._end_instance(instance, start_id)
             raise
         return {"controller": plain(entry.controller)}
+
+    async def _watch_store(self, entry: Instance, store: HeldStore) -> None:
+        await store.watch()
+        # Another cluster was faster. The program that started this instance ends it, unless it has died.
+        await asyncio.sleep(REFUSED_S)
+        await self._end_instance(entry.name, entry.start_id)
 
     async def _end_instance(self, instance: InstanceName, start_id: str | None = None) -> bool:
         """End an instance; return whether it no longer runs.
@@ -300,7 +318,7 @@ class Supervisor(SchedulerPlugin):
         self._capacity.forget(entry.name)
         self._evacuations.wake()
         entry.parcels.close()
-        await entry.store.close()
+        await close_records(entry)
         async with self._lock:
             self._instances.pop(entry.name, None)
         await self._unregister_if_unused()
@@ -317,18 +335,6 @@ class Supervisor(SchedulerPlugin):
         if entry.controller is None:
             raise UnavailableError(f"The controller of {instance!r} is being replaced; try again.")
         return plain(entry.controller)
-
-    async def _list_instances(self) -> dict[str, Any]:
-        return {
-            # One whose owner has left is about to end.
-            name: {
-                "owns_cluster": entry.owns_cluster,
-                "is_default": entry.is_default and entry.grace is None,
-                "owner": entry.owner,
-            }
-            for name, entry in self._instances.items()
-            if not entry.is_ending and entry.draining is None
-        }
 
     async def _describe_workers(self, instance: InstanceName) -> dict[str, Any]:
         entry = self._instances.get(instance)

@@ -28,6 +28,11 @@ def stale(epoch: int, newest: int) -> StaleEpochError:
     return StaleEpochError(f"Controller epoch {epoch} was replaced by epoch {newest}; its change is refused.")
 
 
+def stale_claim(after: int, newest: int) -> StaleEpochError:
+    """Return the error for a claim after an epoch that is not the newest."""
+    return StaleEpochError(f"Epoch {after} is not the newest any more; epoch {newest} is.")
+
+
 def check_format(url: str, found: int, reads: int) -> None:
     """Raise an error if a store has a newer format than this version reads.
 

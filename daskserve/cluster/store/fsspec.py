@@ -3,7 +3,7 @@
 ::
 
     <root>/<instance>/format/<n>                 the format, and which instance owns the folder
-                      epoch/<epoch>              claimed by the process that created it
+                      epoch/...                  claims, see `daskserve.cluster.store.folder_claims`
                       txn/<epoch>-<number>       one commit
                       snapshot/<epoch>-<number>  all records as of that commit
                       aside/...                  copies of objects that could not be read
@@ -38,11 +38,19 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from urllib.parse import quote
 
-from daskserve.cluster.store.errors import StoreUnavailableError, check_format, stale, without_password
+from daskserve.cluster.store.errors import (
+    StoreUnavailableError,
+    check_format,
+    stale,
+    stale_claim,
+    without_password,
+)
+from daskserve.cluster.store.folder_claims import FolderClaims, epochs_in, named
 from daskserve.cluster.store.folders import Folder, connect, translated_errors
 from daskserve.cluster.store.journal import (
     FORMAT,
@@ -59,11 +67,14 @@ from daskserve.cluster.store.journal import (
 from daskserve.cluster.store.problems import StoreProblems
 from daskserve.cluster.store.reading import JournalReader, positions_in
 from daskserve.cluster.store.thread import BlockingCalls
+from daskserve.cluster.stores import Claim
 from daskserve.types import InstanceName
 
 FOLDERS = ("format", "epoch", "txn", "snapshot", "aside")
 #: Attempts at an operation that another process may interrupt.
 ATTEMPTS = 8
+#: Attempts at a claim, and the longest pause before the second one; later ones wait longer.
+CLAIM_ATTEMPTS, CLAIM_PAUSE_S = 32, 0.02
 #: Objects removed per job; commits run between the jobs.
 REMOVE_AT_ONCE = 64
 
@@ -98,7 +109,10 @@ class FsspecStore:
         self._connect = lambda: connect(url, folder_of(instance))
         self._writer = uuid.uuid4().hex
         self._connected: Folder | None = None
+        self._claims = FolderClaims(lambda: self._folder, self._note)
         self._seen_epoch = 0
+        #: The last epoch that this process has claimed.
+        self._own_epoch = 0
         #: Whether the newest epoch that this process knows was in the folder when it looked last.
         self._has_epoch = True
         self._journal: Journal | None = None
@@ -130,8 +144,9 @@ class FsspecStore:
             check_format(self.url, max(found), FORMAT)
         return bool(found)
 
-    def _note(self) -> bytes:
-        return json.dumps({"instance": self.instance, "writer": self._writer}).encode()
+    def _note(self, owner: str | None = None) -> bytes:
+        note = {"instance": self.instance, "writer": self._writer}
+        return json.dumps(note if owner is None else {**note, "owner": owner}).encode()
 
     # Reading
 
@@ -221,11 +236,11 @@ class FsspecStore:
             self._folder.prepare(FOLDERS)
             if not self._check_format():
                 self._folder.create(f"format/{FORMAT:08d}", self._note())
-            epochs = self._listed_epochs()
+            epochs = self._claims.epochs()
             if max(epochs, default=0) > epoch:
                 raise stale(epoch, max(epochs))
             if epoch not in epochs:
-                self._folder.create(f"epoch/{epoch:08d}", self._note())
+                self._folder.create(named(epoch), self._note())
             there = [*positions_in(self._folder, "txn"), *positions_in(self._folder, "snapshot")]
             numbers = [each.number for each in there if each.epoch == epoch]
             known = 0 if self._journal is None else self._journal.numbers.get(epoch, 0)
@@ -241,7 +256,7 @@ class FsspecStore:
         with translated_errors(self.url):
             return self._refresh_epoch()
 
-    def claim_epoch(self) -> int:
+    def claim_epoch(self, after: int | None = None, owner: str = "") -> int:
         with translated_errors(self.url):
             self._check_format()
             # Epoch objects may be lost; the names of changes and snapshots also carry epochs.
@@ -259,29 +274,48 @@ class FsspecStore:
                 self._seen_epoch = max(written, self._seen_epoch) + 1
                 self.problems.check_place(self._lost(), must_last=False)
                 return self._seen_epoch
-            for _ in range(ATTEMPTS):
-                claimed = max(written, self._refresh_epoch()) + 1
-                if self._take_epoch(claimed) and self._refresh_epoch() == claimed:
+            for attempt in range(CLAIM_ATTEMPTS):
+                # Two processes that go on claiming would overtake each other without end.
+                time.sleep(attempt * CLAIM_PAUSE_S * int(self._writer[:4], 16) / 0xFFFF)
+                newest = self._refresh_epoch()
+                if after is not None and newest != after:
+                    raise stale_claim(after, newest)
+                claimed = max(written, newest) + 1
+                if self._take_epoch(claimed, owner) and self._refresh_epoch() == claimed:
+                    if newest != self._own_epoch:
+                        self._journal = None  # the owner before has written until now
+                    self._own_epoch = claimed
                     # The newest object is enough to fence all older epochs.
-                    older = [each for each in self._listed_epochs() if each < claimed]
-                    self._folder.remove([f"epoch/{each:08d}" for each in older])
+                    self._claims.clear(claimed)
                     return claimed
         raise StoreUnavailableError(
             f"Other processes keep claiming epochs in the store {self.url}; retry later."
         )
 
-    def _take_epoch(self, epoch: int) -> bool:
+    def look(self, *, answers: bool = False) -> Claim:
+        with translated_errors(self.url):
+            names = self._claims.names()
+            if answers:
+                self._claims.answer(names)
+            return self._claims.of(self._refresh_epoch(names))
+
+    def knock(self, by: str) -> bool:
+        with translated_errors(self.url):
+            return self._claims.knock(by)
+
+    def forget_knock(self, by: str) -> None:
+        with translated_errors(self.url):
+            self._claims.forget(by)
+
+    def _take_epoch(self, epoch: int, owner: str | None = None) -> bool:
         """Claim an epoch for this process; return False if another process has it."""
         try:
-            self._folder.create(f"epoch/{epoch:08d}", self._note())
+            self._folder.create(named(epoch), self._note(owner))
         except FileExistsError:
             self._refresh_epoch()
             return False
         self._seen_epoch, self._has_epoch = epoch, True
         return True
-
-    def _listed_epochs(self) -> list[int]:
-        return [int(name) for name in self._names("epoch") if name.isdecimal()]
 
     def _names(self, folder: str) -> list[str]:
         try:
@@ -289,9 +323,9 @@ class FsspecStore:
         except FileNotFoundError:
             return []  # the folder was removed
 
-    def _refresh_epoch(self) -> int:
+    def _refresh_epoch(self, names: Collection[str] | None = None) -> int:
         """Return the newest epoch; drop the journal if another process claimed it."""
-        listed = self._listed_epochs()
+        listed = epochs_in(self._claims.names() if names is None else names)
         newest = max(listed, default=0)
         self._has_epoch = newest >= self._seen_epoch
         if newest > self._seen_epoch:

@@ -17,9 +17,9 @@ any of fsspec     SIGKILL, power loss (local folders are      exactly where crea
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 from urllib.parse import urlsplit
 
-from daskserve.cluster.base import InstanceStore, StoreChange
 from daskserve.cluster.store.errors import (
     StoreError,
     StoreFormatError,
@@ -27,6 +27,8 @@ from daskserve.cluster.store.errors import (
     stale,
     without_password,
 )
+from daskserve.cluster.store.thread import BlockingCalls, ThreadedStore
+from daskserve.cluster.stores import Hold, StoreChange
 from daskserve.errors import BadRequestError
 from daskserve.types import InstanceName
 
@@ -83,13 +85,28 @@ class MemoryStore:
     def problems(self) -> Mapping[str, str]:
         return {}
 
+    @property
+    def hold(self) -> Hold:
+        return Hold.HELD
+
+    def learn(self, condition: Mapping[str, Any]) -> None:
+        """Do nothing; what a process is told of this store is what it says itself."""
+
+    async def take_over(
+        self, epoch: int, *, is_complete: bool, own: Sequence[str]
+    ) -> Mapping[str, bytes | None] | None:
+        return {}
+
+    async def release(self, *, gives_back: bool = False) -> None:
+        """Do nothing; nobody else has these records."""
+
 
 def is_in_memory(url: str) -> bool:
     """Return whether the records of a store at a URL are lost with the scheduler."""
     return url.startswith("memory:")
 
 
-def open_store(url: str, instance: InstanceName) -> InstanceStore:
+def open_store(url: str, instance: InstanceName) -> MemoryStore | ThreadedStore:
     """Return the store of one instance at a URL; open it with ``await open()``.
 
     Parameters
@@ -122,9 +139,8 @@ def open_store(url: str, instance: InstanceName) -> InstanceStore:
     return _fsspec_store(url, instance)
 
 
-def _sqlite_store(url: str, rest: str, instance: InstanceName) -> InstanceStore:
+def _sqlite_store(url: str, rest: str, instance: InstanceName) -> ThreadedStore:
     from daskserve.cluster.store.sqlite import SqliteStore
-    from daskserve.cluster.store.thread import BlockingCalls, ThreadedStore
 
     path = rest.removeprefix("/")
     if path == rest or not path or path == ":memory:":
@@ -135,11 +151,10 @@ def _sqlite_store(url: str, rest: str, instance: InstanceName) -> InstanceStore:
     return ThreadedStore(SqliteStore(url, instance, path), BlockingCalls(url, instance))
 
 
-def _fsspec_store(url: str, instance: InstanceName) -> InstanceStore:
+def _fsspec_store(url: str, instance: InstanceName) -> ThreadedStore:
     import fsspec
 
     from daskserve.cluster.store.fsspec import FsspecStore
-    from daskserve.cluster.store.thread import BlockingCalls, ThreadedStore
 
     scheme = urlsplit(url.partition("::")[0]).scheme or url.partition("::")[0]
     if scheme not in fsspec.available_protocols():

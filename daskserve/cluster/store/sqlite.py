@@ -35,10 +35,11 @@ from daskserve.cluster.store.errors import (
     StoreError,
     StoreUnavailableError,
     check_format,
-    stale,
     without_password,
 )
 from daskserve.cluster.store.problems import StoreProblems
+from daskserve.cluster.store.sqlite_claims import TABLES as CLAIM_TABLES
+from daskserve.cluster.store.sqlite_claims import SqliteClaims
 from daskserve.cluster.store.sqlite_files import FilesWatch, check_not_empty, create_whole, incomplete
 from daskserve.cluster.store.sqlite_log import (
     LOG_BYTES,
@@ -52,6 +53,7 @@ from daskserve.cluster.store.sqlite_log import (
     size_of,
     stamp,
 )
+from daskserve.cluster.stores import Claim
 from daskserve.errors import ServeError
 from daskserve.types import InstanceName
 
@@ -75,10 +77,6 @@ TABLES = (
 UPSERT = (
     "INSERT INTO daskserve_records (instance, key, value, crc) VALUES (?, ?, ?, ?) "
     "ON CONFLICT (instance, key) DO UPDATE SET value = excluded.value, crc = excluded.crc"
-)
-SET_EPOCH = (
-    "INSERT INTO daskserve_epochs (instance, epoch) VALUES (?, ?) "
-    "ON CONFLICT (instance) DO UPDATE SET epoch = excluded.epoch"
 )
 
 #: Prefixes of SQLite's error names that a retry may fix, with the remedy.
@@ -140,6 +138,7 @@ class SqliteStore:
         self.url = without_password(url)
         self.instance = instance
         self.problems = StoreProblems(self.url, instance)
+        self._claims = SqliteClaims(instance)
         self._path = Path(path).absolute()
         self._opened: _OpenDatabase | None = None
 
@@ -191,7 +190,7 @@ class SqliteStore:
 
     def _lack(self, *, had_log: bool) -> str:
         """Return what the file lacks, before anything is written to it."""
-        if self._format(self._db) is not None:
+        if _format(self._db) is not None:
             return missing(self._db, had_log=had_log)
         (mode,) = self._db.execute("PRAGMA journal_mode").fetchone()
         is_bare = self._db.execute("SELECT 1 FROM sqlite_master").fetchone() is None
@@ -217,25 +216,19 @@ class SqliteStore:
             return
 
     def _prepare(self, db: sqlite3.Connection) -> None:
-        found = self._format(db)
+        found = _format(db)
+        if found is not None:
+            check_format(self.url, found, FORMAT)
+        for statement in (*TABLES, *CLAIM_TABLES):
+            db.execute(statement)
         if found is None:
-            for statement in TABLES:
-                db.execute(statement)
             db.execute("INSERT INTO daskserve_meta VALUES ('format', ?)", (FORMAT,))
             db.execute(NEW_MARKS)
             return
-        check_format(self.url, found, FORMAT)
         for older in range(found, FORMAT):
             db.execute(UPGRADES[older])
             db.execute("UPDATE daskserve_meta SET value = ? WHERE name = 'format'", (older + 1,))
         db.execute(NEW_MARKS)
-
-    @staticmethod
-    def _format(db: sqlite3.Connection) -> int | None:
-        if db.execute("SELECT 1 FROM sqlite_master WHERE name = 'daskserve_meta'").fetchone() is None:
-            return None
-        row = db.execute("SELECT value FROM daskserve_meta WHERE name = 'format'").fetchone()
-        return None if row is None else int(row[0])
 
     # Records
 
@@ -312,7 +305,7 @@ class SqliteStore:
             return self._check_place(must_last)
         with self._change(is_synced=not may_wait) as db:
             self._check_place(must_last)
-            self._advance(db, epoch)
+            self._claims.advance(db, epoch)
             db.executemany(UPSERT, written)
             db.executemany("DELETE FROM daskserve_records WHERE instance = ? AND key = ?", removed)
         self._check_place(must_last)
@@ -320,13 +313,6 @@ class SqliteStore:
     def _check_place(self, must_last: bool) -> None:
         assert self._opened is not None
         self.problems.check_place(self._opened.files.lost(), must_last=must_last)
-
-    def _advance(self, db: sqlite3.Connection, epoch: int) -> None:
-        newest = self._epoch(db)
-        if epoch < newest:
-            raise stale(epoch, newest)
-        if epoch > newest:
-            db.execute(SET_EPOCH, (self.instance, epoch))
 
     def rewrite(self, epoch: int, records: Mapping[str, bytes]) -> None:
         rows = [(self.instance, key, value, _checksum(key, value)) for key, value in records.items()]
@@ -336,7 +322,7 @@ class SqliteStore:
                 self._path.parent.mkdir(FOLDER_MODE)  # open() says what is missing above it
             self.open()
             with self._change() as db:
-                self._advance(db, epoch)
+                self._claims.advance(db, epoch)
                 db.execute("DELETE FROM daskserve_records WHERE instance = ?", (self.instance,))
                 db.executemany(UPSERT, rows)
             self._check_place(True)
@@ -351,19 +337,30 @@ class SqliteStore:
 
     def newest_epoch(self) -> int:
         with self._translated_errors():
-            return self._epoch(self._db)
+            return self._claims.newest(self._db)
 
-    def claim_epoch(self) -> int:
+    def claim_epoch(self, after: int | None = None, owner: str = "") -> int:
         with self._change() as db:
             # A newer daskserve may have written here since this store was opened.
-            check_format(self.url, self._format(db) or FORMAT, FORMAT)
-            claimed = self._epoch(db) + 1
-            db.execute(SET_EPOCH, (self.instance, claimed))
-        return claimed
+            check_format(self.url, _format(db) or FORMAT, FORMAT)
+            return self._claims.claim(db, after, owner)
 
-    def _epoch(self, db: sqlite3.Connection) -> int:
-        row = db.execute("SELECT epoch FROM daskserve_epochs WHERE instance = ?", (self.instance,)).fetchone()
-        return 0 if row is None else int(row[0])
+    def look(self, *, answers: bool = False) -> Claim:
+        with self._translated_errors():
+            is_awaited = answers and self._claims.has_knocks(self._db)
+        if is_awaited:
+            with self._change() as db:
+                self._claims.answer(db)
+        with self._translated_errors():
+            return self._claims.look(self._db)
+
+    def knock(self, by: str) -> bool:
+        with self._change() as db:
+            return self._claims.knock(db, by)
+
+    def forget_knock(self, by: str) -> None:
+        with self._change() as db:
+            self._claims.forget(db, by)
 
     # SQLite
 
@@ -421,3 +418,10 @@ def _checksum(key: str, value: bytes) -> int:
 
 def _name_of(error: sqlite3.Error) -> str:
     return getattr(error, "sqlite_errorname", None) or ""
+
+
+def _format(db: sqlite3.Connection) -> int | None:
+    if db.execute("SELECT 1 FROM sqlite_master WHERE name = 'daskserve_meta'").fetchone() is None:
+        return None
+    row = db.execute("SELECT value FROM daskserve_meta WHERE name = 'format'").fetchone()
+    return None if row is None else int(row[0])

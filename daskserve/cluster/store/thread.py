@@ -14,11 +14,12 @@ import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future
+from functools import partial
 from typing import Any, ParamSpec, Protocol, TypeVar
 
-from daskserve.cluster.base import StoreChange
 from daskserve.cluster.store.errors import without_password
 from daskserve.cluster.store.problems import StoreProblems
+from daskserve.cluster.stores import Claim, StoreChange
 from daskserve.errors import ClosedError
 from daskserve.types import InstanceName
 
@@ -159,12 +160,21 @@ class BlockingStore(Protocol):
     def newest_epoch(self) -> int:
         """Return the newest epoch; 0 if there is none."""
 
-    def claim_epoch(self) -> int:
-        """Return a new epoch, higher than any before."""
+    def claim_epoch(self, after: int | None = None, owner: str = "") -> int:
+        """Return a new epoch, higher than any before; see `SharedStore.claim_epoch`."""
+
+    def look(self, *, answers: bool = False) -> Claim:
+        """Return the newest claim; see `SharedStore.look`."""
+
+    def knock(self, by: str) -> bool:
+        """Ask the owner whether it is alive; see `SharedStore.knock`."""
+
+    def forget_knock(self, by: str) -> None:
+        """Remove a knock and its answer."""
 
 
 class ThreadedStore:
-    """An `InstanceStore` that runs a `BlockingStore` in a thread.
+    """A `SharedStore` that runs a `BlockingStore` in a thread.
 
     A store that is not open raises `ClosedError`.
     """
@@ -179,7 +189,7 @@ class ThreadedStore:
         return f"<{kind} {self.blocking.url} {self.blocking.instance} {state} problems={problems}>"
 
     async def open(self) -> None:
-        """See `InstanceStore.open`."""
+        """See `SharedStore.open`."""
         if self.calls.is_open:
             return
         self.calls.start()
@@ -190,7 +200,7 @@ class ThreadedStore:
             raise
 
     async def close(self) -> None:
-        """See `InstanceStore.close`."""
+        """See `SharedStore.close`."""
         await self.calls.stop(self.blocking.close)
 
     async def load(self) -> Mapping[str, bytes]:
@@ -211,13 +221,25 @@ class ThreadedStore:
         await self.calls.run(self.blocking.rewrite, epoch, {**kept, **written})
 
     async def newest_epoch(self) -> int:
-        """See `InstanceStore.newest_epoch`."""
+        """See `SharedStore.newest_epoch`."""
         return await self.calls.run(self.blocking.newest_epoch)
 
-    async def claim_epoch(self) -> int:
-        """See `InstanceStore.claim_epoch`."""
-        return await self.calls.run(self.blocking.claim_epoch)
+    async def claim_epoch(self, after: int | None = None, owner: str = "") -> int:
+        """See `SharedStore.claim_epoch`."""
+        return await self.calls.run(self.blocking.claim_epoch, after, owner)
+
+    async def look(self, *, answers: bool = False) -> Claim:
+        """See `SharedStore.look`."""
+        return await self.calls.run(partial(self.blocking.look, answers=answers))
+
+    async def knock(self, by: str) -> bool:
+        """See `SharedStore.knock`."""
+        return await self.calls.run(self.blocking.knock, by)
+
+    async def forget_knock(self, by: str) -> None:
+        """See `SharedStore.forget_knock`."""
+        await self.calls.run(self.blocking.forget_knock, by)
 
     def problems(self) -> Mapping[str, str]:
-        """See `InstanceStore.problems`."""
+        """See `SharedStore.problems`."""
         return self.blocking.problems.all()

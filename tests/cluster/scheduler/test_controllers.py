@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ from daskserve.clock import LoopClock
 from daskserve.cluster.actor_book import ActorBook
 from daskserve.cluster.base import ActorSpec, Hosted, verb, verbs_of
 from daskserve.cluster.scheduler.controllers import ControllerKeeper, Instance, best_worker
-from daskserve.cluster.store.opening import MemoryStore
+from daskserve.cluster.scheduler.holding import HeldStore
+from daskserve.cluster.store.opening import MemoryStore, open_store
+from daskserve.cluster.stores import Hold
 from daskserve.errors import ActorLostError
 from daskserve.loops.tasks import TaskSet
 from daskserve.testing import run_virtual, wait_until
@@ -38,7 +41,7 @@ class Controller:
         return ()
 
     @verb
-    async def ping(self) -> None:
+    async def ping(self, store: Mapping[str, Any]) -> None:
         if self.hangs:
             await asyncio.Event().wait()
 
@@ -152,19 +155,30 @@ def test_a_lost_worker_does_not_prevent_the_replacement_of_its_controller() -> N
     run_virtual(scenario)
 
 
-def test_a_lost_controller_is_not_replaced_once_another_cluster_has_taken_over() -> None:
-    """It would take the store back from the instance that replaces this one."""
+def test_a_lost_controller_is_replaced_once_another_cluster_has_taken_over(tmp_path: Path) -> None:
+    """But that does not take the store back from the other instance."""
 
     async def scenario() -> None:
         site = Site()
+        url = f"sqlite:///{tmp_path}/store.db"
+        ours, others = (HeldStore(open_store(url, "shop"), name, LoopClock()) for name in ("a.1", "b.1"))
+        for store in (ours, others):
+            await store.open()
+            await store.begin()
+            epoch = await store.claim_epoch()
+            await store.take_over(epoch, is_complete=True, own=())
+        site.entry.store = ours
         await site.keeper.start(site.entry)
-        taken = await site.entry.store.claim_epoch()  # by the other scheduler
         await site.keeper.replace(site.entry, {"w2"})
         await site.tasks.wait()
-        assert site.entry.controller is None
-        assert await site.entry.store.newest_epoch() == taken
+        assert site.entry.controller == ActorAddress("shop/controller", "w1", 3)
+        assert ours.hold is Hold.TAKEN
+        await others.look()
+        assert others.hold is Hold.HELD
+        for store in (ours, others):
+            await store.close()
 
-    run_virtual(scenario)
+    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 
 from daskserve.cluster.base import StoreChange
 from daskserve.cluster.scheduler.controllers import Instance
-from daskserve.cluster.scheduler.returns import KNOWN_S, UNKNOWN_S, Returns, restore
+from daskserve.cluster.scheduler.returns import KNOWN_S, UNKNOWN_S, KnownInstance, Returns, restore
 from daskserve.cluster.store.opening import open_store
 from daskserve.errors import InstanceError
 from daskserve.loops.tasks import TaskSet
@@ -43,10 +43,11 @@ class NextScheduler:
             TaskSet(logging.getLogger()).spawn,
         )
 
-    async def _start(self, **message: Any) -> None:
+    async def _start(self, back: KnownInstance, **message: Any) -> None:
         if self.fails:
             raise InstanceError("no")
-        self.started.append((asyncio.get_running_loop().time(), message))
+        known = {"epoch": back.epoch, "records": back.records}
+        self.started.append((asyncio.get_running_loop().time(), {**message, **known}))
         self.instances["a"] = SimpleNamespace(name="a", owner=self.owner, grace_s=5.0, controller="there")
 
 

@@ -1,0 +1,382 @@
+"""The records of an instance in a place that other clusters may use, too: who owns them, and since when.
+
+Problem: a second cluster that starts on the store must not harm the instance that runs, unless it serves in
+its place: its ports may be in use, its replicas may not start, it may be killed at any moment. Choice: it
+starts on a *trial*. It reads the records and keeps what it changes in memory. Once it serves, it claims the
+next epoch, which from then on keeps the other instance from writing; takes in what that one has changed in
+between; and writes the rest in one transaction. Whatever ends it before that leaves the store as it was.
+
+An instance that was overtaken goes on from the records in memory: it replaces what dies, and refuses changes.
+It comes back to the store if that is given back to it, because the start of the other one failed after all.
+
+What a trial needs before it may claim depends on whether the owner is alive. It asks (`SharedStore.knock`),
+and owners answer within `LOOK_S`. A live owner keeps the store until everything runs; a dead one has nothing
+to lose, and a broken backend must not prevent the others' return. Two that start at once claim the same
+epoch, and one of them gets it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from daskserve.clock import Clock, LoopClock
+from daskserve.cluster.scheduler.parcels import is_row
+from daskserve.cluster.store.errors import stale
+from daskserve.cluster.store.opening import MemoryStore
+from daskserve.cluster.stores import Claim, Hold, InstanceStore, SharedStore, StoreChange, Turn, turned
+from daskserve.errors import ServeError, StaleEpochError, StoreTakenError, UnavailableError
+
+logger = logging.getLogger("daskserve.store")
+
+#: Interval at which an instance looks whether the store is still its own, and answers others that ask.
+LOOK_S = 2.0
+#: How long an owner that does not answer counts as alive.
+PATIENCE_S = 7.0
+REFUSAL = (
+    "Another cluster has taken over the store of this instance. It serves on and replaces what dies, but "
+    "accepts no changes: make them at the instance on the other cluster, and shut this one down."
+)
+
+
+def is_same_instance(owner: str | None, other: str | None) -> bool:
+    """Return whether two owners are one instance, perhaps under two schedulers."""
+    return (owner or "").partition(".")[0] == (other or "").partition(".")[0]
+
+
+def _refused(hold: Hold) -> ServeError:
+    if hold in (Hold.TAKEN, Hold.REFUSED):
+        return StoreTakenError(REFUSAL)
+    return UnavailableError(
+        "The instance is still starting or has ended: the store is not its own; try again."
+    )
+
+
+class Mirror:
+    """The records as an instance knows them.
+
+    The rows of parcels, which are large, are among them only while the instance does not hold the store.
+    """
+
+    def __init__(self) -> None:
+        self.records: dict[str, bytes] = {}
+
+    def know(self, stored: Mapping[str, bytes | None], *, rows: bool = False) -> None:
+        """Replace all records."""
+        self.records = {}
+        self.apply(stored, rows=rows)
+
+    def apply(self, change: Mapping[str, bytes | None], *, rows: bool = True) -> None:
+        """Write and remove some records."""
+        for key, value in change.items():
+            if value is None:
+                self.records.pop(key, None)
+            elif rows or not is_row(key):
+                self.records[key] = bytes(value)
+
+    def keep_rows(self, stored: Mapping[str, bytes]) -> None:
+        """Add the contents of parcels, which a new owner of the store removes with the code."""
+        self.apply({key: each for key, each in stored.items() if is_row(key)})
+
+    def difference(self, stored: Mapping[str, bytes]) -> dict[str, bytes | None]:
+        """Return the change that makes these records of a store."""
+        change: dict[str, bytes | None] = {key: None for key in stored if key not in self.records}
+        return change | {key: each for key, each in self.records.items() if stored.get(key) != each}
+
+
+def holding(store: MemoryStore | SharedStore, start_id: str) -> InstanceStore:
+    """Return the store of an instance that a start with this id begins, given the place of its records."""
+    if isinstance(store, MemoryStore):
+        return store  # nobody else has it
+    return HeldStore(store, f"{start_id or uuid.uuid4().hex}.{uuid.uuid4().hex[:8]}", LoopClock())
+
+
+class HeldStore:
+    """An `InstanceStore` in a `SharedStore`.
+
+    Parameters
+    ----------
+    owner
+        The name of this instance under this scheduler: that of the instance, a dot and a random part. It can
+        be a part of a file name.
+    """
+
+    def __init__(self, shared: SharedStore, owner: str, clock: Clock) -> None:
+        self.shared = shared
+        self._owner = owner
+        self._clock = clock
+        self._hold: Hold | None = None  # before `begin`
+        self._lock = asyncio.Lock()
+        #: The epoch that commits are written with; those of controllers go on without the store.
+        self._claimed = 0
+        self._epoch = 0
+        self._mirror = Mirror()
+        #: During a trial: the claim that it began with, and the records of that time.
+        self._before = Claim(0, "")
+        self._base: Mapping[str, bytes] = {}
+        #: When the owner is last known to have lived.
+        self._lived_at = 0.0
+        self._lacks_rows = False
+
+    @property
+    def hold(self) -> Hold:
+        return Hold.HELD if self._hold is None else self._hold
+
+    def problems(self) -> Mapping[str, str]:
+        found = dict(self.shared.problems())
+        if self._hold is Hold.TAKEN:
+            found["store"] = REFUSAL
+        return found
+
+    def learn(self, condition: Mapping[str, Any]) -> None:
+        """Do nothing; this is who tells others."""
+
+    # Lifecycle
+
+    async def open(self) -> None:
+        await self.shared.open()
+
+    async def close(self) -> None:
+        await self.shared.close()
+
+    async def begin(
+        self, *, returns: bool = False, epoch: int = 0, records: Mapping[str, bytes] | None = None
+    ) -> None:
+        """Find out where the instance stands; until then, the store is used as it is.
+
+        Parameters
+        ----------
+        returns
+            Whether the instance has outlived another scheduler.
+        epoch, records
+            The newest epoch and the records that it had there, as far as they are known.
+        """
+        found = await self.shared.look()
+        stored = await self.shared.load()
+        self._epoch = max(found.epoch, epoch)
+        self._lived_at = self._clock.now()
+        if not returns:
+            self._hold, self._before = Hold.TRIAL, found
+            self._base = stored
+            self._mirror.know(stored, rows=True)
+        elif not found.owner or is_same_instance(found.owner, self._owner):
+            self._hold, self._claimed = Hold.HELD, found.epoch
+            self._mirror.know(stored)
+        else:
+            self._hold = Hold.TAKEN
+            self._mirror.know(stored if records is None else records, rows=True)
+            self._mirror.keep_rows(stored)
+            logger.error("Store %r: %s", self.shared, REFUSAL)
+
+    async def release(self, *, gives_back: bool = False) -> None:
+        """See `InstanceStore.release`."""
+        async with self._lock:
+            if self.hold.is_ours and self._hold is not None:
+                owner = (self._before.owner or "") if gives_back else ""
+                await self.shared.claim_epoch(self._claimed, owner)
+                self._turn(Turn.RELEASE)
+            elif self._hold in (Hold.TRIAL, Hold.REFUSED):
+                await self.shared.forget_knock(self._owner)
+
+    async def watch(self) -> None:
+        """Look at the store again and again; return if the trial has failed."""
+        while self._hold is not Hold.REFUSED:
+            await self._clock.sleep(LOOK_S)
+            try:
+                await self.look()
+            except (OSError, ServeError) as error:
+                logger.info("Store %r could not be looked at: %s", self.shared, error)
+
+    async def look(self) -> None:
+        """Look once: answer others, or ask the owner, or find out that the store changes hands."""
+        async with self._lock:
+            if self.hold is Hold.TRIAL:
+                if self._before.owner and await self.shared.knock(self._owner):
+                    self._lived_at = self._clock.now()
+                    await self.shared.forget_knock(self._owner)  # asked anew the next time
+            elif self.hold is Hold.TAKEN:
+                if self._lacks_rows:
+                    await self._fetch_rows()
+                await self._come_back()
+            elif self.hold.is_ours:
+                found = await self.shared.look(answers=True)
+                if found.epoch != self._claimed:
+                    await self._overtaken()
+                elif self.hold is Hold.CLAIMED and not self._base:
+                    await self._write()  # what was given back
+
+    # Records
+
+    async def load(self) -> Mapping[str, bytes]:
+        """See `Store.load`."""
+        if self._hold is None:
+            return await self.shared.load()
+        async with self._lock:
+            if self._hold is Hold.HELD:
+                stored = await self.shared.load()
+                if (await self.shared.look()).epoch == self._claimed:
+                    self._mirror.know(stored)
+                    return stored
+                await self._overtaken()  # those may be the records of another instance
+            return dict(self._mirror.records)
+
+    async def commit(self, epoch: int, change: StoreChange) -> None:
+        """See `Store.commit`."""
+        if self._hold is None:
+            return await self.shared.commit(epoch, change)
+        async with self._lock:
+            self._check_epoch(epoch)
+            if self._hold is Hold.HELD and await self._is_written(
+                lambda: self.shared.commit(self._claimed, change)
+            ):
+                self._mirror.apply(change.records, rows=False)
+                return None
+            if change.must_last:
+                raise _refused(self.hold)
+            self._mirror.apply(change.records)
+
+    async def rewrite(self, epoch: int, change: StoreChange, unreadable: Sequence[str] = ()) -> None:
+        """See `Store.rewrite`."""
+        if self._hold is None:
+            return await self.shared.rewrite(epoch, change, unreadable)
+        async with self._lock:
+            self._check_epoch(epoch)
+            if self._hold is not Hold.HELD or not await self._is_written(
+                lambda: self.shared.rewrite(self._claimed, change, unreadable)
+            ):
+                raise _refused(self.hold)
+            # What was written anew may be another place, which does not know the owner.
+            self._claimed = await self.shared.claim_epoch(self._claimed, self._owner)
+            self._mirror.know(change.records)
+
+    async def _is_written(self, write: Callable[[], Awaitable[None]]) -> bool:
+        """Write once more if the store was given back meanwhile; return False if it is another's."""
+        for _ in range(2):
+            try:
+                await write()
+            except StaleEpochError:
+                await self._overtaken()
+                if self._hold is not Hold.HELD:
+                    return False
+            else:
+                return True
+        return False
+
+    def _check_epoch(self, epoch: int) -> None:
+        if epoch < self._epoch:
+            raise stale(epoch, self._epoch)
+        self._epoch = epoch
+
+    # Epochs
+
+    async def newest_epoch(self) -> int:
+        """See `InstanceStore.newest_epoch`."""
+        return await self.shared.newest_epoch() if self._hold is None else self._epoch
+
+    async def claim_epoch(self) -> int:
+        """See `InstanceStore.claim_epoch`."""
+        async with self._lock:
+            if self.hold.is_ours and self._hold is not None:
+                try:
+                    await self._claim(self._claimed)
+                except StaleEpochError:
+                    await self._overtaken()
+            self._epoch = max(self._epoch + 1, self._claimed)
+            return self._epoch
+
+    async def take_over(
+        self, epoch: int, *, is_complete: bool, own: Sequence[str]
+    ) -> Mapping[str, bytes | None] | None:
+        """See `Store.take_over`."""
+        async with self._lock:
+            self._check_epoch(epoch)
+            if self._hold is Hold.TRIAL and not await self._is_claimed(is_complete):
+                return None
+            if self._hold in (Hold.TAKEN, Hold.REFUSED):
+                raise StoreTakenError(
+                    "Another cluster has taken over the store since this instance began to start."
+                )
+            if self._hold is not Hold.CLAIMED:
+                return {}
+            # Whoever had the store before cannot change it any more.
+            latest = await self.shared.load()
+            keys = {*latest, *self._base}
+            changed = {key: latest.get(key) for key in keys if latest.get(key) != self._base.get(key)}
+            changed = {key: each for key, each in changed.items() if not key.startswith(tuple(own))}
+            self._mirror.apply(changed)
+            if not await self._write(latest):
+                raise _refused(self.hold)
+            self._base = {}
+            return changed
+
+    async def _is_claimed(self, is_complete: bool) -> bool:
+        """Claim the store at the end of a trial; return False if it is too early."""
+        found = await self.shared.look()
+        is_another = found.owner != "" and not is_same_instance(found.owner, self._before.owner)
+        if found.epoch != self._before.epoch and is_another:
+            self._turn(Turn.OVERTAKEN)
+            return True
+        may_live = bool(found.owner) and self._clock.now() < self._lived_at + PATIENCE_S
+        if may_live and not is_complete:
+            return False
+        try:
+            await self._claim(found.epoch)
+        except StaleEpochError:
+            return False  # by a new controller of the owner, or by another cluster; look again
+        self._turn(Turn.CLAIM)
+        return True
+
+    async def _claim(self, after: int) -> None:
+        self._claimed = await self.shared.claim_epoch(after, self._owner)
+        while self._claimed < self._epoch:  # that of a controller, which must never see the same one again
+            self._claimed = await self.shared.claim_epoch(self._claimed, self._owner)
+
+    async def _write(self, latest: Mapping[str, bytes] | None = None) -> bool:
+        """Make the store's records those in memory; return False if they are another's by now."""
+        known = await self.shared.load() if latest is None else latest
+        try:
+            await self.shared.commit(self._claimed, StoreChange(self._mirror.difference(known)))
+        except StaleEpochError:
+            self._turn(Turn.OVERTAKEN)
+            return False
+        self._turn(Turn.WRITE)
+        self._mirror.know(self._mirror.records)
+        return True
+
+    async def _overtaken(self) -> None:
+        """Note that somebody else has claimed the store."""
+        self._turn(Turn.OVERTAKEN)
+        self._lacks_rows = True
+        try:
+            await self._fetch_rows()
+            await self._come_back()
+        except (OSError, ServeError) as error:
+            logger.warning("Store %r could not be read: %s", self.shared, error)
+
+    async def _fetch_rows(self) -> None:
+        self._mirror.keep_rows(await self.shared.load())
+        self._lacks_rows = False
+
+    async def _come_back(self) -> None:
+        """Own the store again if it was given back."""
+        found = await self.shared.look()
+        if found.owner != self._owner:
+            return
+        try:
+            await self._claim(found.epoch)
+        except StaleEpochError:
+            return
+        self._turn(Turn.GIVEN_BACK)
+        await self._write()
+
+    def _turn(self, turn: Turn) -> None:
+        before, self._hold = self._hold, turned(self.hold, turn)
+        if self._hold is before:
+            return
+        if self._hold in (Hold.TAKEN, Hold.REFUSED):
+            logger.error("Store %r: %s", self.shared, REFUSAL)
+        else:
+            logger.info("Store %r: %s, it was %s", self.shared, self._hold, before)

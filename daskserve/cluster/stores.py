@@ -1,0 +1,225 @@
+"""The records of an instance: what its controller sees of them, and the place that keeps them.
+
+Several clusters may use one place, and at most one of them owns an instance's records. `Hold` says where an
+instance stands, `TURNS` how that changes; `daskserve.cluster.scheduler.holding` carries it out.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+
+class Hold(enum.StrEnum):
+    """Whether an instance owns its records in the store."""
+
+    #: It starts, and nothing is written: another instance may own the records, and keeps them until this one
+    #: serves.
+    TRIAL = "trial"
+    #: They are its own, and what it has done during the trial is not written yet.
+    CLAIMED = "claimed"
+    HELD = "held"
+    #: Another cluster has taken them over. It goes on from those that it has in memory.
+    TAKEN = "taken"
+    #: Another cluster has taken them over during the trial, so the start fails.
+    REFUSED = "refused"
+    #: It ends, and they belong to nobody, or to the instance that had them before.
+    RELEASED = "released"
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether changes of others are refused by the store."""
+        return self in (Hold.CLAIMED, Hold.HELD)
+
+
+class Turn(enum.Enum):
+    """What changes a hold."""
+
+    CLAIM = enum.auto()
+    WRITE = enum.auto()
+    OVERTAKEN = enum.auto()
+    GIVEN_BACK = enum.auto()
+    RELEASE = enum.auto()
+
+
+#: All changes; any other turn leaves a hold as it is.
+TURNS: Mapping[tuple[Hold, Turn], Hold] = {
+    (Hold.TRIAL, Turn.CLAIM): Hold.CLAIMED,
+    (Hold.TRIAL, Turn.OVERTAKEN): Hold.REFUSED,
+    (Hold.CLAIMED, Turn.WRITE): Hold.HELD,
+    (Hold.CLAIMED, Turn.OVERTAKEN): Hold.TAKEN,
+    (Hold.CLAIMED, Turn.RELEASE): Hold.RELEASED,
+    (Hold.HELD, Turn.OVERTAKEN): Hold.TAKEN,
+    (Hold.HELD, Turn.RELEASE): Hold.RELEASED,
+    (Hold.TAKEN, Turn.GIVEN_BACK): Hold.CLAIMED,
+}
+
+
+def turned(hold: Hold, turn: Turn) -> Hold:
+    """Return the hold after a turn."""
+    return TURNS.get((hold, turn), hold)
+
+
+class Claim(NamedTuple):
+    """The newest claim on an instance's records.
+
+    Attributes
+    ----------
+    epoch : int
+        Its number; 0 if there is none.
+    owner : str or None
+        Who has made it; empty if it was released, None if a version made it that did not tell.
+    """
+
+    epoch: int
+    owner: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class StoreChange:
+    """One transaction: records to write (bytes) and to remove (None).
+
+    ``parcels`` are the digests of the parcels behind codes that are written, by the code's name. A change
+    that ``must_last`` fails if the store is lost; what the controller does by itself is kept in memory, for
+    `Store.rewrite`. One that ``may_wait`` survives a power loss once a later one that may not is written.
+    """
+
+    records: Mapping[str, bytes | None] = field(default_factory=dict)
+    parcels: Mapping[str, str] = field(default_factory=dict)
+    must_last: bool = True
+    may_wait: bool = False
+
+
+class Store(Protocol):
+    """The durable records of one instance."""
+
+    async def load(self) -> Mapping[str, bytes]:
+        """Return all records."""
+
+    async def commit(self, epoch: int, change: StoreChange) -> None:
+        """Write one transaction atomically; raise if ``epoch`` is not the newest.
+
+        Raises
+        ------
+        StoreLostError
+            The change must last, and what it would be written to is not what the next start would open.
+        """
+
+    async def rewrite(self, epoch: int, change: StoreChange, unreadable: Sequence[str] = ()) -> None:
+        """Replace all records at the place that the store's URL names now, except ``unreadable`` ones."""
+
+    def problems(self) -> Mapping[str, str]:
+        """Return the records that could not be read, each with the reason and where it is kept.
+
+        The problem ``store`` says that the store is lost, or that another cluster has taken it over.
+        """
+
+    @property
+    def hold(self) -> Hold:
+        """Whether the instance owns its records, as far as this process knows."""
+
+    def learn(self, condition: Mapping[str, Any]) -> None:
+        """Take note of the store's ``problems`` and ``hold``, which the owner of the store has told."""
+
+    async def take_over(
+        self, epoch: int, *, is_complete: bool, own: Sequence[str]
+    ) -> Mapping[str, bytes | None] | None:
+        """Make the records the instance's own, now that it serves, and write what the trial has changed.
+
+        Returns what the owner before has changed meanwhile, by key; None if it is too early. Idempotent.
+
+        Parameters
+        ----------
+        is_complete
+            Whether everything runs that should. If not, an owner that is alive keeps the records.
+        own
+            Prefixes of the keys whose records describe what runs on this cluster, and not on another.
+
+        Raises
+        ------
+        StoreTakenError
+            Another cluster has taken them over since this instance began to start.
+        """
+
+
+class InstanceStore(Store, Protocol):
+    """The store of an instance in the process that owns it and starts the instance's controllers."""
+
+    async def open(self) -> None:
+        """Open the store; must be called first. Idempotent.
+
+        Raises a `ServeError` that names the location and the remedy; it is retryable if the cause may pass.
+        """
+
+    async def close(self) -> None:
+        """Finish pending operations and close all files and threads. Idempotent."""
+
+    async def newest_epoch(self) -> int:
+        """Return the newest epoch of the instance; 0 if there is none."""
+
+    async def claim_epoch(self) -> int:
+        """Return the epoch of the next controller, higher than any before, whose commits fail from now on."""
+
+    async def release(self, *, gives_back: bool = False) -> None:
+        """Let others have the records without waiting for this instance, which ends.
+
+        Parameters
+        ----------
+        gives_back
+            Whether the instance goes on that had them before this one, whose start has failed.
+        """
+
+
+class SharedStore(Protocol):
+    """A place that keeps the records of an instance, which several clusters may use at once.
+
+    `load`, `commit`, `rewrite`, `problems`, `open` and `close` are those of `InstanceStore`.
+    """
+
+    async def open(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    async def load(self) -> Mapping[str, bytes]: ...
+
+    async def commit(self, epoch: int, change: StoreChange) -> None: ...
+
+    async def rewrite(self, epoch: int, change: StoreChange, unreadable: Sequence[str] = ()) -> None: ...
+
+    def problems(self) -> Mapping[str, str]: ...
+
+    async def newest_epoch(self) -> int:
+        """Return the newest epoch that was claimed or committed; 0 if there is none."""
+
+    async def claim_epoch(self, after: int | None = None, owner: str = "") -> int:
+        """Claim the next epoch, durably, and return it; commits with older ones fail from now on.
+
+        Parameters
+        ----------
+        after
+            Claim only the epoch after this one; None claims whatever is next.
+        owner
+            Who claims it, as a part of a file name; empty if it is to belong to nobody.
+
+        Raises
+        ------
+        StaleEpochError
+            ``after`` is not the newest epoch. Of two that claim after the same one, one gets it.
+        """
+
+    async def look(self, *, answers: bool = False) -> Claim:
+        """Return the newest claim.
+
+        Parameters
+        ----------
+        answers
+            Whether to answer all knocks: this is the owner, and it is alive.
+        """
+
+    async def knock(self, by: str) -> bool:
+        """Ask the owner whether it is alive, unless that was asked; return whether it has answered."""
+
+    async def forget_knock(self, by: str) -> None:
+        """Remove a knock and its answer."""
