@@ -69,13 +69,21 @@ def default_max_connections(descriptors: int | None) -> int:
     return _MOST if descriptors is None else max(1, min(_MOST, int(descriptors * _SHARE)))
 
 
-def has_backlog(listening: Iterable[socket.socket]) -> bool:
-    """Return whether a client waits to be accepted. It takes no file descriptor, unlike epoll."""
+def is_readable(sockets: Iterable[socket.socket]) -> bool:
+    """Return whether a client waits to be accepted, or has sent something.
+
+    It takes no file descriptor, unlike epoll.
+    """
     selector: type[selectors.BaseSelector] = getattr(selectors, "PollSelector", selectors.SelectSelector)
     with selector() as waiting:
-        for sock in listening:
+        for sock in sockets:
             waiting.register(sock, selectors.EVENT_READ)
         return bool(waiting.select(0))
+
+
+def _is_unused(connection: Connection) -> bool:
+    """Return whether a client sends nothing, and waits for nothing."""
+    return connection.is_idle() and not is_readable([connection.stream.socket])
 
 
 #: Sets up a connection; see `daskserve.proxies.server.life.ServerListener`.
@@ -185,7 +193,7 @@ class Acceptor:
             except OSError as error:
                 if error.errno not in _NO_DESCRIPTORS:
                     self._pause_for(FAILED_S, FAILED, str(error))
-                elif has_backlog([listening]):  # the error comes even if no client waits
+                elif is_readable([listening]):  # the error comes even if no client waits
                     self._make_room(str(error))
                 return
             self._cause = ""
@@ -233,7 +241,7 @@ class Acceptor:
             if not setup.cancelling():
                 return setup.cancel
         watch = self._carrier.watch
-        idle = watch.longest(IDLE_S, Connection.is_incomplete) or watch.longest(IDLE_S, Connection.is_idle)
+        idle = watch.longest(IDLE_S, Connection.is_incomplete) or watch.longest(IDLE_S, _is_unused)
         if idle is None:
             return None
 

@@ -26,7 +26,7 @@ from daskserve.proxies.server.accepting import (
     Acceptor,
     default_max_connections,
     descriptor_limit,
-    has_backlog,
+    is_readable,
 )
 from daskserve.proxies.server.hangup import HangupWatch
 from daskserve.proxies.server.listen import bind_sockets
@@ -208,7 +208,7 @@ class HTTPServer(abc.ABC):
         self._carrier.is_draining = True
         deadline = self._clock.now() + grace_s
         if self._listener is not None:
-            while self._clock.now() < deadline and has_backlog(self._sockets):
+            while self._clock.now() < deadline and is_readable(self._sockets):
                 await self._clock.sleep(_PAUSED_S if self._acceptor.is_paused else 0)
         await self._close_sockets(accepts=True)
         for session in list(self._carrier.sockets):
