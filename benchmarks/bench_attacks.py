@@ -7,8 +7,9 @@ connections that they keep. Measured: the median and the longest answer of both,
 attackers were told, which limits they met, the CPU time that they cost, and whether a replica was replaced.
 
 Run: ``python benchmarks/bench_attacks.py [--kinds NAME,...] [--server tornado,uvicorn] [--seconds N]
-[--descriptors N]``. With ``--descriptors``, the workers may have only so many. It prints a line per case, and
-exits with 1 if a replica was replaced or a client of the others failed.
+[--descriptors N]``. With ``--descriptors``, the workers may have only so many, and each GET has a connection
+of its own. It prints a line per case, and exits with 1 if a replica was replaced or a client of the others
+failed.
 """
 
 from __future__ import annotations
@@ -103,7 +104,8 @@ class Bystander:
         return f"{statistics.median(times_ms):.1f} ms, longest {times_ms[-1]:.0f} ms{failed}"
 
 
-def get(url: str) -> Callable[[], None]:
+def get(url: str, *, keeps_connection: bool) -> Callable[[], None]:
+    """Return a function that sends a GET and waits for its answer."""
     parts = urlsplit(url)
     connection = HTTPConnection(parts.hostname or "", parts.port, timeout=PATIENCE_S)
 
@@ -114,6 +116,8 @@ def get(url: str) -> Callable[[], None]:
         except BaseException:
             connection.close()
             raise
+        if not keeps_connection:
+            connection.close()
         assert answer == b"fine", answer
 
     return ask
@@ -175,8 +179,9 @@ def try_kind(server: str, kind: str, given: argparse.Namespace) -> bool:
             (url,) = client.http_urls()
             processes = worker_processes(dask)
             command = [*ATTACKER, url, kind, str(given.clients), str(given.bytes), str(given.seconds)]
+            ask_http = get(url, keeps_connection=not given.descriptors)
             cpu_s = -busy_s(processes)
-            with socket_of(url) as ask, Bystander(get(url)) as http_client, Bystander(ask) as socket_client:
+            with socket_of(url) as ask, Bystander(ask_http) as http_client, Bystander(ask) as socket_client:
                 attack = subprocess.run(command, capture_output=True, text=True, check=True)
                 time.sleep(1)
                 limits = {

@@ -76,7 +76,10 @@ SECTIONS: Mapping[str, Sequence[MetricSpec]] = {
         ),
         MetricSpec("http_connections", _G, _I, "Open connections, WebSockets included."),
         MetricSpec(
-            "http_evicted_connections", _C, _I, "Idle connections closed because max_connections were open."
+            "http_evicted_connections",
+            _C,
+            _I,
+            "Idle connections closed at max_connections, or without file descriptors.",
         ),
         MetricSpec("http_accept_pauses", _C, (*_I, "cause"), "Pauses in accepting connections."),
         MetricSpec(

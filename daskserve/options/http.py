@@ -145,7 +145,8 @@ class HTTPOptions(Options):
         None,
         gt=0,
         description="Maximum number of open connections of a proxy, WebSockets included. At the limit, a new "
-        "one takes the place of one that has been idle for a second, or waits to be accepted. None: three "
+        "one takes the place of one that has been idle for a second (first one whose request is incomplete), "
+        "or waits to be accepted. None: three "
         "quarters of the file descriptors that the proxy's process may have (``ulimit -n``), at most 10,000; "
         "the rest is left to Dask and user code.",
     )

@@ -163,7 +163,7 @@ def _ignore(connection: Connection) -> None: ...
 class Connection:
     """One open connection: its stream, its addresses and its current request."""
 
-    __slots__ = ("client", "exchange", "host", "path", "scope", "stream")
+    __slots__ = ("awaits_head", "client", "exchange", "host", "path", "scope", "stream")
 
     def __init__(self, stream: Stream, *, is_encrypted: bool = False) -> None:
         self.stream = stream
@@ -179,6 +179,8 @@ class Connection:
             **dict.fromkeys(("http_version", "method", "path", "raw_path", "query_string", "headers")),
         }
         self.exchange: Ongoing | None = None
+        #: Whether the client has sent a part of a request's head, or has yet to send its first one.
+        self.awaits_head = True
         #: The path of the last request.
         self.path = ""
         #: A host that was checked: most clients never change it.
@@ -193,6 +195,16 @@ class Connection:
     def is_idle(self) -> bool:
         """Return whether the connection has neither a complete head of a request nor a response to send."""
         return (self.exchange is None or self.exchange.is_over) and not self.stream.writing()
+
+    def is_incomplete(self) -> bool:
+        """Return whether the client takes its time over the head of a request."""
+        return self.awaits_head and self.is_idle()
+
+    def await_head(self, watch: IdleWatch[Connection]) -> None:
+        """Note that a part of a head was received: its time begins with its first byte."""
+        if not self.awaits_head:
+            self.awaits_head = True
+            watch.watch(self)
 
     def stays_open(self, carrier: Carrier) -> bool:
         """Return whether the connection stays open for a response when the client ends its side."""

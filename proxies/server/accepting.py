@@ -1,10 +1,13 @@
 """Accepts the connections of one server, within limits.
 
-1. At most ``max_connections`` are open. At the limit, a new connection takes the place of the one that has
-   been idle for longest, as under nginx. If none has been idle for `IDLE_S`, accepting pauses: clients wait
-   in the backlog of the operating system, and those that are being served lose nothing.
-2. If the process has no file descriptors left, or accepting fails in another way, it pauses for `FAILED_S`,
-   as asyncio's servers do. Tornado's ``add_accept_handler`` would try again in each turn of the event loop.
+1. At most ``max_connections`` are open. At the limit, a new connection takes the place of another, as under
+   nginx: the one whose next request is incomplete for longest, or else the one that is idle for longest. If
+   that is less than `IDLE_S`, accepting pauses: clients wait in the backlog of the operating system, and
+   those that are being served lose nothing.
+2. If the process has no file descriptors left, the number of connections that are open is the limit for
+   `SCARCE_S`, less a few that are closed so that Dask and user code find some.
+3. If accepting fails in another way, it pauses for `FAILED_S`, as asyncio's servers do. Tornado's
+   ``add_accept_handler`` would try again in each turn of the event loop.
 """
 
 from __future__ import annotations
@@ -12,8 +15,9 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import selectors
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from typing import TypeAlias
@@ -29,9 +33,14 @@ _ACCEPT_AT_ONCE = 128
 #: For how long a connection must have been idle before a new one may take its place: a client that is about
 #: to send its next request keeps its connection.
 IDLE_S = 1.0
-#: The pause in accepting at the limit, and after a failure.
+#: The pause in accepting at the limit, after a failure, and until a connection that was closed is gone.
 FULL_S = 0.05
 FAILED_S = 1.0
+_CLOSED_S = 0.001
+#: For how long fewer connections are accepted after the process had no file descriptors left, and how many of
+#: its connections are closed then: one of so many that are open, and this number at most.
+SCARCE_S = 10.0
+_SPARE_SHARE, _SPARE = 4, 8
 #: While accepting pauses again and again for one reason, the log says so this often.
 _LOG_AGAIN_S = 60.0
 #: The default of ``max_connections`` is this part of the process's file descriptors: Dask's connections, its
@@ -60,6 +69,23 @@ def default_max_connections(descriptors: int | None) -> int:
     return _MOST if descriptors is None else max(1, min(_MOST, int(descriptors * _SHARE)))
 
 
+def is_readable(sockets: Iterable[socket.socket]) -> bool:
+    """Return whether a client waits to be accepted, or has sent something.
+
+    It takes no file descriptor, unlike epoll.
+    """
+    selector: type[selectors.BaseSelector] = getattr(selectors, "PollSelector", selectors.SelectSelector)
+    with selector() as waiting:
+        for sock in sockets:
+            waiting.register(sock, selectors.EVENT_READ)
+        return bool(waiting.select(0))
+
+
+def _is_unused(connection: Connection) -> bool:
+    """Return whether a client sends nothing, and waits for nothing."""
+    return connection.is_idle() and not is_readable([connection.stream.socket])
+
+
 #: Sets up a connection; see `daskserve.proxies.server.life.ServerListener`.
 Take: TypeAlias = Callable[[socket.socket, Callable[[], object]], asyncio.Task[None] | None]
 
@@ -79,7 +105,7 @@ class Acceptor:
     pauses : dict
         How often accepting has paused, by cause.
     evicted : int
-        How many connections were closed because they were idle at the limit.
+        How many connections were closed because they were idle at the limit, or without descriptors.
     """
 
     _loop: asyncio.AbstractEventLoop
@@ -91,6 +117,9 @@ class Acceptor:
         self._sockets: list[socket.socket] = []
         #: The connections that are not among the carrier's yet: the task that sets each up, and since when.
         self._setups: dict[socket.socket, tuple[asyncio.Task[None], float]] = {}
+        #: How many connections there may be while descriptors are scarce, and until when they are.
+        self._fitting = max_connections
+        self._scarce_until = float("-inf")
         self._pause: asyncio.TimerHandle | None = None
         self._cause = ""  # why accepting pauses, or paused when it was last tried
         self._logged = SparseLog(_LOG_AGAIN_S)
@@ -147,10 +176,13 @@ class Acceptor:
     def _accept(self, listening: socket.socket) -> None:
         for _ in range(_ACCEPT_AT_ONCE):
             close_idle = None
-            if self.open >= self._max_connections:
+            if self.open >= (limit := self._limit()):
                 close_idle = self._find_idle()
                 if close_idle is None:
-                    self._pause_for(FULL_S, FULL, f"there are {self._max_connections} (max_connections)")
+                    if limit < self._max_connections:
+                        self._pause_for(FULL_S, NO_DESCRIPTORS, f"file descriptors suffice for {limit} only")
+                    else:
+                        self._pause_for(FULL_S, FULL, f"there are {limit} (max_connections)")
                     return
             try:
                 self._take_next(listening)
@@ -159,8 +191,10 @@ class Acceptor:
             except ConnectionAbortedError:
                 continue
             except OSError as error:
-                cause = NO_DESCRIPTORS if error.errno in _NO_DESCRIPTORS else FAILED
-                self._pause_for(FAILED_S, cause, str(error))
+                if error.errno not in _NO_DESCRIPTORS:
+                    self._pause_for(FAILED_S, FAILED, str(error))
+                elif is_readable([listening]):  # the error comes even if no client waits
+                    self._make_room(str(error))
                 return
             self._cause = ""
             if close_idle is not None:
@@ -177,15 +211,37 @@ class Acceptor:
             self._setups[sock] = setup, self._loop.time()
             setup.add_done_callback(lambda _: made())
 
+    def _limit(self) -> int:
+        """Return how many connections there may be now."""
+        if self._loop.time() >= self._scarce_until:
+            return self._max_connections
+        return min(self._fitting, self._max_connections)
+
+    def _make_room(self, reason: str) -> None:
+        """Close connections that may be closed, because the process has no file descriptors left."""
+        spare = min(_SPARE, self.open // _SPARE_SHARE)
+        if spare:
+            self._fitting = self.open - spare
+            self._scarce_until = self._loop.time() + SCARCE_S
+        closed = 0
+        while closed <= spare and (close_idle := self._find_idle()) is not None:
+            close_idle()
+            closed += 1
+        self.evicted += closed
+        if closed:
+            self._pause_for(_CLOSED_S, NO_DESCRIPTORS, reason)
+        else:
+            self._pause_for(FULL_S if self.open else FAILED_S, NO_DESCRIPTORS, reason)
+
     def _find_idle(self) -> Callable[[], object] | None:
-        """Return what closes the connection that has been idle for longest, if that is long enough."""
+        """Return what closes the connection that is first to give way, if there is one that may."""
         for setup, since in self._setups.values():  # a TLS handshake
             if since > self._loop.time() - IDLE_S:
                 break
             if not setup.cancelling():
                 return setup.cancel
         watch = self._carrier.watch
-        idle = watch.longest(IDLE_S, Connection.is_idle)
+        idle = watch.longest(IDLE_S, Connection.is_incomplete) or watch.longest(IDLE_S, _is_unused)
         if idle is None:
             return None
 

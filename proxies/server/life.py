@@ -9,7 +9,6 @@ from __future__ import annotations
 import abc
 import asyncio
 import logging
-import selectors
 import socket
 import ssl
 from collections.abc import Callable
@@ -23,7 +22,12 @@ from daskserve.proxies.exchange.carrier import Carrier
 from daskserve.proxies.exchange.limits import Limits
 from daskserve.proxies.exchange.pace import PaceWatch
 from daskserve.proxies.exchange.request_head import HeadLimits
-from daskserve.proxies.server.accepting import Acceptor, default_max_connections, descriptor_limit
+from daskserve.proxies.server.accepting import (
+    Acceptor,
+    default_max_connections,
+    descriptor_limit,
+    is_readable,
+)
 from daskserve.proxies.server.hangup import HangupWatch
 from daskserve.proxies.server.listen import bind_sockets
 from daskserve.types import EVERY_ADDRESS
@@ -204,7 +208,7 @@ class HTTPServer(abc.ABC):
         self._carrier.is_draining = True
         deadline = self._clock.now() + grace_s
         if self._listener is not None:
-            while self._clock.now() < deadline and _has_backlog(self._sockets):
+            while self._clock.now() < deadline and is_readable(self._sockets):
                 await self._clock.sleep(_PAUSED_S if self._acceptor.is_paused else 0)
         await self._close_sockets(accepts=True)
         for session in list(self._carrier.sockets):
@@ -263,10 +267,3 @@ class HTTPServer(abc.ABC):
         self._sockets = []
         if self._listener is not None:
             await self._listener.wait_made()
-
-
-def _has_backlog(sockets: list[socket.socket]) -> bool:
-    with selectors.DefaultSelector() as selector:
-        for sock in sockets:
-            selector.register(sock, selectors.EVENT_READ)
-        return bool(selector.select(0))

@@ -224,7 +224,9 @@ class TornadoConnection:
                 if found is not None:
                     head, end = found
                     self._rest = self._rest[end:]
+                    self._connection.awaits_head = False
                     return head
+                self._connection.await_head(self._carrier.watch)
                 searched = len(self._rest)
             reading, self._reading = self._reading, None
             data = await (self._receive() if reading is None else reading)

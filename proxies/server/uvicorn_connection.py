@@ -205,6 +205,7 @@ class UvicornConnection(HTTPProtocol):
             return True
         if found is None:
             self._searched = len(self._rest)
+            self._connection.await_head(self._carrier.watch)
             return False
         head, end = found
         self._rest = self._rest[end:]
@@ -213,6 +214,7 @@ class UvicornConnection(HTTPProtocol):
         return True
 
     def _begin(self, head: RequestHead) -> None:
+        self._connection.awaits_head = False
         self._is_busy = True
         self._is_read = False
         self._exchange = exchange = Exchange(self._carrier, self._connection, self)

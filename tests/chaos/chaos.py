@@ -1,7 +1,8 @@
 """Break everything that can break under an instance with load, by a seed, and judge what clients saw.
 
-Machines are network namespaces: this needs Linux and root. Elsewhere it says so and ends. It prints what it
-breaks, a table of what that cost, and each violation; the exit status is 1 if there are any.
+Machines are network namespaces: this needs Linux and root, `ip` and `iptables`. It prints what it breaks, a
+table of what that cost, and each violation. The exit status is 0 if all invariants held, 1 if not, and 2 if
+it could not break what it was asked to: nothing was tried then, and it says what is missing.
 """
 
 from __future__ import annotations
@@ -11,21 +12,23 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 HERE = Path(__file__).parent
+#: The exit status if something that was asked for was not tried.
+NOT_TRIED = 2
 # For this program, and for the workers, which import the application of the run.
 sys.path[:0] = FOLDERS = [str(HERE), str(HERE.parent / "integration"), str(HERE.parent / "proxies")]
 os.environ["PYTHONPATH"] = os.pathsep.join([*FOLDERS, os.environ.get("PYTHONPATH", "")])
 
 from chaos_machines import ChaosMachines  # noqa: E402
 from chaos_run import ChaosRun, Setting  # noqa: E402
-from chaos_schedule import HOSTS, KINDS, PAIRS_SHARE, rounds  # noqa: E402
+from chaos_schedule import HOSTS, KINDS, PAIRS_SHARE, Round, rounds  # noqa: E402
 from chaos_verdict import report, violations  # noqa: E402
 from machines import Machines, machines  # noqa: E402
 
@@ -42,45 +45,62 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--keep", action="store_true", help="keep the folder with all logs, also of a good run"
     )
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    arguments.kinds = list(KINDS) if arguments.only is None else arguments.only.split(",")
+    if unknown := [kind for kind in arguments.kinds if kind not in KINDS]:
+        parser.error(f"--only has no faults of these names: {', '.join(map(repr, unknown))}; see --help")
+    return arguments
 
 
 def main() -> int:
     arguments = read_arguments()
     seed = arguments.seed if arguments.seed is not None else random.SystemRandom().randrange(1_000_000)
-    kinds = tuple(arguments.only.split(",")) if arguments.only else tuple(KINDS)
     # The machines and all processes are removed then, too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with ExitStack() as stack:
         try:
             found = stack.enter_context(machines("hub", "clients", *HOSTS))
-        except (OSError, subprocess.CalledProcessError) as error:
-            print(f"No chaos here: it needs Linux, root, iptables and network namespaces ({error}).")
-            return 0
+        except OSError as error:
+            print(f"No chaos here, nothing was tried: it needs Linux, root and network namespaces; {error}.")
+            return NOT_TRIED
+        tried: set[str] = set()
         folder = Path(tempfile.mkdtemp(prefix="daskserve-chaos-"))
-        found_violations = play(found, folder, arguments, kinds, seed)
+        found_violations = play(found, folder, arguments, seed, tried)
     if found_violations or arguments.keep:
         print(f"The logs of all processes are in {folder}.")
     else:
         shutil.rmtree(folder)
-    return 1 if found_violations else 0
+    if found_violations:
+        return 1
+    left_out = [kind for kind in arguments.kinds if kind not in tried]
+    if arguments.only is not None and left_out:
+        print(f"Not tried, for lack of time: {', '.join(left_out)}. Give it more --minutes.")
+        return NOT_TRIED
+    return 0
 
 
 def play(
-    found: Machines, folder: Path, arguments: argparse.Namespace, kinds: tuple[str, ...], seed: int
+    found: Machines, folder: Path, arguments: argparse.Namespace, seed: int, tried: set[str]
 ) -> list[str]:
+    """Break things; return the violations, and add the kinds of faults to ``tried``."""
     began = time.monotonic()
 
     def say(line: str) -> None:
         print(f"{time.monotonic() - began:7.1f} s  {line}", flush=True)
 
     setting = Setting(arguments.server, arguments.location, arguments.isolation)
-    say(f"seed {seed}, {setting}, faults: {', '.join(kinds)}")
+    say(f"seed {seed}, {setting}, faults: {', '.join(arguments.kinds)}")
     # This program is a client like others: on a machine that does not fail.
     exec(found.enter("clients"))
     run = ChaosRun(ChaosMachines(found, folder), folder, setting, say)
-    schedule = rounds(seed, kinds, pairs_share=0.0 if arguments.alone else PAIRS_SHARE)
-    seen = run.play(schedule, 60 * arguments.minutes)
+    schedule = rounds(seed, arguments.kinds, pairs_share=0.0 if arguments.alone else PAIRS_SHARE)
+
+    def noted() -> Iterator[Round]:
+        for each in schedule:
+            tried.update(fault.kind for fault in each)
+            yield each
+
+    seen = run.play(noted(), 60 * arguments.minutes)
     wrong = violations(seen)
     print(f"\n{report(seen)}\n")
     print("\n".join([f"VIOLATED, seed {seed}: {each}" for each in wrong] or ["All invariants held."]))

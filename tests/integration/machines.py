@@ -59,6 +59,7 @@ class Machines:
             for link in ("wire", "lo"):
                 self._ip(namespace, "link", "set", link, "up")
             self.plug(name)
+            _run("ip", "netns", "exec", namespace, "iptables", "-S")  # it may be forbidden all the same
 
     def remove(self) -> None:
         for namespace in (self._switch, *self._namespaces.values()):
@@ -114,14 +115,18 @@ class Machines:
 
 
 def _run(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True, text=True)
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True)
+    except subprocess.CalledProcessError as error:
+        raise OSError(f"`{' '.join(command)}` failed: {error.stderr.strip()}") from error
 
 
 @contextmanager
 def machines(*names: str) -> Iterator[Machines]:
-    """Create machines; raise `OSError` or `subprocess.CalledProcessError` if that is not possible."""
-    if shutil.which("iptables") is None:
-        raise FileNotFoundError("iptables is not installed")
+    """Create machines; raise `OSError`, which says what is missing, if that is not possible."""
+    missing = [name for name in ("ip", "iptables") if shutil.which(name) is None]
+    if missing:
+        raise FileNotFoundError(f"install {' and '.join(missing)} (Debian's packages iproute2 and iptables)")
     made = Machines(*names)
     try:
         made.make()

@@ -237,19 +237,23 @@ def test_a_server_that_drains_at_its_limit_serves_those_that_wait(carrier: str) 
 def no_descriptors() -> Iterator[None]:
     """Let this process open no further file."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    free = os.dup(0)
-    os.close(free)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+    highest = max(int(number) for number in os.listdir("/proc/self/fd"))
+    holes = [os.dup(0)]
+    while holes[-1] < highest:
+        holes.append(os.dup(0))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (holes[-1] + 1, hard))
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for number in holes:
+            os.close(number)
 
 
 def test_without_descriptors_accepting_pauses(
     carrier: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(accepting, "FAILED_S", 0.05)
+    monkeypatch.setattr(accepting, "IDLE_S", 60.0)
     tries: list[float] = []
     take_next = Acceptor._take_next
 
@@ -277,6 +281,95 @@ def test_without_descriptors_accepting_pauses(
     (record,) = caplog.records
     assert f"at a time: [Errno {errno.EMFILE}]" in record.message
     assert tracebacks(caplog) == []
+
+
+def test_without_descriptors_the_oldest_incomplete_head_gives_way(carrier: str) -> None:
+    async def test() -> None:
+        async with serving(hello) as server, contextlib.AsyncExitStack() as stack:
+
+            async def client() -> Client:
+                return await stack.enter_async_context(connected(server))
+
+            used, silent, slow, slower = [await client() for _ in range(4)]
+            assert (await used.get("/")).status == 200
+            assert (await slower.get("/")).status == 200
+            await slow.send(b"GET / HT")
+            await poll_for(lambda: figures(server)["http_connections",] == 4)
+            advance(0.5)
+            await slower.send(b"GET / HT")  # the idle time before does not count
+            sock = stack.enter_context(socket.socket())
+            await asyncio.sleep(0.01)
+            with no_descriptors():
+                sock.setblocking(False)
+                await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", server.port))
+                await poll_for(lambda: pauses(server, "descriptors"))
+                assert evicted(server) == 0  # nobody has taken a second yet
+                advance(0.7)
+                assert await silent.rest() == b""
+                assert await slow.rest() == b""
+                await poll_for(lambda: figures(server)["http_connections",] == 3)
+                streams = await asyncio.open_connection(sock=sock)
+                assert (await Client(*streams).get("/new")).body == b"/new"
+                assert (await used.get("/still")).body == b"/still"
+                await slower.send(b"TP/1.1\r\nHost: a\r\n\r\n")
+                assert (await slower.response()).status == 200
+                assert evicted(server) == 2
+                streams[1].close()
+
+    run(test)
+
+
+def test_without_descriptors_nobody_gives_way_while_nobody_waits(carrier: str) -> None:
+    """accept() has no descriptor to return then, whether a client waits or not."""
+
+    async def test() -> None:
+        async with serving(hello) as server, connected(server) as silent, connected(server) as last:
+            await poll_for(lambda: figures(server)["http_connections",] == 2)
+            advance(2)
+            with no_descriptors():
+                (listening,) = server._sockets
+                server._acceptor._accept(listening)
+                assert (await last.get("/")).status == 200
+            assert (evicted(server), pauses(server, "descriptors")) == (0, 0)
+            assert (await silent.get("/")).status == 200
+
+    run(test)
+
+
+def test_after_a_lack_of_descriptors_some_stay_free_for_a_while(
+    carrier: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accepting, "SCARCE_S", 3.0)
+
+    async def test() -> None:
+        async with serving(hello, max_connections=100) as server, contextlib.AsyncExitStack() as stack:
+            for _ in range(8):
+                await stack.enter_async_context(connected(server))
+            await poll_for(lambda: figures(server)["http_connections",] == 8)
+            advance(2)
+            server._acceptor._make_room("too many open files")
+            assert evicted(server) == 3
+            await poll_for(lambda: figures(server)["http_connections",] == 5)
+            for _ in range(2):
+                client = await stack.enter_async_context(connected(server))
+                assert (await client.get("/")).status == 200
+            assert figures(server)["http_connections",] == 6
+            assert evicted(server) == 4
+            advance(3)
+            client = await stack.enter_async_context(connected(server))
+            assert (await client.get("/")).status == 200
+            assert figures(server)["http_connections",] == 7
+
+    run(test)
+
+
+def test_a_server_without_descriptors_drains(carrier: str) -> None:
+    async def test() -> None:
+        async with serving(hello) as server:
+            with no_descriptors():
+                await server.drain(1)
+
+    run(test)
 
 
 def test_without_descriptors_connections_become_websockets(carrier: str) -> None:
