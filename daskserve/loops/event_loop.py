@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import sys
+import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from daskserve import settings
+from daskserve.internals import ipython
 
 T = TypeVar("T")
 
@@ -25,9 +26,13 @@ def uses_uvloop() -> bool:
 
 def in_notebook() -> bool:
     """Return whether this program is a notebook, whose cells run in an event loop."""
-    ipython: Any = sys.modules.get("IPython")
-    shell = None if ipython is None else ipython.get_ipython()
+    shell = ipython.shell()
     return shell is not None and hasattr(shell, "kernel")
+
+
+def in_cell() -> bool:
+    """Return whether this is the code of a notebook's cell, which may block the loop that it runs in."""
+    return in_notebook() and threading.current_thread() is threading.main_thread()
 
 
 def running_loop() -> asyncio.AbstractEventLoop | None:

@@ -125,6 +125,7 @@ class ReplicaBatches:
                 for item, outcome in zip(items, outcomes, strict=True)
                 if id(outcome) == number
             ]
-            wall.context.copy().run(self._failures.log, error, *ids)
+            is_shown = all((item.head.get("facts") or {}).get("is_shown") for item in items)
+            wall.context.copy().run(partial(self._failures.log, is_shown=is_shown), error, *ids)
             error.error = None  # it refers to the user's object
         return [packed.get(id(each), each) for each in outcomes]

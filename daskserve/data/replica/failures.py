@@ -83,17 +83,23 @@ class FailureLog:
         self._replica_tag = short_tag(replica_tag)
         self._refusals = SparseLog(REFUSALS_S)
 
-    def log(self, error: PackedError, *request_ids: str) -> None:
-        """Log an error, unless this or another replica has logged it for the same request."""
+    def log(self, error: PackedError, *request_ids: str, is_shown: bool = False) -> None:
+        """Log an error, unless this or another replica has logged it for the same request.
+
+        In one line if its caller, a notebook, shows it to the same user at once, with its traceback.
+        """
         if is_logged(error, request_ids[0]):
             return
         note_logged(error, *request_ids)
         try:
-            self._log(error, ", ".join(request_ids))
+            self._log(error, ", ".join(request_ids), is_shown)
         except Exception:  # of a filter of the user's; the caller gets its answer in any case
             logger.warning("An error of user code could not be logged: %s", error.summary)
 
-    def _log(self, error: PackedError, names: str) -> None:
+    def _log(self, error: PackedError, names: str, is_shown: bool) -> None:
+        if is_shown:
+            logger.error("Request %s to %s failed: %s", names, self._replica_tag, error.summary)
+            return
         if not is_refusal(error):
             log_error(error, "Request %s to %s failed", names, self._replica_tag)
             return

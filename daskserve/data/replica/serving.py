@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from contextvars import Context
+from functools import partial
 from typing import Any
 
 from daskserve.context import current_request
@@ -117,7 +118,9 @@ class LocalAnswer(Answer):
         super().accept(value)
         if type(value) is PackedError:
             if self.is_failure(value):
-                self._context.copy().run(self.code.failures.log, value, request_id_of(self.envelope.head))
+                request = self._context.get(current_request)
+                log = partial(self.code.failures.log, is_shown=request is not None and request.is_shown)
+                self._context.copy().run(log, value, request_id_of(self.envelope.head))
             value.error = None  # it refers to the user's object
 
     def _set_context(self) -> None:
