@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Protocol
 
 from daskserve.data.batching.queue import BatchLimits, BatchQueue
@@ -125,7 +124,6 @@ class ReplicaBatches:
                 for item, outcome in zip(items, outcomes, strict=True)
                 if id(outcome) == number
             ]
-            is_shown = all((item.head.get("facts") or {}).get("is_shown") for item in items)
-            wall.context.copy().run(partial(self._failures.log, is_shown=is_shown), error, *ids)
+            wall.context.copy().run(self._failures.log, error, *ids)
             error.error = None  # it refers to the user's object
         return [packed.get(id(each), each) for each in outcomes]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from contextvars import Context
-from functools import partial
 from typing import Any
 
 from daskserve.context import current_request
@@ -118,8 +117,7 @@ class LocalAnswer(Answer):
         super().accept(value)
         if type(value) is PackedError:
             if self.is_failure(value):
-                request = self._context.get(current_request)
-                log = partial(self.code.failures.log, is_shown=request is not None and request.is_shown)
+                log = self.code.failures.logs_for(self._context.get(current_request))
                 self._context.copy().run(log, value, request_id_of(self.envelope.head))
             value.error = None  # it refers to the user's object
 
