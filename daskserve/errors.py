@@ -425,7 +425,7 @@ class RemoteTraceback(Exception):
         super().__init__(text)
 
     def __str__(self) -> str:
-        return f"\n{self.args[0]}" if self.args else ""
+        return f"\n{str(self.args[0]).rstrip()}" if self.args else ""
 
 
 def http_status_of(error: BaseException) -> int:

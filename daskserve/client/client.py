@@ -28,7 +28,7 @@ from daskserve.options.bounds import checked_capacity
 from daskserve.payload.shown_errors import shows_errors
 from daskserve.types import GoalId, InstanceName, SnapshotId
 
-ClientT = TypeVar("ClientT")
+ShownT = TypeVar("ShownT")
 
 
 class InstanceClient:
@@ -226,7 +226,7 @@ class ClientVerbs(BackendVerbs, EndpointVerbs, DeploymentVerbs, ApplicationVerbs
         return json.dumps(await self._call("snapshot"))
 
 
-def _with_shown_errors(cls: type[ClientT]) -> type[ClientT]:
+def _with_shown_errors(cls: type[ShownT]) -> type[ShownT]:
     """Let all coroutine methods of a client show their errors as the functions of the package do."""
     for name in dir(cls):
         verb = getattr(cls, name)

@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from daskserve import settings
+from daskserve.errors import RemoteTraceback
 
 #: Maximum length of the text of one error, and of a traceback.
 MAX_TEXT = 8 * 1024
@@ -21,6 +22,9 @@ MAX_FRAMES = 500
 
 #: Stands for the text of an error whose class must not be asked, or does not answer.
 NO_TEXT = "<its text was not made in time>"
+
+#: How the traceback of an error begins whose cause is one of another process.
+_REMOTE = f"{RemoteTraceback.__module__}.{RemoteTraceback.__qualname__}: \n"
 
 _SIZED = frozenset((str, bytes, bytearray, list, tuple, dict, set, frozenset))
 
@@ -144,7 +148,8 @@ def traceback_text(error: BaseException) -> str:
     try:
         if not any(_has_large_text(each) or _has_large_notes(each) for each in chain_of(error)):
             lines = traceback.format_exception(type(error), error, user_frames(error), limit=-MAX_FRAMES)
-            return shortened("".join(lines), MAX_TRACEBACK)
+            # A traceback of another process, which is the cause, begins the text by itself.
+            return shortened("".join(lines).removeprefix(_REMOTE), MAX_TRACEBACK)
     except BaseException:  # of user code; `traceback` reads more attributes than the text
         pass
     return bare_traceback(error, summary_of(error))

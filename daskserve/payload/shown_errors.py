@@ -111,7 +111,7 @@ def users_frames(error: BaseException) -> TracebackType | None:
     first = next((n for n, each in enumerate(frames) if _is_of_daskserve(each.tb_frame)), len(frames))
     kept = [each for n, each in enumerate(frames) if n < first or not is_ours[n]]
     has_meant = isinstance(error, ServeError) or any(type(each) is RemoteTraceback for each in _causes(error))
-    if not has_meant and frames and is_ours[-1] and first < len(frames):
+    if not has_meant and first < len(frames) and all(is_ours[first:]):
         if not isinstance(error, (TypeError, ValueError, TimeoutError)):
             return error.__traceback__
         kept.append(frames[-1])  # the condition, if it was not meant to be raised
