@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from daskserve import settings
-from daskserve.internals import ipython
 
 T = TypeVar("T")
 
@@ -26,7 +26,8 @@ def uses_uvloop() -> bool:
 
 def in_notebook() -> bool:
     """Return whether this program is a notebook, whose cells run in an event loop."""
-    shell = ipython.shell()
+    ipython: Any = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
     return shell is not None and hasattr(shell, "kernel")
 
 
