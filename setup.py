@@ -27,7 +27,7 @@ REDIS = ["redis>=5"]
 PROGRESS = ["rich>=13"]
 UVICORN = ["uvicorn>=0.30", "httptools>=0.6.4", "uvloop>=0.19; sys_platform != 'win32'"]
 TEST = ["pytest>=8", "hypothesis>=6.100", "httpx>=0.27", "psutil>=5.9", "cryptography>=42", *UVICORN, *REDIS]
-TEST += ["fastapi>=0.115.7", *PROGRESS]
+TEST += ["fastapi>=0.115.7", "ipython>=8", *PROGRESS]
 
 setup(
     name="daskserve",

@@ -226,6 +226,8 @@ class RequestContext:
     session_id: ClassVar[str] = ""
     #: How the result is serialized; empty for the default.
     response_serialization: ClassVar[str] = ""
+    #: Whether the caller, a notebook, shows an error to its user at once.
+    is_shown: ClassVar[bool] = False
     _calls: ClassVar[Set[PendingCall[Any]]] = frozenset()
     _is_cancelled: ClassVar[bool] = False
 
@@ -235,7 +237,7 @@ class RequestContext:
         replica = current_replica.get()
         return DEFAULT_APPLICATION if replica is None else replica.app_name
 
-    def add_facts(self, facts: Mapping[str, str]) -> None:
+    def add_facts(self, facts: Mapping[str, Any]) -> None:
         """Take over what the call of a handle tells about itself."""
         vars(self).update(facts)
 

@@ -65,10 +65,14 @@ class ServeError(Exception):
         The status of the response to a request that fails with it.
     is_retryable : bool
         Whether the same request or call may succeed later. One that is not idempotent may have run.
+    user_traceback : str
+        The traceback of the user's code that is the reason, from inside a replica or a worker; empty if there
+        is none.
     """
 
     http_status: ClassVar[int] = 500
     is_retryable: ClassVar[bool] = False
+    user_traceback: str = ""
 
     def __init__(self, message: str = "") -> None:
         super().__init__(message)
@@ -111,9 +115,19 @@ class BodyTooLargeError(ServeError):
 
 
 class NotFoundError(ServeError, KeyError):
-    """A lookup names something that does not exist."""
+    """A lookup names something that does not exist.
+
+    Attributes
+    ----------
+    reason : str
+        Why it does not exist, if its deploy failed.
+    """
 
     http_status = 404
+
+    def __init__(self, message: str = "", *, reason: str = "") -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class MethodNotFoundError(ServeError, AttributeError):
@@ -204,13 +218,7 @@ class DeployError(ServeError, RuntimeError):
 
 
 class ReplicaStartError(DeployError):
-    """User code failed while a replica started.
-
-    Attributes
-    ----------
-    user_traceback : str
-        The traceback from inside the replica, as text.
-    """
+    """User code failed while a replica started; ``user_traceback`` says where."""
 
     def __init__(self, message: str = "", *, user_traceback: str = "") -> None:
         super().__init__(message)
@@ -417,7 +425,7 @@ class RemoteTraceback(Exception):
         super().__init__(text)
 
     def __str__(self) -> str:
-        return f"\n{self.args[0]}" if self.args else ""
+        return f"\n{str(self.args[0]).rstrip()}" if self.args else ""
 
 
 def http_status_of(error: BaseException) -> int:

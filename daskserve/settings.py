@@ -87,6 +87,15 @@ class SchedulerSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class ErrorSettings:
+    """How errors are shown to the programs that get them."""
+
+    #: Whether the tracebacks of errors have the frames of daskserve, too, which a report of a mistake in
+    #: daskserve needs. Those of the user's code are always there.
+    full_tracebacks: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class ControllerSettings:
     """Settings of the controllers of instances that this process starts."""
 
@@ -143,6 +152,11 @@ def worker_channel() -> ChannelSettings:
         route="auto" if found.route == "scheduler" else found.route,
         retry_direct_s=min(found.retry_direct_s, WORKER_RETRY_S),
     )
+
+
+def errors() -> ErrorSettings:
+    """Return the settings of errors, from ``daskserve.errors.*``."""
+    return ErrorSettings(**_known("daskserve.errors", ErrorSettings))
 
 
 def controller() -> ControllerSettings:

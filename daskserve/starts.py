@@ -109,6 +109,8 @@ class ReplicaStart(StartMessage):
         The worker and the amounts of each bundle of its placement group, in order; empty without one.
     actor_of : list of str
         For a deployment actor: the names of its deployment and of the actor.
+    is_deployment : bool
+        Whether its backend was deployed as a deployment, and is one to its user.
     """
 
     OPTIONS: ClassVar[Mapping[str, Any]] = {"config": dump_config}
@@ -128,6 +130,12 @@ class ReplicaStart(StartMessage):
     actor_of: Sequence[str]
     gang: Sequence[str]
     bundles: Sequence[tuple[str, Mapping[str, float]]]
+    is_deployment: bool = False
+
+    @property
+    def kind(self) -> str:
+        """What its user calls its backend."""
+        return "Deployment" if self.is_deployment else "Backend"
 
 
 @dataclass(frozen=True, slots=True)

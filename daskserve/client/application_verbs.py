@@ -181,10 +181,10 @@ class ApplicationVerbs(HandleVerbs):
         assert name is not None
         try:
             return await self.get_handle(deployment_tag(name, deployment_name))
-        except NotFoundError:
-            raise NotFoundError(
-                f"Deployment {deployment_name!r} in application {name!r} does not exist."
-            ) from None
+        except NotFoundError as error:
+            what = f"Deployment {deployment_name!r} in application {name!r} does not exist."
+            error.args = (f"{what} {error.reason}".rstrip(),)
+            raise
 
     async def _check_handles(self, built: BuiltApplication) -> None:
         """Raise `BadRequestError` if a deployment has a handle of one that this change removes."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 from daskserve.client.warning import warn_caller
 from daskserve.data.caller.async_handle import awaited
 from daskserve.data.caller.handle import Handle
-from daskserve.loops.event_loop import running_loop
+from daskserve.loops.event_loop import in_cell, running_loop
 
 
 def classic_handle(handle: Handle, sync: bool) -> Handle:
     """Return a handle in one of the two classic forms; warn if it does not fit the calling context."""
     is_in_loop = running_loop() is not None
-    if sync and is_in_loop:
+    if sync and is_in_loop and not in_cell():
         warn_caller(
             "You requested a handle with sync=True inside an event loop; .result() would block it. "
             "Await its responses, or use sync=False."

@@ -5,10 +5,11 @@ Both have the same verbs. Each verb is written once, as a coroutine of `ClientVe
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from daskserve.client.application_verbs import ApplicationVerbs
 from daskserve.client.backends import BackendVerbs
@@ -24,7 +25,10 @@ from daskserve.client.status import Status
 from daskserve.data.caller.handle import Handle
 from daskserve.errors import ServeError
 from daskserve.options.bounds import checked_capacity
+from daskserve.payload.shown_errors import shows_errors
 from daskserve.types import GoalId, InstanceName, SnapshotId
+
+ShownT = TypeVar("ShownT")
 
 
 class InstanceClient:
@@ -222,6 +226,16 @@ class ClientVerbs(BackendVerbs, EndpointVerbs, DeploymentVerbs, ApplicationVerbs
         return json.dumps(await self._call("snapshot"))
 
 
+def _with_shown_errors(cls: type[ShownT]) -> type[ShownT]:
+    """Let all coroutine methods of a client show their errors as the functions of the package do."""
+    for name in dir(cls):
+        verb = getattr(cls, name)
+        if not name.startswith("_") and inspect.iscoroutinefunction(verb):
+            setattr(cls, name, shows_errors(verb))
+    return cls
+
+
+@_with_shown_errors
 class AsyncClient(ClientVerbs, InstanceClient):
     """A client of one instance whose methods are awaited; `daskserve.start_async` returns one.
 
@@ -270,7 +284,7 @@ class Client(InstanceClient):
         Parameters
         ----------
         missing_ok : bool
-            Whether to skip the check that the endpoint exists.
+            Whether the endpoint may be created later. One whose first deploy failed is an error all the same.
         sync : bool
             Whether ``remote`` returns a `Response` (True), or is a coroutine that returns it, as in the
             classic system: ``await (await handle.remote())`` (False). A handle that does not fit the calling

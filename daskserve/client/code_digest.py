@@ -3,8 +3,8 @@
 Problem: pickle writes an object once and refers to it afterwards, by its identity. Two equal texts may be one
 object today and two objects tomorrow, and a set has another order in each process. So the same code has
 different bytes, and would be a new version. Choice: the digest is of the pickle's instructions, with each
-reference to a text replaced by its value, the other references numbered without them, and the texts and
-numbers of a set sorted.
+reference to a text replaced by its value, the other references numbered without them, the texts and numbers
+of a set sorted, and the numbers of cells, which change whenever one runs again, left out.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from daskserve.internals.cloudpickle import class_id, set_class_id
+from daskserve.internals.cloudpickle import NO_FILE, class_id, set_class_id
+from daskserve.internals.ipython import CELL
 
 #: Length of a digest, in hexadecimal digits.
 DIGITS = 16
 #: Size of a pickle up to which its instructions are read, at about 9 MB/s.
 READ_BYTES = 1 << 20
 _ADDRESS = re.compile(rb":(\d{6,})")
+_CELL = re.compile(CELL.pattern.encode())
 
 #: Instructions with an argument, and the size of the length that comes before it.
 _LENGTHS: Mapping[int, int] = {
@@ -113,7 +115,7 @@ def _reader(
     pickled: bytes, classes: Iterable[type], aliases: Mapping[str, str]
 ) -> Callable[[bytes], bytes] | None:
     """Return the function that replaces what texts say by what is the same each time; None if nothing is."""
-    if not aliases and not _ADDRESS.search(pickled):
+    if not aliases and not _ADDRESS.search(pickled) and not _CELL.search(pickled):
         return None
     names = {
         str(id(cls)).encode(): f"{cls.__module__}.{getattr(cls, '__qualname__', cls)}".encode()
@@ -122,6 +124,8 @@ def _reader(
     others = {text.encode(): other.encode() for text, other in aliases.items()}
 
     def read(text: bytes) -> bytes:
+        if _CELL.fullmatch(text):
+            return NO_FILE.encode()
         # The schemas of pydantic name models by their addresses.
         return _ADDRESS.sub(lambda found: b":" + names.get(found[1], found[1]), others.get(text, text))
 

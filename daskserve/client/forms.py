@@ -18,6 +18,7 @@ from daskserve.cluster.base import ClientLink
 from daskserve.errors import BlockingCallError
 from daskserve.loops.blocking import finish
 from daskserve.options.ray_names import INSTEAD
+from daskserve.payload.shown_errors import shown
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -59,6 +60,8 @@ def blocking(
                 f"{owner}.{name}() would block the event loop that has to run it; use `await "
                 f"{owner}.{name}_async(...)`, or call it from another thread (asyncio.to_thread)."
             ) from None
+        except Exception as error:
+            raise shown(error)  # noqa: B904 (it is the same error)
 
     _name(form, name, body)
     return form
@@ -72,7 +75,10 @@ def awaitable(
 
     @functools.wraps(body)
     async def form(*args: P.args, **kwargs: P.kwargs) -> T:
-        return await _called(body, name, "serve", Form(True, AsyncClient), args, kwargs)
+        try:
+            return await _called(body, name, "serve", Form(True, AsyncClient), args, kwargs)
+        except Exception as error:
+            raise shown(error)  # noqa: B904 (it is the same error)
 
     _name(form, name, body)
     return form

@@ -17,7 +17,7 @@ class HandleVerbs(Verbs):
         Parameters
         ----------
         missing_ok : bool
-            Whether to skip the check that the endpoint exists.
+            Whether the endpoint may be created later. One whose first deploy failed is an error all the same.
 
         Raises
         ------
@@ -36,8 +36,8 @@ class HandleVerbs(Verbs):
         try:
             facts = await self._call("get_endpoint", name=endpoint_name)
             exists = True
-        except NotFoundError:
-            if not missing_ok:
+        except NotFoundError as error:
+            if not missing_ok or error.reason:
                 raise
             facts, exists = {"is_legacy": True, "python_methods": []}, False
         router = await self._run(open_router(cluster, endpoint_name, exists=exists))

@@ -9,6 +9,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 from daskserve.client.connection import InstanceConnection, Verbs
 from daskserve.errors import BlockingCallError
 from daskserve.loops.blocking import finish
+from daskserve.payload.shown_errors import shown
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -43,6 +44,9 @@ def method(
                 f"client.{name}(...)` of the client that serve.start_async() or serve.connect_async() "
                 "returns, or call it from another thread (asyncio.to_thread)."
             )
-        return finish(verb(self._verbs, *args, **kwargs))
+        try:
+            return finish(verb(self._verbs, *args, **kwargs))
+        except Exception as error:
+            raise shown(error)  # noqa: B904 (it is the same error)
 
     return form

@@ -9,6 +9,8 @@ from typing import Any, Self
 
 from daskserve.amounts import shown
 from daskserve.client.table import Table, html_table, table
+from daskserve.internals.ipython import with_cell_lines
+from daskserve.payload.shown_errors import shortened
 from daskserve.types import short_tag
 
 
@@ -306,8 +308,25 @@ class Status:
             for each in self.actors
         ]
         parts.append((actor_head, rows))
+        parts += self._tracebacks()
         notes = self._notes()
         return [*parts, "\n".join(notes)] if notes else parts
+
+    def _tracebacks(self) -> list[str]:
+        """Return what is below the first line of each message, such as a traceback, once."""
+        named = [(f"Application {name!r}", each.message) for name, each in self.applications.items()]
+        named += [
+            (f"Deployment {part!r} of application {name!r}", each.message)
+            for name, app in self.applications.items()
+            for part, each in app.deployments.items()
+        ]
+        named += [(f"Backend {short_tag(name)!r}", each.message) for name, each in self.backends.items()]
+        found: dict[str, str] = {}
+        for name, message in named:
+            more = with_cell_lines(shortened(message.partition("\n")[2]))
+            if more:
+                found.setdefault(more, name)
+        return [f"{name}:\n{text}" for text, name in found.items()]
 
     def _notes(self) -> list[str]:
         notes = [f"Worker {each} does not answer." for each in self.unresponsive_workers]

@@ -19,7 +19,7 @@ from daskserve.cluster.stores import InstanceStore as InstanceStore
 from daskserve.cluster.stores import Store as Store
 from daskserve.cluster.stores import StoreChange as StoreChange
 from daskserve.context import HasLink
-from daskserve.errors import ClusterUnreachableError
+from daskserve.errors import ServeError
 from daskserve.figures.table import MetricSample
 from daskserve.loops.hops import Hop, Hops, Landing
 from daskserve.loops.threads import StartThread, start_daemon
@@ -359,7 +359,7 @@ class Link(Protocol):
     def is_closed(self) -> bool:
         """Whether the connection is closed, so that all calls fail."""
 
-    def closed_error(self) -> ClusterUnreachableError:
+    def closed_error(self) -> ServeError:
         """Return the error to raise if `is_closed`."""
 
     def runs_here(self) -> bool:

@@ -34,6 +34,7 @@ from daskserve.cluster.distributed_internals import (
     is_asynchronous,
     scheduler_address,
 )
+from daskserve.cluster.ended import ended_error
 from daskserve.cluster.probe import mismatch, version_probe
 from daskserve.cluster.returning import identity_on, keep_connected
 from daskserve.cluster.started import StartedInstances
@@ -42,6 +43,7 @@ from daskserve.errors import (
     BlockingCallError,
     ClusterUnreachableError,
     InstanceError,
+    ServeError,
     VersionMismatchError,
 )
 from daskserve.figures.collector import PROCESS
@@ -145,6 +147,8 @@ class DaskLink:
         self.owning_instances: set[InstanceName] = set()
         #: Whether daskserve created the Dask client, to connect to a scheduler in another process.
         self.owns_client = False
+        #: Whether the Dask client was closed together with the last instance that this program has ended.
+        self.is_done = False
         #: The `daskserve.client.connection.InstanceConnection` that `serve.run` reuses, if there is one.
         self.default_instance: Any = None
         self._address = "an unknown scheduler"
@@ -238,8 +242,10 @@ class DaskLink:
         """Whether the Dask client has been closed."""
         return self.client.status in ("closing", "closed")
 
-    def closed_error(self) -> ClusterUnreachableError:
+    def closed_error(self) -> ServeError:
         """Return the error to raise if `is_closed`."""
+        if self.is_done:
+            return ended_error()
         return ClusterUnreachableError(
             f"The Dask client of {self.scheduler_address} is closed, which closed daskserve's connection; "
             "create a new distributed.Client, and start or connect with it."
@@ -296,6 +302,7 @@ class DaskLink:
         # A blocking program may reuse a client that was created for it: Dask closes it when the program ends.
         ends_client = self.owns_client and not self.started and is_asynchronous(self.client)
         if ends_scheduler or ends_client or cluster is not None:
+            self.is_done = True
             await self._close_client(cluster, ends_scheduler=ends_scheduler, asynchronous=asynchronous)
 
     async def _close_client(

@@ -212,6 +212,7 @@ class Acting:
                 actor_of=backend.actor_of,
                 gang=replica.gang,
                 bundles=places_of(replica) if replica.bundles else (),
+                is_deployment=backend.is_deployment,
             ).encode(),
         )
 

@@ -11,9 +11,10 @@ from typing import Any
 
 from daskserve.control import backend_verbs, endpoint_state, goals
 from daskserve.control.backend_verbs import Outcome
+from daskserve.control.failed_deploys import application_not_found
 from daskserve.control.records import AppRecord, BackendRecord, Change
 from daskserve.control.state import State
-from daskserve.errors import AlreadyRegisteredError, BadRequestError, NotFoundError
+from daskserve.errors import AlreadyRegisteredError, BadRequestError
 from daskserve.options.app_spec import ApplicationSpec
 from daskserve.options.route_variables import shape_of
 from daskserve.types import ALL_HTTP_METHODS, BackendTag, GoalId
@@ -187,7 +188,7 @@ def _deploy(
     if existing is not None and is_same and not change:
         # A failed deploy is history once what runs is deployed again. It belongs to the last call that has
         # deployed it, and stays if an earlier one takes its own change back.
-        settled = replace(existing, last_error="", failed="", request_id=spec.request_id)
+        settled = replace(existing, last_error="", failed="", tried=[], request_id=spec.request_id)
         return Outcome({} if settled == existing else {app.key: settled}, existing.goal, is_update=False)
     goals.open_goal(state, change, app, *wanted, goal_id=goal_id, limits=spec, now=now, number=number, by=by)
     return Outcome(change, goal_id)
@@ -261,9 +262,5 @@ def known(state: State, name: str) -> AppRecord:
     """Return the record of an application; raise `NotFoundError` if there is none, or if it is ending."""
     app = state.apps.get(name)
     if app is None or app.is_deleting or not app.deployments:
-        known = sorted(each.name for each in state.apps if each.deployments and not each.is_deleting)
-        why = f" Its deploy failed: {app.last_error}" if app is not None and app.last_error else ""
-        raise NotFoundError(
-            f"Application '{name}' does not exist; there are: {', '.join(known) or 'none'}.{why}"
-        )
+        raise application_not_found(state, name)
     return app

@@ -27,7 +27,7 @@ from daskserve.control.replica_lifecycle import PLACED_STATES, ReplicaEvent, mov
 from daskserve.control.scaled import autoscaling_of, bounds_of, scaled
 from daskserve.control.start_results import lost_error, start_error, with_facts
 from daskserve.control.step import Step, World
-from daskserve.errors import CodeLoadError, RequestTimeoutError, ServeError
+from daskserve.errors import CodeLoadError, ReplicaStartError, RequestTimeoutError, ServeError
 from daskserve.types import ReplicaState, ReplicaTag, WorkerAddress
 
 #: The config id of a replica that has not yet answered a reconfiguration: it may run with either config.
@@ -169,7 +169,9 @@ class _Stepper:
         notes.unloadable = str(error) if isinstance(error, CodeLoadError) else None
         pause_s = min(MAX_START_RETRY_S, START_RETRY_S * 2 ** (notes.failures - 1))
         notes.retry_at = self.world.now + pause_s
-        notes.waiting = f"a replica failed to start, trying again in {shown(pause_s)} s: {error}"
+        notes.waiting = goals.text_of(
+            error, f"a replica failed to start, trying again in {shown(pause_s)} s: "
+        )
 
     def scale(self) -> None:
         """Set the target number to the autoscaler's decision, within the current bounds."""
@@ -190,6 +192,8 @@ class _Stepper:
             return False
         far = progress.how_far(self.world.state, goal, self.backend, self.replicas.values())
         error = progress.with_note(error, far)
+        if isinstance(error, ReplicaStartError):
+            error = progress.with_note(error, goals.what_stays(goal))
         self.apply(goals.rolled_back(self.world.state, goal, error, self.backend, self.world.wall))
         return True
 

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from daskserve.control import goals
 from daskserve.control import scaled as scaling
+from daskserve.control.failed_deploys import not_found
 from daskserve.control.records import BackendRecord, Change, CodeRecord
 from daskserve.control.state import State
 from daskserve.control.target_capacity import at_capacity
@@ -318,7 +319,7 @@ def get_endpoint(state: State, name: str) -> dict[str, Any]:
     """Return the entry of one endpoint in `list_endpoints`; raise `NotFoundError` if there is none."""
     endpoint = state.endpoints.get(name)
     if endpoint is None:
-        raise NotFoundError(f"Endpoint '{short_tag(name)}' does not exist.")
+        raise not_found(state, f"Endpoint '{short_tag(name)}' does not exist.", name)
     return {
         "route": endpoint.route,
         "methods": list(endpoint.methods),

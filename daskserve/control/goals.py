@@ -27,7 +27,7 @@ from daskserve.control.scaled import taken_back
 from daskserve.control.state import State
 from daskserve.control.stored_records import from_plain
 from daskserve.control.versions import unmarked
-from daskserve.errors import DeletedError, DeployError, ServeError, SupersededError
+from daskserve.errors import DeletedError, DeployError, ReplicaStartError, ServeError, SupersededError
 from daskserve.payload.packed_errors import dump_error
 from daskserve.types import BackendTag, GoalId, ReplicaState, described
 
@@ -247,7 +247,7 @@ def rolled_back(
     ``culprit`` is that backend's current record, which may be newer than the one in ``state``. None: the
     change did not fail, but its program withdraws it.
     """
-    text = "" if culprit is None else f"{error}\n{getattr(error, 'user_traceback', '')}".strip()
+    text = "" if culprit is None else text_of(error)
     change: Change = {goal.key: finish(goal, error)}
     for key, plain in goal.previous.items():
         kind, _, name = key.partition("/")
@@ -272,8 +272,15 @@ def rolled_back(
             if f"backend/{name}" not in goal.previous or goal.previous[f"backend/{name}"] is not None:
                 change.update(endpoint_state.routed_as_before(state, endpoint))
         elif kind == "app":
-            change.update(_app_back(state, name, plain, "" if culprit is None else culprit.tag, text))
+            change.update(_app_back(state, name, plain, "" if culprit is None else culprit.tag, error))
     return change
+
+
+def what_stays(goal: GoalRecord) -> str:
+    """Return what is left after a change that user code has let fail, and what its user can do."""
+    if any(each is not None for each in goal.previous.values()):
+        return "The version from before keeps serving; correct the code, and deploy it again"
+    return "Nothing of it is left; correct the code, and deploy it again"
 
 
 def withdrawn(state: State, requests: Collection[str], by: str, wall: float) -> Change:
@@ -293,6 +300,12 @@ def withdrawn(state: State, requests: Collection[str], by: str, wall: float) -> 
     return change
 
 
+def text_of(error: BaseException, before: str = "") -> str:
+    """Return the text of an error in one line, and the traceback of user code, if there is one, below it."""
+    user_traceback = error.user_traceback if isinstance(error, ServeError) else ""
+    return f"{before}{error}\n{user_traceback}".strip()
+
+
 def _removed(state: State, current: BackendRecord, why: str) -> Change:
     """Return the change that removes all of a backend that a failed change has created."""
     removed = replace(current, is_deleting=True, is_forced=True, goal=None, last_error=why)
@@ -304,8 +317,13 @@ def _removed(state: State, current: BackendRecord, why: str) -> Change:
 
 
 def _app_back(
-    state: State, name: str, plain: Mapping[str, Any] | None, culprit: BackendTag, text: str
+    state: State,
+    name: str,
+    plain: Mapping[str, Any] | None,
+    culprit: BackendTag,
+    error: ServeError,
 ) -> Change:
+    text = text_of(error)
     current = state.apps.get(name)
     if current is None:
         return {}
@@ -319,8 +337,10 @@ def _app_back(
     if not culprit:
         return {current.key: replace(before, goal=None)}
     failed = next((each for each, tag in current.deployments.items() if tag == culprit), culprit)
-    what = described(culprit.rpartition("/")[2], "Deployment")
-    after = replace(before, goal=None, last_error=f"{what} failed: {text}", failed=failed)
+    if not isinstance(error, ReplicaStartError):  # which says whose start it was
+        text = f"{described(culprit.rpartition('/')[2], 'Deployment')} failed: {text}"
+    tried = sorted(current.deployments)
+    after = replace(before, goal=None, last_error=text, failed=failed, tried=tried)
     return {after.key: after}
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, TypeAlias, get_args
 
@@ -298,9 +298,9 @@ class AppRecord:
         Id of the client's call that led to this state.
     goal : str or None
         The pending goal of the application.
-    last_error, failed : str
-        Why the last deploy failed, and the name of the deployment that did not come up, until the next
-        deploy.
+    last_error, failed, tried
+        Why the last deploy failed, the name of the deployment that did not come up, and the names of all
+        deployments that it had, until the next deploy.
     """
 
     KIND: ClassVar[str] = "app"
@@ -314,6 +314,7 @@ class AppRecord:
     last_error: str = ""
     failed: str = ""
     is_deleting: bool = False
+    tried: Sequence[str] = field(default_factory=list)
 
     @property
     def key(self) -> str:

@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 from daskserve.control import app_verbs
+from daskserve.control.failed_deploys import not_found
 from daskserve.control.records import BackendRecord
 from daskserve.control.state import State
 from daskserve.control.versions import unmarked
-from daskserve.errors import NotFoundError
 from daskserve.options.app_spec import ApplicationSpec, DeploymentSpec
 from daskserve.options.backend_spec import BackendSpec
 
@@ -28,7 +28,7 @@ def stored_deployments(state: State, name: str | None) -> dict[str, dict[str, An
         if backend.is_deployment and not backend.is_deleting
     }
     if name is not None and not found:
-        raise NotFoundError(f"Deployment {name} does not exist.")
+        raise not_found(state, f"Deployment {name} does not exist.", name)
     return found
 
 

@@ -12,12 +12,12 @@ from typing import Any
 from daskserve.amounts import shown
 from daskserve.control import app_state, backend_verbs, endpoint_state, progress
 from daskserve.control.backend_state import NEW_WORKER_S
+from daskserve.control.failed_deploys import not_found
 from daskserve.control.http_state import is_ready
 from daskserve.control.observed import Busy, Observed
 from daskserve.control.proxy_record import ProxyRecord
 from daskserve.control.records import BackendRecord, GoalState, ReplicaRecord
 from daskserve.control.state import State
-from daskserve.errors import NotFoundError
 from daskserve.options.credentials import masked
 from daskserve.options.environment import Environment
 from daskserve.types import ActorKind, BackendTag, Reach, ReplicaState, WorkerAddress
@@ -65,7 +65,10 @@ def message_of(observed: Observed, backend: BackendRecord, replicas: Iterable[Re
         where = " of one worker" if is_one else ""
         drained = "one old replica" if count == 1 else f"{count} old replicas{where}"
         found.insert(0, f"{cause}: draining {drained} at a time{late}")
-    return "; ".join(found) or backend.last_error
+    # A text may have a traceback below its first line.
+    parts = [each.partition("\n") for each in found]
+    text = "\n".join(["; ".join(first for first, _, _ in parts), *(more for _, _, more in parts if more)])
+    return text or backend.last_error
 
 
 def status_word(observed: Observed, backend: BackendRecord, running: int) -> str:
@@ -191,7 +194,7 @@ def deployment_info(state: State, name: str) -> dict[str, Any]:
     """Return a deployment's info and route; raise `NotFoundError` (a `KeyError`) if there is none."""
     backend = state.backends.get(name)
     if backend is None or backend.is_deleting or not backend.is_deployment:
-        raise NotFoundError(f"Deployment {name} does not exist.")
+        raise not_found(state, f"Deployment {name} does not exist.", name)
     endpoint = state.endpoints.get(name)
     return {
         "name": name,

@@ -18,7 +18,7 @@ from io import BytesIO, TextIOWrapper
 from types import BuiltinMethodType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeAlias, TypeVar
 
-from daskserve.internals import by_value
+from daskserve.internals import by_value, ipython
 from daskserve.internals.checking import needs
 from daskserve.internals.pydantic import NAMESPACE, needed_namespace
 from daskserve.internals.python import TracingPickler
@@ -279,10 +279,12 @@ def _with_its_file(code: CodeType) -> Any:
     """Keep the name of the file, which tracebacks show, with the lines where the file can be read.
 
     cloudpickle has dropped it since 3.1.3, because the cells of a notebook have other names in each process.
-    So it is dropped here if there is no such file.
+    So it is dropped here if there is no such file. A cell gets the name that its user sees.
     """
     make, arguments = _code_reduce(code)
-    name = code.co_filename if os.path.exists(code.co_filename) else NO_FILE
+    name = code.co_filename
+    if not os.path.exists(name):
+        name = ipython.cell_name(name) or NO_FILE
     return make, (*arguments[:FILE_ARGUMENT], name, *arguments[FILE_ARGUMENT + 1 :])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
@@ -28,6 +29,11 @@ def in_notebook() -> bool:
     ipython: Any = sys.modules.get("IPython")
     shell = None if ipython is None else ipython.get_ipython()
     return shell is not None and hasattr(shell, "kernel")
+
+
+def in_cell() -> bool:
+    """Return whether this is the code of a notebook's cell, which may block the loop that it runs in."""
+    return in_notebook() and threading.current_thread() is threading.main_thread()
 
 
 def running_loop() -> asyncio.AbstractEventLoop | None:

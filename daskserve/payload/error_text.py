@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import reprlib
+import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
+
+from daskserve import settings
+from daskserve.errors import RemoteTraceback
 
 #: Maximum length of the text of one error, and of a traceback.
 MAX_TEXT = 8 * 1024
@@ -18,6 +22,9 @@ MAX_FRAMES = 500
 
 #: Stands for the text of an error whose class must not be asked, or does not answer.
 NO_TEXT = "<its text was not made in time>"
+
+#: How the traceback of an error begins whose cause is one of another process.
+_REMOTE = f"{RemoteTraceback.__module__}.{RemoteTraceback.__qualname__}: \n"
 
 _SIZED = frozenset((str, bytes, bytearray, list, tuple, dict, set, frozenset))
 
@@ -97,17 +104,43 @@ def _is_large(value: Any) -> bool:
 
 
 def user_frames(error: BaseException) -> TracebackType | None:
-    """Return an error's traceback from the first frame that is not ours."""
+    """Return an error's traceback without the frames that lead to user code, ours and those of frameworks.
+
+    ``daskserve.errors.full-tracebacks`` keeps those of frameworks.
+    """
     found: TracebackType | None = stored_traceback(error)
-    frames = found
-    while frames is not None and _is_ours(frames.tb_frame.f_globals):
-        frames = frames.tb_next
-    return frames or found
+    frames = []
+    each = found
+    while each is not None:
+        frames.append(each)
+        each = each.tb_next
+    while frames and _is_in(frames[-1], _CALLS):
+        frames.pop()
+    names = _OURS if _keeps_frameworks() else (*_OURS, *_FRAMEWORKS)
+    kept: TracebackType | None = None
+    has_users = False
+    for each in reversed(frames):
+        is_on_the_way = _is_in(each, names)
+        has_users = has_users or not is_on_the_way
+        if not (has_users and is_on_the_way):
+            kept = TracebackType(kept, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    return kept if has_users else found
 
 
-def _is_ours(names: Mapping[str, Any]) -> bool:
-    module = names.get("__name__")
-    return isinstance(module, str) and module.startswith(("daskserve.data.", "daskserve.payload."))
+#: The modules through which user code is called, and those through which it calls other deployments.
+_OURS = ("daskserve.data.", "daskserve.payload.")
+_FRAMEWORKS = ("starlette.", "fastapi.", "anyio.")
+_CALLS = ("daskserve.data.caller.",)
+
+
+def _is_in(frame: TracebackType, names: tuple[str, ...]) -> bool:
+    module = frame.tb_frame.f_globals.get("__name__")
+    return isinstance(module, str) and module.startswith(names)
+
+
+def _keeps_frameworks() -> bool:
+    # A child process of a worker has not loaded Dask, which takes longer than all of this.
+    return "dask.config" in sys.modules and settings.errors().full_tracebacks
 
 
 def traceback_text(error: BaseException) -> str:
@@ -115,7 +148,8 @@ def traceback_text(error: BaseException) -> str:
     try:
         if not any(_has_large_text(each) or _has_large_notes(each) for each in chain_of(error)):
             lines = traceback.format_exception(type(error), error, user_frames(error), limit=-MAX_FRAMES)
-            return shortened("".join(lines), MAX_TRACEBACK)
+            # A traceback of another process, which is the cause, begins the text by itself.
+            return shortened("".join(lines).removeprefix(_REMOTE), MAX_TRACEBACK)
     except BaseException:  # of user code; `traceback` reads more attributes than the text
         pass
     return bare_traceback(error, summary_of(error))

@@ -53,6 +53,7 @@ from daskserve.payload.error_text import (
     traceback_text,
 )
 from daskserve.payload.pickling import load_bytes
+from daskserve.payload.shown_errors import cause_of
 
 
 def note_logged(error: BaseException, *request_ids: str) -> None:
@@ -263,7 +264,8 @@ def unpacked(error: BaseException) -> BaseException:
     if type(error) is PackedError:
         return error.load()
     if isinstance(error, ServeError):
-        error.__cause__ = error.__context__ = error.__traceback__ = None
+        error.__context__ = error.__traceback__ = None
+        error.__cause__ = cause_of(error)
     return error
 
 

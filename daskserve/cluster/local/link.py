@@ -8,9 +8,10 @@ from typing import Any, TypeVar
 
 from daskserve.clock import RequestIds
 from daskserve.cluster.base import Process
+from daskserve.cluster.ended import ended_error
 from daskserve.cluster.local.values import LocalTransfer
 from daskserve.cluster.local.world import LocalWorld
-from daskserve.errors import BadRequestError, BlockingCallError, ClusterUnreachableError, NotRunningError
+from daskserve.errors import BadRequestError, BlockingCallError, NotRunningError, ServeError
 from daskserve.loops.hops import Hop, Hops, Landing
 from daskserve.types import InstanceName
 
@@ -72,9 +73,9 @@ class LocalLink:
         """Whether the loop is closed, so that all calls fail."""
         return self.loop.is_closed()
 
-    def closed_error(self) -> ClusterUnreachableError:
+    def closed_error(self) -> ServeError:
         """Return the error to raise if `is_closed`."""
-        return ClusterUnreachableError("The local cluster has been closed.")
+        return ended_error()
 
     def runs_here(self) -> bool:
         """Return whether the caller is on the cluster's own loop."""

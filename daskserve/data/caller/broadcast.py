@@ -13,6 +13,7 @@ from daskserve.data.caller.response import cancelled_error, refuse_in_loop
 from daskserve.errors import RequestCancelledError, RequestTimeoutError
 from daskserve.loops.pending_call import PendingCall
 from daskserve.payload.packed_errors import unpacked
+from daskserve.payload.shown_errors import shown_in_notebook
 from daskserve.types import DONE, ActorAddress, Envelope, Message, Payload, nothing_to_receive
 
 #: What one replica answered.
@@ -82,7 +83,7 @@ class BroadcastResponse:
         if not return_exceptions:
             for outcome in outcomes:
                 if isinstance(outcome, BaseException):
-                    raise outcome
+                    raise shown_in_notebook(outcome)
         return [each if isinstance(each, BaseException) else each.load() for each in outcomes]
 
 

@@ -34,6 +34,7 @@ from daskserve.errors import (
     StreamOptionError,
 )
 from daskserve.figures.collector import PROCESS
+from daskserve.internals import ipython
 from daskserve.loops.deadlines import until
 from daskserve.loops.pending_call import PendingCall
 from daskserve.types import (
@@ -50,7 +51,7 @@ from daskserve.types import (
 )
 
 #: What a call tells user code about its request: the ids of `CallOptions`, and the route.
-Facts: TypeAlias = Mapping[str, str] | None
+Facts: TypeAlias = Mapping[str, Any] | None
 
 
 async def routers_of(cluster: Process) -> Routers:
@@ -104,6 +105,8 @@ class Handle:
         self._route = route
         self._options = options = options or CallOptions()
         self._facts: Facts = options.carried()
+        if ipython.shell() is not None:
+            self._facts = {**(self._facts or {}), "is_shown": True}
         self._cluster = cluster
 
     def __repr__(self) -> str:
@@ -313,6 +316,8 @@ class Handle:
         facts = self._facts
         if current is not None and current.route:
             facts = {**(facts or {}), "route": current.route}
+        if current is not None and current.is_shown:
+            facts = {**(facts or {}), "is_shown": True}
         if deadline is None and pipe is None and values is None:
             future = self._start_direct(link, payload, request_id, facts)
         else:

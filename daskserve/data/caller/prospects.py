@@ -48,9 +48,11 @@ class Prospects:
         """Return the error of requests to a backend that failed to deploy or is being deleted; else None."""
         what = described(self._tag, "Deployment")
         if self._ending:
-            return DeploymentUnavailableError(
-                f"{what} is unavailable because it failed to deploy: {self._ending}"
-            )
+            why, _, user_traceback = self._ending.partition("\n")
+            error = DeploymentUnavailableError(f"{what} is unavailable because it failed to deploy: {why}")
+            if user_traceback:
+                error.user_traceback = user_traceback
+            return error
         if self._ending is not None and not self.is_deleted:
             return DeploymentIsBeingDeletedError(f"{what} is being deleted.", is_public=True)
         return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Generator
 from concurrent.futures import CancelledError
 from typing import Any, NoReturn
@@ -12,9 +11,10 @@ from daskserve.amounts import shown
 from daskserve.cluster.base import Link, Process
 from daskserve.data.caller.pending import start_call, waiter_for
 from daskserve.errors import PassedResponseError, RequestCancelledError, RequestTimeoutError
-from daskserve.loops.event_loop import in_notebook, running_loop
+from daskserve.loops.event_loop import in_cell, running_loop
 from daskserve.loops.pending_call import PendingCall
 from daskserve.payload.packed_errors import PackedError, unpacked
+from daskserve.payload.shown_errors import shown_in_notebook
 from daskserve.types import KeptPayload, Payload
 
 
@@ -62,8 +62,9 @@ class Response:
                 future.cancel()
                 raise
         if not self._is_loaded:
-            if future.exception() is not None:
-                return self._value()  # raises the error
+            error = self._failure(future)
+            if error is not None:
+                raise shown_in_notebook(unpacked(error))
             payload = future.result()
             if isinstance(payload, KeptPayload):
                 yield from waiter_for(self._link, self._fetched() or future)
@@ -78,7 +79,7 @@ class Response:
             future: PendingCall[Any] = self._fetching or self._future
             error = self._failure(future)
             if error is not None:
-                raise unpacked(error)
+                raise shown_in_notebook(unpacked(error))
             payload = future.result()
             assert not isinstance(payload, KeptPayload)
             self._loaded = payload.load()
@@ -113,6 +114,9 @@ class Response:
             The error that the backend raised, with its own type.
         """
         self._wait(self._future, timeout_s)
+        error = self._failure(self._future)
+        if error is not None:
+            raise shown_in_notebook(unpacked(error))
         if not self._is_loaded and (fetching := self._fetched()) is not None:
             self._wait(fetching, timeout_s)
         return self._value()
@@ -194,12 +198,8 @@ def refuse_in_loop(link: Link, name: str, remedy: str) -> None:
     """
     if link.runs_here():
         raise RuntimeError(f"{name} would block the event loop that has to produce the answer; {remedy}.")
-    if running_loop() is not None and not _in_cell():
+    if running_loop() is not None and not in_cell():
         raise RuntimeError(
             f"{name} would block the running event loop; {remedy}, or call it in a thread "
             "(asyncio.to_thread)."
         )
-
-
-def _in_cell() -> bool:
-    return in_notebook() and threading.current_thread() is threading.main_thread()

@@ -21,6 +21,7 @@ from daskserve.errors import PassedResponseError
 from daskserve.loops.pending_call import PendingCall
 from daskserve.payload.packed_errors import unpacked
 from daskserve.payload.pickling import load, message_bytes
+from daskserve.payload.shown_errors import shown_in_notebook
 from daskserve.types import Message, Payload
 
 #: Maximum size of the items that wait for the reader; one item may wait whatever its size.
@@ -106,7 +107,7 @@ class Pipe:
             else:
                 self._wake_reader = wake
         if error is not None:
-            raise unpacked(error)  # without the lock: it may run user code
+            raise shown_in_notebook(unpacked(error))  # without the lock: it may run user code
         _resume(room)
         return payload
 

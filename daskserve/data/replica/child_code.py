@@ -163,10 +163,8 @@ class ChildCode:
             )
         except ActorLostError:
             await child.ended.wait()
-            raise ReplicaStartError(
-                f"{described(self._start.backend_tag, 'Backend')} did not survive its start: its process "
-                f"{child.fate}."
-            ) from None
+            what = described(self._start.backend_tag, self._start.kind)
+            raise ReplicaStartError(f"{what} did not survive its start: its process {child.fate}.") from None
         return facts
 
     # ---- requests

@@ -20,6 +20,7 @@ class Stage(NamedTuple):
 INSTALLING = Stage("installing its environment", "could not install its environment")
 LOADING = Stage("loading its code", "could not be loaded")
 CONSTRUCTING = Stage("running its constructor", "failed in its constructor")
+OPENING = Stage("running its lifespan", "failed in its lifespan")
 RECONFIGURING = Stage("running reconfigure()", "failed in reconfigure()")
 
 
@@ -108,6 +109,7 @@ class Construction:
         if _is_made_on_loop(self._wall, servable):
             await servable.construct()
         if servable.facts.is_asgi_app:
+            self._enter(OPENING)
             await servable.open()
         asyncio.get_running_loop().call_soon(self._wall.to_worker.post, self.turned.set)
 

@@ -11,11 +11,13 @@ without a traceback, and only now and then if there are many.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from daskserve.clock import stopwatch
+from daskserve.context import RequestContext
 from daskserve.data.replica.rules import add_rule
 from daskserve.errors import REFUSALS, ServeError, UserCodeError
 from daskserve.figures.error_log import SparseLog
@@ -82,6 +84,16 @@ class FailureLog:
     def __init__(self, replica_tag: str) -> None:
         self._replica_tag = short_tag(replica_tag)
         self._refusals = SparseLog(REFUSALS_S)
+
+    def logs_for(self, request: RequestContext | None) -> Callable[..., None]:
+        """Return `log` or, if the caller shows the error to its user at once, `log_in_short`."""
+        return self.log if request is None or not request.is_shown else self.log_in_short
+
+    def log_in_short(self, error: PackedError, *request_ids: str) -> None:
+        """Log an error in one line: its caller, a notebook, shows its traceback to the same user at once."""
+        if not is_logged(error, request_ids[0]):
+            note_logged(error, *request_ids)
+            logger.error("Request %s to %s failed: %s", request_ids[0], self._replica_tag, error.summary)
 
     def log(self, error: PackedError, *request_ids: str) -> None:
         """Log an error, unless this or another replica has logged it for the same request."""

@@ -45,7 +45,12 @@ class Lifespan:
         self._task = asyncio.create_task(self._run(app))
         answer = await self._ask("lifespan.startup")
         if answer["type"] == "lifespan.startup.failed":
-            raise ServeError(f"The ASGI application's start-up failed: {answer.get('message', '')}")
+            text = str(answer.get("message", "")).rstrip()
+            # Starlette sends the traceback, whose last line is the error.
+            error = ServeError(text.rpartition("\n")[2] or "The application reported a failure.")
+            if "\n" in text:
+                error.user_traceback = text
+            raise error
 
     async def close(self) -> None:
         """Run the application's shutdown, and log its failure."""

@@ -46,7 +46,7 @@ from daskserve.errors import (
 from daskserve.figures.replica import ReplicaFigures
 from daskserve.figures.table import MetricSample
 from daskserve.figures.user import UserSample
-from daskserve.payload.packed_errors import PackedError, packed_here
+from daskserve.payload.packed_errors import PackedError, known_of, packed_here
 from daskserve.payload.parcels import Parcel
 from daskserve.starts import ReplicaStart, read_config
 from daskserve.types import (
@@ -206,14 +206,16 @@ class LocalCode:
 
     def _user_error(self, stage: Stage, error: Exception) -> ReplicaStartError:
         raised = error.__cause__ if isinstance(error, UserCodeError) else error
-        text = packed_here(raised or error).text
-        what = described(self._start.backend_tag, "Backend")
+        known = known_of(error)
+        if isinstance(known, ServeError) and known.user_traceback:  # of the application's own account
+            summary, text = str(known), known.user_traceback
+        else:
+            summary, text = packed_here(error).summary, packed_here(raised or error).text
+        what = described(self._start.backend_tag, self._start.kind)
         # A process that cannot be reached now says nothing about the code.
         is_code = stage is LOADING and not (isinstance(error, ServeError) and error.is_retryable)
         kind = CodeLoadError if is_code else ReplicaStartError
-        return kind(
-            f"{what} {stage.failed}: {packed_here(error).summary}{rule_in(text)}", user_traceback=text
-        )
+        return kind(f"{what} {stage.failed}: {summary}{rule_in(text)}", user_traceback=text)
 
     # ---- requests
 

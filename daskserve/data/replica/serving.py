@@ -117,7 +117,8 @@ class LocalAnswer(Answer):
         super().accept(value)
         if type(value) is PackedError:
             if self.is_failure(value):
-                self._context.copy().run(self.code.failures.log, value, request_id_of(self.envelope.head))
+                log = self.code.failures.logs_for(self._context.get(current_request))
+                self._context.copy().run(log, value, request_id_of(self.envelope.head))
             value.error = None  # it refers to the user's object
 
     def _set_context(self) -> None:

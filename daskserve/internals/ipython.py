@@ -1,0 +1,56 @@
+"""IPython, if this program runs in it: the names of its cells, and how it shows errors."""
+
+from __future__ import annotations
+
+import linecache
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+#: How tracebacks of other processes name the code of a cell.
+CELL = re.compile(r"Cell In\[(\d+)\]")
+_FRAME_OF_CELL = re.compile(r' *File "Cell In\[(\d+)\]", line (\d+), in ')
+
+
+def shell() -> Any:
+    """Return the shell that runs this program; None outside of IPython."""
+    ipython: Any = sys.modules.get("IPython")
+    return None if ipython is None else ipython.get_ipython()
+
+
+def cell_name(file: str) -> str | None:
+    """Return how IPython names the cell that it has compiled as a file, such as ``Cell In[3]``.
+
+    The file exists in no process, and its name has the number of one.
+    """
+    with suppress(AttributeError, TypeError, ValueError):  # of a shell that is no `InteractiveShell`
+        kind, name = shell().compile.format_code_name(file)
+        found = f"{kind} {name}"
+        return found if CELL.fullmatch(found) else None
+    return None
+
+
+def with_cell_lines(text: str) -> str:
+    """Return a traceback of another process with the lines of the cells in it, which only this one has."""
+    return "\n".join(_with_cell_lines(text.split("\n"))) if CELL.search(text) else text
+
+
+def _with_cell_lines(lines: list[str]) -> Iterator[str]:
+    with suppress(AttributeError):
+        files = {str(number): file for file, number in shell().compile._filename_map.items()}
+        for line in lines:
+            yield line
+            frame = _FRAME_OF_CELL.match(line)
+            source = frame and linecache.getline(files.get(frame[1], ""), int(frame[2])).strip()
+            if source:
+                yield f"    {source}"
+        return
+    yield from lines
+
+
+def structured_traceback(error: BaseException) -> list[str]:
+    """Return the lines with which IPython shows an error, in the mode that its user has chosen."""
+    found: list[str] = shell().InteractiveTB.structured_traceback(type(error), error, error.__traceback__)
+    return found

@@ -1,0 +1,148 @@
+"""Errors as their users see them: with the user's frames, and without those of daskserve.
+
+What has failed is told by the error's message and by the traceback of the process where it was raised, which
+is its cause. The frames of this process that are daskserve's own are left out where a function of daskserve
+returns to its caller; ``daskserve.errors.full-tracebacks`` keeps them. One stays, because Python adds it
+afterwards; a notebook leaves that one out as well.
+
+An error that nobody has meant to raise is a mistake in daskserve, and keeps its frames for the report.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Coroutine, Iterator
+from types import FrameType, TracebackType
+from typing import Any, ParamSpec, TypeVar
+
+from daskserve import settings
+from daskserve.errors import RemoteTraceback, ServeError
+from daskserve.internals import ipython
+
+P = ParamSpec("P")
+T = TypeVar("T")
+ErrorT = TypeVar("ErrorT", bound=BaseException)
+
+#: The modules of frames between those of a user that lead to the user's code, or to what daskserve raises.
+ON_THE_WAY = frozenset(
+    {"daskserve", "asyncio", "concurrent", "contextlib", "functools", "importlib", "pydantic"}
+)
+#: The most lines that are shown of a traceback of another process.
+MAX_LINES = 14
+#: How many of them are its first ones.
+HEAD_LINES = 3
+
+
+def shown(error: ErrorT) -> ErrorT:
+    """Return an error as its user should see it, to be raised where daskserve returns to its caller."""
+    if isinstance(error, ServeError) and error.user_traceback:
+        error.__cause__ = cause_of(error)
+    if not settings.errors().full_tracebacks:
+        _leave_out(error)
+    return shown_in_notebook(error)
+
+
+def _leave_out(error: BaseException) -> None:
+    """Leave out the frames of daskserve, and the causes of its errors that have no others."""
+    for each in list(_causes(error)):
+        each.__traceback__ = users_frames(each)
+        if isinstance(each, ServeError) and type(each.__cause__) is not RemoteTraceback:
+            cause = each.__cause__
+            each.__cause__ = None if cause is None or not _has_users_frames(cause) else cause
+
+
+def _has_users_frames(error: BaseException) -> bool:
+    return any(not _is_on_the_way(each.tb_frame) for each in _frames(error.__traceback__))
+
+
+def shown_in_notebook(error: ErrorT) -> ErrorT:
+    """Return an error which IPython, if this is IPython, shows without frames of daskserve."""
+    if ipython.shell() is not None:
+        for each in _causes(error):
+            if type(each) is RemoteTraceback and each.args:
+                each.args = (ipython.with_cell_lines(each.args[0]),)
+        error._render_traceback_ = render_last  # type: ignore[attr-defined]
+    return error
+
+
+def render_last() -> list[str]:
+    """Return the lines with which IPython shows the error that it has stored as the last one."""
+    error = sys.last_value
+    assert error is not None
+    if not settings.errors().full_tracebacks:
+        error.__traceback__ = users_frames(error)
+    return ipython.structured_traceback(error)
+
+
+def shows_errors(
+    function: Callable[P, Coroutine[Any, Any, T]],
+) -> Callable[P, Coroutine[Any, Any, T]]:
+    """Return a coroutine function whose errors are `shown`."""
+
+    @functools.wraps(function)
+    async def showing(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return await function(*args, **kwargs)
+        except Exception as error:
+            raise shown(error)  # noqa: B904 (it is the same error)
+
+    return showing
+
+
+def cause_of(error: ServeError) -> RemoteTraceback | None:
+    """Return the cause with which an error of daskserve is shown: the traceback of user code, if any."""
+    return RemoteTraceback(shortened(error.user_traceback)) if error.user_traceback else None
+
+
+def shortened(text: str) -> str:
+    """Return a traceback as text without its middle, which is that of libraries, if it is long."""
+    lines = text.rstrip().split("\n")
+    left_out = len(lines) - MAX_LINES + 1
+    if left_out > 1:
+        lines[HEAD_LINES : HEAD_LINES + left_out] = [f"  ... {left_out} lines ..."]
+    return "\n".join(lines)
+
+
+def users_frames(error: BaseException) -> TracebackType | None:
+    """Return an error's traceback without the frames that lead through daskserve."""
+    frames = list(_frames(error.__traceback__))
+    is_ours = [_is_on_the_way(each.tb_frame) for each in frames]
+    first = next((n for n, each in enumerate(frames) if _is_of_daskserve(each.tb_frame)), len(frames))
+    kept = [each for n, each in enumerate(frames) if n < first or not is_ours[n]]
+    has_meant = isinstance(error, ServeError) or any(type(each) is RemoteTraceback for each in _causes(error))
+    if not has_meant and first < len(frames) and all(is_ours[first:]):
+        if not isinstance(error, (TypeError, ValueError, TimeoutError)):
+            return error.__traceback__
+        kept.append(frames[-1])  # the condition, if it was not meant to be raised
+    found: TracebackType | None = None
+    for each in reversed(kept):
+        found = TracebackType(found, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    return found
+
+
+def _frames(traceback: TracebackType | None) -> Iterator[TracebackType]:
+    while traceback is not None:
+        yield traceback
+        traceback = traceback.tb_next
+
+
+def _is_of_daskserve(frame: FrameType) -> bool:
+    return _package_of(frame) == "daskserve"
+
+
+def _is_on_the_way(frame: FrameType) -> bool:
+    return _package_of(frame) in ON_THE_WAY
+
+
+def _package_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    seen: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and not any(cause is each for each in seen):
+        seen.append(cause)
+        yield cause
+        cause = cause.__cause__
