@@ -12,8 +12,8 @@ from schedules import Machine, play_all
 
 #: Number of schedules in every run of the suite: those of the seeds 0, 1 and so on. The profile ``nightly``
 #: plays more, from a random seed on; ``--hypothesis-seed=60`` plays the one of seed 60.
-SCHEDULES = 300
-APP_SCHEDULES = 150
+SCHEDULES = 200
+APP_SCHEDULES = 100
 
 
 def play(machine: type[Machine], schedules: int, config: pytest.Config) -> None:
