@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 from app_machine import AppMachine
@@ -12,28 +13,36 @@ from schedules import Machine, play_all
 
 #: Number of schedules in every run of the suite: those of the seeds 0, 1 and so on. The profile ``nightly``
 #: plays more, from a random seed on; ``--hypothesis-seed=60`` plays the one of seed 60.
-SCHEDULES = 200
-APP_SCHEDULES = 100
+SCHEDULES: dict[type[Machine], int] = {ControlMachine: 200, AppMachine: 100}
+#: How many schedules are one test.
+BLOCK = 20
 
 
-def play(machine: type[Machine], schedules: int, config: pytest.Config) -> None:
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    cases = [
+        pytest.param(machine, seeds, id=f"{machine.__name__}-{seeds[0]}-to-{seeds[-1]}")
+        for machine, count in SCHEDULES.items()
+        for seeds in blocks(_seeds(metafunc.config, count))
+    ]
+    metafunc.parametrize(("machine", "seeds"), cases)
+
+
+def _seeds(config: pytest.Config, count: int) -> range:
     chosen = config.getoption("hypothesis_seed")
-    is_nightly = not settings().derandomize
     if chosen is not None:
-        seeds = range(int(chosen), int(chosen) + 1)
-    elif is_nightly:
-        begin = random.SystemRandom().randrange(10**9)
-        seeds = range(begin, begin + settings().max_examples)
-    else:
-        seeds = range(schedules)
-    play_all(machine, seeds, shorten=is_nightly)
+        return range(int(chosen), int(chosen) + 1)
+    if settings().derandomize:
+        return range(count)
+    begin = random.SystemRandom().randrange(10**9)
+    return range(begin, begin + settings().max_examples)
+
+
+def blocks(seeds: range) -> list[range]:
+    return [seeds[at : at + BLOCK] for at in range(0, len(seeds), BLOCK)]
 
 
 def test_random_schedules_keep_acknowledged_changes_and_reach_the_wanted_state(
-    pytestconfig: pytest.Config,
+    machine: type[Machine], seeds: Sequence[int]
 ) -> None:
-    play(ControlMachine, SCHEDULES, pytestconfig)
-
-
-def test_random_schedules_never_leave_half_an_application(pytestconfig: pytest.Config) -> None:
-    play(AppMachine, APP_SCHEDULES, pytestconfig)
+    """Those of applications also leave no half of one."""
+    play_all(machine, seeds, shorten=not settings().derandomize)
