@@ -14,7 +14,7 @@ from daskserve.control.observed import Observed
 from daskserve.control.ranks import all_know_theirs
 from daskserve.control.records import AppRecord, BackendRecord, Change, EndpointRecord, ReplicaRecord
 from daskserve.control.state import State
-from daskserve.types import BackendTag, ReplicaState
+from daskserve.types import BackendTag, GoalId, ReplicaState
 
 
 def awaited(
@@ -153,7 +153,7 @@ def completed(state: State, app: AppRecord, backend: BackendRecord) -> Change:
         settled = replace(member, goal=None) if member.goal == app.goal else member
         if tag in app.tags:
             if settled.goal is None:
-                change.update(old_codes(state, settled))
+                change.update(old_codes(state, settled, ended=app.goal))
         elif not member.is_deleting and not is_used(state, tag):
             change.update(goals.ended(state, member, app.goal, None))
             settled = replace(settled, is_deleting=True, goal=None)
@@ -163,10 +163,21 @@ def completed(state: State, app: AppRecord, backend: BackendRecord) -> Change:
     return change
 
 
-def old_codes(state: State, backend: BackendRecord) -> Change:
-    """Return the change that removes the code of a backend's older versions."""
-    codes = state.codes_of(backend.tag)
-    return {code.key: None for code in codes if code.name != backend.code_key}
+def old_codes(state: State, backend: BackendRecord, ended: GoalId | None = None) -> Change:
+    """Return the change that removes the code of a backend's older versions.
+
+    A pending change may cover a backend that has no goal: one that its application leaves out. It needs the
+    code of the version to which it would return. ``ended`` is the goal that ends now.
+    """
+    old = [code for code in state.codes_of(backend.tag) if code.name != backend.code_key]
+    if not old:
+        return {}
+    kept = {
+        (goal.previous.get(backend.key) or {}).get("code_key")
+        for goal in state.goals.values()
+        if goal.is_pending and goal.goal_id != ended
+    }
+    return {code.key: None for code in old if code.name not in kept}
 
 
 def _routed(state: State, tag: BackendTag, route: str | None) -> Change:

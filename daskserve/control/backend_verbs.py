@@ -263,7 +263,7 @@ def update_backend_config(
     except ValidationError as error:
         # The client has validated each option separately.
         raise BadRequestError(f"The options of {described(tag)} are incompatible: {error}") from error
-    for name in current.fixed().keys() | merged.fixed().keys():
+    for name in sorted(current.fixed().keys() | merged.fixed().keys()):
         if getattr(merged, name) != getattr(current, name):
             raise BadRequestError(
                 f"The option {name} of {described(tag)} is {getattr(current, name)!r} and cannot be changed "

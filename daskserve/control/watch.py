@@ -76,7 +76,7 @@ class WorkerWatch:
             if began - swept_at >= SWEEP_S:
                 swept_at = began
                 workers |= set(self._observed.workers)
-            for worker in workers & set(self._observed.workers):
+            for worker in sorted(workers & self._observed.workers.keys()):
                 self._tasks.spawn(self._look(worker), "watch")
             self._forget_workers()
             await self._clock.sleep(max(0.0, began + PERIOD_S - self._clock.now()))

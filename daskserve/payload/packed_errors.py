@@ -346,7 +346,7 @@ def _known_parts(error: BaseException) -> tuple[tuple[str, str, dict[str, Any]] 
     args, attributes = stored_args(error), stored_attributes(error)
     message = args[0] if args and type(args[0]) is str else "" if has_code_for_text(error) else text_of(error)
     names = (attributes if cls is type(error) else vars(cls())).keys() - {LOGGED_FOR}
-    fields = {name: attributes[name] for name in names if _is_field(name, attributes.get(name, ...))}
+    fields = {name: attributes[name] for name in sorted(names) if _is_field(name, attributes.get(name, ...))}
     is_whole = cls is type(error) and len(fields) == len(names) and len(args) <= 1
     return (name_of(cls), shortened(message, MAX_TRACEBACK), fields), is_whole
 

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 from control_harness import app_spec, backend, replica, state_of
-from controller_harness import ScriptedReplica, Stage, boom, play
+from controller_harness import ScriptedReplica, Stage, boom, hang, play
 
 from daskserve.control.app_state import neighbours
 from daskserve.control.records import AppRecord, GoalRecord
@@ -352,6 +352,31 @@ def test_a_newer_deploy_supersedes_a_pending_one_and_falls_back_to_what_was_comp
         assert isinstance(app, AppRecord)
         assert (app.route, list(app.deployments)) == ("/one", ["back", "front"])
         assert {version_of(each) for each in stage.running_of("front")} == {"1"}
+
+    play(scenario)
+
+
+def test_a_failed_deploy_brings_back_the_version_of_what_it_dropped() -> None:
+    """Even if what it dropped was being updated by the deploy that it superseded."""
+
+    async def scenario(stage: Stage) -> None:
+        await stage.run()
+        stage.start = hang
+        await stage.deploy_apps(
+            app_spec(
+                graph={"back": (), "front": ("back",)},
+                request_id="r2",
+                back={"version": "2"},
+                front={"version": "2"},
+            )
+        )
+        await stage.clock.sleep(1.0)
+        stage.start, stage.start_s = fail_in("front", "3"), 5.0  # long enough for a look at everything
+        with pytest.raises(ReplicaStartError):
+            await stage.run(graph={"front": ()}, front={"version": "3"})
+        await stage.until(lambda: sorted(stage.stored("code")) == ["code/back@1", "code/front@1"])
+        assert [version_of(each) for each in stage.running_of("back")] == ["1"]
+        assert (await stage.app_status())["status"] == "DEPLOY_FAILED"
 
     play(scenario)
 

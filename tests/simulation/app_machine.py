@@ -7,8 +7,7 @@ from typing import Any
 
 from app_witness import AppWitness
 from control_machine import SECONDS, TIMEOUT_S, FaultyWorld
-from hypothesis import strategies as st
-from hypothesis.stateful import initialize, precondition, rule
+from schedules import Between, OneOf, Several, first, rule
 from simulation import START_S, Simulation
 
 from daskserve.options.app_spec import deployment_tag
@@ -21,22 +20,22 @@ GRAPHS: dict[str, dict[str, tuple[str, ...]]] = {
     "fan": {"a": (), "b": (), "d": ("a", "b")},
     "turned": {"d": (), "a": ("d",)},
 }
-NAMES = st.sampled_from(["default", "default", "x"])
-SHAPES = st.sampled_from(sorted(GRAPHS))
-VERSIONS = st.lists(st.sampled_from(["1", "2"]), min_size=3, max_size=3)
-ROUTES = st.sampled_from(["/x", "/y", None])
+NAMES = OneOf("default", "default", "x")
+SHAPES = OneOf(*sorted(GRAPHS))
+VERSIONS = Several(OneOf("1", "2"), 3, 3)
+ROUTES = OneOf("/x", "/y", None)
 
 
 class AppMachine(FaultyWorld):
     """See the module."""
 
-    @initialize(
-        seed=st.integers(0, 1000),
-        workers=st.integers(1, 4),
-        location=st.sampled_from(["NoServer", "NoServer", "EveryNode"]),
-        latency_s=st.sampled_from([0.0, 0.004, 0.02]),
-        has_nannies=st.booleans(),
-        shape=st.sampled_from(["", "two", "chain", "fan"]),
+    @first(
+        seed=Between(0, 1000),
+        workers=Between(1, 4),
+        location=OneOf("NoServer", "NoServer", "EveryNode"),
+        latency_s=OneOf(0.0, 0.004, 0.02),
+        has_nannies=OneOf(False, True),
+        shape=OneOf("", "two", "chain", "fan"),
     )
     def begin(
         self, seed: int, workers: int, location: str, latency_s: float, has_nannies: bool, shape: str
@@ -101,9 +100,9 @@ class AppMachine(FaultyWorld):
         name=NAMES,
         shape=SHAPES,
         versions=VERSIONS,
-        replicas=st.integers(1, 2),
+        replicas=Between(1, 2),
         route=ROUTES,
-        cpus=st.sampled_from([0, 0, 0, 2]),
+        cpus=OneOf(0, 0, 0, 2),
         seconds=SECONDS,
     )
     def deploy(
@@ -125,21 +124,20 @@ class AppMachine(FaultyWorld):
         second = self._app("x", "two", versions, 1, "/y", 0)
         self._call("deploy_applications", seconds, apps=[first, second])
 
-    @precondition(lambda self: self.has_apps)
-    @rule(name=NAMES, seconds=SECONDS)
+    @rule(when=lambda self: self.has_apps, name=NAMES, seconds=SECONDS)
     def delete(self, name: str, seconds: float) -> None:
         self._call("delete_application", seconds, name=name)
 
-    @precondition(lambda self: self.has_apps)
-    @rule(age=st.integers(0, 1), seconds=SECONDS)
+    @rule(when=lambda self: self.has_apps, age=Between(0, 1), seconds=SECONDS)
     def withdraw(self, age: int, seconds: float) -> None:
         """Take back the last deploy, or the one before."""
         deployed = [each.message["apps"] for each in self.world.calls if each.verb == "deploy_applications"]
         apps = deployed[-1 - min(age, len(deployed) - 1)]
         self._call("withdraw", seconds, requests=[each["request_id"] for each in apps])
 
-    @precondition(lambda self: self.has_apps)
-    @rule(tag=st.sampled_from(["a", "d", "x/a"]), replicas=st.integers(1, 3), seconds=SECONDS)
+    @rule(
+        when=lambda self: self.has_apps, tag=OneOf("a", "d", "x/a"), replicas=Between(1, 3), seconds=SECONDS
+    )
     def scale(self, tag: str, replicas: int, seconds: float) -> None:
         self._call(
             "update_backend_config",

@@ -1,4 +1,4 @@
-"""The rules that generate schedules: requests of clients, faults of the cluster, and the passing of time.
+"""The rules of schedules: requests of clients, faults of the cluster, and the passing of time.
 
 A schedule that fails is printed as Python, which you can paste into a test::
 
@@ -13,21 +13,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from schedules import Between, Machine, OneOf, Several, first, rule
 from simulation import START_S, Simulation
 
 from daskserve.options.actor import ActorOptions
 
-INDEX = st.integers(0, 5)
+INDEX = Between(0, 5)
 #: The time after a rule: none, less than the latency of the store, more, and enough to complete.
-SECONDS = st.sampled_from([0.0, 0.002, 0.01, 0.1, 2.0])
-CLASSIC = st.sampled_from(["a", "b"])
-ANY_BACKEND = st.sampled_from(["a", "b", "d"])
-ANY_ENDPOINT = st.sampled_from(["d", "e"])
-REPLICAS = st.integers(1, 3)
+SECONDS = OneOf(0.0, 0.002, 0.01, 0.1, 2.0)
+CLASSIC = OneOf("a", "b")
+ANY_BACKEND = OneOf("a", "b", "d")
+ANY_ENDPOINT = OneOf("d", "e")
+REPLICAS = Between(1, 3)
 #: 0 stands for an autoscaler, and -n for one that starts with n replicas and keeps them.
-COUNTS = st.integers(0, 3)
+COUNTS = Between(0, 3)
 AUTOSCALING: dict[str, Any] = {
     "max_replicas": 3,
     "target_ongoing_requests": 1.0,
@@ -37,14 +36,12 @@ AUTOSCALING: dict[str, Any] = {
 }
 GANGS: dict[str, Any] = {"num_replicas": 2, "gang_scheduling_config": {"gang_size": 2}}
 #: None, or the strategy of a placement group.
-GROUPS = st.sampled_from([None, None, None, "PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"])
-CONFIGS = st.sampled_from(["one", "two", None])
-OPTIONS: st.SearchStrategy[dict[str, float]] = st.sampled_from(
-    [{}, {}, {"num_cpus": 2}, {"num_cpus": 4}, {"num_gpus": 1}]
-)
-SURGES: st.SearchStrategy[int | str] = st.sampled_from([1, 1, 0, "50%"])
-UNAVAILABLE: st.SearchStrategy[int | str] = st.sampled_from([0, 0, 1, "50%"])
-ROUTES = st.sampled_from(["/x", "/y", None])
+GROUPS = OneOf(None, None, None, "PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
+CONFIGS = OneOf("one", "two", None)
+OPTIONS = OneOf({}, {}, {"num_cpus": 2}, {"num_cpus": 4}, {"num_gpus": 1})
+SURGES = OneOf(1, 1, 0, "50%")
+UNAVAILABLE = OneOf(0, 0, 1, "50%")
+ROUTES = OneOf("/x", "/y", None)
 TIMEOUT_S = 15.0
 
 
@@ -69,7 +66,7 @@ def _pickled(user_config: str | None) -> bytes | None:
     return None if user_config is None else user_config.encode()
 
 
-class FaultyWorld(RuleBasedStateMachine):
+class FaultyWorld(Machine):
     """The rules that do not depend on what clients ask for."""
 
     simulation: Simulation | None = None
@@ -98,23 +95,21 @@ class FaultyWorld(RuleBasedStateMachine):
 
     @rule(
         tag=ANY_BACKEND,
-        outcomes=st.lists(st.sampled_from(["fail", "hang", "slow", "well"]), min_size=1, max_size=4),
+        outcomes=Several(OneOf("fail", "hang", "slow", "well"), 1, 4),
     )
     def script_starts(self, tag: str, outcomes: list[str]) -> None:
         self.world.script.starts[self._backend(tag)].extend(outcomes)
 
     @rule(
         tag=ANY_BACKEND,
-        outcomes=st.lists(
-            st.sampled_from(["refuse", "half", "slow", "late", "hang", "well"]), min_size=1, max_size=3
-        ),
-        stops=st.sampled_from(["well", "drain", "hang"]),
+        outcomes=Several(OneOf("refuse", "half", "slow", "late", "hang", "well"), 1, 3),
+        stops=OneOf("well", "drain", "hang"),
     )
     def script_lives(self, tag: str, outcomes: list[str], stops: str) -> None:
         self.world.script.reconfigurations[self._backend(tag)].extend(outcomes)
         self.world.script.stops[self._backend(tag)].append(stops)
 
-    @rule(index=INDEX, kind=st.sampled_from(["fail_checks", "vanish"]))
+    @rule(index=INDEX, kind=OneOf("fail_checks", "vanish"))
     def spoil_actor(self, index: int, kind: str) -> None:
         self.world.fail_checks(index) if kind == "fail_checks" else self.world.vanish(index)
 
@@ -122,7 +117,7 @@ class FaultyWorld(RuleBasedStateMachine):
 
     @rule(
         index=INDEX,
-        kind=st.sampled_from(["kill", "restart", "suspend", "suspend", "retire", "disconnect"]),
+        kind=OneOf("kill", "restart", "suspend", "suspend", "retire", "disconnect"),
         seconds=SECONDS,
     )
     def harm_worker(self, index: int, kind: str, seconds: float) -> None:
@@ -140,16 +135,16 @@ class FaultyWorld(RuleBasedStateMachine):
 
     # ---- faults of the controller
 
-    @rule(kind=st.sampled_from(["kill", "restart", "suspend"]), seconds=st.sampled_from([0.0, 0.5, 5.0, 9.0]))
+    @rule(kind=OneOf("kill", "restart", "suspend"), seconds=OneOf(0.0, 0.5, 5.0, 9.0))
     def harm_controller(self, kind: str, seconds: float) -> None:
         self.world.harm_controller(kind)
         self.world.advance(seconds)
 
-    @rule(commits=st.integers(1, 6), kind=st.sampled_from(["kill", "restart", "suspend"]))
+    @rule(commits=Between(1, 6), kind=OneOf("kill", "restart", "suspend"))
     def harm_controller_after(self, commits: int, kind: str) -> None:
         self.world.harm_controller_after(commits, kind)
 
-    @rule(index=INDEX, traffic=st.sampled_from([{"a": 1.0}, {"b": 1.0}, {"d": 1.0}]), seconds=SECONDS)
+    @rule(index=INDEX, traffic=OneOf({"a": 1.0}, {"b": 1.0}, {"d": 1.0}), seconds=SECONDS)
     def call_old_controller(self, index: int, traffic: dict[str, float], seconds: float) -> None:
         message = {"name": "e", "traffic": traffic}
         self.world.call_old_controller(index, "set_traffic", message, seconds=seconds)
@@ -160,25 +155,24 @@ class FaultyWorld(RuleBasedStateMachine):
 
     # ---- faults of the store and of updates
 
-    @rule(kind=st.sampled_from(["answers", "reach"]), amount=st.integers(1, 3))
+    @rule(kind=OneOf("answers", "reach"), amount=Between(1, 3))
     def harm_store(self, kind: str, amount: int) -> None:
         if kind == "answers":
             self.world.lose_answers(amount)
         else:
             self.world.lose_store((0.3, 4.0, 20.0)[amount - 1])
 
-    @rule(kind=st.sampled_from(["good", "lossy", "late", "doubled", "shuffled"]))
+    @rule(kind=OneOf("good", "lossy", "late", "doubled", "shuffled"))
     def deliver(self, kind: str) -> None:
         self.world.deliver(kind)
 
     # ---- time
 
-    @rule(seconds=st.sampled_from([0.001, 0.05, 0.5, 1.0, 3.0, 7.0, 20.0, 45.0]))
+    @rule(seconds=OneOf(0.001, 0.05, 0.5, 1.0, 3.0, 7.0, 20.0, 45.0))
     def wait(self, seconds: float) -> None:
         self.world.advance(seconds)
 
-    @precondition(lambda self: self.simulation is not None and self.simulation.witness.records)
-    @rule()
+    @rule(when=lambda self: self.simulation is not None and self.simulation.witness.records)
     def rest(self) -> None:
         self.world.rest()
 
@@ -188,20 +182,24 @@ class FaultyWorld(RuleBasedStateMachine):
         try:
             self.simulation.rest()
         finally:
+            self.close()
+
+    def close(self) -> None:
+        if self.simulation is not None:
             self.simulation.close()
 
 
 class ControlMachine(FaultyWorld):
     """See the module."""
 
-    @initialize(
-        seed=st.integers(0, 1000),
-        workers=st.integers(1, 4),
-        location=st.sampled_from(["NoServer", "NoServer", "HeadOnly", "EveryNode", "EveryWorker"]),
-        latency_s=st.sampled_from([0.0, 0.004, 0.02]),
-        has_nannies=st.booleans(),
-        stock=st.sampled_from(["", "a", "d", "ad", "ad", "full", "crowded"]),
-        focus=st.sampled_from([None, None, "a", "d"]),
+    @first(
+        seed=Between(0, 1000),
+        workers=Between(1, 4),
+        location=OneOf("NoServer", "NoServer", "HeadOnly", "EveryNode", "EveryWorker"),
+        latency_s=OneOf(0.0, 0.004, 0.02),
+        has_nannies=OneOf(False, True),
+        stock=OneOf("", "a", "d", "ad", "ad", "full", "crowded"),
+        focus=OneOf(None, None, "a", "d"),
     )
     def begin(
         self,
@@ -274,30 +272,30 @@ class ControlMachine(FaultyWorld):
         )
         self._call("create_backend", seconds, spec=spec)
 
-    @precondition(lambda self: self.has_backends)
-    @rule(tag=ANY_BACKEND, replicas=REPLICAS, seconds=SECONDS)
+    @rule(when=lambda self: self.has_backends, tag=ANY_BACKEND, replicas=REPLICAS, seconds=SECONDS)
     def scale(self, tag: str, replicas: int, seconds: float) -> None:
         self._update(tag, seconds, {"num_replicas": replicas}, None)
 
-    @precondition(lambda self: self.has_backends)
-    @rule(tag=ANY_BACKEND, user_config=CONFIGS, seconds=SECONDS)
+    @rule(when=lambda self: self.has_backends, tag=ANY_BACKEND, user_config=CONFIGS, seconds=SECONDS)
     def reconfigure(self, tag: str, user_config: str | None, seconds: float) -> None:
         config = {"max_concurrent_queries": 5} if user_config is None else {}
         self._update(tag, seconds, config, user_config)
 
-    @precondition(lambda self: self.has_backends)
-    @rule(tag=ANY_BACKEND, least=st.integers(0, 3), seconds=SECONDS)
+    @rule(when=lambda self: self.has_backends, tag=ANY_BACKEND, least=Between(0, 3), seconds=SECONDS)
     def autoscale(self, tag: str, least: int, seconds: float) -> None:
         """Turn on autoscaling, within some bounds."""
         self._update(tag, seconds, {"autoscaling_config": {"min_replicas": least, **AUTOSCALING}}, None)
 
-    @precondition(lambda self: self.has_backends)
-    @rule(tag=ANY_BACKEND, replicas=REPLICAS, seconds=SECONDS)
+    @rule(when=lambda self: self.has_backends, tag=ANY_BACKEND, replicas=REPLICAS, seconds=SECONDS)
     def turn_off_autoscaling(self, tag: str, replicas: int, seconds: float) -> None:
         self._update(tag, seconds, {"num_replicas": replicas, "autoscaling_config": None}, None)
 
-    @precondition(lambda self: self.has_backends)
-    @rule(tag=ANY_BACKEND, waiting=st.integers(0, 5), seconds=st.sampled_from([0.0, 2.0, 8.0]))
+    @rule(
+        when=lambda self: self.has_backends,
+        tag=ANY_BACKEND,
+        waiting=Between(0, 5),
+        seconds=OneOf(0.0, 2.0, 8.0),
+    )
     def load(self, tag: str, waiting: int, seconds: float) -> None:
         self.world.set_load(self._backend(tag), waiting)
         self.world.advance(seconds)
@@ -314,9 +312,9 @@ class ControlMachine(FaultyWorld):
         )
 
     @rule(
-        tag=st.sampled_from(["d", "d", "d", "a"]),
-        version=st.sampled_from(["1", "2", "3", None]),
-        prev_version=st.sampled_from([None, None, None, "1", "2"]),
+        tag=OneOf("d", "d", "d", "a"),
+        version=OneOf("1", "2", "3", None),
+        prev_version=OneOf(None, None, None, "1", "2"),
         replicas=COUNTS,
         user_config=CONFIGS,
         options=OPTIONS,
@@ -324,7 +322,7 @@ class ControlMachine(FaultyWorld):
         seconds=SECONDS,
         max_surge=SURGES,
         max_unavailable=UNAVAILABLE,
-        gang=st.sampled_from([False, False, True]),
+        gang=OneOf(False, False, True),
         group=GROUPS,
     )
     def deploy(
@@ -356,16 +354,15 @@ class ControlMachine(FaultyWorld):
         )
         self._call("deploy", seconds, spec=spec, route=route, methods=["GET"], python_methods=[])
 
-    @precondition(lambda self: self.has_backends)
-    @rule(tag=ANY_BACKEND, force=st.booleans(), seconds=SECONDS)
+    @rule(when=lambda self: self.has_backends, tag=ANY_BACKEND, force=OneOf(False, True), seconds=SECONDS)
     def delete_backend(self, tag: str, force: bool, seconds: float) -> None:
         self._call("delete_backend", seconds, tag=self._backend(tag), force=force)
 
-    @rule(name=st.sampled_from(["d", "a"]), force=st.booleans(), seconds=SECONDS)
+    @rule(name=OneOf("d", "a"), force=OneOf(False, True), seconds=SECONDS)
     def delete_deployment(self, name: str, force: bool, seconds: float) -> None:
         self._call("delete_deployment", seconds, name=self._backend(name), force=force)
 
-    @rule(percent=st.sampled_from([0, 10, 50, 50, 100, None, None]), seconds=SECONDS)
+    @rule(percent=OneOf(0, 10, 50, 50, 100, None, None), seconds=SECONDS)
     def set_target_capacity(self, percent: float | None, seconds: float) -> None:
         self._call("set_target_capacity", seconds, percent=percent)
 
@@ -382,23 +379,25 @@ class ControlMachine(FaultyWorld):
             request_id=request_id,
         )
 
-    @precondition(lambda self: self.has_endpoints)
-    @rule(name=ANY_ENDPOINT, seconds=SECONDS)
+    @rule(when=lambda self: self.has_endpoints, name=ANY_ENDPOINT, seconds=SECONDS)
     def delete_endpoint(self, name: str, seconds: float) -> None:
         self._call("delete_endpoint", seconds, name=name)
 
-    @precondition(lambda self: self.has_endpoints)
     @rule(
+        when=lambda self: self.has_endpoints,
         name=ANY_ENDPOINT,
-        traffic=st.sampled_from([{"a": 1.0}, {"b": 1.0}, {"a": 0.25, "b": 0.75}, {"d": 1.0}]),
+        traffic=OneOf({"a": 1.0}, {"b": 1.0}, {"a": 0.25, "b": 0.75}, {"d": 1.0}),
         seconds=SECONDS,
     )
     def set_traffic(self, name: str, traffic: dict[str, float], seconds: float) -> None:
         self._call("set_traffic", seconds, name=name, traffic=traffic)
 
-    @precondition(lambda self: self.has_endpoints)
     @rule(
-        name=ANY_ENDPOINT, backend=ANY_BACKEND, proportion=st.sampled_from([0.0, 0.5, 1.0]), seconds=SECONDS
+        when=lambda self: self.has_endpoints,
+        name=ANY_ENDPOINT,
+        backend=ANY_BACKEND,
+        proportion=OneOf(0.0, 0.5, 1.0),
+        seconds=SECONDS,
     )
     def shadow_traffic(self, name: str, backend: str, proportion: float, seconds: float) -> None:
         self._call(

@@ -68,6 +68,11 @@ class ScriptedReplica:
         self.concurrency = self.message.concurrency
         self.standing = as_standing(self.message.standing)
 
+    @property
+    def is_reconfiguring(self) -> bool:
+        """Whether the user's ``reconfigure`` runs."""
+        return self._reconfiguring.locked()
+
     def _blame(self) -> None:
         self._script.blamed[self.backend] = self._clock.now()
 

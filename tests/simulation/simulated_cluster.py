@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
 from typing import Any, Protocol
 
+from daskserve.clock import LoopClock
 from daskserve.cluster.base import StoreChange
 from daskserve.cluster.local.cluster import LocalCluster
 from daskserve.cluster.long_poll import WORKERS
@@ -26,6 +27,15 @@ from daskserve.types import ActorAddress, ActorKind, WorkerAddress, WorkerInfo
 EVACUATION_S = 60.0
 #: Largest delay of late updates.
 LATE_S = 3.0
+#: The time at which every simulation begins, in seconds since the epoch.
+BEGAN_AT = 1_700_000_000.0
+
+
+class VirtualClock(LoopClock):
+    """The clock of the running loop, whose wall time is virtual, too: some deadlines are told by it."""
+
+    def wall(self) -> float:
+        return BEGAN_AT + self.now()
 
 
 class CommitWitness(Protocol):
@@ -132,7 +142,7 @@ class SimulatedCluster(LocalCluster):
         self.has_nannies = True
         #: Called with a text when a worker retires with a proxy that has not ended.
         self.on_cut: Callable[[str], None] = lambda text: None
-        super().__init__(factories, store=store, **options)
+        super().__init__(factories, store=store, clock=VirtualClock(), **options)
 
     # State that the keeper holds instead of `LocalCluster`.
 

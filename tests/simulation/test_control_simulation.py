@@ -2,31 +2,47 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
+
+import pytest
 from app_machine import AppMachine
 from control_machine import ControlMachine
-from hypothesis import HealthCheck, settings
-from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
+from hypothesis import settings
+from schedules import Machine, play_all
 
-#: Number of schedules in every run of the suite. The profile ``nightly`` runs more, different ones each time.
-SCHEDULES = 300
-APP_SCHEDULES = 150
-STEPS = 30
-
-
-def play(machine: type[RuleBasedStateMachine], schedules: int) -> None:
-    run_state_machine_as_test(
-        machine,
-        settings=settings(
-            max_examples=max(schedules, settings().max_examples),
-            stateful_step_count=STEPS,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
+#: Number of schedules in every run of the suite: those of the seeds 0, 1 and so on. The profile ``nightly``
+#: plays more, from a random seed on; ``--hypothesis-seed=60`` plays the one of seed 60.
+SCHEDULES: dict[type[Machine], int] = {ControlMachine: 200, AppMachine: 100}
+#: How many schedules are one test.
+BLOCK = 20
 
 
-def test_random_schedules_keep_acknowledged_changes_and_reach_the_wanted_state() -> None:
-    play(ControlMachine, SCHEDULES)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    cases = [
+        pytest.param(machine, seeds, id=f"{machine.__name__}-{seeds[0]}-to-{seeds[-1]}")
+        for machine, count in SCHEDULES.items()
+        for seeds in blocks(_seeds(metafunc.config, count))
+    ]
+    metafunc.parametrize(("machine", "seeds"), cases)
 
 
-def test_random_schedules_never_leave_half_an_application() -> None:
-    play(AppMachine, APP_SCHEDULES)
+def _seeds(config: pytest.Config, count: int) -> range:
+    chosen = config.getoption("hypothesis_seed")
+    if chosen is not None:
+        return range(int(chosen), int(chosen) + 1)
+    if settings().derandomize:
+        return range(count)
+    begin = random.SystemRandom().randrange(10**9)
+    return range(begin, begin + settings().max_examples)
+
+
+def blocks(seeds: range) -> list[range]:
+    return [seeds[at : at + BLOCK] for at in range(0, len(seeds), BLOCK)]
+
+
+def test_random_schedules_keep_acknowledged_changes_and_reach_the_wanted_state(
+    machine: type[Machine], seeds: Sequence[int]
+) -> None:
+    """Those of applications also leave no half of one."""
+    play_all(machine, seeds, shorten=not settings().derandomize)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from reference_model import Wanted, after, backend_of, capacity_of, endpoint_of
+from simulated_cluster import BEGAN_AT
 
 from daskserve.control.placement import demand_of
 from daskserve.control.places import places_of
@@ -249,7 +250,9 @@ class Witness:
                 self.report(f"the pending {old} was dropped")
             return
         if old is None:
-            self.goals[new.goal_id] = _Goal(new.limit_s, self.now())
+            # A controller that takes a change over counts from the request, which came before this commit.
+            requested_at = new.opened_at - BEGAN_AT if new.opened_at else self.now()
+            self.goals[new.goal_id] = _Goal(new.limit_s, requested_at)
         elif old.state is not GoalState.PENDING and new.state is not old.state:
             self.report(f"{old} had ended and became {new.state}")
         if new.state is GoalState.DONE and (old is None or old.state is GoalState.PENDING):

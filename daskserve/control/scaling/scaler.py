@@ -163,14 +163,14 @@ class Scaler:
 
     def _sync_entries(self) -> None:
         wanted = self._state.autoscaled()
-        for tag in self._entries.keys() - wanted:
+        for tag in sorted(self._entries.keys() - wanted):
             entry = self._entries.pop(tag)
             self._report_abandoned(tag, entry.policy_call)
             entry.cancel()
             self._groups.leave(tag)
             self._observed.scalings.pop(tag, None)
             self._observed.loads.forget_backend(tag)
-        for tag in wanted - self._entries.keys():
+        for tag in sorted(wanted - self._entries.keys()):
             self._entries[tag] = _ScaledBackend(self._clock.now())
 
     def _begin(self, tag: BackendTag, entry: _ScaledBackend) -> None:
