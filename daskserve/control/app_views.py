@@ -120,7 +120,7 @@ def _replica_word(observed: Observed, backend: BackendRecord, replica: ReplicaRe
         return "STARTING"
     if replica.tag not in observed.ready:
         return "RECOVERING"
-    if observed.retiring_of([replica]):
+    if replica.tag in observed.terminating or observed.retiring_of([replica]):
         return "PENDING_MIGRATION"
     is_current = replica.version != backend.version or replica.config_id == backend.config_id
     return "RUNNING" if is_current else "UPDATING"

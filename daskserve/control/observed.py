@@ -145,6 +145,8 @@ class Observed:
     ready: dict[ReplicaTag, dict[str, Any]] = field(default_factory=dict)
     #: Replicas whose own probes failed, with the details.
     unhealthy: dict[ReplicaTag, str] = field(default_factory=dict)
+    #: Replicas whose own processes have got SIGTERM.
+    terminating: set[ReplicaTag] = field(default_factory=set)
     #: Workers that the scheduler still lists, but whose process does not answer.
     unresponsive: set[WorkerAddress] = field(default_factory=set)
     #: The workers that other workers do not reach directly, each with its route.
@@ -357,6 +359,7 @@ class Observed:
         for each in (*levels, self.reconfigure_failed, self.standings, self.routing_stats):
             each.pop(tag, None)
         self.gone.discard(tag)
+        self.terminating.discard(tag)
         if self.moving == tag:
             self.moving = None
         self.loads.forget_replica(tag)

@@ -97,6 +97,7 @@ def leaving(
     """
     retiring = observed.retiring_of(replicas.values())
     found = {each.tag for each in replicas.values() if is_on(each, retiring)}
+    found |= observed.terminating & replicas.keys()
     moving = observed.moving
     if moving is None or moving not in replicas:
         return found, None

@@ -176,6 +176,9 @@ class WorkerWatch:
             if self._observed.standings.get(replica.tag) != standing:
                 self._observed.standings[replica.tag] = standing
                 self._poke([replica.backend])
+        if actor.get("is_leaving") and replica.tag not in self._observed.terminating:
+            self._observed.terminating.add(replica.tag)
+            self._poke([replica.backend])
         if "routing_stats" in actor:
             self._observed.routing_stats[replica.tag] = actor["routing_stats"]
 

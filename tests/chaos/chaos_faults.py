@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
 from chaos_clients import Balancer, by_http
 from chaos_machines import ChaosMachines, stop_for
 from chaos_schedule import ROLES, SEATS, WORKERS, Fault
@@ -18,6 +19,9 @@ from distributed import Client
 
 import daskserve as serve
 from daskserve.client.status import Status
+
+#: Within this time, processes that got SIGTERM end: the grace period, and what a busy machine takes.
+SIGTERM_S = 35.0
 
 
 @dataclass
@@ -92,6 +96,9 @@ class Faults:
             "cut": self._cut,
             "cut off host": self._cut_off_host,
             "retire": self._retire,
+            "sigterm": self._sigterm,
+            "sigterm host": self._sigterm_host,
+            "sigterm scheduler": self._sigterm_scheduler,
             "freeze scheduler": self._freeze_scheduler,
             "kill scheduler": self._kill_scheduler,
             "poison": self._poison,
@@ -170,6 +177,30 @@ class Faults:
         with self._damage(fault):
             self._dask.retire_workers(names=[seat])
 
+    def _sigterm(self, fault: Fault) -> None:
+        whom, target = fault.target.split()
+        self._end(fault, self._machines.signalled_pids(whom, self._seat(target)))
+
+    def _sigterm_host(self, fault: Fault) -> None:
+        seats = SEATS[fault.target]
+        self._end(fault, [pid for seat in seats for pid in self._machines.signalled_pids("service", seat)])
+
+    def _end(self, fault: Fault, pids: Sequence[int]) -> None:
+        """Send SIGTERM to processes, and wait for their end, which nobody should feel."""
+        with self._damage(fault):
+            _signal(pids, signal.SIGTERM)
+            deadline = time.monotonic() + SIGTERM_S
+            while any(map(_is_alive, pids)):
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"{pids} did not all end within {SIGTERM_S:g} s")
+                time.sleep(0.05)
+
+    def _sigterm_scheduler(self, fault: Fault) -> None:
+        with self._damage(fault):
+            self._machines.end_scheduler()
+            time.sleep(fault.lasts_s)
+            self._machines.start_scheduler()
+
     def _freeze_scheduler(self, fault: Fault) -> None:
         with self._damage(fault):
             stop_for(self._machines.scheduler_pid(), fault.lasts_s)
@@ -201,6 +232,13 @@ class Faults:
                 path.unlink()
             time.sleep(fault.lasts_s)
             self._watch.client.rewrite_store()
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _signal(pids: Iterable[int], number: signal.Signals) -> None:

@@ -99,6 +99,18 @@ class ChaosMachines:
         except psutil.NoSuchProcess:
             return []
 
+    def signalled_pids(self, whom: str, seat: str) -> list[int]:
+        """Return the processes that get SIGTERM; see `chaos_schedule.SIGNALLED`."""
+        workers = self.worker_pids(seat)
+        nanny = self._nannies[seat].process.pid
+        found = {
+            "worker": workers[:1],
+            "nanny": [nanny],
+            "service": [nanny, *workers],
+            "replicas": workers[1:],
+        }
+        return found[whom]
+
     def kill_host(self, host: str) -> None:
         with self._lock:
             self._dead_hosts.add(host)
@@ -114,6 +126,12 @@ class ChaosMachines:
     def kill_scheduler(self) -> None:
         assert self._scheduler is not None
         _kill_tree(self._scheduler)
+
+    def end_scheduler(self) -> None:
+        """Send SIGTERM to the scheduler, and wait for its end."""
+        assert self._scheduler is not None
+        self._scheduler.process.terminate()
+        self._scheduler.wait()
 
     # ---- the network
 

@@ -18,6 +18,9 @@ HOSTS = tuple(SEATS)
 WORKERS = tuple(worker for seats in SEATS.values() for worker in seats)
 #: Workers by what they hold when the fault begins.
 ROLES = ("proxy", "controller")
+#: Who gets SIGTERM: a worker's process, its nanny (as in a container), both with all of their processes (as
+#: by systemd), or the processes of its replicas.
+SIGNALLED = ("worker", "nanny", "service", "replicas")
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,9 @@ KINDS: dict[str, Kind] = {
     "cut": Kind((*_PAIRS, *_BOTH), (8.0, 12.0)),
     "cut off host": Kind(HOSTS, (8.0, 14.0)),
     "retire": Kind((*ROLES, *WORKERS)),
+    "sigterm": Kind(tuple(f"{whom} {seat}" for whom in SIGNALLED for seat in (*ROLES, *WORKERS))),
+    "sigterm host": Kind(HOSTS),
+    "sigterm scheduler": Kind(lasts_s=(1.0, 10.0)),
     "freeze scheduler": Kind(lasts_s=(3.0, 8.0)),
     "kill scheduler": Kind(lasts_s=(1.0, 10.0)),
     "poison": Kind(),

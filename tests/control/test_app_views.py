@@ -108,19 +108,21 @@ def test_the_states_of_replicas() -> None:
     observed = Observed(
         ready={f"b#{n}": {} for n in range(1, 6)},
         workers={"w1": worker(1), "w2": worker(2, is_retiring=True)},
+        terminating={"b#5"},
     )
     replicas = [
         replica("b#1"),
         replica("b#2", worker="w2"),
         replica("b#3", config_id="old"),
         replica("b#4", ReplicaState.STOPPING),
+        replica("b#5"),
         replica("b#6"),
         replica("b#7", ReplicaState.SHOULD_START),
     ]
     found = status(member("b"), member("f"), *replicas, observed=observed)
     assert found["deployments"]["back"]["replica_states"] == {
         "RUNNING": 1,
-        "PENDING_MIGRATION": 1,
+        "PENDING_MIGRATION": 2,
         "UPDATING": 1,
         "STOPPING": 1,
         "RECOVERING": 1,

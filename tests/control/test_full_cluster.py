@@ -314,6 +314,19 @@ def test_replicas_on_a_retiring_worker_are_replaced_before_they_stop(max_surge: 
     assert {each.worker for each in bench.state.replicas_of("b")} == {"w2", "w3"}
 
 
+def test_a_replica_whose_own_process_got_sigterm_is_replaced_before_it_stops() -> None:
+    bench = full(2)
+    bench.observed.workers["w1"] = worker(1, threads=2)
+    (leaving,) = [each for each in bench.state.replicas_of("b") if each.worker == "w1"]
+    bench.observed.terminating.add(leaving.tag)
+    (start,) = bench.step().actions
+    assert isinstance(start, StartReplica)
+    bench.settle()
+    found = {each.tag for each in bench.state.replicas_of("b")}
+    assert (len(found), leaving.tag in found) == (2, False)
+    assert bench.observed.terminating == set()
+
+
 @given(
     replicas=st.integers(1, 4),
     spare=st.integers(0, 2),

@@ -56,6 +56,18 @@ def test_a_replica_that_is_unwell_is_replaced() -> None:
     play(scenario)
 
 
+def test_a_replica_whose_own_process_got_sigterm_is_replaced_first() -> None:
+    async def scenario(stage: Stage) -> None:
+        await stage.create(num_replicas=2)
+        victim = await not_on_the_controllers_worker(stage)
+        victim.health = lambda: {"is_leaving": True}  # type: ignore[attr-defined]
+        await stage.until(lambda: victim.tag in dict(stage.stopped), timeout_s=2 * PERIOD_S)
+        assert (len(stage.started), dict(stage.stopped)[victim.tag] > 0) == (3, True)
+        assert len(stage.running_of("b")) == 2
+
+    play(scenario)
+
+
 def test_only_replicas_of_autoscaled_backends_are_asked_for_figures() -> None:
     async def scenario(stage: Stage) -> None:
         asked: list[str] = []

@@ -98,6 +98,14 @@ class Evacuations:
         done, _ = await asyncio.wait({task}, timeout=ANSWER_S)
         return task.result() if done else Leave.MOVING
 
+    async def depart(self, worker: WorkerAddress) -> None:
+        """Tell all routers and controllers that a worker, which has no actors any more, is about to end.
+
+        They otherwise learn it from its end, which a request on its way there may meet.
+        """
+        for instance in list(self._instances):
+            self._publish(instance, {"kind": WORKERS, "joined": [], "left": [worker]})
+
     async def _leave(self, worker: WorkerAddress, within_s: float) -> Leave:
         if not self._hosts.has(worker):
             return Leave.STAYED

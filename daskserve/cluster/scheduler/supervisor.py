@@ -165,6 +165,7 @@ class Supervisor(SchedulerPlugin):
             "report": self._report,
             "restart_worker": self._restart_worker,
             "leave": self._evacuations.leave,
+            "depart": self._evacuations.depart,
             "inspect": self._hosts.inspect,
         }
 

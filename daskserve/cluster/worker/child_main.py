@@ -32,6 +32,7 @@ from daskserve.cluster.worker.log_thread import LogThread
 from daskserve.internals.python import run_exit_functions
 from daskserve.loops.event_loop import new_event_loop
 from daskserve.loops.forks import ForkGuard
+from daskserve.loops.termination import on_sigterm
 from daskserve.loops.threads import MainThread, StartThread
 from daskserve.types import Envelope, Load, Receive, Send
 
@@ -39,6 +40,8 @@ from daskserve.types import Envelope, Load, Receive, Send
 PARENT_CHECK_S = 1.0
 #: How long a process waits for its main thread to run its exit functions.
 MAIN_GRACE_S = 0.2
+#: The share of the time after SIGTERM in which a process that the parent has not ended ends itself.
+EXIT_SHARE = 0.1
 #: From -1000 to 1000: a process with the higher number is killed first. The numbers of others are 0.
 OOM_SCORE = 500
 
@@ -50,6 +53,36 @@ class Served(Protocol):
         self, name: str, number: int, envelope: Envelope, receive: Receive, send: Send
     ) -> Load:
         """Answer one stream: a call or a request of the parent."""
+
+    def leave(self) -> None:
+        """Have the parent replace this process, which got SIGTERM."""
+
+
+class _Leave:
+    """What SIGTERM begins here: the parent replaces this process, which ends by then, or with its time."""
+
+    def __init__(self, grace_s: float) -> None:
+        self._serves_for_s = grace_s * (1 - EXIT_SHARE)
+        self._serving: tuple[asyncio.AbstractEventLoop, Served] | None = None
+
+    def open(self, served: Served) -> None:
+        """Begin to answer SIGTERM, which ends the process before; call this on the loop that serves."""
+        self._serving = asyncio.get_running_loop(), served
+
+    def __call__(self, done: Callable[[], None]) -> None:
+        if self._serving is None:
+            done()
+            return
+        loop, served = self._serving
+
+        def leave() -> None:
+            served.leave()
+            loop.call_later(self._serves_for_s, done)
+
+        try:
+            loop.call_soon_threadsafe(leave)
+        except RuntimeError:  # the loop is closed: the process ends already
+            done()
 
 
 def prepare(options: Mapping[str, Any]) -> Callable[[socket.socket, int], None]:
@@ -74,9 +107,12 @@ def _run(factory: Callable[[StartThread], Served], pair: socket.socket, lifeline
         LogThread().open()  # the exit functions flush it
     # Python's own handler would raise an error in a request or in the loop of user code.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    leave = _Leave(settings.process().termination_grace_s)
+    if settings.process().termination_grace_s > 0:
+        on_sigterm(leave)
     main, is_ending = MainThread(), threading.Lock()
     # Within this context, which has the settings of the worker.
-    serve = partial(copy_context().run, _serve, factory, pair, main, is_ending)
+    serve = partial(copy_context().run, _serve, factory, pair, main, is_ending, leave)
     threading.Thread(target=serve, name="daskserve-channel", daemon=True).start()
     status: Any = 0
     try:
@@ -95,21 +131,26 @@ def _serve(
     pair: socket.socket,
     main: MainThread,
     is_ending: threading.Lock,
+    leave: _Leave,
 ) -> None:
     """Serve the parent until its channel ends; then end the process, even if user code is stuck."""
     try:
         with asyncio.Runner(loop_factory=new_event_loop) as runner:
-            runner.run(_answer(factory, pair, main))
+            runner.run(_answer(factory, pair, main, leave))
     finally:
         main.end()
         if not main.has_ended.wait(MAIN_GRACE_S):
             _end(is_ending, 0)
 
 
-async def _answer(factory: Callable[[StartThread], Served], pair: socket.socket, main: MainThread) -> None:
+async def _answer(
+    factory: Callable[[StartThread], Served], pair: socket.socket, main: MainThread, leave: _Leave
+) -> None:
     transport = SocketTransport(pair, f"parent://{os.getppid()}")
     transport.share(Segments(), begins=False)
-    await Channel(transport, factory(main.start).dispatch, first_stream=1).serve()
+    served = factory(main.start)
+    leave.open(served)
+    await Channel(transport, served.dispatch, first_stream=1).serve()
 
 
 def _end(is_ending: threading.Lock, status: int) -> None:

@@ -32,6 +32,8 @@ logger = logging.getLogger("daskserve.host")
 #: The time that Dask needs to end the process afterwards, or less if the whole time is short.
 EXIT_S = 2.0
 EXIT_SHARE = 0.2
+#: How long all routers take at most to learn that this worker has no replicas any more.
+NEWS_S = 1.0
 #: How long the scheduler may take for an answer, which takes a second at most.
 ANSWER_S = 4.0
 
@@ -83,7 +85,17 @@ class Retirement:
         ends_at = self._clock.now() + self._grace_s - min(EXIT_S, self._grace_s * EXIT_SHARE)
         logger.warning("SIGTERM: this worker retires and ends, within %s s", shown(self._grace_s))
         if not await self._move(ends_at):
-            await self._book.drain(max(0.0, ends_at - self._clock.now()))
+            await self._book.drain(max(0.0, ends_at - NEWS_S - self._clock.now()))
+            await self._depart()
+
+    async def _depart(self) -> None:
+        """Refuse what others send here until they know better; what is refused is sent elsewhere."""
+        try:
+            async with asyncio.timeout(NEWS_S):
+                await ask_from_worker(self._worker, "depart", worker=self._worker.address)
+        except (OSError, TimeoutError, ServeError):
+            return  # nobody tells them
+        await self._clock.sleep(NEWS_S / 2)
 
     async def _move(self, ends_at: float) -> bool:
         """Have the scheduler move all actors to other workers; return whether it has."""

@@ -103,6 +103,9 @@ class ChildCode:
         self._stats = ChildStats(context.clock)
         self._routing_stats: Mapping[str, Any] = {}
         self._asking: asyncio.Task[None] | None = None
+        self._waiting: asyncio.Task[None] | None = None
+        #: Whether the child's process has got SIGTERM.
+        self.is_leaving = False
         self.stage, self.stage_since = INSTALLING, 0.0
         self._has_last_figures = False
         #: Whether it is stopped although it is healthy.
@@ -145,7 +148,20 @@ class ChildCode:
         facts = await self._start_child(child)
         keep_asking = keep_asking_for_figures(self.statistics, start.replica_tag, self._context.clock)
         self._asking = asyncio.create_task(keep_asking, name=f"daskserve-figures-{start.replica_tag}")
+        self._waiting = asyncio.create_task(
+            self._note_leaving(child), name=f"daskserve-leaving-{start.replica_tag}"
+        )
         return {**facts, "child_pid": child.pid}
+
+    async def _note_leaving(self, child: ChildProcess) -> None:
+        try:
+            await child.call("until_leaving")
+        except ActorLostError:
+            return  # it has ended
+        self.is_leaving = True
+        logger.warning(
+            "SIGTERM: the process of replica %r ends, and is replaced", short_tag(self._start.replica_tag)
+        )
 
     async def _start_child(self, child: ChildProcess) -> Mapping[str, Any]:
         spec = self._context.spec
@@ -324,6 +340,8 @@ class ChildCode:
 
     async def close(self) -> None:
         """End the child and its process group."""
+        if self._waiting is not None:
+            self._waiting.cancel()
         if self._child is not None and self._runner is not None:
             await self._child.end()
             await self._runner.close()

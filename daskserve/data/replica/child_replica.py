@@ -87,6 +87,7 @@ class ReplicaServer:
         self._replica: ChildReplica | None = None
         self._view: ChildView | None = None
         self._own_verbs = verbs_of(self)
+        self._leaves = asyncio.Event()
 
     async def dispatch(
         self, name: str, number: int, envelope: Envelope, receive: Receive, send: Send
@@ -98,6 +99,15 @@ class ReplicaServer:
             await send({"type": "control.result", "value": value})
             return Load()
         return await self._started().answer(number, envelope, receive, send)
+
+    def leave(self) -> None:
+        """See `daskserve.cluster.worker.child_main.Served.leave`."""
+        self._leaves.set()
+
+    @verb
+    async def until_leaving(self) -> None:
+        """Return when this process has got SIGTERM."""
+        await self._leaves.wait()
 
     async def _run(self, verb: str, payload: Payload | None, message: Mapping[str, Any]) -> Any:
         if verb in self._own_verbs:

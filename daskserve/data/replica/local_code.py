@@ -76,6 +76,7 @@ class LocalCode:
     """A `daskserve.data.replica.user_code.UserCode` that runs behind a wall in this process."""
 
     loss = ""
+    is_leaving = False
     stage_since = 0.0
 
     def __init__(self, context: ContextWith[HasLink], start: ReplicaStart, figures: ReplicaFigures) -> None:

@@ -228,6 +228,8 @@ class Replica:
         facts = {**self._health.facts(), "standing": self._standing}
         # Cancelled calls that run on have no caller who waits.
         facts["ongoing"] = max(0, load.ongoing - self._code.abandoned) + load.queued
+        if self._code.is_leaving:
+            facts["is_leaving"] = True
         if stats := self._code.routing_stats():
             facts["routing_stats"] = stats
         if self._reconfigures_since is not None:

@@ -30,6 +30,10 @@ class UserCode(Protocol):
         """Why the user code is lost; empty while it can serve."""
 
     @property
+    def is_leaving(self) -> bool:
+        """Whether its process has got SIGTERM, so that another replica is to take its place."""
+
+    @property
     def abandoned(self) -> int:
         """How many cancelled runs have not ended."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +25,7 @@ class Cluster:
         #: Which workers the controllers were told to leave, and when.
         self.told: list[tuple[float, list[str]]] = []
         self.replaced: list[str] = []
+        self.left: list[str] = []
         self.scheduler = SimpleNamespace(workers=dict.fromkeys(workers))
         self.capacity = SimpleNamespace(
             is_free=lambda *_: self.loop.time() >= free_after_s,
@@ -47,9 +48,14 @@ class Cluster:
             instances,
             capacity=self.capacity,  # type: ignore[arg-type]
             controllers=controllers,  # type: ignore[arg-type]
-            publish=lambda instance, message: self.told.append((self.loop.time(), message["retiring"])),
+            publish=self._publish,
             spawn=asyncio.ensure_future,
         )
+
+    def _publish(self, instance: str, message: Mapping[str, Any]) -> None:
+        self.left += message["left"]
+        if "retiring" in message:
+            self.told.append((self.loop.time(), message["retiring"]))
 
     async def _release(self, worker: str) -> None:
         self.released.append(self.loop.time())
@@ -176,6 +182,15 @@ def test_a_worker_of_which_a_new_scheduler_knows_nothing_yet_lets_its_requests_c
     async def main() -> None:
         cluster = Cluster(["w2"], free_after_s=0)
         assert await cluster.evacuations.leave("w1", 30) == Leave.STAYED
+
+    run_virtual(main)
+
+
+def test_everybody_is_told_of_a_worker_that_has_nothing_any_more_before_it_ends() -> None:
+    async def main() -> None:
+        cluster = Cluster(["w1", "w2"], free_after_s=1000)
+        await cluster.evacuations.depart("w1")
+        assert cluster.left == ["w1"]
 
     run_virtual(main)
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from daskserve.clock import LoopClock
-from daskserve.cluster.worker.retirement import ANSWER_S, EXIT_SHARE, Retirement
+from daskserve.cluster.worker.retirement import ANSWER_S, EXIT_SHARE, NEWS_S, Retirement
 from daskserve.testing import run_virtual
 from daskserve.types import Leave
 
@@ -28,6 +28,8 @@ class Bench:
 
     async def _answer(self, *, verb: str, message: dict[str, Any], **versions: Any) -> Any:
         self.asked.append({"verb": verb, **message})
+        if verb == "depart":
+            return {"value": None}
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         if answer == "hangs":
             await asyncio.sleep(1000)
@@ -61,8 +63,10 @@ def test_it_ends_when_the_scheduler_has_moved_everything() -> None:
 def test_its_requests_complete_here_if_the_scheduler_moves_nothing(answer: Any, after_s: float) -> None:
     async def main() -> None:
         bench = Bench(answer)
-        assert await bench.retire() == after_s + 2
-        assert bench.drained == [(after_s, 28 - after_s)]
+        assert await bench.retire() == after_s + 2 + NEWS_S / 2
+        assert bench.drained == [(after_s, 28 - NEWS_S - after_s)]
+        # All who would send requests to this worker know better before it ends.
+        assert bench.asked[-1] == {"verb": "depart", "worker": "w1"}
 
     run_virtual(main)
 

@@ -21,6 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import dask
 import isolated_code as code
 import numpy as np
 import psutil
@@ -47,6 +48,7 @@ from daskserve.errors import (
 )
 from daskserve.figures.histogram import HistogramCounts
 from daskserve.loops.deadlines import until as hold_until
+from daskserve.loops.termination import SAME_S
 from daskserve.payload import pickling
 from daskserve.payload.packed_errors import PackedError, load_error
 from daskserve.types import SLOT_TAKEN, ActorKind, Envelope, EnvelopeKind, Load, Message, Patience
@@ -723,6 +725,40 @@ def test_a_signal_ends_a_process_by_the_handler_of_user_code_if_it_has_one(
         assert (tmp_path / "ended").exists() == (number == signal.SIGTERM)
 
     run(main())
+
+
+def test_a_process_that_gets_sigterm_serves_until_another_has_taken_its_place(tmp_path: Path) -> None:
+    with breaker(tmp_path) as bench:
+
+        async def scenario() -> None:
+            assert "is_leaving" not in bench.replica.health()
+            os.kill(bench.pid, signal.SIGTERM)
+            await until(lambda: bench.replica.health().get("is_leaving"))
+            assert bench.replica.health()["is_healthy"]
+            assert await call(bench.replica, "pid") == bench.pid
+            await bench.replica.stop(DEADLINE_S)
+            assert processes_of(bench.pid) == []
+
+        bench.run(scenario())
+
+
+@pytest.mark.parametrize("how", ["again", "late", "left to Python"])
+def test_a_process_that_gets_sigterm_ends_when_its_time_is_over_or_at_a_second_one(
+    how: str, tmp_path: Path
+) -> None:
+    grace_s = {"again": 60.0, "late": 0.2, "left to Python": 0.0}[how]
+    with dask.config.set({"daskserve.process.termination-grace-s": grace_s}), breaker(tmp_path) as bench:
+
+        async def scenario() -> None:
+            os.kill(bench.pid, signal.SIGTERM)
+            if how == "again":
+                await until(lambda: bench.replica.health().get("is_leaving"))
+                await asyncio.sleep(SAME_S)
+                os.kill(bench.pid, signal.SIGTERM)
+            await until(lambda: not bench.replica.health()["is_healthy"])
+            assert "was killed by SIGTERM" in bench.replica.health()["detail"]
+
+        bench.run(scenario())
 
 
 def test_a_process_answers_and_ends_while_code_blocks_its_main_thread(tmp_path: Path) -> None:
