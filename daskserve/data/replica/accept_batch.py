@@ -25,14 +25,13 @@ from daskserve.data.replica.conversion import (
     raised_response,
     to_answer,
 )
+from daskserve.data.replica.definitions import ACCEPT_BATCH
 from daskserve.data.replica.failures import NOT_FAILURES, pack_raised
 from daskserve.data.replica.requests import HTTPRequest, ServeRequest, legacy_argument
 from daskserve.errors import UserCodeError
 from daskserve.types import Payload, Receive, nothing_to_receive
 
 CallableT = TypeVar("CallableT", bound=Callable[..., Any])
-
-MARK = "_serve_accept_batch"
 
 
 def accept_batch(callable_: CallableT) -> CallableT:
@@ -47,7 +46,7 @@ def accept_batch(callable_: CallableT) -> CallableT:
     ... def double(requests):
     ...     return [2 * int(request.query_params["n"]) for request in requests]
     """
-    setattr(callable_, MARK, True)
+    setattr(callable_, ACCEPT_BATCH, True)
     return callable_
 
 

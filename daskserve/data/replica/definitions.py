@@ -11,7 +11,8 @@ from typing import Any
 
 from starlette.datastructures import State
 
-from daskserve.data.replica.accept_batch import MARK
+#: The attribute that `daskserve.data.replica.accept_batch` sets on a callable.
+ACCEPT_BATCH = "_serve_accept_batch"
 
 CALL = "__call__"
 #: Methods with public names that only daskserve calls.
@@ -147,7 +148,7 @@ def _method(name: str, function: Any, owner: Any, skip: int = 0) -> Method:
         is_async=is_asgi or is_async(function),
         takes_argument=bool(positional),
         is_asgi=is_asgi,
-        accepts_batches=hasattr(function, MARK) or hasattr(owner, MARK),
+        accepts_batches=hasattr(function, ACCEPT_BATCH) or hasattr(owner, ACCEPT_BATCH),
     )
 
 
