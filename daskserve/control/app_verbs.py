@@ -189,7 +189,12 @@ def _deploy(
         # A failed deploy is history once what runs is deployed again. It belongs to the last call that has
         # deployed it, and stays if an earlier one takes its own change back.
         settled = replace(existing, last_error="", failed="", tried=[], request_id=spec.request_id)
-        return Outcome({} if settled == existing else {app.key: settled}, existing.goal, is_update=False)
+        if settled != existing:
+            change[app.key] = settled
+            pending = state.goals.get(existing.goal or "")
+            if pending is not None:
+                change[pending.key] = replace(pending, request_id=spec.request_id)
+        return Outcome(change, existing.goal, is_update=False)
     goals.open_goal(state, change, app, *wanted, goal_id=goal_id, limits=spec, now=now, number=number, by=by)
     return Outcome(change, goal_id)
 

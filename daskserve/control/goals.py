@@ -106,9 +106,18 @@ def open_goal(
         previous={} if any(each.is_deleting for each in wanted) else previous,
         application="" if app is None else app.name,
         by=by,
+        request_id=_asked_by(state, wanted),
     )
     change[goal.key] = goal
     _sweep(state.goals.values(), change)
+
+
+def _asked_by(state: State, wanted: Sequence[BackendRecord | AppRecord]) -> str:
+    """Return the id of the call that asks for a change; empty if the records keep that of an earlier one."""
+    first = next((each for each in wanted if isinstance(each, AppRecord)), wanted[0])
+    known = state.apps.get(first.name) if isinstance(first, AppRecord) else state.backends.get(first.tag)
+    is_kept = known is not None and not known.is_deleting and known.request_id == first.request_id
+    return "" if is_kept else first.request_id
 
 
 def _kind_of(before: BackendRecord | None, after: BackendRecord) -> str:
@@ -294,7 +303,7 @@ def withdrawn(state: State, requests: Collection[str], by: str, wall: float) -> 
         is_whole = goal is not None and isinstance(record, AppRecord) == bool(goal.application)
         if goal is None or not is_whole or not goal.is_pending or record.is_deleting:
             continue
-        if record.request_id in requests:
+        if goal.request_id and goal.request_id in requests:
             error = DeployError(f"The change was taken back: {by or 'its program'} was interrupted.")
             change.update(rolled_back(state, goal, error, None, wall))
     return change

@@ -363,6 +363,8 @@ class GoalRecord:
         has an error if a later change replaced it: the classic system calls such a goal complete.
     by : str
         The program that asked for it.
+    request_id : str
+        Id of the client's call that asked for it, which may take it back; empty if no later call can.
     successor : str
         The goal that replaced it; empty if none did.
     """
@@ -382,6 +384,7 @@ class GoalRecord:
     successor: GoalId = ""
     progress_timeout_s: float | None = None
     opened_at: float = 0.0
+    request_id: str = ""
 
     @property
     def key(self) -> str:

@@ -105,6 +105,32 @@ def test_a_complete_change_is_not_taken_back() -> None:
     play(scenario)
 
 
+@pytest.mark.parametrize("is_complete", [True, False])
+def test_what_others_ask_of_a_deployment_is_not_taken_back_with_its_deploy(is_complete: bool) -> None:
+    async def scenario(stage: Stage) -> None:
+        stage.start = None if is_complete else hang
+        spec = stage.spec("b", request_id="new")
+        answer = await stage.call("deploy", **spec, route="/", methods=["GET"], python_methods=[])
+        if is_complete:
+            await stage.calls.wait_for_goal(answer["goal"], None)
+        stage.start_s, stage.start = 1.0, None
+        scaling = await stage.call(
+            "update_backend_config",
+            tag="b",
+            config={"num_replicas": 2},
+            user_config=None,
+            sets_user_config=False,
+            timeout_s=60.0,
+        )
+        await withdraw(stage, "new")
+        await stage.crash_controller()
+        await withdraw(stage, "new")
+        await stage.calls.wait_for_goal(scaling["goal"], None)
+        assert len(stage.running_of("b")) == 2
+
+    play(scenario)
+
+
 def test_a_deletion_is_not_taken_back_with_the_deploy_before() -> None:
     async def scenario(stage: Stage) -> None:
         await begun(stage, version("1", "first"))

@@ -10,6 +10,7 @@ from control_machine import SECONDS, TIMEOUT_S, FaultyWorld
 from schedules import Between, OneOf, Several, first, rule
 from simulation import START_S, Simulation
 
+from daskserve.control.records import AppRecord
 from daskserve.options.app_spec import deployment_tag
 
 #: Deployments with those that they need; the last is the ingress.
@@ -22,6 +23,8 @@ GRAPHS: dict[str, dict[str, tuple[str, ...]]] = {
 }
 NAMES = OneOf("default", "default", "x")
 SHAPES = OneOf(*sorted(GRAPHS))
+#: More than any worker has: such a change makes no progress until its time is up.
+TOO_MANY = 99
 VERSIONS = Several(OneOf("1", "2"), 3, 3)
 ROUTES = OneOf("/x", "/y", None)
 
@@ -102,7 +105,7 @@ class AppMachine(FaultyWorld):
         versions=VERSIONS,
         replicas=Between(1, 2),
         route=ROUTES,
-        cpus=OneOf(0, 0, 0, 2),
+        cpus=OneOf(0, 0, 0, 2, TOO_MANY),
         seconds=SECONDS,
     )
     def deploy(
@@ -118,22 +121,34 @@ class AppMachine(FaultyWorld):
         apps = [self._app(name, shape, versions, replicas, route, cpus)]
         self._call("deploy_applications", seconds, apps=apps)
 
+    @rule(name=NAMES, shape=SHAPES, versions=VERSIONS, expects=OneOf("none", "last", "old"), seconds=SECONDS)
+    def restore(self, name: str, shape: str, versions: Sequence[str], expects: str, seconds: float) -> None:
+        """Deploy unless another call than the expected one has deployed the application before."""
+        app = self.world.witness.records.get(f"app/{name}")
+        last = app.request_id if isinstance(app, AppRecord) and not app.is_deleting else ""
+        expected = {"none": "", "last": last, "old": "request-1"}[expects]
+        apps = [self._app(name, shape, versions, 1, "/x" if name == "default" else "/y", 0)]
+        self._call("deploy_applications", seconds, apps=apps, expected={name: expected})
+
     @rule(shape=SHAPES, versions=VERSIONS, seconds=SECONDS)
     def deploy_both(self, shape: str, versions: Sequence[str], seconds: float) -> None:
         first = self._app("default", shape, versions, 1, "/x", 0)
         second = self._app("x", "two", versions, 1, "/y", 0)
         self._call("deploy_applications", seconds, apps=[first, second])
 
-    @rule(when=lambda self: self.has_apps, name=NAMES, seconds=SECONDS)
-    def delete(self, name: str, seconds: float) -> None:
-        self._call("delete_application", seconds, name=name)
+    @rule(when=lambda self: self.has_apps, name=NAMES, request=OneOf(None, None, 1, 2), seconds=SECONDS)
+    def delete(self, name: str, request: int | None, seconds: float) -> None:
+        """Delete an application, or only one that a certain call has deployed."""
+        only = {} if request is None else {"request_id": f"request-{request}"}
+        self._call("delete_application", seconds, name=name, **only)
 
     @rule(when=lambda self: self.has_apps, age=Between(0, 1), seconds=SECONDS)
     def withdraw(self, age: int, seconds: float) -> None:
         """Take back the last deploy, or the one before."""
         deployed = [each.message["apps"] for each in self.world.calls if each.verb == "deploy_applications"]
-        apps = deployed[-1 - min(age, len(deployed) - 1)]
-        self._call("withdraw", seconds, requests=[each["request_id"] for each in apps])
+        if deployed:
+            apps = deployed[-1 - min(age, len(deployed) - 1)]
+            self._call("withdraw", seconds, requests=[each["request_id"] for each in apps])
 
     @rule(
         when=lambda self: self.has_apps, tag=OneOf("a", "d", "x/a"), replicas=Between(1, 3), seconds=SECONDS

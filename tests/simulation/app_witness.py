@@ -42,8 +42,6 @@ class AppWitness(Witness):
         #: What clients have asked for, and to what each application last settled.
         self.asked: dict[str, set[Signature]] = {}
         self.settled: dict[str, Signature | None] = {}
-        #: The ids of the deploys that clients have taken back.
-        self.withdrawn: set[str] = set()
 
     def is_deleting(self, goal: GoalRecord) -> bool:
         app = self.app(goal.application)
@@ -85,7 +83,6 @@ class AppWitness(Witness):
     def begin(self, verb: str, message: Mapping[str, Any]) -> Call:
         for name, signature in asked_by(message).items():
             self.asked.setdefault(name, set()).add(signature)
-        self.withdrawn.update(message.get("requests", ()))
         return super().begin(verb, message)
 
     def acknowledged(self, call: Call, answer: Mapping[str, Any]) -> None:
@@ -131,8 +128,7 @@ class AppWitness(Witness):
             fallback = self.settled.get(app.name)
             if (signature if app.deployments else None) != fallback:
                 self.report(f"{app.name} failed and became {signature}, it was {fallback}")
-            if before.request_id not in self.withdrawn:
-                self._check_reason(goal, {tag for each in self.asked[app.name] for tag, _ in each[1]})
+            self._check_reason(goal, {tag for each in self.asked[app.name] for tag, _ in each[1]})
             return
         for tag in app.tags:
             backend = self.backend(tag)

@@ -362,6 +362,14 @@ class ControlMachine(FaultyWorld):
     def delete_deployment(self, name: str, force: bool, seconds: float) -> None:
         self._call("delete_deployment", seconds, name=self._backend(name), force=force)
 
+    @rule(when=lambda self: self.has_backends, age=Between(0, 1), seconds=SECONDS)
+    def withdraw(self, age: int, seconds: float) -> None:
+        """Take back the last call that made or deployed something, or the one before."""
+        asked = [each.message["spec"]["request_id"] for each in self.world.calls if "spec" in each.message]
+        if asked:
+            request = asked[-1 - min(age, len(asked) - 1)]
+            self._call("withdraw", seconds, requests=[request])
+
     @rule(percent=OneOf(0, 10, 50, 50, 100, None, None), seconds=SECONDS)
     def set_target_capacity(self, percent: float | None, seconds: float) -> None:
         self._call("set_target_capacity", seconds, percent=percent)

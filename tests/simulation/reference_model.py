@@ -6,7 +6,7 @@ equal state means that the verb changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -237,6 +237,11 @@ def set_target_capacity(wanted: Wanted, percent: float | None) -> Wanted:
     return replace(wanted, capacity=Capacity(percent, "UP" if is_more else "DOWN"))
 
 
+def withdraw(wanted: Wanted, requests: Sequence[str]) -> Wanted:
+    """Change nothing: what is taken back is a change that has failed, and is checked like others."""
+    return wanted
+
+
 VERBS: Mapping[str, Callable[..., Wanted]] = {
     verb.__name__: verb
     for verb in (
@@ -250,6 +255,7 @@ VERBS: Mapping[str, Callable[..., Wanted]] = {
         set_traffic,
         shadow_traffic,
         update_backend_config,
+        withdraw,
     )
 }
 

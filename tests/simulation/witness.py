@@ -113,6 +113,8 @@ class Witness:
     epoch: int = 0
     #: When an autoscaler last changed a number, or had a reason to.
     scaled_at: float = float("-inf")
+    #: The ids of the calls that clients have taken back.
+    withdrawn: set[str] = field(default_factory=set)
     _pending: set[str] = field(default_factory=set)
 
     @property
@@ -148,6 +150,7 @@ class Witness:
         begun = len(self.history) - 1
         call = Call(verb, message, begun, self.now(), effect_at=begun)
         self.open_calls.append(call)
+        self.withdrawn.update(message.get("requests", ()))
         return call
 
     def acknowledged(self, call: Call, answer: Mapping[str, Any]) -> None:
@@ -373,6 +376,8 @@ class Witness:
         """Check that a change that failed was late, or that its replicas failed or were lost."""
         opened = self.goals[goal.goal_id]
         age_s = self.now() - opened.opened_at
+        if goal.request_id in self.withdrawn:
+            return
         is_late = opened.limit_s is not None and age_s >= opened.limit_s - 0.001
         has_lost = goal.error is not None and "was lost before" in str(load_error(goal.error))
         if not is_late and not has_lost and all(self.blamed_at(each) is None for each in tags):
