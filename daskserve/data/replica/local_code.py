@@ -261,7 +261,14 @@ class LocalCode:
         ):
             servable.hook("reconfigure")
             async with self.slots.quiet(self._context.clock, patience_s):
-                failure = await self._reconfigure_code(wall, servable, user_config, standing)
+                self._user_config = None  # after a failure, nobody knows which one is in effect
+                before, self._holder.standing = self._holder.standing, standing
+                try:
+                    await self._run_reconfigure(wall, servable, user_config)
+                    self._user_config = user_config
+                except Exception as error:
+                    self._holder.standing = before
+                    failure = self._user_error(RECONFIGURING, error)
         if failure is not None:
             raise failure  # outside of the handler, as in start()
         self._holder.standing = standing
@@ -273,20 +280,6 @@ class LocalCode:
         if self._serving is not None:
             self._serving.has_method_header = options.method_header
             self._serving.on_disconnect = options.on_disconnect
-
-    async def _reconfigure_code(
-        self, wall: Wall, servable: Servable, user_config: bytes, standing: Standing
-    ) -> ReplicaStartError | None:
-        """Call the user's ``reconfigure``; return its error, if it fails."""
-        self._user_config = None  # after a failure, nobody knows which one is in effect
-        before, self._holder.standing = self._holder.standing, standing
-        try:
-            await self._run_reconfigure(wall, servable, user_config)
-        except Exception as error:
-            self._holder.standing = before
-            return self._user_error(RECONFIGURING, error)
-        self._user_config = user_config
-        return None
 
     async def probe(self, construction: Construction | None = None) -> None:
         """Return if user code can run, and the user's ``check_health`` does not fail.
