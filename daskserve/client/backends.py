@@ -127,7 +127,7 @@ class BackendVerbs(Verbs):
     ) -> GoalId | None:
         """Change the given options of a backend and return when its replicas use them; others do not change.
 
-        A change of ``user_config`` calls ``reconfigure`` on each replica; no replica restarts. With
+        A change of ``user_config`` calls ``reconfigure`` on one replica after another; none restarts. With
         ``blocking=False`` the call returns immediately, with the goal for `wait_for_goal`.
 
         Raises

@@ -239,6 +239,7 @@ class Acting:
     async def _reconfigure(self, replica: ReplicaRecord) -> None:
         backend = self._state.backends[replica.backend]
         standing = self._standing_of(replica)
+        patience_s = backend.config.experimental_graceful_shutdown_timeout_s
         try:
             call = self._cluster.call(
                 replica.address(self._cluster.instance),
@@ -247,8 +248,9 @@ class Acting:
                 concurrency=backend.config.concurrency(),
                 config=dump_config(backend.config),
                 standing=standing,
+                patience_s=patience_s,
             )
-            await self._clock.wait_for(call, backend.config.start_timeout_s)
+            await self._clock.wait_for(call, patience_s + backend.config.start_timeout_s)
         except (ActorLostError, UnavailableError) as error:
             logger.warning("Replica %s could not be reconfigured: %s", short_tag(replica.tag), error)
             await self._clock.sleep(ACTION_RETRY_S)  # by then the watch may know what became of it
@@ -261,7 +263,8 @@ class Acting:
                 means_it = means_it and replica.worker not in self._observed.unresponsive
                 error = RequestTimeoutError(
                     f"Replica {short_tag(replica.tag)}: reconfigure() did not return within "
-                    f"{shown(backend.config.start_timeout_s)} s. If it needs longer, raise "
+                    f"{shown(backend.config.start_timeout_s)} s, and {shown(patience_s)} s for the requests "
+                    "before it. If it needs longer, raise "
                     "start_timeout_s of its deployment."
                 )
             if means_it:

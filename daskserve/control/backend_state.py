@@ -21,6 +21,7 @@ from daskserve.control.observed import DeadReplica
 from daskserve.control.placement import Trial, demand_of, explain, place, room_for
 from daskserve.control.places import bundles_of
 from daskserve.control.ranks import all_know_theirs, has_wrong_standing, ranks_to_change
+from daskserve.control.reconfiguring import in_doubt, is_outdated, next_to_reconfigure
 from daskserve.control.records import AppRecord, BackendRecord, Change, GoalRecord, ReplicaRecord
 from daskserve.control.replica_actions import ReconfigureReplica, StartReplica, StopReplica
 from daskserve.control.replica_lifecycle import PLACED_STATES, ReplicaEvent, move
@@ -30,8 +31,6 @@ from daskserve.control.step import Step, World
 from daskserve.errors import CodeLoadError, ReplicaStartError, RequestTimeoutError, ServeError
 from daskserve.types import ReplicaState, ReplicaTag, WorkerAddress
 
-#: The config id of a replica that has not yet answered a reconfiguration: it may run with either config.
-UNKNOWN_CONFIG = ""
 #: Delay before the next replica of a backend whose replicas fail without a goal; doubles up to the maximum.
 START_RETRY_S, MAX_START_RETRY_S = 0.5, 30.0
 #: How long a rollout without room waits for another worker of an adaptive cluster before it drains a replica.
@@ -388,6 +387,9 @@ class _Stepper:
         for replica, rank in ranks_to_change(self.backend, self.replicas.values(), observed):
             self.set_replica(replica.tag, replace(replica, rank=rank))
         unread = observed.reconfigure_failed.keys() - self.notes.reconfigure_failed.keys()
+        # The watch looks for a running replica that has not been observed; it is never created again.
+        barred = {tag for tag in self.replicas if tag not in observed.ready or tag in unread}
+        told = next_to_reconfigure(self.backend, self.replicas.values(), barred=barred)
         for replica in list(self.replicas.values()):
             if replica.state is ReplicaState.SHOULD_STOP:
                 stopping = move(replica, ReplicaEvent.STOP_SENT)
@@ -400,19 +402,21 @@ class _Stepper:
                 if replica.tag not in observed.ready:
                     # It gets the current config if it is created now, and keeps its own if it exists.
                     self.step.actions.append(StartReplica(self.in_doubt(replica)))
-            elif (
-                # The watch looks for a running replica that has not been observed; it is never created again.
-                replica.tag in observed.ready and replica.tag not in unread
+            elif replica.tag in barred:
+                continue
+            elif replica.tag in told:
+                self.step.actions.append(ReconfigureReplica(self.in_doubt(replica)))
+            elif not is_outdated(self.backend, replica) and has_wrong_standing(
+                self.backend, replica, observed
             ):
-                if progress.is_outdated(self.backend, replica):
-                    self.step.actions.append(ReconfigureReplica(self.in_doubt(replica)))
-                elif has_wrong_standing(self.backend, replica, observed):
-                    self.step.actions.append(ReconfigureReplica(replica))
+                self.step.actions.append(ReconfigureReplica(replica))
 
     def in_doubt(self, replica: ReplicaRecord) -> ReplicaRecord:
         """Return the record of a replica during a reconfiguration: either config may be in force."""
-        if replica.config_id not in (self.backend.config_id, UNKNOWN_CONFIG):
-            replica = replace(replica, config_id=UNKNOWN_CONFIG)
+        wanted = self.backend.config_id
+        unsure = in_doubt(replica.config_id, wanted)
+        if replica.config_id not in (wanted, unsure):
+            replica = replace(replica, config_id=unsure)
             self.set_replica(replica.tag, replica)
         return replica
 

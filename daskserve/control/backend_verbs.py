@@ -7,10 +7,9 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
-import msgpack
 from pydantic import ValidationError
 
-from daskserve.control import goals
+from daskserve.control import goals, reconfiguring
 from daskserve.control import scaled as scaling
 from daskserve.control.failed_deploys import not_found
 from daskserve.control.records import BackendRecord, Change, CodeRecord
@@ -67,10 +66,8 @@ def known_names(state: State) -> str:
 
 def configured(backend: BackendRecord, config: BackendConfig, user_config: bytes | None) -> BackendRecord:
     """Return the backend's record with another config."""
-    options = config.for_replicas(exclude_unset=True)
-    options["concurrency"] = config.concurrency()
-    digest = hashlib.sha256(msgpack.packb(sorted(options.items())) + (user_config or b""))
-    return replace(backend, config=config, config_id=digest.hexdigest()[:16], user_config=user_config)
+    identity = reconfiguring.config_id(config, user_config)
+    return replace(backend, config=config, config_id=identity, user_config=user_config)
 
 
 def _new_record(

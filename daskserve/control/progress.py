@@ -20,6 +20,7 @@ from typing import TypeAlias
 from daskserve.amounts import shown
 from daskserve.control import app_state, goals
 from daskserve.control.observed import Busy, Observed
+from daskserve.control.reconfiguring import is_outdated
 from daskserve.control.records import BackendRecord, Change, GoalRecord, ReplicaRecord
 from daskserve.control.replica_lifecycle import PLACED_STATES
 from daskserve.control.state import State
@@ -163,11 +164,6 @@ def _busy(observed: Observed, backend: BackendRecord, replicas: Iterable[Replica
         for each in replicas
         if each.tag in observed.busy and (each.state in _PASSING or is_outdated(backend, each))
     }
-
-
-def is_outdated(backend: BackendRecord, replica: ReplicaRecord) -> bool:
-    """Return whether a replica of the right version runs with an old config."""
-    return replica.version == backend.version and replica.config_id != backend.config_id
 
 
 def makes_room(observed: Observed, backend: BackendRecord, replicas: Replicas) -> bool:

@@ -16,6 +16,7 @@ from daskserve.control.failed_deploys import not_found
 from daskserve.control.http_state import is_ready
 from daskserve.control.observed import Busy, Observed
 from daskserve.control.proxy_record import ProxyRecord
+from daskserve.control.reconfiguring import is_pausing
 from daskserve.control.records import BackendRecord, GoalState, ReplicaRecord
 from daskserve.control.state import State
 from daskserve.options.credentials import masked
@@ -258,7 +259,7 @@ def published_backend(state: State, tag: str, unloadable: str | None = None) -> 
         "replicas": [
             [each.tag, each.worker, each.incarnation]
             for each in state.replicas_of(tag)
-            if each.state is ReplicaState.RUNNING
+            if each.state is ReplicaState.RUNNING and not is_pausing(backend, each)
         ],
         "concurrency": backend.config.concurrency(),
         "max_queued": backend.config.max_queued_requests,

@@ -115,7 +115,8 @@ class BackendConfig(Options):
     max_unavailable: Annotated[int | str, CONTROLLER_ONLY] = Field(
         0,
         description="Maximum number of replicas that may be missing during an update, because old ones stop "
-        'before new ones run: a number, or a percentage such as ``"25%"``, rounded down.',
+        'before new ones run: a number, or a percentage such as ``"25%"``, rounded down. As many are '
+        "reconfigured at a time when ``user_config`` changes, but at least one.",
     )
     max_replicas_per_node: Annotated[int | None, CONTROLLER_ONLY, REPLACES] = Field(
         None,
@@ -170,7 +171,9 @@ class BackendConfig(Options):
     user_config: Any = Field(
         None,
         description="Argument of the callable's ``reconfigure`` method. If that has a parameter ``rank``, it "
-        "gets the replica's rank too, and is called again when the rank changes. None: it is not called.",
+        "gets the replica's rank too, and is called again when the rank changes. A change goes replica by "
+        "replica, see [Changes of user_config](docs/deployments.md#changes-of-user_config). None: it is not "
+        "called.",
     )
     experimental_graceful_shutdown_wait_loop_s: Annotated[float, CONTROLLER_ONLY] = Field(
         2,

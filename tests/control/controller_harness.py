@@ -108,7 +108,12 @@ class ScriptedReplica:
 
     @verb
     async def reconfigure(
-        self, user_config: bytes | None, concurrency: int, config: Mapping[str, Any], standing: Sequence[int]
+        self,
+        user_config: bytes | None,
+        concurrency: int,
+        config: Mapping[str, Any],
+        standing: Sequence[int],
+        patience_s: float,
     ) -> None:
         self._stage.reconfigured.append(self.tag)
         if self._stage.reconfigure is not None:

@@ -440,19 +440,74 @@ def test_a_lost_replica_is_removed_in_every_state(state: S) -> None:
 # ---- changing the config
 
 
-def test_a_config_change_reconfigures_the_same_replicas() -> None:
+def published_tags(bench: Bench) -> list[str]:
+    return [tag for tag, *_ in published_backend(bench.state, "b")["replicas"]]
+
+
+def test_a_change_of_the_user_config_reconfigures_the_same_replicas_one_by_one() -> None:
+    """The one that is reconfigured gets no requests."""
     bench = running(num_replicas=2)
     tags = bench.tags()
     goal = bench.update(user_config=b"new")
-    first, second = bench.step().actions
-    assert kinds([first, second]) == [ReconfigureReplica, ReconfigureReplica]
+    (first,) = bench.step().actions
+    assert type(first) is ReconfigureReplica
+    assert published_tags(bench) == [tag for tag in tags if tag != first.replica.tag]
+    assert [each.replica.tag for each in bench.step().actions] == [first.replica.tag]
     bench.succeed(first)
-    bench.step()
+    (second,) = bench.step().actions
+    assert second.replica.tag != first.replica.tag
+    assert published_tags(bench) == [first.replica.tag]
     assert bench.goal(goal).state is GoalState.PENDING
     bench.succeed(second)
     assert bench.step().actions == []
     assert bench.goal(goal).state is GoalState.DONE
     assert bench.tags(S.RUNNING) == tags
+    assert {each.config_id for each in bench.state.replicas_of("b")} == {bench.state.backends["b"].config_id}
+    assert published_tags(bench) == tags
+
+
+@pytest.mark.parametrize(("limit", "at_once"), [(0, 1), (1, 1), (2, 2), ("75%", 3), (9, 4)])
+def test_max_unavailable_says_how_many_are_reconfigured_at_a_time(limit: int | str, at_once: int) -> None:
+    bench = running(num_replicas=4, max_unavailable=limit)
+    bench.update(user_config=b"new")
+    actions = bench.step().actions
+    assert len(actions) == at_once
+    assert len(published_tags(bench)) == 4 - at_once
+    bench.succeed(actions[0])
+    assert len(bench.step().actions) == min(at_once, 3)
+
+
+def test_a_change_of_options_alone_reaches_all_replicas_at_once_while_they_serve() -> None:
+    bench = running(num_replicas=3, user_config=b"same")
+    bench.update(max_concurrent_queries=7)
+    assert kinds(bench.step().actions) == [ReconfigureReplica] * 3
+    assert len(published_tags(bench)) == 3
+    assert kinds(bench.step().actions) == [ReconfigureReplica] * 3
+
+
+def test_a_new_controller_goes_on_with_the_replica_that_is_being_reconfigured() -> None:
+    """All that it knows of it is in its record."""
+    bench = running(num_replicas=3)
+    bench.update(user_config=b"new")
+    (first,) = bench.step().actions
+    before, bench.observed = bench.observed, type(bench.observed)()
+    bench.observed.workers, bench.observed.ready = before.workers, before.ready
+    assert [each.replica.tag for each in bench.step().actions] == [first.replica.tag]
+
+
+def test_a_reconfiguration_waits_for_a_replica_that_starts_but_not_for_ever() -> None:
+    """A worker that is lost in the middle costs no second replica its service."""
+    bench = running(num_replicas=3)
+    bench.update(user_config=b"new")
+    (first,) = bench.step().actions
+    bench.succeed(first)
+    (second,) = bench.step().actions
+    bench.observed.failed[second.replica.tag] = BOOM
+    (start,) = bench.step().actions
+    assert type(start) is StartReplica
+    assert bench.step().actions == [start]
+    bench.succeed(start)
+    bench.settle()
     assert {each.config_id for each in bench.state.replicas_of("b")} == {bench.state.backends["b"].config_id}
 
 
@@ -485,19 +540,22 @@ def test_a_change_that_does_not_concern_replicas_is_done_immediately() -> None:
 
 
 def test_a_replica_that_rejects_a_config_fails_the_change_and_rolls_back_the_others() -> None:
-    bench = running(num_replicas=2)
+    bench = running(num_replicas=3)
     before = wish_of(bench)
     goal = bench.update(user_config=b"new")
-    first, second = bench.step().actions
+    (first,) = bench.step().actions
     bench.succeed(first)
+    (second,) = bench.step().actions
     bench.observed.reconfigure_failed[second.replica.tag] = BOOM
     step = bench.step()
     assert isinstance(error_of(bench, goal), ReplicaStartError)
     assert wish_of(bench) == before
-    # The replica that failed may have applied a part, so it is rolled back as well.
-    assert {(type(each), each.replica.tag) for each in step.actions} == {
-        (ReconfigureReplica, each.replica.tag) for each in (first, second)
-    }
+    # The replica that failed may have applied a part, so it is rolled back first.
+    assert [(type(each), each.replica.tag) for each in step.actions] == [
+        (ReconfigureReplica, second.replica.tag)
+    ]
+    bench.succeed(step.actions[0])
+    assert [each.replica.tag for each in bench.step().actions] == [first.replica.tag]
     bench.settle()
     assert {each.config_id for each in bench.state.replicas_of("b")} == {before.config_id}
 
@@ -506,17 +564,18 @@ def test_a_replica_that_rejects_the_rollback_is_replaced() -> None:
     """No caller waits for the error, and retries would never end."""
     bench = running(num_replicas=2)
     goal = bench.update(user_config=b"new")
-    first, second = bench.step().actions
+    (first,) = bench.step().actions
     bench.succeed(first)
+    (second,) = bench.step().actions
     bench.observed.reconfigure_failed[second.replica.tag] = BOOM
-    bench.step()
+    (again,) = bench.step().actions
     assert bench.goal(goal).state is GoalState.FAILED
-    bench.observed.reconfigure_failed[first.replica.tag] = BOOM
+    bench.observed.reconfigure_failed[again.replica.tag] = BOOM
     step = bench.step()
-    assert {type(each) for each in step.actions} == {StopReplica, StartReplica, ReconfigureReplica}
+    assert StopReplica in {type(each) for each in step.actions}
     bench.settle()
-    assert first.replica.tag not in bench.tags()
-    assert second.replica.tag in bench.tags()
+    assert second.replica.tag not in bench.tags()
+    assert first.replica.tag in bench.tags()
     assert len(bench.tags(S.RUNNING)) == 2
 
 

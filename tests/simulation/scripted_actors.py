@@ -101,7 +101,12 @@ class ScriptedReplica:
 
     @verb
     async def reconfigure(
-        self, user_config: bytes | None, concurrency: int, config: Any, standing: Sequence[int]
+        self,
+        user_config: bytes | None,
+        concurrency: int,
+        config: Any,
+        standing: Sequence[int],
+        patience_s: float,
     ) -> None:
         async with self._reconfiguring:
             outcome = self._script.next_of(self._script.reconfigurations, self.backend)

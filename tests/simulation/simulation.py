@@ -22,6 +22,7 @@ from daskserve.cluster.base import ActorContext
 from daskserve.control.controller import Controller
 from daskserve.control.placement import capacity
 from daskserve.control.proxy_record import ProxyRecord
+from daskserve.control.reconfiguring import is_pausing
 from daskserve.control.records import (
     BackendRecord,
     CodeRecord,
@@ -469,7 +470,12 @@ class Simulation:
         published = {replica for replica, _, _ in value["replicas"]}
         if published - self.witness.ever_running:
             self.witness.report(f"{tag} was published with replicas that never ran: {value}")
-        running = {each.tag for each in self.witness.replicas(tag) if each.state is ReplicaState.RUNNING}
+        backend = self.witness.backend(tag)
+        running = {
+            each.tag
+            for each in self.witness.replicas(tag)
+            if each.state is ReplicaState.RUNNING and not (backend and is_pausing(backend, each))
+        }
         if message["counter"] == 1 and published != running:
             self.witness.report(f"a new controller published {published} of {tag}, running are {running}")
 

@@ -18,6 +18,7 @@ from simulated_cluster import BEGAN_AT
 
 from daskserve.control.placement import demand_of
 from daskserve.control.places import places_of
+from daskserve.control.reconfiguring import UNKNOWN_CONFIG, is_pausing
 from daskserve.control.records import (
     AppRecord,
     BackendRecord,
@@ -204,6 +205,7 @@ class Witness:
                 self._check_goal(old, record)
         self._check_wanted(before, changed)
         self._check_availability(before, changed)
+        self._check_pauses(before, changed)
         self._check_references(changed)
         self._check_ranks(changed)
         self._check_gangs(changed)
@@ -382,6 +384,31 @@ class Witness:
         has_lost = goal.error is not None and "was lost before" in str(load_error(goal.error))
         if not is_late and not has_lost and all(self.blamed_at(each) is None for each in tags):
             self.report(f"{goal} failed after {age_s:g} s for no reason")
+
+    def _check_pauses(self, before: Mapping[str, Record], changed: Mapping[str, Record | None]) -> None:
+        """Check that no more replicas are reconfigured at a time than may be missing, or one."""
+        begun = {
+            record.backend
+            for key, record in changed.items()
+            if isinstance(record, ReplicaRecord)
+            and record.state is ReplicaState.RUNNING
+            and record.config_id == UNKNOWN_CONFIG
+            and isinstance(old := before.get(key), ReplicaRecord)
+            and old.state is ReplicaState.RUNNING
+            and old.config_id != UNKNOWN_CONFIG
+        }
+        for tag in begun:
+            backend = self.backend(tag)
+            if backend is None:
+                continue
+            pausing = [
+                each
+                for each in self.replicas(tag)
+                if each.state is ReplicaState.RUNNING and is_pausing(backend, each)
+            ]
+            limit = max(1, backend.config.unavailable(backend.num_replicas // backend.gang_size))
+            if len(pausing) > limit * backend.gang_size:
+                self.report(f"of {tag}, {pausing} are reconfigured at a time, {limit} may be")
 
     def _check_availability(self, before: Mapping[str, Record], changed: Mapping[str, Record | None]) -> None:
         """Check that replicas left service only if others replace them, make room for others, or failed."""

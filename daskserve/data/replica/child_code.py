@@ -96,6 +96,8 @@ class ChildCode:
         self.numbers = itertools.count(1)
         #: Why the replica is lost, if its child ended unexpectedly.
         self.loss = ""
+        #: The pickled argument with which the user's `reconfigure` was called last.
+        self._user_config = start.user_config
         self._child: ChildProcess | None = None
         self._runner: ChildRunner | None = None
         self._queued = 0
@@ -226,15 +228,27 @@ class ChildCode:
         concurrency: int,
         config: Mapping[str, Any],
         standing: Standing,
+        patience_s: float,
     ) -> None:
-        """Take over changed options without a restart."""
-        await self._call(
-            "reconfigure",
-            user_config=user_config,
-            concurrency=concurrency,
-            config={**config, **UNPROBED},
-            standing=standing,
-        )
+        """Take over changed options without a restart.
+
+        The child pauses by itself. This side does, too, where it knows that the child will, so that requests
+        do not go there and back.
+        """
+        calls_code = user_config is not None and user_config != self._user_config
+        self._user_config = None  # after a failure, nobody knows which one is in effect
+        message = {
+            "user_config": user_config,
+            "concurrency": concurrency,
+            "config": {**config, **UNPROBED},
+            "standing": standing,
+        }
+        if calls_code:
+            async with self.slots.quiet(self._context.clock, patience_s):
+                await self._call("reconfigure", **message)
+        else:
+            await self._call("reconfigure", **message, patience_s=patience_s)
+        self._user_config = user_config
         self.slots.resize(concurrency)
 
     async def probe(self) -> None:

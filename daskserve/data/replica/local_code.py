@@ -252,6 +252,7 @@ class LocalCode:
         concurrency: int,
         config: Mapping[str, Any],
         standing: Standing,
+        patience_s: float,
     ) -> None:
         """Apply changed options without a restart; see `daskserve.data.replica.replica.Replica`."""
         wall, servable = self._parts()
@@ -262,14 +263,15 @@ class LocalCode:
             user_config != self._user_config or _wants_rank(servable, self._holder.standing, standing)
         ):
             servable.hook("reconfigure")
-            self._user_config = None  # after a failure, nobody knows which one is in effect
-            before, self._holder.standing = self._holder.standing, standing
-            try:
-                await self._run_reconfigure(wall, servable, user_config)
-                self._user_config = user_config
-            except Exception as error:
-                self._holder.standing = before
-                failure = self._user_error(RECONFIGURING, error)
+            async with self.slots.quiet(self._context.clock, patience_s):
+                self._user_config = None  # after a failure, nobody knows which one is in effect
+                before, self._holder.standing = self._holder.standing, standing
+                try:
+                    await self._run_reconfigure(wall, servable, user_config)
+                    self._user_config = user_config
+                except Exception as error:
+                    self._holder.standing = before
+                    failure = self._user_error(RECONFIGURING, error)
         if failure is not None:
             raise failure  # outside of the handler, as in start()
         self._holder.standing = standing

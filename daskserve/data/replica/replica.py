@@ -129,11 +129,12 @@ class Replica:
         concurrency: int,
         config: Mapping[str, Any],
         standing: Sequence[int],
+        patience_s: float = 0.0,
     ) -> None:
         """Apply changed options without a restart.
 
         A changed ``user_config`` goes to the user's ``reconfigure``, and so does a changed rank if it takes
-        one.
+        one. In the meantime the replica takes no requests, so that none sees half of the change.
 
         Parameters
         ----------
@@ -141,6 +142,8 @@ class Replica:
             The options of the backend, as `daskserve.starts.dump_config` returns them.
         standing
             The replica's rank, and how many replicas are wanted.
+        patience_s
+            How long ``reconfigure`` waits for the running requests.
 
         Raises
         ------
@@ -153,7 +156,9 @@ class Replica:
         async with self._reconfiguring:
             self._reconfigures_since = self._context.clock.now()
             try:
-                await self._code.reconfigure(user_config, concurrency, config, as_standing(standing))
+                await self._code.reconfigure(
+                    user_config, concurrency, config, as_standing(standing), patience_s
+                )
             finally:
                 self._reconfigures_since = None
             self._standing = as_standing(standing)

@@ -17,12 +17,18 @@ from __future__ import annotations
 import asyncio
 import bisect
 import itertools
-from collections.abc import Callable
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Protocol
 
+from daskserve.amounts import shown
+from daskserve.clock import Clock
 from daskserve.errors import ActorLostError, ReplicaBusyError
 from daskserve.figures.replica import ReplicaFigures
 from daskserve.types import SLOT_TAKEN, Envelope, Load, Patience, Send, short_tag
+
+logger = logging.getLogger("daskserve.replica")
 
 #: The queue holds this many requests, plus two for each slot.
 EXTRA_WAITERS = 16
@@ -114,7 +120,9 @@ class Slots:
         self._queue = queue
         self._figures = figures
         self._waiters = SlotQueue()
-        self._idle: asyncio.Event | None = None  # created by the first `wait_until_idle`
+        self._idle: asyncio.Event | None = None  # created by `wait_until_idle`
+        #: While no slot is given away: set when they are again.
+        self._resumed: asyncio.Event | None = None
 
     @property
     def waiting(self) -> int:
@@ -131,15 +139,16 @@ class Slots:
 
     def take_nowait(self) -> bool:
         """Take a slot if one is free and the replica is open; return whether it did."""
-        if self.ongoing >= self.concurrency or not self.is_open:
+        if self.ongoing >= self.concurrency or not self.is_open or self._resumed is not None:
             return False
         self.ongoing += 1
         return True
 
     def take_beyond(self) -> bool:
-        """Take a slot even if none is free; return False if the replica is not open."""
-        self.ongoing += self.is_open
-        return self.is_open
+        """Take a slot even if none is free; return False if the replica is not open, or pauses."""
+        takes = self.is_open and self._resumed is None
+        self.ongoing += takes
+        return takes
 
     async def take(self, envelope: Envelope, send: Send) -> None:
         """Take a slot, waiting for one as long as the request has patience.
@@ -152,6 +161,10 @@ class Slots:
             The replica stopped meanwhile; the request has not begun.
         """
         patience = envelope.patience
+        if self._resumed is not None and "broadcast" in envelope.head:
+            await self._resumed.wait()  # no other replica can take it
+            if self.take_beyond():
+                return
         if not self.is_open:
             raise self.not_running()
         if patience is None:
@@ -171,7 +184,8 @@ class Slots:
 
     def free(self) -> None:
         """Note that the user code of a request has ended; its slot goes to the first request that waits."""
-        if not (self._waiters.places and self.ongoing <= self.concurrency and self._waiters.pass_on()):
+        may_pass = self.ongoing <= self.concurrency and self._resumed is None
+        if not (self._waiters.places and may_pass and self._waiters.pass_on()):
             self.ongoing -= 1
             if not self.ongoing and self._idle is not None:
                 self._idle.set()
@@ -181,8 +195,37 @@ class Slots:
     def resize(self, concurrency: int) -> None:
         """Change the number of slots."""
         self.concurrency = concurrency
-        while self.ongoing < concurrency and self._waiters.pass_on():
+        self._fill()
+
+    def _fill(self) -> None:
+        """Give free slots to requests that wait."""
+        while self._resumed is None and self.ongoing < self.concurrency and self._waiters.pass_on():
             self.ongoing += 1
+
+    @asynccontextmanager
+    async def quiet(self, clock: Clock, patience_s: float) -> AsyncIterator[None]:
+        """Give no slots away inside a block, which begins once none is taken, or after ``patience_s``.
+
+        Requests that wait here are refused, so that their routers may choose other replicas.
+        """
+        self._resumed = asyncio.Event()
+        self._waiters.reject_all(self._refusal)
+        try:
+            try:
+                if self.ongoing:
+                    await clock.wait_for(self.wait_until_idle(), patience_s)
+            except TimeoutError:
+                logger.warning(
+                    "Replica %s is reconfigured while %d requests still run, after %s s",
+                    short_tag(self.replica_tag),
+                    self.ongoing,
+                    shown(patience_s),
+                )
+            yield
+        finally:
+            self._resumed.set()
+            self._resumed = None
+            self._fill()
 
     def close(self) -> None:
         """Accept no more requests, and reject those that wait."""
@@ -192,7 +235,7 @@ class Slots:
     async def wait_until_idle(self) -> None:
         """Return when no slot is taken, or after `end_wait`."""
         if self.ongoing:
-            if self._idle is None:
+            if self._idle is None or self._idle.is_set():
                 self._idle = asyncio.Event()
             await self._idle.wait()
 

@@ -56,8 +56,12 @@ class UserCode(Protocol):
         concurrency: int,
         config: Mapping[str, Any],
         standing: Standing,
+        patience_s: float,
     ) -> None:
-        """Take over changed options, and the rank."""
+        """Take over changed options, and the rank.
+
+        The user's ``reconfigure`` runs once no request does, or after ``patience_s``.
+        """
 
     async def probe(self) -> None:
         """Return if user code can run and is healthy."""

@@ -8,6 +8,7 @@ import random
 import threading
 import types
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -329,6 +330,64 @@ class SlowToReconfigure:
         held()
 
     def __call__(self) -> None: ...
+
+
+class TwoFields:
+    """Takes over a config in two parts, with a pause in between."""
+
+    def __init__(self) -> None:
+        self.first = self.second = "old"
+
+    async def reconfigure(self, config: str) -> None:
+        self.first = config
+        await asyncio.sleep(0.02)
+        self.second = config
+
+    async def __call__(self) -> tuple[str, str]:
+        first = self.first
+        await asyncio.sleep(0.01)
+        return first, self.second
+
+
+def test_no_request_sees_half_of_a_reconfiguration() -> None:
+    """The running ones end first. Later ones are refused at once, so that their routers go elsewhere."""
+
+    async def scenario(replica: Replica) -> None:
+        running = asyncio.create_task(call(replica))
+        await asyncio.sleep(0)
+        message = reconfiguration(user_config=pickling.dump_bytes("new"))
+        reconfiguring = asyncio.create_task(replica.reconfigure(**message, patience_s=5.0))
+        await asyncio.sleep(0)
+        with pytest.raises(ReplicaBusyError):
+            await call(replica)
+        assert not reconfiguring.done()
+        assert await running == ("old", "old")
+        await reconfiguring
+        assert await call(replica) == ("new", "new")
+
+    run(scenario, TwoFields)
+
+
+class HeldWhileConfigured(Configured):
+    def __call__(self) -> list[Any]:
+        held()
+        return self.calls
+
+
+def test_a_reconfiguration_waits_no_longer_than_it_should_and_a_failed_one_ends_the_pause() -> None:
+    async def scenario(replica: Replica) -> None:
+        running = asyncio.create_task(call(replica))
+        await begun()
+        for config in ("bad", "good"):
+            message = reconfiguration(user_config=pickling.dump_bytes(config))
+            with pytest.raises(ReplicaStartError) if config == "bad" else nullcontext():
+                await replica.reconfigure(**message, patience_s=0.01)
+        assert not running.done()
+        GATES.go.set()
+        await running
+        assert await call(replica) == ["bad", "good"]
+
+    run(scenario, HeldWhileConfigured)
 
 
 def test_the_health_of_a_replica_says_that_reconfigure_runs() -> None:
