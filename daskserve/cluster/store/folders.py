@@ -110,8 +110,7 @@ class LocalFolder:
         if may_wait and len(before) < MAX_UNSYNCED:
             before.append(path)
             return
-        there = [each for each in (*before, path) if each.exists()]
-        _sync_together([*there, *{each.parent for each in there}])
+        _sync_together([*before, path, *{each.parent for each in (*before, path)}])
         before.clear()
 
     def _publish(self, temporary: Path, path: Path) -> None:
@@ -144,12 +143,17 @@ class LocalFolder:
 
 
 def _sync_together(paths: Sequence[Path]) -> None:
-    """Sync files and folders at the same time: each sync may take long, and none needs another."""
+    """Sync files and folders at the same time: each sync may take long, and none needs another.
+
+    What another process has removed meanwhile needs no sync.
+    """
     errors: list[BaseException] = []
 
     def run(path: Path) -> None:
         try:
             _sync(path)
+        except FileNotFoundError:
+            pass
         except BaseException as error:
             # The top of a thread: every error goes to the caller.
             errors.append(error)

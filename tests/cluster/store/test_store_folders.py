@@ -13,7 +13,7 @@ import pytest
 from fsspec.asyn import AsyncFileSystem
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
-from store_harness import Crash, Trap, every_step, make_bucket, make_renaming_files
+from store_harness import Crash, Trap, every_step, local_folder, make_bucket, make_renaming_files
 
 from daskserve.cluster.store.folders import (
     ABANDONED_S,
@@ -310,3 +310,20 @@ def test_errors_are_translated_and_name_the_store(error: Exception, expected: ty
     if caught.value is not error:
         assert "scheme://there" in str(caught.value)
         assert type(error).__name__ in str(caught.value)
+
+
+def test_an_object_that_is_removed_while_it_is_made_durable_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A newer claim removes the older ones at any moment."""
+    folder = local_folder(tmp_path)
+    folder.prepare(["epoch"])
+    publish = folder._publish
+
+    def remove_at_once(temporary: Path, path: Path) -> None:
+        publish(temporary, path)
+        path.unlink()
+
+    monkeypatch.setattr(folder, "_publish", remove_at_once)
+    folder.create("epoch/00000001", b"1")
+    assert folder.names("epoch") == []
