@@ -7,9 +7,9 @@ connections that they keep. Measured: the median and the longest answer of both,
 attackers were told, which limits they met, the CPU time that they cost, and whether a replica was replaced.
 
 Run: ``python benchmarks/bench_attacks.py [--kinds NAME,...] [--server tornado,uvicorn] [--seconds N]
-[--descriptors N]``. With ``--descriptors``, the workers may have only so many, and each GET has a connection
-of its own. It prints a line per case, and exits with 1 if a replica was replaced or a client of the others
-failed.
+[--descriptors N] [--isolation process] [--apart]``. With ``--descriptors``, the workers may have only so
+many, and each GET has a connection of its own. It prints a line per case, and exits with 1 if a replica was
+replaced or a client of the others failed.
 """
 
 from __future__ import annotations
@@ -173,7 +173,9 @@ def try_kind(server: str, kind: str, given: argparse.Namespace) -> bool:
             others = [each for each in dask.scheduler_info(n_workers=-1)["workers"] if each != proxy]
             client.create_backend("plain", plain, actor_options={"workers": others})
             client.create_endpoint("plain", backend="plain", route="/plain", methods=["GET", "POST"])
-            client.create_backend("app", application(), actor_options={"workers": [proxy]})
+            place = {"workers": others if given.apart else [proxy]}
+            config = {"isolation": given.isolation}
+            client.create_backend("app", application(), config=config, actor_options=place)
             client.create_endpoint("app", backend="app", route="/app", methods=["GET"])
             before = {each.name for each in client.status().replicas("app")}
             (url,) = client.http_urls()
@@ -215,6 +217,8 @@ def main() -> int:
     parser.add_argument("--bytes", type=int, default=12_000_000)
     parser.add_argument("--seconds", type=float, default=15.0)
     parser.add_argument("--descriptors", type=int)
+    parser.add_argument("--isolation", choices=("thread", "process"), default="thread")
+    parser.add_argument("--apart", action="store_true", help="attack the replica on the other worker")
     given = parser.parse_args()
     results = [
         try_kind(server, kind, given) for server in given.server.split(",") for kind in given.kinds.split(",")

@@ -26,6 +26,8 @@ SLOW = 8
 #: The most that is done in one turn of the loop, for all connections, in bytes and in time.
 TURN_BYTES = 1024 * 1024
 TURN_S = 0.002
+#: If the rest of a turn takes longer than this, less is done in the next one: what was read causes work, too.
+BUSY_S = 0.004
 #: What is done as soon as it arrives has a budget of its own: `TURN_BYTES` in this time.
 WINDOW_S = 0.004
 
@@ -51,6 +53,9 @@ class LoopTurns:
         self._is_posted = False
         self._window_began = float("-inf")
         self._window_bytes = 0
+        #: What is done in a turn now, and when the last one ended.
+        self._budget_bytes = TURN_BYTES
+        self._turn_ended = 0.0
 
     def __repr__(self) -> str:
         return f"<LoopTurns {len(self._waiting)} waiting>"
@@ -61,7 +66,7 @@ class LoopTurns:
         if now - self._window_began >= WINDOW_S:
             self._window_began = now
             self._window_bytes = 0
-        if self._window_bytes < TURN_BYTES:
+        if self._window_bytes < self._budget_bytes:
             self._window_bytes += work()
         else:
             self.add(work)
@@ -71,6 +76,7 @@ class LoopTurns:
         self._waiting.append(work)
         if not self._is_posted:
             self._is_posted = True
+            self._turn_ended = self._time()
             self._post(self._take_turn)
 
     def turn(self, cost: int) -> asyncio.Future[None]:
@@ -87,11 +93,19 @@ class LoopTurns:
         return turn
 
     def _take_turn(self) -> None:
-        waiting, left_bytes, until = self._waiting, TURN_BYTES, self._time() + TURN_S
+        now = self._time()
+        if now - self._turn_ended > BUSY_S:
+            self._budget_bytes = max(SLICE_BYTES, self._budget_bytes // 2)
+        else:
+            self._budget_bytes = min(TURN_BYTES, self._budget_bytes * 2)
+        waiting, left_bytes = self._waiting, self._budget_bytes
         try:
-            while waiting and left_bytes > 0 and self._time() < until:
+            until = now + TURN_S
+            while waiting and left_bytes > 0 and now < until:
                 left_bytes -= waiting.popleft()()
+                now = self._time()
         finally:  # a connection that fails does not stop the others
+            self._turn_ended = now
             self._is_posted = bool(waiting)
             if waiting:
                 self._post(self._take_turn)

@@ -10,6 +10,7 @@ import pytest
 from http_harness import run
 
 from daskserve.proxies.exchange.turns import (
+    BUSY_S,
     SLICE_BYTES,
     TURN_BYTES,
     TURN_S,
@@ -88,6 +89,20 @@ def test_a_turn_has_a_budget_of_time(turns: LoopTurns, loop: ManualLoop) -> None
     turns.add(client.work)
     loop.turn()
     assert client.left == 97
+
+
+def test_less_is_done_while_the_rest_of_a_turn_takes_long(turns: LoopTurns, loop: ManualLoop) -> None:
+    client = Client(turns, loop, 1000)
+    turns.add(client.work)
+    done = []
+    for rest_s in (2 * BUSY_S, 2 * BUSY_S, 0, 0, *[2 * BUSY_S] * 9):
+        loop.now += rest_s
+        before = client.left
+        loop.turn()
+        done.append(before - client.left)
+    whole = TURN_BYTES // SLICE_BYTES
+    assert done[:6] == [whole // 2, whole // 4, whole // 2, whole, whole // 2, whole // 4]
+    assert done[-1] == 1
 
 
 def test_what_arrives_is_done_at_once_until_it_is_much(turns: LoopTurns, loop: ManualLoop) -> None:
