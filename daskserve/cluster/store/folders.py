@@ -290,7 +290,25 @@ def has_conditional_put(files: Any) -> bool:
 
 
 def connect(url: str, instance_folder: str) -> Folder:
-    """Return the folder of one instance at a URL that fsspec supports.
+    """Return the folder of one instance at a URL that fsspec supports; raises as `locate` does."""
+    files, path, is_local = locate(url)
+    if is_local:
+        return LocalFolder(Path(path) / instance_folder)
+    return RemoteFolder(files, f"{path.rstrip('/')}/{instance_folder}")
+
+
+def folders_at(url: str) -> list[str]:
+    """Return the names of what is at a URL: the folders of instances, perhaps among others."""
+    files, path, _ = locate(url)
+    try:
+        found = files.ls(path, detail=False)
+    except FileNotFoundError:
+        return []
+    return sorted(str(each).rstrip("/").rpartition("/")[2] for each in found)
+
+
+def locate(url: str) -> tuple[Any, str, bool]:
+    """Return the file system of a URL, the path there, and whether it is a local disk.
 
     Raises
     ------
@@ -316,9 +334,7 @@ def connect(url: str, instance_folder: str) -> Folder:
         raise StoreError(f"The store {shown} is behind a cache; use the URL of the file system behind it.")
     if not path.strip("/"):
         raise StoreError(f"The store {shown} names no folder; add a path.")
-    if isinstance(files, LocalFileSystem):
-        return LocalFolder(Path(path) / instance_folder)
-    return RemoteFolder(files, f"{path.rstrip('/')}/{instance_folder}")
+    return files, path, isinstance(files, LocalFileSystem)
 
 
 #: Errors that a retry does not fix.
