@@ -23,7 +23,7 @@ from __future__ import annotations
 import contextlib
 import sqlite3
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -233,7 +233,7 @@ class SqliteStore:
             else:
                 damaged.append(rowid)
         self._set_aside(damaged)
-        self._note_problems(unreadable)
+        self._note_problems(unreadable, records)
         return records
 
     def _set_aside(self, rowids: list[int]) -> None:
@@ -248,12 +248,13 @@ class SqliteStore:
                 )
                 db.execute("DELETE FROM daskserve_records WHERE rowid = ?", (rowid,))
 
-    def _note_problems(self, unreadable: Mapping[str, str]) -> None:
+    def _note_problems(self, unreadable: Mapping[str, str], sound: Collection[str]) -> None:
         with self._translated_errors():
             aside = self._db.execute(
                 "SELECT key, reason FROM daskserve_aside WHERE instance = ?", (self.instance,)
             ).fetchall()
-        kept = {key: f"{reason} It is kept in the table daskserve_aside." for key, reason in aside}
+        text = "It is kept in the table daskserve_aside."
+        kept = {key: f"{reason} {text}" for key, reason in aside if key not in sound}
         self.problems.report({**kept, **unreadable})
 
     def commit(
@@ -272,6 +273,7 @@ class SqliteStore:
             self._claims.advance(db, epoch)
             db.executemany(UPSERT, written)
             db.executemany("DELETE FROM daskserve_records WHERE instance = ? AND key = ?", removed)
+        self.problems.settle(records.keys())
         self._check_place(must_last)
 
     def _check_place(self, must_last: bool) -> None:
@@ -289,6 +291,7 @@ class SqliteStore:
                 self._claims.advance(db, epoch)
                 db.execute("DELETE FROM daskserve_records WHERE instance = ?", (self.instance,))
                 db.executemany(UPSERT, rows)
+            self.problems.settle(records.keys())
             self._check_place(True)
         except BaseException:
             self.close()
