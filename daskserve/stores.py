@@ -285,7 +285,7 @@ def _fault_of(code: CodeRecord, records: Mapping[str, bytes]) -> str:
 
 
 def _pieces(name: str, records: Mapping[str, bytes]) -> Sequence[bytes]:
-    pieces = []
+    pieces: list[bytes] = []
     while (piece := records.get(f"parcel/{name}/{len(pieces)}")) is not None:
         pieces.append(piece)
     return pieces

@@ -11,7 +11,7 @@ from daskserve.cluster.store.sqlite_log import missing
 DAMAGED = "The record was damaged in the file (its checksum differs)."
 
 #: A row's id, key, value and checksum; damage may change their types.
-Row: TypeAlias = tuple[int, Any, Any, Any]
+StoredRow: TypeAlias = tuple[int, Any, Any, Any]
 
 
 def format_of(db: sqlite3.Connection) -> int | None:
@@ -36,7 +36,7 @@ def lack_of(db: sqlite3.Connection, *, had_log: bool, keeps_log: bool | None = N
     return "all of it was in its log, which is not there" if keeps_log and is_bare else ""
 
 
-def scan(db: sqlite3.Connection, instance: str) -> tuple[list[Row], dict[str, str]]:
+def scan(db: sqlite3.Connection, instance: str) -> tuple[list[StoredRow], dict[str, str]]:
     """Return the rows of an instance, and the reason for each key whose row cannot be read."""
     try:
         found = db.execute(
@@ -49,9 +49,9 @@ def scan(db: sqlite3.Connection, instance: str) -> tuple[list[Row], dict[str, st
         return _salvage(db, instance)
 
 
-def _salvage(db: sqlite3.Connection, instance: str) -> tuple[list[Row], dict[str, str]]:
+def _salvage(db: sqlite3.Connection, instance: str) -> tuple[list[StoredRow], dict[str, str]]:
     """Read a damaged file record by record."""
-    rows: list[Row] = []
+    rows: list[StoredRow] = []
     unreadable = {}
     where = "FROM daskserve_records WHERE instance = ? AND key = ?"
     keys = db.execute(
