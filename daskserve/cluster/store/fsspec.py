@@ -198,11 +198,8 @@ class FsspecStore:
             return dict(self._known().records)
 
     def _known(self) -> Journal:
-        if self._journal is None:
-            self._journal = self._read()
-        return self._journal
-
-    def _read(self) -> Journal:
+        if self._journal is not None:
+            return self._journal
         journal, reader = read_journal(self.url, self._folder)
         if reader.missing and not self._repairs:
             raise StoreIncompleteError(
@@ -212,6 +209,7 @@ class FsspecStore:
                 "repair. Nothing was changed."
             )
         self.problems.report(reader.problems)
+        self._journal = journal
         return journal
 
     def repair(self) -> str:
