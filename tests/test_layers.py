@@ -47,7 +47,9 @@ ROOMS: Mapping[str, str] = {
     "client": "edge",
     "cli": "edge",
 }
-EDGE_MODULES = frozenset({"__main__", "actors", "config", "exceptions", "handle", "schema", "testing"})
+EDGE_MODULES = frozenset(
+    {"__main__", "actors", "config", "exceptions", "handle", "schema", "stores", "testing"}
+)
 #: Pairs of rooms that never import each other: they exchange values, like two programs.
 STRANGERS: Sequence[tuple[str, str]] = (
     ("daskserve.control", "daskserve.data"),

@@ -16,6 +16,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "run": ("daskserve.cli.run:run", "Serve an application until Ctrl-C."),
     "shutdown": ("daskserve.cli.run:shutdown", "End the instance on a cluster."),
     "simulate": ("daskserve.cli.simulate:simulate", "Try autoscaling policies on a recorded load."),
+    "store": ("daskserve.cli.store:store", "Back up, restore, check and list stores."),
     "status": ("daskserve.cli.run:status", "Show what runs on a cluster."),
 }
 

@@ -24,6 +24,8 @@ from daskserve.options.backend import BackendConfig
 from daskserve.types import ReplicaState
 
 FORMAT = 1
+#: Characters of a reason: an error may hold all of a record.
+MAX_REASON = 200
 _ENUMS: Mapping[str, type[enum.StrEnum]] = {"replica": ReplicaState, "goal": GoalState}
 
 
@@ -57,7 +59,8 @@ def decode(key: str, data: bytes) -> Record:
     except CorruptRecordError:
         raise
     except Exception as error:
-        raise CorruptRecordError(f"Record {key!r} cannot be read: {error!r}") from error
+        what = f"{type(error).__name__}: {error}"[:MAX_REASON]
+        raise CorruptRecordError(f"Record {key!r} cannot be read: {what}") from error
 
 
 def from_plain(kind: str, values: Mapping[str, Any]) -> Any:

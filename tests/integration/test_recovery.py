@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import signal
+import sqlite3
 import threading
 import time
 from pathlib import Path
@@ -26,6 +28,7 @@ from dask_processes import dask_worker, fetch, poll_for
 from distributed import Client
 
 import daskserve as serve
+from daskserve import stores
 from daskserve.errors import StoreLostError
 
 EPHEMERAL = {"http_options": {"port": 0}}
@@ -346,6 +349,30 @@ def test_a_new_cluster_on_an_old_store_brings_all_deployments_back(scheme: str, 
         assert fetch(f"{client.http_urls()[0]}/e").status == 200
         assert set(client.list_endpoints()) == {"e", "headless"}
         assert client.status().epoch > epoch
+
+
+def test_requests_to_damaged_code_get_503_until_it_is_deployed_again(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/store.db"
+    options: dict[str, Any] = {"name": "damaged", "store": url, **EPHEMERAL}
+
+    def deploy(client: serve.Client) -> None:
+        client.deploy("pid", pid_of_replica, version="1")
+
+    with nannied_cluster(1) as dask:
+        deploy(serve.start(dask_client=dask, **options))
+        dask.cluster.close()  # everything dies at once
+    with contextlib.closing(sqlite3.connect(tmp_path / "store.db")) as db, db:
+        db.execute("UPDATE daskserve_records SET value = x'00' WHERE key LIKE 'code/%'")
+    (found,) = stores.check(url).instances.values()
+    assert list(found.problems) == ["code/pid@1"]
+    with nannied_cluster(1) as dask, serve.start(dask_client=dask, **options) as client:
+        address = f"{client.http_urls()[0]}/pid"
+        answer = fetch(address, timeout_s=10)
+        assert (answer.status, answer.headers["retry-after"]) == (503, "1")
+        assert "its code is lost or cannot be loaded; it has to be deployed again" in answer.text
+        deploy(client)
+        assert fetch(address).status == 200
+        assert client.status().problems == {}
 
 
 def test_acknowledged_changes_survive_kills_of_the_controller() -> None:

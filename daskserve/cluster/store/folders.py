@@ -82,11 +82,13 @@ class LocalFolder:
                 f"The store cannot be opened: there is no folder {base.parent} on the scheduler's machine. "
                 "Create it or use another folder."
             )
+        parents = set()
         for path in (base, self._root, *(self._root / each for each in (*folders, TEMPORARY))):
             if not path.is_dir():
                 with contextlib.suppress(FileExistsError):
                     path.mkdir(FOLDER_MODE)
-                _sync(path.parent)
+                parents.add(path.parent)
+        _sync_together(sorted(parents))
         self._clear_temporary()
         warn_if_shared(self._root)
 
@@ -151,13 +153,15 @@ def _sync_together(paths: Sequence[Path]) -> None:
 
     def run(path: Path) -> None:
         try:
-            _sync(path)
+            sync(path)
         except FileNotFoundError:
             pass
         except BaseException as error:
             # The top of a thread: every error goes to the caller.
             errors.append(error)
 
+    if not paths:
+        return
     # Daemons, because a hanging file system must not keep the scheduler from exiting.
     threads = [threading.Thread(target=run, args=(each,), daemon=True) for each in paths[1:]]
     for each in threads:
@@ -169,7 +173,7 @@ def _sync_together(paths: Sequence[Path]) -> None:
         raise errors[0]
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     """Sync a file, or a folder, so that the names in it are durable."""
     handle = os.open(path, os.O_RDONLY)
     try:
@@ -290,7 +294,25 @@ def has_conditional_put(files: Any) -> bool:
 
 
 def connect(url: str, instance_folder: str) -> Folder:
-    """Return the folder of one instance at a URL that fsspec supports.
+    """Return the folder of one instance at a URL that fsspec supports; raises as `locate` does."""
+    files, path, is_local = locate(url)
+    if is_local:
+        return LocalFolder(Path(path) / instance_folder)
+    return RemoteFolder(files, f"{path.rstrip('/')}/{instance_folder}")
+
+
+def folders_at(url: str) -> list[str]:
+    """Return the names of what is at a URL: the folders of instances, perhaps among others."""
+    files, path, _ = locate(url)
+    try:
+        found = files.ls(path, detail=False)
+    except FileNotFoundError:
+        return []
+    return sorted(str(each).rstrip("/").rpartition("/")[2] for each in found)
+
+
+def locate(url: str) -> tuple[Any, str, bool]:
+    """Return the file system of a URL, the path there, and whether it is a local disk.
 
     Raises
     ------
@@ -316,9 +338,7 @@ def connect(url: str, instance_folder: str) -> Folder:
         raise StoreError(f"The store {shown} is behind a cache; use the URL of the file system behind it.")
     if not path.strip("/"):
         raise StoreError(f"The store {shown} names no folder; add a path.")
-    if isinstance(files, LocalFileSystem):
-        return LocalFolder(Path(path) / instance_folder)
-    return RemoteFolder(files, f"{path.rstrip('/')}/{instance_folder}")
+    return files, path, isinstance(files, LocalFileSystem)
 
 
 #: Errors that a retry does not fix.

@@ -7,6 +7,7 @@
                       txn/<epoch>-<number>       one commit
                       snapshot/<epoch>-<number>  all records as of that commit
                       aside/...                  copies of objects that could not be read
+                      closed/<epoch>             the process that claimed it has closed the store
 
 These file systems have no transactions. The journal needs only what `daskserve.cluster.store.folders`
 provides: an object appears complete, and is created only if its name is free. This gives:
@@ -38,12 +39,15 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import socket
 import time
 import uuid
 from collections.abc import Callable, Collection, Mapping
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 from daskserve.cluster.store.errors import (
+    StoreIncompleteError,
     StoreUnavailableError,
     check_format,
     stale,
@@ -65,14 +69,14 @@ from daskserve.cluster.store.journal import (
     encode_snapshot,
 )
 from daskserve.cluster.store.problems import StoreProblems
-from daskserve.cluster.store.reading import JournalReader, positions_in
+from daskserve.cluster.store.reading import ATTEMPTS, positions_in, read_journal
 from daskserve.cluster.store.thread import BlockingCalls
 from daskserve.cluster.stores import Claim
 from daskserve.types import InstanceName
 
-FOLDERS = ("format", "epoch", "txn", "snapshot", "aside")
-#: Attempts at an operation that another process may interrupt.
-ATTEMPTS = 8
+#: The folder of the epochs whose process has closed the store.
+CLOSED = "closed"
+FOLDERS = ("format", "epoch", "txn", "snapshot", "aside", CLOSED)
 #: Attempts at a claim, and the longest pause before the second one; later ones wait longer.
 CLAIM_ATTEMPTS, CLAIM_PAUSE_S = 32, 0.02
 #: Objects removed per job; commits run between the jobs.
@@ -82,6 +86,37 @@ REMOVE_AT_ONCE = 64
 def folder_of(instance: InstanceName) -> str:
     """Return the name of an instance's folder: one path segment that every file system accepts."""
     return quote(instance, safe="").replace(".", "%2E").replace("%", "=") or "="
+
+
+def instance_in(folder: str) -> InstanceName:
+    """Return the instance that owns a folder; the inverse of `folder_of`."""
+    return "" if folder == "=" else unquote(folder.replace("=", "%"))
+
+
+def user_of(folder: Folder) -> str:
+    """Return who uses an instance's folder, as far as it can be told; empty if surely nobody does."""
+    epochs = [int(name) for name in folder.names("epoch") if name.isdecimal()]
+    if not epochs:
+        return ""
+    newest = f"{max(epochs):08d}"
+    if folder.has(f"{CLOSED}/{newest}"):
+        return ""
+    note = json.loads(folder.read([f"epoch/{newest}"])[f"epoch/{newest}"] or b"{}")
+    if "pid" not in note:
+        return f"a process of an earlier version that claimed epoch {max(epochs)} and may have ended since"
+    if note["host"] != socket.gethostname():
+        return f"process {note['pid']} on host {note['host']}, which may have ended since"
+    return f"process {note['pid']} on this host" if _is_alive(note["pid"]) else ""
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        pass  # it belongs to another user
+    return True
 
 
 class FsspecStore:
@@ -116,6 +151,8 @@ class FsspecStore:
         #: Whether the newest epoch that this process knows was in the folder when it looked last.
         self._has_epoch = True
         self._journal: Journal | None = None
+        #: Whether missing changes are accepted.
+        self._repairs = False
 
     @property
     def _folder(self) -> Folder:
@@ -135,6 +172,10 @@ class FsspecStore:
     def close(self) -> None:
         self._journal = None
         if self._connected is not None:
+            if self._own_epoch:
+                with contextlib.suppress(Exception):  # it only spares an operator a question
+                    self._connected.create(f"{CLOSED}/{self._own_epoch:08d}", self._note())
+                self._own_epoch = 0
             self._connected.close()
             self._connected = None
 
@@ -145,7 +186,8 @@ class FsspecStore:
         return bool(found)
 
     def _note(self, owner: str | None = None) -> bytes:
-        note = {"instance": self.instance, "writer": self._writer}
+        who = {"host": socket.gethostname(), "pid": os.getpid()}
+        note = {"instance": self.instance, "writer": self._writer, **who}
         return json.dumps(note if owner is None else {**note, "owner": owner}).encode()
 
     # Reading
@@ -156,23 +198,31 @@ class FsspecStore:
             return dict(self._known().records)
 
     def _known(self) -> Journal:
-        if self._journal is None:
-            self._journal = self._read()
-        return self._journal
+        if self._journal is not None:
+            return self._journal
+        journal, reader = read_journal(self.url, self._folder)
+        if reader.missing and not self._repairs:
+            raise StoreIncompleteError(
+                f"The store {self.url} cannot be used, because changes of instance {self.instance!r} are "
+                f"missing: {', '.join(reader.missing)}. Is the folder a copy of a part? Copy all of it, or "
+                "restore a backup (daskserve store restore). To go on with what is left: daskserve store "
+                "repair. Nothing was changed."
+            )
+        self.problems.report(reader.problems)
+        self._journal = journal
+        return journal
 
-    def _read(self) -> Journal:
-        for _ in range(ATTEMPTS):
-            snapshots = positions_in(self._folder, "snapshot")
-            changes = positions_in(self._folder, "txn")
-            reader = JournalReader(self.url, self._folder)
-            try:
-                journal = reader.read(snapshots, changes)
-            except FileNotFoundError:
-                # Another process has just compacted the journal; its snapshot covers what it removed.
-                continue
-            self.problems.report(reader.problems)
-            return journal
-        raise StoreUnavailableError(f"The store {self.url} changes faster than it can be read; retry later.")
+    def repair(self) -> str:
+        """Open the store, and take what can be read for all that there is; return what was missing."""
+        self._repairs = True
+        self.open()
+        with translated_errors(self.url):
+            missing = read_journal(self.url, self._folder)[1].missing
+        if missing:
+            records = self.load()
+            self.rewrite(self.claim_epoch(), records)
+        self._repairs = False
+        return f"changes are missing: {', '.join(missing)}" if missing else ""
 
     # Writing
 
@@ -287,6 +337,8 @@ class FsspecStore:
                     self._own_epoch = claimed
                     # The newest object is enough to fence all older epochs.
                     self._claims.clear(claimed)
+                    older = [each for each in epochs_in(self._names(CLOSED)) if each < claimed]
+                    self._folder.remove([f"{CLOSED}/{each:08d}" for each in older])
                     return claimed
         raise StoreUnavailableError(
             f"Other processes keep claiming epochs in the store {self.url}; retry later."

@@ -89,24 +89,35 @@ class Snapshot:
 
 @dataclass(slots=True)
 class History:
-    """The result of a replay; ``last`` is the newest change that is part of it."""
+    """The result of a replay.
+
+    Attributes
+    ----------
+    last : Position
+        The newest change that is part of it.
+    builds_on : tuple of Position
+        What its changes after the snapshot name as their predecessors: each was part of it, too.
+    """
 
     records: dict[str, bytes] = field(default_factory=dict)
     last: Position = START
+    builds_on: tuple[Position, ...] = field(default=(), compare=False)
 
 
 def encode_change(change: JournalEntry, writer: str) -> bytes:
     """Return a change as an object. ``writer`` makes equal changes of two processes differ."""
     header = {"kind": "change", "position": change.position, "after": change.after, "writer": writer}
-    return _encode(header, change.records)
+    return encode_object(header, change.records)
 
 
 def encode_snapshot(snapshot: Snapshot, writer: str) -> bytes:
     """Return a snapshot as an object."""
-    return _encode({"kind": "snapshot", "position": snapshot.position, "writer": writer}, snapshot.records)
+    header = {"kind": "snapshot", "position": snapshot.position, "writer": writer}
+    return encode_object(header, snapshot.records)
 
 
-def _encode(header: Mapping[str, Any], records: Mapping[str, bytes | None]) -> bytes:
+def encode_object(header: Mapping[str, Any], records: Mapping[str, bytes | None]) -> bytes:
+    """Return an object with a header, which names its kind, and records."""
     parts = [MAGIC]
 
     def add(data: bytes) -> None:
@@ -131,12 +142,24 @@ def decode_change(url: str, data: bytes) -> JournalEntry:
     StoreFormatError
         A newer version of daskserve wrote the object.
     """
-    header, frames = _header(url, data, "change")
+    header, records = decode_object(url, data, "change")
+    return JournalEntry(Position(*header["position"]), Position(*header["after"]), records)
+
+
+def decode_object(url: str, data: bytes, kind: str) -> tuple[dict[str, Any], dict[str, bytes | None]]:
+    """Return the header and the records of an object.
+
+    Raises
+    ------
+    DamagedError, StoreFormatError
+        As `decode_change` does.
+    """
+    header, frames = _header(url, data, kind)
     records: dict[str, bytes | None] = {}
     for _ in range(header["count"]):
         key = _undamaged(next(frames, None))
         records[key[1:].decode()] = None if key[:1] == b"-" else _undamaged(next(frames, None))
-    return JournalEntry(Position(*header["position"]), Position(*header["after"]), records)
+    return header, records
 
 
 def decode_snapshot(url: str, data: bytes) -> Snapshot:
@@ -197,11 +220,14 @@ def replay(base: Snapshot | None, changes: Iterable[JournalEntry]) -> History:
     history = History()
     if base is not None:
         history.records = dict(base.records)
-        history.last = base.position
+        history.last = start = base.position
+    else:
+        start = START
     chain: list[JournalEntry] = []
     for change in sorted(changes, key=lambda each: each.position, reverse=True):
         if change.position > history.last and (not chain or change.position <= chain[-1].after):
             chain.append(change)
+    history.builds_on = tuple(each.after for each in reversed(chain) if each.after > start)
     for change in reversed(chain):
         for key, value in change.records.items():
             if value is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from daskserve.errors import StoreLostError
 from daskserve.types import InstanceName
@@ -35,6 +35,11 @@ class StoreProblems:
             if name not in self.found:
                 logger.error("Store %s, instance %s: %s: %s", self._url, self._instance, name, reason)
         self.found = dict(problems)
+
+    def settle(self, written: Collection[str]) -> None:
+        """Forget the problems of records that have been written anew."""
+        if self.found and not self.found.keys().isdisjoint(written):
+            self.found = {name: reason for name, reason in self.found.items() if name not in written}
 
     def check_place(self, lost: str, *, must_last: bool) -> None:
         """Note whether the store is lost, and why; raise if it is and a change must last.

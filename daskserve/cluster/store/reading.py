@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 
+from daskserve.cluster.store.errors import StoreUnavailableError
 from daskserve.cluster.store.folders import Folder
 from daskserve.cluster.store.journal import (
     DamagedError,
@@ -16,6 +17,29 @@ from daskserve.cluster.store.journal import (
     decode_snapshot,
     replay,
 )
+
+#: Attempts at an operation that another process may interrupt.
+ATTEMPTS = 8
+
+
+def read_journal(url: str, folder: Folder, *, keeps_copies: bool = True) -> tuple[Journal, JournalReader]:
+    """Return the journal in a folder, and its reader, which knows what is damaged or missing.
+
+    Raises
+    ------
+    StoreUnavailableError
+        Other processes compact it again and again.
+    """
+    for _ in range(ATTEMPTS):
+        snapshots = positions_in(folder, "snapshot")
+        changes = positions_in(folder, "txn")
+        reader = JournalReader(url, folder, keeps_copies=keeps_copies)
+        try:
+            return reader.read(snapshots, changes), reader
+        except FileNotFoundError:
+            # Another process has just compacted the journal; its snapshot covers what it removed.
+            continue
+    raise StoreUnavailableError(f"The store {url} changes faster than it can be read; retry later.")
 
 
 def positions_in(folder: Folder, name: str) -> list[Position]:
@@ -31,12 +55,21 @@ class JournalReader:
     ----------
     problems : dict
         What could not be read, by object name, each with the reason and where a copy is kept.
+    missing : list of str
+        The changes on which others build, and which are not there.
+
+    Parameters
+    ----------
+    keeps_copies : bool
+        Whether copies of what cannot be read are kept in the folder.
     """
 
-    def __init__(self, url: str, folder: Folder) -> None:
+    def __init__(self, url: str, folder: Folder, *, keeps_copies: bool = True) -> None:
         self._url = url
         self._folder = folder
+        self._keeps_copies = keeps_copies
         self.problems: dict[str, str] = {}
+        self.missing: list[str] = []
 
     def read(self, snapshots: Sequence[Position], changes: Sequence[Position]) -> Journal:
         """Return the journal that the listed snapshots and changes form.
@@ -50,7 +83,9 @@ class JournalReader:
         later = [each for each in changes if base is None or each > base.position]
         decoded, size = self._read_changes(later)
         history = replay(base, decoded)
-        for name in self._folder.names("aside"):
+        there = {*snapshots, *changes}
+        self.missing = [each.name for each in history.builds_on if each not in there]
+        for name in self._names("aside"):
             original = name.replace("=", "/", 1)
             self.problems.setdefault(original, f"An earlier start could not read it; see aside/{name}.")
         numbers: dict[int, int] = {}
@@ -99,7 +134,16 @@ class JournalReader:
                 self._keep_aside(name, data, reason)
         return decoded, size
 
+    def _names(self, folder: str) -> list[str]:
+        try:
+            return self._folder.names(folder)
+        except FileNotFoundError:
+            return []  # a copy may lack a folder in which there was nothing
+
     def _keep_aside(self, name: str, data: bytes, reason: str) -> None:
+        if not self._keeps_copies:
+            self.problems[name] = reason
+            return
         copy = f"aside/{name.replace('/', '=')}"
         with contextlib.suppress(FileExistsError):  # an earlier start made the copy
             self._folder.create(copy, data)

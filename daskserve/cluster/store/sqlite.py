@@ -23,8 +23,7 @@ from __future__ import annotations
 import contextlib
 import sqlite3
 import time
-import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,11 +47,11 @@ from daskserve.cluster.store.sqlite_log import (
     accept,
     log_of,
     mark,
-    missing,
     seal,
     size_of,
     stamp,
 )
+from daskserve.cluster.store.sqlite_rows import DAMAGED, checksum, format_of, is_sound, lack_of, name_of, scan
 from daskserve.cluster.stores import Claim
 from daskserve.errors import ServeError
 from daskserve.types import InstanceName
@@ -139,7 +138,7 @@ class SqliteStore:
         self.instance = instance
         self.problems = StoreProblems(self.url, instance)
         self._claims = SqliteClaims(instance)
-        self._path = Path(path).absolute()
+        self.path = Path(path).absolute()
         self._opened: _OpenDatabase | None = None
 
     # Lifecycle
@@ -152,50 +151,41 @@ class SqliteStore:
         return self._open(repairs=True)
 
     def _open(self, *, repairs: bool) -> str:
-        folder = self._path.parent
+        folder = self.path.parent
         if not folder.is_dir():
             raise StoreError(
                 f"The store {self.url} cannot be opened: there is no folder {folder} on the scheduler's "
                 "machine. Create it or use another file."
             )
         with self._translated_errors():
-            create_whole(self._path, self._prepare)
-            check_not_empty(self.url, self._path)
-            had_log = bool(size_of(log_of(self._path)))
-            connection = connect(self._path)
-            self._opened = _OpenDatabase(connection, FilesWatch(self._path))
-            lack = self._lack(had_log=had_log)
+            create_whole(self.path, self._prepare)
+            check_not_empty(self.url, self.path)
+            had_log = bool(size_of(log_of(self.path)))
+            connection = connect(self.path)
+            self._opened = _OpenDatabase(connection, FilesWatch(self.path))
+            lack = lack_of(connection, had_log=had_log)
             if lack and not repairs:
-                raise incomplete(self.url, self._path, lack)
+                raise incomplete(self.url, self.path, lack)
             self._use_log()
             connection.execute("PRAGMA wal_autocheckpoint = 0")
         with self._transaction() as db:
             self._prepare(db)
             if lack or had_log:
                 accept(db)
-        self._opened.files = FilesWatch(self._path)
+        self._opened.files = FilesWatch(self.path)
         self.problems.check_place(self._opened.files.lost(), must_last=True)
         with self._translated_errors():
-            keeping = connect(self._path, any_thread=True)
+            keeping = connect(self.path, any_thread=True)
             keeping.execute("PRAGMA wal_autocheckpoint = 0")
             keeping.execute("PRAGMA synchronous = NORMAL")
         self._opened.keeper = LogKeeper(keeping, self.url)
-        warn_if_shared(self._path)
+        warn_if_shared(self.path)
         return lack
 
     def close(self) -> None:
         opened, self._opened = self._opened, None
         if opened is not None:
             opened.close()
-
-    def _lack(self, *, had_log: bool) -> str:
-        """Return what the file lacks, before anything is written to it."""
-        if _format(self._db) is not None:
-            return missing(self._db, had_log=had_log)
-        (mode,) = self._db.execute("PRAGMA journal_mode").fetchone()
-        is_bare = self._db.execute("SELECT 1 FROM sqlite_master").fetchone() is None
-        # Earlier versions left even the tables to the log.
-        return "all of it was in its log, which is not there" if mode == "wal" and is_bare else ""
 
     def _use_log(self) -> None:
         deadline = time.monotonic() + BUSY_TIMEOUT_S
@@ -204,7 +194,7 @@ class SqliteStore:
                 (mode,) = self._db.execute("PRAGMA journal_mode = WAL").fetchone()
             except sqlite3.OperationalError as error:
                 # SQLite's own timeout does not cover the switch to the log.
-                if not _name_of(error).startswith("SQLITE_BUSY") or time.monotonic() > deadline:
+                if not name_of(error).startswith("SQLITE_BUSY") or time.monotonic() > deadline:
                     raise
                 time.sleep(BUSY_RETRY_S)
                 continue
@@ -216,7 +206,7 @@ class SqliteStore:
             return
 
     def _prepare(self, db: sqlite3.Connection) -> None:
-        found = _format(db)
+        found = format_of(db)
         if found is not None:
             check_format(self.url, found, FORMAT)
         for statement in (*TABLES, *CLAIM_TABLES):
@@ -234,69 +224,44 @@ class SqliteStore:
 
     def load(self) -> Mapping[str, bytes]:
         with self._translated_errors():
-            try:
-                rows = self._db.execute(
-                    "SELECT rowid, key, value, crc FROM daskserve_records WHERE instance = ?",
-                    (self.instance,),
-                ).fetchall()
-                unreadable: dict[str, str] = {}
-            except sqlite3.DatabaseError as error:
-                if not _name_of(error).startswith("SQLITE_CORRUPT"):
-                    raise
-                rows, unreadable = self._salvage()
+            rows, unreadable = scan(self._db, self.instance)
         records = {}
         damaged = []
         for rowid, key, value, crc in rows:
-            if isinstance(key, str) and isinstance(value, bytes) and _checksum(key, value) == crc:
+            if is_sound(key, value, crc):
                 records[key] = value
             else:
                 damaged.append(rowid)
         self._set_aside(damaged)
-        self._note_problems(unreadable)
+        self._note_problems(unreadable, records)
         return records
-
-    def _salvage(self) -> tuple[list[tuple[int, str, bytes, int]], dict[str, str]]:
-        """Read a damaged file record by record; return the rows, and the reason for each unreadable key."""
-        rows: list[tuple[int, str, bytes, int]] = []
-        unreadable = {}
-        where = "FROM daskserve_records WHERE instance = ? AND key = ?"
-        keys = self._db.execute(
-            "SELECT key FROM daskserve_records WHERE instance = ? ORDER BY key", (self.instance,)
-        ).fetchall()  # the index alone answers this query
-        for (key,) in keys:
-            try:
-                found = self._db.execute(f"SELECT rowid, key, value, crc {where}", (self.instance, key))
-                rows.extend(found.fetchall())
-            except sqlite3.DatabaseError as error:
-                unreadable[key] = f"The record cannot be read ({error}). It stays in the file."
-        return rows, unreadable
 
     def _set_aside(self, rowids: list[int]) -> None:
         if not rowids:
             return
-        reason = "The record was damaged in the file (its checksum differs)."
         with self._change() as db:
             for rowid in rowids:
                 db.execute(
                     "INSERT INTO daskserve_aside SELECT instance, key, value, crc, ? "
                     "FROM daskserve_records WHERE rowid = ?",
-                    (reason, rowid),
+                    (DAMAGED, rowid),
                 )
                 db.execute("DELETE FROM daskserve_records WHERE rowid = ?", (rowid,))
 
-    def _note_problems(self, unreadable: Mapping[str, str]) -> None:
+    def _note_problems(self, unreadable: Mapping[str, str], sound: Collection[str]) -> None:
         with self._translated_errors():
             aside = self._db.execute(
                 "SELECT key, reason FROM daskserve_aside WHERE instance = ?", (self.instance,)
             ).fetchall()
-        kept = {key: f"{reason} It is kept in the table daskserve_aside." for key, reason in aside}
+        text = "It is kept in the table daskserve_aside."
+        kept = {key: f"{reason} {text}" for key, reason in aside if key not in sound}
         self.problems.report({**kept, **unreadable})
 
     def commit(
         self, epoch: int, records: Mapping[str, bytes | None], must_last: bool = True, may_wait: bool = False
     ) -> None:
         written = [
-            (self.instance, key, value, _checksum(key, value))
+            (self.instance, key, value, checksum(key, value))
             for key, value in records.items()
             if value is not None
         ]
@@ -308,6 +273,7 @@ class SqliteStore:
             self._claims.advance(db, epoch)
             db.executemany(UPSERT, written)
             db.executemany("DELETE FROM daskserve_records WHERE instance = ? AND key = ?", removed)
+        self.problems.settle(records.keys())
         self._check_place(must_last)
 
     def _check_place(self, must_last: bool) -> None:
@@ -315,16 +281,17 @@ class SqliteStore:
         self.problems.check_place(self._opened.files.lost(), must_last=must_last)
 
     def rewrite(self, epoch: int, records: Mapping[str, bytes]) -> None:
-        rows = [(self.instance, key, value, _checksum(key, value)) for key, value in records.items()]
+        rows = [(self.instance, key, value, checksum(key, value)) for key, value in records.items()]
         before, self._opened = self._opened, None
         try:
             with contextlib.suppress(FileExistsError, FileNotFoundError):
-                self._path.parent.mkdir(FOLDER_MODE)  # open() says what is missing above it
+                self.path.parent.mkdir(FOLDER_MODE)  # open() says what is missing above it
             self.open()
             with self._change() as db:
                 self._claims.advance(db, epoch)
                 db.execute("DELETE FROM daskserve_records WHERE instance = ?", (self.instance,))
                 db.executemany(UPSERT, rows)
+            self.problems.settle(records.keys())
             self._check_place(True)
         except BaseException:
             self.close()
@@ -342,7 +309,7 @@ class SqliteStore:
     def claim_epoch(self, after: int | None = None, owner: str = "") -> int:
         with self._change() as db:
             # A newer daskserve may have written here since this store was opened.
-            check_format(self.url, _format(db) or FORMAT, FORMAT)
+            check_format(self.url, format_of(db) or FORMAT, FORMAT)
             return self._claims.claim(db, after, owner)
 
     def look(self, *, answers: bool = False) -> Claim:
@@ -378,7 +345,7 @@ class SqliteStore:
         assert self._opened is not None
         assert self._opened.keeper is not None
         self._opened.keeper.note(was_sealed=was_sealed)
-        if (size_of(log_of(self._path)) or 0) > LOG_BYTES:
+        if (size_of(log_of(self.path)) or 0) > LOG_BYTES:
             with self._translated_errors():
                 mark(db)
 
@@ -401,27 +368,14 @@ class SqliteStore:
         try:
             yield
         except sqlite3.Error as error:
-            raise self._translate(error) from error
-
-    def _translate(self, error: sqlite3.Error) -> ServeError:
-        name = _name_of(error)
-        for kinds, error_class in ((PASSING, StoreUnavailableError), (LASTING, StoreError)):
-            for beginning, remedy in kinds.items():
-                if name.startswith(beginning):
-                    return error_class(f"The store {self.url} cannot be used: {remedy}. ({name}: {error})")
-        return StoreError(f"The store {self.url} cannot be used: {name or type(error).__name__}: {error}")
+            raise translate(self.url, error) from error
 
 
-def _checksum(key: str, value: bytes) -> int:
-    return zlib.crc32(value, zlib.crc32(key.encode("utf-8", "surrogateescape")))
-
-
-def _name_of(error: sqlite3.Error) -> str:
-    return getattr(error, "sqlite_errorname", None) or ""
-
-
-def _format(db: sqlite3.Connection) -> int | None:
-    if db.execute("SELECT 1 FROM sqlite_master WHERE name = 'daskserve_meta'").fetchone() is None:
-        return None
-    row = db.execute("SELECT value FROM daskserve_meta WHERE name = 'format'").fetchone()
-    return None if row is None else int(row[0])
+def translate(url: str, error: sqlite3.Error) -> ServeError:
+    """Return the error of a store for one of SQLite."""
+    name = name_of(error)
+    for kinds, error_class in ((PASSING, StoreUnavailableError), (LASTING, StoreError)):
+        for beginning, remedy in kinds.items():
+            if name.startswith(beginning):
+                return error_class(f"The store {url} cannot be used: {remedy}. ({name}: {error})")
+    return StoreError(f"The store {url} cannot be used: {name or type(error).__name__}: {error}")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from daskserve.cluster.store.access import create_empty
 from daskserve.cluster.store.errors import StoreError, StoreIncompleteError
+from daskserve.cluster.store.folders import sync
 from daskserve.cluster.store.sqlite_log import log_of, size_of
 
 
@@ -53,9 +54,12 @@ def create_whole(path: Path, fill: Callable[[sqlite3.Connection], None]) -> None
     create_empty(new)
     try:
         with contextlib.closing(sqlite3.connect(new, isolation_level=None)) as db:
+            db.execute("PRAGMA synchronous = OFF")  # nobody has it yet; it is synced as a whole
+            db.execute("PRAGMA journal_mode = WAL")
             db.execute("BEGIN IMMEDIATE")
             fill(db)
             db.execute("COMMIT")
+        sync(new)
         _publish(new, target)
     finally:
         new.unlink(missing_ok=True)
@@ -69,11 +73,7 @@ def _publish(new: Path, target: Path) -> None:
     except OSError:
         # This file system has no hard links.
         os.rename(new, target)
-    folder = os.open(target.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    sync(target.parent)
 
 
 def check_not_empty(url: str, path: Path) -> None:

@@ -52,6 +52,9 @@ _KEEP = (
 )
 _SEAL = "UPDATE daskserve_meta SET value = 1 WHERE name = 'sealed'"
 
+# SQLite writes nothing if nothing changes.
+_TOUCH = "UPDATE daskserve_meta SET value = value + 1 WHERE name IN ('promised', 'kept')"
+
 
 def log_of(path: Path) -> Path:
     """Return the path of the log; SQLite follows links, and keeps its log beside the file itself."""
@@ -112,7 +115,7 @@ def seal(db: sqlite3.Connection) -> None:
     db.execute("COMMIT")
     _write_back(db)
     # The log begins anew with the next write, which syncs its head: here, where nobody waits for it.
-    db.execute(_SEAL)
+    db.execute(_TOUCH)
 
 
 def _write_back(db: sqlite3.Connection) -> None:

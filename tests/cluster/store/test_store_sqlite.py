@@ -260,6 +260,10 @@ def test_a_damaged_record_is_set_aside_and_reported_and_the_others_load(path: Pa
             assert store.problems() == {}
         async with opened(sqlite_store(path)) as store:
             assert (await commit(store, 1, b=b"new"))["b"] == b"new"
+            assert store.problems() == {}
+        async with opened(sqlite_store(path)) as store:
+            assert (await store.load())["b"] == b"new"
+            assert store.problems() == {}
 
     asyncio.run(scenario())
     with editing(path) as db:

@@ -1,0 +1,106 @@
+"""``daskserve store``: back up, restore, check and list the stores of instances."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from daskserve import stores
+from daskserve.cli.run import errors_as_messages
+from daskserve.client.table import table
+
+
+@click.group()
+def store() -> None:
+    """Back up, restore, check and list stores.
+
+    URL is what store= was when the instance was started, such as sqlite:////var/lib/serve.db. Paths are those
+    of this machine: for a store on a disk, run this where the scheduler runs.
+    """
+
+
+def instances_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the option that selects instances to a command."""
+    return click.option(
+        "--instance",
+        "instances",
+        multiple=True,
+        help="Name of an instance; may be given several times. Default: all.",
+    )(command)
+
+
+@store.command()
+@click.argument("url")
+@click.argument("file", type=click.Path(path_type=Path, dir_okay=False))
+@instances_option
+def backup(url: str, file: Path, instances: tuple[str, ...]) -> None:
+    """Write the store at URL to FILE, also while an instance runs on it.
+
+    Exits with 1 if something in the store is damaged: FILE has the rest.
+    """
+    with errors_as_messages():
+        found = stores.backup(url, file, instances=instances or None)
+    end(found, f"Backed up to {file}, {file.stat().st_size} bytes.")
+
+
+@store.command()
+@click.argument("file", type=click.Path(path_type=Path, dir_okay=False))
+@click.argument("url")
+@instances_option
+@click.option(
+    "--force", is_flag=True, help="Restore even if a process uses the store, or may. It has to start anew."
+)
+def restore(file: Path, url: str, instances: tuple[str, ...], force: bool) -> None:
+    """Replace what the store at URL has by the backup FILE; the kind of the store may be another one."""
+    with errors_as_messages():
+        found = stores.restore(file, url, instances=instances or None, force=force)
+    end(found, "Restored. Start the instance on this store.")
+
+
+@store.command()
+@click.argument("place", metavar="URL|FILE")
+def check(place: str) -> None:
+    """Say what is damaged or missing in a store, or in a backup, and what to do. Changes nothing.
+
+    Exits with 1 if there is anything.
+    """
+    with errors_as_messages():
+        found = stores.check(place)
+    end(found, "")
+
+
+@store.command(name="list")
+@click.argument("place", metavar="URL|FILE")
+def list_(place: str) -> None:
+    """List the instances in a store, or in a backup, with what is deployed in them."""
+    with errors_as_messages():
+        found = stores.check(place)
+    rows = [
+        (name, str(each.epoch), tag, version)
+        for name, each in found.instances.items()
+        for tag, version in (each.deployments or {"": ""}).items()
+    ]
+    head = ("instance", "epoch", "deployment", "version")
+    click.echo(table(head, rows) if rows else "No instances.")
+
+
+@store.command()
+@click.argument("url")
+@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+def repair(url: str, yes: bool) -> None:
+    """Go on with what is left in a store that lacks records, where there is no backup."""
+    if not yes:
+        click.confirm(f"What {url} lacks will not be looked for any more. Go on?", abort=True)
+    with errors_as_messages():
+        missing = stores.repair(url)
+    click.echo("\n".join(f"Given up: {each}." for each in missing) or "Nothing was missing.")
+
+
+def end(found: stores.StoreReport, text: str) -> None:
+    """Print a report, and exit with 1 if it tells of damage."""
+    click.echo("\n".join(filter(None, (str(found), text))))
+    if not found.is_sound:
+        click.get_current_context().exit(1)
