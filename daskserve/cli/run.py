@@ -23,6 +23,7 @@ from daskserve.client.targets import factory_application
 from daskserve.errors import NotRunningError, ReplicaStartError, ServeError
 from daskserve.options.app_spec import deployment_tag
 from daskserve.options.http import HTTPOptions
+from daskserve.payload.shown_errors import shortened
 from daskserve.types import DEFAULT_APPLICATION
 
 #: The HTTP options that the command has.
@@ -250,7 +251,8 @@ def errors_as_messages() -> Iterator[None]:
     try:
         yield
     except ReplicaStartError as error:
-        raise click.ClickException(f"{spelled(str(error))}\n\n{error.user_traceback}".rstrip()) from error
+        text = f"{spelled(str(error))}\n\n{shortened(error.user_traceback)}"
+        raise click.ClickException(text.rstrip()) from error
     except (ServeError, ValidationError, TypeError, ValueError) as error:
         raise click.ClickException(spelled(str(error))) from error
 
