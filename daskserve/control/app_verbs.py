@@ -186,17 +186,25 @@ def _deploy(
     )
     is_same = existing is not None and not is_new and _is_same(existing, app)
     if existing is not None and is_same and not change:
-        # A failed deploy is history once what runs is deployed again. It belongs to the last call that has
-        # deployed it, and stays if an earlier one takes its own change back.
-        settled = replace(existing, last_error="", failed="", tried=[], request_id=spec.request_id)
-        if settled != existing:
-            change[app.key] = settled
-            pending = state.goals.get(existing.goal or "")
-            if pending is not None:
-                change[pending.key] = replace(pending, request_id=spec.request_id)
-        return Outcome(change, existing.goal, is_update=False)
+        return Outcome(_settled(state, existing, spec.request_id), existing.goal, is_update=False)
     goals.open_goal(state, change, app, *wanted, goal_id=goal_id, limits=spec, now=now, number=number, by=by)
     return Outcome(change, goal_id)
+
+
+def _settled(state: State, existing: AppRecord, request_id: str) -> Change:
+    """Return the change by a call that deploys what is deployed already, or is about to be.
+
+    A failed deploy is history once what runs is deployed again. It belongs to the last call that has deployed
+    it, and stays if an earlier one takes its own change back.
+    """
+    settled = replace(existing, last_error="", failed="", tried=[], request_id=request_id)
+    if settled == existing:
+        return {}
+    change: Change = {existing.key: settled}
+    pending = state.goals.get(existing.goal or "")
+    if pending is not None:
+        change[pending.key] = replace(pending, request_id=request_id)
+    return change
 
 
 def _is_same(existing: AppRecord, wanted: AppRecord) -> bool:
