@@ -121,6 +121,37 @@ def test_a_client_that_leaves_is_noticed_before_the_next_regular_check(
     run(test)
 
 
+def test_a_client_that_leaves_shortly_before_its_turn_does_not_get_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(hangup, "PERIOD_S", 1000.0)
+    turn, go, ran = asyncio.Lock(), asyncio.Event(), []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        async with turn:
+            ran.append(scope["path"])
+            await go.wait()
+        await respond(send)
+
+    async def respond(send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"done"})
+
+    async def test() -> None:
+        async with serving(app) as server, connected(server) as first:
+            await first.send(request())
+            await poll_for(turn.locked)
+            async with connected(server) as second:
+                await second.send(request())
+                await poll_for(lambda: len(server._carrier.connections) == 2)
+            await asyncio.sleep(0.05)
+            go.set()
+            assert (await first.response()).body == b"done"
+            assert len(ran) == 1
+
+    run(test)
+
+
 @pytest.mark.parametrize("version", ["1.1", "1.0"])
 @pytest.mark.parametrize("is_reset", [True, False])
 def test_a_client_that_has_left_has_its_request_cancelled(version: str, is_reset: bool) -> None:
