@@ -10,11 +10,12 @@ from typing import Any, NoReturn
 
 from daskserve.amounts import shown
 from daskserve.cluster.base import Link, Process
+from daskserve.data.caller.naming import as_read
 from daskserve.data.caller.pending import start_call, waiter_for
-from daskserve.errors import PassedResponseError, RequestCancelledError, RequestTimeoutError
+from daskserve.errors import PassedResponseError, RequestCancelledError, RequestTimeoutError, ServeError
 from daskserve.loops.event_loop import in_notebook, running_loop
 from daskserve.loops.pending_call import PendingCall
-from daskserve.payload.packed_errors import PackedError, unpacked
+from daskserve.payload.packed_errors import PackedError
 from daskserve.types import KeptPayload, Payload
 
 
@@ -78,7 +79,7 @@ class Response:
             future: PendingCall[Any] = self._fetching or self._future
             error = self._failure(future)
             if error is not None:
-                raise unpacked(error)
+                raise as_read(error)
             payload = future.result()
             assert not isinstance(payload, KeptPayload)
             self._loaded = payload.load()
@@ -124,7 +125,7 @@ class Response:
         future.leaves_value = self._is_passed_on
         try:
             future.result(timeout_s)
-        except (CancelledError, PackedError):
+        except (CancelledError, PackedError, ServeError):
             pass  # `_value` raises it
         except TimeoutError:
             if future.done() or timeout_s is None:
