@@ -132,7 +132,7 @@ def _resolved(builder: Callable[[Any], Any], parameter: inspect.Parameter) -> An
         return parameter.annotation
     names = dict(inspect.getclosurevars(builder).nonlocals)
     frame = sys._getframe()
-    known: list[Mapping[str, Any]] = []
+    known: list[dict[str, Any]] = []
     while frame.f_back is not None:
         frame = frame.f_back
         if not frame.f_globals.get("__name__", "").startswith("daskserve."):

@@ -184,6 +184,10 @@ class AutoscalingConfig(Options):
 
     @model_validator(mode="after")
     def _bounds_agree(self) -> AutoscalingConfig:
+        self._check_bounds()
+        return self
+
+    def _check_bounds(self) -> None:
         if self.max_replicas < self.min_replicas:
             raise ValueError(
                 f"max_replicas={self.max_replicas} is less than min_replicas={self.min_replicas}; raise "
@@ -202,6 +206,9 @@ class AutoscalingConfig(Options):
                 f"initial_replicas={first} is not between min_replicas={self.min_replicas} and "
                 f"max_replicas={self.max_replicas}; give a number between them, or omit it for min_replicas"
             )
+
+    @model_validator(mode="after")
+    def _policy_has_what_it_needs(self) -> AutoscalingConfig:
         if self.group is not None and self.policy in BUILT_IN_POLICIES:
             raise ValueError(
                 f"group={self.group!r} is given, but policy {self.policy!r} decides for each backend alone; "
@@ -243,7 +250,7 @@ class AutoscalingConfig(Options):
             return self
         copy = self.model_copy()
         vars(copy)["multiple_of"] = size
-        copy._bounds_agree()
+        copy._check_bounds()
         return copy
 
     def queue_options(self) -> QueueOptions | None:

@@ -75,7 +75,7 @@ class HangupWatch:
 
     def _check(self) -> None:
         self.start()
-        holders = [*self._carrier.connections, *self._carrier.sockets]
+        holders: list[Connection | WebSocketSession] = [*self._carrier.connections, *self._carrier.sockets]
         self._look_at(holders, set(holders) - self._ended.keys())
 
     def _look_at(
