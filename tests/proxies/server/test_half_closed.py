@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 from http_harness import Client, Hanging, connected, echo, poll_for, read_body, request, run, serving
@@ -144,10 +145,14 @@ def test_a_client_that_leaves_shortly_before_its_turn_does_not_get_it(
             async with connected(server) as second:
                 await second.send(request())
                 await poll_for(lambda: len(server._carrier.connections) == 2)
-            await asyncio.sleep(0.05)
+                await poll_for(lambda: len(turn._waiters or ()) == 1)  # type: ignore[attr-defined]
+            began = time.monotonic()
+            await poll_for(lambda: not turn._waiters)  # type: ignore[attr-defined]
+            took_s = time.monotonic() - began
             go.set()
             assert (await first.response()).body == b"done"
             assert len(ran) == 1
+            assert took_s < 0.1  # a fifth of that, unless the machine is busy
 
     run(test)
 
