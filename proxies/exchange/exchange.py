@@ -218,8 +218,8 @@ class Exchange:
         """Have the operating system find out whether a client that sends no more is still there.
 
         What is written to a closed connection resets it. A client that is there ignores 100 Continue (RFC
-        9110, 15.2.1), and a zero before the size of a chunk. It gets neither if its response comes soon. One
-        of HTTP/1.0 ignores nothing, and counts as gone when it ``is_late``.
+        9110, 15.2.1), and a zero before the size of a chunk. It gets neither if its response comes soon.
+        HTTP/1.0 has neither: ``is_late``.
         """
         self._probes += 1
         if self._stream.writing():
@@ -228,11 +228,8 @@ class Exchange:
         if writer is None and not self._is_http11:
             if self._probes > 1 and is_late:
                 self._connection.close()
-        elif self._probes == 2:
-            if writer is None:
-                self._stream.write(_CONTINUE)
-            elif writer.is_chunked:
-                self._stream.write(b"0")
+        elif self._probes == 2 and (writer is None or writer.is_chunked):
+            self._stream.write(_CONTINUE if writer is None else b"0")
 
     def refuse(self, status: int, text: str, headers: Headers = (), *, is_coming: bool = True) -> None:
         """Answer in place of the application, or cut the connection if a response has begun."""
