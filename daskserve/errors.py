@@ -44,6 +44,7 @@
     ├── RequestTimeoutError    (TimeoutError) 408
     ├── RequestCancelledError  (CancelledError) 499 the call was cancelled
     ├── PassedResponseError    (RuntimeError) 500  await the response or body, or pass it to another handle
+    ├── BatchResultError       (TypeError)   500  return a list, with one result for each request
     └── UserCodeError                        500   an error of user code whose class cannot travel
 
 Every class takes one message, plus keyword fields with defaults that live in ``__dict__``. This lets
@@ -393,6 +394,8 @@ class RequestTimeoutError(ServeError, TimeoutError):
     is_retryable = True
 
 
+#: How the text of an error begins that names both deployments of a call.
+CALL_FROM = "A call from "
 #: What a deployment answers because of its load or its state, not because of a mistake. A deployment whose
 #: code raises one gives its own callers the same answer.
 REFUSALS = (BackPressureError, UnavailableError, RequestTimeoutError)
@@ -412,6 +415,10 @@ class PassedResponseError(ServeError, RuntimeError):
 
     Only handles accept them as arguments, and none a stream.
     """
+
+
+class BatchResultError(ServeError, TypeError):
+    """User code answered a batch with something else than a list of results."""
 
 
 class UserCodeError(ServeError):

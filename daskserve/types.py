@@ -96,10 +96,28 @@ DEFAULT_INSTANCE: InstanceName = "daskserve"
 DEFAULT_APPLICATION = "default"
 
 
+def tag_part(name: str) -> str:
+    """Return a name as it is in tags, where slashes and ``#`` part it from other names.
+
+    Names without these characters are as they are, except for what looks as if it stood for one.
+    """
+    if "%" in name:
+        name = re.sub("%(?=2F|23|25)", "%25", name)
+    return name.replace("/", "%2F").replace("#", "%23")
+
+
+def name_in(part: str) -> str:
+    """Return the name that `tag_part` got."""
+    return re.sub("%(2F|23|25)", lambda found: _QUOTED[found[1]], part) if "%" in part else part
+
+
+_QUOTED: Final = {"2F": "/", "23": "#", "25": "%"}
+
+
 def split_deployment_tag(tag: BackendTag) -> tuple[str, str]:
     """Return what `daskserve.options.app_spec.deployment_tag` made a tag of: the application and the name."""
     application, _, name = tag.rpartition("/")
-    return application or DEFAULT_APPLICATION, name
+    return name_in(application) or DEFAULT_APPLICATION, name_in(name)
 
 
 #: The tag of a deployment's actor, as `daskserve.options.app_spec.actor_tag` begins it, or of its replica.
@@ -121,11 +139,12 @@ def described(tag: BackendTag, kind: str = "backend") -> str:
     """
     application, slash, name = tag.rpartition("/")
     actor = _ACTOR_TAG.fullmatch(name)
+    shown = name_in(name if actor is None else actor[2])
     if actor is None and not slash:
-        return f"{kind} {name!r}"
-    text = f"deployment {name!r}" if actor is None else f"actor {actor[3]!r} of deployment {actor[2]!r}"
+        return f"{kind} {shown!r}"
+    text = f"deployment {shown!r}" if actor is None else f"actor {actor[3]!r} of deployment {shown!r}"
     if slash:
-        text += f" of application {application!r}"
+        text += f" of application {name_in(application)!r}"
     return text[0].upper() + text[1:] if kind[0].isupper() else text
 
 

@@ -12,6 +12,7 @@ from daskserve.autoscaling import custom, latency, load, promql, queue, schedule
 from daskserve.autoscaling.context import AutoscalingContext
 from daskserve.options.autoscaling import AutoscalingConfig
 from daskserve.options.credentials import masked
+from daskserve.payload.importing import split_import_path
 
 #: A policy as users write it: its answer is not checked yet.
 CallablePolicy: TypeAlias = Callable[..., Any]
@@ -87,7 +88,7 @@ def _made(
 
 
 def _imported(path: str) -> Any:
-    module_name, _, name = path.partition(":")
+    module_name, name = split_import_path(path)
     try:
         found: Any = importlib.import_module(module_name)
         for part in name.split("."):

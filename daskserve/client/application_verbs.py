@@ -13,13 +13,21 @@ from daskserve.client.connection import this_program
 from daskserve.client.deployments import Deployment
 from daskserve.client.graph import ApplicationGraph
 from daskserve.client.handle_verbs import HandleVerbs
-from daskserve.client.specs import check_name, check_route
+from daskserve.client.specs import check_part_name, check_route
 from daskserve.client.targets import application_of
 from daskserve.context import current_replica
 from daskserve.data.caller.handle import Handle
 from daskserve.errors import BadRequestError, DeployError, NotFoundError, RequestTimeoutError, ServeError
 from daskserve.options.app_spec import ApplicationSpec, deployment_tag
-from daskserve.types import DEFAULT_APPLICATION, BackendTag, EndpointTag, GoalId, InstanceName, short_tag
+from daskserve.types import (
+    DEFAULT_APPLICATION,
+    BackendTag,
+    EndpointTag,
+    GoalId,
+    InstanceName,
+    short_tag,
+    split_deployment_tag,
+)
 
 #: How long the deletion of an application may take.
 DELETE_S = 60.0
@@ -38,8 +46,7 @@ class RunTarget:
 
 def application_in(tag: BackendTag) -> str:
     """Return the name of the application that a deployment's tag belongs to."""
-    application, slash, _ = tag.rpartition("/")
-    return application if slash else DEFAULT_APPLICATION
+    return split_deployment_tag(tag)[0]
 
 
 class ApplicationVerbs(HandleVerbs):
@@ -268,6 +275,6 @@ def check_targets(targets: Sequence[Any]) -> None:
             raise TypeError(f"serve.run_many() takes serve.RunTarget(...) objects, got {each!r}{hint}")
         if each.name in names:
             raise BadRequestError(f"Two applications have the name {each.name!r}; give each its own name=.")
-        check_name(each.name, "name")
+        check_part_name(each.name, "name")
         check_route(each.route_prefix)
         names.add(each.name)

@@ -18,6 +18,7 @@ from daskserve.client.forms import Form, awaitable, blocking
 from daskserve.client.specs import join_user_config
 from daskserve.data.caller.handle import Handle
 from daskserve.options.environment import Environment
+from daskserve.types import name_in, tag_part
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -75,8 +76,8 @@ async def _get_deployment(form: Form[Any], name: str) -> ClassicDeployment:
     NotRunningError
         No instance runs.
     """
-    found = await (await default_verbs(form)).stored_deployments(name)
-    return _restored(found[name])
+    found = await (await default_verbs(form)).stored_deployments(tag_part(name))
+    return _restored(found[tag_part(name)])
 
 
 get_deployment = blocking(_get_deployment)
@@ -86,7 +87,7 @@ get_deployment_async = awaitable(_get_deployment)
 async def _list_deployments(form: Form[Any]) -> dict[str, ClassicDeployment]:
     """Return every deployment by name, each as `get_deployment` returns it."""
     found = await (await default_verbs(form)).stored_deployments()
-    return {name: _restored(each) for name, each in found.items()}
+    return {name_in(tag): _restored(each) for tag, each in found.items()}
 
 
 list_deployments = blocking(_list_deployments)
@@ -98,7 +99,7 @@ def _restored(found: StoredDeployment) -> ClassicDeployment:
     return ClassicDeployment.stored(
         found.code,
         route=found.route,
-        name=spec.tag,
+        name=name_in(spec.tag),
         config=join_user_config(spec.config, spec.user_config),
         actor_options=spec.actor_options,
         version=spec.user_version,

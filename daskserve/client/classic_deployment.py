@@ -16,7 +16,7 @@ from daskserve.client.deployment_verbs import NAME_AS_ROUTE, new_version
 from daskserve.client.deployments import Application, Deployment, DeploymentActors, config_of, default_name
 from daskserve.client.finding import default_verbs
 from daskserve.client.forms import Form, awaitable, blocking
-from daskserve.client.specs import check_name, check_route, check_version, make_spec
+from daskserve.client.specs import check_part_name, check_route, check_version, make_spec
 from daskserve.client.stored_code import CODE_FIELDS, StoredCode
 from daskserve.data.caller.handle import Handle
 from daskserve.data.replica.definitions import inspect_definition, python_methods
@@ -28,7 +28,7 @@ from daskserve.options.backend import BackendConfig
 from daskserve.options.deployment_actor import DeploymentActorConfig
 from daskserve.options.environment import parse_environment
 from daskserve.options.unknown import names_of
-from daskserve.types import GoalId
+from daskserve.types import GoalId, tag_part
 
 
 async def _deploy(
@@ -58,7 +58,7 @@ async def _deploy(
     await self._load(asynchronous=form.asynchronous)
     has_arguments = bool(init_args or init_kwargs)
     spec = make_spec(
-        self.name,
+        tag_part(self.name),
         self.definition,
         init_args if has_arguments else self.init_args,
         init_kwargs if has_arguments else self.init_kwargs,
@@ -78,12 +78,12 @@ async def _deploy(
 
 async def _delete(form: Form[Any], self: ClassicDeployment, /) -> None:
     """Delete the deployment of this name; do nothing if there is none."""
-    await (await default_verbs(form)).delete_deployment(self.name)
+    await (await default_verbs(form)).delete_deployment(tag_part(self.name))
 
 
 async def _get_handle(form: Form[Any], self: ClassicDeployment, /) -> Handle:
     """Return a handle of the deployment of this name, which may be deployed later."""
-    return await (await default_verbs(form)).get_handle(self.name, missing_ok=True)
+    return await (await default_verbs(form)).get_handle(tag_part(self.name), missing_ok=True)
 
 
 async def _url(form: Form[Any], self: ClassicDeployment, /) -> str | None:
@@ -117,7 +117,7 @@ class ClassicDeployment(Deployment):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_name(self.name, "name")
+        check_part_name(self.name, "name")
         check_version(self.version, "version")
         check_version(self.prev_version, "prev_version")
         if self.given_route is not NAME_AS_ROUTE:
@@ -146,7 +146,7 @@ class ClassicDeployment(Deployment):
         if name in CODE_FIELDS and "_code" in vars(self):
             finish(self._load(asynchronous=False))
             return vars(self)[name]
-        raise AttributeError(f"A deployment has no attribute {name!r}.")
+        return super().__getattr__(name)
 
     async def _load(self, *, asynchronous: bool) -> None:
         if "_code" in vars(self) and "definition" not in vars(self):
@@ -231,21 +231,6 @@ class ClassicDeployment(Deployment):
     def func_or_class(self) -> Any:
         """The callable."""
         return self.definition
-
-    @property
-    def num_replicas(self) -> int:
-        """The configured number of replicas."""
-        return self.config.num_replicas
-
-    @property
-    def user_config(self) -> Any:
-        """The argument of ``reconfigure``."""
-        return self.config.user_config
-
-    @property
-    def max_concurrent_queries(self) -> int:
-        """The maximum number of requests that one replica runs concurrently."""
-        return self.config.concurrency()
 
     @property
     def ray_actor_options(self) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self, TypeAlias
 
-from daskserve.client.specs import check_name
+from daskserve.client.specs import check_part_name
 from daskserve.data.replica.definitions import inspect_definition, python_methods
 from daskserve.options.actor import ActorOptions, parse_actor_options
 from daskserve.options.backend import BackendConfig
@@ -14,7 +14,11 @@ from daskserve.options.base import parse_options
 from daskserve.options.deployment_actor import DeploymentActorConfig
 from daskserve.options.environment import parse_environment
 from daskserve.options.placement_group import check_covered
+from daskserve.options.ray_names import TRANSLATED
+from daskserve.options.unknown import spellings_of
 
+#: The option whose default depends on the callable.
+CONCURRENCY = "max_concurrent_queries"
 #: Distinguishes an omitted argument from None.
 UNSET: Any = object()
 #: The actors of a deployment, as they are written.
@@ -39,7 +43,7 @@ class Deployment:
     actors: tuple[DeploymentActorConfig, ...] = ()
 
     def __post_init__(self) -> None:
-        check_name(self.name, "name")
+        check_part_name(self.name, "name")
         parse_environment(self.env)
         check_covered(self.config.placement_group_bundles, self.actor_options)
         for each in self.actors:
@@ -50,6 +54,18 @@ class Deployment:
             f"Deployment {self.name!r} cannot be constructed directly; "
             f"use {self.name}.bind(...) and serve.run()."
         )
+
+    def __getattr__(self, name: str) -> Any:
+        # The options, under all their names; only called for what is no attribute.
+        option = spellings_of(BackendConfig).get(name, name)
+        if "config" not in vars(self) or option not in BackendConfig.model_fields or name in TRANSLATED:
+            raise AttributeError(f"A deployment has no attribute {name!r}.")
+        return self.config.concurrency() if option == CONCURRENCY else getattr(self.config, option)
+
+    @property
+    def deployment_actors(self) -> tuple[DeploymentActorConfig, ...]:
+        """The actors that its replicas share."""
+        return self.actors
 
     def options(
         self,

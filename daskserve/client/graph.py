@@ -18,7 +18,7 @@ from typing import Any
 
 from daskserve import settings
 from daskserve.client.deployments import Application, ApplicationMethod, Deployment, unbound_error
-from daskserve.client.specs import MisplacedObject, check_name, check_route, make_spec
+from daskserve.client.specs import MisplacedObject, check_part_name, check_route, make_spec
 from daskserve.client.warning import warn_caller
 from daskserve.data.caller.bound import Reduced, reduce_handle, stand_in
 from daskserve.data.caller.call_options import CallOptions
@@ -69,7 +69,7 @@ class ApplicationGraph:
     """
 
     def __init__(self, target: Application, name: str) -> None:
-        check_name(name, "name")
+        check_part_name(name, "name")
         self.name = name
         #: The endpoints of handles that are pickled with a deployment, with the deployment's name.
         self.handles: dict[EndpointTag, str] = {}
@@ -149,7 +149,7 @@ class ApplicationGraph:
             )
 
     def _free_name(self, wanted: str) -> str:
-        check_name(wanted, "name")
+        check_part_name(wanted, "name")
         name, number = wanted, 0
         while name in self._names:
             number += 1

@@ -47,6 +47,14 @@ def check_name(name: Any, what: str) -> None:
         raise BadRequestError(f"{what} must be a name without '#' and '/', got {name!r}")
 
 
+def check_part_name(name: Any, what: str) -> None:
+    """Raise `TypeError` or `BadRequestError` unless an application or deployment can have the name."""
+    if not isinstance(name, str):
+        raise TypeError(f"{what} must be a string, got {name!r}")
+    if not name:
+        raise BadRequestError(f"{what} must not be empty")
+
+
 def check_endpoint_name(name: Any, what: str) -> None:
     """Raise `TypeError` or `BadRequestError` unless an endpoint can have the name, which may hold slashes."""
     if not isinstance(name, str):

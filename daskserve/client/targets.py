@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 import typing
+from collections import ChainMap
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import FunctionType
@@ -107,14 +108,38 @@ def _model_of(builder: Callable[[Any], Any], parameter: inspect.Parameter) -> ty
     if parameter.annotation is inspect.Parameter.empty:
         return None
     try:
-        annotation = typing.get_type_hints(builder)[parameter.name]
+        annotation = _resolved(builder, parameter)
     except NameError as error:
         raise TypeError(
             f"The annotation {parameter.annotation!r} of application builder {builder.__qualname__} cannot "
-            f"be resolved: {error}. Define the class at the top level of its module."
+            f"be resolved: {error}. Define the class at the top level of its module, or where serve.run() is "
+            "called."
         ) from error
     models = [BaseModel]
     if "pydantic.v1" in sys.modules:  # then the annotation may be one of its models
         models.append(sys.modules["pydantic.v1"].BaseModel)
     is_model = isinstance(annotation, type) and issubclass(annotation, tuple(models))
     return annotation if is_model else None
+
+
+def _resolved(builder: Callable[[Any], Any], parameter: inspect.Parameter) -> Any:
+    """Return the annotation of a parameter, which may be text, without looking at the other annotations.
+
+    Names are those of the builder, and then those of the functions that have called this one: a class that
+    is defined in a function is known nowhere else.
+    """
+    if not isinstance(parameter.annotation, str):
+        return parameter.annotation
+    names = dict(inspect.getclosurevars(builder).nonlocals)
+    frame = sys._getframe()
+    known: list[dict[str, Any]] = []
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if not frame.f_globals.get("__name__", "").startswith("daskserve."):
+            known.append(frame.f_locals)
+    stub = FunctionType(_no_code.__code__, builder.__globals__)
+    stub.__annotations__ = {parameter.name: parameter.annotation}
+    return typing.get_type_hints(stub, localns=ChainMap(names, builder.__globals__, *known))[parameter.name]
+
+
+def _no_code() -> None: ...

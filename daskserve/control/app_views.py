@@ -97,7 +97,8 @@ def _deployment_word(
     running = sum(each.state is ReplicaState.RUNNING for each in replicas)
     if running < backend.num_replicas and backend.tag in observed.failures:
         return "UNHEALTHY", "REPLICA_STARTUP_FAILED"
-    if running != backend.num_replicas and backend.scaled_to is not None:
+    is_missing = running < backend.num_replicas and views.is_replacing(observed, backend)
+    if running != backend.num_replicas and backend.scaled_to is not None and not is_missing:
         return "UPSCALING" if running < backend.num_replicas else "DOWNSCALING", "AUTOSCALING"
     if running < backend.num_replicas:
         return "UNHEALTHY", "HEALTH_CHECK_FAILED"

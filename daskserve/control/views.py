@@ -79,8 +79,16 @@ def status_word(observed: Observed, backend: BackendRecord, running: int) -> str
     if running >= backend.num_replicas and backend.goal is None:
         return "HEALTHY"
     # The autoscaler is changing the number, unless replicas fail.
-    is_scaling = backend.scaled_to is not None and backend.tag not in observed.failures
+    is_failing = backend.tag in observed.failures or is_replacing(observed, backend)
+    is_scaling = backend.scaled_to is not None and not is_failing
     return "UPDATING" if backend.goal is not None or is_scaling else "UNHEALTHY"
+
+
+def is_replacing(observed: Observed, backend: BackendRecord) -> bool:
+    """Return whether replicas that are missing have been lost, rather than wanted since the last change."""
+    dead = observed.dead.get(backend.tag, ())
+    scaled_at = backend.scalings[-1][0] if backend.scalings else 0.0
+    return len(dead) > 0 and dead[-1].at > max(scaled_at, backend.deployed_at)
 
 
 def proxy_state(proxy: ProxyRecord, observed: Observed) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+import types
+from collections.abc import Coroutine, Generator
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -43,6 +44,12 @@ class TaskSet:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             self._logger.error("A background task failed", exc_info=task.exception())
+
+
+@types.coroutine
+def pause() -> Generator[None, None, None]:
+    """Let the event loop run once; a pending cancellation is raised here."""
+    yield
 
 
 def is_cancelling() -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from daskserve.options.backend_spec import BackendSpec
-from daskserve.types import DEFAULT_APPLICATION, BackendTag
+from daskserve.types import DEFAULT_APPLICATION, BackendTag, tag_part
 
 
 def deployment_tag(application: str, deployment: str) -> BackendTag:
@@ -16,7 +16,8 @@ def deployment_tag(application: str, deployment: str) -> BackendTag:
     The deployments of the default application have their own names; those of any other one are told apart by
     its name.
     """
-    return deployment if application == DEFAULT_APPLICATION else f"{application}/{deployment}"
+    name = tag_part(deployment)
+    return name if application == DEFAULT_APPLICATION else f"{tag_part(application)}/{name}"
 
 
 def actor_tag(application: str, deployment: str, actor: str) -> BackendTag:

@@ -13,6 +13,7 @@ from daskserve.options.base import Options
 from daskserve.options.bounds import Bounds
 from daskserve.options.credentials import Secret, masked, validated
 from daskserve.options.queues import QueueOptions, queue_options_of
+from daskserve.payload.importing import split_import_path
 
 #: Policies that come with daskserve. Any other string is an import path.
 BUILT_IN_POLICIES = (
@@ -49,12 +50,13 @@ class AutoscalingConfig(Options):
         1,
         ge=1,
         description="Number of replicas that work as a group. The target is rounded up to whole groups, as "
-        "far as ``max_replicas`` allows.",
+        "far as ``max_replicas`` allows. With ``gang_scheduling_config``, the default is the size of a gang.",
     )
     policy: Any = Field(
         "target_ongoing_requests",
         description="Autoscaling policy: ``target_ongoing_requests``, ``classic``, ``latency``, ``promql``, "
-        '``custom_metric``, ``queue``, ``schedule``, an import path ``"module:function"``, or a function.',
+        '``custom_metric``, ``queue``, ``schedule``, an import path ``"module:function"`` or '
+        '``"module.function"``, or a function.',
     )
     policy_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="Keyword arguments of the policy."
@@ -173,8 +175,7 @@ class AutoscalingConfig(Options):
     def _is_a_policy(cls, value: Any) -> Any:
         if callable(value) or isinstance(value, bytes) or value in BUILT_IN_POLICIES:
             return value
-        module, colon, name = value.partition(":") if isinstance(value, str) else ("", "", "")
-        if not (module and colon and name) or ":" in name:
+        if not (isinstance(value, str) and all(split_import_path(value))):
             raise ValueError(
                 f"policy is {value!r}; it must be one of {', '.join(BUILT_IN_POLICIES)}, an import path "
                 '"module:function", or a function'
@@ -183,6 +184,10 @@ class AutoscalingConfig(Options):
 
     @model_validator(mode="after")
     def _bounds_agree(self) -> AutoscalingConfig:
+        self._check_bounds()
+        return self
+
+    def _check_bounds(self) -> None:
         if self.max_replicas < self.min_replicas:
             raise ValueError(
                 f"max_replicas={self.max_replicas} is less than min_replicas={self.min_replicas}; raise "
@@ -201,6 +206,9 @@ class AutoscalingConfig(Options):
                 f"initial_replicas={first} is not between min_replicas={self.min_replicas} and "
                 f"max_replicas={self.max_replicas}; give a number between them, or omit it for min_replicas"
             )
+
+    @model_validator(mode="after")
+    def _policy_has_what_it_needs(self) -> AutoscalingConfig:
         if self.group is not None and self.policy in BUILT_IN_POLICIES:
             raise ValueError(
                 f"group={self.group!r} is given, but policy {self.policy!r} decides for each backend alone; "
@@ -229,6 +237,21 @@ class AutoscalingConfig(Options):
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
         for name, value in super().__repr_args__():
             yield name, masked(value) if name in ("policy_kwargs", "prometheus_address") else value
+
+    def in_groups_of(self, size: int) -> AutoscalingConfig:
+        """Return a copy for groups of another size, which does not count as set.
+
+        Raises
+        ------
+        ValueError
+            No whole number of groups is within the bounds.
+        """
+        if size == self.multiple_of:
+            return self
+        copy = self.model_copy()
+        vars(copy)["multiple_of"] = size
+        copy._check_bounds()
+        return copy
 
     def queue_options(self) -> QueueOptions | None:
         """Return the options of the broker's queue for the policy ``queue``; None for other policies."""

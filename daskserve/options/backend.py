@@ -306,15 +306,16 @@ class BackendConfig(Options):
     @model_validator(mode="after")
     def _gangs_are_whole(self) -> BackendConfig:
         gangs, scaling = self.gang_scheduling_config, self.autoscaling_config
-        if gangs is None or gangs.gang_size == 1:
-            return self
-        size = gangs.gang_size
-        if scaling is not None and scaling.multiple_of % size:
+        size = 1 if gangs is None else gangs.gang_size
+        if scaling is not None and "multiple_of" not in scaling.model_fields_set:
+            # Not assigned, which would validate all again; and it stays unset, so that it follows the size.
+            vars(self)["autoscaling_config"] = scaling.in_groups_of(size)
+        elif scaling is not None and scaling.multiple_of % size:
             raise ValueError(
                 f"autoscaling_config has multiple_of={scaling.multiple_of}, which must be a multiple of "
                 f"gang_size={size}; set multiple_of={size}"
             )
-        if "num_replicas" in self.model_fields_set:
+        if "num_replicas" in self.model_fields_set and size > 1:
             check_whole(self.num_replicas, size)
         return self
 

@@ -11,6 +11,15 @@ from daskserve.payload.error_text import summary_of
 MODULE_REMEDY = "Install it on the workers, too, or put its folder on their PYTHONPATH."
 
 
+def split_import_path(path: str) -> tuple[str, str]:
+    """Return the module and the name of ``"pkg.mod.Name"`` or ``"pkg.mod:Name"``; empty if it is neither."""
+    module, colon, name = path.partition(":")
+    if not colon:
+        module, _, name = path.rpartition(".")
+    is_path = all(part.isidentifier() for part in [*module.split("."), *name.split(".")])
+    return (module, name) if is_path else ("", "")
+
+
 def import_definition(path: str) -> Any:
     """Import and return the object that ``"pkg.mod.Name"`` or ``"pkg.mod:Name"`` names.
 
@@ -20,10 +29,8 @@ def import_definition(path: str) -> Any:
         The path has another form, there is no such module, or the module has no such name. Errors raised
         by the module itself, such as a missing import, are not changed.
     """
-    module_name, colon, name = path.partition(":")
-    if not colon:
-        module_name, _, name = path.rpartition(".")
-    if not all(part.isidentifier() for part in [*module_name.split("."), *name.split(".")]):
+    module_name, name = split_import_path(path)
+    if not module_name:
         raise BadRequestError(f"Import path {path!r} must have the form 'pkg.mod.Name' or 'pkg.mod:Name'.")
     try:
         found = importlib.import_module(module_name)

@@ -20,6 +20,7 @@ import msgpack
 
 from daskserve import errors
 from daskserve.errors import (
+    CALL_FROM,
     REFUSALS,
     ActorLostError,
     RemoteTraceback,
@@ -329,10 +330,15 @@ def _as_raised_by_user(error: BaseException, summary: str) -> BaseException:
         return UserCodeError(f"User code raised {summary}")
     # Unchanged, these two would say that this replica has not begun the request.
     if type(error) is ReplicaBusyError:
-        return UnavailableError(f"A call made by this backend failed: {error}")
+        return UnavailableError(_of_call(error))
     if type(error) is ActorLostError:
-        return ActorLostError(f"A call made by this backend failed: {error}")
+        return ActorLostError(_of_call(error))
     return error
+
+
+def _of_call(error: ServeError) -> str:
+    text = str(error)
+    return text if text.startswith(CALL_FROM) else f"A call made by this backend failed: {text}"
 
 
 def _known_parts(error: BaseException) -> tuple[tuple[str, str, dict[str, Any]] | None, bool]:

@@ -54,7 +54,7 @@ class Ongoing(Protocol):
     def refuse(self, status: int, text: str, headers: Headers = ()) -> None:
         """Answer in place of the application, and close the connection."""
 
-    def probe_client(self) -> None:
+    def probe_client(self, *, is_late: bool) -> None:
         """Have the operating system find out whether a client that sends no more is still there."""
 
     def on_connection_close(self) -> None:

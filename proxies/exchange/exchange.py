@@ -214,23 +214,22 @@ class Exchange:
         if not self.is_whole and not (self._writer is not None and self._writer.is_filled):
             self._carrier.cancel(self._task)
 
-    def probe_client(self) -> None:
+    def probe_client(self, *, is_late: bool) -> None:
         """Have the operating system find out whether a client that sends no more is still there.
 
         What is written to a closed connection resets it. A client that is there ignores 100 Continue (RFC
         9110, 15.2.1), and a zero before the size of a chunk. It gets neither if its response comes soon.
+        HTTP/1.0 has neither: ``is_late``.
         """
         self._probes += 1
-        writer = self._writer
-        if self._probes != 2 or self._stream.writing():
+        if self._stream.writing():
             return
-        if writer is not None:
-            if writer.is_chunked:
-                self._stream.write(b"0")
-        elif self._is_http11:
-            self._stream.write(_CONTINUE)
-        else:
-            self._connection.close()  # HTTP/1.0 has nothing that a client ignores
+        writer = self._writer
+        if writer is None and not self._is_http11:
+            if self._probes > 1 and is_late:
+                self._connection.close()
+        elif self._probes == 2 and (writer is None or writer.is_chunked):
+            self._stream.write(_CONTINUE if writer is None else b"0")
 
     def refuse(self, status: int, text: str, headers: Headers = (), *, is_coming: bool = True) -> None:
         """Answer in place of the application, or cut the connection if a response has begun."""

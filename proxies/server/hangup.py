@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import select
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 from daskserve.proxies.exchange.carrier import Carrier, Connection
 from daskserve.proxies.exchange.stream import can_tell_hangups
@@ -23,9 +23,12 @@ from daskserve.proxies.exchange.websocket import WebSocketSession
 #: How often the operating system is asked.
 PERIOD_S = 0.5
 #: The interval of the first checks of a client whose data has ended, and their number. At the second check,
-#: something is written; at the third, the connection is reset if the client has left.
-SOON_S = 0.05
-SOON_CHECKS = 3
+#: something is written; at the third, the connection is reset if the client has left. Short, because a
+#: request that waits for a slot must not get one after its client has left. The last `LATE_CHECKS` of them
+#: are those after a tenth of a second.
+SOON_S = 0.005
+SOON_CHECKS = 24
+LATE_CHECKS = 4
 
 
 class HangupWatch:
@@ -64,17 +67,24 @@ class HangupWatch:
     def _check_ended(self) -> None:
         self._soon_timer = None
         ended, self._ended = self._ended, {}
-        waiting = self._look_at(ended)
+        late = {each for each, count in ended.items() if count <= LATE_CHECKS}
+        waiting = self._look_at(ended, late)
         self._ended |= {each: count - 1 for each, count in ended.items() if each in waiting and count > 1}
         if self._ended:
             self._start_soon()
 
     def _check(self) -> None:
         self.start()
-        self._look_at([*self._carrier.connections, *self._carrier.sockets])
+        holders: list[Connection | WebSocketSession] = [*self._carrier.connections, *self._carrier.sockets]
+        self._look_at(holders, set(holders) - self._ended.keys())
 
-    def _look_at(self, holders: Iterable[Connection | WebSocketSession]) -> set[object]:
-        """Close the connections of clients that have left; return those that may wait for their response."""
+    def _look_at(
+        self, holders: Iterable[Connection | WebSocketSession], late: Container[object]
+    ) -> set[object]:
+        """Close the connections of clients that have left; return those that may wait for their response.
+
+        ``late`` are those that have waited for some time.
+        """
         unread: dict[int, Connection | WebSocketSession] = {}
         for holder in holders:
             asked = holder.exchange if isinstance(holder, Connection) else holder
@@ -90,7 +100,7 @@ class HangupWatch:
             is_reset = bool(events & (select.POLLERR | select.POLLHUP))
             if isinstance(holder, Connection) and holder.exchange is not None and not is_reset:
                 waiting.add(holder)
-                holder.exchange.probe_client()
+                holder.exchange.probe_client(is_late=holder in late)
             else:
                 holder.close()
         return waiting

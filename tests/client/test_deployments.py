@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import daskserve as serve
+from daskserve.payload.pickling import dump_bytes, load_bytes
 from daskserve.testing import local_instance
 from daskserve.types import SHARED_BYTES
 
@@ -79,3 +80,18 @@ def test_deploy_takes_the_options_of_the_actor_under_ray_serves_name() -> None:
         assert client.get_deployment_info("d")[0].actor_options["num_cpus"] == 0.5
         with pytest.raises(ValueError, match="another spelling of actor_options"):
             client.deploy("d", nothing, ray_actor_options={}, actor_options={})
+
+
+def test_the_options_of_a_deployment_are_attributes_under_all_names() -> None:
+    made = serve.deployment(max_ongoing_requests=7, graceful_shutdown_timeout_s=3, num_replicas=2)(
+        Caller.definition
+    )
+    assert made.max_ongoing_requests == made.max_concurrent_queries == 7
+    assert made.graceful_shutdown_timeout_s == made.experimental_graceful_shutdown_timeout_s == 3
+    assert (made.num_replicas, made.max_queued_requests, made.user_config) == (2, 1000, None)
+    assert (made.autoscaling_config, made.gang_scheduling_config, made.deployment_actors) == (None, None, ())
+    scaled = made.options(num_replicas="auto")
+    assert scaled.autoscaling_config.max_replicas == 100
+    for each in (made, load_bytes(dump_bytes(made))):
+        with pytest.raises(AttributeError, match="no attribute 'max_replica'"):
+            _ = each.max_replica

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from pydantic import BaseModel, ValidationError, v1
@@ -120,3 +120,32 @@ def local_annotation() -> Any:
 def test_a_wrong_target_is_a_type_error(target: Any, match: str) -> None:
     with pytest.raises(TypeError, match=match):
         application_of(target)
+
+
+if TYPE_CHECKING:
+    from nowhere import Nothing
+
+
+def from_later(args: Later) -> Nothing:
+    return Model.bind(args.size)
+
+
+def from_nothing(args: Nothing) -> serve.Application:
+    return Model.bind(args)
+
+
+class Later(BaseModel):
+    size: int
+
+
+def test_the_annotation_of_a_builder_may_refer_to_what_comes_later_or_is_local() -> None:
+    class Local(BaseModel):
+        size: int
+
+    def from_local(args: Local) -> Nothing:
+        return Model.bind(args.size)
+
+    for builder in (from_later, from_local):
+        assert application_of(builder, {"size": 3}).args == (3,)
+    with pytest.raises(TypeError, match="annotation 'Nothing' of application builder from_nothing cannot be"):
+        application_of(from_nothing, {"size": 3})

@@ -10,8 +10,9 @@ from control_harness import backend, replica, state_of, worker
 from controller_harness import Stage, play
 
 from daskserve.client.status import Status
+from daskserve.control import views
 from daskserve.control.app_views import application_status
-from daskserve.control.observed import Observed
+from daskserve.control.observed import DeadReplica, Observed
 from daskserve.control.records import AppRecord, BackendRecord, Record
 from daskserve.errors import ReplicaStartError
 from daskserve.types import ReplicaState
@@ -73,6 +74,18 @@ def test_the_autoscaler_does_not_make_a_deploy() -> None:
     assert (found["status"], word(found)) == ("RUNNING", ("UPSCALING", "AUTOSCALING"))
     found = status(scaled, member("f"), replica("b#1"), replica("b#2"), replica("f#1"))
     assert word(found) == ("HEALTHY", "UPSCALE_COMPLETED")
+
+
+def test_lost_replicas_of_an_autoscaled_deployment_are_not_an_upscaling() -> None:
+    config = {"autoscaling_config": {"min_replicas": 1, "max_replicas": 5}}
+    scaled = member("b", config=config, scaled_to=2, scalings=((9.0, 1, 2, "load"),), deployed_at=7.0)
+    for at, expected in ((8.0, ("UPSCALING", "AUTOSCALING")), (10.0, ("UNHEALTHY", "HEALTH_CHECK_FAILED"))):
+        observed = Observed(dead={"b": (DeadReplica("b#2", "another replica of its gang was lost", at),)})
+        found = status(scaled, member("f"), replica("b#1"), replica("f#1"), observed=observed)
+        assert word(found) == expected
+        assert views.status_word(observed, scaled, 1) == ("UPDATING" if at < 9 else "UNHEALTHY")
+        complete = status(scaled, replica("b#1"), replica("b#2"), observed=observed)
+        assert word(complete) == ("HEALTHY", "UPSCALE_COMPLETED")
 
 
 def test_an_application_that_deploys_and_one_that_is_deleted() -> None:

@@ -59,7 +59,7 @@ def test_the_signature_has_every_option_of_the_model() -> None:
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"name": "a#b"}, "name must be a name without '#'"),
+        ({"name": ""}, "name must not be empty"),
         ({"num_replicas": 0}, "num_replicas"),
         ({"num_replicas": 2, "autoscaling_config": {"max_replicas": 3}}, "together with"),
         ({"max_ongoing_requests": 0}, "max_ongoing_requests"),

@@ -10,7 +10,7 @@ from collections.abc import (
 from itertools import islice
 from typing import Any
 
-from daskserve.errors import ServeError
+from daskserve.errors import BatchResultError, ServeError
 
 
 def as_results(name: str, results: Any, expected: int) -> list[Any]:
@@ -18,11 +18,13 @@ def as_results(name: str, results: Any, expected: int) -> list[Any]:
 
     Raises
     ------
+    BatchResultError
+        A `TypeError`: the results are not an iterable.
     ServeError
-        The results are not an iterable of ``expected`` items. Errors of user iterators are raised unchanged.
+        There are more or fewer of them than expected. Errors of user iterators are raised unchanged.
     """
     if isinstance(results, (str, bytes, Mapping, set, frozenset)) or not isinstance(results, Iterable):
-        raise ServeError(
+        raise BatchResultError(
             f"{name} must return a list of results, one per request of the batch; "
             f"it returned a {type(results).__name__}."
         )

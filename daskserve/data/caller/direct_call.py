@@ -14,6 +14,7 @@ from typing import Any
 
 from daskserve.clock import stopwatch
 from daskserve.cluster.base import Cluster, Link
+from daskserve.data.caller.naming import with_called
 from daskserve.data.caller.replica_set import ReplicaSet
 from daskserve.data.caller.roster import ReplicaEntry
 from daskserve.data.caller.router import Router
@@ -118,7 +119,8 @@ class DirectCall:
         if isinstance(error, asyncio.CancelledError):
             self.call.cancel()
         else:
-            self.call.set_error(error)
+            router = self.router
+            self.call.set_error(with_called(error, router.endpoint, is_legacy=router.is_legacy))
 
 
 def no_answer_error(envelope: Envelope) -> ServeError:

@@ -18,7 +18,8 @@ from daskserve.data.caller.broadcast import BroadcastResponse, ReplicaOutcome, s
 from daskserve.data.caller.call_options import CallOptions
 from daskserve.data.caller.direct_call import DirectCall
 from daskserve.data.caller.learning import learning_of
-from daskserve.data.caller.pending import begin_call, pause, start_call, waiter_for
+from daskserve.data.caller.naming import late_text
+from daskserve.data.caller.pending import begin_call, start_call, waiter_for
 from daskserve.data.caller.preparing import identity_of, pack, send_and_record
 from daskserve.data.caller.replica_choice import ReplicaChoice, ReplicaSelection
 from daskserve.data.caller.response import Response
@@ -37,7 +38,9 @@ from daskserve.figures.collector import PROCESS
 from daskserve.internals import ipython
 from daskserve.loops.deadlines import until
 from daskserve.loops.pending_call import PendingCall
+from daskserve.loops.tasks import pause
 from daskserve.types import (
+    DEFAULT_APPLICATION,
     Envelope,
     EnvelopeKind,
     KeptPayload,
@@ -48,6 +51,7 @@ from daskserve.types import (
     described,
     nothing_to_receive,
     short_tag,
+    split_deployment_tag,
 )
 
 #: What a call tells user code about its request: the ids of `CallOptions`, and the route.
@@ -112,6 +116,16 @@ class Handle:
     def __repr__(self) -> str:
         route, method = self._known_route(), self._options.method_name
         return f"<Handle of {short_tag(self._endpoint)!r} route={route!r} method={method!r}>"
+
+    @property
+    def deployment_name(self) -> str:
+        """The name of the deployment or endpoint that the calls go to."""
+        return self._endpoint if self._is_legacy else split_deployment_tag(self._endpoint)[1]
+
+    @property
+    def app_name(self) -> str:
+        """The name of its application."""
+        return DEFAULT_APPLICATION if self._is_legacy else split_deployment_tag(self._endpoint)[0]
 
     def __reduce__(self) -> tuple[Any, ...]:
         facts = (self._is_legacy, self._known_methods(), self._known_route())
@@ -208,7 +222,7 @@ class Handle:
             router = await self._known_router(cluster)
             sending = router.send(envelope, receive, send, shard_key=options.shard_key or options.session_id)
             if deadline is not None:
-                late = f"Request {request_id} was not answered before its deadline."
+                late = late_text(request_id, self._endpoint, is_legacy=self._is_legacy)
                 sending = until(deadline, sending, late)
             await sending
 
@@ -325,7 +339,7 @@ class Handle:
             put = None if pipe is None else pipe.put
             call = self._call(payload, request_id, facts, deadline, put, values, future)
             if deadline is not None:
-                call = until(deadline, call, f"Request {request_id} was not answered before its deadline.")
+                call = until(deadline, call, late_text(request_id, self._endpoint, is_legacy=self._is_legacy))
             start_call(link, call, future)
         if current is not None:
             current.add_call(future)

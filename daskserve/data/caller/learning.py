@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import TypeVar
 
 from daskserve.cluster.base import Process
-from daskserve.data.caller.pending import pause
+from daskserve.loops.tasks import pause
 
 T = TypeVar("T")
 

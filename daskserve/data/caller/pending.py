@@ -8,8 +8,7 @@ that have arrived in the meantime; calls on the same loop need none.
 from __future__ import annotations
 
 import asyncio
-import types
-from collections.abc import Coroutine, Generator
+from collections.abc import Coroutine
 from contextvars import Context
 from functools import partial
 from typing import Any, TypeVar
@@ -17,6 +16,7 @@ from typing import Any, TypeVar
 from daskserve.cluster.base import Link
 from daskserve.loops.event_loop import running_loop
 from daskserve.loops.pending_call import PendingCall
+from daskserve.loops.tasks import pause
 
 T = TypeVar("T")
 
@@ -95,12 +95,6 @@ async def _run(coroutine: Coroutine[Any, Any, T], call: PendingCall[T], pauses_i
         raise
     except Exception as error:
         call.set_error(error)
-
-
-@types.coroutine
-def pause() -> Generator[None, None, None]:
-    """Yield to the event loop once; the first step of a coroutine started by `begin_call` ends here."""
-    yield
 
 
 def _cancel(link: Link, task: asyncio.Task[None]) -> None:

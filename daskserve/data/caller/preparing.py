@@ -11,6 +11,7 @@ from daskserve.context import RequestContext
 from daskserve.data.caller.call_options import CallOptions
 from daskserve.data.caller.chaining import chained_arguments
 from daskserve.data.caller.direct_call import no_answer_error
+from daskserve.data.caller.naming import with_called
 from daskserve.data.caller.response import Response
 from daskserve.data.caller.router import Router
 from daskserve.errors import PassedResponseError, ServeError
@@ -96,7 +97,10 @@ async def send_and_record(
         await send(keep)
     except BaseException as error:
         metrics.fail(error, is_late=is_over(envelope.deadline, clock.now()))
-        raise
+        named = with_called(error, router.endpoint, is_legacy=router.is_legacy)
+        if named is error:
+            raise
+        raise named from None
     finally:
         metrics.latency.observe(stopwatch() - began)
     if envelope.head.get("stream"):

@@ -9,11 +9,12 @@ from typing import Any, NoReturn
 
 from daskserve.amounts import shown
 from daskserve.cluster.base import Link, Process
+from daskserve.data.caller.naming import as_read
 from daskserve.data.caller.pending import start_call, waiter_for
-from daskserve.errors import PassedResponseError, RequestCancelledError, RequestTimeoutError
+from daskserve.errors import PassedResponseError, RequestCancelledError, RequestTimeoutError, ServeError
 from daskserve.loops.event_loop import in_cell, running_loop
 from daskserve.loops.pending_call import PendingCall
-from daskserve.payload.packed_errors import PackedError, unpacked
+from daskserve.payload.packed_errors import PackedError
 from daskserve.payload.shown_errors import shown_in_notebook
 from daskserve.types import KeptPayload, Payload
 
@@ -79,7 +80,7 @@ class Response:
             future: PendingCall[Any] = self._fetching or self._future
             error = self._failure(future)
             if error is not None:
-                raise shown_in_notebook(unpacked(error))
+                raise shown_in_notebook(as_read(error))
             payload = future.result()
             assert not isinstance(payload, KeptPayload)
             self._loaded = payload.load()
@@ -128,7 +129,7 @@ class Response:
         future.leaves_value = self._is_passed_on
         try:
             future.result(timeout_s)
-        except (CancelledError, PackedError):
+        except (CancelledError, PackedError, ServeError):
             pass  # `_value` raises it
         except TimeoutError:
             if future.done() or timeout_s is None:

@@ -16,10 +16,10 @@ from functools import partial
 from typing import Any, NoReturn, Self
 
 from daskserve.cluster.base import Link
+from daskserve.data.caller.naming import as_read
 from daskserve.data.caller.response import cancelled_error, refuse_in_loop
 from daskserve.errors import PassedResponseError
 from daskserve.loops.pending_call import PendingCall
-from daskserve.payload.packed_errors import unpacked
 from daskserve.payload.pickling import load, message_bytes
 from daskserve.payload.shown_errors import shown_in_notebook
 from daskserve.types import Message, Payload
@@ -107,7 +107,7 @@ class Pipe:
             else:
                 self._wake_reader = wake
         if error is not None:
-            raise shown_in_notebook(unpacked(error))  # without the lock: it may run user code
+            raise shown_in_notebook(as_read(error))  # without the lock: it may run user code
         _resume(room)
         return payload
 

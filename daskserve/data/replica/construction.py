@@ -86,6 +86,8 @@ class Construction:
         self._enter(CONSTRUCTING)
         if not _is_made_on_loop(self._wall, servable):
             servable.construct_in_thread()
+            if servable.is_ending:
+                servable.close_late()
 
     def _try_to_make(self) -> None:
         try:
@@ -115,7 +117,8 @@ class Construction:
 
 
 async def destruct(wall: Wall, servable: Servable) -> None:
-    """Destruct the user's object; raises what its destructor raises."""
+    """Destruct the user's object, now or once it is made; raises what its destructor raises."""
+    servable.is_ending = True
     if servable.must_be_closed_on_loop or (servable.is_async_at_all and not wall.is_on_worker_loop):
         await wall.run_async(servable.close)
     else:

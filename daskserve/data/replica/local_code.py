@@ -12,6 +12,7 @@ from typing import Any
 from daskserve.cluster.base import ContextWith
 from daskserve.context import HasLink, PlacementBundle, ReplicaContext, StandingHolder, current_replica
 from daskserve.data.replica.answer import Answer
+from daskserve.data.replica.app_threads import add_threads
 from daskserve.data.replica.autoscaling_stats import AUTOSCALING, autoscaling_figures
 from daskserve.data.replica.batches import ReplicaBatches
 from daskserve.data.replica.call_answer import CallAnswer, call_answer_for
@@ -89,6 +90,8 @@ class LocalCode:
         self._holder = StandingHolder(as_standing(start.standing))
         self._has_liveness_probe = start.config.liveness is not None
         self.stage = LOADING
+        #: How many threads the application's event loop has for this replica, beside its own.
+        self._app_threads = 0
         self._routing = StatsRecorder(start.replica_tag, self._parts, context.clock, ROUTING)
         #: The pickled argument with which the user's `reconfigure` was called last.
         self._user_config: bytes | None = None
@@ -142,6 +145,7 @@ class LocalCode:
                 servable = await construction.run()
             finally:
                 self._servable = construction.servable
+            await self._allow_app_threads(wall, servable, start.concurrency)
             self._set_current_replica(servable.target)
             if start.user_config is not None:
                 self.stage = RECONFIGURING
@@ -218,6 +222,12 @@ class LocalCode:
         kind = CodeLoadError if is_code else ReplicaStartError
         return kind(f"{what} {stage.failed}: {summary}{rule_in(text)}", user_traceback=text)
 
+    async def _allow_app_threads(self, wall: Wall, servable: Servable, concurrency: int) -> None:
+        more = concurrency - self._app_threads
+        if servable.facts.is_asgi_app and more:
+            await wall.run_async(add_threads, more)
+            self._app_threads = concurrency
+
     # ---- requests
 
     def answer(self, envelope: Envelope) -> Answer:
@@ -278,6 +288,7 @@ class LocalCode:
         self._has_liveness_probe = options.liveness is not None
         self.slots.resize(concurrency)
         wall.threads.limit = _threads(concurrency)
+        await self._allow_app_threads(wall, servable, concurrency)
         self._set_current_replica(servable.target)
         self._batches.reconfigure(options.max_batch_size, options.batch_wait_timeout)
         if self._serving is not None:
@@ -380,6 +391,8 @@ class LocalCode:
         await self._context.clock.wait_for(self.slots.wait_until_idle(), CLOSE_GRACE_S)
         if servable is not None:
             try:
+                if wall.is_on_worker_loop:  # which others use
+                    await self._allow_app_threads(wall, servable, 0)
                 await destruct(wall, servable)
             except PackedError as error:
                 log_error(error, "The destructor of %r failed", self)

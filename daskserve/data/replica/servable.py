@@ -7,9 +7,12 @@ side of the wall, where imports, constructors and handlers may block.
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import logging
+import threading
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from types import CoroutineType
 from typing import Any
 
@@ -33,6 +36,7 @@ from daskserve.data.replica.lifespan import Lifespan
 from daskserve.data.replica.message_pipe import MessagePipe
 from daskserve.data.replica.requests import HTTPRequest, legacy_argument
 from daskserve.errors import BadRequestError
+from daskserve.loops.tasks import pause
 from daskserve.payload import pickling
 from daskserve.payload.importing import MODULE_REMEDY, import_definition
 from daskserve.payload.parcels import unpack_code
@@ -94,6 +98,10 @@ class Servable:
         self.is_debug = is_debug
         #: The user's object once it is made.
         self.target: Any = None
+        #: Whether the replica ends, so that an object that is made now ends at once.
+        self.is_ending = False
+        # Whoever acquires it calls the destructor.
+        self._claim = threading.Lock()
         self._definition = definition
         self._init_args = init_args
         self._init_kwargs = init_kwargs
@@ -179,12 +187,24 @@ class Servable:
         self._adopt(made)
 
     async def construct(self) -> None:
-        if not self.must_be_made_on_loop:
-            self.construct_in_thread()
+        if self.must_be_made_on_loop:
+            await self._construct()
             return
+        self.construct_in_thread()
+        if self.is_ending:  # the constructor has blocked the loop
+            with suppress(asyncio.CancelledError):
+                await pause()  # the destructor must not get it
+            await self.close()
+
+    async def _construct(self) -> None:
         with constructing(self._definition) as join:
             made = self._definition.__new__(self._definition, *self._init_args, **self._init_kwargs)
-            await made.__init__(*self._init_args, **self._init_kwargs)
+            self.target = made  # its destructor runs if the replica is stopped now
+            try:
+                await made.__init__(*self._init_args, **self._init_kwargs)
+            except Exception:
+                self.target = None
+                raise
             join(made)
         self._adopt(made)
 
@@ -201,10 +221,18 @@ class Servable:
         await self._lifespan.close()
         if inspect.iscoroutinefunction(getattr(self.target, "__del__", None)):
             made = self._release()
-            try:
-                await made.__del__()
-            finally:
-                _forget_destructor(made)
+            if made is not None:
+                try:
+                    await made.__del__()
+                finally:
+                    _forget_destructor(made)
+        else:
+            self.close_in_thread()
+
+    def close_late(self) -> None:
+        """Release an object whose constructor has run on in its thread, although the replica has ended."""
+        if inspect.iscoroutinefunction(getattr(self.target, "__del__", None)):
+            asyncio.run(self.close())
         else:
             self.close_in_thread()
 
@@ -218,6 +246,8 @@ class Servable:
                 _forget_destructor(made)
 
     def _release(self) -> Any:
+        if self.target is None or not self._claim.acquire(blocking=False):
+            return None
         made, self.target, self._bound = self.target, None, {}
         if self.facts.is_asgi_app:
             forget_endpoints()

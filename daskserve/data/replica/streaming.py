@@ -57,6 +57,8 @@ async def finish_stream(name: str, result: Any, pipe: MessagePipe) -> Unfinished
     _check(name, result)
     try:
         async for item in result:
+            if inspect.isawaitable(item):  # a response, as a method may return it
+                item = await item
             await pipe.send(_item(name, item))
     finally:
         if isinstance(result, AsyncGenerator):
@@ -72,6 +74,8 @@ def finish_stream_in_thread(name: str, result: Any, pipe: MessagePipe) -> Unfini
         return Unfinished(result)
     try:
         for item in result:
+            if inspect.isawaitable(item) and hasattr(item, "result"):
+                item = item.result()
             if not pipe.send_from_thread(_item(name, item)):
                 break
     finally:

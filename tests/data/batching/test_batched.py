@@ -12,7 +12,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
 import cloudpickle
@@ -23,7 +23,7 @@ from daskserve.context import ReplicaContext, RequestContext, current_replica, c
 from daskserve.data.batching.decorator import batch
 from daskserve.data.batching.function import BatchedFunction
 from daskserve.data.batching.stream import MAX_BUFFERED_RESULTS
-from daskserve.errors import ServeError, UserCodeError
+from daskserve.errors import BatchResultError, ServeError, UserCodeError
 from daskserve.testing import run_virtual
 
 LONG_S = 3600.0
@@ -270,7 +270,11 @@ def test_invalid_results_fail_the_batch_and_no_later_one(answer: Any) -> None:
         model = Model()
         right, model.answer = model.answer, answer
         results = await asyncio.gather(model.double(1), model.double(2), return_exceptions=True)
-        assert [type(each) for each in results] == [ServeError, ServeError]
+        kind = type(results[0])
+        assert [type(each) for each in results] == [kind, kind]
+        assert issubclass(kind, ServeError)
+        is_list = isinstance(answer([1, 2]), (list, Iterator))
+        assert issubclass(kind, TypeError) is not is_list
         assert "Model.double" in str(results[0])
         model.answer = right
         assert await model.double(3) == 6
@@ -404,8 +408,8 @@ async def tell(stream: AsyncIterator[Any]) -> list[Any]:
         ([[1, ValueError()], [2, 2]], [1, 2], [ValueError]),
         ([[1, SystemExit()], [2, 2]], [1, 2], [UserCodeError]),
         ([[1, 2], [3]], [1, ServeError], [2, ServeError]),
-        ([[1, 2], None], [1, ServeError], [2, ServeError]),
-        ([[1, 2], "ab"], [1, ServeError], [2, ServeError]),
+        ([[1, 2], None], [1, BatchResultError], [2, BatchResultError]),
+        ([[1, 2], "ab"], [1, BatchResultError], [2, BatchResultError]),
         ([[1, StopIteration], [3]], [1, ServeError], []),
         ([[1, 2], KeyError()], [1, KeyError], [2, KeyError]),
         ([[1, 2], SystemExit()], [1, UserCodeError], [2, UserCodeError]),

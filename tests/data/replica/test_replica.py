@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from anyio.to_thread import current_default_thread_limiter
 from gates import Gates, anew_for_each_test
 from replica_starts import reconfiguration, replica_start
 from starlette.applications import Starlette
@@ -594,6 +595,42 @@ def test_a_plain_callable_gets_a_request_and_its_result_is_a_response(
         assert reply.load == Load(0, 0)
 
     run(scenario, definition, event_loop=event_loop)
+
+
+def plain_routes() -> Starlette:
+    return Starlette(routes=[Route("/", held_response)])
+
+
+def held_response(request: Request) -> PlainTextResponse:
+    return PlainTextResponse(held())
+
+
+def thread_limit() -> Starlette:
+    async def answer(request: Request) -> PlainTextResponse:
+        return PlainTextResponse(str(current_default_thread_limiter().total_tokens))
+
+    return Starlette(routes=[Route("/", answer)])
+
+
+@pytest.mark.parametrize("event_loop", ["own", "worker"])
+def test_plain_routes_of_an_application_run_as_many_at_once_as_there_are_slots(event_loop: str) -> None:
+    async def scenario(replica: Replica) -> None:
+        running = [asyncio.create_task(http(replica)) for _ in range(60)]
+        await begun(60)
+        GATES.go.set()
+        assert {(await each).body for each in running} == {b"held"}
+
+    run(scenario, plain_routes(), concurrency=60, event_loop=event_loop)
+
+
+@pytest.mark.parametrize("event_loop", ["own", "worker"])
+def test_the_threads_of_an_application_follow_its_slots(event_loop: str) -> None:
+    async def scenario(replica: Replica) -> None:
+        assert (await http(replica)).body == b"50"
+        await replica.reconfigure(**reconfiguration(concurrency=200))
+        assert (await http(replica)).body == b"240"
+
+    run(scenario, thread_limit(), concurrency=10, event_loop=event_loop)
 
 
 def no_parameters() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 from http_harness import Client, Hanging, connected, echo, poll_for, read_body, request, run, serving
@@ -117,6 +118,41 @@ def test_a_client_that_leaves_is_noticed_before_the_next_regular_check(
                 await poll_for(lambda: app.running)
             await poll_for(lambda: app.cancelled)
             await poll_for(lambda: not server._carrier.connections)
+
+    run(test)
+
+
+def test_a_client_that_leaves_shortly_before_its_turn_does_not_get_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(hangup, "PERIOD_S", 1000.0)
+    turn, go, ran = asyncio.Lock(), asyncio.Event(), []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        async with turn:
+            ran.append(scope["path"])
+            await go.wait()
+        await respond(send)
+
+    async def respond(send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"done"})
+
+    async def test() -> None:
+        async with serving(app) as server, connected(server) as first:
+            await first.send(request())
+            await poll_for(turn.locked)
+            async with connected(server) as second:
+                await second.send(request())
+                await poll_for(lambda: len(server._carrier.connections) == 2)
+                await poll_for(lambda: len(turn._waiters or ()) == 1)  # type: ignore[attr-defined]
+            began = time.monotonic()
+            await poll_for(lambda: not turn._waiters)  # type: ignore[attr-defined]
+            took_s = time.monotonic() - began
+            go.set()
+            assert (await first.response()).body == b"done"
+            assert len(ran) == 1
+            assert took_s < 0.1  # a fifth of that, unless the machine is busy
 
     run(test)
 

@@ -1,0 +1,60 @@
+"""The names of both deployments in the errors of a call that was lost, or was not answered in time.
+
+Such an error arises in a connection, which knows addresses, and passes through a chain of deployments. Where
+the request was sent, the one that was called is known; where the response is read, the one that called.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from daskserve.context import current_replica
+from daskserve.errors import CALL_FROM, ActorLostError, RequestTimeoutError, ServeError
+from daskserve.payload.packed_errors import PackedError, unpacked
+from daskserve.types import EndpointTag, described
+
+ErrorT = TypeVar("ErrorT", bound=BaseException)
+
+_NAMED = (ActorLostError, RequestTimeoutError)
+_CALL_TO = "A call to "
+
+
+def with_called(error: ErrorT, endpoint: EndpointTag, *, is_legacy: bool) -> ErrorT:
+    """Return the error of a call with the name of the deployment that was called, if the error has none."""
+    if type(error) not in _NAMED or str(error).startswith((_CALL_TO, CALL_FROM)):
+        return error
+    return _renamed(error, _text(endpoint, is_legacy, str(error)))
+
+
+def late_text(request_id: str, endpoint: EndpointTag, *, is_legacy: bool) -> str:
+    """Return the text of the error of a call that was not answered in time."""
+    return _text(endpoint, is_legacy, f"Request {request_id} was not answered before its deadline.")
+
+
+def _text(endpoint: EndpointTag, is_legacy: bool, text: str) -> str:
+    called = f"endpoint {endpoint!r}" if is_legacy else described(endpoint, "deployment")
+    return f"{_CALL_TO}{called} failed: {text}"
+
+
+def as_read(error: BaseException) -> BaseException:
+    """Return the error of a call as the code that reads the response gets it; may run code of its class."""
+    # One that a replica has packed belongs to another call, further down the chain.
+    return unpacked(error) if type(error) is PackedError else with_caller(unpacked(error))
+
+
+def with_caller(error: ErrorT) -> ErrorT:
+    """Return an error with the name of the deployment whose code reads the response, if a replica does."""
+    replica = current_replica.get()
+    if replica is None or type(error) not in _NAMED or not str(error).startswith(_CALL_TO):
+        return error
+    caller = described(replica.backend_tag, "deployment")
+    return _renamed(error, f"{CALL_FROM}{caller} to {str(error).removeprefix(_CALL_TO)}")
+
+
+def _renamed(error: ErrorT, text: str) -> ErrorT:
+    # A copy: all calls that a process has lost may share one error.
+    assert isinstance(error, ServeError)
+    copy = type(error)(text)
+    vars(copy).update(vars(error))
+    copy.__cause__ = error.__cause__
+    return copy
