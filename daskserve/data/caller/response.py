@@ -65,7 +65,7 @@ class Response:
         if not self._is_loaded:
             error = self._failure(future)
             if error is not None:
-                raise shown_in_notebook(unpacked(error))
+                raise shown_in_notebook(as_read(error))
             payload = future.result()
             if isinstance(payload, KeptPayload):
                 yield from waiter_for(self._link, self._fetched() or future)
@@ -117,7 +117,7 @@ class Response:
         self._wait(self._future, timeout_s)
         error = self._failure(self._future)
         if error is not None:
-            raise shown_in_notebook(unpacked(error))
+            raise shown_in_notebook(as_read(error))
         if not self._is_loaded and (fetching := self._fetched()) is not None:
             self._wait(fetching, timeout_s)
         return self._value()
