@@ -36,6 +36,14 @@ def config_id(config: BackendConfig, user_config: bytes | None) -> str:
     return f"{whole.hexdigest()[:16]}{_SEPARATOR}{code}"
 
 
+def is_same(one: str, other: str) -> bool:
+    """Return whether two ids stand for one config; those of older stores have no second part."""
+    (whole, separator, _), (other_whole, other_separator, _) = (
+        each.partition(_SEPARATOR) for each in (one, other)
+    )
+    return one == other or (bool(whole) and whole == other_whole and separator != other_separator)
+
+
 def in_doubt(current: str, wanted: str) -> str:
     """Return the id of a replica with one config that is told another one, until it has answered."""
     _, separator, code = wanted.partition(_SEPARATOR)
