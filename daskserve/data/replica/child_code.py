@@ -161,7 +161,7 @@ class ChildCode:
         except ActorLostError:
             return  # it has ended
         self.is_leaving = True
-        logger.warning(
+        logger.info(
             "SIGTERM: the process of replica %r ends, and is replaced", short_tag(self._start.replica_tag)
         )
 
