@@ -120,7 +120,11 @@ class Evacuations:
             return max(within_s - self._capacity.grace_s, within_s * REPLACING_SHARE)
 
         if not await self._are_free({worker}, limit_s, stays=lambda: not self._has_others()):
-            logger.warning("Worker %s got SIGTERM and ends before all its actors have another place", worker)
+            # All workers of a cluster end together when it closes, which is nothing to warn of.
+            level = logging.WARNING if self._has_others() else logging.INFO
+            logger.log(
+                level, "Worker %s got SIGTERM and ends before all its actors have another place", worker
+            )
             return Leave.STAYED
         await self._hosts.release(worker)
         # Its process decides when it ends, and its nanny whether another one starts.

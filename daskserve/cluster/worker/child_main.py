@@ -58,7 +58,7 @@ class Served(Protocol):
         """Have the parent replace this process, which got SIGTERM."""
 
 
-class _Leave:
+class _ReplacedFirst:
     """What SIGTERM begins here: the parent replaces this process, which ends by then, or with its time."""
 
     def __init__(self, grace_s: float) -> None:
@@ -107,7 +107,7 @@ def _run(factory: Callable[[StartThread], Served], pair: socket.socket, lifeline
         LogThread().open()  # the exit functions flush it
     # Python's own handler would raise an error in a request or in the loop of user code.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    leave = _Leave(settings.process().termination_grace_s)
+    leave = _ReplacedFirst(settings.process().termination_grace_s)
     if settings.process().termination_grace_s > 0:
         on_sigterm(leave)
     main, is_ending = MainThread(), threading.Lock()
@@ -131,7 +131,7 @@ def _serve(
     pair: socket.socket,
     main: MainThread,
     is_ending: threading.Lock,
-    leave: _Leave,
+    leave: _ReplacedFirst,
 ) -> None:
     """Serve the parent until its channel ends; then end the process, even if user code is stuck."""
     try:
@@ -144,7 +144,7 @@ def _serve(
 
 
 async def _answer(
-    factory: Callable[[StartThread], Served], pair: socket.socket, main: MainThread, leave: _Leave
+    factory: Callable[[StartThread], Served], pair: socket.socket, main: MainThread, leave: _ReplacedFirst
 ) -> None:
     transport = SocketTransport(pair, f"parent://{os.getppid()}")
     transport.share(Segments(), begins=False)

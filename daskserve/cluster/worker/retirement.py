@@ -83,7 +83,7 @@ class Retirement:
 
     async def _retire(self) -> None:
         ends_at = self._clock.now() + self._grace_s - min(EXIT_S, self._grace_s * EXIT_SHARE)
-        logger.warning("SIGTERM: this worker retires and ends, within %s s", shown(self._grace_s))
+        logger.info("SIGTERM: this worker retires and ends, within %s s", shown(self._grace_s))
         if not await self._move(ends_at):
             await self._book.drain(max(0.0, ends_at - NEWS_S - self._clock.now()))
             await self._depart()

@@ -151,19 +151,9 @@ class ChildCode:
         keep_asking = keep_asking_for_figures(self.statistics, start.replica_tag, self._context.clock)
         self._asking = asyncio.create_task(keep_asking, name=f"daskserve-figures-{start.replica_tag}")
         self._waiting = asyncio.create_task(
-            self._note_leaving(child), name=f"daskserve-leaving-{start.replica_tag}"
+            _note_leaving(self, child), name=f"daskserve-leaving-{start.replica_tag}"
         )
         return {**facts, "child_pid": child.pid}
-
-    async def _note_leaving(self, child: ChildProcess) -> None:
-        try:
-            await child.call("until_leaving")
-        except ActorLostError:
-            return  # it has ended
-        self.is_leaving = True
-        logger.warning(
-            "SIGTERM: the process of replica %r ends, and is replaced", short_tag(self._start.replica_tag)
-        )
 
     async def _start_child(self, child: ChildProcess) -> Mapping[str, Any]:
         spec = self._context.spec
@@ -359,3 +349,13 @@ class ChildCode:
         if self._child is not None and self._runner is not None:
             await self._child.end()
             await self._runner.close()
+
+
+async def _note_leaving(code: ChildCode, child: ChildProcess) -> None:
+    """Wait until a child's process has got SIGTERM, and note it."""
+    try:
+        await child.call("until_leaving")
+    except ActorLostError:
+        return  # it has ended
+    code.is_leaving = True
+    logger.info("SIGTERM: the process of %r ends, and is replaced", code)
