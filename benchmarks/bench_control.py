@@ -250,6 +250,7 @@ async def creations(folder: Path) -> tuple[list[float], list[tuple[int, int]]]:
                 middlewares=None,
                 callback=None,
                 start_id="",
+                opens_with_route=False,
             ).encode()
         )
         view = cluster.process("w0")

@@ -277,6 +277,7 @@ class Bench:
             actor_of=(),
             gang=(),
             bundles=(),
+            is_deployment=False,
         )
         spec = ActorSpec(ActorKind.REPLICA, ADDRESS.name, 1, "i", start.encode())
         cluster: Any = None

@@ -130,7 +130,7 @@ class ReplicaStart(StartMessage):
     actor_of: Sequence[str]
     gang: Sequence[str]
     bundles: Sequence[tuple[str, Mapping[str, float]]]
-    is_deployment: bool = False
+    is_deployment: bool
 
     @property
     def kind(self) -> str:
@@ -190,4 +190,4 @@ class ControllerStart(StartMessage):
     middlewares: bytes | None
     callback: str | None
     start_id: str
-    opens_with_route: bool = False
+    opens_with_route: bool

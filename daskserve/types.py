@@ -111,13 +111,22 @@ def name_in(part: str) -> str:
     return re.sub("%(2F|23|25)", lambda found: _QUOTED[found[1]], part) if "%" in part else part
 
 
-_QUOTED: Final = {"2F": "/", "23": "#", "25": "%"}
+_QUOTED: Mapping[str, str] = {"2F": "/", "23": "#", "25": "%"}
 
 
 def split_deployment_tag(tag: BackendTag) -> tuple[str, str]:
     """Return what `daskserve.options.app_spec.deployment_tag` made a tag of: the application and the name."""
     application, _, name = tag.rpartition("/")
     return name_in(application) or DEFAULT_APPLICATION, name_in(name)
+
+
+def split_import_path(path: str) -> tuple[str, str]:
+    """Return the module and the name of ``"pkg.mod.Name"`` or ``"pkg.mod:Name"``; empty if it is neither."""
+    module, colon, name = path.partition(":")
+    if not colon:
+        module, _, name = path.rpartition(".")
+    is_path = all(part.isidentifier() for part in [*module.split("."), *name.split(".")])
+    return (module, name) if is_path else ("", "")
 
 
 #: The tag of a deployment's actor, as `daskserve.options.app_spec.actor_tag` begins it, or of its replica.

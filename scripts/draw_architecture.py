@@ -24,6 +24,7 @@ CAPTIONS: Mapping[str, tuple[str, str]] = {
     "client": ("start, deploy, inspect", BLUE),
     "cli": ("command line", BLUE),
     "handle": ("and others: Ray Serve's names", BLUE),
+    "stores": ("back up, restore, check", BLUE),
     "metrics": ("metrics of user code", BLUE),
     "actors": ("wires the actors together", BLUE),
     "control": ("decides what runs", GREEN),

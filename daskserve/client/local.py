@@ -53,6 +53,7 @@ async def running_cluster(
         middlewares=packed_middlewares(options),
         callback=settings.controller().callback,
         start_id="local",
+        opens_with_route=False,
     )
     factories: dict[ActorKind, Any] = {
         ActorKind.CONTROLLER: actors.make_controller,

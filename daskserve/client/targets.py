@@ -131,7 +131,8 @@ def _resolved(builder: Callable[[Any], Any], parameter: inspect.Parameter) -> An
     if not isinstance(parameter.annotation, str):
         return parameter.annotation
     names = dict(inspect.getclosurevars(builder).nonlocals)
-    frame = sys._getframe()
+    frame = inspect.currentframe()
+    assert frame is not None
     known: list[dict[str, Any]] = []
     while frame.f_back is not None:
         frame = frame.f_back

@@ -13,7 +13,7 @@ from daskserve.options.base import Options
 from daskserve.options.bounds import Bounds
 from daskserve.options.credentials import Secret, masked, validated
 from daskserve.options.queues import QueueOptions, queue_options_of
-from daskserve.payload.importing import split_import_path
+from daskserve.types import split_import_path
 
 #: Policies that come with daskserve. Any other string is an import path.
 BUILT_IN_POLICIES = (

@@ -7,17 +7,9 @@ from typing import Any
 
 from daskserve.errors import BadRequestError
 from daskserve.payload.error_text import summary_of
+from daskserve.types import split_import_path
 
 MODULE_REMEDY = "Install it on the workers, too, or put its folder on their PYTHONPATH."
-
-
-def split_import_path(path: str) -> tuple[str, str]:
-    """Return the module and the name of ``"pkg.mod.Name"`` or ``"pkg.mod:Name"``; empty if it is neither."""
-    module, colon, name = path.partition(":")
-    if not colon:
-        module, _, name = path.rpartition(".")
-    is_path = all(part.isidentifier() for part in [*module.split("."), *name.split(".")])
-    return (module, name) if is_path else ("", "")
 
 
 def import_definition(path: str) -> Any:

@@ -482,6 +482,7 @@ def test_a_controller_that_fails_to_start_raises_the_reason() -> None:
                     middlewares=None,
                     callback=None,
                     start_id="",
+                    opens_with_route=False,
                 ).encode(),
             )
             process = stage.cluster.process(stage.cluster.workers()[0].address)

@@ -236,6 +236,7 @@ async def start_late(link: DaskLink) -> None:
             middlewares=None,
             callback=None,
             start_id="",
+            opens_with_route=False,
         ).encode(),
         store="memory://",
         timeout_s=10.0,

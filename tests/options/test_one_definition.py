@@ -99,7 +99,22 @@ def test_servers_take_their_options_as_the_model() -> None:
 
 def test_a_start_message_holds_every_default() -> None:
     start = ReplicaStart(
-        "b", "b#A", b"code", BackendConfig(), 8, None, None, False, False, "b@1", (0, 0, 0, 1), {}, (), (), ()
+        "b",
+        "b#A",
+        b"code",
+        BackendConfig(),
+        8,
+        None,
+        None,
+        False,
+        False,
+        "b@1",
+        (0, 0, 0, 1),
+        {},
+        (),
+        (),
+        (),
+        False,
     )
     decoded = ReplicaStart.decode(start.encode())
     assert vars(decoded.config) == dump_config(BackendConfig())

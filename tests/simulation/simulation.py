@@ -149,6 +149,7 @@ class Simulation:
             middlewares=None,
             callback=None,
             start_id="",
+            opens_with_route=False,
         )
         self.reports = LoadReports(
             cast(Any, self.cluster.program), self.cluster.program.clock, cast(Any, self.queues)

@@ -13,13 +13,13 @@ from daskserve.errors import CALL_FROM, ActorLostError, RequestTimeoutError, Ser
 from daskserve.payload.packed_errors import PackedError, unpacked
 from daskserve.types import EndpointTag, described
 
-ErrorT = TypeVar("ErrorT", bound=BaseException)
+NamedErrorT = TypeVar("NamedErrorT", bound=BaseException)
 
 _NAMED = (ActorLostError, RequestTimeoutError)
 _CALL_TO = "A call to "
 
 
-def with_called(error: ErrorT, endpoint: EndpointTag, *, is_legacy: bool) -> ErrorT:
+def with_called(error: NamedErrorT, endpoint: EndpointTag, *, is_legacy: bool) -> NamedErrorT:
     """Return the error of a call with the name of the deployment that was called, if the error has none."""
     if type(error) not in _NAMED or str(error).startswith((_CALL_TO, CALL_FROM)):
         return error
@@ -42,7 +42,7 @@ def as_read(error: BaseException) -> BaseException:
     return unpacked(error) if type(error) is PackedError else with_caller(unpacked(error))
 
 
-def with_caller(error: ErrorT) -> ErrorT:
+def with_caller(error: NamedErrorT) -> NamedErrorT:
     """Return an error with the name of the deployment whose code reads the response, if a replica does."""
     replica = current_replica.get()
     if replica is None or type(error) not in _NAMED or not str(error).startswith(_CALL_TO):
@@ -51,7 +51,7 @@ def with_caller(error: ErrorT) -> ErrorT:
     return _renamed(error, f"{CALL_FROM}{caller} to {str(error).removeprefix(_CALL_TO)}")
 
 
-def _renamed(error: ErrorT, text: str) -> ErrorT:
+def _renamed(error: NamedErrorT, text: str) -> NamedErrorT:
     # A copy: all calls that a process has lost may share one error.
     assert isinstance(error, ServeError)
     copy = type(error)(text)

@@ -38,6 +38,7 @@ def replica_start(
         actor_of=(),
         gang=(),
         bundles=(),
+        is_deployment=False,
     )
 
 

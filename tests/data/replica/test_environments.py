@@ -126,6 +126,7 @@ def run_replica(where: str, env: Any) -> Any:
         actor_of=(),
         gang=(),
         bundles=(),
+        is_deployment=False,
     )
     actor = ActorSpec(ActorKind.REPLICA, "an-instance/replica/b#AAAAAA", 1, "an-instance", start.encode())
     context = ActorContext(actor, types.SimpleNamespace(link=None), LoopClock(), random.Random(0))  # type: ignore[arg-type]

@@ -163,6 +163,7 @@ class Plant:
             actor_of=(),
             gang=(),
             bundles=(),
+            is_deployment=False,
         )
         spec = ActorSpec(ActorKind.REPLICA, f"i/replica/{tag}", 1, "i", start.encode())
         nothing = cast(Cluster, SimpleNamespace())
