@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from daskserve.data.replica.accept_batch import (
-    MARK,
     Batch,
     BatchItem,
     accept_batch,
@@ -18,6 +17,7 @@ from daskserve.data.replica.accept_batch import (
     answer_batch_in_thread,
 )
 from daskserve.data.replica.conversion import ConvertedResponse, Unfinished
+from daskserve.data.replica.definitions import ACCEPT_BATCH
 from daskserve.errors import ServeError, UserCodeError
 from daskserve.payload.packed_errors import PackedError
 from daskserve.payload.pickling import dump, load
@@ -29,7 +29,7 @@ def test_the_mark_is_where_the_classic_system_had_it() -> None:
     def function(requests: list[Any]) -> list[Any]:
         return requests
 
-    assert MARK == "_serve_accept_batch"
+    assert ACCEPT_BATCH == "_serve_accept_batch"
     assert function._serve_accept_batch is True  # type: ignore[attr-defined]
 
 
