@@ -17,11 +17,12 @@ from dataclasses import replace
 from daskserve.amounts import shown
 from daskserve.control import app_state, gangs, goals, progress, spreading
 from daskserve.control.burdens import burdens_of
+from daskserve.control.config_ids import in_doubt, is_outdated
 from daskserve.control.observed import DeadReplica
 from daskserve.control.placement import Trial, demand_of, explain, place, room_for
 from daskserve.control.places import bundles_of
 from daskserve.control.ranks import all_know_theirs, has_wrong_standing, ranks_to_change
-from daskserve.control.reconfiguring import in_doubt, is_outdated, next_to_reconfigure
+from daskserve.control.reconfiguring import next_to_reconfigure
 from daskserve.control.records import AppRecord, BackendRecord, Change, GoalRecord, ReplicaRecord
 from daskserve.control.replica_actions import ReconfigureReplica, StartReplica, StopReplica
 from daskserve.control.replica_lifecycle import PLACED_STATES, ReplicaEvent, move

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from daskserve.control import goals, reconfiguring
+from daskserve.control import config_ids, goals
 from daskserve.control import scaled as scaling
 from daskserve.control.failed_deploys import not_found
 from daskserve.control.records import BackendRecord, Change, CodeRecord
@@ -66,8 +66,8 @@ def known_names(state: State) -> str:
 
 def configured(backend: BackendRecord, config: BackendConfig, user_config: bytes | None) -> BackendRecord:
     """Return the backend's record with another config."""
-    identity = reconfiguring.config_id(config, user_config)
-    if reconfiguring.is_same(backend.config_id, identity):
+    identity = config_ids.config_id(config, user_config)
+    if config_ids.is_same(backend.config_id, identity):
         identity = backend.config_id  # running replicas are known by it
     return replace(backend, config=config, config_id=identity, user_config=user_config)
 
@@ -178,7 +178,7 @@ def deployed(
             raise AlreadyRegisteredError(
                 f"Cannot deploy '{spec.tag}': a classic backend of that name is registered; delete it first."
             )
-        if reconfiguring.is_same(existing.config_id, record.config_id):
+        if config_ids.is_same(existing.config_id, record.config_id):
             record = replace(record, config_id=existing.config_id)  # running replicas are known by it
         is_same = (existing.version, existing.config_id, existing.needs) == (
             version,

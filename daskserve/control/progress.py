@@ -19,8 +19,8 @@ from typing import TypeAlias
 
 from daskserve.amounts import shown
 from daskserve.control import app_state, goals
+from daskserve.control.config_ids import is_outdated
 from daskserve.control.observed import Busy, Observed
-from daskserve.control.reconfiguring import is_outdated
 from daskserve.control.records import BackendRecord, Change, GoalRecord, ReplicaRecord
 from daskserve.control.replica_lifecycle import PLACED_STATES
 from daskserve.control.state import State

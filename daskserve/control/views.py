@@ -12,11 +12,11 @@ from typing import Any
 from daskserve.amounts import shown
 from daskserve.control import app_state, backend_verbs, endpoint_state, progress
 from daskserve.control.backend_state import NEW_WORKER_S
+from daskserve.control.config_ids import is_pausing
 from daskserve.control.failed_deploys import not_found
 from daskserve.control.http_state import is_ready
 from daskserve.control.observed import Busy, Observed
 from daskserve.control.proxy_record import ProxyRecord
-from daskserve.control.reconfiguring import is_pausing
 from daskserve.control.records import BackendRecord, GoalState, ReplicaRecord
 from daskserve.control.state import State
 from daskserve.options.credentials import masked

@@ -19,10 +19,10 @@ from witness import Call, Witness, listing
 
 from daskserve.client.calls import ControllerCalls
 from daskserve.cluster.base import ActorContext
+from daskserve.control.config_ids import is_pausing
 from daskserve.control.controller import Controller
 from daskserve.control.placement import capacity
 from daskserve.control.proxy_record import ProxyRecord
-from daskserve.control.reconfiguring import is_pausing
 from daskserve.control.records import (
     BackendRecord,
     CodeRecord,

@@ -16,9 +16,9 @@ from typing import Any
 from reference_model import Wanted, after, backend_of, capacity_of, endpoint_of
 from simulated_cluster import BEGAN_AT
 
+from daskserve.control.config_ids import UNKNOWN_CONFIG, is_pausing
 from daskserve.control.placement import demand_of
 from daskserve.control.places import places_of
-from daskserve.control.reconfiguring import UNKNOWN_CONFIG, is_pausing
 from daskserve.control.records import (
     AppRecord,
     BackendRecord,
