@@ -271,6 +271,12 @@ def test_a_body_that_was_read_in_parts_cannot_be_passed_on(kind: type[Request]) 
     asyncio.run(main())
 
 
+def test_a_request_that_was_made_without_a_connection_has_an_empty_body() -> None:
+    request = Request(SCOPE)
+    assert not is_unread(request)
+    assert asyncio.run(dump(request).load().body()) == b""
+
+
 @pytest.mark.parametrize("kind", [HTTPRequest, Request])
 def test_code_that_reads_while_the_body_is_read_ahead_gets_the_same(kind: type[Request]) -> None:
     async def main() -> None:
