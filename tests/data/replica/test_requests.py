@@ -274,7 +274,7 @@ def test_a_body_that_was_read_in_parts_cannot_be_passed_on(kind: type[Request]) 
 def test_a_request_that_was_made_without_a_connection_has_an_empty_body() -> None:
     request = Request(SCOPE)
     assert not is_unread(request)
-    assert asyncio.run(dump(request).load().body()) == b""
+    assert dump(request).load().body() == b""
 
 
 @pytest.mark.parametrize("kind", [HTTPRequest, Request])
