@@ -19,6 +19,7 @@ from wsproto.events import BytesMessage, TextMessage
 from wsproto.extensions import PerMessageDeflate
 from wsproto.frame_protocol import CloseReason, FrameDecoder, FrameProtocol, Opcode, RsvBits
 
+from daskserve.amounts import shown
 from daskserve.proxies.exchange.limits import (
     FREE_BYTES,
     FREE_RATIO,
@@ -187,7 +188,7 @@ class Inflation:
         self._burst_bytes += size_bytes
         if self._message_bytes > max(FREE_BYTES, rules.max_ratio * self._received_bytes):
             raise InflationError(
-                f"{INFLATION_RATIO} allows {rules.max_ratio:g} times the compressed size",
+                f"{INFLATION_RATIO} allows {shown(rules.max_ratio)} times the compressed size",
                 CloseReason.MESSAGE_TOO_BIG,
                 INFLATION_RATIO,
             )

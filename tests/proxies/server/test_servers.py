@@ -313,7 +313,7 @@ def test_draining_serves_existing_connections(monkeypatch: pytest.MonkeyPatch, i
     Late ones come between the last look at the backlog and the end of the socket.
     """
     if is_late:
-        monkeypatch.setattr("daskserve.proxies.server.life._has_backlog", lambda sockets: False)
+        monkeypatch.setattr("daskserve.proxies.server.life.is_readable", lambda sockets: False)
 
     async def test() -> None:
         async with serving(hello) as server:
