@@ -190,13 +190,13 @@ def test_http_1_0_can_keep_its_connection() -> None:
 
 def test_a_silent_connection_is_closed() -> None:
     async def test() -> None:
-        async with serving(hello, keep_alive_timeout_s=5) as server:
+        async with serving(hello, keep_alive_timeout_s=3) as server:
             async with connected(server) as silent, connected(server) as once:
                 assert (await once.get()).status == 200
                 await once.send(b"GET / HT")
-                advance(6)
+                advance(4)
                 assert await silent.rest() == b""
-                advance(6)  # the time of a head begins when its first bytes are read
+                advance(4)  # the time of a head begins when its first bytes are read
                 assert await once.rest() == b""
             assert hits(server) == {"keep_alive_timeout_s": 2}
 
