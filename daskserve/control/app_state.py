@@ -12,9 +12,16 @@ from dataclasses import replace
 from daskserve.control import goals
 from daskserve.control.observed import Observed
 from daskserve.control.ranks import all_know_theirs
-from daskserve.control.records import AppRecord, BackendRecord, Change, EndpointRecord, ReplicaRecord
+from daskserve.control.records import (
+    AppRecord,
+    BackendRecord,
+    Change,
+    EndpointRecord,
+    GoalRecord,
+    ReplicaRecord,
+)
 from daskserve.control.state import State
-from daskserve.types import BackendTag, GoalId, ReplicaState
+from daskserve.types import BackendTag, ReplicaState
 
 
 def awaited(
@@ -153,7 +160,7 @@ def completed(state: State, app: AppRecord, backend: BackendRecord) -> Change:
         settled = replace(member, goal=None) if member.goal == app.goal else member
         if tag in app.tags:
             if settled.goal is None:
-                change.update(old_codes(state, settled, ended=app.goal))
+                change.update(old_codes(state, settled, change))
         elif not member.is_deleting and not is_used(state, tag):
             change.update(goals.ended(state, member, app.goal, None))
             settled = replace(settled, is_deleting=True, goal=None)
@@ -163,19 +170,21 @@ def completed(state: State, app: AppRecord, backend: BackendRecord) -> Change:
     return change
 
 
-def old_codes(state: State, backend: BackendRecord, ended: GoalId | None = None) -> Change:
+def old_codes(state: State, backend: BackendRecord, change: Change) -> Change:
     """Return the change that removes the code of a backend's older versions.
 
     A pending change may cover a backend that has no goal: one that its application leaves out. It needs the
-    code of the version to which it would return. ``ended`` is the goal that ends now.
+    code of the version to which it would return. ``change`` is what is written with it: a goal that ends
+    there needs no code.
     """
     old = [code for code in state.codes_of(backend.tag) if code.name != backend.code_key]
     if not old:
         return {}
+    goals_after = (change.get(each.key, each) for each in state.goals.values())
     kept = {
         (goal.previous.get(backend.key) or {}).get("code_key")
-        for goal in state.goals.values()
-        if goal.is_pending and goal.goal_id != ended
+        for goal in goals_after
+        if isinstance(goal, GoalRecord) and goal.is_pending
     }
     return {code.key: None for code in old if code.name not in kept}
 

@@ -363,7 +363,7 @@ class _Stepper:
         if self.backend.is_deleting:
             self.finish_deletion()
         elif self.goal is None:
-            self.step.change.update(app_state.old_codes(self.world.state, self.backend))
+            self.step.change.update(app_state.old_codes(self.world.state, self.backend, self.step.change))
 
     def finish_deletion(self) -> None:
         state, backend = self.world.state, self.backend

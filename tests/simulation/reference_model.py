@@ -145,12 +145,20 @@ def update_backend_config(
     elif "num_replicas" in config and kept.get("autoscaling_config") and "autoscaling_config" not in config:
         raise Rejected
     gangs = kept.get("gang_scheduling_config")
-    if gangs and (config.get("autoscaling_config") or config.get("num_replicas", 0) % gangs["gang_size"]):
+    if gangs and not _are_whole(config, gangs["gang_size"]):
         raise Rejected
     changed = replace(existing, config={**kept, **config})
     if sets_user_config:
         changed = replace(changed, user_config=user_config)
     return wanted.with_backend(tag, changed)
+
+
+def _are_whole(config: Mapping[str, Any], size: int) -> bool:
+    """Return whether a number of replicas, or some number within bounds, is one of whole gangs."""
+    scaling = config.get("autoscaling_config")
+    if scaling:
+        return scaling["max_replicas"] // size * size >= max(1, scaling["min_replicas"])
+    return config.get("num_replicas", 0) % size == 0
 
 
 def deploy(wanted: Wanted, spec: Mapping[str, Any], route: str | None, **_: Any) -> Wanted:

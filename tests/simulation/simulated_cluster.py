@@ -19,6 +19,7 @@ from daskserve.cluster.base import StoreChange
 from daskserve.cluster.local.cluster import LocalCluster
 from daskserve.cluster.long_poll import WORKERS
 from daskserve.cluster.scheduler.controllers import ControllerKeeper, Instance
+from daskserve.cluster.scheduler.records import check_epoch
 from daskserve.cluster.store.opening import MemoryStore, StoreUnavailableError
 from daskserve.errors import InstanceError
 from daskserve.types import ActorAddress, ActorKind, WorkerAddress, WorkerInfo
@@ -220,7 +221,8 @@ class SimulatedCluster(LocalCluster):
         self._hosts[joined.address].process.restart_worker = self._restart  # type: ignore[method-assign]
         return joined
 
-    async def _restart(self, worker: WorkerAddress) -> None:
+    async def _restart(self, epoch: int, worker: WorkerAddress) -> None:
+        check_epoch(self.entry, epoch)
         if not self.has_nannies:
             raise InstanceError(f"Worker {worker} has no nanny that could restart it.")
         host = self._hosts.get(worker)

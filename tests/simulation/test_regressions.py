@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from control_machine import ControlMachine
 
+from daskserve.errors import BadRequestError
 from daskserve.types import ReplicaState
 
 
@@ -175,3 +176,20 @@ def test_a_version_that_never_starts_on_a_full_cluster_costs_one_replica(max_sur
             ]
             assert [each.named_version for each in running] == ["1", "1"]
             state.wait(1.0)
+
+
+def test_autoscaling_that_is_turned_on_for_a_gang_is_in_whole_gangs_or_refused() -> None:
+    with played(stock="", focus="d") as state:
+        state.deploy("d", "1", None, 2, None, {}, "/x", 2.0, gang=True)
+        state.autoscale("d", 3, 2.0)  # no whole gang is within 3 to 3
+        assert isinstance(state.world.calls[-1].error, BadRequestError)
+        state.autoscale("d", 1, 2.0)
+        state.load("d", 5, 8.0)
+        assert len(state.world.witness.replicas("d")) == 2
+
+
+def test_a_worker_that_holds_a_proxy_and_hangs_is_restarted_by_its_nanny() -> None:
+    with played(stock="d", workers=2, location="EveryWorker") as state:
+        worker = state.world._worker(1)
+        state.harm_worker(1, "suspend", seconds=20.0)
+        assert worker not in {each.address for each in state.world.cluster.workers()}
