@@ -7,6 +7,7 @@ waits until the instance is at rest, and reports what is wrong then.
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -58,6 +59,19 @@ STAY_S = 7.0
 MOST_MOVES = 20
 #: Time without a change under constant load, delays included, after which an autoscaler is settled.
 SETTLED_S = 15.0
+
+
+class UnexpectedErrors(logging.Handler):
+    """Reports errors that daskserve logs and survives, unless they are ones that faults explain."""
+
+    def __init__(self, report: Callable[[str], None]) -> None:
+        super().__init__(logging.ERROR)
+        self._report = report
+
+    def emit(self, record: logging.LogRecord) -> None:
+        error = record.exc_info[1] if record.exc_info else None
+        if error is not None and not isinstance(error, (ServeError, OSError)):
+            self._report(f"{record.getMessage()}: {error!r}")
 
 
 @dataclass
@@ -124,6 +138,8 @@ class Simulation:
         self.disturbed_at = 0.0
         self.known_epoch = 0
         self.run(self._open(workers))
+        self.unexpected = UnexpectedErrors(self.witness.report)
+        logging.getLogger("daskserve").addHandler(self.unexpected)
 
     def _delay(self) -> float:
         return self.rng.random() * self.latency_s if self.latency_s else 0.0
@@ -205,6 +221,7 @@ class Simulation:
             self.run(self._close())
         finally:
             self.runner.close()
+            logging.getLogger("daskserve").removeHandler(self.unexpected)
 
     async def _close(self) -> None:
         self.reports.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -22,7 +23,8 @@ from schedules import (
     rule,
     shortened,
 )
-from simulated_cluster import SimulatedStore
+from simulated_cluster import SimulatedCluster, SimulatedStore
+from simulation import UnexpectedErrors
 
 
 class Counting(Machine):
@@ -118,3 +120,22 @@ def test_a_schedule_leads_to_the_same_changes_again(
         runs.append(commits)
     assert runs[0]
     assert runs[0] == runs[1]
+
+
+def test_a_schedule_fails_if_a_background_task_fails_by_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def restart(cluster: SimulatedCluster, epoch: int, worker: str) -> None:
+        raise TypeError("mistaken")
+
+    def hang() -> None:
+        state = ControlMachine()
+        try:
+            state.begin(3, 2, "EveryWorker", 0.0, True, "d", None)
+            state.harm_worker(1, "suspend", seconds=20.0)
+        finally:
+            state.close()
+
+    hang()
+    monkeypatch.setattr(SimulatedCluster, "_restart", restart)
+    with pytest.raises(AssertionError, match=r"A background task failed: TypeError\('mistaken'\)"):
+        hang()
+    assert not any(isinstance(each, UnexpectedErrors) for each in logging.getLogger("daskserve").handlers)
