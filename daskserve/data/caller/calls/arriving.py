@@ -7,6 +7,8 @@ among the arguments, the request is taken out, and the call is sent once the bod
 from __future__ import annotations
 
 import asyncio
+import copyreg
+from typing import Any
 
 from anyio.from_thread import run as run_on_loop
 from starlette.requests import Request
@@ -15,10 +17,22 @@ from daskserve.cluster.protocols.base import Link
 from daskserve.common.types import Payload
 from daskserve.data.caller.routing.pending import waiter_for
 from daskserve.errors import PassedResponseError, RequestCancelledError
-from daskserve.internals.handed_requests import read_ahead
+from daskserve.internals.handed_requests import read_ahead, reduce_request
 from daskserve.loops.event_loop import running_loop
 from daskserve.loops.pending_call import PendingCall
+from daskserve.payload.importing import import_definition
 from daskserve.payload.pickling import dump
+
+#: What makes a request of what has travelled. It belongs to the replicas, which callers do not import.
+REBUILD = "daskserve.data.replica.user_code.request_objects:rebuild_request"
+
+
+def _rebuild(*parts: Any) -> Any:
+    return import_definition(REBUILD)(*parts)
+
+
+# Programs and tasks pass requests on, too, such as those of a FastAPI application of their own.
+copyreg.pickle(Request, lambda request: reduce_request(request, _rebuild))
 
 
 class ArrivingRequest:

@@ -47,7 +47,7 @@ class HTTPRequest(Request):
     is_streamed = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return reduce_request(self, _rebuild_request)
+        return reduce_request(self, rebuild_request)
 
     def body(self) -> Any:
         """Return the whole body; an awaitable of it on an event loop."""
@@ -123,7 +123,8 @@ class HTTPRequest(Request):
         return json.loads(self.body_bytes)
 
 
-def _rebuild_request(scope: dict[str, Any], body: bytes | None, form: PlainForm | None) -> HTTPRequest:
+def rebuild_request(scope: dict[str, Any], body: bytes | None, form: PlainForm | None) -> HTTPRequest:
+    """Return a request with what has travelled of another one: its scope, and its body or form."""
     request = HTTPRequest(scope, _receive_nothing)
     request.whole_body = body
     if form is not None:
@@ -137,7 +138,7 @@ async def _receive_nothing() -> Message:
 
 
 # The requests of ASGI applications.
-copyreg.pickle(Request, lambda request: reduce_request(request, _rebuild_request))
+copyreg.pickle(Request, lambda request: reduce_request(request, rebuild_request))
 
 
 class _Chunks(AsyncIterator[bytes], Iterator[bytes]):
