@@ -30,8 +30,8 @@ import psutil
 from http_load import PROGRAMS, LoadResult, System, need_wrk, program, worker_processes, wrk
 
 import daskserve as serve
-from daskserve.cluster.launch import start_local_cluster
-from daskserve.settings import LocalClusterSize
+from daskserve.cluster.dask.launch import start_local_cluster
+from daskserve.common.settings import LocalClusterSize
 
 PEERS = Path(__file__).parent / "peers"
 CONNECTIONS = 32

@@ -35,8 +35,8 @@ import psutil
 from http_load import worker_processes
 
 import daskserve as serve
-from daskserve.cluster.launch import start_local_cluster
-from daskserve.settings import LocalClusterSize
+from daskserve.cluster.dask.launch import start_local_cluster
+from daskserve.common.settings import LocalClusterSize
 
 HERE = Path(__file__).parent
 ATTACKER = [sys.executable, str(HERE / "programs" / "attacker.py")]

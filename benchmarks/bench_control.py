@@ -26,24 +26,28 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from daskserve.cluster.base import ActorContext, StoreChange
 from daskserve.cluster.local.cluster import LocalCluster
+from daskserve.cluster.protocols.base import ActorContext, StoreChange
 from daskserve.cluster.store.opening import open_store
-from daskserve.control import app_verbs, app_views, backend_state, backend_verbs, checkpoint
+from daskserve.common.types import ActorKind, Location, WorkerInfo
+from daskserve.control.backend import step as backend_state
+from daskserve.control.backend.actions import StartReplica
+from daskserve.control.backend.inputs import World as StepInputs
 from daskserve.control.controller import Controller
-from daskserve.control.observed import Observed
-from daskserve.control.records import Change
-from daskserve.control.replica_actions import StartReplica
-from daskserve.control.state import State
-from daskserve.control.step import World as StepInputs
-from daskserve.control.stored_records import encode
+from daskserve.control.observed.observed import Observed
+from daskserve.control.records import checkpoint
+from daskserve.control.records.encoding import encode
+from daskserve.control.records.records import Change
+from daskserve.control.records.state import State
+from daskserve.control.verbs import applications as app_verbs
+from daskserve.control.verbs import backends as backend_verbs
+from daskserve.control.views import applications as app_views
 from daskserve.options.actor import ActorOptions
 from daskserve.options.app_spec import ApplicationSpec, DeploymentSpec
 from daskserve.options.backend import BackendConfig
 from daskserve.options.backend_spec import BackendSpec
 from daskserve.options.http import HTTPOptions
-from daskserve.starts import ControllerStart
-from daskserve.types import ActorKind, Location, WorkerInfo
+from daskserve.options.start_messages import ControllerStart
 
 DEPLOYMENTS, REPLICAS_EACH, WORKERS = 1000, 10, 500
 TICK_BOUND_S, RECOVERY_BOUND_S, GROWTH_BOUND = 0.005, 2.0, 1.5

@@ -21,8 +21,8 @@ from typing import Any
 from http_load import System, need_wrk, wrk
 
 import daskserve as serve
-from daskserve.cluster.launch import start_local_cluster
-from daskserve.settings import LocalClusterSize
+from daskserve.cluster.dask.launch import start_local_cluster
+from daskserve.common.settings import LocalClusterSize
 
 START_S = 0.5
 DEADLINE_S = 60.0

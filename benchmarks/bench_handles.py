@@ -37,8 +37,8 @@ from distributed.comm import connect
 from distributed.protocol import to_serialize
 
 import daskserve as serve
-from daskserve.cluster.launch import start_local_cluster
-from daskserve.settings import LocalClusterSize
+from daskserve.cluster.dask.launch import start_local_cluster
+from daskserve.common.settings import LocalClusterSize
 
 ECHO = Path(__file__).parent / "programs" / "echo_process.py"
 RAY_HANDLE = Path(__file__).parent / "peers" / "ray_handle.py"

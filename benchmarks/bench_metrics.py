@@ -17,14 +17,15 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
 from daskserve import metrics
-from daskserve.clock import stopwatch
-from daskserve.cluster.channel.transport import Traffic
+from daskserve.cluster.channel.wire.transport import Traffic
+from daskserve.common.clock import stopwatch
+from daskserve.common.types import Load, ReplicaState
 from daskserve.context import ReplicaContext, current_replica
-from daskserve.control.control_figures import ControlFigures
-from daskserve.control.observed import Observed
-from daskserve.control.records import BackendRecord, Change, ReplicaRecord
-from daskserve.control.state import State
-from daskserve.data.caller.router_metrics import ReplicaSetMetrics
+from daskserve.control.observed.observed import Observed
+from daskserve.control.records.records import BackendRecord, Change, ReplicaRecord
+from daskserve.control.records.state import State
+from daskserve.control.views.metrics import ControlFigures
+from daskserve.data.caller.routing.metrics import ReplicaSetMetrics
 from daskserve.figures.collector import ProcessMetrics
 from daskserve.figures.histogram import LATENCY_BUCKETS_S
 from daskserve.figures.replica import ReplicaFigures
@@ -33,7 +34,6 @@ from daskserve.options.actor import ActorOptions
 from daskserve.options.backend import BackendConfig
 from daskserve.proxies.ingress.figures import IngressFigures
 from daskserve.proxies.ingress.routes import Route
-from daskserve.types import Load, ReplicaState
 
 REQUESTS = 50_000
 ROUNDS = 9

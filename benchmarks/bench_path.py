@@ -26,25 +26,11 @@ from uvicorn import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from daskserve.clock import OneLoopClock, RequestIds
-from daskserve.cluster.base import ActorContext, ActorSpec, Process
 from daskserve.cluster.channel.channel import Channel
-from daskserve.cluster.channel.transport import SocketTransport
-from daskserve.data.caller.handle import Handle
-from daskserve.data.caller.router import Routers
-from daskserve.data.replica.replica import Replica
-from daskserve.loops.hops import Hops
-from daskserve.options.backend import BackendConfig
-from daskserve.options.http import HTTPOptions
-from daskserve.payload.pickling import dump, dump_bytes
-from daskserve.proxies.asgi import ASGIApp, Scope
-from daskserve.proxies.exchange.carrier import Carrier
-from daskserve.proxies.exchange.request_head import HeadLimits
-from daskserve.proxies.ingress.app import IngressApp
-from daskserve.proxies.ingress.routes import RouteTable
-from daskserve.proxies.server.uvicorn_connection import SharedState, UvicornConnection
-from daskserve.starts import ReplicaStart
-from daskserve.types import (
+from daskserve.cluster.channel.wire.transport import SocketTransport
+from daskserve.cluster.protocols.base import ActorContext, ActorSpec, Process
+from daskserve.common.clock import OneLoopClock, RequestIds
+from daskserve.common.types import (
     DONE,
     WHOLE_RESPONSE,
     ActorAddress,
@@ -58,6 +44,20 @@ from daskserve.types import (
     Receive,
     Send,
 )
+from daskserve.data.caller.calls.handle import Handle
+from daskserve.data.caller.routing.router import Routers
+from daskserve.data.replica.replica import Replica
+from daskserve.loops.hops import Hops
+from daskserve.options.backend import BackendConfig
+from daskserve.options.http import HTTPOptions
+from daskserve.options.start_messages import ReplicaStart
+from daskserve.payload.pickling import dump, dump_bytes
+from daskserve.proxies.asgi import ASGIApp, Scope
+from daskserve.proxies.exchange.carrier import Carrier
+from daskserve.proxies.exchange.request_head import HeadLimits
+from daskserve.proxies.ingress.app import IngressApp
+from daskserve.proxies.ingress.routes import RouteTable
+from daskserve.proxies.server.uvicorn_connection import SharedState, UvicornConnection
 
 #: The load: the distinct requests of a round.
 REQUESTS = tuple(

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from daskserve.data.caller.roster import ReplicaEntry, Roster
+from daskserve.data.caller.routing.replica_pool import ReplicaEntry, Roster
 
 FEW, MANY = 10, 1000
 REQUESTS = 20_000

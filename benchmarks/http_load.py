@@ -16,8 +16,8 @@ from typing import Any
 import psutil
 
 import daskserve as serve
-from daskserve.cluster.launch import start_local_cluster
-from daskserve.settings import LocalClusterSize
+from daskserve.cluster.dask.launch import start_local_cluster
+from daskserve.common.settings import LocalClusterSize
 
 PROGRAMS = Path(__file__).parent / "programs"
 

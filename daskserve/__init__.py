@@ -12,22 +12,9 @@ from daskserve._version import __version__
 if TYPE_CHECKING:
     from daskserve import config, context, errors, exceptions, handle, metrics, schema
     from daskserve.autoscaling.context import AutoscalingContext, Decision
-    from daskserve.client.api import (
-        explain,
-        explain_async,
-        scale,
-        scale_async,
-        set_target_capacity,
-        set_target_capacity_async,
-        shutdown,
-        shutdown_async,
-        start,
-        start_async,
-        status,
-        status_async,
-    )
-    from daskserve.client.application_verbs import RunTarget
-    from daskserve.client.applications import (
+    from daskserve.client.client import AsyncClient, Client
+    from daskserve.client.definitions.deployments import Application, Deployment
+    from daskserve.client.functions.applications import (
         delete,
         delete_async,
         get_app_handle,
@@ -39,7 +26,7 @@ if TYPE_CHECKING:
         run_many,
         run_many_async,
     )
-    from daskserve.client.classic import (
+    from daskserve.client.functions.classic import (
         create_backend,
         create_backend_async,
         create_endpoint,
@@ -73,11 +60,25 @@ if TYPE_CHECKING:
         wait_for_goal,
         wait_for_goal_async,
     )
-    from daskserve.client.classic_deployment import deployment
-    from daskserve.client.client import AsyncClient, Client
-    from daskserve.client.deployments import Application, Deployment
-    from daskserve.client.explanation import Explanation
-    from daskserve.client.status import Status
+    from daskserve.client.functions.deployment import deployment
+    from daskserve.client.functions.instances import (
+        explain,
+        explain_async,
+        scale,
+        scale_async,
+        set_target_capacity,
+        set_target_capacity_async,
+        shutdown,
+        shutdown_async,
+        start,
+        start_async,
+        status,
+        status_async,
+    )
+    from daskserve.client.verbs.applications import RunTarget
+    from daskserve.client.views.explanation import Explanation
+    from daskserve.client.views.status import Status
+    from daskserve.common.types import ReplicaRank
     from daskserve.context import (
         GangContext,
         PlacementBundle,
@@ -89,13 +90,13 @@ if TYPE_CHECKING:
         get_replica_context,
     )
     from daskserve.data.batching.decorator import batch
-    from daskserve.data.caller.deployment_actor import get_deployment_actor
-    from daskserve.data.caller.handle import Handle
-    from daskserve.data.caller.response import Response
-    from daskserve.data.caller.response_stream import ResponseGenerator
-    from daskserve.data.replica.accept_batch import accept_batch
-    from daskserve.data.replica.class_app import ingress
-    from daskserve.data.replica.requests import ServeRequest
+    from daskserve.data.caller.calls.deployment_actor import get_deployment_actor
+    from daskserve.data.caller.calls.handle import Handle
+    from daskserve.data.caller.calls.response import Response
+    from daskserve.data.caller.calls.response_stream import ResponseGenerator
+    from daskserve.data.replica.requests.accept_batch import accept_batch
+    from daskserve.data.replica.user_code.class_app import ingress
+    from daskserve.data.replica.user_code.request_objects import ServeRequest
     from daskserve.errors import ServeError
     from daskserve.options.actor import ActorOptions
     from daskserve.options.autoscaling import AutoscalingConfig
@@ -104,78 +105,77 @@ if TYPE_CHECKING:
     from daskserve.options.environment import CondaEnv, Environment
     from daskserve.options.gang import GangSchedulingConfig
     from daskserve.options.http import HTTPOptions
-    from daskserve.types import ReplicaRank
 
 #: Where each public name lives. Loaded on first use: importing daskserve must cost little and start nothing.
 _HOMES: Mapping[str, str] = {
     # instances
-    "start": "client.api",
-    "start_async": "client.api",
-    "connect": "client.finding",
-    "connect_async": "client.finding",
-    "shutdown": "client.api",
-    "shutdown_async": "client.api",
-    "status": "client.api",
-    "status_async": "client.api",
-    "Status": "client.status",
-    "explain": "client.api",
-    "explain_async": "client.api",
-    "scale": "client.api",
-    "scale_async": "client.api",
-    "Explanation": "client.explanation",
-    "set_target_capacity": "client.api",
-    "set_target_capacity_async": "client.api",
+    "start": "client.functions.instances",
+    "start_async": "client.functions.instances",
+    "connect": "client.functions.finding",
+    "connect_async": "client.functions.finding",
+    "shutdown": "client.functions.instances",
+    "shutdown_async": "client.functions.instances",
+    "status": "client.functions.instances",
+    "status_async": "client.functions.instances",
+    "Status": "client.views.status",
+    "explain": "client.functions.instances",
+    "explain_async": "client.functions.instances",
+    "scale": "client.functions.instances",
+    "scale_async": "client.functions.instances",
+    "Explanation": "client.views.explanation",
+    "set_target_capacity": "client.functions.instances",
+    "set_target_capacity_async": "client.functions.instances",
     "Client": "client.client",
     "AsyncClient": "client.client",
     # deployments
-    "run": "client.applications",
-    "run_async": "client.applications",
-    "run_many": "client.applications",
-    "run_many_async": "client.applications",
-    "RunTarget": "client.application_verbs",
-    "delete": "client.applications",
-    "delete_async": "client.applications",
-    "get_app_handle": "client.applications",
-    "get_app_handle_async": "client.applications",
-    "get_deployment_handle": "client.applications",
-    "get_deployment_handle_async": "client.applications",
-    "deployment": "client.classic_deployment",
-    "ingress": "data.replica.class_app",
-    "Deployment": "client.deployments",
-    "Application": "client.deployments",
+    "run": "client.functions.applications",
+    "run_async": "client.functions.applications",
+    "run_many": "client.functions.applications",
+    "run_many_async": "client.functions.applications",
+    "RunTarget": "client.verbs.applications",
+    "delete": "client.functions.applications",
+    "delete_async": "client.functions.applications",
+    "get_app_handle": "client.functions.applications",
+    "get_app_handle_async": "client.functions.applications",
+    "get_deployment_handle": "client.functions.applications",
+    "get_deployment_handle_async": "client.functions.applications",
+    "deployment": "client.functions.deployment",
+    "ingress": "data.replica.user_code.class_app",
+    "Deployment": "client.definitions.deployments",
+    "Application": "client.definitions.deployments",
     # the classic system
-    "create_backend": "client.classic",
-    "create_backend_async": "client.classic",
-    "update_backend_config": "client.classic",
-    "update_backend_config_async": "client.classic",
-    "get_backend_config": "client.classic",
-    "get_backend_config_async": "client.classic",
-    "list_backends": "client.classic",
-    "list_backends_async": "client.classic",
-    "delete_backend": "client.classic",
-    "delete_backend_async": "client.classic",
-    "create_endpoint": "client.classic",
-    "create_endpoint_async": "client.classic",
-    "list_endpoints": "client.classic",
-    "list_endpoints_async": "client.classic",
-    "set_traffic": "client.classic",
-    "set_traffic_async": "client.classic",
-    "shadow_traffic": "client.classic",
-    "shadow_traffic_async": "client.classic",
-    "delete_endpoint": "client.classic",
-    "delete_endpoint_async": "client.classic",
-    "get_handle": "client.classic",
-    "get_handle_async": "client.classic",
-    "get_deployment": "client.classic",
-    "get_deployment_async": "client.classic",
-    "list_deployments": "client.classic",
-    "list_deployments_async": "client.classic",
-    "get_deployment_info": "client.classic",
-    "get_deployment_info_async": "client.classic",
-    "delete_deployment": "client.classic",
-    "delete_deployment_async": "client.classic",
-    "wait_for_goal": "client.classic",
-    "wait_for_goal_async": "client.classic",
+    "create_backend": "client.functions.classic",
+    "create_backend_async": "client.functions.classic",
+    "update_backend_config": "client.functions.classic",
+    "update_backend_config_async": "client.functions.classic",
+    "get_backend_config": "client.functions.classic",
+    "get_backend_config_async": "client.functions.classic",
+    "list_backends": "client.functions.classic",
+    "list_backends_async": "client.functions.classic",
+    "delete_backend": "client.functions.classic",
+    "delete_backend_async": "client.functions.classic",
+    "create_endpoint": "client.functions.classic",
+    "create_endpoint_async": "client.functions.classic",
+    "list_endpoints": "client.functions.classic",
+    "list_endpoints_async": "client.functions.classic",
+    "set_traffic": "client.functions.classic",
+    "set_traffic_async": "client.functions.classic",
+    "shadow_traffic": "client.functions.classic",
+    "shadow_traffic_async": "client.functions.classic",
+    "delete_endpoint": "client.functions.classic",
+    "delete_endpoint_async": "client.functions.classic",
+    "get_handle": "client.functions.classic",
+    "get_handle_async": "client.functions.classic",
+    "get_deployment": "client.functions.classic",
+    "get_deployment_async": "client.functions.classic",
+    "list_deployments": "client.functions.classic",
+    "list_deployments_async": "client.functions.classic",
+    "get_deployment_info": "client.functions.classic",
+    "get_deployment_info_async": "client.functions.classic",
+    "delete_deployment": "client.functions.classic",
+    "delete_deployment_async": "client.functions.classic",
+    "wait_for_goal": "client.functions.classic",
+    "wait_for_goal_async": "client.functions.classic",
     # options
     "HTTPOptions": "options.http",
     "BackendConfig": "options.backend",
@@ -189,12 +189,12 @@ _HOMES: Mapping[str, str] = {
     "AutoscalingContext": "autoscaling",
     "Decision": "autoscaling",
     # calls
-    "Handle": "data.caller.handle",
-    "Response": "data.caller.response",
-    "ResponseGenerator": "data.caller.response_stream",
-    "ServeRequest": "data.replica.requests",
+    "Handle": "data.caller.calls.handle",
+    "Response": "data.caller.calls.response",
+    "ResponseGenerator": "data.caller.calls.response_stream",
+    "ServeRequest": "data.replica.user_code.request_objects",
     "handle": "",
-    "accept_batch": "data.replica.accept_batch",
+    "accept_batch": "data.replica.requests.accept_batch",
     "batch": "data.batching.decorator",
     # inside a backend
     "context": "",
@@ -205,8 +205,8 @@ _HOMES: Mapping[str, str] = {
     "GangContext": "context",
     "PlacementBundle": "context",
     "PlacementGroup": "context",
-    "ReplicaRank": "types",
-    "get_deployment_actor": "data.caller.deployment_actor",
+    "ReplicaRank": "common.types",
+    "get_deployment_actor": "data.caller.calls.deployment_actor",
     "get_deployment_actor_context": "context",
     "metrics": "",
     # errors

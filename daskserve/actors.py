@@ -10,15 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.middleware import Middleware
 
-from daskserve import settings
-from daskserve.cluster.base import ActorContext, verb, verbs_of
-from daskserve.data.caller.handle import routers_of
-from daskserve.data.replica.child_code import ChildCode
+from daskserve.cluster.protocols.base import ActorContext, verb, verbs_of
+from daskserve.common import settings
+from daskserve.common.types import STORE_TAKEN, UNREADY, Envelope, Load, Receive, Send
+from daskserve.data.caller.calls.handle import routers_of
 from daskserve.data.replica.local_code import LocalCode
+from daskserve.data.replica.process.code import ChildCode
 from daskserve.data.replica.replica import Replica
 from daskserve.errors import BadRequestError, ServeError
 from daskserve.figures.table import MetricSample
 from daskserve.options.secrets import read_secret
+from daskserve.options.start_messages import ProxyStart, ReplicaStart
 from daskserve.payload.importing import call_imported
 from daskserve.payload.pickling import load_bytes
 from daskserve.proxies.ingress.app import IngressApp, build_app
@@ -30,8 +32,6 @@ from daskserve.proxies.server.health import health_server
 from daskserve.proxies.server.life import HTTPServer
 from daskserve.proxies.server.listen import can_share_ports, check_ports
 from daskserve.proxies.server.tls import server_context
-from daskserve.starts import ProxyStart, ReplicaStart
-from daskserve.types import STORE_TAKEN, UNREADY, Envelope, Load, Receive, Send
 
 if TYPE_CHECKING:
     from daskserve.options.http import HTTPOptions

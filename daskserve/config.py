@@ -9,12 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 from daskserve.autoscaling import AutoscalingContext
+from daskserve.common.types import Location as ProxyLocation
 from daskserve.options.autoscaling import AutoscalingConfig
 from daskserve.options.deployment_actor import DeploymentActorConfig
 from daskserve.options.gang import GangSchedulingConfig
 from daskserve.options.http import HTTPOptions
 from daskserve.options.ray_names import missing_name
-from daskserve.types import Location as ProxyLocation
 
 __all__ = [
     "AutoscalingConfig",

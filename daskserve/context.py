@@ -11,11 +11,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, Protocol
 
-from daskserve.errors import NotInReplicaError
-from daskserve.figures.replica import ReplicaFigures
-from daskserve.loops.event_loop import running_loop
-from daskserve.loops.pending_call import PendingCall
-from daskserve.types import (
+from daskserve.common.types import (
     DEFAULT_APPLICATION,
     BackendTag,
     InstanceName,
@@ -25,10 +21,17 @@ from daskserve.types import (
     WorkerAddress,
     split_deployment_tag,
 )
+from daskserve.errors import NotInReplicaError
+from daskserve.figures.replica import ReplicaFigures
+from daskserve.loops.event_loop import running_loop
+from daskserve.loops.pending_call import PendingCall
 
 
 class HasLink(Protocol):
-    """A view of the cluster, as far as this module knows it; see `daskserve.cluster.base.Process`."""
+    """A view of the cluster, as far as this module knows it.
+
+    See `daskserve.cluster.protocols.base.Process`.
+    """
 
     @property
     def link(self) -> Any: ...

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from daskserve.data.caller.broadcast import BroadcastResponse as DeploymentBroadcastResponse
-from daskserve.data.caller.handle import Handle as DeploymentHandle
-from daskserve.data.caller.replica_choice import ReplicaSelection
-from daskserve.data.caller.response import Response as DeploymentResponse
-from daskserve.data.caller.response_stream import ResponseGenerator as DeploymentResponseGenerator
+from daskserve.data.caller.calls.broadcast import BroadcastResponse as DeploymentBroadcastResponse
+from daskserve.data.caller.calls.handle import Handle as DeploymentHandle
+from daskserve.data.caller.calls.replica_choice import ReplicaSelection
+from daskserve.data.caller.calls.response import Response as DeploymentResponse
+from daskserve.data.caller.calls.response_stream import ResponseGenerator as DeploymentResponseGenerator
 from daskserve.options.ray_names import missing_name
 
 __all__ = [

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from daskserve.client.status import ApplicationStatus as ApplicationStatusOverview
-from daskserve.client.status import DeploymentStatus as DeploymentStatusOverview
-from daskserve.client.status import Status as ServeStatus
+from daskserve.client.views.status import ApplicationStatus as ApplicationStatusOverview
+from daskserve.client.views.status import DeploymentStatus as DeploymentStatusOverview
+from daskserve.client.views.status import Status as ServeStatus
 from daskserve.options.ray_names import missing_name
 
 __all__ = ["ApplicationStatusOverview", "DeploymentStatusOverview", "ServeStatus"]

@@ -16,12 +16,12 @@ from pathlib import Path
 from daskserve.cluster.store import archive
 from daskserve.cluster.store.archive import StoreContents, StoredInstance
 from daskserve.cluster.store.errors import StoreIncompleteError
-from daskserve.control import checkpoint
-from daskserve.control.records import AppRecord, BackendRecord, Change, CodeRecord
-from daskserve.control.versions import unmarked
+from daskserve.common.types import InstanceName
+from daskserve.control.records import checkpoint
+from daskserve.control.records.records import AppRecord, BackendRecord, Change, CodeRecord
+from daskserve.control.records.versions import unmarked
 from daskserve.errors import AlreadyRunningError, NotFoundError
 from daskserve.payload.parcels import Parcel
-from daskserve.types import InstanceName
 
 __all__ = ["InstanceReport", "StoreReport", "backup", "check", "repair", "restore"]
 

@@ -3,7 +3,8 @@
 Problem: most parts of daskserve wait (backoffs, grace periods, ticks), and tests that wait are slow or flaky.
 Choice, as in trio's autojump clock: an asyncio event loop whose clock stands still while anything can run,
 and jumps to the next timer when nothing can. An hour of ticks takes milliseconds and always happens in the
-same order. `daskserve.clock.LoopClock` reads that loop's time, so code that takes a `Clock` needs no changes.
+same order. `daskserve.common.clock.LoopClock` reads that loop's time, so code that takes a `Clock` needs no
+changes.
 
 Virtual time covers timers only. The loop checks sockets only when nothing else is left to do. Threads, and so
 the user code of real replicas, run in real time while virtual time jumps ahead. To test those, use
@@ -19,11 +20,11 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mappin
 from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from daskserve.amounts import shown
+from daskserve.common.formatting import shown
 
 if TYPE_CHECKING:
     from daskserve.client.client import AsyncClient, Client
-    from daskserve.client.connection import InstanceConnection
+    from daskserve.client.instance.connection import InstanceConnection
     from daskserve.options.http import HTTPOptions
 
 T = TypeVar("T")
@@ -213,7 +214,7 @@ def local_instance(
     ...     handle = client.run(Ingress.bind(Translator.bind({"hello": "bonjour"})))
     ...     assert requests.get(client.http_urls()[0], {"word": "hello"}).text == "bonjour"
     """
-    from daskserve.client.local import loop_in_thread
+    from daskserve.client.functions.local import loop_in_thread
 
     with loop_in_thread() as loop, _instance_on(loop, workers, http_options, timeout_s) as client:
         yield client
@@ -227,7 +228,7 @@ def _instance_on(
     timeout_s: float,
 ) -> Iterator[Client]:
     from daskserve.client.client import Client
-    from daskserve.client.local import in_block
+    from daskserve.client.functions.local import in_block
 
     def run(coroutine: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(coroutine, loop).result()
@@ -260,7 +261,7 @@ async def local_instance_async(
     ...         assert await handle.remote(21) == 42
     """
     from daskserve.client.client import AsyncClient
-    from daskserve.client.local import in_block
+    from daskserve.client.functions.local import in_block
 
     async with _running_instance(workers, http_options, timeout_s) as connection:
         async with AsyncClient(connection) as client:
@@ -273,8 +274,8 @@ async def _running_instance(
     workers: int, http_options: HTTPOptions | Mapping[str, Any] | None, timeout_s: float
 ) -> AsyncIterator[InstanceConnection]:
     # Imported here, so that `run_virtual` does not load these layers.
-    from daskserve.client.connection import InstanceConnection
-    from daskserve.client.local import running_cluster
+    from daskserve.client.functions.local import running_cluster
+    from daskserve.client.instance.connection import InstanceConnection
 
     async with running_cluster(workers, http_options, timeout_s) as cluster:
         yield InstanceConnection(cluster.program.link, cluster.instance)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from typing import Any, TypeAlias
 
-from daskserve.types import WHOLE_RESPONSE, Message, Receive, Send
+from daskserve.common.types import WHOLE_RESPONSE, Message, Receive, Send
 
 Scope: TypeAlias = MutableMapping[str, Any]
 ASGIApp: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
@@ -52,7 +52,7 @@ def begin_response(held: Message | None, message: Message) -> tuple[Message, Mes
         What was returned before as the start of the same response.
     message : Message
         An ``http.response.start``, after which there is nothing to send yet, or a
-        `daskserve.types.WHOLE_RESPONSE`, which becomes a start and a body.
+        `daskserve.common.types.WHOLE_RESPONSE`, which becomes a start and a body.
 
     Raises
     ------
@@ -67,7 +67,7 @@ def begin_response(held: Message | None, message: Message) -> tuple[Message, Mes
 
 
 def split_whole(message: Message) -> tuple[Message, Message]:
-    """Return the two messages of ASGI for a `daskserve.types.WHOLE_RESPONSE`."""
+    """Return the two messages of ASGI for a `daskserve.common.types.WHOLE_RESPONSE`."""
     status, body = message["status"], message["body"]
     headers = list(message["headers"])
     names = {name.lower() for name, _ in headers}

@@ -12,6 +12,7 @@ from generated_tables import GeneratedTables
 from pydantic import AliasChoices
 from pydantic.fields import FieldInfo
 
+from daskserve.common.types import Location
 from daskserve.options.actor import ActorOptions
 from daskserve.options.autoscaling import AutoscalingConfig
 from daskserve.options.backend import BackendConfig
@@ -21,7 +22,6 @@ from daskserve.options.environment import Environment
 from daskserve.options.gang import GangSchedulingConfig
 from daskserve.options.http import HTTPOptions
 from daskserve.options.ray_names import TRANSLATED
-from daskserve.types import Location
 
 #: The models whose options the README lists, by name.
 MODELS = {

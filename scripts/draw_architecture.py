@@ -39,16 +39,9 @@ CAPTIONS: Mapping[str, tuple[str, str]] = {
     "figures": ("what is measured", GRAY),
     "loops": ("event loops and threads", GRAY),
     "internals": ("private parts of libraries", GRAY),
-    "importing": ("import paths", GRAY),
     "payload": ("pickles", GRAY),
-    "arguments": ("values apart from a call", GRAY),
-    "serialization": ("pickle, msgpack, orjson", GRAY),
-    "starts": ("what a new actor needs", GRAY),
-    "types": ("nouns and messages", GRAY),
+    "common": ("types, clock, settings", GRAY),
     "errors": ("what can go wrong", GRAY),
-    "settings": ("Dask's configuration", GRAY),
-    "clock": ("time and chance", GRAY),
-    "amounts": ("numbers in messages", GRAY),
     "_version": ("the version", GRAY),
 }
 

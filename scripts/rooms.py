@@ -73,17 +73,44 @@ def room_of(parts: tuple[str, ...]) -> str:
 
 def read_plan(root: Path = ROOT) -> Plan:
     """Return the plan of the sources below ``root``."""
-    files = {}
-    for folder, prefix in ((root / PACKAGE, ()), (root / "proxies", ("proxies",))):
-        for path in sorted(folder.rglob("*.py")):
-            parts = [PACKAGE, *prefix, *path.relative_to(folder).with_suffix("").parts]
-            files[tuple(parts[:-1] if parts[-1] == "__init__" else parts)] = path.read_text(encoding="utf-8")
+    files = _sources(root)
     imports: dict[str, set[str]] = {}
     for name, source in files.items():
         room = room_of(name)
         targets = {room_of(target) for target in _targets(source, set(files)) if target[0] == PACKAGE}
         imports.setdefault(room, set()).update(targets - {room})
     return Plan({room: frozenset(others) for room, others in imports.items()})
+
+
+def read_inside(package: str, root: Path = ROOT) -> Plan:
+    """Return the plan inside a package, such as ``daskserve.control``: its folders and modules."""
+    files = _sources(root)
+    outer = tuple(package.split("."))
+    size = len(outer)
+    imports: dict[str, set[str]] = {}
+    for name, source in files.items():
+        if name[:size] == outer and len(name) > size:
+            targets = {
+                target[size]
+                for target in _targets(source, set(files))
+                if target[:size] == outer and len(target) > size
+            }
+            imports.setdefault(name[size], set()).update(targets - {name[size]})
+    return Plan({room: frozenset(others) for room, others in imports.items()})
+
+
+def packages(root: Path = ROOT) -> list[str]:
+    """Return the packages inside the root package that have modules or packages."""
+    return sorted({".".join(name[:size]) for name in _sources(root) for size in range(2, len(name))})
+
+
+def _sources(root: Path) -> dict[tuple[str, ...], str]:
+    files = {}
+    for folder, prefix in ((root / PACKAGE, ()), (root / "proxies", ("proxies",))):
+        for path in sorted(folder.rglob("*.py")):
+            parts = [PACKAGE, *prefix, *path.relative_to(folder).with_suffix("").parts]
+            files[tuple(parts[:-1] if parts[-1] == "__init__" else parts)] = path.read_text(encoding="utf-8")
+    return files
 
 
 def _targets(source: str, modules: set[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from daskserve.amounts import as_whole, shown, shown_size
+from daskserve.common.formatting import as_whole, shown, shown_size
 
 ROOT = Path(__file__).parent.parent
 #: Modules whose numbers are read by programs, or on an axis.
@@ -61,7 +61,7 @@ def test_no_message_formats_a_number_with_an_exponent() -> None:
         for line, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
         if re.search(r":\.?\d*[ge]\}|%\.?\d*[ge]\b", text)
     ]
-    assert not found, f"use daskserve.amounts.shown in {', '.join(found)}"
+    assert not found, f"use daskserve.common.formatting.shown in {', '.join(found)}"
 
 
 @pytest.mark.parametrize("value", [8, 8.0, np.int64(8), np.float64(8)])

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
 
 import draw_architecture  # noqa: E402
-from rooms import Plan, read_plan  # noqa: E402
+from rooms import Plan, packages, read_inside, read_plan  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -22,9 +22,18 @@ def plan() -> Plan:
 
 def test_the_plan_is_within_its_size_limits(plan: Plan) -> None:
     assert {"client", "control", "data", "proxies", "cluster"} <= set(plan.imports)
-    assert len(plan.imports) <= 29
+    assert len(plan.imports) <= 26
     assert max(plan.floors().values()) + 1 <= 9
-    assert len(plan.arrows()) <= 140
+    assert len(plan.arrows()) <= 115
+
+
+@pytest.mark.parametrize("package", packages())
+def test_the_inside_of_each_package_is_within_its_size_limits(package: str) -> None:
+    inside = read_inside(package)
+    # The options of users are one file each; the reference in the documentation groups them.
+    assert len(inside.imports) <= (20 if package == "daskserve.options" else 16)
+    assert max(inside.floors().values()) + 1 <= 10
+    assert len(inside.arrows()) <= 60
 
 
 def test_the_picture_is_up_to_date(plan: Plan) -> None:

@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 import daskserve as serve
-from daskserve.data.replica.definitions import HOOKS
+from daskserve.data.replica.user_code.definitions import HOOKS
 from daskserve.options.actor import ActorOptions
 from daskserve.options.ray_names import TRANSLATED
 

@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 import daskserve as serve
-from daskserve.data.caller.call_options import option_names
+from daskserve.data.caller.calls.call_options import option_names
 
 TEXT = (Path(__file__).parent.parent / "docs/handles.md").read_text()
 

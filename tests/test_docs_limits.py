@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from daskserve.cluster.scheduler import scale_route
+from daskserve.cluster.scheduler.http import scale_route
+from daskserve.common.settings import ChannelSettings, Timeouts
 from daskserve.control.scaling import fetching
-from daskserve.data.caller import replay
-from daskserve.data.replica import working_dir
+from daskserve.data.caller.routing import replay
+from daskserve.data.replica.environment import working_dir
 from daskserve.figures.table import SECTIONS, MetricKind
 from daskserve.options import secrets
 from daskserve.options.autoscaling import AutoscalingConfig
@@ -23,9 +24,11 @@ from daskserve.options.deployment_actor import DeploymentActorConfig
 from daskserve.options.environment import Environment
 from daskserve.options.http import HTTPOptions
 from daskserve.options.queues import QueueOptions
-from daskserve.proxies.exchange import request_body, websocket, websocket_inbox, websocket_line
+from daskserve.proxies.exchange import request_body
 from daskserve.proxies.exchange.limits import LIMITS
-from daskserve.settings import ChannelSettings, Timeouts
+from daskserve.proxies.exchange.websocket import connection as websocket_line
+from daskserve.proxies.exchange.websocket import inbox as websocket_inbox
+from daskserve.proxies.exchange.websocket import session as websocket
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "docs/limits.md").read_text()

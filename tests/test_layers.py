@@ -32,6 +32,7 @@ LAYERS: Mapping[str, int] = {
 }
 #: The folders of daskserve/, each with its layer.
 ROOMS: Mapping[str, str] = {
+    "common": "values",
     "options": "values",
     "figures": "values",
     "loops": "values",
@@ -60,9 +61,9 @@ STRANGERS: Sequence[tuple[str, str]] = (
 #: What the rooms that carry requests may import of daskserve.cluster: its protocols, and these two.
 SEAM = frozenset(
     {
-        "daskserve.cluster.base",
+        "daskserve.cluster.protocols.base",
         # An unpickled handle has no link, so it must find the link of its process.
-        "daskserve.cluster.present",
+        "daskserve.cluster.worker.present",
         # An isolated replica is no actor: it runs in a child process of the actor.
         "daskserve.cluster.worker.child",
         "daskserve.cluster.worker.child_view",
@@ -269,9 +270,9 @@ def tree() -> Tree:
 
 
 def test_the_real_tree_is_read(tree: Tree) -> None:
-    assert {"daskserve.types", "daskserve.cluster.base"} <= set(tree)
+    assert {"daskserve.common.types", "daskserve.cluster.protocols.base"} <= set(tree)
     seen = {(each.importer, each.target) for each in imports(tree)}
-    assert ("daskserve.cluster.base", "daskserve.types") in seen
+    assert ("daskserve.cluster.protocols.base", "daskserve.common.types") in seen
     assert layer_of("daskserve.proxies.ingress.app") == "proxies"
 
 
@@ -312,8 +313,8 @@ def test_every_package_on_disk_is_listed_in_setup_py(tree: Tree) -> None:
 
 # ---- each rule can fail, and names the location
 
-GOALS = "daskserve/control/goals.py"
-ROUTING = "daskserve/data/caller/routing.py"
+GOALS = "daskserve/control/verbs/goals.py"
+ROUTING = "daskserve/data/caller/routing/choice.py"
 LAZY = "def start():\n    from daskserve.control import goals\n"
 TYPES_ONLY = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    "
 
@@ -326,10 +327,10 @@ TYPES_ONLY = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    "
         (
             imports_to_the_right,
             {
-                "daskserve/types.py": "import re\nimport daskserve.cluster.base",
-                "daskserve/cluster/base.py": "",
+                "daskserve/common/types.py": "import re\nimport daskserve.cluster.protocols.base",
+                "daskserve/cluster/protocols/base.py": "",
             },
-            "daskserve/types.py:2",
+            "daskserve/common/types.py:2",
         ),
         (
             imports_to_the_right,
@@ -338,8 +339,11 @@ TYPES_ONLY = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    "
         ),
         (
             imports_to_the_right,
-            {"daskserve/data/caller/router.py": TYPES_ONLY + "from daskserve.proxies.ingress.app import App"},
-            "daskserve/data/caller/router.py:3",
+            {
+                "daskserve/data/caller/routing/router.py": TYPES_ONLY
+                + "from daskserve.proxies.ingress.app import App"
+            },
+            "daskserve/data/caller/routing/router.py:3",
         ),
         (
             imports_to_the_right,
@@ -348,7 +352,10 @@ TYPES_ONLY = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    "
         ),
         (
             imports_to_the_right,
-            {"proxies/ingress/app.py": "import importlib\nimportlib.import_module('daskserve.client.api')"},
+            {
+                "proxies/ingress/app.py": "import importlib\n"
+                "importlib.import_module('daskserve.client.functions.instances')"
+            },
             "proxies/ingress/app.py:2",
         ),
         (
@@ -362,10 +369,10 @@ TYPES_ONLY = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    "
         (
             imports_between_strangers,
             {
-                "daskserve/data/caller/router.py": "from ...control.goals import Goal",
+                "daskserve/data/caller/routing/router.py": "from ....control.verbs.goals import Goal",
                 GOALS: "",
             },
-            "daskserve/data/caller/router.py:1",
+            "daskserve/data/caller/routing/router.py:1",
         ),
         (
             imports_of_distributed,
@@ -374,8 +381,8 @@ TYPES_ONLY = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    "
         ),
         (
             imports_of_distributed,
-            {"daskserve/client/api.py": "import dask\nfrom dask.distributed import Client"},
-            "daskserve/client/api.py:2",
+            {"daskserve/client/functions/instances.py": "import dask\nfrom dask.distributed import Client"},
+            "daskserve/client/functions/instances.py:2",
         ),
         (
             imports_of_distributed,
@@ -384,13 +391,13 @@ TYPES_ONLY = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    "
         ),
         (
             imports_of_distributed,
-            {"daskserve/types.py": TYPES_ONLY + "from distributed.comm import Comm"},
-            "daskserve/types.py:3",
+            {"daskserve/common/types.py": TYPES_ONLY + "from distributed.comm import Comm"},
+            "daskserve/common/types.py:3",
         ),
         (
             imports_of_the_facade,
-            {"daskserve/client/api.py": "import daskserve as serve"},
-            "daskserve/client/api.py:1",
+            {"daskserve/client/functions/instances.py": "import daskserve as serve"},
+            "daskserve/client/functions/instances.py:1",
         ),
         (
             imports_of_the_facade,
@@ -405,35 +412,36 @@ TYPES_ONLY = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    "
         (
             imports_past_the_seam,
             {
-                "daskserve/data/caller/router.py": "from daskserve.cluster.base import Link",
-                "daskserve/data/caller/handle.py": TYPES_ONLY + "from daskserve.cluster.link import DaskLink",
+                "daskserve/data/caller/routing/router.py": "import daskserve.cluster.protocols.base",
+                "daskserve/data/caller/calls/handle.py": TYPES_ONLY
+                + "from daskserve.cluster.dask.connection import DaskLink",
             },
-            "daskserve/data/caller/handle.py:3",
+            "daskserve/data/caller/calls/handle.py:3",
         ),
         (
             imports_past_the_seam,
             {
                 "proxies/ingress/app.py": "import re\nfrom daskserve.cluster import dask",
-                "daskserve/cluster/dask.py": "",
+                "daskserve/cluster/dask/cluster.py": "",
             },
             "proxies/ingress/app.py:2",
         ),
         (
             import_cycles,
             {
-                "daskserve/types.py": "from daskserve.errors import A",
-                "daskserve/errors.py": TYPES_ONLY + "from daskserve.types import B",
+                "daskserve/common/types.py": "from daskserve.errors import A",
+                "daskserve/errors.py": TYPES_ONLY + "from daskserve.common.types import B",
             },
-            "daskserve/errors.py:3",
+            "daskserve/common/types.py:1",
         ),
         (
             import_cycles,
             {
-                "daskserve/types.py": "from daskserve.errors import A",
-                "daskserve/errors.py": "import re\ndef f():\n    from . import clock",
-                "daskserve/clock.py": "import daskserve.types",
+                "daskserve/common/types.py": "from daskserve.errors import A",
+                "daskserve/errors.py": "import re\ndef f():\n    from .common import clock",
+                "daskserve/common/clock.py": "import daskserve.common.types",
             },
-            "daskserve/clock.py:1",
+            "daskserve/common/clock.py:1",
         ),
     ],
 )
@@ -449,16 +457,18 @@ def test_a_valid_tree_breaks_no_rule() -> None:
     tree = read_tree(
         {
             "daskserve/__init__.py": "from daskserve.client.client import Client",
-            "daskserve/types.py": "import re",
-            "daskserve/errors.py": "import dask.config\n" + TYPES_ONLY + "from daskserve.types import GoalId",
+            "daskserve/common/types.py": "import re",
+            "daskserve/errors.py": "import dask.config\n"
+            + TYPES_ONLY
+            + "from daskserve.common.types import GoalId",
             "daskserve/cluster/__init__.py": "",
-            "daskserve/cluster/worker/host.py": "import distributed\nfrom daskserve import types\nimport re",
-            "daskserve/cluster/base.py": "from ..types import GoalId",
-            "daskserve/control/goals.py": "from daskserve.cluster import base",
-            "daskserve/data/caller/router.py": "from daskserve.cluster.base import ActorSpec",
-            "proxies/ingress/app.py": "from daskserve.data.caller.router import Router",
+            "daskserve/cluster/worker/host.py": "import distributed\nfrom ...common import types",
+            "daskserve/cluster/protocols/base.py": "from ...common.types import GoalId",
+            "daskserve/control/verbs/goals.py": "from daskserve.cluster.protocols import base",
+            "daskserve/data/caller/routing/router.py": "import daskserve.cluster.protocols.base",
+            "proxies/ingress/app.py": "from daskserve.data.caller.routing.router import Router",
             "daskserve/client/client.py": "import daskserve.actors",
-            "daskserve/actors.py": "from daskserve.proxies.ingress.app import App\nfrom . import types",
+            "daskserve/actors.py": "from daskserve.proxies.ingress.app import App\nfrom .common import types",
         }
     )
     assert [line for rule in RULES for line in rule(tree)] == []

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from daskserve.common.types import SHARED_BYTES
 from daskserve.payload.parcels import ALIGNMENT, Parcel, pack_code, unpack_code
 from daskserve.payload.pickling import dump_bytes
-from daskserve.types import SHARED_BYTES
 
 
 def test_small_code_stands_for_itself() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import uuid
 
-from daskserve.clock import RequestIds
+from daskserve.common.clock import RequestIds
 
 
 def test_drawn_ids_are_valid_and_unique_for_any_bits() -> None:

@@ -15,9 +15,9 @@ import pytest
 
 from daskserve.client.client import Client
 from daskserve.cluster.local.cluster import LocalCluster
+from daskserve.common.types import Location
 from daskserve.options.http import HTTPOptions
 from daskserve.testing import local_instance
-from daskserve.types import Location
 
 PATIENCE_S = 20.0
 

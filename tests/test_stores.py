@@ -19,12 +19,12 @@ import pytest
 import restoring
 
 from daskserve import stores
-from daskserve.cluster.base import StoreChange
+from daskserve.cluster.protocols.base import StoreChange
 from daskserve.cluster.store import fsspec as store_fsspec
 from daskserve.cluster.store.errors import StoreError, StoreIncompleteError
 from daskserve.cluster.store.opening import open_store
-from daskserve.control.checkpoint import encoded
-from daskserve.control.records import AppRecord, BackendRecord, CodeRecord, EndpointRecord
+from daskserve.control.records.checkpoint import encoded
+from daskserve.control.records.records import AppRecord, BackendRecord, CodeRecord, EndpointRecord
 from daskserve.errors import AlreadyRunningError, BadRequestError, NotFoundError
 from daskserve.options.actor import ActorOptions
 from daskserve.options.backend import BackendConfig

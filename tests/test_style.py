@@ -31,10 +31,10 @@ FUNCTION_LINES = 60  # lines of code; docstrings do not count
 SIZE_EXCEPTIONS: Mapping[str, str] = {
     "daskserve/client/client.py:ClientVerbs": "its methods are the verbs, a mixin for each noun",
     "daskserve/client/client.py:AsyncClient": "its methods are the verbs, a mixin for each noun",
-    "daskserve/data/caller/handle.py:Handle": "it has the attributes that Ray Serve's handles have",
-    "daskserve/data/caller/handle.py:StreamHandle": "it is a `Handle`",
-    "daskserve/data/caller/async_handle.py:AsyncHandle": "it is a `Handle`",
-    "daskserve/data/replica/servable.py:Servable": "each step runs in a thread or on a loop",
+    "daskserve/data/caller/calls/handle.py:Handle": "it has the attributes that Ray Serve's handles have",
+    "daskserve/data/caller/calls/handle.py:StreamHandle": "it is a `Handle`",
+    "daskserve/data/caller/calls/async_handle.py:AsyncHandle": "it is a `Handle`",
+    "daskserve/data/replica/user_code/servable.py:Servable": "each step runs in a thread or on a loop",
     "daskserve/data/replica/local_code.py:LocalCode": "its methods are those of `UserCode`",
 }
 #: ``"Name": "why two classes or type aliases have it"``
@@ -42,7 +42,7 @@ NAME_EXCEPTIONS: Mapping[str, str] = {}
 #: ``"daskserve/x.py:NAME": "why this module-level object may change"``
 STATE_EXCEPTIONS: Mapping[str, str] = {
     "daskserve/figures/collector.py:PROCESS": "it is part of Prometheus' registry, which is per process",
-    "daskserve/types.py:DONE": "it is an empty tuple of an awaitable class",
+    "daskserve/common/types.py:DONE": "it is an empty tuple of an awaitable class",
 }
 #: ``"daskserve/x.py": "why this file reads or passes on the environment"``
 ENVIRONMENT_EXCEPTIONS: Mapping[str, str] = {}
@@ -60,15 +60,21 @@ PRIVATE_EXCEPTIONS: Mapping[str, str] = {
     "daskserve/loops/forks.py:_exit": "os._exit is documented",
     "benchmarks/bench_faults.py:_exit": "os._exit is documented",
     "daskserve/control/scaling/importing.py:_current_frames": "sys._current_frames is documented",
-    "daskserve/data/replica/loop_watch.py:_current_frames": "sys._current_frames is documented",
+    "daskserve/data/replica/execution/loop_watch.py:_current_frames": "sys._current_frames is documented",
 }
 
 #: Files that may read the clock, sleep and draw random numbers.
-CLOCKWORK = ("daskserve/clock.py", "daskserve/cluster/", "daskserve/testing.py", "examples/", "benchmarks/")
+CLOCKWORK = (
+    "daskserve/common/clock.py",
+    "daskserve/cluster/",
+    "daskserve/testing.py",
+    "examples/",
+    "benchmarks/",
+)
 #: Files whose public definitions must have a docstring.
 DOCUMENTED = (
     "daskserve/client/client.py",
-    "daskserve/client/api.py",
+    "daskserve/client/functions/instances.py",
     "daskserve/options/actor.py",
     "daskserve/options/autoscaling.py",
     "daskserve/options/backend.py",
@@ -285,7 +291,7 @@ CONSTANT_MAKERS = frozenset(
     "bool bytes float frozenset int object str tuple range slice getLogger TypeVar ParamSpec TypeVarTuple "
     "NewType ContextVar MappingProxyType namedtuple compile Struct Path PurePosixPath version encode "
     "timedelta Decimal ConfigDict JSONEncoder JSONDecoder "
-    "blocking awaitable both_forms".split()  # the two forms of a function, see daskserve.client.forms
+    "blocking awaitable both_forms".split()  # the two forms of a function
 )
 
 
@@ -432,7 +438,7 @@ def bare_excepts(tree: Tree) -> list[str]:
 def environment_reads(tree: Tree) -> list[str]:
     found = []
     for path, source in tree.items():
-        if path == "daskserve/settings.py" or path in ENVIRONMENT_EXCEPTIONS:
+        if path == "daskserve/common/settings.py" or path in ENVIRONMENT_EXCEPTIONS:
             continue
         parsed = ast.parse(source)
         names = _imported_names(parsed)
@@ -440,7 +446,7 @@ def environment_reads(tree: Tree) -> list[str]:
             if isinstance(node, ast.Name | ast.Attribute):
                 dotted = _dotted(node, names)
                 if dotted in ("os.environ", "os.environb", "os.getenv", "os.putenv"):
-                    found.append(f"{path}:{node.lineno}: {dotted} outside settings.py")
+                    found.append(f"{path}:{node.lineno}: {dotted} outside common/settings.py")
     return found
 
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import pytest
 
 import daskserve as serve
-from daskserve.clock import LoopClock
+from daskserve.common.clock import LoopClock
 from daskserve.errors import BadRequestError, ReplicaStartError
 from daskserve.options.http import HTTPOptions
 from daskserve.testing import (

@@ -2,8 +2,8 @@
 
 import sys
 
-from daskserve import settings
-from daskserve.cluster.launch import start_local_cluster
+from daskserve.cluster.dask.launch import start_local_cluster
+from daskserve.common import settings
 
 cluster, client = start_local_cluster(settings.local_cluster_size(), has_dashboard=True)
 print("ready", flush=True)

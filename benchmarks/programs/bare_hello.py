@@ -7,8 +7,8 @@ import urllib.request
 from tornado.httpserver import HTTPServer
 from tornado.httputil import HTTPHeaders, ResponseStartLine
 
-from daskserve import settings
-from daskserve.cluster.launch import start_local_cluster
+from daskserve.cluster.dask.launch import start_local_cluster
+from daskserve.common import settings
 
 cluster, client = start_local_cluster(settings.local_cluster_size(), has_dashboard=True)
 ready = threading.Event()

@@ -12,7 +12,7 @@ import time
 import urllib.request
 
 import daskserve as serve
-from daskserve.cluster.link import default_client
+from daskserve.cluster.dask.connection import default_client
 
 runs, kind = int(sys.argv[1]), sys.argv[2]
 client = serve.start(http_options={"port": 0})
@@ -37,7 +37,7 @@ def answer(request):
 def use_empty_proxies(dask_worker):
     """Make the Host of a worker create an empty actor in place of a proxy."""
     from daskserve.cluster.worker.host import Host
-    from daskserve.types import ActorKind
+    from daskserve.common.types import ActorKind
 
     class Empty:
         def __init__(self):
@@ -56,8 +56,8 @@ def use_empty_proxies(dask_worker):
 
 def make_empty_actor():
     """Return the seconds that a Host takes to create an empty actor for this process."""
-    from daskserve.cluster.base import ActorSpec
-    from daskserve.types import ActorKind
+    from daskserve.cluster.protocols.base import ActorSpec
+    from daskserve.common.types import ActorKind
 
     link = client._connection.link
     view = link.cluster(client.instance_name)

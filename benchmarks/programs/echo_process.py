@@ -19,12 +19,12 @@ from typing import Any
 from distributed.comm import CommClosedError, listen
 from distributed.protocol import to_serialize
 
-from daskserve.cluster.channel.dialling import dial_worker
-from daskserve.cluster.channel.keyring import ChannelSecret, Keyring
+from daskserve.cluster.channel.connect.dialling import dial_worker
+from daskserve.cluster.channel.connect.keyring import ChannelSecret, Keyring
 from daskserve.cluster.channel.pool import ChannelPool
+from daskserve.common.types import ActorAddress, Envelope, EnvelopeKind, Load, Message, Receive, Send
 from daskserve.loops.event_loop import new_event_loop
 from daskserve.payload.pickling import dump
-from daskserve.types import ActorAddress, Envelope, EnvelopeKind, Load, Message, Receive, Send
 
 CALLS = 3000
 IN_FLIGHT = 64

@@ -17,8 +17,8 @@ os.environ |= {"PYTHONPATH": programs, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THR
 from http_load import Place, serving  # noqa: E402
 
 import daskserve as serve  # noqa: E402
-from daskserve.cluster.launch import start_local_cluster  # noqa: E402
-from daskserve.settings import LocalClusterSize  # noqa: E402
+from daskserve.cluster.dask.launch import start_local_cluster  # noqa: E402
+from daskserve.common.settings import LocalClusterSize  # noqa: E402
 
 WORKER_LOOP = {"event_loop": "worker"}
 PLACES = {

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from daskserve.amounts import as_whole
 from daskserve.autoscaling.context import Decision
+from daskserve.common.formatting import as_whole
 
 
 def as_decision(answer: Any) -> Decision:

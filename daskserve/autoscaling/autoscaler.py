@@ -26,9 +26,9 @@ from daskserve.autoscaling.context import AutoscalingContext, Decision, Sample
 from daskserve.autoscaling.custom import CustomMetrics, CustomViews, PerReplica
 from daskserve.autoscaling.damping import Damping, Delays
 from daskserve.autoscaling.loading import CallablePolicy, load_policy
+from daskserve.common.types import BackendTag, ReplicaTag
 from daskserve.options.autoscaling import AutoscalingConfig
 from daskserve.options.bounds import Bounds
-from daskserve.types import BackendTag, ReplicaTag
 
 logger = logging.getLogger("daskserve.autoscaling")
 

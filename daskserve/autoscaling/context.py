@@ -11,8 +11,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from daskserve.common.types import BackendTag, ReplicaTag
 from daskserve.options.bounds import Bounds
-from daskserve.types import BackendTag, ReplicaTag
 
 if TYPE_CHECKING:
     from daskserve.options.autoscaling import AutoscalingConfig

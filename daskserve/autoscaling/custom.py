@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
 
-from daskserve.amounts import shown
 from daskserve.autoscaling.context import AutoscalingContext, Decision, Policy
-from daskserve.types import ReplicaTag
+from daskserve.common.formatting import shown
+from daskserve.common.types import ReplicaTag
 
 T = TypeVar("T")
 #: Values by metric name and replica.

@@ -15,8 +15,8 @@ import math
 from collections import deque
 from dataclasses import dataclass, field
 
-from daskserve.amounts import shown
 from daskserve.autoscaling.context import ROUNDING, TOLERANCE_S, AutoscalingContext
+from daskserve.common.formatting import shown
 from daskserve.options.autoscaling import AutoscalingConfig
 
 

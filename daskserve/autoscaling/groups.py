@@ -9,7 +9,7 @@ from typing import Any
 from daskserve.autoscaling.answers import as_decision
 from daskserve.autoscaling.context import AutoscalingContext, Decision
 from daskserve.autoscaling.loading import CallablePolicy
-from daskserve.types import BackendTag
+from daskserve.common.types import BackendTag
 
 LEFT_OUT = "the group's policy does not change this backend"
 

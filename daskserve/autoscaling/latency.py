@@ -13,8 +13,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from daskserve.amounts import shown
 from daskserve.autoscaling.context import ROUNDING, AutoscalingContext, Decision, Policy
+from daskserve.common.formatting import shown
 
 #: Latency below this share of the objective allows fewer replicas.
 COMFORT = 0.8

@@ -14,8 +14,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from daskserve.amounts import shown
 from daskserve.autoscaling.context import ROUNDING, AutoscalingContext, Decision, Policy, Sample
+from daskserve.common.formatting import shown
 
 #: Number of ended requests from which their mean duration is meaningful.
 ENOUGH_ENDED = 10.0

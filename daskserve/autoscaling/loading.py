@@ -10,9 +10,9 @@ from typing import Any, TypeAlias
 
 from daskserve.autoscaling import custom, latency, load, promql, queue, schedule
 from daskserve.autoscaling.context import AutoscalingContext
+from daskserve.common.types import split_import_path
 from daskserve.options.autoscaling import AutoscalingConfig
 from daskserve.options.credentials import masked
-from daskserve.types import split_import_path
 
 #: A policy as users write it: its answer is not checked yet.
 CallablePolicy: TypeAlias = Callable[..., Any]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from daskserve.amounts import shown
 from daskserve.autoscaling.context import AutoscalingContext, Decision, Policy
+from daskserve.common.formatting import shown
 
 
 def promql(targets: Mapping[str, float]) -> Policy:

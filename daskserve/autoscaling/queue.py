@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from daskserve.amounts import shown
 from daskserve.autoscaling.context import AutoscalingContext, Decision, Policy
 from daskserve.autoscaling.custom import AGGREGATIONS
+from daskserve.common.formatting import shown
 from daskserve.options.queues import QueueOptions
 
 

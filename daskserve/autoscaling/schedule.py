@@ -8,10 +8,10 @@ from datetime import UTC, datetime
 from typing import Any
 from zoneinfo import ZoneInfo
 
-from daskserve.amounts import as_whole
 from daskserve.autoscaling.answers import as_decision
 from daskserve.autoscaling.context import AutoscalingContext, Decision, Policy
 from daskserve.autoscaling.cron import CronLine
+from daskserve.common.formatting import as_whole
 
 BOUNDS = ("min_replicas", "max_replicas")
 

@@ -16,8 +16,8 @@ from typing import Any
 import click
 import dask.config
 
-from daskserve.amounts import shown
 from daskserve.cli.grafana import grafana
+from daskserve.common.formatting import shown
 from daskserve.errors import ServeError
 from daskserve.figures.table import SECTIONS
 
@@ -191,7 +191,7 @@ def _fetch(address: str) -> str:
 def _targets(address: str) -> list[dict[str, Any]]:
     if not address.startswith(("http://", "https://")):
         # Imported here because it imports all of Dask, which the HTTP path does not need.
-        from daskserve.cluster.scheduler.discovery import ask_targets
+        from daskserve.cluster.scheduler.http.discovery import ask_targets
 
         return ask_targets(address, TIMEOUT_S)
     try:

@@ -14,17 +14,17 @@ import click
 import dask.config
 from pydantic import ValidationError
 
-from daskserve.client.application_verbs import RunTarget
 from daskserve.client.client import Client
-from daskserve.client.finding import connect
-from daskserve.client.hosting import Stay, host
-from daskserve.client.status import Status
-from daskserve.client.targets import factory_application
+from daskserve.client.definitions.targets import factory_application
+from daskserve.client.functions.finding import connect
+from daskserve.client.hosting.hosting import Stay, host
+from daskserve.client.verbs.applications import RunTarget
+from daskserve.client.views.status import Status
+from daskserve.common.types import DEFAULT_APPLICATION
 from daskserve.errors import NotRunningError, ReplicaStartError, ServeError
 from daskserve.options.app_spec import deployment_tag
 from daskserve.options.http import HTTPOptions
 from daskserve.payload.shown_errors import shortened
-from daskserve.types import DEFAULT_APPLICATION
 
 #: The HTTP options that the command has.
 HTTP_OPTIONS = ("host", "port", "server", "root_path", "ssl_certfile", "ssl_keyfile", "request_timeout_s")

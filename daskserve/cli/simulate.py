@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import click
 import yaml
 
-from daskserve.clock import seeded_rng
+from daskserve.common.clock import seeded_rng
 from daskserve.options.autoscaling import AutoscalingConfig
 from daskserve.simulation.fleet import Service, SimulationResult
 from daskserve.simulation.fleet import simulate as run_simulation

@@ -10,7 +10,7 @@ import click
 
 from daskserve import stores
 from daskserve.cli.run import errors_as_messages
-from daskserve.client.table import table
+from daskserve.client.views.table import table
 
 
 @click.group()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from daskserve.client.warning import warn_caller
-from daskserve.data.caller.async_handle import awaited
-from daskserve.data.caller.handle import Handle
+from daskserve.data.caller.calls.async_handle import awaited
+from daskserve.data.caller.calls.handle import Handle
 from daskserve.loops.event_loop import in_cell, running_loop
 
 

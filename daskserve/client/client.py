@@ -11,22 +11,22 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, Self, TypeVar
 
-from daskserve.client.application_verbs import ApplicationVerbs
-from daskserve.client.backends import BackendVerbs
 from daskserve.client.classic_handles import classic_handle
-from daskserve.client.connection import InstanceConnection
-from daskserve.client.deployment_verbs import DeploymentVerbs
-from daskserve.client.endpoints import EndpointVerbs
-from daskserve.client.explanation import Explanation
-from daskserve.client.leaving import leave_instance
-from daskserve.client.methods import method
-from daskserve.client.serving import serve_until_ended
-from daskserve.client.status import Status
-from daskserve.data.caller.handle import Handle
+from daskserve.client.ending.leaving import leave_instance
+from daskserve.client.ending.serve_forever import serve_until_ended
+from daskserve.client.instance.connection import InstanceConnection
+from daskserve.client.verbs.applications import ApplicationVerbs
+from daskserve.client.verbs.backends import BackendVerbs
+from daskserve.client.verbs.blocking import method
+from daskserve.client.verbs.deployments import DeploymentVerbs
+from daskserve.client.verbs.endpoints import EndpointVerbs
+from daskserve.client.views.explanation import Explanation
+from daskserve.client.views.status import Status
+from daskserve.common.types import GoalId, InstanceName, SnapshotId
+from daskserve.data.caller.calls.handle import Handle
 from daskserve.errors import ServeError
 from daskserve.options.bounds import checked_capacity
 from daskserve.payload.shown_errors import shows_errors
-from daskserve.types import GoalId, InstanceName, SnapshotId
 
 ShownT = TypeVar("ShownT")
 

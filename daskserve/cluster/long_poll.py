@@ -18,13 +18,13 @@ from typing import Any
 
 import msgpack
 
-from daskserve.clock import Clock
-from daskserve.cluster.base import Cluster
+from daskserve.cluster.protocols.base import Cluster
+from daskserve.common.clock import Clock
+from daskserve.common.types import SnapshotId
 from daskserve.errors import NotRunningError, ServeError, UnavailableError
 from daskserve.figures.collector import PROCESS
 from daskserve.figures.histogram import LatencyHistogram
 from daskserve.figures.table import MetricSample
-from daskserve.types import SnapshotId
 
 logger = logging.getLogger("daskserve.long_poll")
 

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Self
 from weakref import WeakValueDictionary
 
-from daskserve.cluster.channel.segments import HAS_SEGMENTS, Mapping, MemorySegment
+from daskserve.cluster.channel.wire.segments import HAS_SEGMENTS, Mapping, MemorySegment
 from daskserve.payload.parcels import Parcel
 
 #: Where a process holds shared memory: its number, and the segment's key, descriptor and inode.

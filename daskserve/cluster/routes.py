@@ -12,11 +12,11 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from daskserve.clock import Clock
-from daskserve.cluster.channel.detours import pause_s
+from daskserve.cluster.channel.connect.detours import pause_s
 from daskserve.cluster.channel.pool import ChannelPool
+from daskserve.common.clock import Clock
+from daskserve.common.types import Reach, WorkerAddress
 from daskserve.errors import ServeError
-from daskserve.types import Reach, WorkerAddress
 
 logger = logging.getLogger("daskserve.channel")
 

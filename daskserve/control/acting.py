@@ -13,17 +13,18 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from typing import Any, TypeAlias
 
-from daskserve.amounts import shown
-from daskserve.clock import Clock
-from daskserve.cluster.base import STOP_MARGIN_S, ActorSpec, Cluster
-from daskserve.control.http_state import StartProxy, StopProxy
-from daskserve.control.observed import Observed
-from daskserve.control.places import places_of
-from daskserve.control.proxy_record import ProxyRecord
-from daskserve.control.ranks import standing_of
-from daskserve.control.records import ReplicaRecord
-from daskserve.control.replica_actions import ReconfigureReplica, StartReplica, StopReplica
-from daskserve.control.state import State
+from daskserve.cluster.protocols.base import STOP_MARGIN_S, ActorSpec, Cluster
+from daskserve.common.clock import Clock
+from daskserve.common.formatting import shown
+from daskserve.common.types import ActorKind, Standing, UseReport, as_standing, described, short_tag
+from daskserve.control.backend.actions import ReconfigureReplica, StartReplica, StopReplica
+from daskserve.control.backend.ranks import standing_of
+from daskserve.control.observed.observed import Observed
+from daskserve.control.proxies.step import StartProxy, StopProxy
+from daskserve.control.records.bundles import places_of
+from daskserve.control.records.proxy import ProxyRecord
+from daskserve.control.records.records import ReplicaRecord
+from daskserve.control.records.state import State
 from daskserve.errors import (
     ActorLostError,
     CodeLoadError,
@@ -32,8 +33,7 @@ from daskserve.errors import (
     ServeError,
     UnavailableError,
 )
-from daskserve.starts import ProxyStart, ReplicaStart, dump_config
-from daskserve.types import ActorKind, Standing, UseReport, as_standing, described, short_tag
+from daskserve.options.start_messages import ProxyStart, ReplicaStart, dump_config
 
 logger = logging.getLogger("daskserve.controller")
 

@@ -11,22 +11,26 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from daskserve.amounts import shown
-from daskserve.cluster.base import ActorContext, verb, verbs_of
-from daskserve.control import app_views, backend_verbs, checkpoint, explaining, views
-from daskserve.control.changes import ChangingVerbs
+from daskserve.cluster.protocols.base import ActorContext, verb, verbs_of
+from daskserve.common.formatting import shown
+from daskserve.common.types import GoalId
+from daskserve.control.changing_verbs import ChangingVerbs
 from daskserve.control.core import MAX_WAIT_S, ControllerCore
-from daskserve.control.draining import DrainingVerbs
-from daskserve.control.placement import Demand, place
-from daskserve.control.records import GoalRecord, GoalState
-from daskserve.control.stored_deployments import stored_application, stored_deployments
-from daskserve.control.take_over import listens
+from daskserve.control.draining_verbs import DrainingVerbs
+from daskserve.control.placement.placement import Demand, place
+from daskserve.control.proxies.take_over import listens
+from daskserve.control.records import checkpoint
+from daskserve.control.records.records import GoalRecord, GoalState
+from daskserve.control.verbs import backends as backend_verbs
+from daskserve.control.views import applications as app_views
+from daskserve.control.views import explanation as explaining
+from daskserve.control.views import views
+from daskserve.control.views.deployments import stored_application, stored_deployments
 from daskserve.errors import DeployError, NotFoundError, RequestTimeoutError
 from daskserve.figures.table import MetricSample
 from daskserve.options.actor import ActorOptions
+from daskserve.options.start_messages import dump_http
 from daskserve.payload.packed_errors import load_error
-from daskserve.starts import dump_http
-from daskserve.types import GoalId
 
 #: Interval of the checks in `Controller.wait_for_http`, which runs once, at the start of an instance.
 HTTP_POLL_S = 0.005
@@ -141,7 +145,7 @@ class ReadingVerbs:
 
     @verb
     async def status(self) -> dict[str, Any]:
-        """Return the instance's status as plain values for `daskserve.client.status.Status`."""
+        """Return the instance's status as plain values for `daskserve.client.views.status.Status`."""
         state, observed = self._core.state, self._core.observed
         controller = {"worker": self._core.worker, "pid": os.getpid()}
         return {
@@ -177,7 +181,7 @@ class ReadingVerbs:
 
     @verb
     async def view(self, name: str) -> Any:
-        """Return one of `daskserve.control.views.VIEWS`, or ``get_http_config``."""
+        """Return one of `daskserve.control.views.views.VIEWS`, or ``get_http_config``."""
         if name == "get_http_config":
             return {**dump_http(self._core.http), "ssl_keyfile_password": None}
         if name not in views.VIEWS:

@@ -1,6 +1,6 @@
 """The core of a controller: its life, its view of the workers, and the one way in which anything changes.
 
-That way is `daskserve.control.writing.Writer`: write to the store as one transaction, apply, notify.
+That way is `daskserve.control.records.writer.Writer`: write to the store as one transaction, apply, notify.
 """
 
 from __future__ import annotations
@@ -13,30 +13,41 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from daskserve.clock import Clock
-from daskserve.cluster.base import ActorContext, Cluster
 from daskserve.cluster.long_poll import WORKERS, LongPollHost
-from daskserve.cluster.stores import Hold
-from daskserve.control import checkpoint, endpoint_state, goals, views
+from daskserve.cluster.protocols.base import ActorContext, Cluster
+from daskserve.cluster.protocols.stores import Hold
+from daskserve.common.clock import Clock
+from daskserve.common.types import (
+    SILENT_WORKERS,
+    STORE_TAKEN,
+    UNREADY,
+    Location,
+    SnapshotId,
+    WorkerInfo,
+    short_tag,
+)
 from daskserve.control.acting import Acting
-from daskserve.control.http_state import ProxyRules, is_ready
-from daskserve.control.observed import Observed
-from daskserve.control.proxy_record import ProxyRecord
-from daskserve.control.readiness import unready
+from daskserve.control.observed.observed import Observed
+from daskserve.control.observed.watch import WorkerWatch
+from daskserve.control.proxies.step import ProxyRules, is_ready
+from daskserve.control.proxies.store_trial import StoreTrial
+from daskserve.control.proxies.take_over import ListenRules
 from daskserve.control.reconcile import Reconciler
-from daskserve.control.records import Change, GoalRecord, GoalState
+from daskserve.control.records import checkpoint
+from daskserve.control.records.proxy import ProxyRecord
+from daskserve.control.records.records import Change, GoalRecord, GoalState
+from daskserve.control.records.state import State
+from daskserve.control.records.writer import Writer
 from daskserve.control.scaling.scaler import Scaler
-from daskserve.control.state import State
-from daskserve.control.take_over import ListenRules
-from daskserve.control.trial import StoreTrial
-from daskserve.control.watch import WorkerWatch
-from daskserve.control.writing import Writer
+from daskserve.control.verbs import endpoints as endpoint_state
+from daskserve.control.verbs import goals
+from daskserve.control.views import views
+from daskserve.control.views.readiness import unready
 from daskserve.errors import InstanceError, ServeError, StaleEpochError
 from daskserve.figures.table import MetricSample
 from daskserve.options.http import HTTPOptions
+from daskserve.options.start_messages import ControllerStart, ProxyStart
 from daskserve.payload.importing import call_imported
-from daskserve.starts import ControllerStart, ProxyStart
-from daskserve.types import SILENT_WORKERS, STORE_TAKEN, UNREADY, Location, SnapshotId, WorkerInfo, short_tag
 
 logger = logging.getLogger("daskserve.controller")
 

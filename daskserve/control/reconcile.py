@@ -14,23 +14,27 @@ from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import Any
 
-from daskserve.clock import Clock, stopwatch
-from daskserve.cluster.base import EPOCH_BITS
-from daskserve.control import app_state, backend_state, departure, gangs, http_state
+from daskserve.cluster.protocols.base import EPOCH_BITS
+from daskserve.common.clock import Clock, stopwatch
+from daskserve.common.types import Location, UseReport, WorkerAddress, described
+from daskserve.control import shutdown_order as departure
 from daskserve.control.acting import ACTION_RETRY_S, Acting, Commit
-from daskserve.control.control_figures import ControlFigures
-from daskserve.control.growth import workers_needed
-from daskserve.control.observed import Observed
-from daskserve.control.records import BackendRecord, Change
-from daskserve.control.spreading import Spreader
-from daskserve.control.state import State
-from daskserve.control.step import Step, World
-from daskserve.control.take_over import Listening, ListenRules
+from daskserve.control.backend import application as app_state
+from daskserve.control.backend import gangs
+from daskserve.control.backend import step as backend_state
+from daskserve.control.backend.inputs import Step, World
+from daskserve.control.observed.observed import Observed
+from daskserve.control.placement.cluster_demand import workers_needed
+from daskserve.control.placement.rebalancing import Spreader
+from daskserve.control.proxies import step as http_state
+from daskserve.control.proxies.take_over import Listening, ListenRules
+from daskserve.control.records.records import BackendRecord, Change
+from daskserve.control.records.state import State
+from daskserve.control.views.metrics import ControlFigures
 from daskserve.errors import (
     ServeError,
     StaleEpochError,
 )
-from daskserve.types import Location, UseReport, WorkerAddress, described
 
 logger = logging.getLogger("daskserve.controller")
 
@@ -51,8 +55,8 @@ class Reconciler:
     Parameters
     ----------
     commit
-        `daskserve.control.writing.Writer.commit`: writes a change to the store, applies it to the state and
-        notifies, or raises and does none of these.
+        `daskserve.control.records.writer.Writer.commit`: writes a change to the store, applies it to the
+        state and notifies, or raises and does none of these.
     lock
         Held while a change is decided and committed, by this loop and by the controller's verbs alike.
     """

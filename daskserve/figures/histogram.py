@@ -8,7 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 
-from daskserve.amounts import shown
+from daskserve.common.formatting import shown
 from daskserve.errors import (
     ActorLostError,
     BackPressureError,

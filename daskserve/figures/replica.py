@@ -6,11 +6,11 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from daskserve.common.types import Load, ReplicaTag
 from daskserve.errors import ReplicaBusyError
 from daskserve.figures.histogram import SIZE_BUCKETS, HistogramCounts, LatencyHistogram
 from daskserve.figures.table import MetricSample
 from daskserve.figures.user import UserFigures, UserSample
-from daskserve.types import Load, ReplicaTag
 
 
 class MeteredQueue(Protocol):

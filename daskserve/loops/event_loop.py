@@ -8,7 +8,7 @@ import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from daskserve import settings
+from daskserve.common import settings
 
 T = TypeVar("T")
 
@@ -52,7 +52,7 @@ async def on_loop(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
-    """Return a new event loop, uvloop's if `uses_uvloop`; see `daskserve.settings.ProcessSettings`."""
+    """Return a new event loop, uvloop's if `uses_uvloop`; see `daskserve.common.settings.ProcessSettings`."""
     if not uses_uvloop():
         return asyncio.new_event_loop()
     import uvloop

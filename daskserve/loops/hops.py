@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from daskserve.clock import stopwatch
+from daskserve.common.clock import stopwatch
 
 logger = logging.getLogger("daskserve.replica")
 

@@ -23,7 +23,7 @@ from functools import partial
 from types import FrameType
 from typing import Any, TypeAlias
 
-from daskserve.clock import stopwatch
+from daskserve.common.clock import stopwatch
 
 #: Two signals within this time count as one.
 SAME_S = 0.3

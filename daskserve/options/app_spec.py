@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+from daskserve.common.types import DEFAULT_APPLICATION, BackendTag, tag_part
 from daskserve.options.backend_spec import BackendSpec
-from daskserve.types import DEFAULT_APPLICATION, BackendTag, tag_part
 
 
 def deployment_tag(application: str, deployment: str) -> BackendTag:
@@ -87,7 +87,7 @@ class ApplicationSpec:
     request_id : str
         Tells the retry of a call from a second call.
     timeout_s, progress_timeout_s : float or None
-        As in `daskserve.control.records.GoalRecord`.
+        As in `daskserve.control.records.records.GoalRecord`.
     """
 
     name: str

@@ -8,12 +8,12 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import AliasChoices, ConfigDict, Field, field_validator, model_validator
 
-from daskserve.amounts import shown
+from daskserve.common.formatting import shown
+from daskserve.common.types import split_import_path
 from daskserve.options.base import Options
 from daskserve.options.bounds import Bounds
 from daskserve.options.credentials import Secret, masked, validated
 from daskserve.options.queues import QueueOptions, queue_options_of
-from daskserve.types import split_import_path
 
 #: Policies that come with daskserve. Any other string is an import path.
 BUILT_IN_POLICIES = (

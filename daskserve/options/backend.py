@@ -8,7 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, AliasChoices, Field, ValidationInfo, field_validator, model_validator
 
-from daskserve.amounts import as_whole
+from daskserve.common.formatting import as_whole
+from daskserve.common.types import BodyUse
 from daskserve.options.autoscaling import AutoscalingConfig
 from daskserve.options.base import CONTROLLER_ONLY, REPLACES, ByteCount, Options
 from daskserve.options.bounds import share_or_number
@@ -16,7 +17,6 @@ from daskserve.options.credentials import masked, validated
 from daskserve.options.gang import GangSchedulingConfig, check_whole
 from daskserve.options.placement_group import Bundle, Strategy, check_bundles
 from daskserve.options.ray_names import translated
-from daskserve.types import BodyUse
 
 #: Concurrency of a replica whose callable is a plain function, and of one that is ``async def``.
 SYNC_CONCURRENCY = 8

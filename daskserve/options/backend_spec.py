@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
+from daskserve.common.types import BackendTag
 from daskserve.options.actor import ActorOptions
 from daskserve.options.backend import BackendConfig
-from daskserve.types import BackendTag
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class BackendSpec:
     request_id : str
         Tells the retry of a call from a second call.
     timeout_s, progress_timeout_s : float or None
-        As in `daskserve.control.records.GoalRecord`.
+        As in `daskserve.control.records.records.GoalRecord`.
     """
 
     tag: BackendTag

@@ -2,7 +2,7 @@
 
 A pydantic field and its description are the only definition of an option: the API, the documentation and the
 errors come from it. Defaults that an operator may want to change for a whole site are read from Dask's own
-configuration (`daskserve.settings`). Pydantic stays off the request path.
+configuration (`daskserve.common.settings`). Pydantic stays off the request path.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Literal, Protocol
 
-from daskserve.amounts import as_whole, shown
+from daskserve.common.formatting import as_whole, shown
 from daskserve.errors import BadRequestError
 
 #: Directions of the last change of an instance's target capacity.

@@ -1,8 +1,8 @@
 """The environment of a backend: its Python, its packages, its variables and its files.
 
-The client checks the form. On the machine of the replica, `daskserve.data.replica.interpreters` finds the
-Python, `daskserve.data.replica.packages` installs the packages, and `daskserve.data.replica.working_dir`
-unpacks the files.
+The client checks the form. On the machine of the replica, `daskserve.data.replica.environment.interpreters`
+finds the Python, `daskserve.data.replica.environment.packages` installs the packages, and
+`daskserve.data.replica.environment.working_dir` unpacks the files.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from daskserve.amounts import as_whole
+from daskserve.common.formatting import as_whole
 from daskserve.errors import BadRequestError
 
 #: Largest accepted number. A larger one is probably a mistake and would keep the controller busy for long.

@@ -8,10 +8,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from daskserve.common.types import EVERY_ADDRESS, Location
 from daskserve.options.base import ByteCount, Concealed, Options
 from daskserve.options.credentials import Secret
 from daskserve.options.secrets import hidden
-from daskserve.types import EVERY_ADDRESS, Location
 
 
 class HTTPOptions(Options):

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BeforeValidator
 
-from daskserve.amounts import shown
+from daskserve.common.formatting import shown
 from daskserve.options.actor import ActorOptions
 from daskserve.options.base import as_bytes
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import SplitResult, unquote, urlsplit
 
-from daskserve.amounts import shown
+from daskserve.common.formatting import shown
 from daskserve.options.credentials import masked
 from daskserve.options.secrets import SecretOption, checked_secret, read_secret
 

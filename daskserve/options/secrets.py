@@ -14,7 +14,7 @@ import socket
 from collections.abc import Mapping
 from typing import Any
 
-from daskserve.amounts import shown
+from daskserve.common.formatting import shown
 from daskserve.errors import BadRequestError
 
 #: What an option of a secret holds.

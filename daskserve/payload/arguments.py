@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from daskserve.common.types import Payload
 from daskserve.payload.pickling import dump_in, dump_with, with_places
-from daskserve.types import Payload
 
 
 class ValueSource(enum.StrEnum):

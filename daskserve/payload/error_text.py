@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
-from daskserve import settings
+from daskserve.common import settings
 from daskserve.errors import RemoteTraceback
 
 #: Maximum length of the text of one error, and of a traceback.

@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from daskserve.common.types import split_import_path
 from daskserve.errors import BadRequestError
 from daskserve.payload.error_text import summary_of
-from daskserve.types import split_import_path
 
 MODULE_REMEDY = "Install it on the workers, too, or put its folder on their PYTHONPATH."
 

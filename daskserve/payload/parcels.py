@@ -9,8 +9,8 @@ from typing import Any, Self
 
 import msgpack
 
+from daskserve.common.types import SHARED_BYTES, Payload
 from daskserve.payload.pickling import Substitute, dump_code, load, load_bytes
-from daskserve.types import SHARED_BYTES, Payload
 
 #: The first bytes of a parcel's label; pickles begin differently.
 LABEL = b"parcel:"

@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
+from daskserve.common.types import SHARED_BYTES, Message, Payload
 from daskserve.errors import ServeError
-from daskserve.types import SHARED_BYTES, Message, Payload
 
 T = TypeVar("T")
 #: Returns what to pickle in place of an object, as ``__reduce__`` does, or `NotImplemented`.

@@ -13,10 +13,10 @@ from typing import Any
 
 import msgpack
 
+from daskserve.common.types import Payload
 from daskserve.errors import BadRequestError
 from daskserve.payload.error_text import text_of
 from daskserve.payload.pickling import dump, dump_with
-from daskserve.types import Payload
 
 DEFAULT_SERIALIZATION = "cloudpickle"
 

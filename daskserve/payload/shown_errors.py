@@ -16,7 +16,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from types import FrameType, TracebackType
 from typing import Any, ParamSpec, TypeVar
 
-from daskserve import settings
+from daskserve.common import settings
 from daskserve.errors import RemoteTraceback, ServeError
 from daskserve.internals import ipython
 

@@ -12,7 +12,7 @@ from statistics import NormalDist
 
 from daskserve.autoscaling.autoscaler import Autoscaler, ScalingStep
 from daskserve.autoscaling.context import Sample
-from daskserve.clock import seeded_rng
+from daskserve.common.clock import seeded_rng
 from daskserve.options.autoscaling import AutoscalingConfig
 from daskserve.options.bounds import Bounds
 from daskserve.simulation.events import EventQueue

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import math
 
-from daskserve.amounts import shown
 from daskserve.autoscaling.autoscaler import Autoscaler
 from daskserve.autoscaling.context import ROUNDING, AutoscalingContext, Decision
 from daskserve.autoscaling.damping import Damping
+from daskserve.common.formatting import shown
 from daskserve.options.autoscaling import AutoscalingConfig
 
 STABLE_S, PANIC_S, PANIC_THRESHOLD = 60.0, 6.0, 2.0

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from daskserve.amounts import shown
+from daskserve.common.formatting import shown
 
 COLUMNS = ("timestamp_s", "requests", "duration_s")
 #: Longest accepted trace. A longer one probably has its timestamps in milliseconds.

@@ -8,7 +8,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from daskserve.clock import Clock
+from daskserve.common.clock import Clock
+from daskserve.common.types import ALL_HTTP_METHODS
 from daskserve.proxies.asgi import ASGI_VERSIONS, ASGIApp, Headers
 from daskserve.proxies.exchange.idle import IdleWatch
 from daskserve.proxies.exchange.limits import BODY_RATE, BODY_SIZE, BUFFERS, IDLE, Limits
@@ -16,8 +17,7 @@ from daskserve.proxies.exchange.request_body import RequestBody
 from daskserve.proxies.exchange.request_head import MALFORMED, HeadLimits, check_host
 from daskserve.proxies.exchange.response_head import DateHeader, HeadCache
 from daskserve.proxies.exchange.stream import Stream, addresses_of, can_tell_hangups
-from daskserve.proxies.exchange.websocket import WebSocketSession
-from daskserve.types import ALL_HTTP_METHODS
+from daskserve.proxies.exchange.websocket.session import WebSocketSession
 
 #: Why a body is refused, by the status of the response.
 _CAUSES: Mapping[int, str] = {400: MALFORMED, 408: BODY_RATE, 413: BODY_SIZE, 503: BUFFERS}

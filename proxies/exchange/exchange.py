@@ -27,6 +27,7 @@ from urllib.parse import unquote_to_bytes
 
 from tornado.iostream import StreamClosedError
 
+from daskserve.common.types import DONE, WHOLE_RESPONSE, Message
 from daskserve.errors import http_status_of
 from daskserve.payload.packed_errors import is_logged
 from daskserve.proxies.asgi import Headers, Scope, begin_response
@@ -46,8 +47,7 @@ from daskserve.proxies.exchange.request_head import (
 from daskserve.proxies.exchange.response_head import BodyPart, ResponseWriter, as_buffer, plain_text
 from daskserve.proxies.exchange.stream import ConnectionReader, Stream
 from daskserve.proxies.exchange.unsent import UnsentParts
-from daskserve.proxies.exchange.websocket import BadHandshakeError, WebSocketSession
-from daskserve.types import DONE, WHOLE_RESPONSE, Message
+from daskserve.proxies.exchange.websocket.session import BadHandshakeError, WebSocketSession
 
 log = logging.getLogger("daskserve.proxies")
 

@@ -11,9 +11,9 @@ import http
 from collections.abc import Mapping
 from typing import Any
 
-from daskserve.clock import Clock
+from daskserve.common.clock import Clock
+from daskserve.common.types import Message
 from daskserve.proxies.asgi import NOSNIFF, TEXT, Headers
-from daskserve.types import Message
 
 BodyPart = bytes | memoryview
 

@@ -15,8 +15,9 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from daskserve.amounts import shown
-from daskserve.clock import RequestIds, stopwatch
+from daskserve.common.clock import RequestIds, stopwatch
+from daskserve.common.formatting import shown
+from daskserve.common.types import Envelope, EnvelopeKind, Receive, Send
 from daskserve.errors import ActorLostError, RequestTimeoutError
 from daskserve.figures.histogram import cause_of
 from daskserve.loops.deadlines import until
@@ -32,7 +33,6 @@ from daskserve.proxies.ingress.request import (
     parse_timeout,
 )
 from daskserve.proxies.ingress.routes import Route, RouteTable, normalize_prefix
-from daskserve.types import Envelope, EnvelopeKind, Receive, Send
 
 log = logging.getLogger("daskserve.proxies")
 

@@ -11,9 +11,9 @@ from contextvars import ContextVar
 from typing import Protocol
 from weakref import ref
 
+from daskserve.common.types import BodyUse, Receive, Send
 from daskserve.proxies.asgi import ASGIApp, Scope
 from daskserve.proxies.exchange.request_body import RequestBody
-from daskserve.types import BodyUse, Receive, Send
 
 #: The body of the request that the present task answers, if middlewares may hide it. Weak, because tasks
 #: that last, as for a connection between processes, keep the context they began in.
@@ -46,7 +46,7 @@ def is_refused(receive: Receive) -> bool:
 
 
 class BodyRouter(Protocol):
-    """The part of `daskserve.data.caller.router.Router` that knows about bodies."""
+    """The part of `daskserve.data.caller.routing.router.Router` that knows about bodies."""
 
     def body_rules(self, default_max_bytes: int, /) -> tuple[BodyUse, int]:
         """Return what happens to the bodies of HTTP requests, and their maximum size."""

@@ -19,9 +19,9 @@ import ipaddress
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias
 
+from daskserve.common.types import Receive, Send
 from daskserve.proxies.asgi import ASGIApp, Scope
 from daskserve.proxies.ingress.request import REQUEST_TIMEOUT, TRUSTED_TIMEOUT
-from daskserve.types import Receive, Send
 
 Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
 

@@ -6,9 +6,9 @@ import re
 from collections.abc import Awaitable, Iterable
 from typing import Literal
 
+from daskserve.common.types import DONE, ON_DEMAND, WHOLE_RESPONSE, Message, Send
 from daskserve.proxies.asgi import REQUEST_ID, begin_response
 from daskserve.proxies.ingress.figures import NO_ROUTE
-from daskserve.types import DONE, ON_DEMAND, WHOLE_RESPONSE, Message, Send
 
 REQUEST_TIMEOUT = b"x-request-timeout-seconds"
 #: The key of a scope whose `REQUEST_TIMEOUT` was sent by a trusted forwarder.

@@ -22,7 +22,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TypeAlias
 
-from daskserve.amounts import shown
+from daskserve.common.formatting import shown
 from daskserve.figures.error_log import SparseLog
 from daskserve.proxies.exchange.carrier import Carrier, Connection
 

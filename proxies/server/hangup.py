@@ -18,7 +18,7 @@ from collections.abc import Container, Iterable
 
 from daskserve.proxies.exchange.carrier import Carrier, Connection
 from daskserve.proxies.exchange.stream import can_tell_hangups
-from daskserve.proxies.exchange.websocket import WebSocketSession
+from daskserve.proxies.exchange.websocket.session import WebSocketSession
 
 #: How often the operating system is asked.
 PERIOD_S = 0.5

@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
+from daskserve.common.types import Receive, Send
 from daskserve.proxies.asgi import ASGIApp, Scope, send_whole
 from daskserve.proxies.ingress.figures import HEALTHZ, READYZ
 from daskserve.proxies.server.choice import server_type
 from daskserve.proxies.server.life import HTTPServer
-from daskserve.types import Receive, Send
 
 if TYPE_CHECKING:
     from daskserve.options.http import HTTPOptions

@@ -14,8 +14,9 @@ import ssl
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
-from daskserve.amounts import shown
-from daskserve.clock import Clock, LoopClock
+from daskserve.common.clock import Clock, LoopClock
+from daskserve.common.formatting import shown
+from daskserve.common.types import EVERY_ADDRESS
 from daskserve.figures.table import MetricSample
 from daskserve.proxies.asgi import ASGIApp
 from daskserve.proxies.exchange.carrier import Carrier
@@ -30,7 +31,6 @@ from daskserve.proxies.server.accepting import (
 )
 from daskserve.proxies.server.hangup import HangupWatch
 from daskserve.proxies.server.listen import bind_sockets
-from daskserve.types import EVERY_ADDRESS
 
 if TYPE_CHECKING:
     from daskserve.options.http import HTTPOptions

@@ -24,7 +24,7 @@ from typing import Any
 from tornado.ioloop import IOLoop
 from tornado.iostream import IOStream, SSLIOStream, StreamClosedError
 
-from daskserve.clock import LoopClock
+from daskserve.common.clock import LoopClock
 from daskserve.proxies.exchange.carrier import Carrier, Connection
 from daskserve.proxies.exchange.chunks import ChunkReader
 from daskserve.proxies.exchange.exchange import LINGER_S, Exchange

@@ -17,8 +17,8 @@ from tornado.web import Application, RequestHandler
 from daskserve.autoscaling import AutoscalingContext, Decision, Sample
 from daskserve.autoscaling.autoscaler import Autoscaler
 from daskserve.autoscaling.loading import load_policy
-from daskserve.client.explanation import Explanation
-from daskserve.clock import LoopClock
+from daskserve.client.views.explanation import Explanation
+from daskserve.common.clock import LoopClock
 from daskserve.control.scaling.backlog import REPLY_TIMEOUT_S, Backlog
 from daskserve.control.scaling.brokers import RabbitMQQueue, RedisQueue, open_queue
 from daskserve.control.scaling.fetching import HTTPFetcher

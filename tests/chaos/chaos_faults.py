@@ -18,7 +18,7 @@ from chaos_verdict import Damage
 from distributed import Client
 
 import daskserve as serve
-from daskserve.client.status import Status
+from daskserve.client.views.status import Status
 
 #: Within this time, processes that got SIGTERM end: the grace period, and what a busy machine takes.
 SIGTERM_S = 35.0

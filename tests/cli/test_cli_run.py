@@ -12,8 +12,8 @@ from click.testing import CliRunner, Result
 import daskserve as serve
 from daskserve.cli import run
 from daskserve.cli.main import main
-from daskserve.client.application_verbs import RunTarget
-from daskserve.client.hosting import Stay
+from daskserve.client.hosting.hosting import Stay
+from daskserve.client.verbs.applications import RunTarget
 from daskserve.errors import (
     BadRequestError,
     ClosedError,
@@ -23,7 +23,7 @@ from daskserve.errors import (
 )
 from daskserve.testing import local_instance
 
-#: What `daskserve.client.hosting.host` raises for an application of this name.
+#: What `daskserve.client.hosting.hosting.host` raises for an application of this name.
 FAILURES: Mapping[str, Exception] = {
     "failing": ReplicaStartError(
         "It failed: its constructor may need longer: pass a larger timeout_s.",

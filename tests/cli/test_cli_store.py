@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from daskserve.cli.main import main
-from daskserve.cluster.base import StoreChange
+from daskserve.cluster.protocols.base import StoreChange
 from daskserve.cluster.store.opening import open_store
 
 pytestmark = pytest.mark.smoke

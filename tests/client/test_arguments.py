@@ -11,12 +11,12 @@ from starlette.middleware import Middleware
 from starlette.middleware.errors import ServerErrorMiddleware
 
 import daskserve as serve
-from daskserve.client.api import given_http_options
-from daskserve.client.specs import check_endpoint_route, check_methods, check_route, split_config
+from daskserve.client.definitions.specs import check_endpoint_route, check_methods, check_route, split_config
+from daskserve.client.functions.instances import given_http_options
+from daskserve.common.types import Location
 from daskserve.errors import BadRequestError, UnpicklableError
 from daskserve.options.backend import BackendConfig
 from daskserve.options.http import HTTPOptions
-from daskserve.types import Location
 
 
 @pytest.mark.parametrize(

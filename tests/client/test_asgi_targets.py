@@ -14,9 +14,9 @@ from fastapi import FastAPI
 from starlette.applications import Starlette
 
 import daskserve as serve
-from daskserve.client.application_verbs import RunTarget
-from daskserve.client.graph import ApplicationGraph
-from daskserve.client.targets import application_of, factory_application
+from daskserve.client.definitions.graph import ApplicationGraph
+from daskserve.client.definitions.targets import application_of, factory_application
+from daskserve.client.verbs.applications import RunTarget
 from daskserve.errors import BadRequestError
 from daskserve.testing import local_instance
 

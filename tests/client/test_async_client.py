@@ -13,7 +13,7 @@ import pytest
 
 import daskserve as serve
 from daskserve.client.client import AsyncClient, Client
-from daskserve.client.connection import InstanceConnection
+from daskserve.client.instance.connection import InstanceConnection
 from daskserve.errors import (
     BlockingCallError,
     ClosedError,

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from daskserve.client.application_verbs import RunTarget
-from daskserve.client.building import build_path
+from daskserve.client.hosting.building import build_path
+from daskserve.client.verbs.applications import RunTarget
 from daskserve.errors import BadRequestError, ReplicaStartError
 
 MODULE = """

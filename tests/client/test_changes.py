@@ -7,9 +7,9 @@ import queue
 from collections.abc import Mapping
 from typing import Any
 
-from daskserve.client.calls import ControllerCalls
-from daskserve.client.changes import ChangeReports, changes, is_settled
-from daskserve.client.status import ActorStatus, BackendStatus, EndpointStatus, Status
+from daskserve.client.ending.changes import ChangeReports, changes, is_settled
+from daskserve.client.instance.calls import ControllerCalls
+from daskserve.client.views.status import ActorStatus, BackendStatus, EndpointStatus, Status
 from daskserve.testing import local_instance
 
 

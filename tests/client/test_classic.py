@@ -15,8 +15,9 @@ import pytest
 from pydantic import ValidationError
 
 import daskserve as serve
-from daskserve.client.stored_code import StoredCode
-from daskserve.data.caller.async_handle import AsyncHandle
+from daskserve.client.verbs.stored_code import StoredCode
+from daskserve.common.types import SHARED_BYTES
+from daskserve.data.caller.calls.async_handle import AsyncHandle
 from daskserve.errors import (
     BadRequestError,
     BlockingCallError,
@@ -29,7 +30,6 @@ from daskserve.loops.blocking import finish
 from daskserve.payload.parcels import pack_code
 from daskserve.payload.pickling import dump_bytes, load_bytes
 from daskserve.testing import local_instance_async
-from daskserve.types import SHARED_BYTES
 
 
 @serve.deployment

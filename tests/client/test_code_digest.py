@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from daskserve.client.code_digest import DIGITS, READ_BYTES, code_digest
+from daskserve.client.definitions.code_digest import DIGITS, READ_BYTES, code_digest
 
 
 def digest(value: Any, **options: Any) -> str:

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 import daskserve as serve
-from daskserve.client.graph import ApplicationGraph
+from daskserve.client.definitions.graph import ApplicationGraph
+from daskserve.common.types import described, described_actor, short_tag
 from daskserve.errors import BadRequestError, NotFoundError, ServeError
 from daskserve.options.app_spec import ApplicationSpec
-from daskserve.types import described, described_actor, short_tag
 
 
 class Counter:

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import daskserve as serve
+from daskserve.common.types import SHARED_BYTES
 from daskserve.payload.pickling import dump_bytes, load_bytes
 from daskserve.testing import local_instance
-from daskserve.types import SHARED_BYTES
 
 
 @serve.deployment

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import daskserve as serve
-from daskserve.client.specs import check_endpoint_name, check_name
+from daskserve.client.definitions.specs import check_endpoint_name, check_name
 from daskserve.errors import BadRequestError, ServeError
 from daskserve.testing import local_instance
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from daskserve.client.finding import common_instance, named_instance
+from daskserve.client.functions.finding import common_instance, named_instance
+from daskserve.common.types import DEFAULT_INSTANCE
 from daskserve.errors import BadRequestError
-from daskserve.types import DEFAULT_INSTANCE
 
 
 def running(*names: str, defaults: tuple[str, ...] = ()) -> dict[str, dict[str, Any]]:

@@ -16,13 +16,13 @@ import numpy as np
 import pytest
 
 import daskserve as serve
-from daskserve.client.graph import ApplicationGraph
+from daskserve.client.definitions.graph import ApplicationGraph
+from daskserve.common.types import SHARED_BYTES
 from daskserve.context import ReplicaContext, current_replica
-from daskserve.data.caller.handle import Handle
+from daskserve.data.caller.calls.handle import Handle
 from daskserve.errors import BadRequestError, ClosedError, UnpicklableError
 from daskserve.options.app_spec import ApplicationSpec
 from daskserve.payload.parcels import unpack_code
-from daskserve.types import SHARED_BYTES
 
 
 @serve.deployment
@@ -193,7 +193,7 @@ from typing import Generic, TypeVar
 
 from pydantic import BaseModel
 import daskserve as serve
-from daskserve.client.graph import ApplicationGraph
+from daskserve.client.definitions.graph import ApplicationGraph
 
 class Item(BaseModel):
     number: int

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from daskserve.client.client import Client
-from daskserve.client.connection import InstanceConnection
-from daskserve.data.caller.learning import learning_of
+from daskserve.client.instance.connection import InstanceConnection
+from daskserve.data.caller.routing.learning import learning_of
 from daskserve.errors import ClosedError, NotFoundError
 from daskserve.testing import local_instance, local_instance_async
 

@@ -9,10 +9,10 @@ import pytest
 
 import daskserve as serve
 from daskserve.client.client import Client
+from daskserve.common.types import described, name_in, split_deployment_tag, tag_part
 from daskserve.errors import MethodNotFoundError, NotFoundError
 from daskserve.options.app_spec import deployment_tag
 from daskserve.testing import local_instance
-from daskserve.types import described, name_in, split_deployment_tag, tag_part
 
 NAMES = ["model", "a/b", "a#1", "/", "#", "50%", "100%25", "a%2Fb", "%252F", "a/b#c%2Fd", "größe 1:2"]
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import daskserve as serve
-from daskserve.client.connection import this_program
+from daskserve.client.instance.connection import this_program
 from daskserve.errors import DeletedError, DeployError, SupersededError
 from daskserve.testing import local_instance_async, wait_until
 

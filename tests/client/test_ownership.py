@@ -9,8 +9,8 @@ import pytest
 
 import daskserve as serve
 from daskserve.client.client import Client
-from daskserve.client.connection import InstanceConnection
-from daskserve.client.local import LocalInstance
+from daskserve.client.functions.local import LocalInstance
+from daskserve.client.instance.connection import InstanceConnection
 
 
 @pytest.fixture

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from daskserve.client import progress
-from daskserve.client.progress import LineDisplay, RichDisplay, find_display, wait_visibly, waits_for
-from daskserve.client.status import (
+from daskserve.client.views import progress
+from daskserve.client.views.progress import LineDisplay, RichDisplay, find_display, wait_visibly, waits_for
+from daskserve.client.views.status import (
     ActorStatus,
     ApplicationStatus,
     BackendStatus,
@@ -214,7 +214,7 @@ def test_a_deploy_shows_what_it_waits_for(monkeypatch: pytest.MonkeyPatch, tmp_p
             return value
 
     display = Touching()
-    monkeypatch.setattr("daskserve.client.connection.find_display", lambda: lambda: display)
+    monkeypatch.setattr("daskserve.client.instance.connection.find_display", lambda: lambda: display)
     monkeypatch.setattr(wait_visibly, "__kwdefaults__", {"quiet_s": 0.05, "period_s": 0.05, "log_s": 30.0})
     with local_instance() as client:
         client.deploy("slow", Slow)

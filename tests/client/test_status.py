@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from daskserve.client.status import (
+from daskserve.client.views.status import (
     ActorStatus,
     ApplicationStatus,
     BackendStatus,
@@ -10,7 +10,7 @@ from daskserve.client.status import (
     EndpointStatus,
     Status,
 )
-from daskserve.client.table import table
+from daskserve.client.views.table import table
 
 METHODS = ("GET",)
 

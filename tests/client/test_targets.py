@@ -10,7 +10,7 @@ import pytest
 from pydantic import BaseModel, ValidationError, v1
 
 import daskserve as serve
-from daskserve.client.targets import application_of
+from daskserve.client.definitions.targets import application_of
 from daskserve.errors import BadRequestError
 
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from daskserve.clock import LoopClock
-from daskserve.cluster.actor_book import ActorBook
-from daskserve.cluster.base import ActorSpec
+from daskserve.cluster.actors.registry import ActorBook
+from daskserve.cluster.protocols.base import ActorSpec
+from daskserve.common.clock import LoopClock
+from daskserve.common.types import ActorKind
 from daskserve.errors import ActorLostError, RequestTimeoutError
 from daskserve.testing import run_virtual
-from daskserve.types import ActorKind
 
 SPEC = asdict(ActorSpec(ActorKind.REPLICA, "i/replica/b#1", 1, "i", start_timeout_s=10.0))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from daskserve.cluster.base import verb, verbs_of
+from daskserve.cluster.protocols.base import verb, verbs_of
 
 
 class Part:

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from daskserve.clock import LoopClock
-from daskserve.cluster.controller_calls import call_controller
+from daskserve.cluster.actors.controller_calls import call_controller
 from daskserve.cluster.store.errors import StoreUnavailableError
+from daskserve.common.clock import LoopClock
+from daskserve.common.types import ActorAddress
 from daskserve.errors import ActorLostError, BadRequestError, NotRunningError, UnavailableError
 from daskserve.testing import run_virtual
-from daskserve.types import ActorAddress
 
 
 class Controllers:

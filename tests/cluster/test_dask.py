@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from daskserve.clock import LoopClock
-from daskserve.cluster import dask
-from daskserve.cluster.base import StoreChange
-from daskserve.cluster.dask import RETURN_S, DaskCluster, RemoteStore
-from daskserve.cluster.subscription import TopicSubscription
+from daskserve.cluster.dask import cluster as dask
+from daskserve.cluster.dask.cluster import RETURN_S, DaskCluster, RemoteStore
+from daskserve.cluster.dask.subscription import TopicSubscription
+from daskserve.cluster.protocols.base import StoreChange
+from daskserve.common.clock import LoopClock
 from daskserve.errors import NotRunningError, UnavailableError
 from daskserve.testing import run_virtual
 

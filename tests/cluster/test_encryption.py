@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from distributed import Security
 
-from daskserve.cluster.encryption import as_client
+from daskserve.cluster.dask.encryption import as_client
 
 
 @pytest.mark.parametrize("role", ["scheduler", "worker"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from daskserve.cluster.kept_worker import MAX_DELAY_S, QUICK_RESTARTS, SETTLED_S, RestartPace
+from daskserve.cluster.dask.kept_worker import MAX_DELAY_S, QUICK_RESTARTS, SETTLED_S, RestartPace
 
 
 def test_a_worker_that_dies_now_and_then_is_replaced_at_once() -> None:

@@ -10,8 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daskserve.clock import LoopClock
-from daskserve.cluster.base import Cluster, TopicHandler
 from daskserve.cluster.local.process import plain_copy
 from daskserve.cluster.long_poll import (
     CONTROLLER,
@@ -24,9 +22,11 @@ from daskserve.cluster.long_poll import (
     LongPollClient,
     LongPollHost,
 )
+from daskserve.cluster.protocols.base import Cluster, TopicHandler
+from daskserve.common.clock import LoopClock
+from daskserve.common.types import ActorAddress
 from daskserve.errors import ActorLostError, NotRunningError, UnavailableError
 from daskserve.testing import run_virtual, wait_until
-from daskserve.types import ActorAddress
 
 CLOCK = LoopClock()
 LARGE = "x" * (INLINE_BYTES + 1)

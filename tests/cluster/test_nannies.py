@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from daskserve.cluster.nannies import answer_in_nanny, retire_in_worker, watch_nanny
+from daskserve.cluster.worker.nannies import answer_in_nanny, retire_in_worker, watch_nanny
 
 
 class Process:

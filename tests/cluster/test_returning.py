@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from daskserve.clock import LoopClock
-from daskserve.cluster import returning
-from daskserve.cluster.returning import PERIOD_S, wait_for_scheduler
+from daskserve.cluster.dask import reconnect as returning
+from daskserve.cluster.dask.reconnect import PERIOD_S, wait_for_scheduler
+from daskserve.common.clock import LoopClock
 from daskserve.testing import run_virtual
 
 ADDRESS = "tcp://scheduler:8786"

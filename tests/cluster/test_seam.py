@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from daskserve.cluster.base import ClientLink, InstanceStore, Listener, Process, Store
-from daskserve.cluster.dask import DaskCluster, RemoteStore
-from daskserve.cluster.link import DaskLink
+from daskserve.cluster.dask.cluster import DaskCluster, RemoteStore
+from daskserve.cluster.dask.connection import DaskLink
 from daskserve.cluster.local.link import LocalLink
 from daskserve.cluster.local.process import LocalProcess
 from daskserve.cluster.long_poll import LongPollClient
+from daskserve.cluster.protocols.base import ClientLink, InstanceStore, Listener, Process, Store
 from daskserve.cluster.store.opening import MemoryStore
 
 

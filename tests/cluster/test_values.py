@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import daskserve as serve
-from daskserve.cluster.values import MAX_ITEMS, is_dask_value, may_hold_values
+from daskserve.cluster.dask.values import MAX_ITEMS, is_dask_value, may_hold_values
 from daskserve.payload.arguments import FilledPayload, take_out
 from daskserve.payload.pickling import dump, may_mention_dask
 from daskserve.testing import local_instance

@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any, cast
 
-from daskserve.clock import LoopClock
 from daskserve.cluster.channel.pool import ChannelPool
 from daskserve.cluster.routes import FIRST_PAUSE_S, LONGEST_PAUSE_S, WorkerRoutes
+from daskserve.common.clock import LoopClock
+from daskserve.common.types import Reach, WorkerAddress
 from daskserve.errors import ActorLostError
 from daskserve.testing import run_virtual
-from daskserve.types import Reach, WorkerAddress
 
 WORKER = "tcp://10.0.0.2:4000"
 

@@ -7,12 +7,11 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from daskserve.control import backend_verbs
-from daskserve.control.backend_state import step
-from daskserve.control.backend_verbs import Outcome
-from daskserve.control.goals import ChangeLimits
-from daskserve.control.observed import Observed
-from daskserve.control.records import (
+from daskserve.common.types import ReplicaState, WorkerInfo
+from daskserve.control.backend.inputs import Step, World
+from daskserve.control.backend.step import step
+from daskserve.control.observed.observed import Observed
+from daskserve.control.records.records import (
     BackendRecord,
     Change,
     EndpointRecord,
@@ -21,13 +20,14 @@ from daskserve.control.records import (
     Record,
     ReplicaRecord,
 )
-from daskserve.control.state import State
-from daskserve.control.step import Step, World
+from daskserve.control.records.state import State
+from daskserve.control.verbs import backends as backend_verbs
+from daskserve.control.verbs.backends import Outcome
+from daskserve.control.verbs.goals import ChangeLimits
 from daskserve.options.actor import ActorOptions
 from daskserve.options.app_spec import ApplicationSpec, DeploymentSpec, deployment_tag
 from daskserve.options.backend import BackendConfig
 from daskserve.options.backend_spec import BackendSpec
-from daskserve.types import ReplicaState, WorkerInfo
 
 #: What a replica occupies unless the test says otherwise.
 TENTH: Mapping[str, float] = {"CPU": 0.1}

@@ -9,20 +9,11 @@ from typing import Any
 
 from control_harness import app_spec, spec
 
-from daskserve.client.calls import ControllerCalls
-from daskserve.cluster.base import ActorContext, StoreChange, verb, verbs_of
+from daskserve.client.instance.calls import ControllerCalls
 from daskserve.cluster.local.cluster import LocalCluster
+from daskserve.cluster.protocols.base import ActorContext, StoreChange, verb, verbs_of
 from daskserve.cluster.store.opening import MemoryStore
-from daskserve.control.controller import Controller
-from daskserve.control.records import Record, ReplicaRecord
-from daskserve.control.stored_records import CorruptRecordError, decode
-from daskserve.errors import ReplicaStartError
-from daskserve.figures.table import MetricSample
-from daskserve.options.app_spec import ApplicationSpec
-from daskserve.options.http import HTTPOptions
-from daskserve.starts import ControllerStart, ProxyStart, ReplicaStart
-from daskserve.testing import run_virtual, wait_until
-from daskserve.types import (
+from daskserve.common.types import (
     ActorAddress,
     ActorKind,
     Envelope,
@@ -34,6 +25,15 @@ from daskserve.types import (
     WorkerAddress,
     as_standing,
 )
+from daskserve.control.controller import Controller
+from daskserve.control.records.encoding import CorruptRecordError, decode
+from daskserve.control.records.records import Record, ReplicaRecord
+from daskserve.errors import ReplicaStartError
+from daskserve.figures.table import MetricSample
+from daskserve.options.app_spec import ApplicationSpec
+from daskserve.options.http import HTTPOptions
+from daskserve.options.start_messages import ControllerStart, ProxyStart, ReplicaStart
+from daskserve.testing import run_virtual, wait_until
 
 
 class ScriptedStore(MemoryStore):

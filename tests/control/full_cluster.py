@@ -6,10 +6,10 @@ from typing import Any
 
 from control_harness import Bench, worker
 
-from daskserve.control.replica_actions import Action, StartReplica
-from daskserve.control.views import backend_status
+from daskserve.common.types import ReplicaState as S
+from daskserve.control.backend.actions import Action, StartReplica
+from daskserve.control.views.views import backend_status
 from daskserve.errors import ReplicaStartError
-from daskserve.types import ReplicaState as S
 
 BOOM = ReplicaStartError("the constructor raised", user_traceback="Traceback ...")
 

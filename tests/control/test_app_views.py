@@ -9,13 +9,13 @@ import pytest
 from control_harness import backend, replica, state_of, worker
 from controller_harness import Stage, play
 
-from daskserve.client.status import Status
-from daskserve.control import views
-from daskserve.control.app_views import application_status
-from daskserve.control.observed import DeadReplica, Observed
-from daskserve.control.records import AppRecord, BackendRecord, Record
+from daskserve.client.views.status import Status
+from daskserve.common.types import ReplicaState
+from daskserve.control.observed.observed import DeadReplica, Observed
+from daskserve.control.records.records import AppRecord, BackendRecord, Record
+from daskserve.control.views import views
+from daskserve.control.views.applications import application_status
 from daskserve.errors import ReplicaStartError
-from daskserve.types import ReplicaState
 
 APP = AppRecord("x", "/x", {"back": "b", "front": "f"}, deployed_at=7.0)
 

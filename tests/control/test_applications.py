@@ -10,9 +10,10 @@ import pytest
 from control_harness import app_spec, backend, replica, state_of
 from controller_harness import ScriptedReplica, Stage, boom, hang, play
 
-from daskserve.control.app_state import neighbours
-from daskserve.control.records import AppRecord, GoalRecord
-from daskserve.control.state import State
+from daskserve.common.types import UNREADY, ReplicaState
+from daskserve.control.backend.application import neighbours
+from daskserve.control.records.records import AppRecord, GoalRecord
+from daskserve.control.records.state import State
 from daskserve.errors import (
     AlreadyRegisteredError,
     BadRequestError,
@@ -21,7 +22,6 @@ from daskserve.errors import (
     NotFoundError,
     ReplicaStartError,
 )
-from daskserve.types import UNREADY, ReplicaState
 
 CHAIN = {"back": (), "middle": ("back",), "front": ("middle",)}
 

@@ -10,15 +10,16 @@ from typing import Any
 import pytest
 from control_harness import Bench, backend, endpoint, removed, replica, state_of, worker
 
-from daskserve.control import endpoint_state
-from daskserve.control.backend_state import (
+from daskserve.common.types import ReplicaState as S
+from daskserve.control.backend.actions import ReconfigureReplica, StartReplica, StopReplica
+from daskserve.control.backend.step import (
     MAX_START_RETRY_S,
     START_RETRY_S,
     replica_tag,
 )
-from daskserve.control.records import BackendRecord, GoalState, ReplicaRecord
-from daskserve.control.replica_actions import ReconfigureReplica, StartReplica, StopReplica
-from daskserve.control.views import backend_status, published_backend
+from daskserve.control.records.records import BackendRecord, GoalState, ReplicaRecord
+from daskserve.control.verbs import endpoints as endpoint_state
+from daskserve.control.views.views import backend_status, published_backend
 from daskserve.errors import (
     DeployError,
     NoCapacityError,
@@ -28,7 +29,6 @@ from daskserve.errors import (
 )
 from daskserve.options.backend import BackendConfig
 from daskserve.payload.packed_errors import load_error
-from daskserve.types import ReplicaState as S
 
 BOOM = ReplicaStartError("the constructor raised", user_traceback="Traceback ...")
 

@@ -12,13 +12,13 @@ import pytest
 from control_harness import Bench, backend, replica, state_of, worker
 from controller_harness import ScriptedReplica, Stage, hang, play
 
-from daskserve.control.observed import Busy, Notes
-from daskserve.control.progress import SETTLE_S, TELL_S, has_moved
-from daskserve.control.records import Change, GoalState
-from daskserve.control.replica_actions import StartReplica
+from daskserve.common.types import ReplicaState as S
+from daskserve.control.backend.actions import StartReplica
+from daskserve.control.backend.progress import SETTLE_S, TELL_S, has_moved
+from daskserve.control.observed.observed import Busy, Notes
+from daskserve.control.records.records import Change, GoalState
 from daskserve.errors import ActorLostError, DeployError, NoCapacityError, RequestTimeoutError, ServeError
 from daskserve.payload.packed_errors import load_error
-from daskserve.types import ReplicaState as S
 
 #: What a call without ``timeout_s`` asks for.
 PATIENT: Mapping[str, Any] = MappingProxyType({"timeout_s": None, "progress_timeout_s": 60.0})

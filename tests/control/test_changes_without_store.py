@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import pytest
 from controller_harness import ScriptedStore, Stage, play
 
-from daskserve.cluster.base import StoreChange
-from daskserve.control.stored_records import CorruptRecordError, decode
+from daskserve.cluster.protocols.base import StoreChange
+from daskserve.control.records.encoding import CorruptRecordError, decode
 from daskserve.errors import StoreLostError
 
 

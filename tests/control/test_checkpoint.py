@@ -9,11 +9,11 @@ import pytest
 from control_harness import backend, endpoint, goal, replica
 from controller_harness import ScriptedStore, Stage, play
 
-from daskserve.cluster.base import StoreChange
+from daskserve.cluster.protocols.base import StoreChange
 from daskserve.cluster.store.opening import MemoryStore
-from daskserve.control.checkpoint import restore, write
-from daskserve.control.records import Change, CodeRecord
-from daskserve.control.stored_records import CorruptRecordError, encode
+from daskserve.control.records.checkpoint import restore, write
+from daskserve.control.records.encoding import CorruptRecordError, encode
+from daskserve.control.records.records import Change, CodeRecord
 from daskserve.errors import StaleEpochError
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from controller_harness import Stage, boom, play
 
-from daskserve.control.control_figures import ControlFigures, bounded
-from daskserve.control.observed import Observed, Scaling
-from daskserve.control.state import State
+from daskserve.control.observed.observed import Observed, Scaling
+from daskserve.control.records.state import State
+from daskserve.control.views.metrics import ControlFigures, bounded
 from daskserve.errors import ReplicaStartError
 from daskserve.figures.histogram import HistogramCounts
 

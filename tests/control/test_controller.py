@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 from controller_harness import ScriptedReplica, Stage, boom, hang, play
 
-from daskserve.cluster.base import ActorContext, ActorSpec
+from daskserve.cluster.protocols.base import ActorContext, ActorSpec
+from daskserve.common.types import ActorKind, Location
 from daskserve.control.controller import Controller
 from daskserve.control.core import MAX_WAIT_S, REFRESH_S
-from daskserve.control.records import EndpointRecord
-from daskserve.control.stored_records import encode
+from daskserve.control.records.encoding import encode
+from daskserve.control.records.records import EndpointRecord
 from daskserve.errors import (
     AlreadyRegisteredError,
     BadRequestError,
@@ -26,9 +27,8 @@ from daskserve.errors import (
 )
 from daskserve.options.backend import BackendConfig
 from daskserve.options.http import HTTPOptions
-from daskserve.starts import ControllerStart
+from daskserve.options.start_messages import ControllerStart
 from daskserve.testing import run_virtual, wait_until
-from daskserve.types import ActorKind, Location
 
 EVERY_WORKER = HTTPOptions(location=Location.EVERY_WORKER)
 KEPT = "local://worker-3"

@@ -8,8 +8,8 @@ import pytest
 from control_harness import backend, endpoint, replica, state_of
 from controller_harness import Stage, play
 
-from daskserve.control import departure
-from daskserve.control.records import AppRecord
+from daskserve.control import shutdown_order as departure
+from daskserve.control.records.records import AppRecord
 from daskserve.errors import NotRunningError
 from daskserve.options.http import HTTPOptions
 

@@ -10,7 +10,9 @@ from control_harness import backend, endpoint, state_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daskserve.control.endpoint_state import (
+from daskserve.control.records.records import Change, EndpointRecord
+from daskserve.control.records.state import State
+from daskserve.control.verbs.endpoints import (
     check_weights,
     create_endpoint,
     delete_endpoint,
@@ -21,8 +23,6 @@ from daskserve.control.endpoint_state import (
     set_traffic,
     shadow_traffic,
 )
-from daskserve.control.records import Change, EndpointRecord
-from daskserve.control.state import State
 from daskserve.errors import AlreadyRegisteredError, BadRequestError, NotRegisteredError
 
 

@@ -8,8 +8,8 @@ import pytest
 from controller_harness import Stage, boom, play
 from pydantic import ValidationError
 
-from daskserve.client.explanation import Explanation
-from daskserve.control.records import BackendRecord
+from daskserve.client.views.explanation import Explanation
+from daskserve.control.records.records import BackendRecord
 from daskserve.errors import (
     BadRequestError,
     ExternalScalerDisabledError,

@@ -10,11 +10,11 @@ from control_harness import worker
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daskserve.control.growth import workers_needed
-from daskserve.control.placement import Demand, explain, place, room_for
-from daskserve.control.state import State
+from daskserve.common.types import WorkerInfo
+from daskserve.control.placement.cluster_demand import workers_needed
+from daskserve.control.placement.placement import Demand, explain, place, room_for
+from daskserve.control.records.state import State
 from daskserve.options.placement_group import Strategy
-from daskserve.types import WorkerInfo
 
 STRATEGIES: list[Strategy] = ["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
 workers_of = st.lists(

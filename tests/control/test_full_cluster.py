@@ -10,14 +10,14 @@ from full_cluster import BOOM, deploy, full, lose_first, message, play, versions
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daskserve.control.backend_state import NEW_WORKER_S
-from daskserve.control.placement import Trial, demand_of
-from daskserve.control.records import GoalState
-from daskserve.control.replica_actions import StartReplica, StopReplica
-from daskserve.control.rollout import replicas_to_drain
+from daskserve.common.types import ReplicaState as S
+from daskserve.control.backend.actions import StartReplica, StopReplica
+from daskserve.control.backend.rollout import replicas_to_drain
+from daskserve.control.backend.step import NEW_WORKER_S
+from daskserve.control.placement.placement import Trial, demand_of
+from daskserve.control.records.records import GoalState
 from daskserve.errors import NoCapacityError
 from daskserve.payload.packed_errors import load_error
-from daskserve.types import ReplicaState as S
 
 NO_ROOM = "no room for a new replica beside the old ones: draining one old replica at a time"
 

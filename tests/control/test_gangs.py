@@ -10,13 +10,13 @@ from control_harness import Bench, backend, replica, state_of, worker
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daskserve.control import gangs
-from daskserve.control.burdens import Burdens
-from daskserve.control.placement import Trial, place
-from daskserve.control.records import GoalState, ReplicaRecord
-from daskserve.control.replica_actions import StartReplica, StopReplica
+from daskserve.common.types import ReplicaState as S
+from daskserve.control.backend import gangs
+from daskserve.control.backend.actions import StartReplica, StopReplica
+from daskserve.control.placement.eviction_order import Burdens
+from daskserve.control.placement.placement import Trial, place
+from daskserve.control.records.records import GoalState, ReplicaRecord
 from daskserve.options.actor import ActorOptions
-from daskserve.types import ReplicaState as S
 
 
 def deploy(

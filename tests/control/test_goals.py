@@ -7,16 +7,16 @@ from dataclasses import replace
 import pytest
 from control_harness import backend, goal, state_of
 
-from daskserve.control.goals import KEPT_GOALS, SWEEP_AT, ChangeLimits, finish, open_goal
-from daskserve.control.records import (
+from daskserve.control.records.encoding import from_plain
+from daskserve.control.records.records import (
     AppRecord,
     BackendRecord,
     Change,
     GoalRecord,
     GoalState,
 )
-from daskserve.control.state import State
-from daskserve.control.stored_records import from_plain
+from daskserve.control.records.state import State
+from daskserve.control.verbs.goals import KEPT_GOALS, SWEEP_AT, ChangeLimits, finish, open_goal
 from daskserve.errors import DeletedError, NoCapacityError, SupersededError
 from daskserve.payload.packed_errors import load_error
 

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 from control_harness import backend, replica, worker
 
-from daskserve.control.http_state import HttpStep, ProxyRules, StartProxy, StopProxy, held_workers, step
-from daskserve.control.observed import Observed
-from daskserve.control.proxy_record import ProxyRecord
-from daskserve.control.state import State
-from daskserve.types import Location, WorkerInfo
+from daskserve.common.types import Location, WorkerInfo
+from daskserve.control.observed.observed import Observed
+from daskserve.control.proxies.step import HttpStep, ProxyRules, StartProxy, StopProxy, held_workers, step
+from daskserve.control.records.proxy import ProxyRecord
+from daskserve.control.records.state import State
 
 #: Two hosts, the scheduler lives on the first.
 HEAD_1, HEAD_2 = worker(1, is_head=True), worker(2, is_head=True)

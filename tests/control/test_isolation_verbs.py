@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from control_harness import spec
 
-from daskserve.control import backend_verbs as verbs
-from daskserve.control.backend_verbs import Outcome
-from daskserve.control.records import BackendRecord
-from daskserve.control.state import State
+from daskserve.control.records.records import BackendRecord
+from daskserve.control.records.state import State
+from daskserve.control.verbs import backends as verbs
+from daskserve.control.verbs.backends import Outcome
 from daskserve.errors import BadRequestError
 from daskserve.options.backend import BackendConfig
 from daskserve.options.backend_spec import BackendSpec

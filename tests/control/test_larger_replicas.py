@@ -10,11 +10,11 @@ from full_cluster import BOOM, deploy, full, lose_first, message, play, versions
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daskserve.control.placement import Trial, demand_of
-from daskserve.control.records import GoalState
-from daskserve.control.replica_actions import StartReplica, StopReplica
-from daskserve.control.rollout import replicas_to_drain
-from daskserve.types import ReplicaState as S
+from daskserve.common.types import ReplicaState as S
+from daskserve.control.backend.actions import StartReplica, StopReplica
+from daskserve.control.backend.rollout import replicas_to_drain
+from daskserve.control.placement.placement import Trial, demand_of
+from daskserve.control.records.records import GoalState
 
 
 def crowded(workers: int, **fields: Any) -> Bench:

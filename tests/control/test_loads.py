@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from daskserve.control.loads import STALE_S, Loads
+from daskserve.control.observed.loads import STALE_S, Loads
 
 
 def test_a_sample_adds_up_what_routers_and_replicas_say() -> None:

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from controller_harness import Stage, play
 
-from daskserve.control.watch import MISSES, PERIOD_S
+from daskserve.common.types import Location, WorkerAddress
+from daskserve.control.observed.watch import MISSES, PERIOD_S
 from daskserve.options.http import HTTPOptions
 from daskserve.testing import run_virtual
-from daskserve.types import Location, WorkerAddress
 
 GRACE_S = 10.0
 

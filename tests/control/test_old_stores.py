@@ -11,14 +11,14 @@ import pytest
 
 from daskserve import actors
 from daskserve.client.client import AsyncClient
-from daskserve.client.connection import InstanceConnection
-from daskserve.clock import LoopClock
+from daskserve.client.instance.connection import InstanceConnection
 from daskserve.cluster.local.cluster import LocalCluster
 from daskserve.cluster.scheduler.holding import HeldStore
 from daskserve.cluster.store.opening import open_store
+from daskserve.common.clock import LoopClock
+from daskserve.common.types import ActorKind, Location
 from daskserve.options.http import HTTPOptions
-from daskserve.starts import ControllerStart
-from daskserve.types import ActorKind, Location
+from daskserve.options.start_messages import ControllerStart
 
 STORES = sorted((Path(__file__).parent / "old_stores").glob("*.gz"))
 FACTORIES: dict[ActorKind, Any] = {

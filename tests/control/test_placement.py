@@ -10,11 +10,11 @@ from control_harness import replica, state_of, worker
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daskserve.control.growth import workers_needed
-from daskserve.control.placement import Demand, capacity, explain, place, room_for
-from daskserve.control.records import ReplicaRecord
-from daskserve.control.state import State
-from daskserve.types import WorkerInfo
+from daskserve.common.types import WorkerInfo
+from daskserve.control.placement.cluster_demand import workers_needed
+from daskserve.control.placement.placement import Demand, capacity, explain, place, room_for
+from daskserve.control.records.records import ReplicaRecord
+from daskserve.control.records.state import State
 
 ONE = Demand("b", ({"CPU": 1.0},))
 TENTH = Demand("b", ({"CPU": 0.1},))

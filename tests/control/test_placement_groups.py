@@ -12,20 +12,20 @@ from full_cluster import message
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daskserve.control import gangs
-from daskserve.control.app_views import application_status
-from daskserve.control.checkpoint import restore
-from daskserve.control.observed import Observed
-from daskserve.control.placement import Trial, demand_of
-from daskserve.control.places import places_of
-from daskserve.control.ranks import ranks_to_change
-from daskserve.control.records import AppRecord, GoalState, ReplicaRecord
-from daskserve.control.replica_actions import StartReplica, StopReplica
-from daskserve.control.stored_records import encode
+from daskserve.common.types import ReplicaState as S
+from daskserve.common.types import WorkerInfo
+from daskserve.control.backend import gangs
+from daskserve.control.backend.actions import StartReplica, StopReplica
+from daskserve.control.backend.ranks import ranks_to_change
+from daskserve.control.observed.observed import Observed
+from daskserve.control.placement.placement import Trial, demand_of
+from daskserve.control.records.bundles import places_of
+from daskserve.control.records.checkpoint import restore
+from daskserve.control.records.encoding import encode
+from daskserve.control.records.records import AppRecord, GoalState, ReplicaRecord
+from daskserve.control.views.applications import application_status
 from daskserve.errors import NoCapacityError
 from daskserve.payload.packed_errors import load_error
-from daskserve.types import ReplicaState as S
-from daskserve.types import WorkerInfo
 
 PAIR = [{"CPU": 1}, {"CPU": 2}]
 

@@ -12,19 +12,20 @@ from controller_harness import Stage, play
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daskserve.cluster.base import StoreChange
+from daskserve.cluster.protocols.base import StoreChange
 from daskserve.cluster.store.opening import MemoryStore
-from daskserve.control import backend_state, http_state
-from daskserve.control.backend_state import START_RETRY_S
-from daskserve.control.observed import Observed, Scaling
-from daskserve.control.proxy_record import ProxyRecord
-from daskserve.control.records import CodeRecord, EndpointRecord, Record, to_plain
-from daskserve.control.state import State
-from daskserve.control.step import World
-from daskserve.control.writing import Writer
+from daskserve.common.types import Location, ReplicaState
+from daskserve.control.backend import step as backend_state
+from daskserve.control.backend.inputs import World
+from daskserve.control.backend.step import START_RETRY_S
+from daskserve.control.observed.observed import Observed, Scaling
+from daskserve.control.proxies import step as http_state
+from daskserve.control.records.proxy import ProxyRecord
+from daskserve.control.records.records import CodeRecord, EndpointRecord, Record, to_plain
+from daskserve.control.records.state import State
+from daskserve.control.records.writer import Writer
 from daskserve.errors import ReplicaStartError
 from daskserve.options.autoscaling import AutoscalingConfig
-from daskserve.types import Location, ReplicaState
 
 BOOM = ReplicaStartError("the constructor raised", user_traceback="Traceback ...")
 WORKERS = ("w1", "w2", "w3")

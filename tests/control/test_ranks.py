@@ -8,13 +8,13 @@ from control_harness import Bench, spec, worker
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daskserve.control import backend_verbs
-from daskserve.control.ranks import are_right, new_ranks, standing_of
-from daskserve.control.records import GoalState, ReplicaRecord
-from daskserve.control.replica_actions import ReconfigureReplica, StartReplica
-from daskserve.control.replica_lifecycle import PLACED_STATES
+from daskserve.common.types import ReplicaState as S
+from daskserve.control.backend.actions import ReconfigureReplica, StartReplica
+from daskserve.control.backend.ranks import are_right, new_ranks, standing_of
+from daskserve.control.observed.lifecycle import PLACED_STATES
+from daskserve.control.records.records import GoalState, ReplicaRecord
+from daskserve.control.verbs import backends as backend_verbs
 from daskserve.errors import ReplicaStartError
-from daskserve.types import ReplicaState as S
 
 BOOM = ReplicaStartError("the reconfiguration raised")
 WORKERS = [worker(1, host="h1"), worker(2, host="h1"), worker(3, host="h2")]

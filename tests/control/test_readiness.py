@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from control_harness import backend
 
-from daskserve.control.readiness import should_run
+from daskserve.control.views.readiness import should_run
 
 
 def scaled(least: int, **more: Any) -> dict[str, Any]:

@@ -12,12 +12,13 @@ import pytest
 from control_harness import backend, replica
 from controller_harness import ScriptedReplica, ScriptedStore, Stage, boom, hang, play
 
-from daskserve.cluster.base import StoreChange
 from daskserve.cluster.local.process import LocalProcess
+from daskserve.cluster.protocols.base import StoreChange
+from daskserve.common.types import Location, ReplicaState
+from daskserve.control.observed.watch import MISSES
 from daskserve.control.reconcile import ACTION_RETRY_S, TICK_S
-from daskserve.control.records import BackendRecord, CodeRecord, ReplicaRecord
-from daskserve.control.stored_records import encode
-from daskserve.control.watch import MISSES
+from daskserve.control.records.encoding import encode
+from daskserve.control.records.records import BackendRecord, CodeRecord, ReplicaRecord
 from daskserve.errors import (
     ActorLostError,
     BadRequestError,
@@ -27,7 +28,6 @@ from daskserve.errors import (
 )
 from daskserve.options.http import HTTPOptions
 from daskserve.testing import run_virtual
-from daskserve.types import Location, ReplicaState
 
 # ---- the controller dies
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from daskserve.control.config_ids import UNKNOWN_CONFIG, config_id, in_doubt, is_same
+from daskserve.control.records.config_ids import UNKNOWN_CONFIG, config_id, in_doubt, is_same
 from daskserve.options.backend import BackendConfig
 
 

@@ -11,8 +11,10 @@ from control_harness import backend, endpoint, goal, replica
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daskserve.control.proxy_record import ProxyRecord
-from daskserve.control.records import (
+from daskserve.common.types import ActorAddress, ReplicaState
+from daskserve.control.records.encoding import FORMAT, CorruptRecordError, decode, encode, from_plain
+from daskserve.control.records.proxy import ProxyRecord
+from daskserve.control.records.records import (
     AppRecord,
     BackendRecord,
     CodeRecord,
@@ -23,11 +25,9 @@ from daskserve.control.records import (
     ReplicaRecord,
     to_plain,
 )
-from daskserve.control.stored_records import FORMAT, CorruptRecordError, decode, encode, from_plain
 from daskserve.options.actor import ActorOptions
 from daskserve.options.autoscaling import AutoscalingConfig
 from daskserve.options.backend import BackendConfig, BackendMetadata
-from daskserve.types import ActorAddress, ReplicaState
 
 names = st.text(min_size=1, max_size=10)
 numbers = st.integers(0, 2**48)

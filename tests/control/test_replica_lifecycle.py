@@ -7,7 +7,8 @@ import itertools
 import pytest
 from control_harness import replica
 
-from daskserve.control.replica_lifecycle import (
+from daskserve.common.types import ReplicaState
+from daskserve.control.observed.lifecycle import (
     STOP_ORDER,
     TRANSITIONS,
     WANTED_STATES,
@@ -15,7 +16,6 @@ from daskserve.control.replica_lifecycle import (
     ReplicaEvent,
     move,
 )
-from daskserve.types import ReplicaState
 
 # Written out once more, from the words of the design: a slip in the table must not pass unseen.
 ALLOWED = {

@@ -9,12 +9,12 @@ from control_harness import replica
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daskserve.control import rollout
-from daskserve.control.burdens import Burdens
-from daskserve.control.records import ReplicaRecord
-from daskserve.control.replica_lifecycle import STOP_ORDER, WANTED_STATES
-from daskserve.control.rollout import Steps
-from daskserve.types import ReplicaState as S
+from daskserve.common.types import ReplicaState as S
+from daskserve.control.backend import rollout
+from daskserve.control.backend.rollout import Steps
+from daskserve.control.observed.lifecycle import STOP_ORDER, WANTED_STATES
+from daskserve.control.placement.eviction_order import Burdens
+from daskserve.control.records.records import ReplicaRecord
 
 next_steps = partial(rollout.next_steps, max_surge=1, max_unavailable=0)
 

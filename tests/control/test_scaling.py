@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from control_harness import Bench, backend
 
-from daskserve.control.observed import Scaling
-from daskserve.control.records import BackendRecord
-from daskserve.control.scaled import carried_over
+from daskserve.control.observed.observed import Scaling
+from daskserve.control.records.records import BackendRecord
+from daskserve.control.scaling.recorded import carried_over
 from daskserve.options.autoscaling import AutoscalingConfig
 from daskserve.options.backend import BackendConfig
 

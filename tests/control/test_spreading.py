@@ -10,11 +10,11 @@ import pytest
 from control_harness import backend, replica, state_of, worker
 from controller_harness import Stage, boom, play
 
-from daskserve.control.observed import Observed
-from daskserve.control.spreading import COMPARISONS, SEARCH_S, Spreader
-from daskserve.control.state import State
+from daskserve.common.types import Location, ReplicaState, WorkerInfo
+from daskserve.control.observed.observed import Observed
+from daskserve.control.placement.rebalancing import COMPARISONS, SEARCH_S, Spreader
+from daskserve.control.records.state import State
 from daskserve.options.http import HTTPOptions
-from daskserve.types import Location, ReplicaState, WorkerInfo
 
 
 def observed(*workers: WorkerInfo, **levels: Any) -> Observed:

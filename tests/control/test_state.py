@@ -11,10 +11,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from daskserve.control.proxy_record import ProxyRecord
-from daskserve.control.records import Change, CodeRecord, Record, ReplicaRecord
-from daskserve.control.state import State
-from daskserve.types import ReplicaState
+from daskserve.common.types import ReplicaState
+from daskserve.control.records.proxy import ProxyRecord
+from daskserve.control.records.records import Change, CodeRecord, Record, ReplicaRecord
+from daskserve.control.records.state import State
 
 TAGS = ["a", "b", "c"]
 ROUTES = ["/x", "/y", None]

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import pytest
 from controller_harness import ScriptedStore, Stage, play
 
-from daskserve.cluster.base import StoreChange
-from daskserve.cluster.stores import Hold
+from daskserve.cluster.protocols.base import StoreChange
+from daskserve.cluster.protocols.stores import Hold
 from daskserve.errors import RequestTimeoutError, StoreTakenError
 from daskserve.options.http import HTTPOptions
 from daskserve.testing import run_virtual

@@ -7,10 +7,10 @@ import asyncio
 from control_harness import app_spec, backend, goal, replica, state_of
 from controller_harness import ScriptedStore, Stage, play
 
-from daskserve.control.observed import Observed
-from daskserve.control.take_over import all_run
+from daskserve.common.types import ReplicaState
+from daskserve.control.observed.observed import Observed
+from daskserve.control.proxies.take_over import all_run
 from daskserve.options.http import HTTPOptions
-from daskserve.types import ReplicaState
 
 
 def seen(*tags: str) -> Observed:

@@ -10,13 +10,13 @@ import pytest
 from control_harness import Bench, backend, state_of
 from controller_harness import ScriptedReplica, Stage, play
 
-from daskserve.client.explanation import Explanation
-from daskserve.client.status import Status
-from daskserve.control.records import BackendRecord, CapacityRecord
-from daskserve.control.scale_verb import scale
-from daskserve.control.scaled import carried_over
-from daskserve.control.state import State
-from daskserve.control.target_capacity import set_target_capacity
+from daskserve.client.views.explanation import Explanation
+from daskserve.client.views.status import Status
+from daskserve.control.records.records import BackendRecord, CapacityRecord
+from daskserve.control.records.state import State
+from daskserve.control.scaling.recorded import carried_over
+from daskserve.control.verbs.scale import scale
+from daskserve.control.verbs.target_capacity import set_target_capacity
 from daskserve.errors import ReplicaStartError
 from daskserve.options.backend import BackendConfig
 from daskserve.payload.pickling import dump_bytes

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from control_harness import Bench, spec, worker
 
-from daskserve.control import backend_verbs
-from daskserve.control.replica_actions import ReconfigureReplica, StartReplica
+from daskserve.common.types import ReplicaState as S
+from daskserve.control.backend.actions import ReconfigureReplica, StartReplica
+from daskserve.control.verbs import backends as backend_verbs
 from daskserve.options.backend import BackendConfig
 from daskserve.options.base import Effect, effect_of
-from daskserve.types import ReplicaState as S
 
 #: Another value than the default of each option of a backend.
 VALUES: Mapping[str, Any] = {

@@ -9,14 +9,14 @@ from typing import Any
 
 from controller_harness import ScriptedReplica, Stage, play
 
-from daskserve.cluster.base import EPOCH_BITS, ActorSpec
-from daskserve.control.watch import ANSWER_S, MISSES, PERIOD_S, SWEEP_S
-from daskserve.data.caller.handle import routers_of
+from daskserve.cluster.protocols.base import EPOCH_BITS, ActorSpec
+from daskserve.common.types import ActorKind, Envelope, EnvelopeKind, Load, Location, nothing_to_receive
+from daskserve.control.observed.watch import ANSWER_S, MISSES, PERIOD_S, SWEEP_S
+from daskserve.data.caller.calls.handle import routers_of
 from daskserve.errors import ActorLostError
 from daskserve.options.http import HTTPOptions
-from daskserve.starts import ProxyStart
+from daskserve.options.start_messages import ProxyStart
 from daskserve.testing import run_virtual
-from daskserve.types import ActorKind, Envelope, EnvelopeKind, Load, Location, nothing_to_receive
 
 #: A worker that hangs is known to after so long.
 NOTICED_S = MISSES * max(PERIOD_S, ANSWER_S) + 2 * PERIOD_S

@@ -22,9 +22,9 @@ from dask_processes import PATIENCE_S, Program
 from distributed import Client
 
 import daskserve as serve
-from daskserve.data.caller.handle import routers_of
+from daskserve.common.types import Envelope, EnvelopeKind, Message
+from daskserve.data.caller.calls.handle import routers_of
 from daskserve.errors import ActorLostError
-from daskserve.types import Envelope, EnvelopeKind, Message
 
 MIB = 1 << 20
 

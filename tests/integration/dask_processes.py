@@ -364,8 +364,8 @@ class ExternalCluster:
     def sweep(self) -> None:
         """End every instance that is left."""
         # Imported here, because schedulers and workers without daskserve import this module too.
-        from daskserve.client.ending import abandon_instance
-        from daskserve.cluster.link import link_of
+        from daskserve.client.instance.ending import abandon_instance
+        from daskserve.cluster.dask.connection import link_of
         from daskserve.errors import NotRunningError
 
         link = link_of(self.client)

@@ -15,7 +15,7 @@ from dask_processes import ExternalCluster, Reply, fetch, poll_for, within
 from distributed import Client
 
 import daskserve as serve
-from daskserve.cluster.link import link_of
+from daskserve.cluster.dask.connection import link_of
 from daskserve.errors import ActorLostError
 
 #: How long a broken connection may delay a request: far less than the time that a dead worker is avoided.

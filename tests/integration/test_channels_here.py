@@ -18,15 +18,15 @@ from distributed.comm import connect
 
 import daskserve as serve
 from daskserve._version import PROTOCOL, __version__
-from daskserve.cluster.channel import sharing
-from daskserve.cluster.channel.dialling import CHANNEL_OP, READY, SPLICE_OP
-from daskserve.cluster.channel.frames import OPEN
-from daskserve.cluster.channel.packing import pack
-from daskserve.cluster.channel.parts import HEAD, SIZE
-from daskserve.cluster.channel.transport import MAGIC
-from daskserve.cluster.link import link_of
+from daskserve.cluster.channel.connect.dialling import CHANNEL_OP, READY, SPLICE_OP
+from daskserve.cluster.channel.wire import sharing
+from daskserve.cluster.channel.wire.frames import OPEN
+from daskserve.cluster.channel.wire.packing import pack
+from daskserve.cluster.channel.wire.parts import HEAD, SIZE
+from daskserve.cluster.channel.wire.transport import MAGIC
+from daskserve.cluster.dask.connection import link_of
 from daskserve.cluster.scheduler.supervisor import PLUGIN_NAME
-from daskserve.types import ActorAddress
+from daskserve.common.types import ActorAddress
 
 MIB = 1 << 20
 ARRAY_BYTES = 16 * MIB

@@ -18,7 +18,7 @@ from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import daskserve as serve
-from daskserve.cluster.dask import topic_of
+from daskserve.cluster.dask.cluster import topic_of
 from daskserve.cluster.scheduler.topics import SWEEP_S
 
 

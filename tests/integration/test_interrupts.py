@@ -16,11 +16,11 @@ import pytest
 from dask_processes import PATIENCE_S, ExternalCluster, Program, poll_for, wait_until_gone
 
 import daskserve as serve
-from daskserve.cluster.link import DaskLink, link_of
+from daskserve.cluster.dask.connection import DaskLink, link_of
+from daskserve.common.types import Location
 from daskserve.errors import InstanceError
 from daskserve.options.http import HTTPOptions
-from daskserve.starts import ControllerStart
-from daskserve.types import Location
+from daskserve.options.start_messages import ControllerStart
 
 
 def interrupt(call: Callable[[], Any], when: Callable[[], Any]) -> None:

@@ -15,7 +15,7 @@ from dask_processes import alive, fetch, is_listening, poll_for, wait_until_gone
 from distributed.client import _get_global_client
 
 import daskserve as serve
-from daskserve.cluster import launch, server_process
+from daskserve.cluster.dask import launch, server_process
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from dask_processes import Program, Reply, dask_command, dask_worker, fetch, pol
 from distributed import Client
 
 import daskserve as serve
-from daskserve.cluster.link import link_of
+from daskserve.cluster.dask.connection import link_of
 
 GRACE_S = 0.5
 SHORT_GRACE = f"import dask; dask.config.set({{'daskserve.scheduler.grace-s': {GRACE_S}}})"

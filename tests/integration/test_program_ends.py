@@ -216,7 +216,7 @@ SLOW_HEARTBEATS = """
 import asyncio, threading
 from distributed import default_client
 import daskserve as serve
-from daskserve.cluster.link import link_of
+from daskserve.cluster.dask.connection import link_of
 
 client = serve.start(http_options={"location": "NoServer"}, dashboard=False)
 handlers = link_of(default_client()).started.cluster.scheduler.handlers

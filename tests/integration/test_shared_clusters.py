@@ -16,15 +16,15 @@ from dask_processes import ExternalCluster, fetch, poll_for
 from distributed import Client
 
 import daskserve as serve
-from daskserve.client.application_verbs import RunTarget
-from daskserve.client.hosting import Stay, host
+from daskserve.client.hosting.hosting import Stay, host
+from daskserve.client.verbs.applications import RunTarget
 from daskserve.errors import AlreadyRegisteredError, BadRequestError, NoCapacityError, ReplicaStartError
 
 #: Serves until interrupted, as another user of the cluster does.
 OTHER = """
 import sys
-from daskserve.client.application_verbs import RunTarget
-from daskserve.client.hosting import Stay, host
+from daskserve.client.verbs.applications import RunTarget
+from daskserve.client.hosting.hosting import Stay, host
 host(RunTarget("served:asgi", "other", "/other"), {"port": 0}, address=sys.argv[1], stay=Stay(), report=print)
 """
 

@@ -446,7 +446,7 @@ def an_application_of_fastapi() -> Any:
 
 
 if __name__ == "__main__":
-    from daskserve.data.replica.definitions import inspect_definition
+    from daskserve.data.replica.user_code.definitions import inspect_definition
     from daskserve.payload.pickling import dump_bytes
 
     inspect_definition(app)

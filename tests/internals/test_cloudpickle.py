@@ -19,7 +19,7 @@ from httpx import ASGITransport, AsyncClient, Client, Response
 from pydantic import BaseModel
 from starlette.applications import Starlette
 
-from daskserve.client.specs import make_spec
+from daskserve.client.definitions.specs import make_spec
 from daskserve.errors import UnpicklableError
 from daskserve.internals.pydantic import NAMESPACE, needed_namespace
 from daskserve.payload.pickling import dump, dump_bytes, load, load_bytes

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import daskserve as serve
-from daskserve.client.code_digest import code_digest
+from daskserve.client.definitions.code_digest import code_digest
 from daskserve.internals import ipython
 from daskserve.payload.pickling import dump_code
 from daskserve.testing import local_instance

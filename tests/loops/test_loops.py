@@ -10,9 +10,9 @@ from contextlib import closing
 import dask
 import pytest
 
-from daskserve.cluster.server_process import command
-from daskserve.data.replica.user_loop import UserLoop
-from daskserve.data.replica.user_threads import UserThreads
+from daskserve.cluster.dask.server_process import command
+from daskserve.data.replica.execution.user_loop import UserLoop
+from daskserve.data.replica.execution.user_threads import UserThreads
 from daskserve.loops import event_loop as loops
 from daskserve.loops.hops import Hop
 from daskserve.loops.threads import start_daemon

@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 import daskserve as serve
-from daskserve.client.specs import join_config, split_config
+from daskserve.client.definitions.specs import join_config, split_config
 from daskserve.errors import BadRequestError
 from daskserve.options.autoscaling import AutoscalingConfig
 from daskserve.options.backend import AUTO_MAX_REPLICAS, BackendConfig, BackendMetadata

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import daskserve as serve
-from daskserve.client.specs import make_spec
+from daskserve.client.definitions.specs import make_spec
 from daskserve.errors import BadRequestError
 from daskserve.options.backend_spec import BackendSpec
 from daskserve.options.environment import CondaEnv, Environment, parse_environment

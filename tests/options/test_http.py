@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import daskserve as serve
-from daskserve.client import api
+from daskserve.client.functions import instances as api
 from daskserve.errors import ClusterUnreachableError
 from daskserve.options.http import HTTPOptions
 

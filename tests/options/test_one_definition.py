@@ -14,9 +14,16 @@ from daskserve.options.actor import ActorOptions
 from daskserve.options.backend import BackendConfig
 from daskserve.options.backend_spec import BackendSpec
 from daskserve.options.http import HTTPOptions
+from daskserve.options.start_messages import (
+    ControllerStart,
+    ProxyStart,
+    ReplicaStart,
+    dump_config,
+    dump_http,
+    read_config,
+)
 from daskserve.proxies.exchange.carrier import Carrier
 from daskserve.proxies.server.life import HTTPServer
-from daskserve.starts import ControllerStart, ProxyStart, ReplicaStart, dump_config, dump_http, read_config
 
 ROOT = Path(__file__).parent.parent.parent
 MODELS = (BackendConfig, ActorOptions, HTTPOptions)
@@ -56,7 +63,7 @@ def restated(path: str, source: str) -> Iterator[str]:
 
 
 def test_no_default_is_restated() -> None:
-    rooms = ("actors.py", "starts.py", "control", "data", "cluster")
+    rooms = ("actors.py", "options/start_messages.py", "control", "data", "cluster")
     files = [
         path
         for path in [*(ROOT / "daskserve").rglob("*.py"), *(ROOT / "proxies").rglob("*.py")]

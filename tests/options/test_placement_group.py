@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import daskserve as serve
-from daskserve.client.specs import make_spec
+from daskserve.client.definitions.specs import make_spec
 from daskserve.options.actor import ActorOptions
 from daskserve.options.backend import BackendConfig
 

@@ -12,22 +12,22 @@ from control_harness import backend
 from pydantic import ValidationError
 
 import daskserve as serve
-from daskserve.clock import LoopClock
-from daskserve.cluster.base import ActorSpec
-from daskserve.control import views
+from daskserve.cluster.protocols.base import ActorSpec
+from daskserve.common.clock import LoopClock
+from daskserve.common.types import ActorKind
+from daskserve.control.records.encoding import decode, encode
+from daskserve.control.records.state import State
 from daskserve.control.scaling.backlog import Backlog
 from daskserve.control.scaling.prometheus import PrometheusQueries
-from daskserve.control.state import State
-from daskserve.control.stored_records import decode, encode
-from daskserve.data.replica.interpreters import interpreter_of
+from daskserve.control.views import views
+from daskserve.data.replica.environment.interpreters import interpreter_of
 from daskserve.errors import BadRequestError
 from daskserve.options.autoscaling import AutoscalingConfig
 from daskserve.options.environment import Environment
 from daskserve.options.http import HTTPOptions
 from daskserve.options.queues import QueueOptions
 from daskserve.options.secrets import MAX_BYTES, checked_secret, hidden, is_reference, read_secret
-from daskserve.starts import ProxyStart
-from daskserve.types import ActorKind
+from daskserve.options.start_messages import ProxyStart
 
 VALUE = "hunter2"
 

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 import uvloop
 
+from daskserve.common.types import Receive, Send
 from daskserve.options.http import HTTPOptions
 from daskserve.proxies.asgi import ASGIApp, Scope
 from daskserve.proxies.exchange.limits import EVENT_LOOP_TURN
 from daskserve.proxies.exchange.request_head import HeadLimits, RequestHead, read_head
 from daskserve.proxies.server.choice import server_type
 from daskserve.proxies.server.life import HTTPServer
-from daskserve.types import Receive, Send
 
 DEADLINE_S = 10.0
 

@@ -10,7 +10,7 @@ from control_machine import SECONDS, TIMEOUT_S, FaultyWorld
 from schedules import Between, OneOf, Several, first, rule
 from simulation import START_S, Simulation
 
-from daskserve.control.records import AppRecord
+from daskserve.control.records.records import AppRecord
 from daskserve.options.app_spec import deployment_tag
 
 #: Deployments with those that they need; the last is the ingress.

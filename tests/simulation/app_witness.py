@@ -8,7 +8,8 @@ from typing import Any, TypeAlias
 from reference_model import Wanted, endpoint_of
 from witness import Call, Witness
 
-from daskserve.control.records import (
+from daskserve.common.types import ReplicaState
+from daskserve.control.records.records import (
     AppRecord,
     BackendRecord,
     EndpointRecord,
@@ -17,7 +18,6 @@ from daskserve.control.records import (
     Record,
     ReplicaRecord,
 )
-from daskserve.types import ReplicaState
 
 #: The route of an application, and the versions of its deployments by tag.
 Signature: TypeAlias = tuple[str | None, tuple[tuple[str, str], ...]]

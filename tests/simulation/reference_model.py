@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from daskserve.control.records import BackendRecord, CapacityRecord, EndpointRecord
+from daskserve.control.records.records import BackendRecord, CapacityRecord, EndpointRecord
 
 
 class Rejected(Exception):

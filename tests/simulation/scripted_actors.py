@@ -7,11 +7,11 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from daskserve.cluster.base import ActorContext, verb, verbs_of
+from daskserve.cluster.protocols.base import ActorContext, verb, verbs_of
+from daskserve.common.types import Envelope, Load, Receive, Send, as_standing
 from daskserve.errors import ReplicaStartError
 from daskserve.figures.table import MetricSample
-from daskserve.starts import ProxyStart, ReplicaStart
-from daskserve.types import Envelope, Load, Receive, Send, as_standing
+from daskserve.options.start_messages import ProxyStart, ReplicaStart
 
 #: Durations of slow and of normal operations.
 SLOW_S, QUICK_S = 3.0, 0.01

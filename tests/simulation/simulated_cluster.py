@@ -14,15 +14,15 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
 from typing import Any, Protocol
 
-from daskserve.clock import LoopClock
-from daskserve.cluster.base import StoreChange
 from daskserve.cluster.local.cluster import LocalCluster
 from daskserve.cluster.long_poll import WORKERS
+from daskserve.cluster.protocols.base import StoreChange
 from daskserve.cluster.scheduler.controllers import ControllerKeeper, Instance
 from daskserve.cluster.scheduler.records import check_epoch
 from daskserve.cluster.store.opening import MemoryStore, StoreUnavailableError
+from daskserve.common.clock import LoopClock
+from daskserve.common.types import ActorAddress, ActorKind, WorkerAddress, WorkerInfo
 from daskserve.errors import InstanceError
-from daskserve.types import ActorAddress, ActorKind, WorkerAddress, WorkerInfo
 
 #: How long a retiring worker waits until its actors are replaced elsewhere, as with the supervisor.
 EVACUATION_S = 60.0

@@ -18,13 +18,14 @@ from scripted_actors import Script, ScriptedProxy, ScriptedReplica
 from simulated_cluster import LATE_S, SimulatedCluster, SimulatedStore, delivery
 from witness import Call, Witness, listing
 
-from daskserve.client.calls import ControllerCalls
-from daskserve.cluster.base import ActorContext
-from daskserve.control.config_ids import is_pausing
+from daskserve.client.instance.calls import ControllerCalls
+from daskserve.cluster.protocols.base import ActorContext
+from daskserve.common.types import ActorAddress, ActorKind, Location, ReplicaState, UseReport, WorkerInfo
 from daskserve.control.controller import Controller
-from daskserve.control.placement import capacity
-from daskserve.control.proxy_record import ProxyRecord
-from daskserve.control.records import (
+from daskserve.control.placement.placement import capacity
+from daskserve.control.records.config_ids import is_pausing
+from daskserve.control.records.proxy import ProxyRecord
+from daskserve.control.records.records import (
     BackendRecord,
     CodeRecord,
     EndpointRecord,
@@ -32,12 +33,11 @@ from daskserve.control.records import (
     GoalState,
     ReplicaRecord,
 )
-from daskserve.data.caller.load_reports import LoadReports
+from daskserve.data.caller.routing.load_reports import LoadReports
 from daskserve.errors import ClosedError, ServeError
 from daskserve.options.http import HTTPOptions
-from daskserve.starts import ControllerStart
+from daskserve.options.start_messages import ControllerStart
 from daskserve.testing import VirtualTimeLoop
-from daskserve.types import ActorAddress, ActorKind, Location, ReplicaState, UseReport, WorkerInfo
 
 BACKENDS = ("a", "b", "d", "x/a", "x/d")
 ENDPOINTS = ("d", "e", "f", "a", "b", "x/a", "x/d")

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daskserve.clock import seeded_rng
+from daskserve.common.clock import seeded_rng
 from daskserve.options.autoscaling import AutoscalingConfig
 from daskserve.simulation.events import EventQueue
 from daskserve.simulation.fleet import Fleet, Service, SimulationResult, duration_parts_s, simulate

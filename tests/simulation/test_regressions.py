@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from control_machine import ControlMachine
 
+from daskserve.common.types import ReplicaState
 from daskserve.errors import BadRequestError
-from daskserve.types import ReplicaState
 
 
 @contextmanager

@@ -16,10 +16,13 @@ from typing import Any
 from reference_model import Wanted, after, backend_of, capacity_of, endpoint_of
 from simulated_cluster import BEGAN_AT
 
-from daskserve.control.config_ids import UNKNOWN_CONFIG, is_pausing
-from daskserve.control.placement import demand_of
-from daskserve.control.places import places_of
-from daskserve.control.records import (
+from daskserve.common.types import ReplicaState
+from daskserve.control.observed.lifecycle import PLACED_STATES, WANTED_STATES
+from daskserve.control.placement.placement import demand_of
+from daskserve.control.records.bundles import places_of
+from daskserve.control.records.config_ids import UNKNOWN_CONFIG, is_pausing
+from daskserve.control.records.encoding import decode
+from daskserve.control.records.records import (
     AppRecord,
     BackendRecord,
     CapacityRecord,
@@ -30,12 +33,9 @@ from daskserve.control.records import (
     Record,
     ReplicaRecord,
 )
-from daskserve.control.replica_lifecycle import PLACED_STATES, WANTED_STATES
-from daskserve.control.scaled import autoscaling_of, bounds_of
-from daskserve.control.stored_records import decode
+from daskserve.control.scaling.recorded import autoscaling_of, bounds_of
 from daskserve.errors import BadRequestError, NotFoundError
 from daskserve.payload.packed_errors import load_error
-from daskserve.types import ReplicaState
 
 #: The states of a replica, in the only allowed order.
 ORDER = (

@@ -2,9 +2,9 @@
 
 Problem: an actor call costs 0.4 ms and one message each way; requests need streaming both ways, cancellation
 and tens of thousands of calls a second. Choice: one Dask comm per pair of processes is taken over, which
-brings TLS and the other transports with it (see `daskserve.cluster.channel.transport`). Both sides send lists
-of small frames; all frames of one event-loop iteration go out in one write. Large bytes travel out of band,
-without a copy.
+brings TLS and the other transports with it (see `daskserve.cluster.channel.wire.transport`). Both sides send
+lists of small frames; all frames of one event-loop iteration go out in one write. Large bytes travel out of
+band, without a copy.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Literal
 
-from daskserve.cluster.channel.frames import (
+from daskserve.cluster.channel.kept import KeptAnswers, is_large
+from daskserve.cluster.channel.streams import WINDOW_BYTES, Accepted, AcceptedOnDemand, Asked, Offer, Opened
+from daskserve.cluster.channel.wire.frames import (
     ANSWER,
     CANCEL,
     CREDIT,
@@ -33,16 +35,9 @@ from daskserve.cluster.channel.frames import (
     wire_message,
     wire_payload,
 )
-from daskserve.cluster.channel.kept import KeptAnswers, is_large
-from daskserve.cluster.channel.outbox import CALL_WORK, FRAME_WORK, Frames
-from daskserve.cluster.channel.streams import WINDOW_BYTES, Accepted, AcceptedOnDemand, Asked, Offer, Opened
-from daskserve.cluster.channel.transport import Transport
-from daskserve.errors import ActorLostError
-from daskserve.loops.deadlines import until
-from daskserve.loops.hops import Landing
-from daskserve.payload.packed_errors import dump_error, received_error
-from daskserve.payload.pickling import message_bytes
-from daskserve.types import (
+from daskserve.cluster.channel.wire.outbox import CALL_WORK, FRAME_WORK, Frames
+from daskserve.cluster.channel.wire.transport import Transport
+from daskserve.common.types import (
     DONE,
     ON_DEMAND,
     ActorAddress,
@@ -59,6 +54,11 @@ from daskserve.types import (
     Send,
     described_actor,
 )
+from daskserve.errors import ActorLostError
+from daskserve.loops.deadlines import until
+from daskserve.loops.hops import Landing
+from daskserve.payload.packed_errors import dump_error, received_error
+from daskserve.payload.pickling import message_bytes
 
 logger = logging.getLogger("daskserve.channel")
 

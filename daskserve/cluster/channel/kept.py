@@ -1,10 +1,11 @@
 """Large answers to calls that stay in the process of their actor.
 
 Problem: a caller often passes a result on without reading it, and a large one should not travel through the
-caller's process. Choice: the answering end of a channel offers an answer of `daskserve.types.KEPT_BYTES` or
-more. The other end asks for it at once if the caller waits to read it, which costs one trip of a small frame.
-Otherwise the answer stays: the caller may read it later, or pass it on to other processes, and all of them
-fetch it by its token. It is dropped when the caller closes its stream, or when the connection ends.
+caller's process. Choice: the answering end of a channel offers an answer of
+`daskserve.common.types.KEPT_BYTES` or more. The other end asks for it at once if the caller waits to read it,
+which costs one trip of a small frame. Otherwise the answer stays: the caller may read it later, or pass it on
+to other processes, and all of them fetch it by its token. It is dropped when the caller closes its stream, or
+when the connection ends.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from __future__ import annotations
 import itertools
 import secrets
 
+from daskserve.common.types import KEPT_BYTES, Message, Payload, WorkerAddress
 from daskserve.errors import UnavailableError
-from daskserve.types import KEPT_BYTES, Message, Payload, WorkerAddress
 
 
 def is_large(message: Message) -> bool:

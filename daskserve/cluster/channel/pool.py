@@ -6,22 +6,22 @@ import asyncio
 from collections.abc import Awaitable, Callable, Collection, Iterable
 from typing import Any
 
-from daskserve.amounts import shown
 from daskserve.cluster.channel.channel import Channel, Dispatch, DispatchNowait
-from daskserve.cluster.channel.comm_transport import take_over, wire_of
-from daskserve.cluster.channel.detours import Detours
-from daskserve.cluster.channel.dialling import READY
-from daskserve.cluster.channel.handshake import Admission
+from daskserve.cluster.channel.connect.comm_transport import take_over, wire_of
+from daskserve.cluster.channel.connect.detours import Detours
+from daskserve.cluster.channel.connect.dialling import READY
+from daskserve.cluster.channel.connect.handshake import Admission
+from daskserve.cluster.channel.connect.keyring import ChannelSecret, Keyring
+from daskserve.cluster.channel.connect.vanishing import PeerWatch
 from daskserve.cluster.channel.kept import KeptAnswers
-from daskserve.cluster.channel.keyring import ChannelSecret, Keyring
-from daskserve.cluster.channel.segments import Segments
-from daskserve.cluster.channel.transport import Traffic, Transport
-from daskserve.cluster.channel.vanishing import PeerWatch
+from daskserve.cluster.channel.wire.segments import Segments
+from daskserve.cluster.channel.wire.transport import Traffic, Transport
+from daskserve.common.formatting import shown
+from daskserve.common.types import ActorAddress, Envelope, Load, OnAnswer, Reach, Receive, Send, WorkerAddress
 from daskserve.errors import ActorLostError
 from daskserve.figures.table import MetricSample
 from daskserve.loops.hops import Landing
 from daskserve.loops.tasks import is_cancelling
-from daskserve.types import ActorAddress, Envelope, Load, OnAnswer, Reach, Receive, Send, WorkerAddress
 
 #: Opens a connection that a worker has taken over as a channel.
 Connect = Callable[[WorkerAddress], Awaitable[Transport]]

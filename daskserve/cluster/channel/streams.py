@@ -12,9 +12,9 @@ from collections.abc import Awaitable, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from daskserve.cluster.channel.frames import ANSWER, CREDIT, DATA, END, is_last, wire_message
+from daskserve.cluster.channel.wire.frames import ANSWER, CREDIT, DATA, END, is_last, wire_message
+from daskserve.common.types import DONE, KeptPayload, Load, MayLeaveAnswer, Message, OnAnswer, Receive
 from daskserve.payload.pickling import message_bytes
-from daskserve.types import DONE, KeptPayload, Load, MayLeaveAnswer, Message, OnAnswer, Receive
 
 #: How many bytes of a body may be in flight. A reader grants credit in steps of half a window, so that short
 #: streams need no credit frames.
@@ -171,7 +171,7 @@ class Asked:
 
 
 class Outlet(Protocol):
-    """The part of a `daskserve.cluster.channel.transport.Transport` that streams send through."""
+    """The part of a `daskserve.cluster.channel.wire.transport.Transport` that streams send through."""
 
     @property
     def turn(self) -> int: ...

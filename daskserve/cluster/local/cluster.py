@@ -3,8 +3,8 @@
 `LocalCluster` has simulated workers and does for one instance what the supervisor does on a real Dask
 cluster. It holds the store and the topic, starts the controller, and starts a new one with a newer epoch when
 the controller's worker is lost. Every simulated worker is a `LocalProcess`: its own view of the cluster, with
-its own listener, routers and actors. It implements the `daskserve.cluster.base.Cluster` protocol, like
-`daskserve.cluster.dask`, so the layers above work with both.
+its own listener, routers and actors. It implements the `daskserve.cluster.protocols.base.Cluster` protocol,
+like `daskserve.cluster.dask.cluster`, so the layers above work with both.
 
 Requests between processes use real channels over a transport in memory. Requests within a process take the
 same path as in a real worker. The topic can lose, delay and reorder messages. Time is the loop's time, so
@@ -24,17 +24,18 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, Self, TypeVar
 
-from daskserve.clock import Clock, LoopClock
-from daskserve.cluster.actor_book import ActorBook
-from daskserve.cluster.base import ActorContext, ActorFactory, ActorSpec, Hosted, InstanceStore
-from daskserve.cluster.draining import drain
+from daskserve.cluster.actors.draining import drain
+from daskserve.cluster.actors.registry import ActorBook
 from daskserve.cluster.local.network import LocalNetwork
 from daskserve.cluster.local.process import LocalProcess
 from daskserve.cluster.local.run_state import RunState
 from daskserve.cluster.local.topic import Deliver, LocalTopic, deliver_at_once
 from daskserve.cluster.local.world import LocalWorld
 from daskserve.cluster.long_poll import CONTROLLER, ENDED, WORKERS
+from daskserve.cluster.protocols.base import ActorContext, ActorFactory, ActorSpec, Hosted, InstanceStore
 from daskserve.cluster.store.opening import MemoryStore
+from daskserve.common.clock import Clock, LoopClock
+from daskserve.common.types import ActorAddress, ActorKind, InstanceName, UseReport, WorkerAddress, WorkerInfo
 from daskserve.errors import (
     ActorLostError,
     AlreadyRunningError,
@@ -43,7 +44,6 @@ from daskserve.errors import (
     UnavailableError,
 )
 from daskserve.loops.tasks import TaskSet
-from daskserve.types import ActorAddress, ActorKind, InstanceName, UseReport, WorkerAddress, WorkerInfo
 
 logger = logging.getLogger("daskserve.local")
 

@@ -6,14 +6,14 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from daskserve.clock import RequestIds
-from daskserve.cluster.base import Process
-from daskserve.cluster.ended import ended_error
 from daskserve.cluster.local.values import LocalTransfer
 from daskserve.cluster.local.world import LocalWorld
+from daskserve.cluster.protocols.base import Process
+from daskserve.cluster.protocols.ended import ended_error
+from daskserve.common.clock import RequestIds
+from daskserve.common.types import InstanceName
 from daskserve.errors import BadRequestError, BlockingCallError, NotRunningError, ServeError
 from daskserve.loops.hops import Hop, Hops, Landing
-from daskserve.types import InstanceName
 
 T = TypeVar("T")
 
@@ -29,7 +29,7 @@ class LocalInstances:
 
 
 class LocalLink:
-    """The part of `daskserve.cluster.link.DaskLink` that handles and clients use."""
+    """The part of `daskserve.cluster.dask.connection.DaskLink` that handles and clients use."""
 
     scheduler_address = "local"
     dashboard_link = None

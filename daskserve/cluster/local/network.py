@@ -6,11 +6,11 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Protocol
 
 from daskserve.cluster.channel.pool import ChannelPool
-from daskserve.cluster.channel.transport import Transport
+from daskserve.cluster.channel.wire.transport import Transport
 from daskserve.cluster.local.run_state import RunState
 from daskserve.cluster.local.transport import WhenAwake, connect
+from daskserve.common.types import WorkerAddress
 from daskserve.errors import ActorLostError
-from daskserve.types import WorkerAddress
 
 
 class Connected(Protocol):

@@ -1,7 +1,8 @@
 """A simulated process of a `daskserve.cluster.local.cluster.LocalCluster`.
 
-The layers above use a `LocalProcess` as they use a `daskserve.cluster.dask.DaskCluster`. It calls actors
-through the same `daskserve.cluster.actor_calls.ActorCalls`, over channels whose transport is in memory.
+The layers above use a `LocalProcess` as they use a `daskserve.cluster.dask.cluster.DaskCluster`. It calls
+actors through the same `daskserve.cluster.actors.calls.ActorCalls`, over channels whose transport is in
+memory.
 """
 
 from __future__ import annotations
@@ -10,21 +11,19 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from daskserve.cluster.actor_book import ActorBook
-from daskserve.cluster.actor_calls import ActorCalls
-from daskserve.cluster.base import Store, StoreChange, TopicHandler
+from daskserve.cluster.actors.calls import ActorCalls
+from daskserve.cluster.actors.registry import ActorBook
 from daskserve.cluster.channel.pool import ChannelPool
-from daskserve.cluster.channel.transport import Transport
+from daskserve.cluster.channel.wire.transport import Transport
 from daskserve.cluster.local.link import LocalLink
 from daskserve.cluster.local.run_state import RunState
 from daskserve.cluster.local.topic import plain_copy
 from daskserve.cluster.local.world import LocalWorld
 from daskserve.cluster.long_poll import LongPollClient
+from daskserve.cluster.protocols.base import Store, StoreChange, TopicHandler
+from daskserve.cluster.protocols.stores import Hold
 from daskserve.cluster.routes import WorkerRoutes
-from daskserve.cluster.stores import Hold
-from daskserve.errors import InstanceError, StaleEpochError
-from daskserve.payload.parcels import Parcel
-from daskserve.types import (
+from daskserve.common.types import (
     ActorAddress,
     Envelope,
     Load,
@@ -35,6 +34,8 @@ from daskserve.types import (
     WorkerAddress,
     WorkerInfo,
 )
+from daskserve.errors import InstanceError, StaleEpochError
+from daskserve.payload.parcels import Parcel
 
 #: Limit of the pauses between two tries of the direct way to a worker.
 RETRY_DIRECT_S = 30.0
@@ -45,7 +46,7 @@ async def _refuse(name: str, incarnation: int, envelope: Envelope, receive: Rece
 
 
 class LocalProcess(ActorCalls):
-    """One simulated process's view of a `LocalCluster`: a `daskserve.cluster.base.Process`.
+    """One simulated process's view of a `LocalCluster`: a `daskserve.cluster.protocols.base.Process`.
 
     Parameters
     ----------

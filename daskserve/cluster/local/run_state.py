@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-from daskserve.clock import Clock
+from daskserve.common.clock import Clock
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgpack
 
-from daskserve.cluster.base import TopicHandler
+from daskserve.cluster.protocols.base import TopicHandler
 
 
 def plain_copy(value: Any) -> Any:

@@ -13,11 +13,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
-from daskserve.cluster.channel.outbox import Outbox, Refuser
-from daskserve.cluster.channel.packing import pack, unpack
-from daskserve.cluster.channel.parts import Buffer
-from daskserve.cluster.channel.segments import Segments
-from daskserve.cluster.channel.transport import Receiver, Traffic
+from daskserve.cluster.channel.wire.outbox import Outbox, Refuser
+from daskserve.cluster.channel.wire.packing import pack, unpack
+from daskserve.cluster.channel.wire.parts import Buffer
+from daskserve.cluster.channel.wire.segments import Segments
+from daskserve.cluster.channel.wire.transport import Receiver, Traffic
 
 logger = logging.getLogger("daskserve.local")
 

@@ -9,14 +9,14 @@ from typing import Any
 from dask.base import compute
 from distributed import Future
 
-from daskserve.cluster.values import is_dask_value, may_hold_values
+from daskserve.cluster.dask.values import is_dask_value, may_hold_values
+from daskserve.common.types import Payload
 from daskserve.payload.arguments import take_out
 from daskserve.payload.pickling import dump_bytes, load_bytes
-from daskserve.types import Payload
 
 
 class LocalValues:
-    """The values of one call, which travel themselves; a `daskserve.cluster.base.RemoteValues`."""
+    """The values of one call, which travel themselves; a `daskserve.cluster.protocols.base.RemoteValues`."""
 
     def __init__(self, payload: Payload, values: Sequence[Any]) -> None:
         self.payload = payload
@@ -28,7 +28,7 @@ class LocalValues:
 
 
 class LocalTransfer:
-    """A `daskserve.cluster.base.ValueTransfer`."""
+    """A `daskserve.cluster.protocols.base.ValueTransfer`."""
 
     def take(self, payload: Payload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> LocalValues | None:
         """Take Dask's values out of a call's arguments; return None if there are none."""

@@ -7,11 +7,11 @@ import random
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from typing import Any, Protocol
 
-from daskserve.clock import Clock
-from daskserve.cluster.base import Store
 from daskserve.cluster.local.network import LocalNetwork
 from daskserve.cluster.local.topic import LocalTopic
-from daskserve.types import ActorAddress, InstanceName, UseReport, WorkerAddress, WorkerInfo
+from daskserve.cluster.protocols.base import Store
+from daskserve.common.clock import Clock
+from daskserve.common.types import ActorAddress, InstanceName, UseReport, WorkerAddress, WorkerInfo
 
 
 class UserProgram(Protocol):

@@ -25,7 +25,7 @@ from distributed import Scheduler
 
 from daskserve.cluster.distributed_internals import replace_idle_timeout, replace_method, restore_method
 from daskserve.cluster.scheduler.hosts import HOST_KEY
-from daskserve.types import InstanceName, UseReport, WorkerAddress
+from daskserve.common.types import InstanceName, UseReport, WorkerAddress
 
 logger = logging.getLogger("daskserve.supervisor")
 

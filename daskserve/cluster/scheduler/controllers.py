@@ -14,13 +14,13 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from daskserve.cluster.actor_calls import create_actor, destroy_actor, list_actors
-from daskserve.cluster.base import ActorSpec, InstanceStore
+from daskserve.cluster.actors.calls import create_actor, destroy_actor, list_actors
 from daskserve.cluster.long_poll import CONTROLLER, WORKERS
+from daskserve.cluster.protocols.base import ActorSpec, InstanceStore
 from daskserve.cluster.scheduler.hosts import HostRegistry
 from daskserve.cluster.scheduler.parcels import InstanceParcels
+from daskserve.common.types import ActorAddress, ActorKind, InstanceName, WorkerAddress, WorkerInfo
 from daskserve.errors import ActorLostError, BadRequestError, ServeError
-from daskserve.types import ActorAddress, ActorKind, InstanceName, WorkerAddress, WorkerInfo
 
 logger = logging.getLogger("daskserve.supervisor")
 
@@ -127,7 +127,7 @@ def best_worker(
     Parameters
     ----------
     infos
-        The workers, as the fields of `daskserve.types.WorkerInfo`.
+        The workers, as the fields of `daskserve.common.types.WorkerInfo`.
     proxies
         The workers of the proxies; before there are any, the worker that gets the first one is expected.
     system_workers

@@ -7,10 +7,10 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from functools import partial
 from typing import Any
 
-from daskserve.clock import LoopClock
-from daskserve.cluster.draining import drain
+from daskserve.cluster.actors.draining import drain
 from daskserve.cluster.scheduler.controllers import Instance
-from daskserve.types import InstanceName
+from daskserve.common.clock import LoopClock
+from daskserve.common.types import InstanceName
 
 #: Interval at which a caller learns that its instance still drains: a call occupies a connection.
 ANSWER_S = 5.0

@@ -14,12 +14,12 @@ from typing import Any
 
 from distributed import Scheduler
 
-from daskserve.amounts import shown
 from daskserve.cluster.long_poll import WORKERS
 from daskserve.cluster.scheduler.capacity import Capacity
 from daskserve.cluster.scheduler.controllers import ControllerKeeper, Instance
 from daskserve.cluster.scheduler.hosts import HostRegistry
-from daskserve.types import InstanceName, Leave, WorkerAddress
+from daskserve.common.formatting import shown
+from daskserve.common.types import InstanceName, Leave, WorkerAddress
 
 logger = logging.getLogger("daskserve.supervisor")
 

@@ -23,11 +23,19 @@ import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from daskserve.clock import Clock, LoopClock
+from daskserve.cluster.protocols.stores import (
+    Claim,
+    Hold,
+    InstanceStore,
+    SharedStore,
+    StoreChange,
+    Turn,
+    turned,
+)
 from daskserve.cluster.scheduler.parcels import is_row
 from daskserve.cluster.store.errors import stale
 from daskserve.cluster.store.opening import MemoryStore
-from daskserve.cluster.stores import Claim, Hold, InstanceStore, SharedStore, StoreChange, Turn, turned
+from daskserve.common.clock import Clock, LoopClock
 from daskserve.errors import ServeError, StaleEpochError, StoreTakenError, UnavailableError
 
 logger = logging.getLogger("daskserve.store")

@@ -12,9 +12,8 @@ from typing import Any
 from distributed import Client, Future, Scheduler, wait
 from distributed.comm import get_address_host
 
-from daskserve.amounts import shown
-from daskserve.cluster.actor_calls import list_actors
-from daskserve.cluster.channel.keyring import ChannelSecret
+from daskserve.cluster.actors.calls import list_actors
+from daskserve.cluster.channel.connect.keyring import ChannelSecret
 from daskserve.cluster.distributed_internals import (
     break_stream,
     call_actor,
@@ -24,6 +23,8 @@ from daskserve.cluster.distributed_internals import (
 )
 from daskserve.cluster.probe import mismatch, version_probe
 from daskserve.cluster.worker.host import Host, present_host
+from daskserve.common.formatting import shown
+from daskserve.common.types import ActorAddress, InstanceName, WorkerAddress
 from daskserve.errors import (
     ActorLostError,
     InstanceError,
@@ -33,7 +34,6 @@ from daskserve.errors import (
 )
 from daskserve.loops.tasks import TaskSet
 from daskserve.payload.packed_errors import load_error
-from daskserve.types import ActorAddress, InstanceName, WorkerAddress
 
 logger = logging.getLogger("daskserve.supervisor")
 
@@ -118,7 +118,7 @@ class HostRegistry:
         return dict(self._refused)
 
     def infos(self) -> list[dict[str, Any]]:
-        """Return the workers with a Host, as the fields of `daskserve.types.WorkerInfo`."""
+        """Return the workers with a Host, as the fields of `daskserve.common.types.WorkerInfo`."""
         head_host = get_address_host(self._scheduler.address)
         found = []
         for address, worker in self._scheduler.workers.items():
@@ -268,7 +268,7 @@ class HostRegistry:
         self.suspects.discard(worker)
 
     async def call(self, address: ActorAddress, verb: str, **message: Any) -> Any:
-        """Call a verb of an actor or of a Host; see `daskserve.cluster.base.Cluster.call`.
+        """Call a verb of an actor or of a Host; see `daskserve.cluster.protocols.base.Cluster.call`.
 
         Raises
         ------

@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
-from daskserve.cluster.link import DaskLink
+from daskserve.cluster.dask.connection import DaskLink
 from daskserve.cluster.scheduler.supervisor import Supervisor
+from daskserve.common.types import InstanceName, WorkerAddress
 from daskserve.errors import NotRunningError
-from daskserve.types import InstanceName, WorkerAddress
 
 #: Timeout of the check of a scheduler that has just started.
 CHECK_S = 5.0

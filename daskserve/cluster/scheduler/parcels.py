@@ -11,10 +11,10 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from daskserve.cluster.base import InstanceStore
 from daskserve.cluster.parcel_memory import PIECE_BYTES, ParcelMemory, Place
+from daskserve.cluster.protocols.base import InstanceStore
+from daskserve.common.types import InstanceName
 from daskserve.errors import BadRequestError, CodeLoadError, InstanceError
-from daskserve.types import InstanceName
 
 #: How long the content of a parcel is kept for a change that does not come.
 PATIENCE_S = 600.0

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from daskserve.cluster.base import StoreChange
+from daskserve.cluster.protocols.base import StoreChange
 from daskserve.cluster.scheduler.controllers import Instance
 from daskserve.cluster.scheduler.parcels import is_row
+from daskserve.common.types import InstanceName
 from daskserve.errors import StaleEpochError, UnavailableError
-from daskserve.types import InstanceName
 
 
 def record_verbs(find: Callable[[InstanceName], Instance]) -> dict[str, Callable[..., Awaitable[Any]]]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from daskserve.cluster.scheduler.controllers import Instance
 from daskserve.cluster.scheduler.hosts import HostRegistry
-from daskserve.types import InstanceName
+from daskserve.common.types import InstanceName
 
 logger = logging.getLogger("daskserve.supervisor")
 

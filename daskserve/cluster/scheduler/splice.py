@@ -21,11 +21,10 @@ from typing import Any
 from distributed import Scheduler
 from tornado.iostream import IOStream
 
-from daskserve import settings
-from daskserve.cluster.channel.comm_transport import wire_of
-from daskserve.cluster.channel.dialling import begin_channel, connect_once
-from daskserve.cluster.channel.handshake import relay
-from daskserve.cluster.channel.vanishing import PeerWatch
+from daskserve.cluster.channel.connect.comm_transport import wire_of
+from daskserve.cluster.channel.connect.dialling import begin_channel, connect_once
+from daskserve.cluster.channel.connect.handshake import relay
+from daskserve.cluster.channel.connect.vanishing import PeerWatch
 from daskserve.cluster.distributed_internals import (
     NO_REPLY,
     is_plain_tcp,
@@ -35,9 +34,10 @@ from daskserve.cluster.distributed_internals import (
 )
 from daskserve.cluster.probe import check_caller
 from daskserve.cluster.scheduler.hosts import HostRegistry
+from daskserve.common import settings
+from daskserve.common.types import WorkerAddress
 from daskserve.errors import ActorLostError, ServeError
 from daskserve.payload.packed_errors import dump_error
-from daskserve.types import WorkerAddress
 
 #: Timeout for a worker's answer. The scheduler knows the worker, so it exists, but it may be busy.
 WORKER_TIMEOUT_S = 5.0

@@ -17,8 +17,9 @@ from typing import Any
 
 from distributed import Client, Scheduler, SchedulerPlugin
 
-from daskserve.cluster.channel.dialling import SPLICE_OP
-from daskserve.cluster.dask import SUPERVISOR_OP, topic_of
+from daskserve.cluster.channel.connect.dialling import SPLICE_OP
+from daskserve.cluster.dask.cluster import SUPERVISOR_OP, topic_of
+from daskserve.cluster.dask.encryption import as_client
 from daskserve.cluster.distributed_internals import (
     add_handler,
     answer_signal,
@@ -27,7 +28,6 @@ from daskserve.cluster.distributed_internals import (
     remove_handler,
     stop_answering_signal,
 )
-from daskserve.cluster.encryption import as_client
 from daskserve.cluster.long_poll import ENDED, WORKERS
 from daskserve.cluster.probe import check_caller
 from daskserve.cluster.scheduler.capacity import Capacity
@@ -38,27 +38,28 @@ from daskserve.cluster.scheduler.controllers import (
     list_instances,
     plain,
 )
-from daskserve.cluster.scheduler.discovery import Targets
 from daskserve.cluster.scheduler.drains import Drains, end_as_asked
 from daskserve.cluster.scheduler.evacuation import Evacuations
-from daskserve.cluster.scheduler.figures import SupervisorFigures
 from daskserve.cluster.scheduler.holding import HeldStore, holding
 from daskserve.cluster.scheduler.hosts import HostRegistry
+from daskserve.cluster.scheduler.http.discovery import Targets
+from daskserve.cluster.scheduler.http.scale_route import ScaleRoute
+from daskserve.cluster.scheduler.http.site_guard import SiteGuard
+from daskserve.cluster.scheduler.metrics import SupervisorFigures
 from daskserve.cluster.scheduler.parcels import parcel_verbs
-from daskserve.cluster.scheduler.records import check_epoch, record_verbs
-from daskserve.cluster.scheduler.returns import (
+from daskserve.cluster.scheduler.reconnect import (
     KnownInstance,
     Returns,
     check_return,
     close_records,
     open_records,
 )
-from daskserve.cluster.scheduler.scale_route import ScaleRoute
+from daskserve.cluster.scheduler.records import check_epoch, record_verbs
 from daskserve.cluster.scheduler.sharing import share_instance
-from daskserve.cluster.scheduler.site_guard import SiteGuard
 from daskserve.cluster.scheduler.splice import Splices
 from daskserve.cluster.scheduler.topics import EndedTopics
 from daskserve.cluster.store.opening import open_store
+from daskserve.common.types import DEFAULT_INSTANCE, InstanceName, UseReport, WorkerAddress
 from daskserve.errors import (
     AlreadyRunningError,
     InstanceError,
@@ -69,7 +70,6 @@ from daskserve.errors import (
 from daskserve.figures.collector import PROCESS
 from daskserve.loops.tasks import TaskSet
 from daskserve.payload.packed_errors import dump_error
-from daskserve.types import DEFAULT_INSTANCE, InstanceName, UseReport, WorkerAddress
 
 logger = logging.getLogger("daskserve.supervisor")
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 from distributed import Scheduler
 
-from daskserve.cluster.dask import topic_of
+from daskserve.cluster.dask.cluster import topic_of
 from daskserve.cluster.distributed_internals import drop_topic, has_listeners, is_running, topics_of
-from daskserve.types import InstanceName
+from daskserve.common.types import InstanceName
 
 #: Pause before the next sweep while topics of ended instances are found.
 SWEEP_S = 1.0

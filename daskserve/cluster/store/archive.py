@@ -26,8 +26,8 @@ from daskserve.cluster.store.sqlite_files import check_not_empty
 from daskserve.cluster.store.sqlite_log import log_of, size_of
 from daskserve.cluster.store.sqlite_rows import DAMAGED, format_of, is_sound, lack_of, scan
 from daskserve.cluster.store.thread import ThreadedStore
+from daskserve.common.types import InstanceName
 from daskserve.errors import BadRequestError
-from daskserve.types import InstanceName
 
 #: Where an SQLite file says whether it needs a log (2) or not (1).
 READ_VERSION_AT = 19

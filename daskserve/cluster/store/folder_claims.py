@@ -15,8 +15,8 @@ import contextlib
 import json
 from collections.abc import Callable, Collection
 
+from daskserve.cluster.protocols.stores import Claim
 from daskserve.cluster.store.folders import Folder
-from daskserve.cluster.stores import Claim
 
 FOLDER = "epoch"
 _KNOCK, _HERE = "knock-", "here-"

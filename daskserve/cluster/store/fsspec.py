@@ -46,6 +46,7 @@ import uuid
 from collections.abc import Callable, Collection, Mapping
 from urllib.parse import quote, unquote
 
+from daskserve.cluster.protocols.stores import Claim
 from daskserve.cluster.store.errors import (
     StoreIncompleteError,
     StoreUnavailableError,
@@ -71,8 +72,7 @@ from daskserve.cluster.store.journal import (
 from daskserve.cluster.store.problems import StoreProblems
 from daskserve.cluster.store.reading import ATTEMPTS, positions_in, read_journal
 from daskserve.cluster.store.thread import BlockingCalls
-from daskserve.cluster.stores import Claim
-from daskserve.types import InstanceName
+from daskserve.common.types import InstanceName
 
 #: The folder of the epochs whose process has closed the store.
 CLOSED = "closed"

@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
+from daskserve.cluster.protocols.stores import Hold, StoreChange
 from daskserve.cluster.store.errors import (
     StoreError,
     StoreFormatError,
@@ -28,9 +29,8 @@ from daskserve.cluster.store.errors import (
     without_password,
 )
 from daskserve.cluster.store.thread import BlockingCalls, ThreadedStore
-from daskserve.cluster.stores import Hold, StoreChange
+from daskserve.common.types import InstanceName
 from daskserve.errors import BadRequestError
-from daskserve.types import InstanceName
 
 __all__ = [
     "MemoryStore",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping
 
+from daskserve.common.types import InstanceName
 from daskserve.errors import StoreLostError
-from daskserve.types import InstanceName
 
 logger = logging.getLogger("daskserve.store")
 

@@ -3,9 +3,10 @@
 An embedded store for instances that outlive their scheduler: one file, no server. With write-ahead logging
 and ``synchronous=FULL``, every commit is one sequential write and one sync. A commit that returned survives
 a crash of the process, a crash of the machine and a power loss, provided the disk honours the sync. One that
-may wait (`daskserve.cluster.base.StoreChange`) is not synced: it survives a crash of the process at once, and
-a power loss once a later one is synced, or the file has been idle. `daskserve.cluster.store.sqlite_log` says
-when the log is written back to the file, and how a file tells that it lacks its log.
+may wait (`daskserve.cluster.protocols.base.StoreChange`) is not synced: it survives a crash of the process at
+once, and a power loss once a later one is synced, or the file has been idle.
+`daskserve.cluster.store.sqlite_log` says when the log is written back to the file, and how a file tells that
+it lacks its log.
 
 Each commit is one ``BEGIN IMMEDIATE`` transaction that checks the epoch and writes under one lock, so the
 fence also holds between processes: two schedulers may share a file, and the older controller is refused. The
@@ -28,7 +29,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from daskserve.amounts import shown
+from daskserve.cluster.protocols.stores import Claim
 from daskserve.cluster.store.access import FOLDER_MODE, warn_if_shared
 from daskserve.cluster.store.errors import (
     StoreError,
@@ -52,9 +53,9 @@ from daskserve.cluster.store.sqlite_log import (
     stamp,
 )
 from daskserve.cluster.store.sqlite_rows import DAMAGED, checksum, format_of, is_sound, lack_of, name_of, scan
-from daskserve.cluster.stores import Claim
+from daskserve.common.formatting import shown
+from daskserve.common.types import InstanceName
 from daskserve.errors import ServeError
-from daskserve.types import InstanceName
 
 #: The format that this module writes, and the newest one it reads.
 FORMAT = 1

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import sqlite3
 
+from daskserve.cluster.protocols.stores import Claim
 from daskserve.cluster.store.errors import stale, stale_claim
-from daskserve.cluster.stores import Claim
-from daskserve.types import InstanceName
+from daskserve.common.types import InstanceName
 
 TABLES = (
     "CREATE TABLE IF NOT EXISTS daskserve_owners (instance TEXT PRIMARY KEY, epoch INTEGER NOT NULL, "
@@ -50,7 +50,7 @@ class SqliteClaims:
             db.execute(_SET_EPOCH, (self._instance, epoch))
 
     def claim(self, db: sqlite3.Connection, after: int | None, owner: str) -> int:
-        """Claim the next epoch; see `daskserve.cluster.stores.SharedStore.claim_epoch`."""
+        """Claim the next epoch; see `daskserve.cluster.protocols.stores.SharedStore.claim_epoch`."""
         newest = self.newest(db)
         if after is not None and newest != after:
             raise stale_claim(after, newest)

@@ -17,11 +17,11 @@ from concurrent.futures import Executor, Future
 from functools import partial
 from typing import Any, ParamSpec, Protocol, TypeVar
 
+from daskserve.cluster.protocols.stores import Claim, StoreChange
 from daskserve.cluster.store.errors import without_password
 from daskserve.cluster.store.problems import StoreProblems
-from daskserve.cluster.stores import Claim, StoreChange
+from daskserve.common.types import InstanceName
 from daskserve.errors import ClosedError
-from daskserve.types import InstanceName
 
 logger = logging.getLogger("daskserve.store")
 

@@ -35,21 +35,21 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from daskserve import settings
 from daskserve._version import __version__
-from daskserve.cluster.actor_calls import control_call
-from daskserve.cluster.base import Process
+from daskserve.cluster.actors.calls import control_call
 from daskserve.cluster.channel.channel import Channel
-from daskserve.cluster.channel.segments import Segments
-from daskserve.cluster.channel.transport import SocketTransport, Transport
+from daskserve.cluster.channel.wire.segments import Segments
+from daskserve.cluster.channel.wire.transport import SocketTransport, Transport
+from daskserve.cluster.dask.connection import DaskLink
 from daskserve.cluster.distributed_internals import scheduler_address
-from daskserve.cluster.link import DaskLink
 from daskserve.cluster.probe import can_mix
+from daskserve.cluster.protocols.base import Process
 from daskserve.cluster.worker.child_view import FACTS, ClusterAccess
+from daskserve.common import settings
+from daskserve.common.types import ActorAddress, Envelope, Load, Payload, Receive, Send
 from daskserve.errors import InstanceError, VersionMismatchError
 from daskserve.options.environment import Interpreter
 from daskserve.payload.pickling import dump_bytes
-from daskserve.types import ActorAddress, Envelope, Load, Payload, Receive, Send
 
 logger = logging.getLogger("daskserve.child")
 

@@ -24,17 +24,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from daskserve import settings
 from daskserve.cluster.channel.channel import Channel
-from daskserve.cluster.channel.segments import Segments
-from daskserve.cluster.channel.transport import SocketTransport
+from daskserve.cluster.channel.wire.segments import Segments
+from daskserve.cluster.channel.wire.transport import SocketTransport
 from daskserve.cluster.worker.log_thread import LogThread
+from daskserve.common import settings
+from daskserve.common.types import Envelope, Load, Receive, Send
 from daskserve.internals.python import run_exit_functions
 from daskserve.loops.event_loop import new_event_loop
 from daskserve.loops.forks import ForkGuard
 from daskserve.loops.termination import on_sigterm
 from daskserve.loops.threads import MainThread, StartThread
-from daskserve.types import Envelope, Load, Receive, Send
 
 #: Interval at which a child checks for a new parent process; needed only if a fork holds its lifeline open.
 PARENT_CHECK_S = 1.0

@@ -13,16 +13,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from daskserve.cluster.worker.worker_view import CurrentClient, WorkerView
+from daskserve.common.types import InstanceName
 from daskserve.errors import ClusterUnreachableError, InstanceError
 from daskserve.internals.current_worker import answer_get_worker
 from daskserve.payload.parcels import Parcel
 from daskserve.payload.pickling import load_bytes
-from daskserve.types import InstanceName
 
 if TYPE_CHECKING:
     from distributed import Client, Security
 
-    from daskserve.cluster.link import DaskLink
+    from daskserve.cluster.dask.connection import DaskLink
     from daskserve.cluster.worker.user_clients import UserClients
 
 
@@ -78,7 +78,7 @@ class ChildView:
         ClusterUnreachableError
             The scheduler does not answer.
         """
-        from daskserve.cluster.link import link_of
+        from daskserve.cluster.dask.connection import link_of
 
         with self._lock:
             if self._client is None:
@@ -136,7 +136,7 @@ class ChildView:
         with self._lock:
             client, self._client = self._client, None
         if client is not None:
-            from daskserve.cluster.link import link_of
+            from daskserve.cluster.dask.connection import link_of
 
             link = link_of(client)
             link.sync(link.close())

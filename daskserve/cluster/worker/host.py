@@ -21,35 +21,35 @@ from typing import Any
 
 from distributed import Client, Worker, get_worker
 
-from daskserve import settings
 from daskserve._version import __version__
-from daskserve.clock import LoopClock
-from daskserve.cluster.actor_book import ActorBook
-from daskserve.cluster.base import ActorContext, ActorFactory, ActorSpec, Hosted
-from daskserve.cluster.channel.dialling import CHANNEL_OP
-from daskserve.cluster.channel.keyring import ChannelSecret
+from daskserve.cluster.actors.registry import ActorBook
+from daskserve.cluster.channel.connect.dialling import CHANNEL_OP
+from daskserve.cluster.channel.connect.keyring import ChannelSecret
+from daskserve.cluster.dask.connection import DaskLink
+from daskserve.cluster.dask.encryption import as_client
 from daskserve.cluster.distributed_internals import (
     NO_REPLY,
     add_handler,
     as_current,
     remove_handler,
 )
-from daskserve.cluster.encryption import as_client
-from daskserve.cluster.link import DaskLink
 from daskserve.cluster.metrics_path import facts_of_server
-from daskserve.cluster.nannies import HOST_ATTRIBUTE
+from daskserve.cluster.protocols.base import ActorContext, ActorFactory, ActorSpec, Hosted
 from daskserve.cluster.worker.interpreter import InterpreterTuning
 from daskserve.cluster.worker.log_thread import LogThread
-from daskserve.cluster.worker.outage import Outage
+from daskserve.cluster.worker.nannies import HOST_ATTRIBUTE
+from daskserve.cluster.worker.reconnect import Outage
 from daskserve.cluster.worker.retirement import Retirement
 from daskserve.cluster.worker.user_clients import UserClients
 from daskserve.cluster.worker.worker_view import CurrentClient, WorkerView
+from daskserve.common import settings
+from daskserve.common.clock import LoopClock
+from daskserve.common.types import ACTOR_FACTORIES, ActorKind, InstanceName
 from daskserve.errors import UnavailableError
 from daskserve.figures.collector import PROCESS
 from daskserve.internals.child_processes import ChildProcesses
 from daskserve.loops.forks import ForkGuard
 from daskserve.payload.packed_errors import dump_error
-from daskserve.types import ACTOR_FACTORIES, ActorKind, InstanceName
 
 logger = logging.getLogger("daskserve.host")
 

@@ -22,18 +22,18 @@ import sys
 from collections.abc import Callable
 from types import ModuleType
 
-from daskserve import settings
+from daskserve.common import settings
 
 logger = logging.getLogger("daskserve.host")
 
 #: Time without starts and stops of actors after which a collection and `gc.freeze` run.
 SETTLE_S = 0.5
 #: The module of the functions that user code calls, which imports the rest of the client.
-CLIENT = "daskserve.client.applications"
+CLIENT = "daskserve.client.functions.applications"
 
 
 class InterpreterTuning:
-    """Applies `daskserve.settings.ProcessSettings` to this process; runs on one event loop.
+    """Applies `daskserve.common.settings.ProcessSettings` to this process; runs on one event loop.
 
     Parameters
     ----------

@@ -3,7 +3,7 @@
 Problem: systemd, Kubernetes and job schedulers send SIGTERM to a nanny, to its worker's process, or to both.
 Dask then ends the processes at once, with all requests under way. Choice: SIGTERM begins what
 ``client.retire_workers`` does, and ends the process when that is over; see `daskserve.loops.termination`. A
-nanny that gets SIGTERM asks its worker to retire before it ends it; see `daskserve.cluster.nannies`.
+nanny that gets SIGTERM asks its worker to retire before it ends it; see `daskserve.cluster.worker.nannies`.
 
 Actors that the scheduler cannot move in time, because there is no other place or no scheduler, complete their
 requests here. Everything ends before the time of the sender is over.
@@ -17,15 +17,15 @@ from collections.abc import Callable
 
 from distributed import Worker
 
-from daskserve.amounts import shown
-from daskserve.clock import Clock
-from daskserve.cluster.actor_book import ActorBook
-from daskserve.cluster.dask import ask_from_worker
-from daskserve.cluster.nannies import watch_nanny
+from daskserve.cluster.actors.registry import ActorBook
+from daskserve.cluster.dask.cluster import ask_from_worker
+from daskserve.cluster.worker.nannies import watch_nanny
+from daskserve.common.clock import Clock
+from daskserve.common.formatting import shown
+from daskserve.common.types import Leave
 from daskserve.errors import ServeError
 from daskserve.loops.tasks import TaskSet
 from daskserve.loops.termination import begin_on, on_sigterm
-from daskserve.types import Leave
 
 logger = logging.getLogger("daskserve.host")
 

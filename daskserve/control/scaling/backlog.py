@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Protocol
 
-from daskserve.amounts import shown
-from daskserve.clock import Clock
+from daskserve.common.clock import Clock
+from daskserve.common.formatting import shown
+from daskserve.common.types import described
 from daskserve.options.credentials import masked
 from daskserve.options.queues import QueueOptions
-from daskserve.types import described
 
 logger = logging.getLogger("daskserve.autoscaling")
 

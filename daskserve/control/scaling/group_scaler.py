@@ -14,18 +14,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from daskserve.amounts import shown
 from daskserve.autoscaling.autoscaler import Autoscaler, ScalingStep
 from daskserve.autoscaling.context import AutoscalingContext, Decision
 from daskserve.autoscaling.loading import CallablePolicy
-from daskserve.clock import Clock
+from daskserve.common.clock import Clock
+from daskserve.common.formatting import shown
+from daskserve.common.types import BackendTag
+from daskserve.control.records.state import State
 from daskserve.control.scaling import policy_calls
 from daskserve.control.scaling.policy_calls import PolicyCall
 from daskserve.control.scaling.snapshot import BackendSnapshot
-from daskserve.control.state import State
 from daskserve.errors import UserCodeError
 from daskserve.options.autoscaling import AutoscalingConfig
-from daskserve.types import BackendTag
 
 logger = logging.getLogger("daskserve.autoscaling")
 

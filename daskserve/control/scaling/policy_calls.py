@@ -19,14 +19,14 @@ from daskserve.autoscaling.autoscaler import Autoscaler, ScalingStep
 from daskserve.autoscaling.context import AutoscalingContext, Decision
 from daskserve.autoscaling.groups import decide_together
 from daskserve.autoscaling.loading import CallablePolicy, load_policy
-from daskserve.clock import Clock
+from daskserve.common.clock import Clock
+from daskserve.common.types import BackendTag
 from daskserve.control.scaling.importing import thread_location
 from daskserve.errors import UserCodeError
 from daskserve.figures.histogram import LATENCY_BUCKETS_S
 from daskserve.options.autoscaling import BUILT_IN_POLICIES, AutoscalingConfig
 from daskserve.payload.error_text import summary_of
 from daskserve.payload.pickling import load_bytes
-from daskserve.types import BackendTag
 
 T = TypeVar("T")
 

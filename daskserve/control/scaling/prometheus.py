@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlencode
 
-from daskserve.clock import Clock
+from daskserve.common.clock import Clock
 from daskserve.options.credentials import masked
 from daskserve.options.secrets import SecretOption, read_secret
 

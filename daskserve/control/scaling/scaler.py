@@ -14,13 +14,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from daskserve import settings
-from daskserve.amounts import shown
 from daskserve.autoscaling.autoscaler import Autoscaler, ScalingStep
-from daskserve.clock import Clock
-from daskserve.control.observed import Observed, Scaling
-from daskserve.control.records import BackendRecord
-from daskserve.control.scaled import autoscaling_of
+from daskserve.common import settings
+from daskserve.common.clock import Clock
+from daskserve.common.formatting import shown
+from daskserve.common.types import BackendTag, ReplicaState, described
+from daskserve.control.observed.observed import Observed, Scaling
+from daskserve.control.records.records import BackendRecord
+from daskserve.control.records.state import State
 from daskserve.control.scaling import policy_calls
 from daskserve.control.scaling.backlog import Backlog
 from daskserve.control.scaling.brokers import open_queue
@@ -28,11 +29,10 @@ from daskserve.control.scaling.fetching import HTTPFetcher
 from daskserve.control.scaling.group_scaler import Groups, Member
 from daskserve.control.scaling.policy_calls import PolicyCall
 from daskserve.control.scaling.prometheus import PrometheusQueries
+from daskserve.control.scaling.recorded import autoscaling_of
 from daskserve.control.scaling.snapshot import BackendSnapshot
-from daskserve.control.state import State
 from daskserve.errors import UserCodeError
 from daskserve.options.autoscaling import AutoscalingConfig
-from daskserve.types import BackendTag, ReplicaState, described
 
 T = TypeVar("T")
 

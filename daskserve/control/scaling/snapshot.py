@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from daskserve.autoscaling.autoscaler import ScalingStep
 from daskserve.autoscaling.context import Sample
-from daskserve.control.records import BackendRecord
-from daskserve.control.scaled import bounds_of
+from daskserve.control.records.records import BackendRecord
+from daskserve.control.scaling.recorded import bounds_of
 from daskserve.options.autoscaling import AutoscalingConfig
 from daskserve.options.bounds import Bounds
 

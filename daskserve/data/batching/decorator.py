@@ -1,8 +1,8 @@
 """``batch``, which collects calls of an async method or function into one call of it.
 
-`daskserve.data.replica.accept_batch.accept_batch` batches the requests of a replica. ``batch`` works where
-user code runs, for calls by HTTP, by a handle or as ``self.method(x)``. Each caller waits for its own item
-only.
+`daskserve.data.replica.requests.accept_batch.accept_batch` batches the requests of a replica. ``batch`` works
+where user code runs, for calls by HTTP, by a handle or as ``self.method(x)``. Each caller waits for its own
+item only.
 """
 
 from __future__ import annotations

@@ -17,12 +17,12 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Mapping, Sequence
 from typing import Any
 
-from daskserve.amounts import as_whole, shown
+from daskserve.common.formatting import as_whole, shown
+from daskserve.common.types import described
 from daskserve.context import current_replica, current_request
 from daskserve.data.batching.queue import BatchLimits, BatchQueue, reconsider_on
 from daskserve.data.batching.results import as_results
 from daskserve.data.batching.stream import END, BatchStream, distribute
-from daskserve.types import described
 
 logger = logging.getLogger("daskserve.replica")
 

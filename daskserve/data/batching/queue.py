@@ -1,9 +1,9 @@
 """The queue of both kinds of batching.
 
-`daskserve.data.replica.accept_batch` (the classic ``accept_batch``) queues the requests of a replica, on the
-worker's loop. `daskserve.data.batching.decorator` (``batch``) queues calls, on the loop where they are made.
-A queue has no background task that could fail. It acts when an item is added, when a wait is over and when a
-batch has ended. Each item gets a result or an error, whatever user code does.
+`daskserve.data.replica.requests.accept_batch` (the classic ``accept_batch``) queues the requests of a
+replica, on the worker's loop. `daskserve.data.batching.decorator` (``batch``) queues calls, on the loop where
+they are made. A queue has no background task that could fail. It acts when an item is added, when a wait is
+over and when a batch has ended. Each item gets a result or an error, whatever user code does.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Hashable, Sequence
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
-from daskserve.clock import LoopClock
+from daskserve.common.clock import LoopClock
 from daskserve.errors import ServeError
 from daskserve.loops.alarm import Alarm
 from daskserve.payload.packed_errors import raisable

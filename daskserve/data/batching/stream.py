@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Final
 
-from daskserve.clock import LoopClock
+from daskserve.common.clock import LoopClock
 from daskserve.data.batching.results import as_results
 from daskserve.payload.packed_errors import raisable
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import TypeVar
 
+from daskserve.common.types import EndpointTag, described
 from daskserve.context import current_replica
 from daskserve.errors import CALL_FROM, ActorLostError, RequestTimeoutError, ServeError
 from daskserve.payload.packed_errors import PackedError, unpacked
-from daskserve.types import EndpointTag, described
 
 NamedErrorT = TypeVar("NamedErrorT", bound=BaseException)
 

@@ -14,12 +14,12 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from daskserve.amounts import shown
-from daskserve.clock import Clock
-from daskserve.data.replica.servable import Servable
-from daskserve.data.replica.wall import Wall
+from daskserve.common.clock import Clock
+from daskserve.common.formatting import shown
+from daskserve.common.types import short_tag
+from daskserve.data.replica.execution.executor import Wall
+from daskserve.data.replica.user_code.servable import Servable
 from daskserve.errors import UnavailableError
-from daskserve.types import short_tag
 
 logger = logging.getLogger("daskserve.replica")
 

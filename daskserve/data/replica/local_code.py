@@ -9,33 +9,43 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from daskserve.cluster.base import ContextWith
+from daskserve.cluster.protocols.base import ContextWith
+from daskserve.common.types import (
+    Envelope,
+    EnvelopeKind,
+    Payload,
+    ReplicaRank,
+    Standing,
+    as_standing,
+    described,
+    short_tag,
+)
 from daskserve.context import HasLink, PlacementBundle, ReplicaContext, StandingHolder, current_replica
-from daskserve.data.replica.answer import Answer
 from daskserve.data.replica.app_threads import add_threads
-from daskserve.data.replica.autoscaling_stats import AUTOSCALING, autoscaling_figures
-from daskserve.data.replica.batches import ReplicaBatches
-from daskserve.data.replica.call_answer import CallAnswer, call_answer_for
-from daskserve.data.replica.chained_values import filled
-from daskserve.data.replica.class_app import enter_app
-from daskserve.data.replica.construction import (
+from daskserve.data.replica.code_protocol import CLOSE_GRACE_S
+from daskserve.data.replica.errors.log import FailureLog, keep_loggers_enabled, log_error
+from daskserve.data.replica.errors.rules import rule_in
+from daskserve.data.replica.execution.executor import Wall
+from daskserve.data.replica.health import probe_liveness
+from daskserve.data.replica.requests.answer import Answer
+from daskserve.data.replica.requests.batches import ReplicaBatches
+from daskserve.data.replica.requests.calls import CallAnswer, call_answer_for
+from daskserve.data.replica.requests.chained_values import filled
+from daskserve.data.replica.requests.http import HTTPAnswer
+from daskserve.data.replica.requests.serving import LocalAnswer, ServingCode
+from daskserve.data.replica.requests.slots import Slots
+from daskserve.data.replica.user_code.autoscaling_stats import AUTOSCALING, autoscaling_figures
+from daskserve.data.replica.user_code.class_app import enter_app
+from daskserve.data.replica.user_code.construction import (
     LOADING,
     RECONFIGURING,
     Construction,
     Stage,
     destruct,
 )
-from daskserve.data.replica.definitions import is_async, takes_rank
-from daskserve.data.replica.failures import FailureLog, keep_loggers_enabled, log_error
-from daskserve.data.replica.health import probe_liveness
-from daskserve.data.replica.http_answer import HTTPAnswer
-from daskserve.data.replica.recorded_stats import METADATA, ROUTING, StatsRecorder, as_plain
-from daskserve.data.replica.rules import rule_in
-from daskserve.data.replica.servable import Servable, load_definition, run_hook, run_hook_in_thread
-from daskserve.data.replica.serving import LocalAnswer, ServingCode
-from daskserve.data.replica.slots import Slots
-from daskserve.data.replica.user_code import CLOSE_GRACE_S
-from daskserve.data.replica.wall import Wall
+from daskserve.data.replica.user_code.definitions import is_async, takes_rank
+from daskserve.data.replica.user_code.recorded_stats import METADATA, ROUTING, StatsRecorder, as_plain
+from daskserve.data.replica.user_code.servable import Servable, load_definition, run_hook, run_hook_in_thread
 from daskserve.errors import (
     ActorLostError,
     BadRequestError,
@@ -47,19 +57,9 @@ from daskserve.errors import (
 from daskserve.figures.replica import ReplicaFigures
 from daskserve.figures.table import MetricSample
 from daskserve.figures.user import UserSample
+from daskserve.options.start_messages import ReplicaStart, read_config
 from daskserve.payload.packed_errors import PackedError, known_of, packed_here
 from daskserve.payload.parcels import Parcel
-from daskserve.starts import ReplicaStart, read_config
-from daskserve.types import (
-    Envelope,
-    EnvelopeKind,
-    Payload,
-    ReplicaRank,
-    Standing,
-    as_standing,
-    described,
-    short_tag,
-)
 
 logger = logging.getLogger("daskserve.replica")
 
@@ -74,7 +74,7 @@ async def parts_of(start: ReplicaStart, cluster: HasLink) -> Sequence[Any]:
 
 
 class LocalCode:
-    """A `daskserve.data.replica.user_code.UserCode` that runs behind a wall in this process."""
+    """A `daskserve.data.replica.code_protocol.UserCode` that runs behind a wall in this process."""
 
     loss = ""
     is_leaving = False

@@ -7,7 +7,8 @@ A replica lives on the worker's loop and consists of:
 - `ReplicaFigures`: its metrics;
 - a `UserCode`: the code itself, in this process (`LocalCode`) or in a child process (`ChildCode`).
 
-Each request is a `daskserve.data.replica.answer.Answer`, which holds a slot until its user code has ended.
+Each request is a `daskserve.data.replica.requests.answer.Answer`, which holds a slot until its user code has
+ended.
 """
 
 from __future__ import annotations
@@ -17,25 +18,25 @@ import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
-from daskserve.clock import stopwatch
-from daskserve.cluster.base import ContextWith, verb, verbs_of
+from daskserve.cluster.protocols.base import ContextWith, verb, verbs_of
+from daskserve.common.clock import stopwatch
+from daskserve.common.types import Envelope, Load, OnAnswer, Receive, Send, as_standing, short_tag
 from daskserve.context import HasLink
-from daskserve.data.replica.callers import TasklessCaller, carry
-from daskserve.data.replica.construction import RECONFIGURING
+from daskserve.data.replica.code_protocol import CLOSE_GRACE_S, UserCode
 from daskserve.data.replica.health import HealthWatch
 from daskserve.data.replica.local_code import LocalCode
-from daskserve.data.replica.user_code import CLOSE_GRACE_S, UserCode
+from daskserve.data.replica.requests.responders import TasklessCaller, carry
+from daskserve.data.replica.user_code.construction import RECONFIGURING
 from daskserve.figures.replica import ReplicaFigures
 from daskserve.figures.table import MetricSample
 from daskserve.figures.user import UserSample
-from daskserve.starts import ReplicaStart, read_config
-from daskserve.types import Envelope, Load, OnAnswer, Receive, Send, as_standing, short_tag
+from daskserve.options.start_messages import ReplicaStart, read_config
 
 logger = logging.getLogger("daskserve.replica")
 
 
 class Replica:
-    """The `daskserve.cluster.base.Hosted` that runs user code.
+    """The `daskserve.cluster.protocols.base.Hosted` that runs user code.
 
     Parameters
     ----------
@@ -77,7 +78,10 @@ class Replica:
         )
 
     def stage(self) -> tuple[str, float]:
-        """Return what the start does now, and since when; see `daskserve.cluster.actor_book.ReportsStart`."""
+        """Return what the start does now, and since when.
+
+        See `daskserve.cluster.actors.registry.ReportsStart`.
+        """
         return self._code.stage.doing, self._code.stage_since
 
     async def start(self) -> Mapping[str, Any]:
@@ -103,7 +107,7 @@ class Replica:
     # ---- requests
 
     def handle(self, envelope: Envelope, receive: Receive, send: Send) -> Coroutine[Any, Any, Load]:
-        """Answer one request with user code; see `daskserve.data.replica.callers.carry`."""
+        """Answer one request with user code; see `daskserve.data.replica.requests.responders.carry`."""
         return carry(self._code.answer(envelope), receive, send, self._context.clock)
 
     def handle_nowait(self, envelope: Envelope, on_answer: OnAnswer) -> Callable[[], None] | None:
@@ -139,7 +143,7 @@ class Replica:
         Parameters
         ----------
         config
-            The options of the backend, as `daskserve.starts.dump_config` returns them.
+            The options of the backend, as `daskserve.options.start_messages.dump_config` returns them.
         standing
             The replica's rank, and how many replicas are wanted.
         patience_s

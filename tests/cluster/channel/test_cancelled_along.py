@@ -7,12 +7,12 @@ from typing import Any, cast
 
 import pytest
 
-from daskserve.clock import LoopClock
-from daskserve.cluster.base import Cluster
 from daskserve.cluster.channel.pool import ChannelPool
 from daskserve.cluster.long_poll import LongPollClient
+from daskserve.cluster.protocols.base import Cluster
+from daskserve.common.clock import LoopClock
+from daskserve.common.types import ActorAddress, Envelope, EnvelopeKind
 from daskserve.errors import ActorLostError, UnavailableError
-from daskserve.types import ActorAddress, Envelope, EnvelopeKind
 
 ADDRESS = ActorAddress("an-instance/replica/b#AAAAAA", "tcp://there", 1)
 

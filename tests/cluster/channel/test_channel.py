@@ -10,13 +10,10 @@ from typing import Any
 import pytest
 
 from daskserve.cluster.channel.channel import WINDOW_BYTES, Channel
-from daskserve.cluster.channel.comm_transport import CommTransport
-from daskserve.cluster.channel.dialling import READY
+from daskserve.cluster.channel.connect.comm_transport import CommTransport
+from daskserve.cluster.channel.connect.dialling import READY
 from daskserve.cluster.channel.pool import ChannelPool
-from daskserve.errors import ActorLostError, BadRequestError, RequestTimeoutError
-from daskserve.payload.pickling import MESSAGE_BYTES
-from daskserve.testing import run_virtual
-from daskserve.types import (
+from daskserve.common.types import (
     ActorAddress,
     Envelope,
     EnvelopeKind,
@@ -27,6 +24,9 @@ from daskserve.types import (
     Receive,
     Send,
 )
+from daskserve.errors import ActorLostError, BadRequestError, RequestTimeoutError
+from daskserve.payload.pickling import MESSAGE_BYTES
+from daskserve.testing import run_virtual
 
 ADDRESS = ActorAddress("local/replica/b#AAAAAA", "there", 1)
 HTTP = Envelope(EnvelopeKind.HTTP, {"type": "http"})

@@ -11,9 +11,9 @@ import pytest
 
 from daskserve.cluster.channel.channel import Channel
 from daskserve.cluster.channel.pool import ChannelPool
-from daskserve.cluster.channel.transport import SocketTransport, Transport
+from daskserve.cluster.channel.wire.transport import SocketTransport, Transport
+from daskserve.common.types import ActorAddress, Envelope, EnvelopeKind, Load, Message, Receive, Send
 from daskserve.errors import ActorLostError
-from daskserve.types import ActorAddress, Envelope, EnvelopeKind, Load, Message, Receive, Send
 
 ADDRESS = ActorAddress("a", "tcp://there", 1)
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from distributed.comm import connect, listen
 
-from daskserve.cluster.channel.comm_transport import CommTransport
-from daskserve.cluster.channel.parts import OutOfBand
+from daskserve.cluster.channel.connect.comm_transport import CommTransport
+from daskserve.cluster.channel.wire.parts import OutOfBand
 from daskserve.testing import wait_until
 
 

@@ -9,15 +9,15 @@ import dask
 import pytest
 from wires import connected
 
-from daskserve import settings
-from daskserve.clock import LoopClock
-from daskserve.cluster.channel.comm_transport import CommTransport
-from daskserve.cluster.channel.dialling import CHANNEL_OP, READY, SPLICE_OP, Dialler, RouteMemory
-from daskserve.cluster.channel.handshake import Admission, StrangerError
-from daskserve.cluster.channel.keyring import ChannelSecret, Keyring
+from daskserve.cluster.channel.connect.comm_transport import CommTransport
+from daskserve.cluster.channel.connect.dialling import CHANNEL_OP, READY, SPLICE_OP, Dialler, RouteMemory
+from daskserve.cluster.channel.connect.handshake import Admission, StrangerError
+from daskserve.cluster.channel.connect.keyring import ChannelSecret, Keyring
+from daskserve.common import settings
+from daskserve.common.clock import LoopClock
+from daskserve.common.settings import ChannelSettings
 from daskserve.errors import ActorLostError, NotRunningError
 from daskserve.payload.packed_errors import dump_error
-from daskserve.settings import ChannelSettings
 from daskserve.testing import run_virtual
 
 pytestmark = pytest.mark.smoke

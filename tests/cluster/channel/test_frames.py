@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from daskserve.cluster.channel.frames import PART_BYTES, in_parts, is_last
+from daskserve.cluster.channel.wire.frames import PART_BYTES, in_parts, is_last
 
 
 @pytest.mark.parametrize("more_body", [False, True])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from wires import MemoryWire, connected
 
-from daskserve.cluster.channel.handshake import (
+from daskserve.cluster.channel.connect.handshake import (
     ANSWER_BYTES,
     CHALLENGE_BYTES,
     HELLO_BYTES,
@@ -23,7 +23,7 @@ from daskserve.cluster.channel.handshake import (
     introduce,
     relay,
 )
-from daskserve.cluster.channel.keyring import MAX_SECRETS, ChannelSecret, Keyring
+from daskserve.cluster.channel.connect.keyring import MAX_SECRETS, ChannelSecret, Keyring
 from daskserve.testing import run_virtual
 
 SECRET, OTHER = ChannelSecret(), ChannelSecret()

@@ -12,10 +12,8 @@ import pytest
 
 from daskserve.cluster.channel.channel import Channel
 from daskserve.cluster.channel.kept import KeptAnswers
-from daskserve.cluster.channel.transport import SocketTransport
-from daskserve.errors import UnavailableError
-from daskserve.testing import wait_until
-from daskserve.types import (
+from daskserve.cluster.channel.wire.transport import SocketTransport
+from daskserve.common.types import (
     KEPT_BYTES,
     ActorAddress,
     Envelope,
@@ -30,6 +28,8 @@ from daskserve.types import (
     Send,
     nothing_to_receive,
 )
+from daskserve.errors import UnavailableError
+from daskserve.testing import wait_until
 
 ADDRESS = ActorAddress("a", "there", 1)
 LARGE = Payload(bytes(KEPT_BYTES))

@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 
-from daskserve.cluster.channel.keyring import MAX_SECRETS, ChannelSecret, Keyring
+from daskserve.cluster.channel.connect.keyring import MAX_SECRETS, ChannelSecret, Keyring
 
 
 def test_a_secret_shows_in_no_repr_and_no_error() -> None:

@@ -12,15 +12,13 @@ from typing import Any, cast
 
 import pytest
 
-from daskserve.cluster.channel import frames
 from daskserve.cluster.channel.channel import Channel, DispatchNowait, _open_frame
-from daskserve.cluster.channel.outbox import MAX_WORK
 from daskserve.cluster.channel.pool import ChannelPool
 from daskserve.cluster.channel.streams import WINDOW_BYTES
-from daskserve.cluster.channel.transport import SocketTransport
-from daskserve.errors import ActorLostError, BadRequestError
-from daskserve.loops.hops import Hop, Landing
-from daskserve.types import (
+from daskserve.cluster.channel.wire import frames
+from daskserve.cluster.channel.wire.outbox import MAX_WORK
+from daskserve.cluster.channel.wire.transport import SocketTransport
+from daskserve.common.types import (
     ActorAddress,
     Envelope,
     EnvelopeKind,
@@ -32,6 +30,8 @@ from daskserve.types import (
     Receive,
     Send,
 )
+from daskserve.errors import ActorLostError, BadRequestError
+from daskserve.loops.hops import Hop, Landing
 
 DEADLINE_S = 10.0
 ADDRESS = ActorAddress("local/replica/b#AAAAAA", "there", 1)
@@ -515,7 +515,7 @@ def test_a_lost_connection_cancels_all_its_taskless_answers() -> None:
 
 
 class Remainder:
-    """A `daskserve.types.Rest` under the control of the test."""
+    """A `daskserve.common.types.Rest` under the control of the test."""
 
     def __init__(self) -> None:
         self.may_end = asyncio.Event()

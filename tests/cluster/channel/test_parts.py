@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daskserve.cluster.channel import parts
-from daskserve.cluster.channel.parts import (
+from daskserve.cluster.channel.wire import parts
+from daskserve.cluster.channel.wire.parts import (
     BUFFER_BYTES,
     HEAD,
     LARGE_BYTES,

@@ -10,11 +10,9 @@ import pytest
 
 from daskserve.cluster.channel.kept import KeptAnswers
 from daskserve.cluster.channel.pool import RETIRED_S, ChannelPool
-from daskserve.cluster.channel.transport import Transport
+from daskserve.cluster.channel.wire.transport import Transport
 from daskserve.cluster.local.transport import connect
-from daskserve.errors import ActorLostError
-from daskserve.testing import run_virtual
-from daskserve.types import (
+from daskserve.common.types import (
     KEPT_BYTES,
     ActorAddress,
     Envelope,
@@ -28,6 +26,8 @@ from daskserve.types import (
     Send,
     nothing_to_receive,
 )
+from daskserve.errors import ActorLostError
+from daskserve.testing import run_virtual
 
 WORKER = "tcp://10.0.0.2:4000"
 ACTOR = ActorAddress("i/replica/b#A", WORKER, 1)

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from open_segments import open_segments
 
-from daskserve.cluster.channel import segments as module
-from daskserve.cluster.channel.segments import HAS_SEGMENTS, MemorySegment, Segments, mapping_under
+from daskserve.cluster.channel.wire import segments as module
+from daskserve.cluster.channel.wire.segments import HAS_SEGMENTS, MemorySegment, Segments, mapping_under
 
 np = pytest.importorskip("numpy")
 pytestmark = [

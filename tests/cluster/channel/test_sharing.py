@@ -14,13 +14,19 @@ from typing import Any
 import pytest
 from open_segments import open_segments
 
-from daskserve.cluster.channel import sharing
-from daskserve.cluster.channel.frames import MEMORY
-from daskserve.cluster.channel.parts import OutOfBand
-from daskserve.cluster.channel.segments import HAS_SEGMENTS, Mapping, MemorySegment, Segments, mapping_under
-from daskserve.cluster.channel.transport import SocketTransport
+from daskserve.cluster.channel.wire import sharing
+from daskserve.cluster.channel.wire.frames import MEMORY
+from daskserve.cluster.channel.wire.parts import OutOfBand
+from daskserve.cluster.channel.wire.segments import (
+    HAS_SEGMENTS,
+    Mapping,
+    MemorySegment,
+    Segments,
+    mapping_under,
+)
+from daskserve.cluster.channel.wire.transport import SocketTransport
+from daskserve.common.types import SHARED_BYTES
 from daskserve.loops.event_loop import new_event_loop
-from daskserve.types import SHARED_BYTES
 
 pytestmark = [
     pytest.mark.skipif(not HAS_SEGMENTS, reason="this system has no anonymous files"),

@@ -17,15 +17,15 @@ from distributed import Security
 from distributed.comm import connect, listen
 from distributed.protocol import to_serialize
 
-from daskserve.cluster.channel.comm_transport import StreamWire
-from daskserve.cluster.channel.dialling import CHANNEL_OP, READY, dial_worker
-from daskserve.cluster.channel.handshake import HELLO_BYTES, StrangerError
-from daskserve.cluster.channel.keyring import ChannelSecret, Keyring
-from daskserve.cluster.channel.parts import HEAD, SIZE
+from daskserve.cluster.channel.connect.comm_transport import StreamWire
+from daskserve.cluster.channel.connect.dialling import CHANNEL_OP, READY, dial_worker
+from daskserve.cluster.channel.connect.handshake import HELLO_BYTES, StrangerError
+from daskserve.cluster.channel.connect.keyring import ChannelSecret, Keyring
 from daskserve.cluster.channel.pool import ChannelPool
-from daskserve.cluster.channel.transport import MAGIC
+from daskserve.cluster.channel.wire.parts import HEAD, SIZE
+from daskserve.cluster.channel.wire.transport import MAGIC
 from daskserve.cluster.distributed_internals import stream_of
-from daskserve.types import (
+from daskserve.common.types import (
     ActorAddress,
     Envelope,
     EnvelopeKind,

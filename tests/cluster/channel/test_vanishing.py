@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from daskserve.cluster.channel import vanishing
-from daskserve.cluster.channel.vanishing import PeerWatch, Silence
+from daskserve.cluster.channel.connect import vanishing
+from daskserve.cluster.channel.connect.vanishing import PeerWatch, Silence
 
 DEADLINE_S = 10
 

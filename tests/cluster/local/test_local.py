@@ -9,24 +9,12 @@ from typing import Any
 
 import pytest
 
-from daskserve.cluster.actor_calls import host_of
-from daskserve.cluster.base import ActorContext, ActorSpec, Cluster, StoreChange, verb, verbs_of
+from daskserve.cluster.actors.calls import host_of
 from daskserve.cluster.local.cluster import LocalCluster, deliver_at_once
 from daskserve.cluster.local.process import LocalProcess
+from daskserve.cluster.protocols.base import ActorContext, ActorSpec, Cluster, StoreChange, verb, verbs_of
 from daskserve.cluster.store.opening import MemoryStore
-from daskserve.errors import (
-    ActorLostError,
-    AlreadyRunningError,
-    BadRequestError,
-    InstanceError,
-    NotRunningError,
-    ReplicaStartError,
-    StaleEpochError,
-    UnavailableError,
-)
-from daskserve.figures.table import MetricSample
-from daskserve.testing import run_virtual, wait_until
-from daskserve.types import (
+from daskserve.common.types import (
     ActorAddress,
     ActorKind,
     Envelope,
@@ -39,6 +27,18 @@ from daskserve.types import (
     UseReport,
     WorkerInfo,
 )
+from daskserve.errors import (
+    ActorLostError,
+    AlreadyRunningError,
+    BadRequestError,
+    InstanceError,
+    NotRunningError,
+    ReplicaStartError,
+    StaleEpochError,
+    UnavailableError,
+)
+from daskserve.figures.table import MetricSample
+from daskserve.testing import run_virtual, wait_until
 
 W1, W2 = "local://worker-1", "local://worker-2"
 

@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from daskserve.clock import LoopClock
-from daskserve.cluster.channel.frames import OUT_OF_BAND_BYTES
-from daskserve.cluster.channel.parts import OutOfBand
+from daskserve.cluster.channel.wire.frames import OUT_OF_BAND_BYTES
+from daskserve.cluster.channel.wire.parts import OutOfBand
 from daskserve.cluster.local.run_state import RunState
 from daskserve.cluster.local.transport import MemoryTransport, connect
+from daskserve.common.clock import LoopClock
 from daskserve.testing import run_virtual
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from daskserve.cluster.scheduler.capacity import ADAPTIVE_S, REQUEST_WAIT_S, Capacity
 from daskserve.cluster.scheduler.hosts import HOST_KEY
+from daskserve.common.types import UseReport
 from daskserve.testing import run_virtual
-from daskserve.types import UseReport
 
 W1, W2 = "tcp://w1", "tcp://w2"
 

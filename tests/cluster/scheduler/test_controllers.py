@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 
-from daskserve.clock import LoopClock
-from daskserve.cluster.actor_book import ActorBook
-from daskserve.cluster.base import ActorSpec, Hosted, verb, verbs_of
+from daskserve.cluster.actors.registry import ActorBook
+from daskserve.cluster.protocols.base import ActorSpec, Hosted, verb, verbs_of
+from daskserve.cluster.protocols.stores import Hold
 from daskserve.cluster.scheduler.controllers import ControllerKeeper, Instance, best_worker
 from daskserve.cluster.scheduler.holding import HeldStore
 from daskserve.cluster.store.opening import MemoryStore, open_store
-from daskserve.cluster.stores import Hold
+from daskserve.common.clock import LoopClock
+from daskserve.common.types import ActorAddress, ActorKind, WorkerAddress
 from daskserve.errors import ActorLostError
 from daskserve.loops.tasks import TaskSet
 from daskserve.testing import run_virtual, wait_until
-from daskserve.types import ActorAddress, ActorKind, WorkerAddress
 
 
 class Controller:

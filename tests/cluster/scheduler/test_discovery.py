@@ -17,8 +17,14 @@ from tornado.simple_httpclient import SimpleAsyncHTTPClient
 from tornado.testing import bind_unused_port
 from tornado.web import RequestHandler
 
-from daskserve.cluster.scheduler.discovery import Targets, metrics_path, one_per_process, reachable, target
-from daskserve.cluster.scheduler.site_guard import SiteGuard
+from daskserve.cluster.scheduler.http.discovery import (
+    Targets,
+    metrics_path,
+    one_per_process,
+    reachable,
+    target,
+)
+from daskserve.cluster.scheduler.http.site_guard import SiteGuard
 
 CONNECTION: Any = SimpleNamespace(context=None)
 

@@ -9,9 +9,9 @@ from typing import Any
 from daskserve.cluster.scheduler.controllers import Instance
 from daskserve.cluster.scheduler.drains import ANSWER_S, DRAINED_S, Drains
 from daskserve.cluster.store.opening import MemoryStore
+from daskserve.common.types import ActorAddress
 from daskserve.loops.tasks import TaskSet
 from daskserve.testing import run_virtual
-from daskserve.types import ActorAddress
 
 SLOWEST_S = 12.0
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from daskserve.cluster.scheduler.evacuation import EVACUATION_S, REPLACING_SHARE, Evacuations
+from daskserve.common.types import Leave
 from daskserve.testing import run_virtual
-from daskserve.types import Leave
 
 
 class Cluster:

@@ -20,10 +20,10 @@ from store_harness import (
     place,
 )
 
-from daskserve.clock import LoopClock
+from daskserve.cluster.protocols.stores import TURNS, Claim, Hold, StoreChange, Turn, turned
 from daskserve.cluster.scheduler.holding import PATIENCE_S, HeldStore, holding
 from daskserve.cluster.store.opening import MemoryStore
-from daskserve.cluster.stores import TURNS, Claim, Hold, StoreChange, Turn, turned
+from daskserve.common.clock import LoopClock
 from daskserve.errors import StaleEpochError, StoreTakenError, UnavailableError
 
 OWN = ("replica/", "proxy/")

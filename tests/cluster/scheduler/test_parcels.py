@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from daskserve.cluster import parcel_memory
-from daskserve.cluster.base import InstanceStore, StoreChange
-from daskserve.cluster.channel.segments import HAS_SEGMENTS
+from daskserve.cluster.channel.wire.segments import HAS_SEGMENTS
 from daskserve.cluster.parcel_memory import PIECE_BYTES, ParcelCarrier, ParcelMemory
+from daskserve.cluster.protocols.base import InstanceStore, StoreChange
 from daskserve.cluster.scheduler import parcels as module
 from daskserve.cluster.scheduler.parcels import InstanceParcels, parcel_verbs
 from daskserve.cluster.store.opening import open_store

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from daskserve.cluster.base import StoreChange
+from daskserve.cluster.protocols.base import StoreChange
 from daskserve.cluster.scheduler.controllers import Instance
-from daskserve.cluster.scheduler.returns import KNOWN_S, UNKNOWN_S, KnownInstance, Returns, restore
+from daskserve.cluster.scheduler.reconnect import KNOWN_S, UNKNOWN_S, KnownInstance, Returns, restore
 from daskserve.cluster.store.opening import open_store
 from daskserve.errors import InstanceError
 from daskserve.loops.tasks import TaskSet

@@ -17,13 +17,13 @@ from tornado.simple_httpclient import SimpleAsyncHTTPClient
 from tornado.testing import bind_unused_port
 from tornado.web import RequestHandler
 
-from daskserve.cluster.scheduler import scale_route
 from daskserve.cluster.scheduler.controllers import Instance
-from daskserve.cluster.scheduler.scale_route import MAX_BODY_BYTES, ScaleRoute
-from daskserve.cluster.scheduler.site_guard import SiteGuard
+from daskserve.cluster.scheduler.http import scale_route
+from daskserve.cluster.scheduler.http.scale_route import MAX_BODY_BYTES, ScaleRoute
+from daskserve.cluster.scheduler.http.site_guard import SiteGuard
 from daskserve.cluster.store.errors import StoreUnavailableError
+from daskserve.common.types import ActorAddress
 from daskserve.errors import ActorLostError, ExternalScalerDisabledError, NotFoundError, StaleEpochError
-from daskserve.types import ActorAddress
 
 Answer = Callable[[int], Awaitable[Any]]
 GOOD = json.dumps({"target_num_replicas": 3}).encode()

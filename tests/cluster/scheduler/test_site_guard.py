@@ -10,7 +10,7 @@ import dask
 import pytest
 from tornado.httputil import HTTPHeaders, HTTPServerRequest, RequestStartLine
 
-from daskserve.cluster.scheduler.site_guard import SiteGuard
+from daskserve.cluster.scheduler.http.site_guard import SiteGuard
 
 SCHEDULER: Any = SimpleNamespace(address="tls://Scheduler.Example.org:8786")
 CONNECTION: Any = SimpleNamespace(context=None)

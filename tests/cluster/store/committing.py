@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from daskserve.cluster.base import StoreChange
+from daskserve.cluster.protocols.base import StoreChange
 from daskserve.cluster.store import journal as store_journal
 from daskserve.cluster.store.opening import open_store
 

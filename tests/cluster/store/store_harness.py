@@ -10,7 +10,7 @@ from typing import Any, ClassVar, TypeVar
 from fsspec import AbstractFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
-from daskserve.cluster.base import InstanceStore, StoreChange
+from daskserve.cluster.protocols.base import InstanceStore, StoreChange
 from daskserve.cluster.store.folders import Folder, LocalFolder, RemoteFolder
 from daskserve.cluster.store.fsspec import FsspecStore, folder_of
 from daskserve.cluster.store.journal import Position

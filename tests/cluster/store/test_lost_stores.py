@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from store_harness import DURABLE, MakeStore, commit, compact, make_bucket, opened, place, remote, threaded
 
-from daskserve.cluster.base import InstanceStore, StoreChange
+from daskserve.cluster.protocols.base import InstanceStore, StoreChange
 from daskserve.cluster.store.opening import StoreError, open_store
 from daskserve.errors import StaleEpochError, StoreLostError
 

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from store_harness import DURABLE, MakeStore, commit, compact, opened, place
 
-from daskserve.cluster.base import StoreChange
+from daskserve.cluster.protocols.base import StoreChange
 from daskserve.cluster.store.opening import MemoryStore, open_store
 from daskserve.errors import BadRequestError, ClosedError, StaleEpochError, UnavailableError
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from store_harness import commit, compact, opened
 
-from daskserve.cluster.base import StoreChange
+from daskserve.cluster.protocols.base import StoreChange
 from daskserve.cluster.store.access import create_empty
 from daskserve.cluster.store.folders import LocalFolder
 from daskserve.cluster.store.opening import open_store

@@ -16,7 +16,7 @@ import pytest
 from store_harness import commit, in_thread, opened
 from test_store_killed import commit_until_killed
 
-from daskserve.cluster.base import InstanceStore, StoreChange
+from daskserve.cluster.protocols.base import InstanceStore, StoreChange
 from daskserve.cluster.store import sqlite as store_sqlite
 from daskserve.cluster.store import sqlite_log
 from daskserve.cluster.store.errors import StoreError, StoreIncompleteError

@@ -28,7 +28,7 @@ from store_harness import (
     threaded,
 )
 
-from daskserve.cluster.base import StoreChange
+from daskserve.cluster.protocols.base import StoreChange
 from daskserve.cluster.store import fsspec as store_fsspec
 from daskserve.cluster.store import journal as store_journal
 from daskserve.cluster.store.folders import Folder

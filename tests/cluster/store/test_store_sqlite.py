@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from store_harness import commit, in_thread, opened
 
-from daskserve.cluster.base import InstanceStore, StoreChange
+from daskserve.cluster.protocols.base import InstanceStore, StoreChange
 from daskserve.cluster.store import sqlite as store_sqlite
 from daskserve.cluster.store.opening import StoreError, StoreFormatError, StoreUnavailableError, open_store
 from daskserve.cluster.store.sqlite import SqliteStore

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from daskserve.clock import LoopClock
-from daskserve.cluster.actor_book import ActorBook
-from daskserve.cluster.base import EPOCH_BITS, ActorSpec, Hosted, verb, verbs_of
+from daskserve.cluster.actors.registry import ActorBook
 from daskserve.cluster.distributed_internals import Fate
-from daskserve.cluster.worker import outage
-from daskserve.cluster.worker.outage import DRAIN_S, Outage
+from daskserve.cluster.protocols.base import EPOCH_BITS, ActorSpec, Hosted, verb, verbs_of
+from daskserve.cluster.worker import reconnect as outage
+from daskserve.cluster.worker.reconnect import DRAIN_S, Outage
+from daskserve.common.clock import LoopClock
+from daskserve.common.types import ActorKind
 from daskserve.errors import UnavailableError
 from daskserve.testing import run_virtual
-from daskserve.types import ActorKind
 
 GRACE_S = 60.0
 LEFT = {"workers": ["here"], "epoch": 4, "records": {"backend/b": b"..."}}

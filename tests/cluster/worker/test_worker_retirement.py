@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from daskserve.clock import LoopClock
 from daskserve.cluster.worker.retirement import ANSWER_S, EXIT_SHARE, NEWS_S, Retirement
+from daskserve.common.clock import LoopClock
+from daskserve.common.types import Leave
 from daskserve.testing import run_virtual
-from daskserve.types import Leave
 
 
 class Bench:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import daskserve as serve
-from daskserve.client.local import loop_in_thread
+from daskserve.client.functions.local import loop_in_thread
 from daskserve.testing import _instance_on
 
 #: Speed of the clock: fast enough for short tests, slow enough that health checks pass on a busy machine.

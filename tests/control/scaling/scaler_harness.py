@@ -9,12 +9,12 @@ from typing import Any
 
 from control_harness import backend
 
-from daskserve.clock import LoopClock
-from daskserve.control.observed import Observed, Scaling
-from daskserve.control.records import BackendRecord
-from daskserve.control.scaled import carried_over
+from daskserve.common.clock import LoopClock
+from daskserve.control.observed.observed import Observed, Scaling
+from daskserve.control.records.records import BackendRecord
+from daskserve.control.records.state import State
+from daskserve.control.scaling.recorded import carried_over
 from daskserve.control.scaling.scaler import Scaler
-from daskserve.control.state import State
 
 QUICK: Mapping[str, Any] = {
     "min_replicas": 0,

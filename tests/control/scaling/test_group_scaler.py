@@ -18,7 +18,7 @@ from scaler_harness import QUICK, Desk, attended
 
 from daskserve.autoscaling import AutoscalingContext, Decision
 from daskserve.autoscaling.groups import checked_decisions
-from daskserve.client.explanation import Explanation
+from daskserve.client.views.explanation import Explanation
 from daskserve.control.scaling import policy_calls
 from daskserve.control.scaling.policy_calls import POLICY_RETRY_S
 from daskserve.options.autoscaling import AutoscalingConfig

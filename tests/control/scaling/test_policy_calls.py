@@ -18,7 +18,7 @@ import pytest
 from scaler_harness import Desk, attended
 
 from daskserve.autoscaling import AutoscalingContext
-from daskserve.clock import LoopClock
+from daskserve.common.clock import LoopClock
 from daskserve.control.scaling import policy_calls
 from daskserve.control.scaling.importing import REMEDY
 from daskserve.control.scaling.policy_calls import POLICY_RETRY_S
@@ -209,7 +209,7 @@ def test_hanging_policies_take_no_thread_from_others(policies: Any) -> None:
 def test_a_hanging_policy_does_not_keep_the_process_from_ending() -> None:
     program = """
 import asyncio, threading
-from daskserve.clock import LoopClock
+from daskserve.common.clock import LoopClock
 from daskserve.control.scaling import policy_calls
 from daskserve.control.scaling.importing import REMEDY
 policy_calls.ANSWER_TIMEOUT_S = 0.05

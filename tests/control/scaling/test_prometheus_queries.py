@@ -12,7 +12,7 @@ from tornado.httpserver import HTTPServer
 from tornado.testing import bind_unused_port
 from tornado.web import Application, RequestHandler
 
-from daskserve.clock import LoopClock
+from daskserve.common.clock import LoopClock
 from daskserve.control.scaling.fetching import HTTPFetcher
 from daskserve.control.scaling.prometheus import PrometheusQueries, value_of
 from daskserve.testing import run_virtual

@@ -12,15 +12,15 @@ from control_harness import backend
 from controller_harness import ScriptedReplica, Stage, play
 
 from daskserve.autoscaling import AutoscalingContext
-from daskserve.client.explanation import Explanation
-from daskserve.clock import LoopClock
-from daskserve.control.loads import STALE_S
-from daskserve.control.observed import Observed
-from daskserve.control.records import BackendRecord
-from daskserve.control.scaled import carried_over
+from daskserve.client.views.explanation import Explanation
+from daskserve.common.clock import LoopClock
+from daskserve.control.observed.loads import STALE_S
+from daskserve.control.observed.observed import Observed
+from daskserve.control.records.records import BackendRecord
+from daskserve.control.records.state import State
 from daskserve.control.scaling import policy_calls
+from daskserve.control.scaling.recorded import carried_over
 from daskserve.control.scaling.scaler import Scaler
-from daskserve.control.state import State
 from daskserve.errors import BadRequestError, NotFoundError, ReplicaStartError
 from daskserve.payload.pickling import dump_bytes
 from daskserve.testing import wait_until

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from daskserve.common.types import Reach, WorkerAddress
 from daskserve.errors import ActorLostError
-from daskserve.types import Reach, WorkerAddress
 
 
 class ScriptedRoutes:

@@ -16,9 +16,9 @@ from starlette.requests import ClientDisconnect, Request
 
 import daskserve as serve
 from daskserve.client.client import Client
+from daskserve.common.types import KEPT_BYTES, KeptPayload
 from daskserve.errors import PassedResponseError, RemoteTraceback, RequestCancelledError, UnavailableError
 from daskserve.testing import local_instance
-from daskserve.types import KEPT_BYTES, KeptPayload
 
 LARGE = 2 * KEPT_BYTES
 DEADLINE_S = 20.0

@@ -12,13 +12,14 @@ from typing import Any, cast
 import pytest
 from scripted_routes import ScriptedRoutes
 
-from daskserve.clock import LoopClock
-from daskserve.cluster.base import Cluster
 from daskserve.cluster.long_poll import LongPollClient
-from daskserve.data.caller.handle import Handle
-from daskserve.data.caller.replica_set import UNREACHABLE_BACKOFF_S
-from daskserve.data.caller.response import Response
-from daskserve.data.caller.router import Routers
+from daskserve.cluster.protocols.base import Cluster
+from daskserve.common.clock import LoopClock
+from daskserve.common.types import ActorAddress, Envelope, Load, Message, OnAnswer, Receive, Send
+from daskserve.data.caller.calls.handle import Handle
+from daskserve.data.caller.calls.response import Response
+from daskserve.data.caller.routing.replica_set import UNREACHABLE_BACKOFF_S
+from daskserve.data.caller.routing.router import Routers
 from daskserve.errors import (
     ActorLostError,
     RemoteTraceback,
@@ -31,7 +32,6 @@ from daskserve.loops.hops import Hops
 from daskserve.payload.packed_errors import pack_now
 from daskserve.payload.pickling import dump
 from daskserve.testing import run_virtual
-from daskserve.types import ActorAddress, Envelope, Load, Message, OnAnswer, Receive, Send
 
 
 class Asked:
@@ -278,7 +278,7 @@ def test_the_duration_of_a_call_starts_at_its_first_replica(monkeypatch: pytest.
         return asyncio.get_running_loop().time()
 
     for module in ("handle", "preparing", "direct_call"):
-        monkeypatch.setattr(f"daskserve.data.caller.{module}.stopwatch", shown)
+        monkeypatch.setattr(f"daskserve.data.caller.calls.{module}.stopwatch", shown)
 
     async def scenario(process: Process) -> None:
         response = process.handle("r1", "r2").remote()

@@ -10,14 +10,14 @@ from typing import Any, cast
 import pytest
 from scripted_routes import ScriptedRoutes
 
-from daskserve.clock import LoopClock
-from daskserve.cluster.base import Cluster
 from daskserve.cluster.long_poll import LongPollClient
-from daskserve.data.caller.load_reports import GATHER_S, PERIOD_S, STARVING_PERIOD_S, LoadReports
-from daskserve.data.caller.router import Routers
+from daskserve.cluster.protocols.base import Cluster
+from daskserve.common.clock import LoopClock
+from daskserve.common.types import ActorAddress, Envelope, EnvelopeKind, Load, Message
+from daskserve.data.caller.routing.load_reports import GATHER_S, PERIOD_S, STARVING_PERIOD_S, LoadReports
+from daskserve.data.caller.routing.router import Routers
 from daskserve.errors import NotRunningError, ReplicaBusyError, UnavailableError
 from daskserve.testing import run_virtual
-from daskserve.types import ActorAddress, Envelope, EnvelopeKind, Load, Message
 
 
 @dataclass

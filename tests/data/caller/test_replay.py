@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from daskserve.data.caller.replay import KEPT_BYTES, MAX_REPEATS, Replay
-from daskserve.types import Envelope, EnvelopeKind, Message
+from daskserve.common.types import Envelope, EnvelopeKind, Message
+from daskserve.data.caller.routing.replay import KEPT_BYTES, MAX_REPEATS, Replay
 
 
 def body(data: bytes, more: bool = False) -> Message:

@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daskserve.data.caller.roster import (
+from daskserve.common.types import ActorAddress, Load, Reach
+from daskserve.data.caller.routing.replica_pool import (
     BUSY_BACKOFF_S,
     HOP_S,
     LOCAL_FACTOR,
@@ -22,7 +23,6 @@ from daskserve.data.caller.roster import (
     ReplicaEntry,
     Roster,
 )
-from daskserve.types import ActorAddress, Load, Reach
 
 HERE = "here"
 

@@ -13,17 +13,34 @@ from typing import Any, cast
 import pytest
 from scripted_routes import ScriptedRoutes
 
-from daskserve.clock import LoopClock
-from daskserve.cluster.base import Cluster
 from daskserve.cluster.long_poll import LongPollClient
-from daskserve.data.caller.contact import CHECK_S, CONTROLLER_S
-from daskserve.data.caller.learning import Learning
-from daskserve.data.caller.queued_request import MIN_PATIENCE_S, PATIENCE_S
-from daskserve.data.caller.replay import KEPT_BYTES
-from daskserve.data.caller.replica_set import DISCONNECTED_BACKOFF_S, UNREACHABLE_BACKOFF_S, ReplicaSet
-from daskserve.data.caller.roster import BUSY_BACKOFF_S, REPORT_S
-from daskserve.data.caller.router import ENDPOINT_TIMEOUT_S, Router, Routers
-from daskserve.data.replica.slots import Slots
+from daskserve.cluster.protocols.base import Cluster
+from daskserve.common.clock import LoopClock
+from daskserve.common.types import (
+    SILENT_WORKERS,
+    SLOT_TAKEN,
+    ActorAddress,
+    Envelope,
+    EnvelopeKind,
+    Load,
+    Message,
+    Patience,
+    Reach,
+    Receive,
+    Send,
+)
+from daskserve.data.caller.routing.contact import CHECK_S, CONTROLLER_S
+from daskserve.data.caller.routing.learning import Learning
+from daskserve.data.caller.routing.queued_request import MIN_PATIENCE_S, PATIENCE_S
+from daskserve.data.caller.routing.replay import KEPT_BYTES
+from daskserve.data.caller.routing.replica_pool import BUSY_BACKOFF_S, REPORT_S
+from daskserve.data.caller.routing.replica_set import (
+    DISCONNECTED_BACKOFF_S,
+    UNREACHABLE_BACKOFF_S,
+    ReplicaSet,
+)
+from daskserve.data.caller.routing.router import ENDPOINT_TIMEOUT_S, Router, Routers
+from daskserve.data.replica.requests.slots import Slots
 from daskserve.errors import (
     ActorLostError,
     BackPressureError,
@@ -37,19 +54,6 @@ from daskserve.errors import (
 from daskserve.figures.histogram import HistogramCounts
 from daskserve.figures.replica import ReplicaFigures
 from daskserve.testing import run_virtual
-from daskserve.types import (
-    SILENT_WORKERS,
-    SLOT_TAKEN,
-    ActorAddress,
-    Envelope,
-    EnvelopeKind,
-    Load,
-    Message,
-    Patience,
-    Reach,
-    Receive,
-    Send,
-)
 
 CALL = Envelope(EnvelopeKind.CALL, {})
 GET = Envelope(EnvelopeKind.HTTP, {"type": "http", "method": "GET"})

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daskserve.data.caller.routing import TrafficPolicy, choose, shard_draw
+from daskserve.data.caller.routing.choice import TrafficPolicy, choose, shard_draw
 
 
 @dataclass

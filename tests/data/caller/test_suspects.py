@@ -11,11 +11,12 @@ from typing import Any, cast
 import pytest
 from scripted_routes import ScriptedRoutes
 
-from daskserve.clock import LoopClock
-from daskserve.cluster.base import Cluster, Listener
-from daskserve.data.caller.contact import ControllerContact
-from daskserve.data.caller.replica_set import ReplicaSet
-from daskserve.data.caller.suspects import (
+from daskserve.cluster.protocols.base import Cluster, Listener
+from daskserve.common.clock import LoopClock
+from daskserve.common.types import ActorAddress, Envelope, EnvelopeKind, Load, Message, Receive, Send
+from daskserve.data.caller.routing.contact import ControllerContact
+from daskserve.data.caller.routing.replica_set import ReplicaSet
+from daskserve.data.caller.routing.suspects import (
     REFUSAL_S,
     SWEEP_S,
     TRIAL_WAIT_S,
@@ -26,7 +27,6 @@ from daskserve.data.caller.suspects import (
 from daskserve.errors import ActorLostError, QuarantinedError, UserCodeError
 from daskserve.proxies.ingress.errors import reply_to
 from daskserve.testing import run_virtual
-from daskserve.types import ActorAddress, Envelope, EnvelopeKind, Load, Message, Receive, Send
 
 #: How long a request takes.
 TOOK_S = 0.01

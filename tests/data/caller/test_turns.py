@@ -7,9 +7,9 @@ import random
 import pytest
 from test_roster import roster_of
 
-from daskserve.data.caller.roster import HOP_S, ReplicaEntry, Roster
-from daskserve.data.caller.turns import TurnMeter
-from daskserve.types import Load
+from daskserve.common.types import Load
+from daskserve.data.caller.routing.replica_pool import HOP_S, ReplicaEntry, Roster
+from daskserve.data.caller.routing.websocket_cost import TurnMeter
 
 
 @pytest.mark.parametrize(

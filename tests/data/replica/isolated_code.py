@@ -26,7 +26,7 @@ from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket
 
 from daskserve import context, metrics
-from daskserve.data.replica.accept_batch import accept_batch
+from daskserve.data.replica.requests.accept_batch import accept_batch
 
 PATIENCE_S = 10.0
 
@@ -118,7 +118,7 @@ class Model:
         ]
 
     def connect(self) -> None:
-        from daskserve.client.finding import connect
+        from daskserve.client.functions.finding import connect
 
         connect()
 

@@ -11,10 +11,10 @@ from typing import Any
 
 from replica_starts import replica_start
 
-from daskserve.clock import LoopClock
-from daskserve.cluster.base import ActorContext, ActorSpec
+from daskserve.cluster.protocols.base import ActorContext, ActorSpec
+from daskserve.common.clock import LoopClock
+from daskserve.common.types import ActorKind, Envelope, Load, Message, Rest
 from daskserve.data.replica.replica import Replica
-from daskserve.types import ActorKind, Envelope, Load, Message, Rest
 
 DEADLINE_S = 10.0
 #: What hanging user code waits for, and by which it tells that it has begun.

@@ -7,8 +7,8 @@ import contextvars
 import threading
 from typing import Any
 
+from daskserve.common.types import ReplicaRank
 from daskserve.context import get_replica_context
-from daskserve.types import ReplicaRank
 
 
 def facts() -> dict[str, Any]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from daskserve.options.backend import BackendConfig
+from daskserve.options.start_messages import ReplicaStart, dump_config
 from daskserve.payload import pickling
-from daskserve.starts import ReplicaStart, dump_config
 
 
 def replica_start(

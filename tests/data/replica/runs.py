@@ -7,16 +7,16 @@ from collections.abc import Awaitable, Callable
 from contextvars import Context
 from typing import Any
 
-from daskserve.clock import LoopClock
-from daskserve.data.replica.answer import Answer
-from daskserve.data.replica.callers import carry
-from daskserve.data.replica.message_pipe import MessagePipe
-from daskserve.data.replica.runner import CodeRun, RunResult
-from daskserve.data.replica.slots import Slots
-from daskserve.data.replica.user_threads import UserThreads
-from daskserve.data.replica.wall import Wall
+from daskserve.common.clock import LoopClock
+from daskserve.common.types import Envelope, EnvelopeKind, Message, Receive, Send
+from daskserve.data.replica.execution.executor import Wall
+from daskserve.data.replica.execution.message_pipe import MessagePipe
+from daskserve.data.replica.execution.runner import CodeRun, RunResult
+from daskserve.data.replica.execution.user_threads import UserThreads
+from daskserve.data.replica.requests.answer import Answer
+from daskserve.data.replica.requests.responders import carry
+from daskserve.data.replica.requests.slots import Slots
 from daskserve.figures.replica import ReplicaFigures
-from daskserve.types import Envelope, EnvelopeKind, Message, Receive, Send
 
 
 class Started(RunResult):

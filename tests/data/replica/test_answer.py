@@ -15,9 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from runs import NoQueue
 
-from daskserve.clock import LoopClock
-from daskserve.data.replica import answer as answers
-from daskserve.data.replica.answer import (
+from daskserve.common.clock import LoopClock
+from daskserve.common.types import DONE as SENT
+from daskserve.common.types import Envelope, EnvelopeKind, Load, Message, Patience
+from daskserve.data.replica.execution.runner import CodeRun
+from daskserve.data.replica.requests import answer as answers
+from daskserve.data.replica.requests.answer import (
     CANCELLED,
     DONE,
     OPEN_STATES,
@@ -30,15 +33,12 @@ from daskserve.data.replica.answer import (
     AnswerState,
     InvalidAnswerTransition,
 )
-from daskserve.data.replica.callers import TasklessCaller, carry
-from daskserve.data.replica.conversion import Unfinished
-from daskserve.data.replica.runner import CodeRun
-from daskserve.data.replica.slots import Slots
+from daskserve.data.replica.requests.responders import TasklessCaller, carry
+from daskserve.data.replica.requests.slots import Slots
+from daskserve.data.replica.user_code.responses import Unfinished
 from daskserve.errors import ActorLostError, ReplicaBusyError
 from daskserve.figures.replica import ReplicaFigures
 from daskserve.testing import run_virtual
-from daskserve.types import DONE as SENT
-from daskserve.types import Envelope, EnvelopeKind, Load, Message, Patience
 
 
 class ScriptedRun(CodeRun):

@@ -18,13 +18,13 @@ import pytest
 from gates import Gates, anew_for_each_test
 from replica_starts import replica_start
 
-from daskserve.clock import LoopClock
-from daskserve.cluster.base import ActorContext, ActorSpec
-from daskserve.data.replica import autoscaling_stats
-from daskserve.data.replica.autoscaling_stats import KEPT_S, MOST_VALUES, ChildStats, checked
+from daskserve.cluster.protocols.base import ActorContext, ActorSpec
+from daskserve.common.clock import LoopClock
+from daskserve.common.types import ActorKind
 from daskserve.data.replica.replica import Replica
+from daskserve.data.replica.user_code import autoscaling_stats
+from daskserve.data.replica.user_code.autoscaling_stats import KEPT_S, MOST_VALUES, ChildStats, checked
 from daskserve.testing import wait_until
-from daskserve.types import ActorKind
 
 DEADLINE_S = 10.0
 

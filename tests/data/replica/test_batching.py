@@ -9,19 +9,19 @@ from typing import Any
 
 import pytest
 
-from daskserve.data.replica.accept_batch import (
+from daskserve.common.types import Payload
+from daskserve.data.replica.requests.accept_batch import (
     Batch,
     BatchItem,
     accept_batch,
     answer_batch,
     answer_batch_in_thread,
 )
-from daskserve.data.replica.conversion import ConvertedResponse, Unfinished
-from daskserve.data.replica.definitions import ACCEPT_BATCH
+from daskserve.data.replica.user_code.definitions import ACCEPT_BATCH
+from daskserve.data.replica.user_code.responses import ConvertedResponse, Unfinished
 from daskserve.errors import ServeError, UserCodeError
 from daskserve.payload.packed_errors import PackedError
 from daskserve.payload.pickling import dump, load
-from daskserve.types import Payload
 
 
 def test_the_mark_is_where_the_classic_system_had_it() -> None:

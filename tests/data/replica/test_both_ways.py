@@ -19,13 +19,21 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
 
-from daskserve.clock import LoopClock
-from daskserve.cluster.base import ActorContext, ActorSpec
 from daskserve.cluster.channel.channel import Channel
-from daskserve.cluster.channel.transport import SocketTransport
+from daskserve.cluster.channel.wire.transport import SocketTransport
+from daskserve.cluster.protocols.base import ActorContext, ActorSpec
+from daskserve.common.clock import LoopClock
+from daskserve.common.types import (
+    WHOLE_RESPONSE,
+    ActorAddress,
+    ActorKind,
+    Envelope,
+    EnvelopeKind,
+    Load,
+    Message,
+)
 from daskserve.context import current_request
 from daskserve.data.replica.replica import Replica
-from daskserve.types import WHOLE_RESPONSE, ActorAddress, ActorKind, Envelope, EnvelopeKind, Load, Message
 
 DEADLINE_S = 10.0
 ADDRESS = ActorAddress("local/replica/b#AAAAAA", "there", 1)

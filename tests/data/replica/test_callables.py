@@ -20,20 +20,20 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from daskserve.data.replica.accept_batch import accept_batch
-from daskserve.data.replica.conversion import Unfinished
-from daskserve.data.replica.definitions import (
+from daskserve.common.types import Message
+from daskserve.data.replica.requests.accept_batch import accept_batch
+from daskserve.data.replica.user_code.definitions import (
     CALL,
     CallableFacts,
     inspect_definition,
     is_async,
 )
-from daskserve.data.replica.lifespan import Lifespan
-from daskserve.data.replica.servable import Servable, load_definition
+from daskserve.data.replica.user_code.lifespan import Lifespan
+from daskserve.data.replica.user_code.responses import Unfinished
+from daskserve.data.replica.user_code.servable import Servable, load_definition
 from daskserve.errors import BadRequestError, ServeError
 from daskserve.payload import pickling
 from daskserve.payload.importing import import_definition
-from daskserve.types import Message
 
 pytestmark = pytest.mark.smoke
 
@@ -649,7 +649,7 @@ def test_the_state_of_an_application_is_pickled_by_a_program_that_only_deploys()
         "import sys, pickle, cloudpickle, daskserve\n"
         "from starlette.applications import Starlette\n"
         "import daskserve.client.client\n"
-        "assert 'daskserve.data.replica.servable' not in sys.modules\n"
+        "assert 'daskserve.data.replica.user_code.servable' not in sys.modules\n"
         "pickle.loads(cloudpickle.dumps(Starlette()))\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

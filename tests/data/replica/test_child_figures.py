@@ -7,8 +7,8 @@ import logging
 
 import pytest
 
-from daskserve.clock import LoopClock
-from daskserve.data.replica.child_figures import FIGURES_S, keep_asking_for_figures
+from daskserve.common.clock import LoopClock
+from daskserve.data.replica.process.metrics import FIGURES_S, keep_asking_for_figures
 from daskserve.errors import ActorLostError
 from daskserve.testing import run_virtual
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from daskserve.data.replica.child_runner import ChildRunner
+from daskserve.data.replica.process.runner import ChildRunner
 
 
 class Child:

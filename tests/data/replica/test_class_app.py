@@ -28,9 +28,9 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Host, Mount, Route, Router
 
 import daskserve as serve
-from daskserve.client.specs import make_spec
-from daskserve.data.replica.class_app import APP, has_app, ingress
-from daskserve.data.replica.servable import Servable
+from daskserve.client.definitions.specs import make_spec
+from daskserve.data.replica.user_code.class_app import APP, has_app, ingress
+from daskserve.data.replica.user_code.servable import Servable
 from daskserve.errors import ReplicaStartError, UnpicklableError
 from daskserve.payload.parcels import unpack_code
 from daskserve.payload.pickling import dump_bytes, load_bytes

@@ -20,7 +20,10 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from daskserve.data.replica.conversion import (
+from daskserve.common.types import WHOLE_RESPONSE, Message
+from daskserve.data.replica.execution.executor import Wall
+from daskserve.data.replica.execution.message_pipe import open_pipe
+from daskserve.data.replica.user_code.responses import (
     ConvertedResponse,
     Unfinished,
     dump_result,
@@ -30,13 +33,10 @@ from daskserve.data.replica.conversion import (
     raised_response,
     to_answer,
 )
-from daskserve.data.replica.message_pipe import open_pipe
-from daskserve.data.replica.wall import Wall
 from daskserve.errors import StreamOptionError, UserCodeError
 from daskserve.payload.error_text import traceback_text
 from daskserve.payload.packed_errors import PackedError, pack_now
 from daskserve.payload.pickling import load
-from daskserve.types import WHOLE_RESPONSE, Message
 
 SCOPE: dict[str, Any] = {"type": "http", "method": "GET", "path": "/", "headers": []}
 
@@ -289,7 +289,7 @@ def test_a_users_traceback_begins_with_the_users_own_frame() -> None:
     def fail() -> None:
         raise ValueError("mine")
 
-    ours: dict[str, Any] = {"__name__": "daskserve.data.replica.servable"}
+    ours: dict[str, Any] = {"__name__": "daskserve.data.replica.user_code.servable"}
     exec("def serve(f):\n try:\n  f()\n except ValueError as error:\n  return error", ours)
     text = traceback_text(ours["serve"](fail))
     assert "in fail" in text
@@ -298,6 +298,6 @@ def test_a_users_traceback_begins_with_the_users_own_frame() -> None:
 
 
 def test_an_error_of_ours_alone_keeps_its_traceback() -> None:
-    ours: dict[str, Any] = {"__name__": "daskserve.data.replica.servable"}
+    ours: dict[str, Any] = {"__name__": "daskserve.data.replica.user_code.servable"}
     exec("def serve():\n try:\n  raise ValueError('own')\n except ValueError as error:\n  return error", ours)
     assert "in serve" in traceback_text(ours["serve"]())

@@ -19,18 +19,18 @@ import dask.config
 import numpy
 import pytest
 
-from daskserve.client.specs import make_spec
-from daskserve.clock import LoopClock
-from daskserve.cluster.base import ActorContext, ActorSpec
-from daskserve.data.replica import kept_folders, packages, working_dir
-from daskserve.data.replica.child_code import ChildCode
-from daskserve.data.replica.interpreters import interpreter_of
+from daskserve.client.definitions.specs import make_spec
+from daskserve.cluster.protocols.base import ActorContext, ActorSpec
+from daskserve.common.clock import LoopClock
+from daskserve.common.types import ActorKind, Envelope, EnvelopeKind, nothing_to_receive
+from daskserve.data.replica.environment import kept_folders, packages, working_dir
+from daskserve.data.replica.environment.interpreters import interpreter_of
+from daskserve.data.replica.process.code import ChildCode
 from daskserve.data.replica.replica import Replica
 from daskserve.errors import BadRequestError, ReplicaStartError
 from daskserve.options.environment import Environment
+from daskserve.options.start_messages import ReplicaStart
 from daskserve.payload import pickling
-from daskserve.starts import ReplicaStart
-from daskserve.types import ActorKind, Envelope, EnvelopeKind, nothing_to_receive
 
 DEADLINE_S = 60
 
@@ -100,7 +100,7 @@ class Facts:
 HOLDER = """
 import sys
 from pathlib import Path
-from daskserve.data.replica.kept_folders import hold
+from daskserve.data.replica.environment.kept_folders import hold
 hold(Path(sys.argv[1]))
 print("held", flush=True)
 sys.stdin.read()

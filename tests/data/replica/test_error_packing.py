@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from runs import until
 
-from daskserve.data.replica import error_packing
-from daskserve.data.replica.error_packing import ErrorPackers
-from daskserve.data.replica.wall import Wall
+from daskserve.data.replica.execution import error_packing
+from daskserve.data.replica.execution.error_packing import ErrorPackers
+from daskserve.data.replica.execution.executor import Wall
 from daskserve.loops.hops import Hop
 from daskserve.payload.packed_errors import PackedError
 

@@ -8,7 +8,13 @@ from typing import Any
 
 import pytest
 
-from daskserve.data.replica.evidence import BLOCKED_AFTER_S, WATCH_INTERVAL_S, Evidence, describe, user_call
+from daskserve.data.replica.execution.evidence import (
+    BLOCKED_AFTER_S,
+    WATCH_INTERVAL_S,
+    Evidence,
+    describe,
+    user_call,
+)
 
 
 def stack(*modules: str) -> list[Any]:
@@ -26,17 +32,35 @@ def stack(*modules: str) -> list[Any]:
 @pytest.mark.parametrize(
     ("modules", "call"),
     [
-        (["threading", "asyncio.events", "daskserve.data.replica.servable", "app"], 3),
+        (["threading", "asyncio.events", "daskserve.data.replica.user_code.servable", "app"], 3),
         # A background task of the user's.
         (["__main__", "asyncio.base_events", "asyncio.events", "app"], 3),
         # An ASGI application, and a library that it calls.
-        (["asyncio.events", "daskserve.data.replica.servable", "fastapi.applications", "app", "json"], 2),
-        # User code that waits for an answer instead of awaiting it.
-        (["asyncio.events", "daskserve.data.replica.servable", "app", "distributed.client", "threading"], 2),
         (
             [
                 "asyncio.events",
-                "daskserve.data.replica.servable",
+                "daskserve.data.replica.user_code.servable",
+                "fastapi.applications",
+                "app",
+                "json",
+            ],
+            2,
+        ),
+        # User code that waits for an answer instead of awaiting it.
+        (
+            [
+                "asyncio.events",
+                "daskserve.data.replica.user_code.servable",
+                "app",
+                "distributed.client",
+                "threading",
+            ],
+            2,
+        ),
+        (
+            [
+                "asyncio.events",
+                "daskserve.data.replica.user_code.servable",
                 "app",
                 "daskserve.data.caller",
                 "threading",
@@ -56,7 +80,7 @@ def test_the_outermost_call_of_user_code_is_found(modules: list[str], call: int)
     "modules",
     [
         ["threading", "asyncio.base_events", "selectors"],
-        ["threading", "daskserve.data.replica.user_threads", "queue"],
+        ["threading", "daskserve.data.replica.execution.user_threads", "queue"],
         ["asyncio.events", "daskserve.data.replica.replica", "logging", "rich.traceback"],
         ["asyncio.events", "distributed.core", "cloudpickle", "numpy"],
         ["asyncio.events", "tornado.http1connection"],

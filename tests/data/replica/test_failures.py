@@ -23,7 +23,7 @@ from tornado.httpclient import HTTPClientError, HTTPRequest
 from tornado.websocket import websocket_connect
 
 import daskserve as serve
-from daskserve.data.replica.failures import FailureLog
+from daskserve.data.replica.errors.log import FailureLog
 from daskserve.errors import UserCodeError
 from daskserve.payload.packed_errors import (
     PackedError,

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from daskserve.clock import LoopClock
+from daskserve.common.clock import LoopClock
 from daskserve.data.replica.health import HealthWatch
 from daskserve.testing import run_virtual
 

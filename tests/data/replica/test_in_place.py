@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from daskserve.context import RequestContext, current_request
-from daskserve.data.replica.runner import CodeRun
-from daskserve.data.replica.wall import Wall
+from daskserve.data.replica.execution.executor import Wall
+from daskserve.data.replica.execution.runner import CodeRun
 from daskserve.errors import ActorLostError, ClosedError, UserCodeError
 from daskserve.payload.packed_errors import PackedError
 from daskserve.testing import VirtualTimeLoop

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from daskserve.data.replica.interpreters import find_interpreter
+from daskserve.data.replica.environment.interpreters import find_interpreter
 from daskserve.errors import BadRequestError
 from daskserve.options.environment import Interpreter
 

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from daskserve.client.client import Client
-from daskserve.data.replica.servable import Servable
+from daskserve.data.replica.user_code.servable import Servable
 from daskserve.errors import DeletedError
 from daskserve.testing import local_instance
 

@@ -29,12 +29,13 @@ import pytest
 from replica_starts import reconfiguration, replica_start
 
 from daskserve._version import __version__
-from daskserve.clock import LoopClock
-from daskserve.cluster.base import ActorContext, ActorSpec, Hosted
-from daskserve.data.replica.child_code import ChildCode
-from daskserve.data.replica.child_figures import ReportedFigures
-from daskserve.data.replica.child_replica import ChildReplica
+from daskserve.cluster.protocols.base import ActorContext, ActorSpec, Hosted
+from daskserve.common.clock import LoopClock
+from daskserve.common.types import SLOT_TAKEN, ActorKind, Envelope, EnvelopeKind, Load, Message, Patience
 from daskserve.data.replica.local_code import LocalCode
+from daskserve.data.replica.process.code import ChildCode
+from daskserve.data.replica.process.metrics import ReportedFigures
+from daskserve.data.replica.process.replica import ChildReplica
 from daskserve.data.replica.replica import Replica
 from daskserve.errors import (
     ActorLostError,
@@ -51,7 +52,6 @@ from daskserve.loops.deadlines import until as hold_until
 from daskserve.loops.termination import SAME_S
 from daskserve.payload import pickling
 from daskserve.payload.packed_errors import PackedError, load_error
-from daskserve.types import SLOT_TAKEN, ActorKind, Envelope, EnvelopeKind, Load, Message, Patience
 
 DEADLINE_S = 20.0
 #: The deadline on a replica on which a test has missed one: if it is stuck, the others fail soon, too.

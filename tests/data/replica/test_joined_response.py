@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from daskserve.data.replica.joined_response import JoinedResponse
-from daskserve.types import WHOLE_RESPONSE, Message
+from daskserve.common.types import WHOLE_RESPONSE, Message
+from daskserve.data.replica.user_code.joined_response import JoinedResponse
 
 TYPE = (b"content-type", b"text/plain")
 

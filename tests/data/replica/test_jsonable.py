@@ -19,7 +19,7 @@ import numpy as np
 import pydantic
 import pytest
 
-from daskserve.data.replica.jsonable import to_json
+from daskserve.data.replica.user_code.json import to_json
 from daskserve.errors import UserCodeError
 
 

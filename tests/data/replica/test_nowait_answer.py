@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from nowait_replicas import DEADLINE_S, Answers, began, held, run_replica, until
 
+from daskserve.common.types import Envelope, EnvelopeKind, Load
+from daskserve.data.replica.execution.executor import Wall
 from daskserve.data.replica.replica import Replica
-from daskserve.data.replica.wall import Wall
 from daskserve.errors import ActorLostError, UserCodeError
 from daskserve.payload import pickling
 from daskserve.payload.packed_errors import PackedError
-from daskserve.types import Envelope, EnvelopeKind, Load
 
 
 class Backend:

@@ -13,12 +13,12 @@ from nowait_replicas import DEADLINE_S, Answers, began, held, run_replica, until
 from starlette.requests import Request
 from starlette.responses import JSONResponse, StreamingResponse
 
-from daskserve.data.replica.answer import Answer
-from daskserve.data.replica.callers import TasklessCaller
-from daskserve.data.replica.message_pipe import MessagePipe
+from daskserve.common.types import DONE, WHOLE_RESPONSE, Envelope, EnvelopeKind, Load, Message
+from daskserve.data.replica.execution.message_pipe import MessagePipe
 from daskserve.data.replica.replica import Replica
+from daskserve.data.replica.requests.answer import Answer
+from daskserve.data.replica.requests.responders import TasklessCaller
 from daskserve.errors import ActorLostError
-from daskserve.types import DONE, WHOLE_RESPONSE, Envelope, EnvelopeKind, Load, Message
 
 pytestmark = pytest.mark.smoke
 

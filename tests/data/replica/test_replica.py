@@ -25,11 +25,12 @@ from starlette.websockets import WebSocket
 
 from daskserve import context as serve_context
 from daskserve import metrics
-from daskserve.clock import LoopClock
-from daskserve.cluster.base import ActorContext, ActorSpec
+from daskserve.cluster.protocols.base import ActorContext, ActorSpec
+from daskserve.common.clock import LoopClock
+from daskserve.common.types import ActorKind, Envelope, EnvelopeKind, Load, Message, Payload
 from daskserve.data.batching.decorator import batch
-from daskserve.data.replica.accept_batch import accept_batch
 from daskserve.data.replica.replica import Replica
+from daskserve.data.replica.requests.accept_batch import accept_batch
 from daskserve.errors import (
     ActorLostError,
     BadRequestError,
@@ -42,7 +43,6 @@ from daskserve.errors import (
 )
 from daskserve.figures.histogram import HistogramCounts
 from daskserve.payload import packed_errors, pickling
-from daskserve.types import ActorKind, Envelope, EnvelopeKind, Load, Message, Payload
 
 DEADLINE_S = 10.0
 CLUSTER: Any = types.SimpleNamespace()
@@ -530,7 +530,7 @@ def test_a_failed_start_carries_the_users_traceback() -> None:
         text = caught.value.user_traceback
         assert "test_replica.py" in text
         assert text.rstrip().endswith("ZeroDivisionError: in the constructor")
-        assert "daskserve/data/replica/wall.py" not in text
+        assert "daskserve/data/replica/execution/executor.py" not in text
         copy = packed_errors.load_error(packed_errors.dump_error(caught.value))
         assert isinstance(copy, ReplicaStartError)
         assert copy.user_traceback == text

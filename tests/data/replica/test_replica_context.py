@@ -14,17 +14,17 @@ import ranked_code as code
 from replica_starts import reconfiguration, replica_start
 
 import daskserve as serve
-from daskserve.clock import LoopClock
-from daskserve.cluster.base import ActorContext, ActorSpec
+from daskserve.cluster.protocols.base import ActorContext, ActorSpec
+from daskserve.common.clock import LoopClock
+from daskserve.common.types import ActorKind, Envelope, EnvelopeKind, Message, ReplicaRank
 from daskserve.context import ReplicaContext
-from daskserve.data.replica.child_code import ChildCode
 from daskserve.data.replica.local_code import LocalCode
-from daskserve.data.replica.recorded_stats import MOST_CHARACTERS, checked_plain
+from daskserve.data.replica.process.code import ChildCode
 from daskserve.data.replica.replica import Replica
+from daskserve.data.replica.user_code.recorded_stats import MOST_CHARACTERS, checked_plain
 from daskserve.errors import NotInReplicaError, ReplicaStartError
 from daskserve.payload import pickling
 from daskserve.testing import local_instance
-from daskserve.types import ActorKind, Envelope, EnvelopeKind, Message, ReplicaRank
 
 KINDS: dict[str, type[Any]] = {"thread": LocalCode, "process": ChildCode}
 CONFIG = pickling.dump_bytes("config")

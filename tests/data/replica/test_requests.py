@@ -12,10 +12,12 @@ import pytest
 from runs import PipedAnswer, carry_answer, carry_piped, start_async, until
 from starlette.requests import ClientDisconnect, Request
 
+from daskserve.common.types import Envelope, EnvelopeKind, Message
 from daskserve.context import RequestContext
-from daskserve.data.replica.answer import DONE
-from daskserve.data.replica.message_pipe import JOIN_BYTES, WINDOW, MessagePipe, open_pipe
-from daskserve.data.replica.requests import (
+from daskserve.data.replica.execution.executor import Wall
+from daskserve.data.replica.execution.message_pipe import JOIN_BYTES, WINDOW, MessagePipe, open_pipe
+from daskserve.data.replica.requests.answer import DONE
+from daskserve.data.replica.user_code.request_objects import (
     HTTPRequest,
     QueryParams,
     ServeRequest,
@@ -23,12 +25,10 @@ from daskserve.data.replica.requests import (
     read_body,
     request_context,
 )
-from daskserve.data.replica.wall import Wall
 from daskserve.errors import PassedResponseError, ServeError, UnpicklableError
 from daskserve.internals.handed_requests import is_unread, read_ahead
 from daskserve.loops.pending_call import PendingCall
 from daskserve.payload.pickling import dump
-from daskserve.types import Envelope, EnvelopeKind, Message
 
 pytestmark = pytest.mark.smoke
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from daskserve.data.replica.run_queue import starved_s
+from daskserve.data.replica.execution.cpu_wait import starved_s
 
 
 def test_the_time_of_a_running_thread_is_known_or_zero() -> None:

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from runs import NoQueue
 
-from daskserve.data.replica.slots import EXTRA_WAITERS, Slots
+from daskserve.common.types import SLOT_TAKEN, Envelope, EnvelopeKind, Load, Message, Patience
+from daskserve.data.replica.requests.slots import EXTRA_WAITERS, Slots
 from daskserve.errors import ActorLostError, ReplicaBusyError
 from daskserve.figures.replica import ReplicaFigures
 from daskserve.testing import run_virtual
-from daskserve.types import SLOT_TAKEN, Envelope, EnvelopeKind, Load, Message, Patience
 
 
 class Holder(Slots):

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 import daskserve as serve
-from daskserve.data.replica.accept_batch import accept_batch
+from daskserve.data.replica.requests.accept_batch import accept_batch
 from daskserve.errors import (
     PassedResponseError,
     ReplicaBusyError,

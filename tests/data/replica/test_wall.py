@@ -16,10 +16,10 @@ import anyio.to_thread
 import pytest
 from runs import start_async, start_sync, until
 
-from daskserve.data.replica.evidence import BLOCKED_AFTER_S, WATCH_INTERVAL_S
-from daskserve.data.replica.loop_watch import LoopWatch, SharedLoopWatch
-from daskserve.data.replica.runner import RunResult
-from daskserve.data.replica.wall import Wall
+from daskserve.data.replica.execution.evidence import BLOCKED_AFTER_S, WATCH_INTERVAL_S
+from daskserve.data.replica.execution.executor import Wall
+from daskserve.data.replica.execution.loop_watch import LoopWatch, SharedLoopWatch
+from daskserve.data.replica.execution.runner import RunResult
 from daskserve.errors import ClosedError, UserCodeError
 from daskserve.loops.hops import Hop
 from daskserve.payload.packed_errors import PackedError
@@ -567,8 +567,8 @@ def stack(*modules: str) -> Any:
     return frame
 
 
-IN_USER_CODE = stack("threading", "asyncio.events", "daskserve.data.replica.servable", "app")
-IN_A_LIBRARY = stack("threading", "daskserve.data.replica.user_threads", "queue")
+IN_USER_CODE = stack("threading", "asyncio.events", "daskserve.data.replica.user_code.servable", "app")
+IN_A_LIBRARY = stack("threading", "daskserve.data.replica.execution.user_threads", "queue")
 
 
 class WatchedLoops:

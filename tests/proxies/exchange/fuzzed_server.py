@@ -21,6 +21,7 @@ from typing import Any, Protocol
 from fuzz_requests import IDLE_S, MAX_BODY_BYTES, Delivery
 from http_harness import read_body, respond, timers
 
+from daskserve.common.types import ALL_HTTP_METHODS, Envelope, Message, Receive, Send
 from daskserve.options.http import HTTPOptions
 from daskserve.proxies.asgi import ASGIApp, Scope
 from daskserve.proxies.ingress.app import IngressApp
@@ -28,7 +29,6 @@ from daskserve.proxies.ingress.routes import RouteTable
 from daskserve.proxies.server.life import HTTPServer
 from daskserve.proxies.server.tornado import TornadoServer
 from daskserve.proxies.server.uvicorn import UvicornServer
-from daskserve.types import ALL_HTTP_METHODS, Envelope, Message, Receive, Send
 
 MAX_MESSAGE_BYTES = 64 * 1024
 #: Loop iterations without a change after which the server counts as idle.

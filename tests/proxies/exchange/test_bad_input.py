@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from reading_answers import Answer, read_answers
 from reference_http import Reading, State
 
-from daskserve.types import ALL_HTTP_METHODS
+from daskserve.common.types import ALL_HTTP_METHODS
 
 pytestmark = pytest.mark.smoke
 

@@ -19,23 +19,23 @@ from typing import Any, cast
 import pytest
 from distributed.comm import listen
 
-from daskserve.clock import LoopClock
-from daskserve.cluster.base import ActorContext, ActorSpec, Cluster
-from daskserve.cluster.channel.dialling import dial_worker
-from daskserve.cluster.channel.keyring import ChannelSecret, Keyring
+from daskserve.cluster.channel.connect.dialling import dial_worker
+from daskserve.cluster.channel.connect.keyring import ChannelSecret, Keyring
 from daskserve.cluster.channel.pool import ChannelPool
 from daskserve.cluster.long_poll import LongPollClient
+from daskserve.cluster.protocols.base import ActorContext, ActorSpec, Cluster
 from daskserve.cluster.routes import WorkerRoutes
-from daskserve.data.caller.router import Routers
+from daskserve.common.clock import LoopClock
+from daskserve.common.types import ActorAddress, ActorKind, Envelope, Load, Message, Receive, Send
+from daskserve.data.caller.routing.router import Routers
 from daskserve.data.replica.replica import Replica
 from daskserve.errors import RequestTimeoutError
 from daskserve.options.backend import BackendConfig
 from daskserve.options.http import HTTPOptions
+from daskserve.options.start_messages import ReplicaStart
 from daskserve.payload.pickling import dump_bytes
 from daskserve.proxies.ingress.app import IngressApp
 from daskserve.proxies.ingress.routes import RouteTable
-from daskserve.starts import ReplicaStart
-from daskserve.types import ActorAddress, ActorKind, Envelope, Load, Message, Receive, Send
 
 DEADLINE_S = 50.0
 REQUESTS = 10_000

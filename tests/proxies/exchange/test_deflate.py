@@ -15,11 +15,11 @@ from wsproto.events import Message as DataMessage
 from wsproto.extensions import PerMessageDeflate
 from wsproto.frame_protocol import FrameDecoder, Opcode, RsvBits
 
+from daskserve.common.types import Receive, Send
 from daskserve.proxies.asgi import Scope
-from daskserve.proxies.exchange.deflate import Inflation, MessageDeflate
 from daskserve.proxies.exchange.limits import FREE_BYTES, InflationRules
 from daskserve.proxies.exchange.turns import SLICE_BYTES
-from daskserve.types import Receive, Send
+from daskserve.proxies.exchange.websocket.deflate import Inflation, MessageDeflate
 
 pytestmark = [pytest.mark.usefixtures("carrier"), pytest.mark.smoke]
 

@@ -26,10 +26,10 @@ from http_harness import (
     tracebacks,
 )
 
+from daskserve.common.types import WHOLE_RESPONSE, Message, Receive, Send
 from daskserve.errors import ActorLostError
 from daskserve.proxies.asgi import Scope
 from daskserve.proxies.exchange.response_head import as_buffer
-from daskserve.types import WHOLE_RESPONSE, Message, Receive, Send
 
 pytestmark = pytest.mark.usefixtures("carrier")
 

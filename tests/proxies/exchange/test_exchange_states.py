@@ -10,7 +10,8 @@ import pytest
 from http_harness import head, respond, run
 from tornado.iostream import IOStream, StreamClosedError
 
-from daskserve.clock import LoopClock
+from daskserve.common.clock import LoopClock
+from daskserve.common.types import Receive, Send
 from daskserve.proxies.asgi import ASGIApp, Scope
 from daskserve.proxies.exchange.carrier import Carrier, Connection
 from daskserve.proxies.exchange.exchange import LINGER_S, Exchange
@@ -19,7 +20,6 @@ from daskserve.proxies.exchange.request_body import HIGH_WATER_BYTES
 from daskserve.proxies.exchange.request_head import HeadLimits
 from daskserve.proxies.exchange.stream import ConnectionReader, Stream
 from daskserve.proxies.server.tornado_connection import TornadoConnection
-from daskserve.types import Receive, Send
 
 LIMIT = 4 * HIGH_WATER_BYTES
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from daskserve.common.types import WHOLE_RESPONSE, Message
 from daskserve.proxies.asgi import split_whole
 from daskserve.proxies.exchange import response_head as http1
 from daskserve.proxies.exchange.response_head import DateHeader, HeadCache, ResponseWriter
-from daskserve.types import WHOLE_RESPONSE, Message
 
 TEXT = ((b"content-type", b"text/plain"),)
 

@@ -16,9 +16,9 @@ from starlette.middleware import Middleware
 from wsproto.events import AcceptConnection, CloseConnection, Message
 
 import daskserve as serve
-from daskserve.proxies.exchange import websocket
+from daskserve.common.types import Receive, Send
+from daskserve.proxies.exchange.websocket import session as websocket
 from daskserve.testing import local_instance
-from daskserve.types import Receive, Send
 
 DEADLINE_S = 10.0
 #: What the applications of this file noted, and what they wait for.

@@ -8,13 +8,13 @@ from typing import Any, cast
 import pytest
 from http_harness import connected, echo, hits, poll_for, request, respond, run, serving
 
+from daskserve.common.types import Receive, Send
 from daskserve.options.http import HTTPOptions
 from daskserve.proxies.asgi import Scope
 from daskserve.proxies.exchange.carrier import Carrier
 from daskserve.proxies.exchange.limits import BODY_RATE, BUSY_WRITE_STALL, UNSENT, WRITE_STALL, Limits
 from daskserve.proxies.exchange.pace import BodyPace, PaceWatch
 from daskserve.proxies.exchange.request_body import NO_MEMORY, RequestBody
-from daskserve.types import Receive, Send
 
 servers = pytest.mark.usefixtures("carrier")
 MIB = 1 << 20

@@ -18,7 +18,7 @@ from daskserve.proxies.exchange.turns import (
     AllLoopTurns,
     LoopTurns,
 )
-from daskserve.proxies.exchange.websocket_inbox import MAX_INBOX_BYTES, WebSocketInbox, WebSocketReader
+from daskserve.proxies.exchange.websocket.inbox import MAX_INBOX_BYTES, WebSocketInbox, WebSocketReader
 
 
 class ManualLoop:

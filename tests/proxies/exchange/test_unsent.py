@@ -7,9 +7,9 @@ import asyncio
 import pytest
 from http_harness import connected, hits, poll_for, request, respond, run, serving
 
+from daskserve.common.types import Receive, Send
 from daskserve.proxies.asgi import Scope
 from daskserve.proxies.server.life import HTTPServer
-from daskserve.types import Receive, Send
 
 pytestmark = pytest.mark.usefixtures("carrier")
 

@@ -26,12 +26,12 @@ from wsproto.events import (
     Message as DataMessage,
 )
 
+from daskserve.common.types import Message, Receive, Send
 from daskserve.proxies.asgi import Scope
 from daskserve.proxies.exchange.stream import TransportStream
-from daskserve.proxies.exchange.websocket_inbox import MAX_INBOX_BYTES
-from daskserve.proxies.exchange.websocket_line import MAX_PONGS
+from daskserve.proxies.exchange.websocket.connection import MAX_PONGS
+from daskserve.proxies.exchange.websocket.inbox import MAX_INBOX_BYTES
 from daskserve.proxies.server.life import HTTPServer
-from daskserve.types import Message, Receive, Send
 
 pytestmark = [pytest.mark.usefixtures("carrier"), pytest.mark.smoke]
 
@@ -433,7 +433,7 @@ def test_a_client_that_sends_faster_than_the_application_reads_has_to_wait() -> 
 
 
 def test_a_silent_client_is_pinged_and_then_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("daskserve.proxies.exchange.websocket_line.PING_S", ping_s := 1.0)
+    monkeypatch.setattr("daskserve.proxies.exchange.websocket.connection.PING_S", ping_s := 1.0)
 
     async def test() -> None:
         app = Echo()

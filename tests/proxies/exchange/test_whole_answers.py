@@ -15,12 +15,12 @@ from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.responses import JSONResponse, Response
 
-from daskserve.data.replica.conversion import ConvertedResponse, to_answer
+from daskserve.common.types import Envelope, Receive, Send
+from daskserve.data.replica.user_code.responses import ConvertedResponse, to_answer
 from daskserve.options.http import HTTPOptions
 from daskserve.proxies.asgi import Scope
 from daskserve.proxies.ingress.app import IngressApp, build_app
 from daskserve.proxies.ingress.routes import RouteTable
-from daskserve.types import Envelope, Receive, Send
 
 pytestmark = pytest.mark.usefixtures("carrier")
 

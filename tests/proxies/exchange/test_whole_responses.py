@@ -10,13 +10,13 @@ import pytest
 from http_harness import head, run
 from tornado.iostream import StreamClosedError
 
-from daskserve.clock import LoopClock
+from daskserve.common.clock import LoopClock
+from daskserve.common.types import WHOLE_RESPONSE, Message, Receive, Send
 from daskserve.proxies.asgi import Scope, split_whole
 from daskserve.proxies.exchange.carrier import Carrier, Connection
 from daskserve.proxies.exchange.exchange import _JOIN_BYTES, Exchange
 from daskserve.proxies.exchange.request_head import HeadLimits
 from daskserve.proxies.exchange.stream import ConnectionReader, Stream
-from daskserve.types import WHOLE_RESPONSE, Message, Receive, Send
 
 TEXT = ((b"content-type", b"text/plain"),)
 KEEP = ("Connection", "keep-alive")

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from daskserve.common.types import Receive, Send
 from daskserve.options.http import HTTPOptions
 from daskserve.proxies.asgi import Scope
 from daskserve.proxies.ingress.forwarded import ForwardedHeaders
-from daskserve.types import Receive, Send
 
 
 def seen(peer: Any, *headers: tuple[bytes, bytes], scheme: str = "http") -> tuple[Any, str]:

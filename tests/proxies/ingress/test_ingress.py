@@ -13,6 +13,7 @@ import pytest
 from http_harness import poll_for, read_body, respond, run, tracebacks
 from starlette.middleware import Middleware
 
+from daskserve.common.types import WHOLE_RESPONSE, Envelope, EnvelopeKind, Message, Receive, Send
 from daskserve.errors import ActorLostError, BackPressureError, BadRequestError
 from daskserve.options.http import HTTPOptions
 from daskserve.proxies.asgi import ASGIApp, Scope
@@ -22,7 +23,6 @@ from daskserve.proxies.ingress.forwarded import ForwardedHeaders
 from daskserve.proxies.ingress.request import parse_timeout
 from daskserve.proxies.ingress.routes import RouteTable
 from daskserve.testing import run_virtual
-from daskserve.types import WHOLE_RESPONSE, Envelope, EnvelopeKind, Message, Receive, Send
 
 TABLE = RouteTable(
     {

@@ -26,11 +26,11 @@ from http_harness import (
     tracebacks,
 )
 
+from daskserve.common.types import Receive, Send
 from daskserve.proxies.asgi import Scope
 from daskserve.proxies.server import accepting
 from daskserve.proxies.server.accepting import Acceptor, default_max_connections, descriptor_limit
 from daskserve.proxies.server.life import HTTPServer
-from daskserve.types import Receive, Send
 
 pytestmark = pytest.mark.usefixtures("carrier")
 

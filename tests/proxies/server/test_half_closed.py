@@ -8,9 +8,9 @@ import time
 import pytest
 from http_harness import Client, Hanging, connected, echo, poll_for, read_body, request, run, serving
 
+from daskserve.common.types import Receive, Send
 from daskserve.proxies.asgi import Scope
 from daskserve.proxies.server import hangup
-from daskserve.types import Receive, Send
 
 pytestmark = [pytest.mark.usefixtures("carrier"), pytest.mark.smoke]
 

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 import pytest
 from http_harness import CARRIER, connected, hello, make_server, request, run
 
+from daskserve.common.types import Envelope, Receive, Send
 from daskserve.errors import PortInUseError
 from daskserve.options.http import HTTPOptions
 from daskserve.proxies.asgi import ASGIApp
@@ -17,7 +18,6 @@ from daskserve.proxies.ingress.app import IngressApp
 from daskserve.proxies.ingress.routes import RouteTable
 from daskserve.proxies.server.health import health_server
 from daskserve.proxies.server.life import HTTPServer
-from daskserve.types import Envelope, Receive, Send
 
 pytestmark = pytest.mark.usefixtures("carrier")
 

@@ -8,9 +8,9 @@ import time
 import pytest
 from http_harness import Client, connected, hello, poll_for, request, run, serving
 
+from daskserve.common.types import Receive, Send
 from daskserve.proxies.asgi import Scope
 from daskserve.proxies.server.life import HTTPServer
-from daskserve.types import Receive, Send
 
 pytestmark = [pytest.mark.usefixtures("carrier"), pytest.mark.smoke]
 

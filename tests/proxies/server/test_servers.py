@@ -21,14 +21,14 @@ from http_harness import (
     serving,
 )
 
-from daskserve.clock import LoopClock
+from daskserve.common.clock import LoopClock
+from daskserve.common.types import Envelope, Receive, Send
 from daskserve.errors import BackPressureError, BadRequestError, PortInUseError
 from daskserve.options.http import HTTPOptions
-from daskserve.proxies.exchange.websocket import DISCONNECT_GRACE_S
+from daskserve.proxies.exchange.websocket.session import DISCONNECT_GRACE_S
 from daskserve.proxies.ingress.app import IngressApp
 from daskserve.proxies.ingress.routes import RouteTable
 from daskserve.proxies.server.hangup import PERIOD_S
-from daskserve.types import Envelope, Receive, Send
 
 pytestmark = [pytest.mark.usefixtures("carrier"), pytest.mark.smoke]
 

@@ -11,11 +11,11 @@ import pytest
 from distributed import Security
 from http_harness import Client, advance, connected, hits, poll_for, request, run, serving
 
+from daskserve.common.types import Receive, Send
 from daskserve.errors import BadRequestError
 from daskserve.options.http import HTTPOptions
 from daskserve.proxies.asgi import Scope
 from daskserve.proxies.server.tls import server_context
-from daskserve.types import Receive, Send
 
 
 @pytest.fixture(scope="module")

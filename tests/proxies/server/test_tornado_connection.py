@@ -11,12 +11,12 @@ import pytest
 from http_harness import hello, poll_for, request
 from tornado.iostream import IOStream
 
-from daskserve.clock import LoopClock
+from daskserve.common.clock import LoopClock
+from daskserve.common.types import Receive, Send
 from daskserve.proxies.asgi import Scope
 from daskserve.proxies.exchange.carrier import Carrier
 from daskserve.proxies.exchange.request_head import HeadLimits
 from daskserve.proxies.server.tornado_connection import RequestStream, TornadoConnection
-from daskserve.types import Receive, Send
 
 DEADLINE_S = 10.0
 

@@ -21,10 +21,10 @@ from http_harness import (
     tracebacks,
 )
 
+from daskserve.common.types import Receive, Send
 from daskserve.options.http import HTTPOptions
 from daskserve.proxies.asgi import Scope
 from daskserve.proxies.server.uvicorn_connection import UvicornConnection
-from daskserve.types import Receive, Send
 
 SERVER = "uvicorn"
 LIMIT = HTTPOptions().max_header_bytes

@@ -1,0 +1,1 @@
+"""What a program defines: deployments, their graph, and the specs that travel to the controller."""

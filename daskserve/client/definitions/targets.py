@@ -1,0 +1,146 @@
+"""What a program passes to `daskserve.run`, as the application that it stands for."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import typing
+from collections import ChainMap
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import FunctionType
+from typing import Any
+
+from daskserve.client.definitions.deployments import Application, Deployment, default_name
+from daskserve.data.replica.user_code.class_app import ingress, is_asgi_app
+from daskserve.errors import BadRequestError
+from daskserve.payload.importing import import_definition
+
+
+def application_of(target: Any, args: Mapping[str, Any] | None = None) -> Application:
+    """Return the application that a target stands for.
+
+    Parameters
+    ----------
+    target : Application, ASGI application, function or str
+        What ``.bind()`` returns; an ASGI application such as one of FastAPI; a builder, which is a function
+        with exactly one parameter that returns one of these; or the import path of one of them, such as
+        ``"module:app"``. The replicas import an ASGI application by its path.
+    args : dict, optional
+        The argument of a builder. If the builder's parameter is annotated with a pydantic model, the builder
+        gets the model.
+
+    Raises
+    ------
+    TypeError
+        The target is none of these, a builder has no or several parameters, or returns something else.
+    BadRequestError
+        A `ValueError`: the import path is wrong, or there are ``args`` but the target is not a builder.
+    pydantic.ValidationError
+        A `ValueError`: the model refuses the arguments.
+    """
+    found = target
+    if isinstance(target, str):
+        found = import_definition(target)
+        if isinstance(found, str):
+            raise TypeError(f"Import path {target!r} must name an application or a builder, not {found!r}.")
+    if isinstance(found, FunctionType) and not is_asgi_app(found):
+        return _built(found, args or {})
+    # Replicas import an ASGI application by its path, as its server would: pickled, it would be another
+    # object than the one that its module refers to.
+    application = _bound(target if isinstance(target, str) and is_asgi_app(found) else found)
+    if args:
+        raise BadRequestError(
+            f"Application {application.deployment.name!r} is already built, so it takes no arguments, got "
+            f"{sorted(args)}; pass a function that takes them and returns the application."
+        )
+    return application
+
+
+def factory_application(path: str) -> Application:
+    """Return the application of the import path of a function that returns an ASGI application.
+
+    Each replica calls the function, without arguments.
+    """
+    build = partial(_call, path)
+    return Deployment(ingress(build)(), default_name(path)).bind()
+
+
+def _call(path: str) -> Any:
+    return import_definition(path)()
+
+
+def _bound(found: Any, builder: str = "") -> Application:
+    if isinstance(found, Application):
+        return found
+    if isinstance(found, str) or is_asgi_app(found):
+        return Deployment(found, default_name(found)).bind()
+    is_unbound = isinstance(found, Deployment)
+    got = f"deployment {found.name!r}, which is not bound: call its bind()" if is_unbound else repr(found)
+    if builder:
+        raise TypeError(
+            f"Application builder {builder} must return what .bind() returns, or an ASGI application, "
+            f"got {got}"
+        )
+    raise TypeError(
+        "serve.run() takes what .bind() returns, an ASGI application, a function that returns one of them, "
+        f"or the import path of one of them, got {got}"
+    )
+
+
+def _built(builder: Callable[[Any], Any], args: Mapping[str, Any]) -> Application:
+    name = builder.__qualname__
+    parameters = list(inspect.signature(builder).parameters.values())
+    if len(parameters) != 1:
+        raise TypeError(
+            f"Application builder {name} must have exactly one parameter, for its arguments, but has "
+            f"{len(parameters)}. For a function that builds an ASGI application in each replica, run "
+            "serve.deployment(serve.ingress(function)()).bind()."
+        )
+    model = _model_of(builder, parameters[0])
+    return _bound(builder(dict(args) if model is None else model(**args)), builder=name)
+
+
+def _model_of(builder: Callable[[Any], Any], parameter: inspect.Parameter) -> type[Any] | None:
+    """Return the pydantic model of a builder's parameter; None if the builder takes a dict."""
+    from pydantic import BaseModel
+
+    if parameter.annotation is inspect.Parameter.empty:
+        return None
+    try:
+        annotation = _resolved(builder, parameter)
+    except NameError as error:
+        raise TypeError(
+            f"The annotation {parameter.annotation!r} of application builder {builder.__qualname__} cannot "
+            f"be resolved: {error}. Define the class at the top level of its module, or where serve.run() is "
+            "called."
+        ) from error
+    models = [BaseModel]
+    if "pydantic.v1" in sys.modules:  # then the annotation may be one of its models
+        models.append(sys.modules["pydantic.v1"].BaseModel)
+    is_model = isinstance(annotation, type) and issubclass(annotation, tuple(models))
+    return annotation if is_model else None
+
+
+def _resolved(builder: Callable[[Any], Any], parameter: inspect.Parameter) -> Any:
+    """Return the annotation of a parameter, which may be text, without looking at the other annotations.
+
+    Names are those of the builder, and then those of the functions that have called this one: a class that
+    is defined in a function is known nowhere else.
+    """
+    if not isinstance(parameter.annotation, str):
+        return parameter.annotation
+    names = dict(inspect.getclosurevars(builder).nonlocals)
+    frame = inspect.currentframe()
+    assert frame is not None
+    known: list[dict[str, Any]] = []
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if not frame.f_globals.get("__name__", "").startswith("daskserve."):
+            known.append(frame.f_locals)
+    stub = FunctionType(_no_code.__code__, builder.__globals__)
+    stub.__annotations__ = {parameter.name: parameter.annotation}
+    return typing.get_type_hints(stub, localns=ChainMap(names, builder.__globals__, *known))[parameter.name]
+
+
+def _no_code() -> None: ...

@@ -1,0 +1,85 @@
+"""What a program that serves ends when it ends: what it has started, and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Container, Mapping
+from typing import Any
+
+from daskserve.client.ending.serve_forever import print_line
+from daskserve.client.verbs.applications import ApplicationVerbs
+from daskserve.common.formatting import shown
+from daskserve.common.types import DEFAULT_INSTANCE
+from daskserve.errors import ClosedError, NotRunningError, ServeError
+
+#: How long the end waits to learn what it waits for.
+ANSWER_S = 2.0
+
+
+async def leave_instance(verbs: ApplicationVerbs, started: Mapping[str, str], signal_name: str = "") -> None:
+    """End what this program has started on an instance, and close the connection.
+
+    1. This program's own instance ends, unless other programs have deployed something on it.
+    2. Otherwise only the applications end that this program has started, if no other call has changed them
+       since. An instance that several programs have shared ends with the last application.
+    3. A client of `daskserve.connect` ends nothing.
+
+    Parameters
+    ----------
+    started
+        The ids of the calls that have started applications, by application.
+    signal_name
+        The signal that ends the program, if one does: a line then says what the end waits for.
+    """
+    connection, asynchronous = verbs._connection, verbs._asynchronous
+    link, instance = connection.link, connection.instance
+    is_own = instance in link.started and not connection.is_guest
+    ends = is_own and (not link.is_open or await verbs._run(link.started.is_alone(instance)))
+    if signal_name and link.is_open:
+        await _tell(verbs, signal_name, None if ends else started)
+    if not ends and link.is_open and not connection.is_guest:
+        try:
+            for name, request_id in started.items():
+                await verbs._delete_application(name, request_id)
+            ends = await _is_left_over(verbs, is_own=is_own)
+        except (ClosedError, NotRunningError):
+            ends = is_own  # it has ended already, and leaves only what this process has of it
+    if ends:
+        await connection.shutdown(asynchronous=asynchronous)
+    else:
+        await connection.disconnect(asynchronous=asynchronous)
+
+
+async def _tell(verbs: ApplicationVerbs, signal_name: str, names: Container[str] | None) -> None:
+    """Print which requests the end of the program waits for; None: those of the whole instance."""
+
+    async def ask() -> Mapping[str, Any]:
+        async with asyncio.timeout(ANSWER_S):
+            return dict(await verbs._connection.calls.call("ongoing"))
+
+    try:
+        answer = await verbs._run(ask())
+    except (ServeError, OSError):
+        answer = {"requests": {}}  # a controller that is being replaced delays nothing
+    counts = {name: count for name, count in answer["requests"].items() if names is None or name in names}
+    line = f"Stopping ({signal_name})."
+    if counts:
+        open_requests = ", ".join(
+            f"{count} of {name!r}" if name else str(count) for name, count in counts.items()
+        )
+        line = (
+            f"Stopping ({signal_name}): waiting up to {shown(answer['limit_s'])} s for open requests and "
+            f"streams ({open_requests}). Ctrl-C or another SIGTERM ends them at once."
+        )
+    print_line(verbs._connection.link, line)
+
+
+async def _is_left_over(verbs: ApplicationVerbs, *, is_own: bool) -> bool:
+    """Return whether an instance belongs to no program any more, and serves nothing."""
+    instance = verbs._connection.instance
+    facts = (await verbs._run(verbs._connection.link.ask("instances"))).get(instance)
+    is_detached = instance == DEFAULT_INSTANCE and not is_own
+    if facts is None or facts["owner"] is not None or is_detached:
+        return False
+    backends = (await verbs._call("status"))["backends"].values()
+    return all(each["status"] == "DELETING" for each in backends)

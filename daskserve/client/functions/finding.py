@@ -1,0 +1,183 @@
+"""Finding a running instance: `daskserve.connect`, and the one that the functions of the module use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import dask.config
+
+from daskserve.client.client import ClientVerbs
+from daskserve.client.functions.forms import ClientT, Form, awaitable, blocking
+from daskserve.client.functions.links import dial_link, find_link
+from daskserve.client.functions.local import current_block, running_instance
+from daskserve.client.instance.connection import InstanceConnection
+from daskserve.cluster.dask.connection import DaskLink
+from daskserve.common import settings
+from daskserve.common.types import DEFAULT_INSTANCE, InstanceName
+from daskserve.context import current_replica
+from daskserve.errors import BadRequestError, NotRunningError
+
+
+async def _connect(
+    form: Form[ClientT],
+    *,
+    dask_client: Any = None,
+    address: str | None = None,
+    name: InstanceName | None = None,
+) -> ClientT:
+    """Return a client of a running instance; never starts an instance or a cluster.
+
+    Inside a backend this is the backend's own instance. Elsewhere it is the detached instance of the
+    cluster given by ``dask_client``, ``address``, Dask's default client or Dask's ``scheduler-address``
+    configuration, in this order; without a detached instance, the one that ``serve.run`` started there; or
+    the only one there is, even if it ends with the program that started it.
+    While ``serve.run(..., local=True)`` serves in this process, or in a block of
+    ``daskserve.testing.local_instance``, it is that instance, unless the call names a cluster.
+
+    Parameters
+    ----------
+    dask_client : distributed.Client, optional
+    address : str, optional
+        Address of a Dask scheduler to connect to.
+    name : str, optional
+        The name of the instance, where there are several.
+
+    Raises
+    ------
+    NotRunningError
+        There is no such instance.
+    BadRequestError
+        Several programs have instances of their own there, and the call names none.
+    ClusterUnreachableError
+        No Dask scheduler answers at the address.
+    """
+    near = _near_instance() if dask_client is None and address is None and name is None else None
+    if near is not None:
+        return form.client(InstanceConnection(near.link, near.instance, is_guest=True))
+    link = await find_link(form, dask_client, address)
+    if link is None:
+        address = dask.config.get("scheduler-address", None)
+        if address is None:
+            raise NotRunningError(
+                "This process is not connected to a Dask cluster; pass address=..., create a "
+                "distributed.Client, or start an instance with serve.start(detached=True)."
+            )
+        link = await dial_link(form, address)
+    try:
+        found = await _find_instance(form, link, lambda running: named_instance(running, name))
+        return form.client(InstanceConnection(link, found, is_guest=True))
+    except BaseException:
+        if address is not None:
+            await link.disconnect(asynchronous=form.asynchronous)
+        raise
+
+
+connect = blocking(_connect)
+connect_async = awaitable(_connect)
+
+
+def _near_instance(*, may_be_local: bool = True) -> InstanceConnection | None:
+    """Return a connection to the instance that the caller is in: its replica's, or that of its block.
+
+    Otherwise, if it may be, to the local one of this process.
+    """
+    replica = current_replica.get()
+    if replica is not None and replica.cluster is not None:
+        return InstanceConnection(replica.cluster.link, replica.instance)
+    block = current_block.get()
+    if block is not None and not block.is_closed:
+        return InstanceConnection(block.link, block.instance)
+    local = running_instance() if may_be_local else None
+    return None if local is None else InstanceConnection(local.link, local.instance)
+
+
+async def _find_instance(
+    form: Form[Any], link: DaskLink, choose: Callable[[Mapping[InstanceName, Any]], InstanceName | None]
+) -> InstanceName:
+    """Return the instance that a function chooses among those that run; raise `NotRunningError` if none."""
+    no_instance = NotRunningError(
+        f"No such instance runs on the cluster {link.scheduler_address}; start one with "
+        "serve.start(detached=True), or run an application with serve.run()."
+    )
+    if not await form.run(link, link.check_scheduler(settings.timeouts().connect_s)):
+        raise no_instance
+    try:
+        running = await form.run(link, link.ask("instances"))
+    except NotRunningError:
+        raise no_instance from None
+    found = choose(running)
+    if found is None:
+        raise no_instance
+    if running[found]["owns_cluster"]:
+        link.owning_instances.add(found)
+    return found
+
+
+def common_instance(running: Mapping[InstanceName, Any]) -> InstanceName | None:
+    """Return the instance that all programs use: the detached one, or the latest of `run`; None if none."""
+    defaults = [name for name, facts in running.items() if facts["is_default"]]
+    return DEFAULT_INSTANCE if DEFAULT_INSTANCE in running else next(reversed(defaults), None)
+
+
+def named_instance(running: Mapping[InstanceName, Any], name: InstanceName | None) -> InstanceName | None:
+    """Return the instance of a name, or without a name the common one or the only one; None if none.
+
+    Raises
+    ------
+    BadRequestError
+        There is no name, and programs have several instances of their own.
+    """
+    if name is not None:
+        return name if name in running else None
+    found = common_instance(running)
+    if found is None and len(running) > 1:
+        raise BadRequestError(
+            f"{len(running)} programs have instances of their own on this cluster: {', '.join(running)}. "
+            "Name one with name=..."
+        )
+    return found or next(iter(running), None)
+
+
+async def find_default(
+    form: Form[Any],
+    *,
+    may_be_local: bool = True,
+    choose: Callable[[Mapping[InstanceName, Any]], InstanceName | None] = common_instance,
+) -> InstanceConnection | None:
+    """Return a connection to the instance that module-level functions use; None if there is none.
+
+    In a replica it is the replica's own. Elsewhere it is that of the block of
+    `daskserve.testing.local_instance`, or the local one of this process; otherwise the instance that `run`
+    started in this process; otherwise the latest running instance that `start` started here; otherwise the
+    one that ``choose`` finds on this process's Dask cluster.
+    """
+    near = _near_instance(may_be_local=may_be_local)
+    if near is not None:
+        return near
+    link = await find_link(form, None, None)
+    if link is None:
+        return None
+    found: InstanceConnection | None = link.default_instance
+    if found is not None:
+        return found
+    started = link.started.latest
+    try:
+        return InstanceConnection(link, started or await _find_instance(form, link, choose))
+    except NotRunningError:
+        return None
+
+
+async def default_verbs(form: Form[Any]) -> ClientVerbs:
+    """Return the verbs of the instance of `find_default`; raise `NotRunningError` if there is none."""
+    connection = await find_default(form)
+    if connection is not None:
+        return form.verbs(connection)
+    of_others = await find_default(form, choose=partial(named_instance, name=None))
+    if of_others is not None:
+        raise NotRunningError(
+            f"The instance {of_others.instance!r} on this cluster belongs to another program; the client of "
+            "serve.connect() has the same methods."
+        )
+    raise NotRunningError("No instance runs here; deploy something with serve.run() first.")

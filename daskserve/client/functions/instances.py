@@ -1,0 +1,352 @@
+"""The functions of ``import daskserve as serve``: start, find and end instances, and deploy applications.
+
+Each has a blocking and an awaitable form, both made from one body; see `daskserve.client.functions.forms`.
+"""
+
+from __future__ import annotations
+
+import logging
+import string
+import uuid
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from daskserve.client.definitions.specs import check_name, packed_middlewares
+from daskserve.client.functions.finding import default_verbs, find_default, named_instance
+from daskserve.client.functions.forms import ClientT, Form, awaitable, blocking
+from daskserve.client.functions.links import find_link, launch
+from daskserve.client.functions.local import running_instance
+from daskserve.client.instance.calls import ControllerCalls, wait_for_http
+from daskserve.client.instance.connection import InstanceConnection
+from daskserve.client.instance.ending import end_instance
+from daskserve.client.views.explanation import Explanation
+from daskserve.client.views.status import Status
+from daskserve.client.warning import warn_caller
+from daskserve.cluster.dask.connection import DaskLink
+from daskserve.cluster.scheduler.install import start_instance
+from daskserve.common import settings
+from daskserve.common.types import DEFAULT_INSTANCE, InstanceName
+from daskserve.context import current_replica
+from daskserve.errors import AlreadyRunningError, ClosedError
+from daskserve.options.base import parse_options
+from daskserve.options.credentials import masked
+from daskserve.options.http import HTTPOptions
+from daskserve.options.start_messages import ControllerStart
+
+logger = logging.getLogger("daskserve.api")
+
+#: Distinguishes an omitted argument from one that was passed its default.
+_UNSET: Any = object()
+
+
+async def _start(
+    form: Form[ClientT],
+    detached: bool = False,
+    http_host: str | None = _UNSET,
+    http_port: int = _UNSET,
+    http_middlewares: Sequence[Any] = _UNSET,
+    http_options: HTTPOptions | Mapping[str, Any] | None = None,
+    *,
+    proxy_location: str | None = None,
+    dask_client: Any = None,
+    address: str | None = None,
+    store: str = "memory://",
+    name: str | None = None,
+    dashboard: bool = True,
+) -> ClientT:
+    """Start an instance and return its client once every proxy listens.
+
+    ``start`` blocks, and the methods of its `Client` do. ``await start_async(...)`` returns an `AsyncClient`.
+
+    Without ``dask_client`` and ``address``, the instance uses Dask's default client of this process. If there
+    is none, it creates a local cluster of processes, which ends with its last instance. A cluster that is
+    created for a detached instance outlives this program; other programs reach it at
+    ``client.scheduler_address``.
+
+    Parameters
+    ----------
+    detached : bool
+        Let the instance outlive this program. A cluster has at most one detached instance, which
+        `connect` finds. Otherwise the instance ends with the returned client.
+    http_host, http_port, http_middlewares
+        Deprecated; use ``http_options``.
+    http_options : HTTPOptions or dict, optional
+    proxy_location : str, optional
+        Ray Serve's name of ``location`` in ``http_options``.
+    dask_client : distributed.Client, optional
+    address : str, optional
+        Address of a Dask scheduler to connect to.
+    store : str
+        URL of the store for the instance's records: ``memory://``, ``sqlite:///path`` or any fsspec URL.
+        Paths are on the scheduler's host. An instance that finds records under its name restores what they
+        describe.
+    name : str, optional
+        The instance's name. Default: a random name, or, if detached, the well-known name that `connect` looks
+        up. Set it to find the records in a durable store again.
+    dashboard : bool
+        Whether a local cluster that this call creates has Dask's dashboard (if bokeh is installed).
+
+    Raises
+    ------
+    AlreadyRunningError
+        A detached instance is already running.
+    ClusterUnreachableError, VersionMismatchError, InstanceError
+        The cluster cannot be reached, has no matching daskserve version, or has no worker.
+    PortInUseError
+        Another process listens on the port.
+    TimeoutError
+        The proxies did not start to listen in time.
+    """
+    options = given_http_options(http_host, http_port, http_middlewares, http_options, proxy_location)
+    _check_instance_name(name, detached, store)
+    return await start_with(
+        form,
+        options,
+        detached=detached,
+        dask_client=dask_client,
+        address=address,
+        store=store,
+        name=name,
+        dashboard=dashboard,
+    )
+
+
+start = blocking(_start)
+start_async = awaitable(_start)
+
+
+async def start_with(
+    form: Form[ClientT],
+    options: HTTPOptions,
+    *,
+    detached: bool = False,
+    dask_client: Any = None,
+    address: str | None = None,
+    store: str = "memory://",
+    name: str | None = None,
+    dashboard: bool = True,
+    is_default: bool = False,
+    opens_with_route: bool = False,
+) -> ClientT:
+    """Start an instance with checked arguments; see `start`.
+
+    Parameters
+    ----------
+    is_default : bool
+        Whether `connect` finds the instance, and `run` uses it in other programs.
+    opens_with_route : bool
+        Whether the proxies start only once there is a route, so that this does not wait for them.
+    """
+    for risk in options.risks():
+        warn_caller(risk)
+    middlewares = packed_middlewares(options)
+    found = await find_link(form, dask_client, address)
+    link = await launch(form, detached=detached, dashboard=dashboard) if found is None else found
+    instance = name or (DEFAULT_INSTANCE if detached else _new_name(link))
+    owner = None if detached else link.owner_id
+    owns_cluster = detached and found is None
+    start_id = uuid.uuid4().hex
+    message = {"owner": owner, "owns_cluster": owns_cluster, "store": store, "start_id": start_id}
+    message["is_default"] = is_default
+    try:
+        if owns_cluster:
+            link.owning_instances.add(instance)
+        link.started.add(instance, is_owned=not detached)
+        starting = _start_on(link, instance, options, middlewares, message, opens_with_route=opens_with_route)
+        await form.run(link, starting)
+        return form.client(InstanceConnection(link, instance, is_owner=not detached))
+    except BaseException as error:
+        # Clean up a partial start, also on Ctrl-C, but leave an instance that was already running.
+        if found is None or not isinstance(error, AlreadyRunningError):
+            await _end_failed_start(form, link, instance, start_id)
+        if address is not None:
+            await link.disconnect(instance, asynchronous=form.asynchronous)
+        raise
+
+
+def _check_instance_name(name: str | None, detached: bool, store: str) -> None:
+    if name is not None:
+        check_name(name, "name")
+        if detached and name != DEFAULT_INSTANCE:
+            raise ValueError(
+                f"A detached instance cannot have the name {name!r}: serve.connect() looks for "
+                f"{DEFAULT_INSTANCE!r}; leave name= out."
+            )
+    if name is None and not detached and not store.startswith("memory:"):
+        raise ValueError(
+            f"An instance with a random name cannot find its records in {masked(store)!r} again; pass name= "
+            "or detached=True."
+        )
+
+
+async def _end_failed_start(form: Form[Any], link: DaskLink, instance: InstanceName, start_id: str) -> None:
+    try:
+        await end_instance(link, instance, start_id=start_id, asynchronous=form.asynchronous)
+    except Exception:
+        # The caller must see the error of the start.
+        logger.exception("Instance %s failed to start, and its cleanup failed", instance)
+
+
+def checked_http(http_options: HTTPOptions | Mapping[str, Any] | None) -> HTTPOptions:
+    """Return HTTP options as the model, with the defaults of Dask's configuration for a dict."""
+    if isinstance(http_options, HTTPOptions):
+        return http_options
+    given = parse_options(HTTPOptions, http_options, what="http_options")
+    return HTTPOptions(**{**settings.http_defaults(), **given.model_dump(exclude_unset=True)})
+
+
+def given_http_options(
+    http_host: Any = _UNSET,
+    http_port: Any = _UNSET,
+    http_middlewares: Any = _UNSET,
+    http_options: HTTPOptions | Mapping[str, Any] | None = None,
+    proxy_location: str | None = None,
+) -> HTTPOptions:
+    """Return the HTTP options of `start`, which may be given in several ways."""
+    old = {
+        name: value
+        for name, value in (("host", http_host), ("port", http_port), ("middlewares", http_middlewares))
+        if value is not _UNSET
+    }
+    if old and http_options is not None:
+        raise ValueError(
+            f"You cannot specify both http_options and http_{next(iter(old))}; set it in http_options."
+        )
+    if old:
+        names = ", ".join(f"http_{name}" for name in old)
+        warn_caller(f"{names}: use http_options instead.", DeprecationWarning)
+        old["middlewares"] = list(old.get("middlewares", []))
+        http_options = old
+    found = checked_http(http_options)
+    if proxy_location is None:
+        return found
+    given = http_options.model_fields_set if isinstance(http_options, HTTPOptions) else http_options or ()
+    if "location" in given:
+        raise ValueError(
+            "proxy_location is another spelling of location in http_options; give only one of them"
+        )
+    return HTTPOptions(**{**found.model_dump(exclude_unset=True), "location": proxy_location})
+
+
+async def _start_on(
+    link: DaskLink,
+    instance: InstanceName,
+    options: HTTPOptions,
+    middlewares: bytes | None,
+    message: Mapping[str, Any],
+    *,
+    opens_with_route: bool,
+) -> None:
+    timeouts = settings.timeouts()
+    controller = ControllerStart(
+        http=options,
+        middlewares=middlewares,
+        callback=settings.controller().callback,
+        start_id=message["start_id"],
+        opens_with_route=opens_with_route,
+    )
+    await start_instance(
+        link,
+        instance,
+        timeout_s=timeouts.proxy_s,
+        grace_s=timeouts.grace_s,
+        payload=controller.encode(),
+        system_workers=options.system_workers,
+        **message,
+    )
+    if not opens_with_route:
+        await wait_for_http(ControllerCalls(link, instance), timeouts.proxy_s)
+
+
+def _new_name(link: DaskLink) -> InstanceName:
+    return f"{DEFAULT_INSTANCE}-{''.join(link.rng.choices(string.ascii_letters, k=6))}"
+
+
+async def _shutdown(form: Form[Any]) -> None:
+    """End the instance that `run` uses, and the local one of this process; do nothing if there is none."""
+    local = running_instance()
+    if local is not None and current_replica.get() is None:
+        await local.shutdown(asynchronous=form.asynchronous)
+    connection = await find_default(form)
+    if connection is not None:
+        await form.verbs(connection).shutdown()
+
+
+shutdown = blocking(_shutdown)
+shutdown_async = awaitable(_shutdown)
+
+
+async def _status(form: Form[Any]) -> Status:
+    """Return the status of the instance that `run` uses or that `connect` finds; empty if none runs."""
+    connection = await find_default(form, choose=partial(named_instance, name=None))
+    try:
+        return Status() if connection is None else await form.verbs(connection).status()
+    except ClosedError:
+        return Status()  # the instance ended during the call
+
+
+status = blocking(_status)
+status_async = awaitable(_status)
+
+
+async def _explain(form: Form[Any], name: str) -> Explanation:
+    """Return an explanation of a deployment's number of replicas, in the instance that `run` uses.
+
+    Print it to read the current and target numbers, the bounds, the policy's decision, the latest metrics and
+    changes, and what replicas wait for.
+
+    Raises
+    ------
+    NotFoundError
+        There is no such deployment.
+    NotRunningError
+        No instance runs.
+    """
+    return await (await default_verbs(form)).explain(name)
+
+
+explain = blocking(_explain)
+explain_async = awaitable(_explain)
+
+
+async def _scale(form: Form[Any], name: str, target_num_replicas: int) -> int:
+    """Set the number of replicas of an externally scaled deployment and return it.
+
+    See `daskserve.client.client.Client.scale`.
+
+    Raises
+    ------
+    ExternalScalerDisabledError
+        Its config does not have ``external_scaler_enabled=True``.
+    NotFoundError
+        There is no such deployment.
+    BadRequestError
+        The number is invalid.
+    NotRunningError
+        No instance runs.
+    """
+    return await (await default_verbs(form)).scale(name, target_num_replicas)
+
+
+scale = blocking(_scale)
+scale_async = awaitable(_scale)
+
+
+async def _set_target_capacity(form: Form[Any], percent: float | None) -> None:
+    """Set the percentage of replicas that run in the instance that `run` uses; None means all of them.
+
+    See `daskserve.client.client.Client.set_target_capacity`.
+
+    Raises
+    ------
+    BadRequestError
+        A `ValueError`: the percentage is not a number from 0 to 100.
+    NotRunningError
+        No instance runs.
+    """
+    await (await default_verbs(form)).set_target_capacity(percent)
+
+
+set_target_capacity = blocking(_set_target_capacity)
+set_target_capacity_async = awaitable(_set_target_capacity)

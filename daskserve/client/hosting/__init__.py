@@ -1,0 +1,1 @@
+"""Running one application as a program of its own, as ``daskserve run`` does."""

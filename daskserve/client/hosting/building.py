@@ -1,0 +1,90 @@
+"""Building the application of an import path, in this process or in a worker.
+
+The process that builds it imports the user's module. In a cluster that was started for the application, this
+is the worker that gets its first replica, so that the module is imported once. In any other cluster it is the
+caller, whose code is deployed: a worker may have imported an older version of the module.
+"""
+
+from __future__ import annotations
+
+import traceback
+from types import TracebackType
+from typing import Any
+
+from pydantic import ValidationError
+
+from daskserve.client.functions.forms import Form
+from daskserve.client.instance.calls import ControllerCalls
+from daskserve.client.instance.connection import InstanceConnection
+from daskserve.client.verbs.applications import BuiltApplication, RunTarget, build
+from daskserve.cluster.dask.connection import DaskLink
+from daskserve.cluster.dask.worker_calls import call_in_worker
+from daskserve.common.types import InstanceName
+from daskserve.errors import BadRequestError, NoCapacityError, ReplicaStartError
+from daskserve.options.app_spec import ApplicationSpec
+
+#: The modules whose frames lead from here to the user's module.
+_ON_THE_WAY = ("daskserve.", "importlib", "pydantic.")
+
+
+def build_path(target: RunTarget, instance: InstanceName, timeout_s: float | None) -> BuiltApplication:
+    """Build an application whose target may be an import path.
+
+    Raises
+    ------
+    BadRequestError, TypeError
+        The target cannot be deployed.
+    ReplicaStartError
+        The user's code raised; the error has the traceback from there on.
+    """
+    try:
+        (built,) = build([target], instance=instance, timeout_s=timeout_s)
+        return built
+    except (Exception, SystemExit) as error:
+        # A user's module may raise anything, and may be a script that ends.
+        frames = _user_frames(error)
+        if frames is None and not isinstance(error, (SyntaxError, ValidationError)):
+            raise
+        if frames is None and isinstance(error, ValidationError):
+            raise BadRequestError(str(error)) from error
+        raise ReplicaStartError(
+            f"Application {target.name!r} cannot be built from {target.target!r}: {type(error).__name__}: "
+            f"{error}",
+            user_traceback="".join(traceback.format_exception(type(error), error, frames)),
+        ) from error
+
+
+def _user_frames(error: BaseException) -> TracebackType | None:
+    """Return a traceback from the first frame of the user on; None if there is none."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_globals.get("__name__", "").startswith(_ON_THE_WAY):
+        frames = frames.tb_next
+    return frames
+
+
+async def build_in_worker(
+    form: Form[Any], connection: InstanceConnection, target: RunTarget, timeout_s: float | None
+) -> BuiltApplication:
+    """Build an application in the worker that gets the next replica; see `build_path`."""
+    link: Any = connection.link
+    worker = await form.run(link, connection.calls.call("next_worker"))
+    if worker is None:
+        raise NoCapacityError("No worker of the cluster has room for a replica.")
+    arguments = {"target": target, "instance": connection.instance, "timeout_s": timeout_s}
+    built = await form.run(link, call_in_worker(link, worker, _build_here, **arguments))
+    if "error" in built:
+        raise ReplicaStartError(built["error"], user_traceback=built["user_traceback"])
+    return BuiltApplication(ApplicationSpec.from_plain(built["spec"]), built["handles"])
+
+
+def _build_here(
+    link: DaskLink, target: RunTarget, instance: InstanceName, timeout_s: float | None
+) -> dict[str, Any]:
+    """Build an application in a worker; return it, or an error, as plain values, which need no module."""
+    try:
+        built = build_path(target, instance, timeout_s)
+    except ReplicaStartError as error:
+        # It is caused by the user's error, whose class the caller may not have.
+        return {"error": str(error), "user_traceback": error.user_traceback}
+    link.sync(ControllerCalls(link, instance).send_parcels([each.spec for each in built.spec.deployments]))
+    return {"spec": built.spec.to_plain(), "handles": dict(built.handles)}

@@ -1,0 +1,1 @@
+"""A program's connection to an instance, and its calls to the controller."""

@@ -1,0 +1,159 @@
+"""Calls from a user program to an instance's controller."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any
+
+from daskserve.cluster.actors.controller_calls import call_controller
+from daskserve.cluster.protocols.base import ClientLink
+from daskserve.common.formatting import shown
+from daskserve.common.types import ActorAddress, GoalId, InstanceName
+from daskserve.errors import (
+    ClosedError,
+    ClusterUnreachableError,
+    NotRunningError,
+    RequestTimeoutError,
+    ServeError,
+)
+from daskserve.options.app_spec import ApplicationSpec
+from daskserve.options.backend_spec import BackendSpec
+from daskserve.payload.packed_errors import load_error
+from daskserve.payload.parcels import Parcel
+
+logger = logging.getLogger("daskserve.client")
+
+#: Maximum time that one call to the controller waits for a goal; then the client calls again.
+POLL_S = 25.0
+#: How long a call is retried while the controller is being replaced.
+CONTROLLER_S = 30.0
+#: Interval at which a running call checks whether its controller is still the current one.
+CHECK_S = 1.0
+
+
+class ControllerCalls:
+    """Calls to an instance's controller, retried while it is being replaced.
+
+    Runs on the link's loop. Retries are safe because every verb is idempotent.
+    """
+
+    def __init__(self, link: ClientLink, instance: InstanceName) -> None:
+        self.link = link
+        self.instance = instance
+
+    async def call(self, verb: str, **message: Any) -> Any:
+        """Return the controller's answer to a verb.
+
+        The message holds plain values, and may hold a ``spec``, or several in ``apps``.
+        """
+        cluster = self.link.cluster(self.instance)
+        specs = _specs_in(message)
+        message = {name: _plain(value) for name, value in message.items()}
+
+        def call(controller: ActorAddress) -> Coroutine[Any, Any, Any]:
+            return cluster.call(controller, verb, **message)
+
+        try:
+            await self.send_parcels(specs)
+            return await call_controller(
+                cluster, call, clock=self.link.clock, check_s=CHECK_S, patience_s=CONTROLLER_S
+            )
+        except NotRunningError as error:
+            raise ClosedError(f"Instance {self.instance!r} has been shut down.") from error
+        except OSError as error:
+            if isinstance(error, ServeError):
+                raise
+            raise ClusterUnreachableError(
+                f"The connection to the Dask scheduler {self.link.scheduler_address} was lost: {error}"
+            ) from error
+
+    async def send_parcels(self, specs: Sequence[BackendSpec]) -> None:
+        """Send the parcels of specs to the scheduler, unless this process does not have their content."""
+        for spec in specs:
+            parcel = Parcel.labelled(spec.code)
+            if parcel is not None and spec.parts:
+                await self.link.cluster(self.instance).send_parcel(parcel, spec.parts)
+
+    async def complete(self, answer: Mapping[str, Any], *, blocking: bool = True) -> GoalId | None:
+        """Return when the change that a verb's answer accepts is complete and visible here.
+
+        With ``blocking=False``, do not wait for its goal, but return it. Raises what `wait_until_reached`
+        raises.
+        """
+        goal: GoalId | None = answer.get("goal")
+        if goal is not None and not blocking:
+            return goal
+        if goal is not None:
+            await self.wait_until_reached(goal, None)
+        else:
+            await self.wait_until_applied(answer.get("snapshot"))
+        return None
+
+    async def wait_for_goal(self, goal: GoalId, timeout_s: float | None) -> bool:
+        """Return whether a goal was reached or superseded in time; raise the goal's error if it failed."""
+        return await self._end_of(goal, self._deadline(timeout_s)) is not None
+
+    async def wait_until_reached(self, goal: GoalId, timeout_s: float | None) -> bool:
+        """Return whether what was asked for is there in time; raise the goal's error if it failed.
+
+        Raises
+        ------
+        SupersededError, DeletedError
+            A later change replaced this one, which was not complete.
+        """
+        deadline = self._deadline(timeout_s)
+        while goal:
+            answer = await self._end_of(goal, deadline)
+            if answer is None:
+                return False
+            if answer["error"] is not None:
+                raise load_error(answer["error"])
+            goal = answer["successor"]
+        return True
+
+    def _deadline(self, timeout_s: float | None) -> float | None:
+        return None if timeout_s is None else self.link.clock.now() + timeout_s
+
+    async def _end_of(self, goal: GoalId, deadline: float | None) -> Mapping[str, Any] | None:
+        """Return the controller's answer about a goal that has ended; None if it has not in time."""
+        while True:
+            left_s = POLL_S if deadline is None else min(POLL_S, deadline - self.link.clock.now())
+            answer: Mapping[str, Any] = await self.call(
+                "wait_for_goal", goal_id=goal, timeout_s=max(0.0, left_s)
+            )
+            if answer["is_done"]:
+                await self.wait_until_applied(answer.get("snapshot"))
+                return answer
+            if deadline is not None and self.link.clock.now() >= deadline:
+                return None
+
+    async def wait_until_applied(self, snapshot: Sequence[int] | None) -> None:
+        """Wait until this process's routers, if it has any, have applied a change."""
+        cluster = self.link.cluster(self.instance)
+        if snapshot is not None and "routers" in cluster.shared:
+            try:
+                await cluster.listener.wait_for_snapshot((snapshot[0], snapshot[1]), POLL_S)
+            except TimeoutError:
+                logger.warning("This process received no notification of a change within %s s", POLL_S)
+
+
+def _specs_in(message: Mapping[str, Any]) -> list[BackendSpec]:
+    spec = message.get("spec")
+    found = [spec] if isinstance(spec, BackendSpec) else []
+    apps = [each for each in message.get("apps", ()) if isinstance(each, ApplicationSpec)]
+    return found + [each.spec for app in apps for each in app.deployments]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (BackendSpec, ApplicationSpec)):
+        return value.to_plain()
+    return [_plain(each) for each in value] if isinstance(value, list) else value
+
+
+async def wait_for_http(calls: ControllerCalls, timeout_s: float) -> None:
+    """Return when every proxy listens; raise the error of a proxy that cannot."""
+    try:
+        await calls.call("wait_for_http", timeout_s=timeout_s)
+    except RequestTimeoutError as error:
+        raise TimeoutError(f"HTTP proxies not available after {shown(timeout_s)}s: {error}") from error

@@ -1,0 +1,231 @@
+"""A program's connection to an instance, until it is closed, and the calls of its clients."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import logging
+import os
+import socket
+import sys
+import weakref
+from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+from daskserve.client.instance.calls import ControllerCalls
+from daskserve.client.instance.ending import abandon_instance, end_instance
+from daskserve.client.views.progress import find_display, wait_visibly, waits_for
+from daskserve.client.views.status import Status
+from daskserve.cluster.protocols.base import ClientLink
+from daskserve.common.types import GoalId, InstanceName
+from daskserve.context import current_replica
+from daskserve.data.caller.routing.learning import wait_until_sent
+from daskserve.errors import ClosedError, NotRunningError, ServeError
+
+T = TypeVar("T")
+
+logger = logging.getLogger("daskserve.client")
+
+#: How long an interrupted program waits until its change is taken back.
+WITHDRAW_S = 10.0
+
+
+class InstanceConnection:
+    """A connection to an instance on a Dask cluster, which several clients may share.
+
+    An instance with an owner ends with it: when the connection is closed or garbage collected, or when the
+    program ends. An owner that was never used is not missed: its instance stays for the functions of the
+    module, if they have no other. So ``serve.start(...)`` may be a statement of its own.
+
+    Parameters
+    ----------
+    is_guest
+        Whether it only connects to an instance: when its client is left, the instance stays.
+    """
+
+    def __init__(
+        self, link: ClientLink, instance: InstanceName, *, is_owner: bool = False, is_guest: bool = False
+    ) -> None:
+        self.link = link
+        self.instance = instance
+        self.is_guest = is_guest
+        self.is_closed = False
+        #: Whether the instance is known to outlive the program that started it, or this program is that.
+        self.is_shared = instance in link.started
+        self.calls = ControllerCalls(link, instance)
+        self._ownership: _Ownership | None = None
+        if is_owner:
+            self._ownership = _Ownership(self)
+
+    @property
+    def is_owner(self) -> bool:
+        """Whether the instance ends with this connection."""
+        return self._ownership is not None
+
+    def check_open(self) -> None:
+        """Raise `ClosedError` if the connection was closed; every use of a client starts with this."""
+        if self._ownership is not None:
+            self._ownership.is_used = True
+        if self.is_closed:
+            raise ClosedError("Client has already been shut down.")
+
+    async def leave(self, *, asynchronous: bool) -> None:
+        """End a ``with`` block: end an instance that the block's client started, leave any other.
+
+        An instance that others use as well stays, unless it is detached.
+        """
+        if self.is_guest or self.is_owner:
+            await self.disconnect(asynchronous=asynchronous)
+        else:
+            await self.shutdown(asynchronous=asynchronous)
+
+    def become_default(self) -> None:
+        """Let `daskserve.run` use this instance in this process; it lives as long as the process."""
+        self.link.default_instance = self
+
+    async def shutdown(self, *, asynchronous: bool) -> None:
+        """End the instance and close the connection. Idempotent."""
+        if self.is_closed:
+            return
+        self.is_closed = True
+        if self._ownership is not None:
+            self._ownership.detach()
+        await end_instance(self.link, self.instance, asynchronous=asynchronous, drains=True)
+
+    async def _is_alone(self, *, asynchronous: bool) -> bool:
+        asking = self.link.started.is_alone(self.instance)
+        return await self.link.wait(asking) if asynchronous else self.link.sync(asking)
+
+    async def disconnect(self, *, asynchronous: bool) -> None:
+        """Close the connection, and its Dask client if daskserve created it.
+
+        An owned instance ends, unless other programs have deployed something on it.
+        """
+        if self._ownership is not None and not self.is_closed:
+            if not self.link.is_open or await self._is_alone(asynchronous=asynchronous):
+                await self.shutdown(asynchronous=asynchronous)
+            else:
+                self._ownership.detach()
+        if not self.is_closed:
+            self.is_closed = True
+            self.link.release_default(self.instance)
+            await self.link.disconnect(self.instance, asynchronous=asynchronous)
+
+
+class _Ownership:
+    """Ends an instance when its owner is garbage collected or the program ends."""
+
+    def __init__(self, owner: InstanceConnection) -> None:
+        self._link = owner.link
+        self._instance = owner.instance
+        #: Whether a client has used the owner.
+        self.is_used = False
+        self._finalizer = weakref.finalize(owner, self._collected)
+        # weakref's own exit hook may run after Dask's, which closes the connection.
+        self._finalizer.atexit = False
+        atexit.register(self._end)
+
+    def detach(self) -> None:
+        """Leave the instance alone from now on."""
+        atexit.unregister(self._end)
+        self._finalizer.detach()
+
+    def _collected(self) -> None:
+        atexit.unregister(self._end)
+        if self.is_used or not self._link.is_open or self._link.default_instance is not None:
+            abandon_instance(self._link, self._instance, if_alone=True)
+        else:
+            InstanceConnection(self._link, self._instance, is_owner=True).become_default()
+
+    def _end(self) -> None:
+        self.detach()
+        abandon_instance(self._link, self._instance, if_alone=True)
+
+
+def this_program() -> str:
+    """Return how others know this program: its file, process and machine."""
+    name = Path(sys.argv[0]).name if sys.argv and sys.argv[0] else "Python"
+    return f"{name} (process {os.getpid()} on {socket.gethostname()})"
+
+
+class Verbs:
+    """Base class of the verbs of a client: coroutines that call the instance.
+
+    Parameters
+    ----------
+    asynchronous : bool
+        Whether calls suspend the coroutine. Otherwise they block the thread; see `daskserve.loops.blocking`.
+    """
+
+    def __init__(self, connection: InstanceConnection, *, asynchronous: bool) -> None:
+        self._connection = connection
+        self._asynchronous = asynchronous
+
+    async def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the link's loop and return its result."""
+        link = self._connection.link
+        return await link.wait(coroutine) if self._asynchronous else link.sync(coroutine)
+
+    async def _call(self, verb: str, **message: Any) -> Any:
+        """Return the controller's answer to a verb."""
+        self._connection.check_open()
+        return await self._run(self._connection.calls.call(verb, **message))
+
+    async def _share(self) -> None:
+        """Let the instance outlive the program that started it, because this one deploys something on it."""
+        connection = self._connection
+        connection.check_open()
+        if not connection.is_shared and current_replica.get() is None:
+            with suppress(NotRunningError, OSError):  # the call that follows raises the right error
+                await self._run(connection.link.ask("share_instance", instance=connection.instance))
+            connection.is_shared = True
+
+    async def _let_calls_leave(self) -> None:
+        """Let calls reach the replicas that this process has begun, before these are told to stop."""
+        connection = self._connection
+        connection.check_open()
+        await self._run(wait_until_sent(connection.link.cluster(connection.instance)))
+
+    async def _withdraw(self, requests: Sequence[str]) -> None:
+        """Take back what interrupted calls have asked for, unless it is complete."""
+
+        async def withdraw() -> None:
+            async with asyncio.timeout(WITHDRAW_S):
+                await self._connection.calls.call("withdraw", requests=list(requests), by=this_program())
+
+        if self._connection.is_closed or not self._connection.link.is_open:
+            return
+        try:
+            await self._run(withdraw())
+        except (ServeError, OSError) as error:
+            logger.warning("An interrupted change was not taken back, and continues: %s", error)
+
+    async def _change(self, verb: str, *, blocking: bool = True, **message: Any) -> GoalId | None:
+        """Call a verb that changes something; return when the change is complete and visible here.
+
+        With ``blocking=False`` it returns as soon as the controller accepts the change, with the goal to wait
+        for. Otherwise it raises `SupersededError` or `DeletedError` if a later change came first.
+        """
+        return await self._complete(await self._call(verb, **message), blocking=blocking)
+
+    async def _complete(self, answer: Mapping[str, Any], *, blocking: bool) -> GoalId | None:
+        """Return when an accepted change is complete; see `ControllerCalls.complete`."""
+        goal: GoalId | None = answer.get("goal")
+        if goal is None or not blocking:
+            return await self._run(self._connection.calls.complete(answer, blocking=blocking))
+        await self._wait_visibly(goal)
+        return None
+
+    async def _wait_visibly(self, goal: GoalId) -> None:
+        """Wait until a goal is reached; the progress display or the log says what a slow change waits for."""
+        calls = self._connection.calls
+
+        def wait(seconds: float) -> Coroutine[Any, Any, bool]:
+            return self._run(calls.wait_until_reached(goal, seconds))
+
+        async def describe() -> str:
+            return waits_for(Status.of(await self._call("status")), goal)
+
+        await wait_visibly(find_display(), wait, describe)

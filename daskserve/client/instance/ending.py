@@ -1,0 +1,99 @@
+"""Ending an instance."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from typing import Any
+
+from daskserve.cluster.protocols.base import ClientLink
+from daskserve.common.types import InstanceName
+from daskserve.data.caller.routing.learning import wait_until_sent
+from daskserve.errors import NotRunningError
+from daskserve.loops.blocking import finish
+
+logger = logging.getLogger("daskserve.client.client")
+
+#: Timeout of an answer of the scheduler.
+SHUTDOWN_S = 15.0
+
+
+async def end_instance(
+    link: ClientLink,
+    instance: InstanceName,
+    *,
+    asynchronous: bool,
+    start_id: str | None = None,
+    drains: bool = False,
+    if_alone: bool = False,
+) -> None:
+    """End an instance; do nothing if the instance or the cluster is already gone.
+
+    Parameters
+    ----------
+    start_id
+        End only an instance that was started under this id.
+    drains
+        Whether the requests under way complete first, unless the caller is interrupted: then the instance
+        ends at once.
+    if_alone
+        Whether to leave an instance that other programs use.
+    """
+    link.release_default(instance)
+
+    async def run(coroutine: Coroutine[Any, Any, None]) -> None:
+        await link.wait(coroutine) if asynchronous else link.sync(coroutine)
+
+    try:
+        if link.is_open and drains:
+            await run(_drain(link, instance))
+        if link.is_open:
+            await run(_end(link, instance, start_id, if_alone=if_alone))
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        # A second Ctrl-C does not wait, but it leaves nothing behind either.
+        if link.is_open:
+            await run(_end(link, instance, start_id, if_alone=if_alone))
+        raise
+    finally:
+        await link.instance_ended(instance, asynchronous=asynchronous)
+
+
+def abandon_instance(link: ClientLink, instance: InstanceName, *, if_alone: bool = False) -> None:
+    """End an instance whose owner is gone, from any thread."""
+    if link.runs_here():
+        # An owner collected by the garbage collector on the link's own loop must not block it.
+        link.spawn(end_instance(link, instance, asynchronous=True, if_alone=if_alone))
+    else:
+        finish(end_instance(link, instance, asynchronous=False, if_alone=if_alone))
+
+
+async def _end(link: ClientLink, instance: InstanceName, start_id: str | None, *, if_alone: bool) -> None:
+    message = {} if start_id is None else {"start_id": start_id}
+    if start_id is None:
+        await link.drop_cluster(instance)
+    try:
+        async with asyncio.timeout(SHUTDOWN_S):
+            if if_alone and not await link.started.is_alone(instance):
+                return
+            has_ended = await link.ask("end_instance", instance=instance, **message)
+    except NotRunningError:
+        pass
+    except (OSError, TimeoutError) as error:
+        logger.warning("Instance %s did not end cleanly: %r", instance, error)
+    else:
+        if has_ended:
+            await link.drop_cluster(instance)
+
+
+async def _drain(link: ClientLink, instance: InstanceName) -> None:
+    try:
+        await wait_until_sent(link.cluster(instance))
+        is_drained = False
+        while not is_drained:
+            async with asyncio.timeout(SHUTDOWN_S):
+                is_drained = await link.ask("drain_instance", instance=instance)
+    except NotRunningError:
+        pass
+    except (OSError, TimeoutError) as error:
+        logger.warning("Instance %s ends without draining: %r", instance, error)

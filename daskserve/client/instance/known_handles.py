@@ -1,0 +1,56 @@
+"""The handles that a program already has: `get_handle` returns them again until their endpoint changes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from daskserve.cluster.protocols.base import Process
+from daskserve.common.types import EndpointTag
+from daskserve.data.caller.calls.handle import Handle, routers_of
+from daskserve.data.caller.routing.router import Router
+from daskserve.errors import NotFoundError, RequestTimeoutError
+
+
+def handles_of(cluster: Process) -> KnownHandles:
+    """Return the handles that a process has for an instance, whichever of its clients asked for them."""
+    handles: KnownHandles = cluster.shared.setdefault("handles", KnownHandles())
+    return handles
+
+
+class KnownHandles:
+    """The handles of a process for an instance, by endpoint, each with the published state it was made of."""
+
+    def __init__(self) -> None:
+        self._handles: dict[EndpointTag, tuple[Handle, Router, Any]] = {}
+
+    def get(self, endpoint: EndpointTag) -> Handle | None:
+        """Return the handle of an endpoint; None if there is none, or the endpoint has changed since."""
+        if endpoint not in self._handles:
+            return None
+        handle, router, published = self._handles[endpoint]
+        return handle if router.published is published else None
+
+    def keep(self, handle: Handle, router: Router, facts: Mapping[str, Any]) -> None:
+        """Keep a handle made of the controller's facts, if the published state agrees with them."""
+        published = router.published
+        if (
+            published is not None
+            and published["legacy"] == facts["is_legacy"]
+            and list(published["python_methods"]) == list(facts["python_methods"])
+        ):
+            self._handles[router.endpoint] = (handle, router, published)
+
+
+async def open_router(cluster: Process, endpoint: EndpointTag, *, exists: bool) -> Router:
+    """Return the router of an endpoint, which knows the endpoint if it exists; runs on the link's loop.
+
+    Started here and not at the first call, so that the handle sees later changes by this program.
+    """
+    router = (await routers_of(cluster)).router(endpoint)
+    if exists:
+        # The endpoint may be deleted meanwhile; then the first call fails.
+        with suppress(NotFoundError, RequestTimeoutError):
+            await router.wait_until_known()
+    return router

@@ -1,0 +1,1 @@
+"""The methods of a client: applications, deployments, backends, endpoints and handles."""

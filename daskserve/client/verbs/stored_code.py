@@ -1,0 +1,77 @@
+"""The code of a deployment as its instance keeps it, for a program that deploys it again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from daskserve.client.instance.connection import InstanceConnection
+from daskserve.errors import BadRequestError, BlockingCallError, CodeLoadError, InstanceError, NotFoundError
+from daskserve.payload.parcels import Parcel, unpack_code
+
+#: What `StoredCode.load` returns: the fields of `daskserve.client.functions.deployment.ClassicDeployment`
+#: that hold user code.
+CODE_FIELDS = ("definition", "init_args", "init_kwargs", "files")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredCode:
+    """The pickled code of a deployment, or the label of the parcel that holds it.
+
+    Attributes
+    ----------
+    code_name : str
+        The controller's name of the code.
+    """
+
+    deployment: str
+    code: bytes
+    code_name: str
+    connection: InstanceConnection
+
+    async def load(self, *, asynchronous: bool) -> dict[str, Any]:
+        """Return the values of `CODE_FIELDS`, unpickled in this process.
+
+        Raises
+        ------
+        BadRequestError
+            It cannot be unpickled here.
+        NotFoundError
+            It is large, so it stayed with the instance, which does not have it any more; or the store has
+            lost it.
+        """
+        if not self.code:
+            raise NotFoundError(
+                f"The code of deployment '{self.deployment}' is lost or damaged in its instance's "
+                "store. Deploy it again from its source."
+            )
+        parcel = Parcel.labelled(self.code)
+        parts = () if parcel is None else await self._fetch(parcel, asynchronous=asynchronous)
+        try:
+            *files, definition, args, kwargs = unpack_code(self.code, parts)
+        except Exception as error:
+            # A foreign object may raise anything when it is unpickled.
+            raise BadRequestError(
+                f"The code of deployment '{self.deployment}' cannot be unpickled in this process: "
+                f"{type(error).__name__}: {error}. Install or import here what it needs, or replace it with "
+                ".options(func_or_class=..., init_args=..., init_kwargs=...), and env=... if it has one."
+            ) from error
+        values = (definition, tuple(args), dict(kwargs), files[0] if files else None)
+        return dict(zip(CODE_FIELDS, values, strict=True))
+
+    async def _fetch(self, parcel: Parcel, *, asynchronous: bool) -> Any:
+        link = self.connection.link
+        if not asynchronous and link.runs_here():
+            raise BlockingCallError(
+                f"The code of deployment '{self.deployment}' is large and not here yet, and waiting for it "
+                "would block the event loop that has to fetch it; use `await deployment.deploy_async(...)`, "
+                "or do this in another thread (asyncio.to_thread)."
+            )
+        fetching = link.cluster(self.connection.instance).fetch_parcel(self.code_name, parcel)
+        try:
+            return await link.wait(fetching) if asynchronous else link.sync(fetching)
+        except (KeyError, CodeLoadError, InstanceError) as error:
+            raise NotFoundError(
+                f"The code of deployment '{self.deployment}' is no longer stored: the deployment was deleted "
+                "or changed meanwhile. Call serve.get_deployment() again."
+            ) from error

@@ -1,0 +1,143 @@
+"""Says what a slow change waits for: on a terminal or in a notebook in one line, elsewhere in the log."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+from collections.abc import Awaitable, Callable
+from typing import Protocol, TextIO, TypeAlias
+
+from daskserve.client.views.status import Status
+from daskserve.common.types import GoalId, short_tag
+from daskserve.loops.event_loop import in_notebook
+from daskserve.options.app_spec import deployment_tag
+
+logger = logging.getLogger("daskserve.client")
+
+#: How long a change may take without a display, and how often the display changes.
+QUIET_S, PERIOD_S = 2.0, 1.0
+#: How often the log says what a change waits for, where there is no display.
+LOG_S = 30.0
+
+
+class Display(Protocol):
+    """A line that changes."""
+
+    def update(self, text: str) -> None:
+        """Show a text instead of the previous one."""
+
+    def close(self) -> None:
+        """Remove the line."""
+
+
+class RichDisplay:
+    """A line with a spinner, drawn by rich."""
+
+    def __init__(self, stream: TextIO) -> None:
+        from rich.console import Console
+
+        # In a notebook, rich finds the cell itself.
+        console = Console(file=stream) if stream.isatty() else Console()
+        self._status = console.status("")
+        self._is_shown = False
+
+    def update(self, text: str) -> None:
+        # Square brackets, as in a list of resources, are no markup.
+        from rich.text import Text
+
+        self._status.update(Text(text))
+        if not self._is_shown:
+            self._status.start()
+            self._is_shown = True
+
+    def close(self) -> None:
+        self._status.stop()
+
+
+class LineDisplay:
+    """A new line for each new text, where rich is not installed."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._text = ""
+
+    def update(self, text: str) -> None:
+        if text != self._text:
+            self._text = text
+            self._stream.write(f"{text}\n")
+            self._stream.flush()
+
+    def close(self) -> None:
+        """Keep the lines."""
+
+
+DisplayFactory: TypeAlias = Callable[[], Display]
+
+
+def find_display() -> DisplayFactory | None:
+    """Return what makes a display if somebody watches this thread's output; None otherwise."""
+    stream = sys.stderr
+    if stream is None or threading.current_thread() is not threading.main_thread():
+        return None  # such as user code in a worker, which may have inherited a terminal
+    if not stream.isatty() and not in_notebook():
+        return None
+    return lambda: _make(stream)
+
+
+def _make(stream: TextIO) -> Display:
+    try:
+        return RichDisplay(stream)
+    except ImportError:
+        return LineDisplay(stream)
+
+
+def waits_for(status: Status, goal: GoalId) -> str:
+    """Return what a change waits for, in a line."""
+    found = next((each for each in status.goals if each.goal_id == goal), None)
+    name = "" if found is None else found.backend
+    if found is not None and found.application in status.applications:
+        app = status.applications[found.application]
+        late = [each for each, state in app.deployments.items() if state.status != "HEALTHY"]
+        if not late:
+            return f"{found.application}: {app.status}"
+        # The first ones are those that the others wait for. The tag of an actor is longer than its name.
+        wanted = deployment_tag(found.application, late[0])
+        name = next((each for each in reversed(list(status.backends)) if short_tag(each) == wanted), wanted)
+    backend = status.backends.get(name)
+    if backend is None:
+        return "Waiting for a change"
+    states = [each.state for each in status.replicas(name)]
+    text = f"{short_tag(name)}: {backend.running} of {backend.wanted} replicas run"
+    starting = states.count("STARTING")
+    unplaced = states.count("SHOULD_START")
+    stopping = sum(state in ("SHOULD_STOP", "STOPPING") for state in states)
+    counts = ((starting, "starting"), (unplaced, "waiting for a worker"), (stopping, "stopping"))
+    parts = [f"{count} {what}" for count, what in counts if count]
+    message = backend.message.partition("\n")[0]
+    return "; ".join([", ".join([text, *parts]), *([message] if message else [])])
+
+
+async def wait_visibly(
+    make_display: DisplayFactory | None,
+    wait: Callable[[float], Awaitable[bool]],
+    describe: Callable[[], Awaitable[str]],
+    *,
+    quiet_s: float = QUIET_S,
+    period_s: float = PERIOD_S,
+    log_s: float = LOG_S,
+) -> None:
+    """Return when ``wait``, which waits for the given seconds, returns True; say why it takes long."""
+    if make_display is None:
+        while not await wait(log_s):
+            logger.warning("Still waiting: %s", await describe())
+        return
+    if await wait(quiet_s):
+        return
+    display = make_display()
+    try:
+        display.update(await describe())
+        while not await wait(period_s):
+            display.update(await describe())
+    finally:
+        display.close()

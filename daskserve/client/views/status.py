@@ -1,0 +1,365 @@
+"""What ``status()`` returns: what runs in an instance, and why the rest does not. Print it to read it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from html import escape
+from typing import Any, Self
+
+from daskserve.client.views.table import Table, html_table, table
+from daskserve.common.formatting import shown
+from daskserve.common.types import short_tag
+from daskserve.internals.ipython import with_cell_lines
+from daskserve.payload.shown_errors import shortened
+
+
+@dataclass(frozen=True, slots=True)
+class _FromPlain:
+    """Base class: created from plain values; fields unknown to this version are ignored."""
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Self:
+        known = {each.name for each in fields(cls)}
+        given = {name: value for name, value in values.items() if name in known}
+        return cls(**given | cls._parts(values))
+
+    @classmethod
+    def _parts(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the fields that are objects themselves."""
+        return {}
+
+
+@dataclass(frozen=True, slots=True)
+class ActorStatus(_FromPlain):
+    """One actor: ``kind`` is controller, proxy or replica; ``pid`` is None until it is known.
+
+    A replica has its ``rank``, and what the user's ``record_replica_metadata`` and ``record_routing_stats``
+    returned.
+    """
+
+    kind: str
+    name: str
+    state: str
+    worker: str | None = None
+    host: str | None = None
+    pid: int | None = None
+    message: str = ""
+    rank: int | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    routing_stats: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class DeadReplicaStatus(_FromPlain):
+    """A replica that was lost or failed: its name, the reason, and when, in seconds since the epoch."""
+
+    name: str
+    reason: str
+    at: float
+
+
+def _dead(values: Mapping[str, Any]) -> tuple[DeadReplicaStatus, ...]:
+    return tuple(DeadReplicaStatus.of(each) for each in values.get("dead_replicas", ()))
+
+
+@dataclass(frozen=True, slots=True)
+class BackendStatus(_FromPlain):
+    """One backend: HEALTHY, UPDATING, UNHEALTHY or DELETING; ``message`` says what is missing or failing.
+
+    ``dead_replicas`` are its last ten replicas that were lost or failed, oldest first.
+    """
+
+    status: str
+    wanted: int
+    running: int
+    version: str = ""
+    message: str = ""
+    dead_replicas: tuple[DeadReplicaStatus, ...] = field(default=(), compare=False)
+
+    @classmethod
+    def _parts(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        return {"dead_replicas": _dead(values)}
+
+
+@dataclass(frozen=True, slots=True)
+class DeploymentStatus(_FromPlain):
+    """One deployment of an application.
+
+    Attributes
+    ----------
+    status : str
+        HEALTHY, UPDATING, UPSCALING, DOWNSCALING, UNHEALTHY or DEPLOY_FAILED.
+    status_trigger : str
+        What has led to the status, such as CONFIG_UPDATE_COMPLETED, AUTOSCALING or REPLICA_STARTUP_FAILED.
+    replica_states : dict
+        Number of replicas by state: STARTING, UPDATING, RECOVERING, RUNNING, STOPPING, PENDING_MIGRATION.
+    message : str
+        What is missing or failing.
+    dead_replicas : tuple
+        The last ten replicas that were lost or failed, oldest first.
+    actor_of : str
+        The deployment whose actor it runs; empty for a deployment.
+    """
+
+    status: str
+    status_trigger: str = "UNSPECIFIED"
+    replica_states: Mapping[str, int] = field(default_factory=dict)
+    message: str = ""
+    dead_replicas: tuple[DeadReplicaStatus, ...] = ()
+    actor_of: str = ""
+
+    @classmethod
+    def _parts(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        return {"dead_replicas": _dead(values)}
+
+
+@dataclass(frozen=True, slots=True)
+class ApplicationStatus(_FromPlain):
+    """One application.
+
+    Attributes
+    ----------
+    status : str
+        NOT_STARTED, DEPLOYING, RUNNING, UNHEALTHY, DELETING or DEPLOY_FAILED. After a failed deploy, the
+        previous version, if any, keeps serving.
+    message : str
+        Why the last deploy failed, or what a deployment waits for.
+    last_deployed_time_s : float
+        When the version that runs was deployed, in seconds since the epoch.
+    route_prefix : str or None
+    deployments : dict
+        The `DeploymentStatus` of each deployment, by name.
+    """
+
+    status: str
+    message: str = ""
+    last_deployed_time_s: float = 0.0
+    route_prefix: str | None = None
+    deployments: Mapping[str, DeploymentStatus] = field(default_factory=dict)
+
+    @classmethod
+    def _parts(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        found = values.get("deployments", {})
+        return {"deployments": {name: DeploymentStatus.of(each) for name, each in found.items()}}
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointStatus(_FromPlain):
+    """One endpoint, with the backends that get its traffic."""
+
+    route: str | None
+    methods: tuple[str, ...]
+    traffic: Mapping[str, float]
+    shadows: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class GoalStatus(_FromPlain):
+    """One requested change of a backend or an application: PENDING, DONE or FAILED.
+
+    ``by`` is the program that asked for it, and ``successor`` the goal of a later change that superseded it.
+    """
+
+    goal_id: str
+    backend: str
+    state: str
+    failures: int = 0
+    application: str = ""
+    by: str = ""
+    successor: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """The current status of an instance; empty if none runs. Printed, it is a table.
+
+    Attributes
+    ----------
+    instance : str
+        The instance's name; empty if none runs.
+    epoch : int
+        Number of controllers that the instance has had.
+    owns_store : bool
+        False if another cluster has taken over the store, or before this instance has: it serves and
+        replaces what dies, but accepts no changes.
+    applications : dict
+        The `ApplicationStatus` of each application, by name.
+    actors, backends, endpoints, goals
+        The instance's parts; backends and endpoints by name.
+    http_urls : tuple of str
+        URLs at which the proxies listen.
+    target_capacity : float or None
+        The target percentage of each backend's replicas; None means all of them.
+    target_capacity_direction : str or None
+        Whether the percentage last went ``"UP"`` or ``"DOWN"``.
+    unresponsive_workers : tuple of str
+        Workers whose process does not answer.
+    broken_routes : dict
+        Workers that do not reach other workers directly: for each, the others with their route,
+        ``"scheduler"`` or ``"none"``.
+    refused_workers : dict
+        Workers that get no actors, each with the reason and the remedy.
+    problems : dict
+        Stored records that could not be read, each with the reason; ``store`` is what is wrong with all.
+    """
+
+    instance: str = ""
+    epoch: int = 0
+    owns_store: bool = True
+    actors: tuple[ActorStatus, ...] = ()
+    backends: Mapping[str, BackendStatus] = field(default_factory=dict)
+    endpoints: Mapping[str, EndpointStatus] = field(default_factory=dict)
+    goals: tuple[GoalStatus, ...] = ()
+    http_urls: tuple[str, ...] = ()
+    unresponsive_workers: tuple[str, ...] = ()
+    broken_routes: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    refused_workers: Mapping[str, str] = field(default_factory=dict)
+    problems: Mapping[str, str] = field(default_factory=dict)
+    target_capacity: float | None = None
+    target_capacity_direction: str | None = None
+    applications: Mapping[str, ApplicationStatus] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Self:
+        """Return the status from the controller's plain values."""
+        return cls(
+            instance=values["instance"],
+            epoch=values["epoch"],
+            owns_store=values.get("owns_store", True),
+            actors=tuple(ActorStatus.of(each) for each in values["actors"]),
+            backends={name: BackendStatus.of(each) for name, each in values["backends"].items()},
+            applications={
+                name: ApplicationStatus.of(each) for name, each in values.get("applications", {}).items()
+            },
+            endpoints={
+                name: EndpointStatus.of({**each, "methods": tuple(each["methods"])})
+                for name, each in values["endpoints"].items()
+            },
+            goals=tuple(GoalStatus.of(each) for each in values["goals"]),
+            http_urls=tuple(values["http_urls"]),
+            unresponsive_workers=tuple(values["unresponsive_workers"]),
+            broken_routes={name: dict(each) for name, each in values["broken_routes"].items()},
+            refused_workers=dict(values["refused_workers"]),
+            problems=dict(values["problems"]),
+            target_capacity=values.get("target_capacity"),
+            target_capacity_direction=values.get("target_capacity_direction"),
+        )
+
+    @property
+    def proxies(self) -> dict[str, str]:
+        """The state of each proxy, by name: STARTING, HEALTHY, UNHEALTHY or DRAINING."""
+        proxies = (each for each in self.actors if each.kind == "proxy")
+        return {each.name: "HEALTHY" if each.state == "RUNNING" else each.state for each in proxies}
+
+    def routes(self, backend: str) -> list[str]:
+        """Return the routes whose traffic goes to a backend, sorted."""
+        return sorted(
+            each.route for each in self.endpoints.values() if each.route and each.traffic.get(backend)
+        )
+
+    def replicas(self, backend: str | None = None) -> tuple[ActorStatus, ...]:
+        """Return the replicas of one backend, or of all."""
+        return tuple(
+            actor
+            for actor in self.actors
+            if actor.kind == "replica" and (backend is None or actor.name.rpartition("#")[0] == backend)
+        )
+
+    def __str__(self) -> str:
+        return "\n\n".join(each if isinstance(each, str) else table(*each) for each in self._parts())
+
+    def _repr_html_(self) -> str:
+        """Return the same as HTML, for notebooks; the texts of users are escaped."""
+        return "\n".join(
+            f"<p>{'<br>'.join(map(escape, each.splitlines()))}</p>"
+            if isinstance(each, str)
+            else html_table(*each)
+            for each in self._parts()
+        )
+
+    def _parts(self) -> list[str | Table]:
+        """Return the paragraphs and tables that are shown."""
+        if not self.instance:
+            return ["No instance runs."]
+        urls = ", ".join(self.http_urls) or "no HTTP proxy"
+        healthy = sum(each.status == "HEALTHY" for each in self.backends.values())
+        lines = [f"{self.instance} at {urls}: {healthy} of {len(self.backends)} backends are healthy."]
+        if self.target_capacity is not None:
+            direction = f", {self.target_capacity_direction}" if self.target_capacity_direction else ""
+            lines.append(f"The target capacity is {shown(self.target_capacity)} %{direction}.")
+        parts: list[str | Table] = ["\n".join(lines)]
+        if self.applications:
+            app_head = ("APPLICATION", "STATUS", "ROUTE", "DEPLOYMENTS", "MESSAGE")
+            parts.append((app_head, [self._app_row(name) for name in sorted(self.applications)]))
+        if self.backends:
+            head = ("BACKEND", "STATUS", "RUNNING", "ROUTE", "VERSION", "MESSAGE")
+            parts.append((head, [self._row(name) for name in sorted(self.backends)]))
+        actor_head = ("ACTOR", "NAME", "STATE", "WORKER", "PID", "MESSAGE")
+        rows = [
+            (
+                each.kind,
+                short_tag(each.name),
+                each.state,
+                each.worker or "",
+                str(each.pid or ""),
+                each.message,
+            )
+            for each in self.actors
+        ]
+        parts.append((actor_head, rows))
+        parts += self._tracebacks()
+        notes = self._notes()
+        return [*parts, "\n".join(notes)] if notes else parts
+
+    def _tracebacks(self) -> list[str]:
+        """Return what is below the first line of each message, such as a traceback, once."""
+        named = [(f"Application {name!r}", each.message) for name, each in self.applications.items()]
+        named += [
+            (f"Deployment {part!r} of application {name!r}", each.message)
+            for name, app in self.applications.items()
+            for part, each in app.deployments.items()
+        ]
+        named += [(f"Backend {short_tag(name)!r}", each.message) for name, each in self.backends.items()]
+        found: dict[str, str] = {}
+        for name, message in named:
+            more = with_cell_lines(shortened(message.partition("\n")[2]))
+            if more:
+                found.setdefault(more, name)
+        return [f"{name}:\n{text}" for text, name in found.items()]
+
+    def _notes(self) -> list[str]:
+        notes = [f"Worker {each} does not answer." for each in self.unresponsive_workers]
+        notes += [
+            f"Worker {worker} reaches {other} only through the scheduler."
+            if route == "scheduler"
+            else f"Worker {worker} cannot reach {other}."
+            for worker, routes in sorted(self.broken_routes.items())
+            for other, route in sorted(routes.items())
+        ]
+        notes += [f"Worker {worker} gets no actors: {why}" for worker, why in self.refused_workers.items()]
+        return notes + [
+            why if key == "store" else f"Record {key} could not be read: {why}"
+            for key, why in self.problems.items()
+        ]
+
+    def _app_row(self, name: str) -> tuple[str, ...]:
+        app = self.applications[name]
+        return (
+            name,
+            app.status,
+            app.route_prefix or "",
+            ", ".join(f"{each} (actor)" if part.actor_of else each for each, part in app.deployments.items()),
+            app.message.partition("\n")[0],
+        )
+
+    def _row(self, name: str) -> tuple[str, ...]:
+        backend = self.backends[name]
+        return (
+            short_tag(name),
+            backend.status,
+            f"{backend.running} of {backend.wanted}",
+            ", ".join(self.routes(name)),
+            backend.version,
+            backend.message.partition("\n")[0],
+        )

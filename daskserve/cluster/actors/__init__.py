@@ -1,0 +1,1 @@
+"""Actors: the registry of a worker's actors, and the calls to them."""

@@ -1,0 +1,147 @@
+"""How one process calls actors: those in its own `ActorBook` directly, all others over channels.
+
+`ActorCalls` is shared by `daskserve.cluster.dask.cluster.DaskCluster` and
+`daskserve.cluster.local.process.LocalProcess`, so that the in-process cluster takes the same paths as a real
+one. The scheduler calls Hosts as Dask actors; it shares the functions that form the messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from typing import Any, TypeAlias
+
+from daskserve.cluster.actors.registry import HOST_ACTOR, ActorBook
+from daskserve.cluster.channel.pool import ChannelPool
+from daskserve.cluster.protocols.base import ActorSpec
+from daskserve.common.types import (
+    ActorAddress,
+    Envelope,
+    EnvelopeKind,
+    InstanceName,
+    Load,
+    Message,
+    OnAnswer,
+    Payload,
+    Receive,
+    Send,
+    WorkerAddress,
+    nothing_to_receive,
+)
+from daskserve.errors import ActorLostError, UnavailableError
+
+#: A way to call a verb of an actor, such as `daskserve.cluster.protocols.base.Cluster.call`.
+Call: TypeAlias = Callable[..., Awaitable[Any]]
+
+
+def host_of(worker: WorkerAddress) -> ActorAddress:
+    """Return the address at which a worker's Host answers its own verbs."""
+    return ActorAddress(HOST_ACTOR, worker, 0)
+
+
+async def control_call(
+    request: Callable[[Envelope, Receive, Send], Awaitable[Any]],
+    verb: str,
+    message: Mapping[str, Any],
+    payload: Payload | None = None,
+) -> Any:
+    """Call a verb over a request stream and return its value: plain, or a `Payload`."""
+    answer: list[Message] = []
+
+    async def keep(item: Message) -> None:
+        answer.append(item)
+
+    envelope = Envelope(EnvelopeKind.CONTROL, {"verb": verb, "message": message}, payload)
+    await request(envelope, nothing_to_receive, keep)
+    return answer[0]["payload"] if "payload" in answer[0] else answer[0]["value"]
+
+
+async def create_actor(call: Call, spec: ActorSpec, worker: WorkerAddress) -> Mapping[str, Any]:
+    """Create an actor on a worker; see `daskserve.cluster.protocols.base.Cluster.create`."""
+    message = {**asdict(spec), "kind": spec.kind.value}
+    facts: Mapping[str, Any] = await call(host_of(worker), "create", spec=message)
+    return facts
+
+
+async def destroy_actor(call: Call, address: ActorAddress, grace_s: float) -> None:
+    """Stop and remove an actor; see `daskserve.cluster.protocols.base.Cluster.destroy`."""
+    name, incarnation = address.name, address.incarnation
+    try:
+        await call(host_of(address.worker), "destroy", name=name, incarnation=incarnation, grace_s=grace_s)
+    except ActorLostError as error:
+        if error.is_disconnected:
+            raise  # only the connection is known to be lost; the actor may be in its grace period
+        # The worker is gone, so the actor is too.
+
+
+async def list_actors(
+    call: Call, worker: WorkerAddress, instance: InstanceName, figures_of: Collection[str] = ()
+) -> Sequence[Mapping[str, Any]]:
+    """Return an instance's actors on a worker; see `daskserve.cluster.protocols.base.Cluster.inspect`."""
+    actors: Sequence[Mapping[str, Any]] = await call(
+        host_of(worker), "actors", instance=instance, figures_of=list(figures_of)
+    )
+    return actors
+
+
+class ActorCalls:
+    """The part of `daskserve.cluster.protocols.base.Cluster` that calls actors.
+
+    Parameters
+    ----------
+    book : ActorBook, optional
+        The actors of this process, if it is a worker.
+    """
+
+    def __init__(self, instance: InstanceName, channels: ChannelPool, book: ActorBook | None) -> None:
+        self.instance = instance
+        self._channels = channels
+        self._book = book
+        self._here: WorkerAddress | None = None if book is None else book.worker
+
+    async def create(self, spec: ActorSpec, worker: WorkerAddress) -> Mapping[str, Any]:
+        return await create_actor(self.call, spec, worker)
+
+    async def destroy(self, address: ActorAddress, grace_s: float) -> None:
+        await destroy_actor(self.call, address, grace_s)
+
+    async def inspect(
+        self, worker: WorkerAddress, *, figures_of: Collection[str] = ()
+    ) -> Sequence[Mapping[str, Any]]:
+        return await list_actors(self.call, worker, self.instance, figures_of)
+
+    async def call(self, address: ActorAddress, verb: str, **message: Any) -> Any:
+        def request(envelope: Envelope, receive: Receive, send: Send) -> Coroutine[Any, Any, Load]:
+            return self.request(address, envelope, receive, send)
+
+        return await control_call(request, verb, message)
+
+    async def fetch_answer(self, worker: WorkerAddress, token: str) -> Payload:
+        try:
+            found = await control_call(
+                partial(self.request, host_of(worker)), "kept_answer", {"token": token}
+            )
+        except ActorLostError as error:
+            raise UnavailableError(
+                f"A result that a call was to get directly from worker {worker} is lost with it: {error}"
+            ) from error
+        assert isinstance(found, Payload)
+        return found
+
+    def request(
+        self, address: ActorAddress, envelope: Envelope, receive: Receive, send: Send
+    ) -> Coroutine[Any, Any, Load]:
+        if self._book is not None and address.worker == self._here:
+            return self._book.dispatch(address.name, address.incarnation, envelope, receive, send)
+        return self._channels.request(address, envelope, receive, send)
+
+    def ask(
+        self, address: ActorAddress, envelope: Envelope, on_answer: OnAnswer
+    ) -> Callable[[], None] | None:
+        if self._book is not None and address.worker == self._here:
+            return self._book.dispatch_nowait(address.name, address.incarnation, envelope, on_answer)
+        return self._channels.ask(address, envelope, on_answer)
+
+    def is_local(self, address: ActorAddress) -> bool:
+        return address.worker == self._here

@@ -1,0 +1,86 @@
+"""Calls to an instance's controller, which may be lost, hang or be replaced at any time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol, TypeVar
+
+from daskserve.cluster.store.errors import StoreUnavailableError
+from daskserve.common.clock import Clock
+from daskserve.common.types import ActorAddress
+from daskserve.errors import StaleEpochError, UnavailableError
+
+T = TypeVar("T")
+
+#: Delay between two attempts to call a controller.
+CONTROLLER_RETRY_S = 0.05
+
+
+class FindsController(Protocol):
+    """An object that finds the controller, such as a `daskserve.cluster.protocols.base.Cluster`."""
+
+    async def controller(self) -> ActorAddress: ...
+
+    def forget_controller(self) -> None: ...
+
+
+async def call_controller(
+    finder: FindsController,
+    call: Callable[[ActorAddress], Coroutine[Any, Any, T]],
+    *,
+    clock: Clock,
+    check_s: float,
+    patience_s: float = float("inf"),
+) -> T:
+    """Call the controller, or its successor if it is replaced during the call.
+
+    Retries are safe because every verb is idempotent.
+
+    Parameters
+    ----------
+    call : callable
+        Calls the controller at an address.
+    check_s : float
+        Interval at which a running call checks whether its controller was replaced.
+    patience_s : float
+        Time after the first attempt during which a call is retried.
+
+    Raises
+    ------
+    StoreUnavailableError
+        The controller answers, but its store is not available.
+    UnavailableError
+        No controller could be reached in time.
+    Exception
+        Any other error of the finder or the call.
+    """
+    deadline = clock.now() + patience_s
+    while True:
+        try:
+            return await _call_present(finder, call, check_s)
+        except StoreUnavailableError:
+            raise
+        except UnavailableError:
+            finder.forget_controller()
+            if clock.now() > deadline:
+                raise
+        await clock.sleep(CONTROLLER_RETRY_S)
+
+
+async def _call_present(
+    finder: FindsController, call: Callable[[ActorAddress], Coroutine[Any, Any, T]], check_s: float
+) -> T:
+    # A controller whose process is stopped keeps its connections and never answers.
+    address = await finder.controller()
+    answer = asyncio.ensure_future(call(address))
+    try:
+        while True:
+            done, _ = await asyncio.wait([answer], timeout=check_s)
+            if done:
+                return answer.result()
+            finder.forget_controller()
+            if await finder.controller() != address:
+                raise StaleEpochError(f"The controller {address} was replaced.")
+    finally:
+        answer.cancel()

@@ -1,0 +1,374 @@
+"""The actors of one worker: creates, finds, calls and stops them.
+
+`daskserve.cluster.worker.host.Host` has one book for its Dask worker, `daskserve.cluster.local` one for each
+simulated worker. The book knows its actors only as `Hosted`, and knows neither Dask nor the local cluster.
+
+Requests reach an actor through `ActorBook.dispatch`, which needs a task, or `dispatch_nowait`, which does
+not; see `daskserve.cluster.channel.channel`. The book itself has the name `HOST_ACTOR`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Coroutine, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from daskserve.cluster.channel.kept import KeptAnswers
+from daskserve.cluster.protocols.base import (
+    STOP_MARGIN_S,
+    ActorSpec,
+    HandlesNowait,
+    Hosted,
+    ReportsFigures,
+    ReportsHealth,
+    verb,
+    verbs_of,
+)
+from daskserve.common.clock import Clock
+from daskserve.common.formatting import shown
+from daskserve.common.types import (
+    ActorKind,
+    Envelope,
+    EnvelopeKind,
+    InstanceName,
+    Load,
+    OnAnswer,
+    Payload,
+    Reach,
+    Receive,
+    Send,
+    WorkerAddress,
+    described_actor,
+)
+from daskserve.errors import ActorLostError, BadRequestError, RequestTimeoutError, UnavailableError
+from daskserve.figures.collector import PROCESS
+from daskserve.loops.tasks import TaskSet, is_cancelling
+
+logger = logging.getLogger("daskserve.host")
+
+#: A shorter rest of a time limit may be a rounding error.
+RESOLUTION_S = 0.001
+#: The share of the time to drain after which replicas begin, even if proxies still have requests.
+PROXY_SHARE = 0.5
+#: The actor name that addresses a worker's book itself.
+HOST_ACTOR = "host"
+
+
+def _nothing() -> None:
+    pass
+
+
+@runtime_checkable
+class ReportsStart(Protocol):
+    """An actor whose start has stages, as that of a replica has."""
+
+    def stage(self) -> tuple[str, float]:
+        """Return what its start does now, such as "loading its code", and since when."""
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """One actor."""
+
+    spec: ActorSpec
+    actor: Hosted
+    starting: asyncio.Task[Mapping[str, Any]]
+    began_at: float
+    #: The actor's method that answers requests without a task, if it has one.
+    handle_nowait: Callable[[Envelope, OnAnswer], Callable[[], None] | None] | None = None
+    was_ready: bool = False  # stays True once `is_ready` has been True
+    stops_since: float | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        if not self.was_ready:
+            done = self.starting.done() and not self.starting.cancelled()
+            self.was_ready = done and self.starting.exception() is None
+        return self.was_ready
+
+    def health(self) -> dict[str, Any]:
+        """Return the actor's reported health; an actor without reports is healthy."""
+        actor = self.actor
+        facts = actor.health() if isinstance(actor, ReportsHealth) and self.is_ready else {}
+        return {"is_healthy": True, "detail": "", **facts}
+
+    def work(self, now: float) -> tuple[str, float] | None:
+        """Return what the actor does while it starts or stops, and for how many seconds; else None."""
+        if self.stops_since is not None:
+            return "draining", now - self.stops_since
+        if self.starting.done():
+            return None
+        actor = self.actor
+        what, since = actor.stage() if isinstance(actor, ReportsStart) else ("starting", 0.0)
+        return what, now - max(since, self.began_at)
+
+    def figures(self) -> dict[str, Any]:
+        """Return the actor's metrics for autoscaling, if it has any."""
+        actor = self.actor
+        return {"figures": actor.figures()} if isinstance(actor, ReportsFigures) and self.is_ready else {}
+
+
+class ActorBook:
+    """See the module.
+
+    Parameters
+    ----------
+    worker, pid : str, int
+        The address of the worker, and the process id that its actors report.
+    make : callable
+        Creates an actor from its spec.
+    surroundings : callable, optional
+        Returns the context manager in which an actor is created and its start begins.
+    on_change : callable, optional
+        Called after an actor started or stopped.
+    broken_routes : callable, optional
+        Returns the workers that this process does not reach directly for an instance, each with its route.
+
+    Attributes
+    ----------
+    entries : dict
+        The actors by name, ready or not.
+    kept : KeptAnswers
+        The large answers of the actors that stay here for other processes.
+    """
+
+    def __init__(
+        self,
+        worker: WorkerAddress,
+        pid: int,
+        clock: Clock,
+        make: Callable[[ActorSpec], Hosted],
+        *,
+        surroundings: Callable[[], AbstractContextManager[None]] = nullcontext,
+        on_change: Callable[[], None] = _nothing,
+        broken_routes: Callable[[InstanceName], Mapping[WorkerAddress, Reach]] = lambda _: {},
+    ) -> None:
+        self.worker = worker
+        self.entries: dict[str, Entry] = {}
+        self.kept = KeptAnswers(worker)
+        self._pid = pid
+        self._clock = clock
+        self._make = make
+        self._surroundings = surroundings
+        self._on_change = on_change
+        self._broken_routes = broken_routes
+        self._stopping = TaskSet(logger)
+        self._verbs = verbs_of(self)
+
+    def __repr__(self) -> str:
+        return f"<ActorBook of {self.worker} actors={len(self.entries)}>"
+
+    def dispatch(
+        self, name: str, incarnation: int, envelope: Envelope, receive: Receive, send: Send
+    ) -> Coroutine[Any, Any, Load]:
+        """Answer one request stream: of the book itself, a control call, or a request to an actor."""
+        if envelope.kind is EnvelopeKind.CONTROL:
+            return self._control(name, incarnation, envelope, send)
+        entry = self.entries.get(name)
+        if entry is None or not entry.was_ready or entry.spec.incarnation != incarnation:
+            return self.ready_actor(name, incarnation).handle(envelope, receive, send)
+        return entry.actor.handle(envelope, receive, send)
+
+    def dispatch_nowait(
+        self, name: str, incarnation: int, envelope: Envelope, on_answer: OnAnswer
+    ) -> Callable[[], None] | None:
+        """Have an actor answer a request without a task; return None if that is not possible."""
+        entry = self.entries.get(name)
+        if entry is None or not entry.was_ready or entry.spec.incarnation != incarnation:
+            return None
+        return None if entry.handle_nowait is None else entry.handle_nowait(envelope, on_answer)
+
+    async def _control(self, name: str, incarnation: int, envelope: Envelope, send: Send) -> Load:
+        value = await self.call(name, incarnation, envelope.head["verb"], envelope.head["message"])
+        key = "payload" if isinstance(value, Payload) else "value"
+        await send({"type": "control.result", key: value})
+        return Load()
+
+    @verb
+    async def create(self, spec: Mapping[str, Any]) -> dict[str, Any]:
+        """Create an actor, wait until it is ready and return its facts; see `Cluster.create`."""
+        wanted = ActorSpec(**{**spec, "kind": ActorKind(spec["kind"])})
+        entry = self.entries.get(wanted.name)
+        while entry is not None and entry.spec.incarnation < wanted.incarnation:
+            await self._remove(entry, grace_s=0)
+            entry = self.entries.get(wanted.name)  # another caller may have created one meanwhile
+        if entry is None:
+            entry = self._enter(wanted)
+        elif entry.spec.incarnation > wanted.incarnation:
+            raise ActorLostError(
+                f"{described_actor(wanted.name)} is at incarnation {entry.spec.incarnation}; "
+                f"{wanted.incarnation} is older."
+            )
+        try:
+            return dict(await self._facts_of(entry, wanted.start_timeout_s))
+        except asyncio.CancelledError:
+            if entry.starting.cancelled() and not is_cancelling():
+                raise ActorLostError(
+                    f"{described_actor(wanted.name)} was stopped while it started."
+                ) from None
+            raise
+        except Exception:
+            await self._remove(entry, grace_s=0)
+            raise
+
+    async def _facts_of(self, entry: Entry, limit_s: float | None) -> Mapping[str, Any]:
+        """Return the facts of an actor that starts; raise `RequestTimeoutError` if a stage takes too long.
+
+        The time is measured here, so it does not begin again with the call of a new controller.
+        """
+        while limit_s is not None and not entry.starting.done():
+            what, for_s = entry.work(self._clock.now()) or ("", 0.0)
+            left_s = limit_s - for_s
+            if left_s < RESOLUTION_S:
+                raise RequestTimeoutError(
+                    f"{entry.spec.name} did not start within {shown(limit_s)} s: it was still {what}."
+                )
+            await asyncio.wait([entry.starting], timeout=left_s)
+        # Shielded: a caller that gives up must not cancel the actor's start, which others may wait for.
+        return await asyncio.shield(entry.starting)
+
+    def _enter(self, spec: ActorSpec) -> Entry:
+        with self._surroundings():
+            actor = self._make(spec)
+            starting = asyncio.create_task(self._start(actor), name=f"daskserve-start-{spec.name}")
+        handle_nowait = actor.handle_nowait if isinstance(actor, HandlesNowait) else None
+        entry = Entry(spec, actor, starting, self._clock.now(), handle_nowait)
+        self.entries[spec.name] = entry
+        PROCESS.add(actor)
+        return entry
+
+    async def _start(self, actor: Hosted) -> Mapping[str, Any]:
+        try:
+            return {**await actor.start(), "pid": self._pid}
+        finally:
+            self._on_change()
+
+    @verb
+    async def destroy(self, name: str, incarnation: int, grace_s: float) -> None:
+        """Stop and remove an actor; do nothing if it is gone or a newer one has its name."""
+        entry = self.entries.get(name)
+        if entry is not None and entry.spec.incarnation <= incarnation:
+            await self._remove(entry, grace_s)
+
+    async def _remove(self, entry: Entry, grace_s: float) -> None:
+        # Shielded: the caller, such as a killed controller, may be cancelled, but the stop must complete.
+        await asyncio.shield(self._stopping.spawn(self._stop(entry, grace_s), f"stop-{entry.spec.name}"))
+
+    async def _stop(self, entry: Entry, grace_s: float) -> None:
+        if entry.stops_since is None:
+            entry.stops_since = self._clock.now()
+        if not entry.starting.done():
+            entry.starting.cancel()
+        try:
+            await self._clock.wait_for(entry.actor.stop(grace_s), grace_s + STOP_MARGIN_S)
+        finally:
+            if self.entries.get(entry.spec.name) is entry:
+                del self.entries[entry.spec.name]
+            PROCESS.remove(entry.actor)
+            self._on_change()
+
+    @verb
+    async def actors(self, instance: InstanceName, figures_of: Collection[str] = ()) -> list[dict[str, Any]]:
+        """Return an instance's actors; see `Cluster.inspect`."""
+        named = set(figures_of)
+        routes = {worker: route.value for worker, route in self._broken_routes(instance).items()}
+        broken = {"broken_routes": routes} if routes else {}
+        now = self._clock.now()
+        return [
+            {
+                "name": entry.spec.name,
+                "kind": entry.spec.kind.value,
+                "incarnation": entry.spec.incarnation,
+                "is_ready": entry.is_ready,
+                **entry.health(),
+                **({} if (work := entry.work(now)) is None else {"busy": work}),
+                **(entry.figures() if entry.spec.name in named else {}),
+                **broken,
+                "worker": self.worker,
+                "pid": self._pid,
+            }
+            for entry in self.entries.values()
+            if entry.spec.instance == instance
+        ]
+
+    @verb
+    async def kept_answer(self, token: str) -> Payload:
+        """Return an answer that stays here; raise `UnavailableError` if its caller has dropped it."""
+        return self.kept.find(token)
+
+    def controllers(self) -> list[Entry]:
+        """Return the controllers that are ready."""
+        return [
+            entry
+            for entry in self.entries.values()
+            if entry.spec.kind is ActorKind.CONTROLLER and entry.is_ready
+        ]
+
+    def newest_epoch(self, instance: InstanceName) -> int:
+        """Return the epoch of the newest controller of which there is an actor; 0 if there is none."""
+        return max(
+            (each.spec.epoch for each in self.entries.values() if each.spec.instance == instance), default=0
+        )
+
+    async def end_controllers(self) -> None:
+        """Stop all controllers; the actors that they started stay."""
+        await asyncio.gather(*map(self._end, self.controllers()))
+
+    async def drain(self, grace_s: float, instance: InstanceName | None = None) -> None:
+        """Stop all actors, or those of one instance, once their requests have completed or had their time.
+
+        Proxies stop before the replicas that answer their requests. Long ones have half of the time until the
+        replicas begin, which then take no new ones.
+        """
+        ends_at = self._clock.now() + grace_s
+        mine = [entry for entry in self.entries.values() if instance in (None, entry.spec.instance)]
+
+        def end(kind: ActorKind) -> list[asyncio.Task[None]]:
+            left_s = max(0.0, ends_at - self._clock.now())
+            ending = [each for each in mine if each.spec.kind is kind]
+            return [asyncio.create_task(self._end(each, left_s)) for each in ending]
+
+        await asyncio.gather(*end(ActorKind.CONTROLLER))
+        proxies = end(ActorKind.PROXY)
+        if proxies:
+            await asyncio.wait(proxies, timeout=grace_s * PROXY_SHARE)
+        await asyncio.gather(*proxies, *end(ActorKind.REPLICA))
+
+    async def end_instance(self, instance: InstanceName) -> None:
+        """Stop an instance's actors, the controller first so that it does not replace the others."""
+        mine = [entry for entry in self.entries.values() if entry.spec.instance == instance]
+        controllers = [entry for entry in mine if entry.spec.kind is ActorKind.CONTROLLER]
+        for together in (controllers, [entry for entry in mine if entry not in controllers]):
+            await asyncio.gather(*map(self._end, together))
+
+    async def _end(self, entry: Entry, grace_s: float = 0) -> None:
+        try:
+            await self._remove(entry, grace_s)
+        except Exception:
+            # An actor that fails to stop must not prevent the others from stopping.
+            logger.exception("Actor %s failed to stop", entry.spec.name)
+
+    async def call(self, name: str, incarnation: int, verb: str, message: Mapping[str, Any]) -> Any:
+        """Call a verb of an actor, or of the book itself; see `Cluster.call`."""
+        verbs = self._verbs if name == HOST_ACTOR else self.ready_actor(name, incarnation).verbs
+        if verb not in verbs:
+            raise BadRequestError(f"{name} has no verb {verb!r}; known: {', '.join(sorted(verbs))}")
+        return await verbs[verb](**message)
+
+    def ready_actor(self, name: str, incarnation: int) -> Hosted:
+        """Return an actor.
+
+        Raises
+        ------
+        ActorLostError, UnavailableError
+            The actor is not here, or is still starting.
+        """
+        entry = self.entries.get(name)
+        if entry is None or entry.spec.incarnation != incarnation:
+            raise ActorLostError(f"{described_actor(name)} is not on {self.worker}.", begun=False)
+        if not entry.is_ready:
+            raise UnavailableError(f"{described_actor(name)} is still starting.")
+        return entry.actor

@@ -1,0 +1,1 @@
+"""Opening a channel: dialling, detours, handshakes, and lost machines."""

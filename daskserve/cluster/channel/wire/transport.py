@@ -1,0 +1,292 @@
+"""The transport for the frames of a channel over a socket, once the handshake is done.
+
+It sends all frames that are posted in one iteration of the event loop together. Such a batch is one message::
+
+    magic, number of parts        4 + 4 bytes
+    size of each part             8 bytes each
+    part 0                        the list of frames, in msgpack
+    parts 1...                    large bytes, which part 0 refers to by number; never copied together
+
+All numbers are little-endian. Between processes of one machine, buffers of 1 MiB and more are no parts: part
+0 refers to shared memory instead, see `daskserve.cluster.channel.wire.sharing`.
+
+Neither this module nor what it imports imports Dask: that takes longer than the rest of a child's start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from daskserve.cluster.channel.wire.frames import CONNECTION, MEMORY
+from daskserve.cluster.channel.wire.outbox import FRAME_WORK, Frames, Outbox, Refuser
+from daskserve.cluster.channel.wire.packing import pack, unpack
+from daskserve.cluster.channel.wire.parts import HEAD, MAX_MESSAGE_BYTES, SIZE, Buffer, PartReader
+from daskserve.cluster.channel.wire.readiness import Readiness
+from daskserve.cluster.channel.wire.segments import Segments
+from daskserve.cluster.channel.wire.sharing import Loan, Sharing
+from daskserve.common.formatting import shown_size
+
+logger = logging.getLogger("daskserve.channel")
+
+#: Called with the frames of each message; an error that it raises ends the connection.
+Receiver = Callable[[Frames], None]
+
+MAGIC = b"dsv1"
+
+#: Large parts are written to the socket in pieces of this size.
+PIECE_BYTES = 256 * 1024
+#: Maximum number of bytes written to the socket in one iteration of the event loop.
+TURN_BYTES = 1024 * 1024
+
+
+class Traffic:
+    """Counts the bytes of several connections, and how many of these ended with invalid frames."""
+
+    __slots__ = ("invalid", "received_bytes", "sent_bytes")
+
+    def __init__(self) -> None:
+        self.sent_bytes = self.received_bytes = self.invalid = 0
+
+
+class Transport(Protocol):
+    """One connection, as a channel uses it."""
+
+    #: Whether it leads through the scheduler.
+    is_detour: bool
+
+    #: Counts the connection's bytes.
+    traffic: Traffic
+
+    @property
+    def peer_address(self) -> str:
+        """Address of the other end."""
+
+    @property
+    def sock(self) -> socket.socket | None:
+        """The underlying socket, or None if there is none; for inspection only."""
+
+    @property
+    def unsent(self) -> Frames:
+        """The posted frames of which nothing was written; they stay here after the connection ends."""
+
+    @property
+    def turn(self) -> int:
+        """Number of writes so far; a frame posted in the current turn may still be changed."""
+
+    def share(self, segments: Segments, *, begins: bool) -> None:
+        """Send large buffers through shared memory where possible; call this before `run`.
+
+        Parameters
+        ----------
+        begins : bool
+            Whether this side may send before it has received anything.
+        """
+
+    async def run(self, receive: Receiver, refuse: Refuser) -> None:
+        """Read and write until either side closes."""
+
+    def post(self, frame: Any, work: int = FRAME_WORK) -> None:
+        """Send a frame with the others of this loop iteration, or at once when they are enough work."""
+
+    def flush(self) -> None:
+        """Send the posted frames now instead of at the end of this loop iteration."""
+
+    def take_note(self, note: Sequence[Any]) -> None:
+        """Process a note of the other end about shared memory."""
+
+    def abort(self) -> None:
+        """End the connection at once; idempotent."""
+
+
+class SocketTransport(Outbox):
+    """A transport over a connected stream socket, which it owns and closes."""
+
+    def __init__(self, sock: socket.socket, peer_address: str) -> None:
+        super().__init__()
+        self.is_detour = False
+        self._socket = sock
+        self.traffic = Traffic()
+        self._sharing = Sharing(None, self._send_note)
+        self._peer_address = peer_address
+        #: What is to be written; a loan stands for a message whose large buffers must be copied first.
+        self._pieces: deque[Buffer | Loan] = deque()
+        self._is_full = self._is_broken = self._is_aborted = False
+        self._readiness: Readiness | None = None
+        self._lost: asyncio.Future[None] | None = None
+        self._parts = PartReader(MAGIC, self._unpack)
+        self._receive: Receiver | None = None
+
+    @property
+    def peer_address(self) -> str:
+        return self._peer_address
+
+    @property
+    def sock(self) -> socket.socket:
+        return self._socket
+
+    def share(self, segments: Segments, *, begins: bool) -> None:
+        self._sharing = Sharing(segments, self._send_note, begins=begins)
+
+    async def run(self, receive: Receiver, refuse: Refuser) -> None:
+        self._receive, self._refuse = receive, refuse
+        if self._is_aborted:
+            return
+        self._lost = asyncio.get_running_loop().create_future()
+        try:
+            self._socket.setblocking(False)
+            if self._socket.family in (socket.AF_INET, socket.AF_INET6):
+                self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._readiness = Readiness(self._socket, self._read)
+            self._sharing.begin()
+            self.flush()
+            await self._lost
+        finally:
+            self.abort()
+
+    def take_note(self, note: Sequence[Any]) -> None:
+        self._sharing.take_note(note)
+        self.flush()
+
+    def abort(self) -> None:
+        if self._is_aborted:
+            return
+        self._is_aborted = True
+        self._pieces.clear()
+        self._sharing.close()
+        if self._readiness is not None:
+            self._readiness.close()
+        self._socket.close()
+        if self._lost is not None and not self._lost.done() and not self._lost.get_loop().is_closed():
+            self._lost.set_result(None)
+
+    # ---- private
+
+    def _read(self) -> bool:
+        """Read and process available bytes; return whether there may be more."""
+        try:
+            size_bytes = self._socket.recv_into(self._parts.room())
+        except (BlockingIOError, InterruptedError):
+            return False
+        except OSError:
+            size_bytes = 0
+        if not size_bytes:
+            self.abort()
+            return False
+        self.traffic.received_bytes += size_bytes
+        try:
+            self._parts.filled(size_bytes)
+        except ConnectionResetError as error:
+            logger.info("Lost %s: %s", self._peer_address, error)
+            self.abort()
+        except Exception:
+            self.traffic.invalid += 1
+            logger.exception("Received an invalid frame from %s; closed the connection", self._peer_address)
+            self.abort()
+        except BaseException:
+            self.abort()  # the message was only partly processed
+            raise
+        return True
+
+    def _read_to_end(self) -> None:
+        while not self._is_aborted and self._read():
+            pass
+        self.abort()
+
+    def _unpack(self, parts: Sequence[Buffer]) -> None:
+        assert self._receive is not None
+        self._receive(unpack(parts, self._open_shared))
+
+    def _open_shared(self, reference: bytes) -> memoryview:
+        found = self._sharing.open(reference)
+        self.traffic.received_bytes += found.nbytes
+        return found
+
+    def _can_send(self) -> bool:
+        # Frames are kept before `run`, and until it is known whether the other end reads shared memory.
+        is_ready = self._readiness is not None and self._sharing.is_settled
+        return is_ready and not self._is_broken and not self._is_aborted
+
+    def _send(self, frames: list[Any]) -> None:
+        self._queue(frames)
+        if not self._is_full:
+            self._write()
+
+    def _send_note(self, note: Sequence[Any]) -> None:
+        if not self._is_broken and not self._is_aborted:
+            self._send([(MEMORY, CONNECTION, note)])
+
+    def _queue(self, frames: list[Any]) -> None:
+        try:
+            body, large = pack(frames, self._sharing.lend)
+        finally:
+            loan = self._sharing.take_loan()
+        if large and len(body) + sum(map(len, large)) > MAX_MESSAGE_BYTES:
+            raise ValueError(
+                f"it has more than {shown_size(MAX_MESSAGE_BYTES)}; send it in parts, or only its place"
+            )
+        pieces = self._message(body, large)
+        if loan is None:
+            self._pieces += pieces
+        else:
+            loan.frames, loan.pieces = frames, pieces
+            self._pieces.append(loan)
+
+    def _message(self, body: bytes, large: Sequence[memoryview]) -> list[Buffer]:
+        head = HEAD.pack(MAGIC, 1 + len(large)) + SIZE.pack(len(body))
+        if not large and len(body) < PIECE_BYTES:
+            return [head + body]
+        pieces: list[Buffer] = [head + b"".join([SIZE.pack(len(view)) for view in large])]
+        for view in (memoryview(body), *large):
+            pieces += [view[at : at + PIECE_BYTES] for at in range(0, len(view), PIECE_BYTES)]
+        return pieces
+
+    def _lend(self, loan: Loan) -> bool:
+        """Copy some of a message's buffers to shared memory; return whether it can be written."""
+        try:
+            if not loan.copy_more():
+                return False
+            pieces = loan.pieces
+            self._sharing.sent(loan)
+            self.traffic.sent_bytes += loan.size_bytes
+        except OSError as error:
+            logger.warning("Sending a large value over the connection: no shared memory (%s)", str(error))
+            pieces = self._message(*pack(loan.frames))
+        self._pieces.popleft()
+        self._pieces.extendleft(reversed(pieces))
+        return True
+
+    def _write(self) -> None:
+        """Write up to `TURN_BYTES` now, and the rest whenever the socket is writable."""
+        left_bytes = TURN_BYTES
+        while self._pieces and left_bytes > 0:
+            piece = self._pieces[0]
+            if isinstance(piece, Loan):
+                if self._lend(piece):
+                    continue
+                break
+            try:
+                sent_bytes = self._socket.send(piece)
+            except (BlockingIOError, InterruptedError):
+                break
+            except OSError:
+                # Nothing more can be sent, but the bytes that the other side sent earlier can still be read.
+                # Read them in a later iteration, because `_write` may run during a read.
+                self._is_broken = True
+                self._pieces.clear()
+                asyncio.get_running_loop().call_soon(self._read_to_end)
+                break
+            self.traffic.sent_bytes += sent_bytes
+            left_bytes -= sent_bytes
+            if sent_bytes == len(piece):
+                self._pieces.popleft()
+            else:
+                self._pieces[0] = memoryview(piece)[sent_bytes:]
+        if bool(self._pieces) != self._is_full:
+            self._is_full = not self._is_full
+            assert self._readiness is not None
+            self._readiness.on_writable(self._write if self._is_full else None)

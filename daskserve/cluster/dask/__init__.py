@@ -1,0 +1,1 @@
+"""Dask itself: connections, clusters, values and subscriptions."""

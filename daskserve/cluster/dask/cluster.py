@@ -1,0 +1,320 @@
+"""The `Cluster` protocol on a real Dask cluster: one process's view of one instance.
+
+Hosts inside workers and user programs outside use the same class. Both have a Dask client (for the
+scheduler and its topics) and a pool of channels (for requests to actors).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from distributed import Client, Worker
+
+from daskserve._version import PROTOCOL, __version__
+from daskserve.cluster.actors.calls import ActorCalls
+from daskserve.cluster.actors.registry import ActorBook
+from daskserve.cluster.channel.pool import ChannelPool
+from daskserve.cluster.dask.subscription import TopicSubscription
+from daskserve.cluster.distributed_internals import call_scheduler, until_connected
+from daskserve.cluster.long_poll import LongPollClient
+from daskserve.cluster.parcel_memory import ParcelCarrier
+from daskserve.cluster.protocols.base import Link, TopicHandler
+from daskserve.cluster.protocols.stores import Hold, StoreChange
+from daskserve.cluster.routes import WorkerRoutes
+from daskserve.common.clock import Clock
+from daskserve.common.types import ActorAddress, InstanceName, UseReport, WorkerAddress, WorkerInfo
+from daskserve.errors import (
+    InstanceError,
+    NotRunningError,
+    ServeError,
+    StoreLostError,
+    StoreTakenError,
+    UnavailableError,
+)
+from daskserve.figures.collector import PROCESS
+from daskserve.payload.packed_errors import load_error
+from daskserve.payload.parcels import Parcel
+
+#: The scheduler handler that the supervisor plugin adds.
+SUPERVISOR_OP = "daskserve"
+#: How long after the return of the scheduler an instance that it does not know may still come back.
+RETURN_S = 10.0
+
+
+def topic_of(instance: InstanceName) -> str:
+    """Return the name of an instance's topic."""
+    return f"daskserve/{instance}"
+
+
+async def ask_supervisor(client: Client, verb: str, **message: Any) -> Any:
+    """Call a verb of the supervisor in the scheduler.
+
+    Raises
+    ------
+    NotRunningError
+        There is no supervisor: no instance runs on this cluster.
+    ServeError
+        The error of the verb.
+    OSError
+        The scheduler cannot be reached.
+    """
+    answer = await call_scheduler(
+        client, SUPERVISOR_OP, verb=verb, message=message, version=__version__, protocol=PROTOCOL
+    )
+    return _value_of(answer)
+
+
+async def ask_from_worker(worker: Worker, verb: str, /, **message: Any) -> Any:
+    """Call a verb of the supervisor over the worker's own connection; see `ask_supervisor`."""
+    ask = getattr(worker.scheduler, SUPERVISOR_OP)
+    return _value_of(await ask(verb=verb, message=message, version=__version__, protocol=PROTOCOL))
+
+
+def _value_of(answer: Any) -> Any:
+    if answer is None:  # Dask's answer to an operation it does not know
+        raise NotRunningError("No daskserve instance runs on this Dask cluster.")
+    if "error" in answer:
+        raise load_error(answer["error"])
+    return answer["value"]
+
+
+async def ask_if_supervised(client: Client, verb: str, **message: Any) -> Any:
+    """Call a verb of the supervisor, which may have gone with the last instance; see `ask_supervisor`.
+
+    To call an operation that the scheduler does not have logs a traceback there.
+    """
+
+    def find(dask_scheduler: Any) -> bool:  # pickled by value, because it is nested
+        return "daskserve" in dask_scheduler.handlers
+
+    await until_connected(client)
+    if not await client.run_on_scheduler(find):
+        raise NotRunningError("No daskserve instance runs on this Dask cluster.")
+    return await ask_supervisor(client, verb, **message)
+
+
+class RemoteStore:
+    """The instance's store, which lives in the scheduler process."""
+
+    def __init__(self, client: Client, instance: InstanceName) -> None:
+        self._client = client
+        self._instance = instance
+
+        self._problems: Mapping[str, str] = {}
+        self._hold = Hold.HELD
+
+    async def load(self) -> Mapping[str, bytes]:
+        found = await ask_supervisor(self._client, "load_records", instance=self._instance)
+        self._note(found)
+        records: Mapping[str, bytes] = found["records"]
+        return records
+
+    def problems(self) -> Mapping[str, str]:
+        return dict(self._problems)
+
+    @property
+    def hold(self) -> Hold:
+        return self._hold
+
+    def learn(self, condition: Mapping[str, Any]) -> None:
+        self._note(condition)
+
+    def _note(self, condition: Mapping[str, Any]) -> None:
+        self._problems, self._hold = condition["problems"], Hold(condition["hold"])
+
+    async def commit(self, epoch: int, change: StoreChange) -> None:
+        try:
+            await self._write(
+                "commit_records", epoch, change, must_last=change.must_last, may_wait=change.may_wait
+            )
+        except StoreLostError as error:
+            self._problems = {**self._problems, "store": str(error)}
+            raise
+        except StoreTakenError as error:
+            self._problems, self._hold = {**self._problems, "store": str(error)}, Hold.TAKEN
+            raise
+
+    async def rewrite(self, epoch: int, change: StoreChange, unreadable: Sequence[str] = ()) -> None:
+        await self._write("rewrite_records", epoch, change, unreadable=list(unreadable))
+
+    async def take_over(
+        self, epoch: int, *, is_complete: bool, own: Sequence[str]
+    ) -> Mapping[str, bytes | None] | None:
+        message = {"epoch": epoch, "is_complete": is_complete, "own": list(own)}
+        found = await ask_supervisor(self._client, "take_over_records", instance=self._instance, **message)
+        self._note(found)
+        changed: Mapping[str, bytes | None] | None = found["changed"]
+        return changed
+
+    async def _write(self, verb: str, epoch: int, change: StoreChange, **message: Any) -> None:
+        try:
+            condition = await ask_supervisor(
+                self._client,
+                verb,
+                instance=self._instance,
+                epoch=epoch,
+                records=dict(change.records),
+                parcels=dict(change.parcels),
+                **message,
+            )
+            self._note(condition)
+        except NotRunningError as error:
+            # Callers learn which of both it is when they look for the controller again.
+            raise UnavailableError(
+                f"The instance has ended, or another scheduler starts it: {error}"
+            ) from error
+
+
+class DaskCluster(ActorCalls):
+    """The implementation of `daskserve.cluster.protocols.base.Cluster` on Dask.
+
+    Parameters
+    ----------
+    client : distributed.Client
+        The process's Dask client; every method runs on the client's own loop.
+    link
+        The `daskserve.cluster.dask.connection.DaskLink` to which this view belongs.
+    local_worker, book
+        The worker of this process, and its actors; None outside workers.
+    """
+
+    def __init__(
+        self,
+        instance: InstanceName,
+        client: Client,
+        channels: ChannelPool,
+        *,
+        clock: Clock,
+        link: Link,
+        local_worker: Any = None,
+        book: ActorBook | None = None,
+    ) -> None:
+        super().__init__(instance, channels, book)
+        self.clock = clock
+        self.routes = WorkerRoutes(channels, clock)
+        self.store = RemoteStore(client, instance)
+        self.link = link
+        #: Objects that the layers above keep once per process and instance, by name.
+        self.shared: dict[str, Any] = {}
+        self._client = client
+        self._worker = local_worker
+        self._controller: ActorAddress | None = None
+        self._listener: LongPollClient | None = None
+        self._parcels = ParcelCarrier(partial(ask_supervisor, client, instance=instance))
+        self.is_ended = False
+        self._topic = TopicSubscription(client, topic_of(instance), clock)
+        self._resumed_at: float | None = None
+
+    @property
+    def listener(self) -> LongPollClient:
+        """This process's long-poll client for the instance; created on first use, not yet started."""
+        if self._listener is None:
+            self._listener = LongPollClient(self, self.clock)
+            self._listener.on_worker_left(self._forget_worker)
+            self._listener.on_ended(self._mark_ended)
+        return self._listener
+
+    def _forget_worker(self, worker: WorkerAddress) -> None:
+        self._channels.drop(worker)
+        if self._controller is not None and self._controller.worker == worker:
+            self._controller = None
+
+    def _mark_ended(self) -> None:
+        self.is_ended = True
+        self.routes.close()
+        self._controller = None
+        self._topic.end()  # the scheduler keeps the topic while this process listens
+
+    async def close(self) -> None:
+        """Stop listening. The Dask client and the channels stay open: the link owns them."""
+        has_ended = self.is_ended
+        self._mark_ended()
+        if self._listener is not None:
+            await self._listener.stop()
+        for each in self.shared.values():
+            PROCESS.remove(each)
+        if has_ended:
+            PROCESS.forget(self.instance)
+
+    async def workers(self) -> Sequence[WorkerInfo]:
+        answer = await ask_supervisor(self._client, "workers", instance=self.instance)
+        return [WorkerInfo(**worker) for worker in answer["workers"]]
+
+    async def refused_workers(self) -> Mapping[WorkerAddress, str]:
+        answer = await ask_supervisor(self._client, "workers", instance=self.instance)
+        refused: Mapping[WorkerAddress, str] = answer["refused"]
+        return refused
+
+    async def inspect(
+        self, worker: WorkerAddress, *, figures_of: Collection[str] = (), by_scheduler: bool = False
+    ) -> Sequence[Mapping[str, Any]]:
+        if not by_scheduler:
+            return await super().inspect(worker, figures_of=figures_of)
+        message = {"instance": self.instance, "worker": worker, "figures_of": list(figures_of)}
+        actors: Sequence[Mapping[str, Any]] = await ask_supervisor(self._client, "inspect", **message)
+        return actors
+
+    async def report(self, epoch: int, report: UseReport) -> bool:
+        is_adaptive: bool = await ask_supervisor(
+            self._client,
+            "report",
+            instance=self.instance,
+            epoch=epoch,
+            in_use=sorted(report.in_use),
+            retiring=sorted(report.retiring),
+            waiting_workers=report.waiting_workers,
+            proxies=sorted(report.proxies),
+            held=sorted(report.held),
+            grace_s=report.grace_s,
+        )
+        return is_adaptive
+
+    async def restart_worker(self, epoch: int, worker: WorkerAddress) -> None:
+        message = {"instance": self.instance, "epoch": epoch, "worker": worker}
+        await ask_supervisor(self._client, "restart_worker", **message)
+
+    async def send_parcel(self, parcel: Parcel, parts: Sequence[Any]) -> None:
+        await self._parcels.send(parcel, parts)
+
+    async def fetch_parcel(self, code: str, parcel: Parcel) -> Sequence[Any]:
+        return await self._parcels.fetch(code, parcel)
+
+    async def controller(self) -> ActorAddress:
+        if self.is_ended:
+            raise NotRunningError(f"Instance {self.instance!r} has been shut down.")
+        if self._controller is None:
+            try:
+                ask = ask_if_supervised if self._worker is None else ask_supervisor
+                found = await ask(self._client, "controller", instance=self.instance)
+            except NotRunningError as error:
+                if self._resumed_at is None or self.clock.now() > self._resumed_at + RETURN_S:
+                    raise
+                raise UnavailableError(f"Instance {self.instance!r} is coming back: {error}") from error
+            except OSError as error:
+                if isinstance(error, ServeError) or self._client.status not in ("running", "connecting"):
+                    raise
+                raise UnavailableError(f"The scheduler was lost during a call: {error}") from error
+            self._controller = ActorAddress(**found)
+        return self._controller
+
+    def forget_controller(self) -> None:
+        """Look up the controller again at the next call, because the last call did not reach it."""
+        self._controller = None
+
+    def publish(self, message: Any) -> None:
+        if self._worker is None:
+            raise InstanceError("Only actors publish on an instance's topic.")
+        self._worker.log_event(topic_of(self.instance), message)
+
+    async def subscribe(self, handler: TopicHandler) -> Callable[[], Awaitable[None]]:
+        return await self._topic.subscribe(handler)
+
+    async def resume(self) -> None:
+        """Listen to the scheduler that has taken the place of a lost one, and learn what was missed."""
+        self._resumed_at = self.clock.now()
+        self._controller = None
+        await self._topic.resume()
+        if self._listener is not None:
+            self._listener.refresh()

@@ -1,0 +1,153 @@
+"""Dask futures, delayed values and collections among the arguments of a call.
+
+They do not travel. The caller takes them out of the pickled arguments, has collections computed on the
+cluster, waits until all values exist, and sends their keys. The replica's process fetches the values from the
+workers that hold them, and puts them in when it unpickles the arguments. The caller holds the futures until
+it has the answer, so that the cluster keeps the values.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+from dask.base import is_dask_collection
+from distributed import Client, Future
+
+from daskserve.cluster.distributed_internals import call_scheduler, desire_keys, scheduler_address
+from daskserve.common.types import Payload
+from daskserve.errors import BadRequestError, UnavailableError
+from daskserve.loops.event_loop import on_loop
+from daskserve.payload.arguments import take_out
+from daskserve.payload.pickling import SEARCHED_BYTES, load_bytes
+
+#: In arguments that are too large to be searched, the number of items of each container that are looked at,
+#: and the depth.
+MAX_ITEMS = 100
+MAX_DEPTH = 3
+
+_PLAIN = frozenset({str, bytes, bytearray, int, float, bool, type(None)})
+_CONTAINERS = (list, tuple, set, frozenset)
+
+
+def may_hold_values(payload: Payload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether arguments that `daskserve.payload.pickling.may_mention_dask` may hold values of Dask."""
+    if len(payload.data) <= SEARCHED_BYTES:
+        return True
+    return _holds_values(args, MAX_DEPTH) or _holds_values(kwargs, MAX_DEPTH)
+
+
+def _holds_values(value: Any, depth: int) -> bool:
+    if type(value) in _PLAIN:
+        return False
+    items: Iterable[Any]
+    if isinstance(value, _CONTAINERS):
+        items = value
+    elif isinstance(value, dict):
+        items = value.values()
+    else:
+        return is_dask_value(value)
+    return depth >= 0 and any(_holds_values(item, depth - 1) for item in islice(items, MAX_ITEMS))
+
+
+def is_dask_value(value: Any) -> bool:
+    """Return whether a value is a future, a delayed value or a collection of Dask."""
+    return isinstance(value, Future) or is_dask_collection(value)
+
+
+# ---- on a Dask cluster
+
+
+class DaskValues:
+    """The values of one call, as futures; a `daskserve.cluster.protocols.base.RemoteValues`."""
+
+    def __init__(self, client: Client, scheduler: str, payload: Payload, values: Sequence[Any]) -> None:
+        self.payload = payload
+        numbers = [number for number, value in enumerate(values) if not isinstance(value, Future)]
+        computed: Any = client.compute([values[number] for number in numbers]) if numbers else []
+        made = dict(zip(numbers, computed, strict=True))
+        self._futures: list[Future[Any]] = [made.get(number, value) for number, value in enumerate(values)]
+        for future in self._futures:
+            if future.client is None:
+                raise BadRequestError(f"{future!r} belongs to no client; pass it where it was made.")
+        self._scheduler = scheduler
+        self.keys = pickle.dumps([future.key for future in self._futures])
+
+    async def wait(self) -> None:
+        for future in self._futures:
+            loop = future.client.loop.asyncio_loop
+            error = await on_loop(loop, _wait(future, self._scheduler))
+            if error is not None:
+                # The error belongs to the future; its traceback must not keep the future.
+                del future
+                self._futures.clear()
+                try:
+                    raise error
+                finally:
+                    del error
+
+
+async def _wait(future: Future[Any], scheduler: str) -> BaseException | None:
+    """Return None when a future has a value, or its error; runs on the loop of its client."""
+    client = await future.client
+    found = scheduler_address(client)
+    if found != scheduler:
+        return BadRequestError(
+            f"{future!r} belongs to the Dask cluster {found or 'of a closed client'}, but the replicas run "
+            f"on {scheduler}; pass its result instead."
+        )
+    error: BaseException | None = await future.exception()
+    if error is None and future.cancelled():
+        try:
+            await future.result()
+        except Exception as cancelled:  # Dask's own error, with the reason
+            return cancelled
+    return error
+
+
+class DaskTransfer:
+    """Takes Dask's values out of arguments, and fetches them."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    def take(self, payload: Payload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> DaskValues | None:
+        """Take Dask's values out of a call's arguments and have them computed; None if there are none."""
+        if not may_hold_values(payload, args, kwargs):
+            return None
+        payload, values = take_out((args, kwargs), self.is_value)
+        return self.hold(payload, values) if values else None
+
+    def is_value(self, value: Any) -> bool:
+        """Return whether a value is one of Dask's."""
+        return is_dask_value(value)
+
+    def hold(self, payload: Payload, values: Sequence[Any]) -> DaskValues:
+        """Have values computed that were taken out of a call's arguments."""
+        return DaskValues(self._client, scheduler_address(self._client) or "", payload, values)
+
+    async def fetch(self, keys: bytes) -> list[Any]:
+        """Return the values that `take` took out in another process."""
+        loop: Any = self._client.loop
+        return await on_loop(loop.asyncio_loop, fetch(self._client, keys))
+
+
+async def fetch(client: Client, keys: bytes) -> list[Any]:
+    """Return the values of keys that exist on the cluster; call this on the client's loop.
+
+    Raises
+    ------
+    UnavailableError
+        The cluster does not have one of them any more.
+    """
+    names = load_bytes(keys)
+    states = await call_scheduler(client, "get_task_status", keys=names)
+    gone = [name for name in names if states.get(name) in (None, "released", "forgotten")]
+    if gone:
+        raise UnavailableError(f"The Dask value {gone[0]!r} was released before a replica fetched it.")
+    futures: list[Future[Any]] = [Future(name, client=client) for name in names]
+    desire_keys(client, names)
+    found: list[Any] = await client.gather(futures, direct=True, asynchronous=True)
+    return found

@@ -1,0 +1,53 @@
+"""Calls of functions in a worker's process, for what only that process should do: import user code."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from distributed import Worker
+
+from daskserve.cluster.dask.connection import DaskLink
+from daskserve.cluster.distributed_internals import actors_on
+from daskserve.common.types import WorkerAddress
+from daskserve.errors import ActorLostError, UnavailableError
+from daskserve.payload.packed_errors import dump_error, load_error
+
+
+async def call_in_worker(
+    link: DaskLink, worker: WorkerAddress, function: Callable[..., Any], **arguments: Any
+) -> Any:
+    """Return what a function returns in a thread of a worker's process; its first argument is that link.
+
+    The thread is none of those that run Dask's tasks, so the call does not wait for tasks.
+
+    Raises
+    ------
+    ActorLostError
+        The worker has left the cluster.
+    Exception
+        What the function raises there.
+    """
+    answers = await link.client.run(_call_in_thread, function, arguments, workers=[worker])
+    if worker not in answers:
+        raise ActorLostError(f"Worker {worker} has left the cluster.", begun=False)
+    answer = answers[worker]
+    if "error" in answer:
+        raise load_error(answer["error"])
+    return answer["value"]
+
+
+async def _call_in_thread(
+    function: Callable[..., Any], arguments: dict[str, Any], dask_worker: Worker
+) -> dict[str, Any]:
+    links = (getattr(actor, "link", None) for actor in actors_on(dask_worker))
+    link = next((each for each in links if isinstance(each, DaskLink)), None)
+
+    try:
+        if link is None:
+            raise UnavailableError(f"Worker {dask_worker.address} does not run daskserve yet.")
+        return {"value": await asyncio.to_thread(function, link, **arguments)}
+    except Exception as error:
+        # Every error goes back to the caller, which raises it.
+        return {"error": dump_error(error)}

@@ -1,0 +1,1 @@
+"""The protocols through which the layers above use a cluster."""

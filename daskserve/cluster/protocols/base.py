@@ -1,0 +1,418 @@
+"""The protocols through which the layers above use a cluster.
+
+`daskserve.cluster.dask.cluster` implements them on a real Dask cluster, `daskserve.cluster.local.cluster` in
+one process and one event loop. The layers above work with both and cannot tell them apart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar, runtime_checkable
+
+from daskserve.cluster.protocols.started import Started
+from daskserve.cluster.protocols.stores import InstanceStore as InstanceStore
+from daskserve.cluster.protocols.stores import Store as Store
+from daskserve.cluster.protocols.stores import StoreChange as StoreChange
+from daskserve.cluster.protocols.subscriptions import Listener as Listener
+from daskserve.common.clock import Clock, RequestIds
+from daskserve.common.types import (
+    ActorAddress,
+    ActorKind,
+    Envelope,
+    InstanceName,
+    Load,
+    OnAnswer,
+    Payload,
+    Reach,
+    Receive,
+    Send,
+    UseReport,
+    WorkerAddress,
+    WorkerInfo,
+)
+from daskserve.context import HasLink
+from daskserve.errors import ServeError
+from daskserve.figures.table import MetricSample
+from daskserve.loops.hops import Hop, Hops, Landing
+from daskserve.loops.threads import StartThread, start_daemon
+from daskserve.payload.parcels import Parcel
+
+T = TypeVar("T")
+
+#: Incarnations grow across epochs; 2**32 actors per controller are enough.
+EPOCH_BITS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class ActorSpec:
+    """All that a Host needs to create one actor. Only the actor's own layer reads ``payload``."""
+
+    kind: ActorKind
+    name: str
+    incarnation: int
+    instance: InstanceName
+    payload: bytes = field(default=b"", repr=False)  # may hold passwords
+    start_timeout_s: float | None = None  # of each stage of its start, see `actor_book.ReportsStart`
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the controller that it is, or that has made it."""
+        return self.incarnation if self.kind is ActorKind.CONTROLLER else self.incarnation >> EPOCH_BITS
+
+
+ViewT_co = TypeVar("ViewT_co", bound=HasLink, covariant=True)
+
+
+@dataclass(frozen=True)  # without slots, which the alias `ActorContext` could not be called with
+class ContextWith(Generic[ViewT_co]):
+    """An actor's spec and its view of the cluster, of which a replica in a child process has only a link."""
+
+    spec: ActorSpec
+    cluster: ViewT_co
+    clock: Clock
+    rng: random.Random
+    worker: WorkerAddress = ""
+    #: Where calls from user threads arrive on this loop; None means no fixed place.
+    landing: Landing | None = None
+    #: Starts the first thread of user code; in a child process, that is its main thread.
+    start_thread: StartThread = start_daemon
+
+
+#: Time beyond the grace period after which a stop is abandoned and the actor is removed.
+STOP_MARGIN_S = 10.0
+
+#: A method that `Cluster.call` may reach: ``async``, with plain values as keyword arguments.
+Verb: TypeAlias = Callable[..., Awaitable[Any]]
+VerbT = TypeVar("VerbT", bound=Verb)
+
+
+def verb(method: VerbT) -> VerbT:
+    """Mark a method as a verb, for `verbs_of` to find."""
+    method.is_verb = True  # type: ignore[attr-defined]
+    return method
+
+
+def verbs_of(*parts: object) -> Mapping[str, Verb]:
+    """Return the verbs of an actor by name: the methods marked with `verb` in it and in its parts."""
+    return {
+        name: getattr(part, name)
+        for part in parts
+        for kind in type(part).__mro__
+        for name, value in vars(kind).items()
+        if getattr(value, "is_verb", False)
+    }
+
+
+class Hosted(Protocol):
+    """An actor that a Host can run."""
+
+    @property
+    def verbs(self) -> Mapping[str, Verb]:
+        """The verbs that `Cluster.call` may call, see `verbs_of`."""
+
+    async def start(self) -> Mapping[str, Any]:
+        """Prepare the actor and return plain facts about it; raise if that fails."""
+
+    def handle(self, envelope: Envelope, receive: Receive, send: Send) -> Coroutine[Any, Any, Load]:
+        """Answer one request stream; cancelled when the caller disconnects."""
+
+    async def stop(self, grace_s: float) -> None:
+        """Stop; running requests may finish for up to ``grace_s``. Idempotent; cancelled only if late."""
+
+    def samples(self) -> Iterable[MetricSample]:
+        """Return the actor's metrics; see `daskserve.figures.collector.Source`."""
+
+
+@runtime_checkable
+class HandlesNowait(Protocol):
+    """An actor that can also answer requests without a task, as replicas do."""
+
+    def handle_nowait(self, envelope: Envelope, on_answer: OnAnswer) -> Callable[[], None] | None:
+        """Start to answer a request, and return a function that cancels it; None if it needs `handle`."""
+
+
+@runtime_checkable
+class ReportsHealth(Protocol):
+    """An actor that checks its own health, as replicas do."""
+
+    def health(self) -> Mapping[str, Any]:
+        """Return ``is_healthy`` and ``detail``, and what else `Cluster.inspect` should tell of the actor."""
+
+
+@runtime_checkable
+class ReportsFigures(Protocol):
+    """An actor with metrics for autoscaling, as replicas have."""
+
+    def figures(self) -> dict[str, Any]:
+        """Return the metrics, in plain values."""
+
+
+TopicHandler = Callable[[Any], None]
+
+
+class Cluster(Protocol):
+    """One process's view of the cluster, for one instance."""
+
+    instance: InstanceName
+
+    @property
+    def routes(self) -> Routes: ...
+
+    @property
+    def store(self) -> Store: ...
+
+    async def workers(self) -> Sequence[WorkerInfo]:
+        """Return the workers that may hold actors, as the scheduler knows them now."""
+
+    async def refused_workers(self) -> Mapping[WorkerAddress, str]:
+        """Return the workers that may not hold actors, each with the reason."""
+
+    async def create(self, spec: ActorSpec, worker: WorkerAddress) -> Mapping[str, Any]:
+        """Create an actor, wait until it is ready and return its facts.
+
+        Idempotent by name and incarnation: a second call for an actor that runs or starts returns the same
+        facts. Raises the error of the actor's ``start``, or `ActorLostError`.
+        """
+
+    async def destroy(self, address: ActorAddress, grace_s: float) -> None:
+        """Stop and remove an actor; do nothing if it is already gone."""
+
+    async def call(self, address: ActorAddress, verb: str, **message: Any) -> Any:
+        """Call one of an actor's verbs with plain values and return a plain value."""
+
+    def request(
+        self, address: ActorAddress, envelope: Envelope, receive: Receive, send: Send
+    ) -> Coroutine[Any, Any, Load]:
+        """Send one request stream to an actor; with a direct call if the actor is in this process."""
+
+    def ask(
+        self, address: ActorAddress, envelope: Envelope, on_answer: OnAnswer
+    ) -> Callable[[], None] | None:
+        """Send a request that has one answer and no deadline to an actor, without a task.
+
+        Returns a function that cancels the request. Returns None, without having done anything, if this is
+        not possible: there is no connection to the actor yet, or the actor is local and has to wait.
+        """
+
+    async def inspect(
+        self, worker: WorkerAddress, *, figures_of: Collection[str] = (), by_scheduler: bool = False
+    ) -> Sequence[Mapping[str, Any]]:
+        """Return the current actors of the instance on a worker, asked directly or by the scheduler.
+
+        Each is ``{"name", "kind", "incarnation", "is_ready", "is_healthy", "detail", "worker", "pid"}``, with
+        ``"figures"`` if the actor has any and is named in ``figures_of``, ``"broken_routes"`` if there are
+        workers that its process does not reach directly, ``"busy"`` while it starts or stops (what it does,
+        and for how many seconds), and further facts of its health.
+        Raises `ActorLostError` if the worker is gone, and never returns if its process is stopped.
+        """
+
+    async def report(self, epoch: int, report: UseReport) -> bool:
+        """Report what the instance uses to the scheduler, which ignores reports of older controllers.
+
+        Returns whether the cluster is adaptive: it adds workers for waiting replicas and removes empty ones.
+        """
+
+    async def restart_worker(self, epoch: int, worker: WorkerAddress) -> None:
+        """Request that a worker that does not answer is killed and restarted; return before that is done."""
+
+    async def send_parcel(self, parcel: Parcel, parts: Sequence[Any]) -> None:
+        """Give the scheduler's process the content of a parcel, before a change that refers to it."""
+
+    async def fetch_parcel(self, code: str, parcel: Parcel) -> Sequence[Any]:
+        """Return the parts of the parcel that stands for some code, by the code's name."""
+
+    async def fetch_answer(self, worker: WorkerAddress, token: str) -> Payload:
+        """Return an answer that stayed in a worker, by its token; raise `UnavailableError` if it is lost.
+
+        See `daskserve.common.types.KeptPayload`.
+        """
+
+    async def controller(self) -> ActorAddress:
+        """Return the address of the instance's controller; raise `NotRunningError` if there is none."""
+
+    def forget_controller(self) -> None:
+        """Look up the controller again at the next call of `controller`, because a call to it failed."""
+
+    def publish(self, message: Any) -> None:
+        """Send plain values to every listener of the instance's topic."""
+
+    async def subscribe(self, handler: TopicHandler) -> Callable[[], Awaitable[None]]:
+        """Subscribe to the instance's topic and return a function that unsubscribes.
+
+        The handler gets every message that is published after this returns.
+        """
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether this process knows that the instance was shut down."""
+
+    def is_local(self, address: ActorAddress) -> bool:
+        """Return whether the actor is in this process."""
+
+
+class Routes(Protocol):
+    """The routes from one process to the workers; see `daskserve.cluster.routes.WorkerRoutes`."""
+
+    def watch(
+        self, note: Callable[[WorkerAddress, Reach], object], is_used: Callable[[WorkerAddress], bool]
+    ) -> None:
+        """Call ``note(worker, route)`` when a route changes; a lost worker is dialled while it is used."""
+
+    def to(self, worker: WorkerAddress) -> Reach | None:
+        """Return the route to a worker; None if it is not known yet."""
+
+    async def connect(self, worker: WorkerAddress) -> None:
+        """Connect to a worker if necessary; raise `ActorLostError` if it cannot be reached at once."""
+
+    def break_off(self, worker: WorkerAddress) -> None:
+        """Fail the requests that are under way at a worker, because it does not answer."""
+
+    def broken(self) -> Mapping[WorkerAddress, Reach]:
+        """Return the workers that are not reached directly, each with its route."""
+
+    def close(self) -> None:
+        """Forget everything, and report no more changes. Idempotent."""
+
+
+class Process(Cluster, Protocol):
+    """A process's view of the cluster, with the state that callers in the process share."""
+
+    @property
+    def clock(self) -> Clock: ...
+
+    @property
+    def link(self) -> Link: ...
+
+    @property
+    def listener(self) -> Listener:
+        """The process's listener for the instance; created on first use, not yet started."""
+
+    @property
+    def shared(self) -> dict[str, Any]:
+        """Objects that the layers above keep once per process and instance, by name."""
+
+
+#: The argument of an actor's factory.
+ActorContext: TypeAlias = ContextWith[Process]
+ActorFactory: TypeAlias = Callable[[ActorContext], Hosted]
+
+
+class RemoteValues(Protocol):
+    """The values that were taken out of the arguments of one call; keep this until the call is answered."""
+
+    #: The arguments without the values.
+    payload: Payload
+    #: How the replica finds the values, in plain values: a pickled list of keys, or a mapping of
+    #: `daskserve.data.caller.calls.chaining`.
+    keys: Any
+
+    async def wait(self) -> None:
+        """Return when all values exist; raise the error of a task that failed."""
+
+
+class ValueTransfer(Protocol):
+    """How Dask's values among the arguments of calls travel."""
+
+    def take(self, payload: Payload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> RemoteValues | None:
+        """Take Dask's values out of a call's arguments and have them computed; None if there are none."""
+
+    def is_value(self, value: Any) -> bool:
+        """Return whether a value is one of Dask's."""
+
+    def hold(self, payload: Payload, values: Sequence[Any]) -> RemoteValues:
+        """Have values computed that the caller took out of a call's arguments, which are ``payload``."""
+
+    async def fetch(self, keys: bytes) -> list[Any]:
+        """Return the values that `take` took out in another process."""
+
+
+class Link(Protocol):
+    """The event loop of a process's connections, and the hops onto it from other threads.
+
+    See `daskserve.cluster.dask.connection.DaskLink`.
+    """
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop: ...
+
+    @property
+    def clock(self) -> Clock: ...
+
+    @property
+    def rng(self) -> random.Random: ...
+
+    @property
+    def request_ids(self) -> RequestIds: ...
+
+    @property
+    def hops(self) -> Hops:
+        """Hops onto event loops: this link's own, and those of its callers."""
+
+    @property
+    def hop(self) -> Hop:
+        """The hop onto the link's loop from other threads."""
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the connection is closed, so that all calls fail."""
+
+    def closed_error(self) -> ServeError:
+        """Return the error to raise if `is_closed`."""
+
+    def runs_here(self) -> bool:
+        """Return whether the caller is on the link's own loop."""
+
+    @property
+    def values(self) -> ValueTransfer:
+        """How Dask's values among the arguments of calls travel."""
+
+    def cluster(self, instance: InstanceName) -> Process:
+        """Return this process's view of an instance."""
+
+
+class ClientLink(Link, Protocol):
+    """The additional methods that a `daskserve.client.client.Client` needs."""
+
+    #: The connection to the instance that `daskserve.run` uses in this process, if there is one.
+    default_instance: Any
+
+    @property
+    def started(self) -> Started: ...
+
+    @property
+    def scheduler_address(self) -> str: ...
+
+    @property
+    def dashboard_link(self) -> str | None:
+        """The address of the Dask dashboard; None if there is none."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether blocking calls are possible."""
+
+    def sync(self, coroutine: Coroutine[Any, Any, T], *, timeout_s: float | None = None) -> T:
+        """Run a coroutine on the link's loop and return its result to this thread."""
+
+    async def wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the link's loop and return its result to a coroutine on any loop."""
+
+    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Run a coroutine on the link's loop without waiting for it; call on the loop only."""
+
+    async def ask(self, verb: str, **message: Any) -> Any:
+        """Call a verb of the supervisor."""
+
+    async def drop_cluster(self, instance: InstanceName) -> None:
+        """Forget an instance."""
+
+    def release_default(self, instance: InstanceName) -> None:
+        """Clear the default instance if it is this one."""
+
+    async def instance_ended(self, instance: InstanceName, *, asynchronous: bool) -> None:
+        """Close what daskserve created for this link, if this was its last instance: a cluster or client."""
+
+    async def disconnect(self, instance: InstanceName = "", *, asynchronous: bool) -> None:
+        """Close the link and its Dask client if daskserve created that and no other instance needs it."""

@@ -1,0 +1,1 @@
+"""The routes that daskserve adds to the scheduler's HTTP server."""

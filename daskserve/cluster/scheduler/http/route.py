@@ -1,0 +1,72 @@
+"""A route of daskserve on the scheduler's HTTP server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from distributed import Scheduler
+from tornado.web import RequestHandler
+
+from daskserve.cluster.metrics_path import METRICS_PATH, metrics_path
+from daskserve.cluster.scheduler.http.site_guard import SiteGuard
+from daskserve.internals.tornado import add_route, remove_route
+
+
+class GuardedHandler(RequestHandler):
+    """A handler that answers no page of another site; its ``initialize`` sets the guard."""
+
+    _guard: SiteGuard
+
+    def set_default_headers(self) -> None:
+        self.set_header("X-Content-Type-Options", "nosniff")
+
+    def is_refused(self) -> bool:
+        """Return whether the request was answered with 403."""
+        text = self._guard.refusal(self.request)
+        if text is None:
+            return False
+        self.answer(403, {"message": text})
+        return True
+
+    def answer(self, status: int, body: Any) -> None:
+        """Answer in JSON."""
+        self.set_status(status)
+        self.set_header("Content-Type", "application/json")
+        self.finish(json.dumps(body))
+
+
+class SchedulerRoute:
+    """The route of one handler, below the scheduler's URL prefix.
+
+    Parameters
+    ----------
+    path : str
+        A regular expression for the whole path.
+    arguments : mapping
+        Arguments of the handler's ``initialize``, the guard included.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, path: str, handler: type[GuardedHandler], arguments: Mapping[str, Any]
+    ) -> None:
+        self._scheduler: Any = scheduler
+        self._path = path
+        self._handler = handler
+        self._arguments = dict(arguments)
+        self._rule: Any = None
+
+    def install(self) -> None:
+        """Add the route; idempotent, and does nothing if the scheduler has no HTTP server."""
+        application = getattr(self._scheduler, "http_application", None)
+        if application is None or self._rule is not None:
+            return
+        path = metrics_path(application).removesuffix(METRICS_PATH) + self._path
+        self._rule = add_route(application, path, self._handler, self._arguments)
+
+    def uninstall(self) -> None:
+        """Remove the route; idempotent."""
+        rule, self._rule = self._rule, None
+        if rule is not None:
+            remove_route(self._scheduler.http_application, rule)

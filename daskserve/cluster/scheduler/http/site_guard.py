@@ -1,0 +1,93 @@
+"""Refuses what browsers send to the scheduler's HTTP server on behalf of other sites.
+
+A page of any site can have its visitor's browser send requests to the scheduler, which has no authentication:
+
+1. From the page itself: the browser names the page's site in ``Origin``, and in ``Sec-Fetch-Site``.
+2. From a page whose own name was given the scheduler's address after it was loaded (DNS rebinding). To the
+   browser that is the same site, but ``Host`` has the page's name.
+
+So a request must name the scheduler by its address, or by a name that no other site can have.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import socket
+from typing import Any
+from urllib.parse import urlsplit
+
+from distributed import Scheduler
+from distributed.comm import get_address_host
+from tornado.httputil import HTTPServerRequest
+
+from daskserve.common import settings
+
+logger = logging.getLogger("daskserve.supervisor")
+
+#: The ends of names that nobody can register: of one machine, of a local network, and of Kubernetes.
+_PRIVATE_ENDS = (".localhost", ".local", ".internal", ".home.arpa", ".svc")
+#: The causes of refusals.
+SITE, HOST, BODY = "site", "host", "body"
+
+
+class SiteGuard:
+    """See the module.
+
+    Attributes
+    ----------
+    refusals : dict
+        The number of refused requests, by cause; their handlers count those with too large bodies.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler: Any = scheduler
+        self.refusals = dict.fromkeys((SITE, HOST, BODY), 0)
+
+    def refusal(self, request: HTTPServerRequest) -> str | None:
+        """Return why a request is refused; None if it is not."""
+        if is_of_another_site(request):
+            cause, text = SITE, "Requests of pages of other sites are refused."
+        elif not self._is_own(request.host_name):
+            cause = HOST
+            text = (
+                f"The host {request.host_name!r} may be a name that another site gives to this address. If "
+                "it is the scheduler's, add it to daskserve.scheduler.allowed-hosts in the scheduler's Dask "
+                "configuration."
+            )
+        else:
+            return None
+        self.refusals[cause] += 1
+        logger.info("Refused a request of %s for %s: %s", request.remote_ip, request.path, text)
+        return text
+
+    def _is_own(self, name: str) -> bool:
+        name = plain_name(name)
+        if is_unregistrable(name):
+            return True
+        own = (socket.gethostname(), get_address_host(self._scheduler.address))
+        return name in map(plain_name, (*own, *settings.scheduler().allowed_hosts))
+
+
+def is_of_another_site(request: HTTPServerRequest) -> bool:
+    """Return whether a browser sent a request for a page of another site."""
+    if request.headers.get("Sec-Fetch-Site") == "cross-site":
+        return True
+    origin = request.headers.get("Origin")
+    return origin is not None and urlsplit(origin).netloc.lower() != request.host.lower()
+
+
+def is_unregistrable(name: str) -> bool:
+    """Return whether no site can have this as its name: it is an address, or private."""
+    if "." not in name or name.endswith(_PRIVATE_ENDS):
+        return True
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def plain_name(name: str) -> str:
+    """Return a host as it is compared: in lower case, without brackets and the dot of the root."""
+    return name.lower().removeprefix("[").removesuffix("]").removesuffix(".")

@@ -1,0 +1,224 @@
+"""Instances that come back: their workers have outlived another scheduler and register with this one.
+
+Each worker asks for each of its instances until it runs. The first to ask is not the only one: the instance
+starts once all workers are back that it had, as far as they are known, or once it has waited for them long
+enough. A controller that started earlier would take those that are missing for lost, and replace what runs
+there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from distributed import Scheduler
+
+from daskserve.cluster.protocols.base import StoreChange
+from daskserve.cluster.scheduler.controllers import Instance
+from daskserve.cluster.scheduler.holding import HeldStore
+from daskserve.cluster.store.opening import is_in_memory
+from daskserve.common.types import InstanceName, WorkerAddress
+from daskserve.errors import InstanceError, ServeError
+
+logger = logging.getLogger("daskserve.supervisor")
+
+#: How long an instance waits for workers of which it knows, and for others.
+KNOWN_S = 3.0
+UNKNOWN_S = 1.0
+#: How long the end of an instance waits for its store.
+RELEASE_S = 5.0
+#: Interval of the checks whether the workers are there.
+CHECK_S = 0.02
+
+
+@dataclass(slots=True)
+class _Return:
+    """An instance that is about to start."""
+
+    start: Mapping[str, Any]
+    began_at: float
+    workers: set[WorkerAddress] = field(default_factory=set)
+    #: The newest epoch that is known.
+    epoch: int = 0
+    #: What the newest controller knew; None if none has told.
+    records: Mapping[str, bytes] | None = None
+    records_epoch: int = 0
+    #: Whether its start had not completed under the other scheduler.
+    is_trial: bool = False
+
+    def is_due(self, present: Collection[WorkerAddress], now: float) -> bool:
+        """Return whether the instance should start, with these workers in the cluster."""
+        waited_s = now - self.began_at
+        if not present:
+            return waited_s >= float(self.start["timeout_s"])
+        # A controller has told which workers there were.
+        is_complete = self.records is not None
+        if is_complete and self.workers <= set(present):
+            return True
+        return waited_s >= (KNOWN_S if is_complete else UNKNOWN_S)
+
+
+@dataclass(frozen=True, slots=True)
+class KnownInstance:
+    """What is known of an instance that comes back.
+
+    Attributes
+    ----------
+    epoch
+        The newest epoch of which there is an actor.
+    records
+        What the newest controller knew; None if none has told.
+    is_trial
+        Whether it had not taken over its store yet.
+    """
+
+    epoch: int = 0
+    records: Mapping[str, bytes] | None = None
+    is_trial: bool = False
+
+
+class Returns:
+    """See the module.
+
+    Parameters
+    ----------
+    start
+        Starts an instance, given what is known of it, and the message that started it.
+    end_after
+        Ends an instance after a delay, unless its owner connects.
+    spawn
+        Runs a coroutine as a task of the supervisor.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        instances: Mapping[InstanceName, Instance],
+        start: Callable[..., Awaitable[Any]],
+        end_after: Callable[[Instance, float], None],
+        spawn: Callable[[Coroutine[Any, Any, Any]], Any],
+    ) -> None:
+        self._scheduler = scheduler
+        self._instances = instances
+        self._start = start
+        self._end_after = end_after
+        self._spawn = spawn
+        self._returning: dict[InstanceName, _Return] = {}
+
+    @property
+    def are_pending(self) -> bool:
+        """Whether an instance is about to start."""
+        return bool(self._returning)
+
+    async def bring_back(
+        self,
+        start: Mapping[str, Any],
+        worker: WorkerAddress,
+        workers: Collection[WorkerAddress] = (),
+        epoch: int = 0,
+        records: Mapping[str, bytes] | None = None,
+        is_trial: bool = False,
+    ) -> bool:
+        """Return whether an instance runs; if it does not, have it start.
+
+        Parameters
+        ----------
+        worker
+            The worker that asks.
+        epoch
+            The newest epoch of which the worker has an actor.
+        workers, records, is_trial
+            From a worker that has a controller of the instance: what that knows.
+        """
+        name = start["instance"]
+        if name in self._instances:
+            return self._instances[name].controller is not None
+        entry = self._returning.get(name)
+        if entry is None:
+            if is_in_memory(start["store"]) and records is None:
+                return False  # only the worker with the controller has the records
+            entry = self._returning[name] = _Return(start, asyncio.get_running_loop().time())
+            self._spawn(self._begin(name, entry))
+        entry.workers |= {worker, *workers}
+        entry.epoch = max(entry.epoch, epoch)
+        if records is not None and epoch >= entry.records_epoch:
+            entry.records, entry.records_epoch, entry.is_trial = records, epoch, is_trial
+        return False
+
+    async def _begin(self, name: InstanceName, entry: _Return) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            while not entry.is_due(self._scheduler.workers, loop.time()):  # noqa: ASYNC110 - many causes
+                await asyncio.sleep(CHECK_S)
+            missing = entry.workers - set(self._scheduler.workers)
+            logger.warning(
+                "Instance %s comes back on %d workers; lost: %s",
+                name,
+                len(self._scheduler.workers),
+                ", ".join(sorted(missing)) or "none",
+            )
+            known = KnownInstance(entry.epoch, entry.records, entry.is_trial)
+            await self._start(known, **entry.start)
+            instance = self._instances.get(name)
+            if instance is not None and instance.owner not in (None, *self._scheduler.clients):
+                self._end_after(instance, instance.grace_s)
+        except (OSError, ServeError) as error:
+            logger.error("Instance %s could not be brought back: %s", name, error)
+        finally:
+            del self._returning[name]
+
+
+async def open_records(entry: Instance, url: str, back: KnownInstance | None) -> None:
+    """Open the store of an instance that starts, or that comes back."""
+    await entry.store.open()
+    known = back or KnownInstance()
+    await restore(entry, url, known.epoch, known.records)
+    if isinstance(entry.store, HeldStore):
+        await entry.store.begin(returns=back is not None, epoch=known.epoch, records=known.records)
+
+
+def check_return(entry: Instance, back: KnownInstance | None) -> None:
+    """Refuse an instance that comes back, if it had not taken over its store: its start has failed.
+
+    Call it once the workers are there, whose actors end then.
+    """
+    if back is not None and back.is_trial:
+        raise InstanceError(f"The start of {entry.name!r} had not completed when the scheduler was lost.")
+
+
+async def close_records(entry: Instance) -> None:
+    """Let others have the records of an instance that ends, and close its store."""
+    if entry.watching is not None:
+        entry.watching.cancel()
+    try:
+        async with asyncio.timeout(RELEASE_S):
+            await entry.store.release(gives_back=entry.has_failed)
+    except (OSError, ServeError) as error:
+        logger.warning("Instance %s ended without releasing its store: %s", entry.name, error)
+    await entry.store.close()
+
+
+async def restore(entry: Instance, url: str, epoch: int, records: Mapping[str, bytes] | None) -> None:
+    """Give a store that was lost together with the scheduler what the last controller knew.
+
+    Later epochs are newer than those of the actors, even if nothing else is known: so actors without a record
+    are recognized.
+    """
+    if await entry.store.newest_epoch() >= epoch:
+        return
+    if not is_in_memory(url):
+        logger.error(
+            "Store %s has lost what instance %s wrote there while the scheduler was away; %s",
+            url,
+            entry.name,
+            "nobody knows the records"
+            if records is None
+            else "the last controller's records are written to it",
+        )
+    if records is not None:
+        await entry.store.rewrite(epoch, StoreChange(records))
+    else:
+        await entry.store.commit(epoch, StoreChange({}))

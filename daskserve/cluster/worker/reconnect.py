@@ -1,0 +1,177 @@
+"""What a worker does while its scheduler is away.
+
+Problem: Dask closes a worker whose connection to the scheduler breaks, and does not support that a worker
+registers a second time. All replicas and proxies would be lost with the scheduler, though none of them needs
+it to answer requests. Choice: the worker stays as it is, and serves on, until another scheduler answers at
+the address. It then registers there, after it has forgotten the tasks that the new scheduler does not know,
+and asks it to bring back the instances; the actors are still there, and their new controller adopts them.
+
+A worker that cannot register, because a task still runs in one of its threads, lets the requests under way
+complete and leaves, and its nanny starts a new one. After the grace, the worker closes as Dask wants.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from distributed import Worker
+
+from daskserve.cluster.actors.registry import ActorBook
+from daskserve.cluster.dask.connection import DaskLink
+from daskserve.cluster.dask.reconnect import PERIOD_S, wait_for_scheduler
+from daskserve.cluster.distributed_internals import (
+    Fate,
+    answer_lost_scheduler,
+    connection_args,
+    forget_tasks,
+    is_present,
+    pause_heartbeat,
+    register_again,
+    scheduler_id,
+    stop_answering_lost_scheduler,
+)
+from daskserve.common.formatting import shown
+from daskserve.common.types import InstanceName
+from daskserve.errors import ServeError
+from daskserve.loops.tasks import TaskSet
+from daskserve.payload.importing import import_definition
+
+logger = logging.getLogger("daskserve.host")
+
+#: The function that asks the scheduler for an instance. By path: it imports this module.
+BRING_BACK = "daskserve.cluster.scheduler.install:bring_back"
+#: How long the requests under way at a worker that leaves may take.
+DRAIN_S = 20.0
+#: How long a scheduler that closes may still answer.
+CLOSES_S = 2.0
+#: How long the worker waits for Dask tasks that run in its threads, whose results nobody expects.
+TASKS_S = 1.0
+#: Interval at which the worker asks whether an instance is back.
+ASK_S = 0.5
+
+
+class Outage:
+    """See the module.
+
+    Parameters
+    ----------
+    grace_s
+        How long the worker serves without a scheduler; 0 leaves everything to Dask.
+
+    Attributes
+    ----------
+    starts : dict
+        The message that starts each instance, as the supervisor got it.
+    """
+
+    def __init__(self, worker: Worker, book: ActorBook, grace_s: float) -> None:
+        self.starts: dict[InstanceName, Mapping[str, Any]] = {}
+        self._worker = worker
+        self._book = book
+        self._grace_s = grace_s
+        self._tasks = TaskSet(logger)
+
+    def open(self, link: DaskLink) -> None:
+        """Answer for the worker from now on when its scheduler is lost."""
+        self._link = link
+        if self._grace_s > 0:
+            answer_lost_scheduler(self._worker, self._survive)
+
+    def close(self) -> None:
+        """Leave the worker to Dask again; idempotent."""
+        stop_answering_lost_scheduler(self._worker)
+        self._tasks.cancel()
+
+    async def _survive(self) -> Fate:
+        if not self.starts:
+            return Fate.CLOSES
+        address, lost_id = self._worker.scheduler.address, scheduler_id(self._link.client)
+        began = self._link.clock.now()
+        pause_heartbeat(self._worker)
+        logger.warning(
+            "The scheduler %s is lost; this worker serves without it for up to %s s",
+            address,
+            shown(self._grace_s),
+        )
+        try:
+            found_id = await self._next_scheduler(address, lost_id)
+        except OSError as error:
+            if is_present(self._worker):
+                logger.error("%s This worker ends.", error)
+                await self._book.drain(DRAIN_S)
+            return Fate.CLOSES
+        if found_id == lost_id or not is_present(self._worker):
+            return Fate.CLOSES  # the scheduler has replaced what was here, or somebody closes the worker
+        left = await self._hand_over()
+        if not await self._has_no_tasks():
+            logger.warning("A Dask task still runs on this worker, which is replaced instead of registered")
+            await asyncio.gather(*(self._ask(each, left) for each in list(self.starts)))
+            await self._book.drain(DRAIN_S)
+            return Fate.RESTARTS
+        await register_again(self._worker)
+        away_s = self._link.clock.now() - began
+        logger.warning("The scheduler is back after %s s; this worker is registered again", shown(away_s))
+        for instance in list(self.starts):
+            self._tasks.spawn(self._bring_back(instance, left), f"back-{instance}")
+        return Fate.STAYS
+
+    async def _has_no_tasks(self) -> bool:
+        deadline = self._link.clock.now() + TASKS_S
+        while not forget_tasks(self._worker):
+            if self._link.clock.now() > deadline:
+                return False
+            await asyncio.sleep(PERIOD_S)
+        return True
+
+    async def _next_scheduler(self, address: str, lost_id: str | None) -> str:
+        """Return the id of the scheduler that comes to an address; that of the lost one if it stays."""
+        clock = self._link.clock
+        closes_until = clock.now() + CLOSES_S
+        while True:
+            found_id = await wait_for_scheduler(
+                address,
+                connection_args(self._worker),
+                self._grace_s,
+                clock=clock,
+                is_awaited=lambda: is_present(self._worker),
+            )
+            if found_id != lost_id or clock.now() > closes_until:
+                return found_id
+            await clock.sleep(PERIOD_S)
+
+    async def _hand_over(self) -> dict[InstanceName, Mapping[str, Any]]:
+        """Return what the controllers here know, by instance."""
+        found: dict[InstanceName, Mapping[str, Any]] = {}
+        for controller in self._book.controllers():
+            spec = controller.spec
+            try:
+                found[spec.instance] = await self._book.call(spec.name, spec.incarnation, "hand_over", {})
+            except ServeError as error:
+                logger.warning("Controller %s does not tell what it knows: %s", spec.name, error)
+        return found
+
+    async def _bring_back(self, instance: InstanceName, left: Mapping[InstanceName, Any]) -> None:
+        """Ask the scheduler for an instance until it runs there; end it here if it does not come back."""
+        deadline = self._link.clock.now() + self._grace_s
+        while instance in self.starts and not await self._ask(instance, left):
+            if self._link.clock.now() > deadline:
+                logger.error("Instance %s did not come back. Its actors here end.", instance)
+                await self._book.drain(DRAIN_S, instance)
+                self.starts.pop(instance, None)
+                return
+            await asyncio.sleep(ASK_S)
+
+    async def _ask(self, instance: InstanceName, left: Mapping[InstanceName, Any]) -> bool:
+        """Ask the scheduler to bring back an instance; return whether it runs."""
+        known = left.get(instance) or {"epoch": self._book.newest_epoch(instance)}
+        try:
+            is_back: bool = await import_definition(BRING_BACK)(
+                self._link, self.starts[instance], self._worker.address, known
+            )
+        except (OSError, ServeError) as error:
+            logger.info("Instance %s is not back yet: %s", instance, error)
+            return False
+        return is_back

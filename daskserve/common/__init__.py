@@ -1,0 +1,1 @@
+"""What all layers use: types, the clock, the settings, and numbers in messages."""

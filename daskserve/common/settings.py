@@ -1,0 +1,235 @@
+"""Site-wide defaults, read from the section ``daskserve`` of Dask's configuration.
+
+You can set them in a YAML file in Dask's configuration path, with
+``dask.config.set({"daskserve.http.port": 8080})``, or with a variable such as ``DASK_DASKSERVE__HTTP__PORT``.
+Dask's precedence applies. Arguments of a call override all of these.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Timeouts:
+    """Deadlines of the control path, in seconds."""
+
+    #: Time without progress after which a change (such as ``serve.run``) fails and is rolled back.
+    change_s: float = 60.0
+    #: Time within which all proxies must listen before ``start`` fails.
+    proxy_s: float = 60.0
+    #: Time within which the Dask scheduler must answer.
+    connect_s: float = 5.0
+    #: How long an instance outlives a creator that has vanished, unless the instance is detached.
+    grace_s: float = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class LocalClusterSize:
+    """The size of the cluster that ``start()`` creates if there is none."""
+
+    n_workers: int = 2
+    threads_per_worker: int = 4
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSettings:
+    """Settings of worker processes."""
+
+    #: Python's thread switch interval, in seconds; None keeps Python's default, which is 0.005. A request
+    #: waits for this time, often several times, behind batch work in the same process; see
+    #: ``benchmarks/bench_start.py``.
+    switch_interval_s: float | None = 0.001
+    #: Whether to exclude the objects that exist once replicas have started from garbage collection. Without
+    #: it, one request in a hundred waits 40 ms for the garbage collector.
+    gc_freeze: bool = True
+    #: Whether event loops that daskserve creates (those of replicas, and of workers that it starts) use
+    #: uvloop if it is installed, for more requests per second. For all other workers, Dask's own option
+    #: ``distributed.admin.event-loop`` applies.
+    uvloop: bool = True
+    #: Whether a thread of its own calls the handlers of ``logging`` in a worker's process, so that a slow
+    #: handler delays no request; see ``daskserve/cluster/worker/log_thread.py``.
+    log_thread: bool = True
+    #: The folder in which this machine keeps what backends ask for in ``env``: virtual environments with
+    #: packages, and unpacked files. What is in it may be deleted while nothing runs.
+    environments_folder: str = "~/.cache/daskserve"
+    #: Days after which an environment that no replica has used is deleted, when another one is made; None
+    #: keeps all.
+    environments_days: float | None = 30.0
+    #: Seconds that whoever sends SIGTERM to a worker waits before it kills (``TimeoutStopSec`` of systemd,
+    #: ``terminationGracePeriodSeconds`` of Kubernetes, ``KillWait`` of SLURM): within this time, its actors
+    #: move and its requests complete, as when it is retired. 0 leaves SIGTERM to Dask, whose workers end at
+    #: once.
+    termination_grace_s: float = 30.0
+
+    @property
+    def environments(self) -> Path:
+        """The path of ``environments_folder``."""
+        return Path(self.environments_folder).expanduser()
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerSettings:
+    """Settings for the scheduler's HTTP server, and for the time without a scheduler."""
+
+    #: How long workers serve, and programs wait, while the scheduler is away, in seconds; 0 leaves both to
+    #: Dask, whose workers close at once.
+    grace_s: float = 60.0
+    #: Names by which programs reach the scheduler's HTTP server, besides its addresses, its own host name and
+    #: names that only a local network has: see ``daskserve/cluster/scheduler/http/site_guard.py``.
+    allowed_hosts: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorSettings:
+    """How errors are shown to the programs that get them."""
+
+    #: Whether the tracebacks of errors have the frames of daskserve, too, which a report of a mistake in
+    #: daskserve needs. Those of the user's code are always there.
+    full_tracebacks: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ControllerSettings:
+    """Settings of the controllers of instances that this process starts."""
+
+    #: Import path of a function that each controller calls, without arguments, when it starts: to configure
+    #: logging, for example. The proxies have ``daskserve.http.proxy-callback``.
+    callback: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelSettings:
+    """Settings of the connections from programs and workers to the workers."""
+
+    #: ``direct``: connect to each worker. ``scheduler``: programs send everything through the scheduler's
+    #: connection. ``auto``: use the scheduler for workers that cannot be reached directly. Workers take
+    #: ``scheduler`` as ``auto``.
+    route: str = "auto"
+    #: Timeout of a direct connection to a worker, in seconds.
+    direct_timeout_s: float = 1.5
+    #: Maximum time until an unreachable host is tried directly again, in seconds; between workers at most 30.
+    retry_direct_s: float = 300.0
+    #: Time without an acknowledgement from the other machine after which a connection is lost, in seconds; at
+    #: least 3, or 0 to leave this to TCP.
+    lost_after_s: float = 5.0
+
+
+#: Limit of ``retry_direct_s`` between workers, which reach each other directly unless the network is broken.
+WORKER_RETRY_S = 30.0
+
+#: In a child process: the settings of its worker.
+given_process: ContextVar[ProcessSettings | None] = ContextVar("daskserve_given_process", default=None)
+
+
+def channel() -> ChannelSettings:
+    """Return the channel settings, from ``daskserve.channel.*``."""
+    found = ChannelSettings(**_known("daskserve.channel", ChannelSettings))
+    if found.route not in ("auto", "direct", "scheduler"):
+        raise ValueError(
+            f"Dask's configuration has daskserve.channel.route: {found.route!r}; set it to auto, direct or "
+            "scheduler."
+        )
+    if found.lost_after_s != 0 and not found.lost_after_s >= 3:
+        raise ValueError(
+            f"Dask's configuration has daskserve.channel.lost-after-s: {found.lost_after_s!r}; set it to at "
+            "least 3, or to 0 to leave this to TCP."
+        )
+    return found
+
+
+def worker_channel() -> ChannelSettings:
+    """Return the channel settings of a worker."""
+    found = channel()
+    return replace(
+        found,
+        route="auto" if found.route == "scheduler" else found.route,
+        retry_direct_s=min(found.retry_direct_s, WORKER_RETRY_S),
+    )
+
+
+def errors() -> ErrorSettings:
+    """Return the settings of errors, from ``daskserve.errors.*``."""
+    return ErrorSettings(**_known("daskserve.errors", ErrorSettings))
+
+
+def controller() -> ControllerSettings:
+    """Return the settings of controllers, from ``daskserve.controller.*``."""
+    return ControllerSettings(**_known("daskserve.controller", ControllerSettings))
+
+
+def process() -> ProcessSettings:
+    """Return the settings of worker processes, from ``daskserve.process.*``."""
+    given = given_process.get()
+    if given is not None:
+        return given
+    found = ProcessSettings(**_known("daskserve.process", ProcessSettings))
+    grace_s = found.termination_grace_s
+    if isinstance(grace_s, bool) or not isinstance(grace_s, (int, float)) or not 0 <= grace_s < math.inf:
+        raise ValueError(
+            f"Dask's configuration has daskserve.process.termination-grace-s: {grace_s!r}; set it to the "
+            "number of seconds that whoever sends SIGTERM waits before it kills, or to 0 to leave SIGTERM to "
+            "Dask."
+        )
+    return found
+
+
+def scheduler() -> SchedulerSettings:
+    """Return the settings of the scheduler, from ``daskserve.scheduler.*``."""
+    found = SchedulerSettings(**_known("daskserve.scheduler", SchedulerSettings))
+    names = found.allowed_hosts
+    return replace(found, allowed_hosts=(names,) if isinstance(names, str) else tuple(names))
+
+
+def timeouts() -> Timeouts:
+    """Return the timeouts of the control path, from ``daskserve.timeouts.*``."""
+    return Timeouts(**_known("daskserve.timeouts", Timeouts))
+
+
+def local_cluster_size() -> LocalClusterSize:
+    """Return the size of a cluster that ``start()`` creates, from ``daskserve.local-cluster.*``."""
+    return LocalClusterSize(**_known("daskserve.local-cluster", LocalClusterSize))
+
+
+def is_local() -> bool:
+    """Return whether ``serve.run`` always serves in this process, from ``daskserve.local-testing-mode``."""
+    return bool(_configured("daskserve.local-testing-mode"))
+
+
+def http_defaults() -> dict[str, Any]:
+    """Return defaults for `daskserve.options.http.HTTPOptions`, from ``daskserve.http.*``."""
+    return _section("daskserve.http")
+
+
+def process_variables() -> dict[str, str]:
+    """Return this process's environment variables, which its child processes inherit."""
+    return dict(os.environ)
+
+
+def _configured(path: str) -> Any:
+    import dask.config  # takes 0.1 s, and child processes do not need it
+
+    return dask.config.get(path, default=None)
+
+
+def _section(path: str) -> dict[str, Any]:
+    found = _configured(path) or {}
+    return {str(name).replace("-", "_"): value for name, value in found.items()}
+
+
+def _known(path: str, model: type[Any]) -> dict[str, Any]:
+    found = _section(path)
+    names = {field.name for field in fields(model)}
+    unknown = sorted(set(found) - names)
+    if unknown:
+        raise ValueError(
+            f"Dask's configuration has {path}.{unknown[0]}, which is not an option; remove it or use one of: "
+            f"{', '.join(sorted(names))}"
+        )
+    return found

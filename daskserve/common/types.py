@@ -1,0 +1,491 @@
+"""Types that all layers share: tags, states, addresses and the messages of a request.
+
+This module imports nothing from daskserve. Messages are slotted dataclasses: they are created per request, so
+they must be cheap, and they cross threads, so they must not be changed. Types that a request creates several
+times are not frozen, because creating a frozen dataclass takes three times as long.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import pickle
+import re
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal, Protocol, TypeAlias, cast
+
+InstanceName: TypeAlias = str
+BackendTag: TypeAlias = str
+EndpointTag: TypeAlias = str
+ReplicaTag: TypeAlias = str
+GoalId: TypeAlias = str
+WorkerAddress: TypeAlias = str
+
+#: (controller epoch, counter). Tuples compare in that order, so a new controller is always newer.
+SnapshotId: TypeAlias = tuple[int, int]
+
+#: One ASGI message, or one of the ``call.*`` messages that Python calls add (see `Envelope`).
+Message: TypeAlias = MutableMapping[str, Any]
+Receive: TypeAlias = Callable[[], Awaitable[Message]]
+Send: TypeAlias = Callable[[Message], Awaitable[None]]
+
+
+async def nothing_to_receive() -> Message:
+    """Stand for a caller that sends nothing after its envelope; a `Receive`."""
+    return {"type": "http.disconnect"}
+
+
+class _Done(tuple[()]):
+    """An awaitable that returns None at once. It has no state, so one object serves all callers."""
+
+    __slots__ = ()
+    __await__ = tuple.__iter__  # implemented in C; stops at once
+
+
+#: A message type that is not part of ASGI: a complete response with ``status``, ``headers`` and ``body``. The
+#: length of the body is the response's length; no ``content-length`` header is needed. Replicas send it. The
+#: ingress adds its ``request_id`` and splits it into two ASGI messages for servers other than daskserve's
+#: own. Pass headers that many responses share as a tuple, so that the encoded head can be cached.
+WHOLE_RESPONSE = "daskserve.response"
+
+#: The return value of a `Send` that need not wait; creating a coroutine costs several times as much.
+DONE: Awaitable[None] = cast(Awaitable[None], _Done())
+
+
+class OpenSocket(Protocol):
+    """An open WebSocket without anything between user code and the connection. Used on one event loop."""
+
+    def receive(self) -> Awaitable[Message]:
+        """Return the client's next message; after the end, every call returns the disconnect."""
+
+    async def send(self, message: Message) -> None:
+        """Send a message; wait until the client has room for more. Raises ``OSError`` after the end."""
+
+    def leave(self) -> None:
+        """Close the connection with code 1001. Idempotent."""
+
+    def abort(self) -> None:
+        """End the connection at once."""
+
+
+class SocketPlace(Protocol):
+    """The event loop of user code, to which the connection of a WebSocket can move."""
+
+    loop: asyncio.AbstractEventLoop
+
+    def post(self, function: Callable[..., object], *args: Any) -> None:
+        """Call a function on `loop`, from any thread."""
+
+    def expect_socket(self) -> None:
+        """Note that the socket will come, and that nothing more may be sent on the way of the accept."""
+
+    def take_socket(self, socket: OpenSocket) -> None:
+        """Take the open socket; called once, on `loop`, after `expect_socket`."""
+
+    def drop_socket(self, socket: OpenSocket) -> None:
+        """Note that the connection has ended; called on `loop`."""
+
+
+#: The key of a ``websocket.accept`` whose value is the `SocketPlace` of user code in the proxy's process.
+SOCKET_PLACE = "daskserve.place"
+
+#: The name under which ``serve.start(detached=True)`` is found by ``serve.connect()``.
+DEFAULT_INSTANCE: InstanceName = "daskserve"
+#: The application that ``serve.run`` deploys unless it names another one.
+DEFAULT_APPLICATION = "default"
+
+
+def tag_part(name: str) -> str:
+    """Return a name as it is in tags, where slashes and ``#`` part it from other names.
+
+    Names without these characters are as they are, except for what looks as if it stood for one.
+    """
+    if "%" in name:
+        name = re.sub("%(?=2F|23|25)", "%25", name)
+    return name.replace("/", "%2F").replace("#", "%23")
+
+
+def name_in(part: str) -> str:
+    """Return the name that `tag_part` got."""
+    return re.sub("%(2F|23|25)", lambda found: _QUOTED[found[1]], part) if "%" in part else part
+
+
+_QUOTED: Mapping[str, str] = {"2F": "/", "23": "#", "25": "%"}
+
+
+def split_deployment_tag(tag: BackendTag) -> tuple[str, str]:
+    """Return what `daskserve.options.app_spec.deployment_tag` made a tag of: the application and the name."""
+    application, _, name = tag.rpartition("/")
+    return name_in(application) or DEFAULT_APPLICATION, name_in(name)
+
+
+def split_import_path(path: str) -> tuple[str, str]:
+    """Return the module and the name of ``"pkg.mod.Name"`` or ``"pkg.mod:Name"``; empty if it is neither."""
+    module, colon, name = path.partition(":")
+    if not colon:
+        module, _, name = path.rpartition(".")
+    is_path = all(part.isidentifier() for part in [*module.split("."), *name.split(".")])
+    return (module, name) if is_path else ("", "")
+
+
+#: The tag of a deployment's actor, as `daskserve.options.app_spec.actor_tag` begins it, or of its replica.
+_ACTOR_TAG = re.compile(r"((.+):([^:/#]+))::[0-9a-f]*(?=#|$)")
+
+
+def short_tag(tag: str) -> str:
+    """Return the tag of a backend or replica; that of an actor loses the digest of its version."""
+    return _ACTOR_TAG.sub(r"\1", tag)
+
+
+def described(tag: BackendTag, kind: str = "backend") -> str:
+    """Return a description of a tag, for a message, with the names that the user gave.
+
+    Parameters
+    ----------
+    kind : str
+        The noun for a tag without an application. With a capital letter, the description begins a sentence.
+    """
+    application, slash, name = tag.rpartition("/")
+    actor = _ACTOR_TAG.fullmatch(name)
+    shown = name_in(name if actor is None else actor[2])
+    if actor is None and not slash:
+        return f"{kind} {shown!r}"
+    text = f"deployment {shown!r}" if actor is None else f"actor {actor[3]!r} of deployment {shown!r}"
+    if slash:
+        text += f" of application {name_in(application)!r}"
+    return text[0].upper() + text[1:] if kind[0].isupper() else text
+
+
+def described_actor(name: str) -> str:
+    """Return a description of an actor by its name, such as ``Replica 'model#x'``, to begin a sentence."""
+    _, _, what = name.partition("/")
+    kind, slash, tag = what.partition("/")
+    return f"{kind.capitalize()} {short_tag(tag)!r}" if slash else f"Actor {name!r}"
+
+
+ALL_HTTP_METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE", "CONNECT", "OPTIONS", "TRACE", "PATCH")
+
+
+class ActorKind(enum.StrEnum):
+    """Kinds of actors. The value is the first part of an actor's name."""
+
+    CONTROLLER = "controller"
+    PROXY = "proxy"
+    REPLICA = "replica"
+
+
+#: Import path of the factory for each kind of actor. The cluster layer may not import the layers above it.
+ACTOR_FACTORIES: Mapping[ActorKind, str] = {
+    ActorKind.CONTROLLER: "daskserve.actors:make_controller",
+    ActorKind.PROXY: "daskserve.actors:ProxyActor",
+    ActorKind.REPLICA: "daskserve.actors:make_replica",
+}
+
+
+class ReplicaState(enum.StrEnum):
+    """States in a replica's life cycle; the names follow the classic controller."""
+
+    SHOULD_START = "SHOULD_START"
+    STARTING = "STARTING"
+    RUNNING = "RUNNING"
+    SHOULD_STOP = "SHOULD_STOP"
+    STOPPING = "STOPPING"
+    STOPPED = "STOPPED"
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaRank:
+    """A replica's place among the running replicas of its backend, for code that divides work.
+
+    Attributes
+    ----------
+    rank : int
+        Its number among all of them, from 0 to one less than there are.
+    node_rank : int
+        The number of its host among their hosts.
+    local_rank : int
+        Its number among those on its host.
+    """
+
+    rank: int
+    node_rank: int
+    local_rank: int
+
+
+#: The three numbers of a `ReplicaRank`, and how many replicas are wanted, as they travel to a replica.
+Standing: TypeAlias = tuple[int, int, int, int]
+
+
+def as_standing(values: Iterable[int]) -> Standing:
+    """Return a standing that travelled as a list."""
+    rank, node_rank, local_rank, world_size = values
+    return rank, node_rank, local_rank, world_size
+
+
+#: The key of the long poll's list of workers whose process does not answer.
+SILENT_WORKERS: Final = "silent_workers"
+#: The key of the published list of backends that should run and have no replica.
+UNREADY: Final = "unready"
+#: The key of the published fact whether another cluster has taken over the instance's store.
+STORE_TAKEN: Final = "store_taken"
+#: Hosts that stand for every address of a machine, to listen on.
+EVERY_ADDRESS: Final = frozenset(("", "0.0.0.0", "::", "[::]"))
+
+
+class Reach(enum.StrEnum):
+    """How a process reaches a worker: through the scheduler if they do not reach each other directly."""
+
+    DIRECT = "direct"
+    SCHEDULER = "scheduler"
+    NONE = "none"
+
+
+class Location(enum.StrEnum):
+    """Which workers run an HTTP proxy."""
+
+    HEAD_ONLY = "HeadOnly"
+    EVERY_NODE = "EveryNode"
+    EVERY_WORKER = "EveryWorker"
+    NO_SERVER = "NoServer"
+    # Ray Serve's names.
+    HeadOnly = HEAD_ONLY
+    EveryNode = EVERY_NODE
+    Disabled = NO_SERVER
+
+    @classmethod
+    def _missing_(cls, value: object) -> Location | None:
+        return cls.NO_SERVER if value == "Disabled" else None  # Ray Serve's value
+
+
+@dataclass(frozen=True, slots=True)
+class ActorAddress:
+    """The address of one incarnation of an actor.
+
+    ``incarnation`` distinguishes a restarted actor from the earlier one of the same name. A message for an
+    older incarnation is refused, never delivered to the newer one.
+    """
+
+    name: str
+    worker: WorkerAddress
+    incarnation: int
+
+    def __str__(self) -> str:
+        return f"{self.name}@{self.worker}/{self.incarnation}"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    """One Dask worker, as placement sees it. ``resources`` are the declared ones, not the free ones."""
+
+    address: WorkerAddress
+    host: str
+    threads: int
+    memory_bytes: int
+    resources: Mapping[str, float] = field(default_factory=dict)
+    name: str = ""
+    pid: int = 0
+    is_available: bool = True
+    is_head: bool = False
+    #: The worker is being retired; its actors must move.
+    is_retiring: bool = False
+    #: Whether its process has not answered the supervisor lately.
+    is_suspect: bool = False
+    #: The worker is kept for the controller and the proxies.
+    is_system: bool = False
+
+    def matches(self, names: Collection[str]) -> bool:
+        """Return whether one of the names is the worker's address, name or host, or one of its resources."""
+        return not {self.address, self.name, self.host, *self.resources}.isdisjoint(names)
+
+
+class Leave(enum.StrEnum):
+    """What a worker that got SIGTERM is told."""
+
+    #: Ask again.
+    MOVING = "moving"
+    #: Nothing of daskserve is left on the worker, nor data that only it has.
+    MOVED = "moved"
+    #: Its actors have no other place in time, so it lets its requests complete itself.
+    STAYED = "stayed"
+
+
+@dataclass(frozen=True, slots=True)
+class UseReport:
+    """A controller's report to the scheduler about the workers that its instance uses.
+
+    Attributes
+    ----------
+    in_use : frozenset
+        Workers that hold replicas, other bundles of their placement groups, or proxies, or are about to.
+    retiring : frozenset
+        Workers that are about to leave, so that the controller places nothing new on them.
+    waiting_workers : int
+        Number of additional workers needed for the replicas that wait for capacity.
+    proxies : frozenset
+        Workers that hold proxies, from which the controller keeps away.
+    held : frozenset
+        Workers that an adaptive cluster must keep: those in use, except for proxies that may end with them.
+    grace_s : float
+        How long the requests on retiring workers may take, in seconds.
+    """
+
+    in_use: frozenset[WorkerAddress] = frozenset()
+    retiring: frozenset[WorkerAddress] = frozenset()
+    waiting_workers: int = 0
+    proxies: frozenset[WorkerAddress] = frozenset()
+    held: frozenset[WorkerAddress] = frozenset()
+    grace_s: float = 0.0
+
+
+#: Answers of at least this size stay at the actor until the caller reads them: it may pass them on unseen.
+KEPT_BYTES = 4 * 1024 * 1024
+
+#: Buffers of at least this size travel through shared memory where that is possible.
+SHARED_BYTES = 1024 * 1024
+
+
+def _guarded(buffer: Any) -> Any:
+    view = memoryview(buffer)
+    return view.toreadonly() if view.nbytes >= SHARED_BYTES else buffer
+
+
+@dataclass(slots=True)
+class Payload:
+    """A pickled Python value: the pickle and its out-of-band buffers (pickle protocol 5)."""
+
+    data: bytes | memoryview
+    buffers: tuple[Any, ...] = ()
+
+    def load(self) -> Any:
+        """Unpickle the value. A pickle can run any code, so never call this on untrusted data."""
+        return pickle.loads(self.data, buffers=self.guarded_buffers())
+
+    def guarded_buffers(self) -> tuple[Any, ...]:
+        """Return the buffers for unpickling: those that may be shared are read-only, also if they are not."""
+        return tuple(map(_guarded, self.buffers)) if self.buffers else ()
+
+    @property
+    def nbytes(self) -> int:
+        if not self.buffers:
+            return len(self.data)
+        return len(self.data) + sum(memoryview(b).nbytes for b in self.buffers)
+
+
+@dataclass(slots=True, eq=False)
+class KeptPayload:
+    """A large answer that has stayed in the process of its actor, until the caller drops this object.
+
+    Attributes
+    ----------
+    release : callable
+        Lets the actor's process drop the answer; any thread may call it.
+    """
+
+    worker: WorkerAddress
+    token: str
+    nbytes: int
+    release: Callable[[], None]
+
+    def __del__(self) -> None:
+        self.release()
+
+
+class MayLeaveAnswer(Protocol):
+    """A call whose caller decides, when the answer exists, whether a large one stays at its actor."""
+
+    @property
+    def leaves_value(self) -> bool: ...
+
+
+class EnvelopeKind(enum.StrEnum):
+    """Kinds of request streams.
+
+    - HTTP: ``head`` is an ASGI scope; both directions carry ASGI messages.
+    - CALL: ``head`` is ``{"method", "request_id"}`` and, for classic backends, what stands in for HTTP;
+      ``payload`` holds ``(args, kwargs)``; the answer is one
+      ``{"type": "call.result", "payload": Payload}``, or, if ``head["stream"]`` is true, any number of
+      ``{"type": "call.item", "payload": Payload}``. A head with ``"values"`` also has ``"stream"``: values of
+      Dask were taken out of the payload, see `daskserve.cluster.dask.values`. With ``"reserve"``, the answer
+      begins with ``{"type": "call.reserved", "replica": ...}``, and the caller's only message,
+      ``{"type": "call.dispatch", "head": ..., "payload": ...}``, replaces head and payload. With
+      ``"broadcast"``, the replica runs the call beyond its limit.
+    - CONTROL: ``head`` is ``{"verb", "message"}`` of plain values; the answer is one
+      ``{"type": "control.result", "value": ...}``. Nothing in it is ever unpickled.
+    """
+
+    HTTP = "http"
+    CALL = "call"
+    CONTROL = "control"
+
+
+#: Type of the message with which a replica informs a router that a request with `Patience` has got a slot.
+#: The message carries the replica's load: ``ongoing`` and ``queued``, as in `Load`.
+SLOT_TAKEN = "slot.taken"
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long a request may wait in the queue of a full replica, and how long it has already waited."""
+
+    left_s: float
+    waited_s: float = 0.0
+
+
+#: What a router's process does with the bodies of HTTP requests to a backend. ``"gather"``: a request is sent
+#: once its whole body has arrived, which takes no slot, because its callable is plain and cannot wait for it.
+#: ``"drop"``: the same, but nothing is kept, because it cannot read it. ``"stream"``: parts are passed on as
+#: they come.
+BodyUse: TypeAlias = Literal["gather", "drop", "stream"]
+
+#: The `Envelope.has_body` of a request whose client waits to be asked for it (``Expect: 100-continue``).
+ON_DEMAND: Final = 2
+
+
+@dataclass(slots=True)
+class Envelope:
+    """The opening message of one request to one actor.
+
+    ``deadline`` is the time by which it must be answered, on the clock of this process's event loop.
+    ``has_body`` says whether messages of the caller follow; if not, the handler reads one message with an
+    empty body. If it is `ON_DEMAND`, the caller's ``receive`` is called only once user code reads. Without
+    ``patience``, a full replica refuses the request at once. In a WebSocket that ``is_direct``, nothing
+    between the server and a replica in its process needs to see the messages. ``note_turn`` is called, from
+    any thread, with the seconds for which user code worked on each message of a WebSocket. Neither crosses a
+    channel.
+    """
+
+    kind: EnvelopeKind
+    head: Mapping[str, Any]
+    payload: Payload | None = None
+    deadline: float | None = None
+    has_body: bool | Literal[2] = True
+    patience: Patience | None = None
+    is_direct: bool = False
+    note_turn: Callable[[float], object] | None = None
+    #: The call that the answer is for; stays in this process.
+    call: MayLeaveAnswer | None = None
+
+
+@dataclass(slots=True)
+class Load:
+    """The load that a replica reports with every answer."""
+
+    ongoing: int = 0
+    queued: int = 0
+
+
+class Rest(Protocol):
+    """The remainder of a single-answer request that needs more than one answer; a task carries it."""
+
+    def carry(self, receive: Receive, send: Send) -> Coroutine[Any, Any, Load]:
+        """Answer the rest of the request."""
+
+    def drop(self) -> None:
+        """Release the request, unless `carry` was entered or has released it."""
+
+
+#: Called once at the end of a single-answer request, with the answer, if there is one, and the actor's load
+#: or an error. For an HTTP request that needs more than one answer, it gets a `Rest` instead. It must not
+#: raise.
+OnAnswer: TypeAlias = Callable[[Message | None, Load | Exception | Rest], None]

@@ -1,0 +1,209 @@
+"""Applications: the order in which their deployments start and stop, and the end of their changes. Pure.
+
+A deployment's step asks whether it may start or stop replicas; the level that answers is recorded, so the
+order survives a crash. A change of an application ends in the step of the deployment that comes up last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import replace
+
+from daskserve.common.types import BackendTag, ReplicaState
+from daskserve.control.backend.ranks import all_know_theirs
+from daskserve.control.observed.observed import Observed
+from daskserve.control.records.records import (
+    AppRecord,
+    BackendRecord,
+    Change,
+    EndpointRecord,
+    GoalRecord,
+    ReplicaRecord,
+)
+from daskserve.control.records.state import State
+from daskserve.control.verbs import goals
+
+
+def awaited(
+    state: State, observed: Observed, backend: BackendRecord, undone: Change | None = None
+) -> list[BackendTag]:
+    """Return the deployments that must be up before a deployment starts replicas.
+
+    1. In a change, all that it needs must be up in its new version.
+    2. At rest, as after the loss of workers, one running replica of each is enough. One that cannot start now
+       holds up nobody, because what calls it may do without.
+
+    ``undone`` holds changes that will be written together with what follows from the answer.
+    """
+    undone = undone or {}
+    needs = [each for tag in backend.needs if (each := _backend(state, undone, tag)) is not None]
+    app = state.apps.of(backend)
+    if app is not None and app.goal is not None and backend.goal == app.goal:
+        return [each.tag for each in needs if not each.is_deleting and not is_up(state, each, undone)]
+    return [
+        each.tag
+        for each in needs
+        if each.num_replicas
+        and not _running(state, undone, each.tag)
+        and each.tag not in observed.failures
+        and each.tag not in observed.waiting
+    ]
+
+
+def is_up(state: State, backend: BackendRecord, undone: Change | None = None) -> bool:
+    """Return whether enough replicas run with a backend's version and config; older ones may still drain."""
+    running = sum(
+        each.version == backend.version and each.config_id == backend.config_id
+        for each in _running(state, undone or {}, backend.tag)
+    )
+    return running >= backend.needed_replicas
+
+
+def _backend(state: State, undone: Change, tag: BackendTag) -> BackendRecord | None:
+    found = undone.get(f"backend/{tag}") or state.backends.get(tag)
+    return found if isinstance(found, BackendRecord) else None
+
+
+def _running(state: State, undone: Change, tag: BackendTag) -> list[ReplicaRecord]:
+    found = (undone.get(each.key, each) for each in state.replicas_of(tag))
+    return [each for each in found if isinstance(each, ReplicaRecord) and each.state is ReplicaState.RUNNING]
+
+
+def released(state: State, backend: BackendRecord, change: Change) -> Iterable[BackendTag]:
+    """Return the backends that may have waited for a replica which has come up with this change."""
+    has_started = any(
+        isinstance(each, ReplicaRecord) and each.state is ReplicaState.RUNNING for each in change.values()
+    )
+    return state.apps.needed_by(backend.tag) if has_started else ()
+
+
+def is_late(
+    state: State, observed: Observed, backend: BackendRecord, replicas: Iterable[ReplicaRecord]
+) -> bool:
+    """Return whether a change of an application waits for this deployment, not for one that it needs."""
+    return not goals.is_reached(backend, replicas) and not awaited(state, observed, backend)
+
+
+def may_stop(state: State, backend: BackendRecord) -> bool:
+    """Return whether a backend that is being deleted may stop, because no leaving backend calls it."""
+    if backend.is_forced:
+        return True
+    callers = (state.backends[tag] for tag in state.apps.needed_by(backend.tag))
+    return not any(each.is_deleting for each in callers)
+
+
+def neighbours(
+    state: State, backend: BackendRecord, change: Change, informed: Collection[BackendTag] = ()
+) -> list[BackendTag]:
+    """Return the backends for which a change of this one, which is applied, may matter.
+
+    The ingress looks whether a change of the application is complete, in case several came up together. That
+    replicas begin to start matters to nobody. Those that call this one matter unless they are ``informed``:
+    their own steps had the change among those `awaited` looks at.
+    """
+    starts = (
+        isinstance(each, ReplicaRecord) and each.state is ReplicaState.STARTING for each in change.values()
+    )
+    if not backend.application or all(starts):
+        return []
+    found = [tag for tag in state.apps.needed_by(backend.tag) if tag not in informed]
+    app = state.apps.get(backend.application)
+    ingress = None if app is None or app.goal is None else state.backends.get(app.ingress)
+    if ingress is not None and is_up(state, ingress):
+        found.append(ingress.tag)
+    return [*found, *backend.needs] if backend.is_deleting else found
+
+
+def is_left_over(state: State, backend: BackendRecord) -> bool:
+    """Return whether a completed change has left a backend without a use."""
+    app = state.apps.get(backend.application) if backend.application else None
+    if app is None or app.goal is not None or backend.is_deleting or backend.tag in app.tags:
+        return False
+    return not is_used(state, backend.tag)
+
+
+def is_used(state: State, tag: BackendTag) -> bool:
+    """Return whether another endpoint than a deployment's own sends requests to it."""
+    return any(each != tag for each in state.endpoints_of(tag))
+
+
+def is_complete(
+    state: State,
+    observed: Observed,
+    app: AppRecord,
+    backend: BackendRecord,
+    replicas: Iterable[ReplicaRecord],
+) -> bool:
+    """Return whether all deployments are up, given the current records of one of them."""
+
+    def is_up(each: BackendRecord, its: Iterable[ReplicaRecord]) -> bool:
+        return goals.is_reached(each, its) and all_know_theirs(each, its, observed)
+
+    if app.is_deleting or not is_up(backend, replicas):
+        return False
+    # The ingress comes last, so it tells soonest that the application is not complete.
+    others = (state.backends.get(tag) for tag in reversed(app.tags) if tag != backend.tag)
+    return all(each is not None and is_up(each, state.replicas_of(each.tag)) for each in others)
+
+
+def completed(state: State, app: AppRecord, backend: BackendRecord) -> Change:
+    """Return the change that ends an application's change: its route, and the end of what it left behind.
+
+    ``backend`` is the current record of one of its deployments.
+    """
+    change: Change = {app.key: replace(app, goal=None)}
+    goal = state.goals.get(app.goal or "")
+    if goal is not None and goal.is_pending:
+        change[goal.key] = goals.finish(goal)
+    for tag in state.apps.members(app.name):
+        member = backend if tag == backend.tag else state.backends[tag]
+        settled = replace(member, goal=None) if member.goal == app.goal else member
+        if tag in app.tags:
+            if settled.goal is None:
+                change.update(old_codes(state, settled, change))
+        elif not member.is_deleting and not is_used(state, tag):
+            change.update(goals.ended(state, member, app.goal, None))
+            settled = replace(settled, is_deleting=True, goal=None)
+        if settled is not member:
+            change[member.key] = settled
+        change.update(_routed(state, tag, app.route if tag == app.ingress else None))
+    return change
+
+
+def old_codes(state: State, backend: BackendRecord, change: Change) -> Change:
+    """Return the change that removes the code of a backend's older versions.
+
+    A pending change may cover a backend that has no goal: one that its application leaves out. It needs the
+    code of the version to which it would return. ``change`` is what is written with it: a goal that ends
+    there needs no code.
+    """
+    old = [code for code in state.codes_of(backend.tag) if code.name != backend.code_key]
+    if not old:
+        return {}
+    goals_after = (change.get(each.key, each) for each in state.goals.values())
+    kept = {
+        (goal.previous.get(backend.key) or {}).get("code_key")
+        for goal in goals_after
+        if isinstance(goal, GoalRecord) and goal.is_pending
+    }
+    return {code.key: None for code in old if code.name not in kept}
+
+
+def _routed(state: State, tag: BackendTag, route: str | None) -> Change:
+    endpoint = state.endpoints.get(tag)
+    if endpoint is None or endpoint.is_legacy or endpoint.route == route:
+        return {}
+    changed: EndpointRecord = replace(endpoint, route=route)
+    return {changed.key: changed}
+
+
+def removed(state: State, backend: BackendRecord) -> Change:
+    """Return what goes with the last backend of an application that is being deleted."""
+    app = state.apps.get(backend.application) if backend.application else None
+    if app is None or not app.is_deleting or len(state.apps.members(app.name)) > 1:
+        return {}
+    change: Change = {app.key: None}
+    goal = state.goals.get(app.goal or "")
+    if goal is not None and goal.is_pending:
+        change[goal.key] = goals.finish(goal)
+    return change

@@ -1,0 +1,71 @@
+"""What a step of one backend is given, and what it decides. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from daskserve.common.types import WorkerAddress
+from daskserve.control.backend.actions import Action
+from daskserve.control.observed.observed import Notes, Observed
+from daskserve.control.records.records import BackendRecord, Change
+from daskserve.control.records.state import State
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """The inputs of a step other than the backend.
+
+    Attributes
+    ----------
+    seed : int
+        Seed for the names of new replicas.
+    incarnation : int
+        The last incarnation number in use.
+    wall : float
+        Seconds since the epoch, for records and for people.
+    undone : dict
+        Changes of other backends that are decided, and will be written with this one's.
+    """
+
+    state: State
+    observed: Observed
+    now: float
+    seed: int
+    incarnation: int
+    avoid: Collection[WorkerAddress] = ()
+    wall: float = 0.0
+    undone: Change = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Step:
+    """The change to write, the notes to apply once it is written, and the actions that follow.
+
+    Attributes
+    ----------
+    wake_at : float or None
+        When the next step is due even if nothing happens.
+    incarnation : int
+        The last incarnation number in use, including those of this step.
+    messages : list of str
+        What the log should say.
+    """
+
+    change: Change = field(default_factory=dict)
+    notes: Notes = field(default_factory=Notes)
+    actions: list[Action] = field(default_factory=list)
+    wake_at: float | None = None
+    incarnation: int = 0
+    messages: list[str] = field(default_factory=list)
+
+    def is_own(self, backend: BackendRecord) -> bool:
+        """Return whether the change is one of the backend and its replicas alone, and keeps the backend."""
+        return all(
+            key.startswith("replica/") or (key == backend.key and record is not None)
+            for key, record in self.change.items()
+        )
+
+    def wake(self, at: float) -> None:
+        """Schedule another step at that time at the latest."""
+        self.wake_at = at if self.wake_at is None else min(self.wake_at, at)

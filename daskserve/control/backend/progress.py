@@ -1,0 +1,250 @@
+"""When a change fails because it takes too long, and how far it has come. Pure.
+
+A change with ``timeout_s`` has that time in all. Any other one has ``progress_timeout_s`` from its last
+progress:
+
+1. A replica was placed, became ready, took over the config, began to drain or has stopped.
+2. A replica is at work: its environment is installed, its constructor or ``reconfigure`` runs, or its last
+   requests end. Each of these has a time limit of its own, so none goes on for ever.
+
+Replicas that wait for room are an exception to the second rule, because the work of others makes no room for
+them. A change that only fails and tries again ends after ``max_constructor_retry_count``.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeAlias
+
+from daskserve.common.formatting import shown
+from daskserve.common.types import BackendTag, ReplicaState, ReplicaTag, described, short_tag
+from daskserve.control.backend import application as app_state
+from daskserve.control.backend.inputs import Step, World
+from daskserve.control.observed.lifecycle import PLACED_STATES
+from daskserve.control.observed.observed import Busy, Observed
+from daskserve.control.records.config_ids import is_outdated
+from daskserve.control.records.records import BackendRecord, Change, GoalRecord, ReplicaRecord
+from daskserve.control.records.state import State
+from daskserve.control.verbs import goals
+from daskserve.errors import NoCapacityError, RequestTimeoutError, ServeError
+
+Replicas: TypeAlias = Mapping[ReplicaTag, ReplicaRecord]
+
+#: Time that a new controller has at least to observe what a change that it takes over has reached.
+SETTLE_S = 10.0
+#: How often a change that takes long says what it waits for.
+TELL_S = 30.0
+#: States in which a replica may be at work.
+_PASSING = frozenset({ReplicaState.STARTING, ReplicaState.SHOULD_STOP, ReplicaState.STOPPING})
+
+
+def is_overdue(
+    world: World, step: Step, goal: GoalRecord, backend: BackendRecord, replicas: Replicas
+) -> bool:
+    """Return whether a change has taken too long, given what the step has changed so far."""
+    limit_s, deadline, full_from = (
+        goal.limit_s,
+        world.observed.deadlines.get(goal.goal_id),
+        step.notes.full_from,
+    )
+    if limit_s is None or deadline is None:
+        return False
+    if goal.timeout_s is not None:
+        return world.now >= deadline
+    if full_from is not None:
+        return world.now >= full_from + limit_s and not makes_room(world.observed, backend, replicas)
+    return (
+        world.now >= deadline
+        and not has_moved(world.state, backend, step.change)
+        and not is_at_work(world.state, world.observed, goal, backend)
+    )
+
+
+def note(world: World, step: Step, goal: GoalRecord, backend: BackendRecord, replicas: Replicas) -> None:
+    """Set the deadline of a change at the end of a step; say from time to time what it waits for."""
+    limit_s, deadline, notes = goal.limit_s, world.observed.deadlines.get(goal.goal_id), step.notes
+    if limit_s is not None:
+        if deadline is None:
+            tags = _tags(world.state, goal, backend)
+            members = [each for tag in tags for each in world.state.replicas_of(tag)]
+            deadline = world.now + _left_s(world, goal, limit_s, members)
+            notes.deadlines[goal.goal_id] = deadline
+        elif goal.timeout_s is None and (
+            has_moved(world.state, backend, step.change)
+            or (world.now >= deadline and is_at_work(world.state, world.observed, goal, backend))
+        ):
+            deadline = notes.deadlines[goal.goal_id] = world.now + limit_s
+        if goal.timeout_s is None and notes.full_from is not None:
+            if makes_room(world.observed, backend, replicas):
+                notes.full_from = world.now
+            deadline = notes.full_from + limit_s
+        if deadline > world.now:  # else it waits for another deployment
+            step.wake(deadline)
+    _tell(world, step, backend, replicas.values())
+
+
+def _tell(world: World, step: Step, backend: BackendRecord, replicas: Iterable[ReplicaRecord]) -> None:
+    notes, replicas = step.notes, list(replicas)
+    is_due = notes.told_at is not None and world.now >= notes.told_at + TELL_S
+    if is_due and app_state.is_late(world.state, world.observed, backend, replicas):
+        parts = (notes.waiting, busy_text(world.observed, backend, replicas, step_s=1.0))
+        count = f"{running(backend, replicas)} of {backend.needed_replicas} replicas run"
+        step.messages.append(
+            f"A change of {short_tag(backend.tag)} takes long: {'; '.join([count, *filter(None, parts)])}"
+        )
+    if is_due or notes.told_at is None:
+        notes.told_at = world.now
+    step.wake(notes.told_at + TELL_S)
+
+
+def full_from(world: World, goal: GoalRecord | None, replicas: Iterable[ReplicaRecord]) -> float:
+    """Return since when replicas have waited for room, if that is noted only now."""
+    limit_s = None if goal is None else goal.limit_s
+    if goal is None or limit_s is None:
+        return world.now
+    return world.now + _left_s(world, goal, limit_s, replicas) - limit_s
+
+
+def _left_s(world: World, goal: GoalRecord, limit_s: float, replicas: Iterable[ReplicaRecord]) -> float:
+    """Return how much of a time limit is left when a controller first sees a change.
+
+    That is all of it, unless an earlier controller has begun the change.
+    """
+    began_at = goal.opened_at
+    if goal.timeout_s is None:
+        began_at = max([began_at, *(each.moved_at for each in replicas)])
+    if goal.goal_id not in world.observed.inherited or not began_at:  # earlier versions record no times
+        return limit_s
+    # The clocks of two machines differ.
+    return max(limit_s - max(0.0, world.wall - began_at), min(limit_s, SETTLE_S))
+
+
+def _tags(state: State, goal: GoalRecord, backend: BackendRecord) -> Sequence[BackendTag]:
+    app = state.apps.get(goal.application)
+    return (backend.tag,) if app is None else [tag for tag in app.tags if tag in state.backends]
+
+
+def has_moved(state: State, backend: BackendRecord, change: Change) -> bool:
+    """Return whether a step of a backend brings its change forward.
+
+    The replicas beyond those that it needs, as those of its autoscaler, do not count.
+    """
+    if goals.is_reached(backend, state.replicas_of(backend.tag)):
+        return False
+    return any(
+        _moves(backend, state.replicas.get(key.removeprefix("replica/")), record)
+        for key, record in change.items()
+        if key.startswith("replica/") and (record is None or isinstance(record, ReplicaRecord))
+    )
+
+
+def _moves(backend: BackendRecord, before: ReplicaRecord | None, after: ReplicaRecord | None) -> bool:
+    state = None if before is None else before.state
+    if after is None:
+        return state is not ReplicaState.SHOULD_START
+    if after.state is ReplicaState.SHOULD_START:
+        return False
+    return after.state is not state or (before is not None and before.config_id != after.config_id)
+
+
+def is_at_work(state: State, observed: Observed, goal: GoalRecord, backend: BackendRecord) -> bool:
+    """Return whether a replica of any deployment of a change is at work."""
+    members = (state.backends[tag] for tag in _tags(state, goal, backend))
+    return any(
+        _busy(observed, each, replicas := state.replicas_of(each.tag))
+        and not goals.is_reached(each, replicas)
+        for each in members
+    )
+
+
+def _busy(observed: Observed, backend: BackendRecord, replicas: Iterable[ReplicaRecord]) -> dict[str, Busy]:
+    """Return what the replicas of a backend are at work on, by their tags."""
+    return {
+        each.tag: observed.busy[each.tag]
+        for each in replicas
+        if each.tag in observed.busy and (each.state in _PASSING or is_outdated(backend, each))
+    }
+
+
+def makes_room(observed: Observed, backend: BackendRecord, replicas: Replicas) -> bool:
+    """Return whether a backend's own replicas are about to make room for others of it.
+
+    Those that drain do, and so do those that start in a rollout, after which old ones drain.
+    """
+    busy = [replicas[tag] for tag in _busy(observed, backend, replicas.values())]
+    is_rollout = any(each.version != backend.version for each in replicas.values())
+    return bool(busy) and (is_rollout or any(each.state not in PLACED_STATES for each in busy))
+
+
+# ---- what is said of it
+
+
+def busy_text(
+    observed: Observed, backend: BackendRecord, replicas: Iterable[ReplicaRecord], *, step_s: float = TELL_S
+) -> str:
+    """Return what the replica does that has been at work longest; empty if that is not long."""
+    busy = _busy(observed, backend, replicas)
+    tag = max(busy, key=lambda tag: busy[tag].for_s, default="")
+    return f"{short_tag(tag)} has been {text}" if tag and (text := work_text(busy[tag], step_s)) else ""
+
+
+def work_text(busy: Busy, step_s: float = TELL_S) -> str:
+    """Return what a replica does and for how long; empty if that is not long.
+
+    The time is rounded down to a multiple of ``step_s``, because each change of a status is shown.
+    """
+    for_s = busy.for_s // step_s * step_s
+    return f"{busy.what} for {shown(for_s)} s" if for_s else ""
+
+
+def running(backend: BackendRecord, replicas: Iterable[ReplicaRecord]) -> int:
+    """Return how many replicas run with a backend's version and config."""
+    return sum(
+        each.state is ReplicaState.RUNNING
+        and each.version == backend.version
+        and each.config_id == backend.config_id
+        for each in replicas
+    )
+
+
+def how_far(state: State, goal: GoalRecord, backend: BackendRecord, replicas: Iterable[ReplicaRecord]) -> str:
+    """Return how far a change came; empty if it has created nothing that ran."""
+    wanted, done = backend.needed_replicas, running(backend, replicas)
+    is_update = goal.previous.get(backend.key) is not None
+    tags = _tags(state, goal, backend)
+    up = sum(app_state.is_up(state, state.backends[tag]) for tag in tags)
+    if not (is_update or done or up):
+        return ""
+    text = f"{done} of {wanted} replicas were {'updated' if is_update else 'started'}"
+    return text if len(tags) == 1 else f"{text}, and {up} of {len(tags)} deployments were up"
+
+
+def with_note(error: ServeError, far: str) -> ServeError:
+    """Return an error that also says how far a change came."""
+    if not far:
+        return error
+    text = str(error).rstrip(".")
+    noted = copy.copy(error)
+    noted.args = (f"{text}\n{far}." if "\n" in text else f"{text}. {far}.",)
+    return noted
+
+
+def late_error(goal: GoalRecord, backend: BackendRecord, why: str | None) -> ServeError:
+    """Return the error of a change that took too long; ``why`` says why replicas have no room."""
+    tag, limit = backend.tag, shown(goal.limit_s or 0.0)
+    if why is not None:
+        where = "placement_group_bundles" if backend.bundles else "actor_options"
+        return NoCapacityError(
+            f"Cannot scale {described(tag)} to {backend.needed_replicas} replicas within {limit} s: {why}. "
+            f"Add workers, reduce the resources in {where}, or delete other backends."
+        )
+    if goal.timeout_s is None:
+        return RequestTimeoutError(
+            f"The change of {described(tag)} made no progress for {limit} s (daskserve.timeouts.change-s)."
+        )
+    return RequestTimeoutError(
+        f"{described(tag, 'Backend')} did not get to {backend.needed_replicas} running replicas within "
+        f"{limit} s. Pass a larger timeout_s, or none: then the change has the time that it needs, as long "
+        "as it makes progress."
+    )

@@ -1,0 +1,42 @@
+"""What the start of a replica, or its failure, means for its backend. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from daskserve.common.types import described
+from daskserve.control.observed.observed import DeadReplica
+from daskserve.control.records.records import BackendRecord, ReplicaRecord
+from daskserve.control.verbs.backends import configured
+from daskserve.errors import DeployError, ServeError
+
+
+def with_facts(backend: BackendRecord, replica: ReplicaRecord, facts: Mapping[str, Any]) -> BackendRecord:
+    """Return the backend with the facts about its callable that a started replica reports.
+
+    Nothing is known of an import path before it is imported. The facts decide how many requests a replica
+    runs, so a change of them reconfigures the replicas.
+    """
+    if replica.version != backend.version or backend.is_deleting:
+        return backend
+    config = backend.config.with_facts(facts)
+    if config.internal_metadata == backend.config.internal_metadata:
+        return backend
+    return configured(backend, config, backend.user_config)
+
+
+def start_error(backend: str, error: BaseException) -> ServeError:
+    """Return the error of a goal whose replica could not start or be reconfigured."""
+    if isinstance(error, ServeError):
+        return error
+    return DeployError(
+        f"A replica of {described(backend)} could not be created: {type(error).__name__}: {error}"
+    )
+
+
+def lost_error(backend: BackendRecord, death: DeadReplica) -> ServeError:
+    """Return the error of a change whose replicas start, and are lost again and again."""
+    return DeployError(
+        f"A replica of {described(backend.tag)} was lost before the change was complete: {death.reason}"
+    )

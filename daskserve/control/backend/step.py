@@ -1,0 +1,455 @@
+"""One backend: computes the next changes and actions from the target and the observed state. Pure.
+
+The loop calls `step` whenever something about a backend may have changed. It reads levels, never events, so
+it can run at any time and any number of times. A new controller that has observed nothing yet gets the
+actions with which it observes the cluster. `step` does not change its arguments: it returns what it learnt as
+`Notes`, which apply once the change is in the store.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import string
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from daskserve.common.formatting import shown
+from daskserve.common.types import ReplicaState, ReplicaTag, WorkerAddress
+from daskserve.control.backend import application as app_state
+from daskserve.control.backend import gangs, progress
+from daskserve.control.backend.actions import ReconfigureReplica, StartReplica, StopReplica
+from daskserve.control.backend.inputs import Step, World
+from daskserve.control.backend.ranks import all_know_theirs, has_wrong_standing, ranks_to_change
+from daskserve.control.backend.reconfiguring import next_to_reconfigure
+from daskserve.control.backend.start_results import lost_error, start_error, with_facts
+from daskserve.control.observed.lifecycle import PLACED_STATES, ReplicaEvent, move
+from daskserve.control.observed.observed import DeadReplica
+from daskserve.control.placement import rebalancing as spreading
+from daskserve.control.placement.eviction_order import burdens_of
+from daskserve.control.placement.placement import Trial, demand_of, explain, place, room_for
+from daskserve.control.records.bundles import bundles_of
+from daskserve.control.records.config_ids import in_doubt, is_outdated
+from daskserve.control.records.records import AppRecord, BackendRecord, Change, GoalRecord, ReplicaRecord
+from daskserve.control.scaling.recorded import autoscaling_of, bounds_of, scaled
+from daskserve.control.verbs import goals
+from daskserve.errors import CodeLoadError, ReplicaStartError, RequestTimeoutError, ServeError
+
+#: Delay before the next replica of a backend whose replicas fail without a goal; doubles up to the maximum.
+START_RETRY_S, MAX_START_RETRY_S = 0.5, 30.0
+#: How long a rollout without room waits for another worker of an adaptive cluster before it drains a replica.
+NEW_WORKER_S = 20.0
+
+
+def replica_tag(backend: str, seed: int, number: int) -> str:
+    """Return a new replica's tag: ``backend#`` and six letters, as the classic system names them."""
+    digest = hashlib.blake2b(f"{seed}/{number}".encode(), digest_size=6).digest()
+    letters = "".join(string.ascii_letters[byte % len(string.ascii_letters)] for byte in digest)
+    return f"{backend}#{letters}"
+
+
+def grace_of(backend: BackendRecord, replica: ReplicaRecord) -> float:
+    """Return how long a replica may finish its requests, in seconds."""
+    if backend.is_forced or replica.is_forced:
+        return 0.0
+    return backend.config.experimental_graceful_shutdown_timeout_s
+
+
+class _Stepper:
+    """Working memory of one step of one backend."""
+
+    def __init__(self, world: World, backend: BackendRecord) -> None:
+        self.world = world
+        self.backend = backend
+        self.notes = world.observed.notes(backend.tag)
+        self.step = Step(notes=self.notes, incarnation=world.incarnation)
+        self.replicas = {each.tag: each for each in world.state.replicas_of(backend.tag)}
+
+    def set_replica(self, tag: str, record: ReplicaRecord | None) -> None:
+        before = self.replicas.get(tag)
+        if record is not None and (before is None or before.state is not record.state):
+            record = replace(record, moved_at=self.world.wall)
+        self.step.change[f"replica/{tag}"] = record
+        if record is None:
+            del self.replicas[tag]
+        else:
+            self.replicas[tag] = record
+
+    @property
+    def app(self) -> AppRecord | None:
+        """The application of which the backend is a deployment."""
+        changed = self.step.change.get(f"app/{self.backend.application}")
+        return changed if isinstance(changed, AppRecord) else self.world.state.apps.of(self.backend)
+
+    @property
+    def goal(self) -> GoalRecord | None:
+        """The pending goal of the backend, or else that of its application."""
+        goal_id = self.backend.goal
+        if goal_id is None and (app := self.app) is not None:
+            goal_id = app.goal
+        if goal_id is None:
+            return None
+        goal = self.step.change.get(f"goal/{goal_id}", self.world.state.goals.get(goal_id))
+        return goal if isinstance(goal, GoalRecord) and goal.is_pending else None
+
+    def apply(self, change: Change) -> None:
+        """Make a change, perhaps of several backends, part of this step."""
+        self.step.change.update(change)
+        changed = change.get(self.backend.key)
+        if isinstance(changed, BackendRecord):
+            self.backend = changed
+
+    # 1. process observations
+
+    def take_in(self) -> None:
+        observed, lost = self.world.observed, None
+        for replica in list(self.replicas.values()):
+            event = observed.event_of(replica)
+            if event is None:
+                self.take_in_config(replica)
+                continue
+            death = observed.death_of(replica, event, self.world.wall)
+            if death is not None:
+                self.notes.dead.append(death)
+            forced = {"is_forced": True} if event is ReplicaEvent.UNWANTED else {}
+            self.set_replica(replica.tag, move(replica, event, **forced))
+            if event is ReplicaEvent.STARTED:
+                self.note_start()
+                metadata = observed.ready[replica.tag].get("metadata")
+                if metadata:
+                    self.set_replica(replica.tag, replace(self.replicas[replica.tag], metadata=metadata))
+                learnt = with_facts(self.backend, replica, observed.ready[replica.tag])
+                if learnt is not self.backend:
+                    self.apply({self.backend.key: learnt})
+            elif event is ReplicaEvent.FAILED and replica.state is ReplicaState.STARTING:
+                self.note_failure(replica, observed.failed[replica.tag])
+            elif death is not None and self.goal is not None:
+                lost = replica, lost_error(self.backend, death)
+
+        if lost is not None:  # one, because a worker may take many with it
+            self.note_failure(*lost)
+        for replica in gangs.broken(self.replicas):
+            why = "another replica of its gang was lost"
+            self.notes.dead.append(DeadReplica(replica.tag, why, self.world.wall))
+            self.give_up(replica, is_forced=True)
+
+    def take_in_config(self, replica: ReplicaRecord) -> None:
+        """Process the answer to a reconfiguration."""
+        observed, tag = self.world.observed, replica.tag
+        error = observed.reconfigure_failed.get(tag)
+        if error is not None and replica.state is ReplicaState.RUNNING:
+            self.notes.reconfigure_failed[tag] = error
+            if not self.fail_goal(start_error(self.backend.tag, error)):
+                # No caller waits for the error, and retries would never end: replace the replica.
+                self.give_up(replica)
+        elif tag in observed.configured:
+            config_id = self.notes.configured[tag] = observed.configured[tag]
+            if config_id != replica.config_id:
+                self.set_replica(tag, replace(replica, config_id=config_id))
+
+    def note_start(self) -> None:
+        goal, most = self.goal, progress.running(self.backend, self.replicas.values())
+        has_more = goal is None or self.notes.most[0] != goal.goal_id or most > self.notes.most[1]
+        if goal is not None and has_more:
+            self.notes.most = goal.goal_id, most
+        if goal is not None and has_more and self.backend.tag in goal.failures:
+            failures = {tag: count for tag, count in goal.failures.items() if tag != self.backend.tag}
+            self.step.change[goal.key] = replace(goal, failures=failures)
+        self.notes.failures, self.notes.retry_at, self.notes.unloadable = 0, None, None
+
+    def note_failure(self, replica: ReplicaRecord, error: BaseException) -> None:
+        if self.backend.is_deleting or replica.version != self.backend.version:
+            return  # the failed config is not the current one
+        goal, notes, tag = self.goal, self.notes, self.backend.tag
+        if goal is not None:
+            count = goal.failures.get(tag, 0) + 1
+            self.step.change[goal.key] = replace(goal, failures={**goal.failures, tag: count})
+            is_late = isinstance(error, RequestTimeoutError)
+            if is_late or count >= self.backend.config.allowed_failures(self.backend.needed_replicas):
+                self.fail_goal(start_error(self.backend.tag, error))
+            return
+        notes.failures += 1
+        notes.unloadable = str(error) if isinstance(error, CodeLoadError) else None
+        pause_s = min(MAX_START_RETRY_S, START_RETRY_S * 2 ** (notes.failures - 1))
+        notes.retry_at = self.world.now + pause_s
+        notes.waiting = goals.text_of(
+            error, f"a replica failed to start, trying again in {shown(pause_s)} s: "
+        )
+
+    def scale(self) -> None:
+        """Set the target number to the autoscaler's decision, within the current bounds."""
+        decided = self.world.observed.scalings.get(self.backend.tag)
+        config = autoscaling_of(self.backend)
+        if decided is None or config is None or not decided.is_for(self.backend):
+            return
+        replicas = bounds_of(self.backend, config).nearest(decided.replicas)
+        if replicas != self.backend.scaled_to:
+            self.apply({self.backend.key: scaled(self.backend, replicas, decided.reason, self.world.wall)})
+
+    # 2. fail a goal after too many failures or its timeout
+
+    def fail_goal(self, error: ServeError) -> bool:
+        """Roll back the pending spec; return False without one, or during a deletion, which cannot fail."""
+        goal = self.goal
+        if goal is None or self.backend.is_deleting:
+            return False
+        far = progress.how_far(self.world.state, goal, self.backend, self.replicas.values())
+        error = progress.with_note(error, far)
+        if isinstance(error, ReplicaStartError):
+            error = progress.with_note(error, goals.what_stays(goal))
+        self.apply(goals.rolled_back(self.world.state, goal, error, self.backend, self.world.wall))
+        return True
+
+    def check_deadline(self) -> None:
+        goal = self.goal
+        self.notes.goal = None if goal is None else goal.goal_id
+        if goal is None or self.backend.is_deleting:
+            return
+        world, notes, replicas = self.world, self.notes, self.replicas
+        if goal.goal_id != world.observed.goals.get(self.backend.tag):
+            # A new goal starts immediately, even if the previous one failed often or found no room.
+            notes.failures, notes.retry_at, notes.unloadable, notes.told_at = 0, None, None, world.now
+            notes.full_since, notes.full_from, notes.drained_at_once = None, None, 1
+        if not progress.is_overdue(world, self.step, goal, self.backend, replicas):
+            return
+        if not goal.application or app_state.is_late(
+            world.state, world.observed, self.backend, replicas.values()
+        ):
+            self.fail_goal(progress.late_error(goal, self.backend, notes.waiting))
+
+    # 3. close the gap
+
+    def close_gap(self) -> None:
+        if self.backend.is_deleting and not app_state.may_stop(self.world.state, self.backend):
+            return
+        surge, world = self.surge(), self.world
+        burdens = burdens_of(world.state, world.observed, self.backend, self.replicas, world.avoid, world.now)
+        is_busy = self.goal is not None or self.backend.is_deleting
+        leaving, self.notes.stays = spreading.leaving(
+            world.observed, self.notes, self.replicas, is_busy=is_busy
+        )
+        steps = gangs.next_steps(
+            self.backend,
+            list(self.replicas.values()),
+            max_surge=surge,
+            leaving=leaving,
+            burdens=burdens,
+        )
+        for replica in steps.stop:
+            self.give_up(replica)
+        if app_state.awaited(world.state, world.observed, self.backend, world.undone):
+            return
+        if self.notes.retry_at is not None and self.notes.is_pausing(self.world.now):
+            self.step.wake(self.notes.retry_at)
+        else:
+            for _ in range(0, steps.start, self.backend.gang_size):
+                self.begin(self.backend.gang_size)
+        self.place_waiting()
+        self.drain_first(surge, burdens.ongoing)
+
+    def give_up(self, replica: ReplicaRecord, *, is_forced: bool = False) -> None:
+        if replica.state is ReplicaState.SHOULD_START:
+            self.set_replica(replica.tag, move(replica, ReplicaEvent.WITHDRAWN))
+        else:
+            is_forced = is_forced or self.backend.is_forced
+            self.set_replica(replica.tag, move(replica, ReplicaEvent.UNWANTED, is_forced=is_forced))
+
+    def begin(self, count: int) -> None:
+        """Add replicas that start together."""
+        tags = (replica_tag(self.backend.tag, self.world.seed, number) for number in itertools.count())
+        free = (tag for tag in tags if tag not in self.world.state.replicas and tag not in self.replicas)
+        gang = tuple(itertools.islice(free, count))
+        for tag in gang:
+            record = ReplicaRecord(
+                tag=tag,
+                backend=self.backend.tag,
+                version=self.backend.version,
+                config_id=self.backend.config_id,
+                state=ReplicaState.SHOULD_START,
+                demand=demand_of(self.backend).bundles[0],
+                bundles=self.backend.bundles,
+                gang=gang if count > 1 else (),
+            )
+            self.set_replica(tag, record)
+
+    def trial(self) -> Trial:
+        """Return the ledger after the changes so far."""
+        return Trial(self.world.state, self.world.undone | self.step.change)
+
+    def surge(self) -> int:
+        """Return how many additional replicas may run; 0 while a rollout has no room for one."""
+        backend, notes = self.backend, self.notes
+        surge = backend.config.surge(backend.num_replicas // backend.gang_size)
+        if not any(each.version != backend.version for each in self.replicas.values()):
+            notes.full_since, notes.drained_at_once = None, 1
+        elif surge and notes.full_since is not None:
+            placed = sum(each.state in PLACED_STATES for each in self.replicas.values())
+            more = -(-(backend.num_replicas - placed) // backend.gang_size) + 1
+            workers = self.world.observed.cleared_workers()
+            if room_for(self.trial(), workers, demand_of(backend), more) == more:
+                notes.full_since = None
+        return surge if notes.full_since is None else 0
+
+    def drain_first(self, surge: int, ongoing: Mapping[ReplicaTag, float]) -> None:
+        """Stop as few old replicas as possible if no new one fits beside them, or if there is no surge."""
+        world, notes = self.world, self.notes
+        if (surge and not unplaced(self.replicas.values())) or notes.is_pausing(world.now):
+            return
+        workers, demand = world.observed.cleared_workers(), demand_of(self.backend)
+        replicas = list(self.replicas.values())
+        found = gangs.to_drain(self.backend, replicas, self.trial(), workers, demand, ongoing)
+        if not found:
+            return
+        notes.drained_at_once = len(found)
+        if notes.full_since is None:
+            notes.full_since = world.now
+        may_grow = world.observed.is_adaptive and self.backend.config.surge(1) > 0
+        due = notes.full_since + (NEW_WORKER_S if may_grow else 0)
+        if world.now < due:
+            self.step.wake(due)
+        else:
+            for replica in found:
+                self.give_up(replica)
+
+    def place_waiting(self) -> None:
+        notes, waiting = self.notes, unplaced(self.replicas.values())
+        if not waiting:
+            notes.full_from = None
+            if not self.notes.is_pausing(self.world.now):
+                notes.waiting = None
+            return
+        workers = self.world.observed.cleared_workers()
+        trial = self.trial()
+        found: Sequence[WorkerAddress] | None = None
+        for gang in gangs.by_gang(waiting):
+            demand = gangs.demand_of_gang(self.backend, gang)
+            was_placed = found is not None
+            found = place(trial, workers, demand, self.world.avoid)
+            if found is None:
+                notes.waiting = explain(trial, workers, demand)
+                if was_placed or notes.full_from is None:
+                    notes.full_from = progress.full_from(self.world, self.goal, self.replicas.values())
+                return
+            for worker, amounts in zip(found, demand.bundles, strict=True):
+                trial.occupy(self.backend.tag, worker, amounts)
+            places = iter(found)
+            for replica in gang:
+                self.place_on([next(places) for _ in bundles_of(replica)], replica)
+        notes.waiting = notes.full_from = None
+
+    def place_on(self, workers: Sequence[WorkerAddress], replica: ReplicaRecord) -> None:
+        self.step.incarnation += 1
+        placed = move(
+            replica,
+            ReplicaEvent.PLACED,
+            worker=workers[0],
+            bundle_workers=tuple(workers) if replica.bundles else (),
+            incarnation=self.step.incarnation,
+            config_id=self.backend.config_id,
+        )
+        self.set_replica(replica.tag, placed)
+
+    # 4. finish
+
+    def finish(self) -> None:
+        self.act()
+        self.finish_goal()
+        goal = self.goal
+        if goal is None or self.backend.is_deleting:
+            self.notes.deadlines.clear()
+            self.notes.full_from = self.notes.told_at = None
+            self.notes.most = None, 0
+        else:
+            progress.note(self.world, self.step, goal, self.backend, self.replicas)
+        if app_state.is_left_over(self.world.state, self.backend):
+            self.apply({self.backend.key: replace(self.backend, is_deleting=True)})
+        if self.backend.is_deleting:
+            self.finish_deletion()
+        elif self.goal is None:
+            self.step.change.update(app_state.old_codes(self.world.state, self.backend, self.step.change))
+
+    def finish_deletion(self) -> None:
+        state, backend = self.world.state, self.backend
+        if not app_state.may_stop(state, backend):
+            return
+        endpoint = state.endpoints.get(backend.tag) if backend.application else None
+        if endpoint is not None and not endpoint.is_legacy:
+            self.step.change[endpoint.key] = None  # until now, other deployments have called it
+        if self.replicas:
+            return
+        known = state.backends.get(backend.tag)
+        if known is not None and not known.is_deleting:
+            self.step.wake(self.world.now)  # first, routers learn why it is deleted
+            return
+        self.step.change[backend.key] = None
+        self.notes.failures, self.notes.retry_at, self.notes.unloadable = 0, None, None
+        self.step.change.update({code.key: None for code in state.codes_of(backend.tag)})
+        self.step.change.update(app_state.removed(state, backend))
+
+    def act(self) -> None:
+        observed = self.world.observed
+        for replica, rank in ranks_to_change(self.backend, self.replicas.values(), observed):
+            self.set_replica(replica.tag, replace(replica, rank=rank))
+        unread = observed.reconfigure_failed.keys() - self.notes.reconfigure_failed.keys()
+        # The watch looks for a running replica that has not been observed; it is never created again.
+        barred = {tag for tag in self.replicas if tag not in observed.ready or tag in unread}
+        told = next_to_reconfigure(self.backend, self.replicas.values(), barred=barred)
+        for replica in list(self.replicas.values()):
+            if replica.state is ReplicaState.SHOULD_STOP:
+                stopping = move(replica, ReplicaEvent.STOP_SENT)
+                self.set_replica(replica.tag, stopping)
+        for replica in list(self.replicas.values()):
+            if replica.state is ReplicaState.STOPPING:
+                if replica.tag not in observed.gone:
+                    self.step.actions.append(StopReplica(replica, grace_of(self.backend, replica)))
+            elif replica.state is ReplicaState.STARTING:
+                if replica.tag not in observed.ready:
+                    # It gets the current config if it is created now, and keeps its own if it exists.
+                    self.step.actions.append(StartReplica(self.in_doubt(replica)))
+            elif replica.tag in barred:
+                continue
+            elif replica.tag in told:
+                self.step.actions.append(ReconfigureReplica(self.in_doubt(replica)))
+            elif not is_outdated(self.backend, replica) and has_wrong_standing(
+                self.backend, replica, observed
+            ):
+                self.step.actions.append(ReconfigureReplica(replica))
+
+    def in_doubt(self, replica: ReplicaRecord) -> ReplicaRecord:
+        """Return the record of a replica during a reconfiguration: either config may be in force."""
+        wanted = self.backend.config_id
+        unsure = in_doubt(replica.config_id, wanted)
+        if replica.config_id not in (wanted, unsure):
+            replica = replace(replica, config_id=unsure)
+            self.set_replica(replica.tag, replica)
+        return replica
+
+    def finish_goal(self) -> None:
+        goal, app, replicas = self.goal, self.app, self.replicas.values()
+        if goal is not None and not goal.application:
+            observed = self.world.observed
+            if goals.is_reached(self.backend, replicas) and all_know_theirs(self.backend, replicas, observed):
+                self.step.change[goal.key] = goals.finish(goal)
+                self.apply({self.backend.key: replace(self.backend, goal=None)})
+            return
+        if app is None or app.goal is None:
+            return
+        if app_state.is_complete(self.world.state, self.world.observed, app, self.backend, replicas):
+            done = app_state.completed(self.world.state, app, self.backend)
+            self.apply(done)
+
+
+def unplaced(replicas: Iterable[ReplicaRecord]) -> list[ReplicaRecord]:
+    """Return the replicas that wait for workers."""
+    return [each for each in replicas if each.state is ReplicaState.SHOULD_START]
+
+
+def step(world: World, backend: BackendRecord) -> Step:
+    """Return the next change and actions for one backend."""
+    stepper = _Stepper(world, backend)
+    stepper.take_in()
+    stepper.scale()
+    stepper.check_deadline()
+    stepper.close_gap()
+    stepper.finish()
+    return stepper.step

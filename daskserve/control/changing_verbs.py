@@ -1,0 +1,322 @@
+"""The verbs that change an instance."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from daskserve.cluster.protocols.base import verb
+from daskserve.cluster.protocols.stores import Hold
+from daskserve.common.types import GoalId
+from daskserve.control.core import ControllerCore
+from daskserve.control.records.records import BackendRecord
+from daskserve.control.verbs import applications as app_verbs
+from daskserve.control.verbs import backends as backend_verbs
+from daskserve.control.verbs import endpoints as endpoint_state
+from daskserve.control.verbs import goals, target_capacity
+from daskserve.control.verbs import scale as scale_verb
+from daskserve.control.verbs.backends import Outcome
+from daskserve.control.verbs.goals import ChangeLimits
+from daskserve.errors import (
+    DeployError,
+    NotRunningError,
+    ServeError,
+    StoreTakenError,
+    UnavailableError,
+)
+from daskserve.options.app_spec import ApplicationSpec
+from daskserve.options.backend import BackendConfig
+from daskserve.options.backend_spec import BackendSpec
+
+#: Number of calls that were taken back before they arrived which are remembered; each matters for
+#: milliseconds.
+MAX_WITHDRAWN = 100
+
+
+class ChangingVerbs:
+    """The verbs that change an instance: each takes the lock, calls a pure function and commits.
+
+    The argument ``by`` is the program that calls; others whose changes it replaces learn of it.
+    """
+
+    def __init__(self, core: ControllerCore) -> None:
+        self._core = core
+        self._withdrawn: deque[str] = deque(maxlen=MAX_WITHDRAWN)
+
+    @asynccontextmanager
+    async def _deciding(self, requests: Iterable[str] = ()) -> AsyncIterator[None]:
+        """Hold the lock for one decision, and check that it was made by the newest controller.
+
+        ``requests`` are the ids of the calls that are decided on; one that was taken back is refused.
+
+        The store rejects a change from a controller that was replaced. An answer without a change would come
+        from such a controller's outdated state, so the controller first checks that it is the newest.
+        """
+        store = self._core.cluster.store
+        if store.hold is Hold.TAKEN:
+            raise StoreTakenError(store.problems()["store"])
+        try:
+            async with self._core.writer:
+                if self._core.writer.is_detached:
+                    raise NotRunningError(f"Instance {self._core.cluster.instance!r} is being shut down.")
+                if not set(self._withdrawn).isdisjoint(requests):
+                    raise DeployError("The change was taken back before it began.")
+                changes = self._core.writer.changes
+                yield
+                is_written = self._core.writer.changes > changes
+        except UnavailableError:
+            raise
+        except ServeError:
+            await self._core.confirm_reign()
+            raise
+        if not is_written:
+            await self._core.confirm_reign()
+
+    def _goal_id(self) -> GoalId:
+        return f"{self._core.rng.getrandbits(128):032x}"
+
+    async def _commit_outcome(self, outcome: Outcome, tag: str) -> dict[str, Any]:
+        await self._core.writer.commit(outcome.change)
+        self._core.loop.poke([tag])
+        return {"goal": outcome.goal}
+
+    # Verbs: backends
+
+    @verb
+    async def create_backend(self, spec: Mapping[str, Any], by: str = "") -> dict[str, Any]:
+        wanted = BackendSpec.from_plain(spec)
+        async with self._deciding([wanted.request_id]):
+            outcome = backend_verbs.create_backend(
+                self._core.state, wanted, goal_id=self._goal_id(), now=self._core.clock.wall(), by=by
+            )
+            return await self._commit_outcome(outcome, wanted.tag)
+
+    @verb
+    async def update_backend_config(
+        self,
+        tag: str,
+        config: Mapping[str, Any],
+        user_config: bytes | None,
+        sets_user_config: bool,
+        timeout_s: float | None,
+        progress_timeout_s: float | None = None,
+        by: str = "",
+    ) -> dict[str, Any]:
+        async with self._deciding():
+            outcome = backend_verbs.update_backend_config(
+                self._core.state,
+                tag,
+                BackendConfig(**config),
+                user_config,
+                sets_user_config=sets_user_config,
+                goal_id=self._goal_id(),
+                limits=ChangeLimits(timeout_s, progress_timeout_s),
+                now=self._core.clock.wall(),
+                by=by,
+            )
+            return await self._commit_outcome(outcome, tag)
+
+    @verb
+    async def delete_backend(self, tag: str, force: bool, by: str = "") -> dict[str, Any]:
+        async with self._deciding():
+            app_verbs.check_separate(self._core.state, tag)
+            outcome = backend_verbs.delete_backend(
+                self._core.state, tag, is_forced=force, goal_id=self._goal_id(), by=by
+            )
+            return await self._commit_outcome(outcome, tag)
+
+    @verb
+    async def scale(self, name: str, number: int, application: str = "") -> int:
+        """Record the number that an external scaler requests; replicas start or stop afterwards."""
+        async with self._deciding():
+            change = scale_verb.scale(
+                self._core.state, name, number, self._core.clock.wall(), application=application
+            )
+            await self._core.writer.commit(change)
+        self._core.loop.poke([each.tag for each in change.values() if isinstance(each, BackendRecord)])
+        return number
+
+    @verb
+    async def get_backend_config(self, tag: str) -> dict[str, Any]:
+        return backend_verbs.describe(self._core.state, tag)
+
+    @verb
+    async def list_backends(self) -> dict[str, Any]:
+        return {
+            tag: backend_verbs.describe(self._core.state, tag)
+            for tag, backend in self._core.state.backends.items()
+            if not backend.is_deleting
+        }
+
+    # Verbs: deployments
+
+    @verb
+    async def deploy(
+        self,
+        spec: Mapping[str, Any],
+        route: str | None,
+        methods: Sequence[str],
+        python_methods: Sequence[str],
+        by: str = "",
+    ) -> dict[str, Any]:
+        """Create or update a deployment (a backend and an endpoint of one name) in one transaction."""
+        wanted = BackendSpec.from_plain(spec)
+        async with self._deciding([wanted.request_id]):
+            outcome = backend_verbs.deploy(
+                self._core.state,
+                wanted,
+                goal_id=self._goal_id(),
+                now=self._core.clock.wall(),
+                by=by,
+                unloadable=self._core.observed.unloadable.keys(),
+            )
+            change = dict(outcome.change)
+            change.update(
+                endpoint_state.deploy_endpoint(
+                    self._core.state, wanted.tag, route=route, methods=methods, python_methods=python_methods
+                )
+            )
+            await self._core.writer.commit(change)
+        self._core.loop.poke([wanted.tag])
+        return {
+            "goal": outcome.goal,
+            "updating": outcome.is_update,
+            "snapshot": await self._core.barrier() if outcome.goal is None else None,
+        }
+
+    @verb
+    async def delete_deployment(self, name: str, force: bool = False, by: str = "") -> dict[str, Any]:
+        async with self._deciding():
+            app_verbs.check_separate(self._core.state, name)
+            outcome = backend_verbs.delete_backend(
+                self._core.state, name, is_forced=force, goal_id=self._goal_id(), leaving=name, by=by
+            )
+            outcome.change.update(endpoint_state.delete_endpoint(self._core.state, name))
+            answer = await self._commit_outcome(outcome, name)
+        return {**answer, "snapshot": await self._core.barrier()}
+
+    # Verbs: applications
+
+    @verb
+    async def deploy_applications(
+        self, apps: Sequence[Mapping[str, Any]], expected: Mapping[str, str] | None = None, by: str = ""
+    ) -> dict[str, Any]:
+        """Create or update applications in one transaction; return the goals and updates by name."""
+        specs = [ApplicationSpec.from_plain(each) for each in apps]
+        async with self._deciding([each.request_id for each in specs]):
+            deployed = app_verbs.deploy(
+                self._core.state,
+                specs,
+                new_goal=self._goal_id,
+                now=self._core.clock.wall(),
+                expected=expected,
+                by=by,
+                unloadable=self._core.observed.unloadable.keys(),
+            )
+            await self._core.writer.commit(deployed.change)
+        self._core.loop.poke(deployed.tags)
+        is_waiting = any(goal is not None for goal in deployed.goals.values())
+        return {
+            "goals": deployed.goals,
+            "updating": deployed.updating,
+            "snapshot": None if is_waiting else await self._core.barrier(),
+        }
+
+    @verb
+    async def delete_application(
+        self, name: str, request_id: str | None = None, by: str = ""
+    ) -> dict[str, Any]:
+        async with self._deciding():
+            outcome = app_verbs.delete(
+                self._core.state, name, goal_id=self._goal_id(), request_id=request_id, by=by
+            )
+            await self._core.writer.commit(outcome.change)
+        self._core.loop.poke(self._core.state.apps.members(name))
+        return {"goal": outcome.goal, "snapshot": await self._core.barrier()}
+
+    @verb
+    async def withdraw(self, requests: Sequence[str], by: str = "") -> dict[str, Any]:
+        """Take back what some calls have asked for and is not complete; idempotent.
+
+        Calls that have not arrived yet, because they travel on another connection, are refused later.
+        """
+        self._withdrawn.extend(requests)
+        async with self._deciding():
+            change = goals.withdrawn(self._core.state, requests, by, self._core.clock.wall())
+            await self._core.writer.commit(change)
+        self._core.loop.poke()
+        return {"snapshot": await self._core.barrier()}
+
+    @verb
+    async def get_application(self, name: str) -> dict[str, Any]:
+        return app_verbs.get(self._core.state, name)
+
+    # Verbs: endpoints
+
+    @verb
+    async def create_endpoint(
+        self, name: str, route: str | None, methods: Sequence[str], backend: str, request_id: str
+    ) -> dict[str, Any]:
+        async with self._deciding():
+            await self._core.writer.commit(
+                endpoint_state.create_endpoint(
+                    self._core.state,
+                    name,
+                    route=route,
+                    methods=methods,
+                    backend=backend,
+                    request_id=request_id,
+                )
+            )
+        return {"snapshot": await self._core.barrier()}
+
+    @verb
+    async def delete_endpoint(self, name: str) -> dict[str, Any]:
+        async with self._deciding():
+            await self._core.writer.commit(endpoint_state.delete_endpoint(self._core.state, name))
+        return {"snapshot": await self._core.barrier()}
+
+    @verb
+    async def set_traffic(self, name: str, traffic: Mapping[str, float]) -> dict[str, Any]:
+        async with self._deciding():
+            await self._core.writer.commit(endpoint_state.set_traffic(self._core.state, name, traffic))
+        return {"snapshot": await self._core.barrier()}
+
+    @verb
+    async def shadow_traffic(self, name: str, backend: str, proportion: float) -> dict[str, Any]:
+        async with self._deciding():
+            await self._core.writer.commit(
+                endpoint_state.shadow_traffic(self._core.state, name, backend, proportion)
+            )
+        return {"snapshot": await self._core.barrier()}
+
+    # Verbs: the instance
+
+    @verb
+    async def set_target_capacity(self, percent: float | None) -> dict[str, Any]:
+        """Set the target capacity; return when routers have applied it, before replicas start or stop."""
+        async with self._deciding():
+            change = target_capacity.set_target_capacity(self._core.state, percent, self._core.clock.wall())
+            await self._core.writer.commit(change)
+        self._core.loop.poke()
+        return {"snapshot": await self._core.barrier()}
+
+    @verb
+    async def rewrite_store(self) -> int:
+        """Write all records anew to where the store's URL names; return their number."""
+        async with self._deciding():
+            return await self._core.writer.rewrite(self._core.corrupt)
+
+    # Verbs: looking at endpoints
+
+    @verb
+    async def list_endpoints(self) -> dict[str, Any]:
+        return {
+            name: backend_verbs.get_endpoint(self._core.state, name) for name in self._core.state.endpoints
+        }
+
+    @verb
+    async def get_endpoint(self, name: str) -> dict[str, Any]:
+        return backend_verbs.get_endpoint(self._core.state, name)

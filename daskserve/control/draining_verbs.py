@@ -1,0 +1,91 @@
+"""The verbs with which the requests under way complete before an instance ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from daskserve.cluster.protocols.base import StoreChange, verb
+from daskserve.cluster.protocols.stores import Hold
+from daskserve.control import shutdown_order as departure
+from daskserve.control.core import ControllerCore
+from daskserve.control.observed.watch import ANSWER_S
+from daskserve.errors import ServeError, StaleEpochError
+
+logger = logging.getLogger("daskserve.controller")
+
+#: Interval of the checks whether everything has stopped; only while requests are under way.
+POLL_S = 0.01
+
+
+class DrainingVerbs:
+    """Called once, by the owner of the instance's life: the supervisor, or the local cluster."""
+
+    def __init__(self, core: ControllerCore) -> None:
+        self._core = core
+        self._draining: asyncio.Task[None] | None = None
+
+    @verb
+    async def drain(self) -> float:
+        """Begin to drain if there may be requests; return within how many seconds it ends, or 0.
+
+        From then on nothing is written to the store, and the verbs that change something are refused.
+        """
+        core = self._core
+        if self._draining is None:
+            if not await self._is_busy() and not await self._is_overtaken():
+                return 0.0
+            async with core.writer:
+                core.writer.detach()
+            self._draining = core.spawn(self._drain(), "drain")
+        return departure.grace_s(core.state) + departure.limit_s(core.state)
+
+    @verb
+    async def ongoing(self) -> dict[str, Any]:
+        """Return the requests that an end of the instance waits for, and for how many seconds at most."""
+        requests = departure.requests_under_way(self._core.state, await self._actors())
+        # Those that came by HTTP are gone with the proxies, so that replicas do not wait for them again.
+        return {"requests": requests, "limit_s": departure.limit_s(self._core.state)}
+
+    @verb
+    async def wait_until_drained(self) -> None:
+        """Return when the proxies and all replicas have stopped."""
+        if self._draining is not None:
+            await asyncio.shield(self._draining)
+
+    async def _is_busy(self) -> bool:
+        return any(actor.get("ongoing") for actor in await self._actors())
+
+    async def _actors(self) -> list[Mapping[str, Any]]:
+        """Return the instance's actors on all workers that answer."""
+        core = self._core
+        workers = departure.workers_to_ask(core.state, core.observed)
+        asking = (core.clock.wait_for(core.cluster.inspect(worker), ANSWER_S) for worker in workers)
+        # A worker that does not answer has nothing that could be waited for.
+        answers = await asyncio.gather(*asking, return_exceptions=True)
+        return [actor for found in answers if not isinstance(found, BaseException) for actor in found]
+
+    async def _is_overtaken(self) -> bool:
+        """Return whether another cluster has taken over: its proxies share the port, so requests go on."""
+        core = self._core
+        empty = StoreChange(must_last=False)
+        try:
+            await core.clock.wait_for(core.cluster.store.commit(core.epoch, empty), ANSWER_S)
+        except StaleEpochError:
+            return True
+        except (ServeError, OSError, TimeoutError) as error:
+            logger.warning("The store did not answer before the end of the instance: %s", error)
+        return core.cluster.store.hold is Hold.TAKEN
+
+    async def _drain(self) -> None:
+        """Stop the proxies, which finish what they have taken, then the replicas, the callers first."""
+        core = self._core
+        await core.loop.close_proxies(departure.grace_s(core.state))
+        async with core.writer:
+            await core.writer.commit(departure.leaving(core.state))
+        core.loop.poke()
+        core.resume()
+        while core.state.replicas:
+            await core.clock.sleep(POLL_S)

@@ -1,0 +1,380 @@
+"""What the acting layer has observed of the cluster: levels that stay until they are no longer true.
+
+Observations are not stored: a new controller queries the cluster again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from daskserve.autoscaling.context import Sample
+from daskserve.common.types import (
+    BackendTag,
+    GoalId,
+    ReplicaState,
+    ReplicaTag,
+    Standing,
+    WorkerAddress,
+    WorkerInfo,
+)
+from daskserve.control.observed.lifecycle import ReplicaEvent
+from daskserve.control.observed.loads import Loads
+from daskserve.control.records.records import BackendRecord, ReplicaRecord
+from daskserve.options.autoscaling import AutoscalingConfig
+
+#: Number of samples that are kept for each autoscaled backend, for `explain`.
+KEPT_SAMPLES = 10
+#: Number of dead replicas that are kept for each backend, for the status.
+KEPT_DEAD = 10
+
+
+@dataclass(slots=True)
+class Scaling:
+    """The last decision of a backend's autoscaler, and the state on which it was based.
+
+    Attributes
+    ----------
+    options, based_on
+        The autoscaler's options, and how many replicas were wanted until then.
+    replicas, wanted : int
+        How many there should be from now on, and how many the policy would have if nothing held it back.
+    samples : tuple
+        The last ones, oldest first.
+    """
+
+    at: float
+    options: AutoscalingConfig | None
+    based_on: int
+    replicas: int
+    wanted: int
+    reason: str
+    samples: tuple[Sample, ...] = ()
+
+    def is_for(self, backend: BackendRecord) -> bool:
+        """Return whether this decision changes the number of a backend that has not changed since."""
+        return (
+            backend.scaled_to == self.based_on != self.replicas
+            and backend.autoscaling == self.options
+            and not backend.is_deleting
+        )
+
+    def note(self, sample: Sample, before: tuple[Sample, ...]) -> None:
+        """Keep the newest sample with those before it."""
+        self.samples = (*before, sample)[-KEPT_SAMPLES:]
+
+
+@dataclass(frozen=True, slots=True)
+class DeadReplica:
+    """A replica that was lost or failed, at a time in seconds since the epoch."""
+
+    name: str
+    reason: str
+    at: float
+
+
+class Busy(NamedTuple):
+    """What an actor does while it starts, is reconfigured or drains, and for how many seconds."""
+
+    what: str
+    for_s: float = 0.0
+
+
+@dataclass(slots=True)
+class Notes:
+    """What a step of one backend has learnt; `Observed.learn` applies it.
+
+    Attributes
+    ----------
+    failures : int
+        Number of consecutive constructor failures without a goal.
+    retry_at : float or None
+        The earliest time to start another replica after that.
+    waiting : str or None
+        A text with the reason why replicas wait.
+    full_from : float or None
+        Since when replicas have waited for room without a sign that it comes free.
+    most : tuple of str and int
+        The pending goal, and the highest number of replicas that have run its version at once.
+    told_at : float or None
+        When the log last said what the change waits for.
+    unloadable : str or None
+        Why the last replica could not load its code; None if one could since.
+    full_since : float or None
+        Since when a rollout has found no room for an additional replica, or has ``max_surge`` 0.
+    goal : str or None
+        The pending goal that the step has seen.
+    drained_at_once : int
+        Number of old replicas of one worker that this rollout stops together, so that a new one has room.
+    stays : str or None
+        The replica that was to move to a better worker, and does not.
+    deadlines : dict
+        Deadlines of goals that this step has set.
+    configured, reconfigure_failed : dict
+        Answers to reconfigurations that this step processed.
+    dead : list
+        The replicas that this step found dead.
+    """
+
+    failures: int = 0
+    retry_at: float | None = None
+    waiting: str | None = None
+    full_since: float | None = None
+    full_from: float | None = None
+    most: tuple[GoalId | None, int] = (None, 0)
+    told_at: float | None = None
+    unloadable: str | None = None
+    goal: GoalId | None = None
+    drained_at_once: int = 1
+    stays: ReplicaTag | None = None
+    deadlines: dict[GoalId, float] = field(default_factory=dict)
+    configured: dict[ReplicaTag, str] = field(default_factory=dict)
+    reconfigure_failed: dict[ReplicaTag, BaseException] = field(default_factory=dict)
+    dead: list[DeadReplica] = field(default_factory=list)
+
+    def is_pausing(self, now: float) -> bool:
+        """Return whether it is too early to start another replica after a failure."""
+        return self.retry_at is not None and self.retry_at > now
+
+
+@dataclass(slots=True)
+class Observed:
+    """Levels by replica, proxy and worker."""
+
+    workers: dict[WorkerAddress, WorkerInfo] = field(default_factory=dict)
+    #: The option of this name.
+    system_workers: tuple[str, ...] = ()
+    #: Whether there was a worker for the controller and the proxies when that was last noted in the log.
+    had_system_workers: bool = True
+    #: Workers that have left the scheduler, until their last record is removed.
+    lost_workers: set[WorkerAddress] = field(default_factory=set)
+    #: Replicas that have answered this controller, with their facts.
+    ready: dict[ReplicaTag, dict[str, Any]] = field(default_factory=dict)
+    #: Replicas whose own probes failed, with the details.
+    unhealthy: dict[ReplicaTag, str] = field(default_factory=dict)
+    #: Replicas whose own processes have got SIGTERM.
+    terminating: set[ReplicaTag] = field(default_factory=set)
+    #: Workers that the scheduler still lists, but whose process does not answer.
+    unresponsive: set[WorkerAddress] = field(default_factory=set)
+    #: The workers that other workers do not reach directly, each with its route.
+    broken_routes: dict[WorkerAddress, Mapping[WorkerAddress, str]] = field(default_factory=dict)
+    failed: dict[ReplicaTag, BaseException] = field(default_factory=dict)
+    #: What replicas do that start, are reconfigured or drain; only of those whose process was seen to do it.
+    busy: dict[ReplicaTag, Busy] = field(default_factory=dict)
+    gone: set[ReplicaTag] = field(default_factory=set)
+    #: The config each replica runs with, as far as it differs from its record.
+    configured: dict[ReplicaTag, str] = field(default_factory=dict)
+    reconfigure_failed: dict[ReplicaTag, BaseException] = field(default_factory=dict)
+    #: The rank, and the number of replicas, with which each replica runs, as far as is known.
+    standings: dict[ReplicaTag, Standing] = field(default_factory=dict)
+    #: What the user's ``record_routing_stats`` returned last.
+    routing_stats: dict[ReplicaTag, Mapping[str, Any]] = field(default_factory=dict)
+    #: The earliest time at which a backend whose replicas keep failing may start another one.
+    retry_at: dict[BackendTag, float] = field(default_factory=dict)
+    failures: dict[BackendTag, int] = field(default_factory=dict)
+    #: Texts with the reason why a backend's replicas wait.
+    waiting: dict[BackendTag, str] = field(default_factory=dict)
+    #: Since when a backend's rollout has found no room for an additional replica.
+    full_since: dict[BackendTag, float] = field(default_factory=dict)
+    #: Since when a backend's replicas have waited for room without a sign that it comes free.
+    full_from: dict[BackendTag, float] = field(default_factory=dict)
+    #: The pending goal of each backend, and the highest number of replicas of its version at once.
+    most: dict[BackendTag, tuple[GoalId | None, int]] = field(default_factory=dict)
+    #: When the log last said what a backend's change waits for.
+    told_at: dict[BackendTag, float] = field(default_factory=dict)
+    #: Why a backend's replicas cannot load its code.
+    unloadable: dict[BackendTag, str] = field(default_factory=dict)
+    #: The last replicas of each backend that died, oldest first.
+    dead: dict[BackendTag, tuple[DeadReplica, ...]] = field(default_factory=dict)
+    #: Number of old replicas that such a rollout stops together, where it is not 1.
+    drained_at_once: dict[BackendTag, int] = field(default_factory=dict)
+    #: The replica that moves to a better worker; see `daskserve.control.placement.rebalancing`.
+    moving: ReplicaTag | None = None
+    #: The backends that should run and have no running replica, as published.
+    unready: frozenset[BackendTag] = frozenset()
+    #: Whether the cluster removes empty workers, as under ``cluster.adapt()``.
+    is_adaptive: bool = False
+    #: The load that routers and replicas have reported.
+    loads: Loads = field(default_factory=Loads)
+    #: The last decisions of the autoscalers.
+    scalings: dict[BackendTag, Scaling] = field(default_factory=dict)
+    deadlines: dict[GoalId, float] = field(default_factory=dict)
+    #: The goals that earlier controllers have begun to work on.
+    inherited: frozenset[GoalId] = frozenset()
+    #: The pending goals that steps of backends have seen.
+    goals: dict[BackendTag, GoalId] = field(default_factory=dict)
+    proxies_ready: dict[str, dict[str, Any]] = field(default_factory=dict)
+    proxies_failed: dict[str, BaseException] = field(default_factory=dict)
+    #: The tags of leaving proxies that have stopped.
+    proxies_gone: set[str] = field(default_factory=set)
+    #: Since when a proxy has had a reason to move to another host, by name.
+    proxies_apart: dict[str, float] = field(default_factory=dict)
+
+    def marked(self, worker: WorkerInfo) -> WorkerInfo:
+        """Return a worker with the mark of those that are kept for the controller and the proxies."""
+        return replace(worker, is_system=worker.matches(self.system_workers))
+
+    def has_system_workers(self) -> bool:
+        """Whether there is a worker for the controller and the proxies, if any should be kept for them."""
+        return not self.system_workers or any(each.is_system for each in self.workers.values())
+
+    def stray(self, worker: WorkerAddress | None) -> str:
+        """Return why the controller or a proxy is on a worker that is not kept for it; empty if it is."""
+        known = self.workers.get(worker or "")
+        if not self.system_workers or known is None or known.is_system:
+            return ""
+        names = ", ".join(map(repr, self.system_workers))
+        where = "are about to be used again" if self.has_system_workers() else "are not in the cluster"
+        return f"on a worker of replicas: system_workers ({names}) {where}"
+
+    def retiring(self) -> set[WorkerAddress]:
+        """Return the workers that are retiring from the cluster."""
+        return {address for address, info in self.workers.items() if info.is_retiring}
+
+    def retiring_of(self, replicas: Iterable[ReplicaRecord]) -> set[WorkerAddress]:
+        """Return the workers of some replicas that are retiring, without a look at all workers."""
+        known = self.workers
+        places = (worker for each in replicas for worker in (each.worker, *each.bundle_workers))
+        return {worker for worker in places if worker in known and known[worker].is_retiring}
+
+    def usable_workers(self) -> list[WorkerInfo]:
+        """Return the workers that may get new actors, as far as is known."""
+        return [
+            info
+            for address, info in self.workers.items()
+            if address not in self.unresponsive and not info.is_retiring
+        ]
+
+    def host_of(self, worker: WorkerAddress) -> str:
+        """Return the host of a worker; one that is not known counts as a host of its own."""
+        info = self.workers.get(worker)
+        return worker if info is None else info.host
+
+    def cleared_workers(self) -> list[WorkerInfo]:
+        """Return the usable workers without those that joined again before their loss was handled."""
+        return [info for info in self.usable_workers() if info.address not in self.lost_workers]
+
+    def event_of(self, replica: ReplicaRecord) -> ReplicaEvent | None:
+        """Return the event that has happened to a replica since its record was written; None without one.
+
+        1. Its worker is gone.
+        2. It should serve but cannot: its probes fail, its process does not answer, or a worker on which its
+           placement group has another bundle is gone or does not answer.
+        3. It failed, in its constructor or later.
+        4. It has started.
+        5. It has stopped. A replica on a worker that does not answer counts as stopped: if the worker
+           resumes, the replica is stopped as an orphan.
+        """
+        tag, state, worker = replica.tag, replica.state, replica.worker
+        is_wanted = state in (ReplicaState.STARTING, ReplicaState.RUNNING)
+        is_silent = worker in self.unresponsive
+        if worker is not None and worker in self.lost_workers:
+            return ReplicaEvent.LOST
+        if is_wanted and (is_silent or tag in self.unhealthy or self._lost_bundle(replica) is not None):
+            return ReplicaEvent.UNWANTED
+        if is_wanted and tag in self.failed:
+            return ReplicaEvent.FAILED
+        if state is ReplicaState.STARTING and tag in self.ready:
+            return ReplicaEvent.STARTED
+        if state is ReplicaState.STOPPING and (is_silent or tag in self.gone):
+            return ReplicaEvent.GONE
+        return None
+
+    def death_of(self, replica: ReplicaRecord, event: ReplicaEvent, wall: float) -> DeadReplica | None:
+        """Return how a replica died that should have lived; None if it lives, or was to stop anyway."""
+        tag, worker = replica.tag, replica.worker
+        if replica.state not in (ReplicaState.STARTING, ReplicaState.RUNNING):
+            return None
+        if event is ReplicaEvent.LOST:
+            return DeadReplica(tag, f"worker {worker} left the cluster", wall)
+        if event is ReplicaEvent.FAILED:
+            error = self.failed[tag]
+            return DeadReplica(tag, f"{type(error).__name__}: {error}", wall)
+        if event is ReplicaEvent.UNWANTED:
+            why = (
+                f"worker {worker} does not answer" if worker in self.unresponsive else self.unhealthy.get(tag)
+            )
+            if why is None:
+                number = self._lost_bundle(replica) or 0
+                lost = replica.bundle_workers[number]
+                how = "left the cluster" if lost in self.lost_workers else "does not answer"
+                why = f"worker {lost}, which has bundle {number} of its placement group, {how}"
+            return DeadReplica(tag, why, wall)
+        return None
+
+    def _lost_bundle(self, replica: ReplicaRecord) -> int | None:
+        """Return the number of a bundle whose worker is not there any more; None if all are."""
+        workers = enumerate(replica.bundle_workers)
+        gone = (n for n, each in workers if each in self.lost_workers or each in self.unresponsive)
+        return next(gone, None)
+
+    def notes(self, tag: BackendTag) -> Notes:
+        """Return what is known of a backend, as the input of a step."""
+        return Notes(
+            self.failures.get(tag, 0),
+            self.retry_at.get(tag),
+            self.waiting.get(tag),
+            self.full_since.get(tag),
+            self.full_from.get(tag),
+            self.most.get(tag, (None, 0)),
+            self.told_at.get(tag),
+            self.unloadable.get(tag),
+            drained_at_once=self.drained_at_once.get(tag, 1),
+        )
+
+    def learn(self, tag: BackendTag, notes: Notes) -> None:
+        """Apply what a step of a backend has learnt."""
+        _put(self.failures, tag, notes.failures or None)
+        _put(self.retry_at, tag, notes.retry_at)
+        _put(self.waiting, tag, notes.waiting)
+        _put(self.full_since, tag, notes.full_since)
+        _put(self.full_from, tag, notes.full_from)
+        _put(self.most, tag, None if notes.most[0] is None else notes.most)
+        _put(self.told_at, tag, notes.told_at)
+        _put(self.unloadable, tag, notes.unloadable)
+        _put(self.goals, tag, notes.goal)
+        if notes.dead:
+            self.dead[tag] = (*self.dead.get(tag, ()), *notes.dead)[-KEPT_DEAD:]
+        _put(self.drained_at_once, tag, None if notes.drained_at_once == 1 else notes.drained_at_once)
+        if notes.stays is not None and notes.stays == self.moving:
+            self.moving = None
+        self.deadlines.update(notes.deadlines)
+        # A replica may have answered again in the meantime; that answer stays for the next step.
+        for replica, config_id in notes.configured.items():
+            if self.configured.get(replica) == config_id:
+                del self.configured[replica]
+        for replica, error in notes.reconfigure_failed.items():
+            if self.reconfigure_failed.get(replica) is error:
+                del self.reconfigure_failed[replica]
+
+    def learn_proxies(self, lost: Iterable[str], apart: Mapping[str, float]) -> None:
+        """Apply what a step of the proxies has learnt; those that are lost listen no more."""
+        for name in lost:
+            self.proxies_ready.pop(name, None)
+            self.proxies_failed.pop(name, None)
+        self.proxies_apart = dict(apart)
+
+    def forget_proxy(self, tag: str) -> None:
+        """Drop the observations of a proxy whose record is gone; a leaving one may listen under its name."""
+        self.proxies_gone.discard(tag)
+        self.proxies_failed.pop(tag, None)
+
+    def forget_replica(self, tag: ReplicaTag) -> None:
+        """Drop the observations of a replica whose record is gone."""
+        levels: tuple[dict[ReplicaTag, Any], ...] = (self.ready, self.failed, self.unhealthy, self.configured)
+        self.busy.pop(tag, None)
+        for each in (*levels, self.reconfigure_failed, self.standings, self.routing_stats):
+            each.pop(tag, None)
+        self.gone.discard(tag)
+        self.terminating.discard(tag)
+        if self.moving == tag:
+            self.moving = None
+        self.loads.forget_replica(tag)
+
+
+def _put(levels: dict[BackendTag, Any], tag: BackendTag, value: Any) -> None:
+    if value is None:
+        levels.pop(tag, None)
+    else:
+        levels[tag] = value

@@ -1,0 +1,250 @@
+"""Watches the workers, because a stopped process does not close its connections as a dead one does.
+
+Once a second, every worker in use is queried for the instance's actors and their health. The answer is a
+level, so it also repairs what events have missed: an actor that vanished, or one without a record. After
+three consecutive missed answers the worker is unresponsive: its replicas are replaced immediately, and
+routers give up the requests that it has. A worker that holds a proxy, and so a port, is restarted.
+
+After a missed answer the scheduler asks instead: the process may run, and only the network between it and the
+controller be broken. The next query is direct again, because the scheduler may be away.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from daskserve.cluster.protocols.base import EPOCH_BITS, Cluster
+from daskserve.common.clock import Clock
+from daskserve.common.types import (
+    ActorAddress,
+    ActorKind,
+    ReplicaState,
+    WorkerAddress,
+    as_standing,
+    short_tag,
+)
+from daskserve.control.observed.observed import Busy, Observed
+from daskserve.control.records.records import ReplicaRecord
+from daskserve.control.records.state import State
+from daskserve.errors import ActorLostError, ServeError, StaleEpochError, UnavailableError
+from daskserve.loops.tasks import TaskSet
+
+logger = logging.getLogger("daskserve.controller")
+
+PERIOD_S = 1.0
+#: Timeout of an answer, which takes milliseconds: less than a period, so that each period has its own query.
+ANSWER_S = 0.9
+MISSES = 3
+#: Pause before a worker that could not be restarted is tried again.
+RESTART_RETRY_S = 2.0
+#: Interval at which workers without known actors are checked for leftover actors.
+SWEEP_S = 30.0
+
+
+class WorkerWatch:
+    """Writes levels into `Observed`, and stops older controllers and actors without a record."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        clock: Clock,
+        state: State,
+        observed: Observed,
+        *,
+        poke: Callable[[Iterable[str] | None], None],
+        announce: Callable[[], None],
+        confirm_reign: Callable[[], Awaitable[None]],
+        epoch: int,
+    ) -> None:
+        self._cluster = cluster
+        self._clock = clock
+        self._state = state
+        self._observed = observed
+        self._poke = poke
+        #: Publishes the unresponsive workers.
+        self._announce = announce
+        #: Raises an error if a newer controller has taken over.
+        self._confirm_reign = confirm_reign
+        self._epoch = epoch
+        # A controller that was replaced must not treat its successor's actors as orphans.
+        self._newest_incarnation = (epoch + 1) << EPOCH_BITS
+        self._misses: dict[WorkerAddress, int] = {}
+        self._asking: set[WorkerAddress] = set()
+        self._tasks = TaskSet(logger)
+
+    async def run(self) -> None:
+        """Watch until cancelled."""
+        swept_at = self._clock.now()
+        while True:
+            began = self._clock.now()
+            workers = set(self._state.workers_in_use()) | self._observed.unresponsive
+            if began - swept_at >= SWEEP_S:
+                swept_at = began
+                workers |= set(self._observed.workers)
+            for worker in sorted(workers & self._observed.workers.keys()):
+                self._tasks.spawn(self._look(worker), "watch")
+            self._forget_workers()
+            await self._clock.sleep(max(0.0, began + PERIOD_S - self._clock.now()))
+
+    async def stop(self) -> None:
+        """Cancel the queries in progress."""
+        await self._tasks.close(timeout_s=2)
+
+    async def _look(self, worker: WorkerAddress) -> None:
+        if worker in self._asking:
+            return
+        self._asking.add(worker)
+        # An actor that started after the query may be missing in the answer.
+        expected = [each for each in self._state.replicas_on(worker) if each.state is ReplicaState.RUNNING]
+        scaled, instance = self._state.autoscaled(), self._cluster.instance
+        names = [
+            each.address(instance).name for each in self._state.replicas_on(worker) if each.backend in scaled
+        ]
+        by_scheduler = self._misses.get(worker, 0) % 2 == 1
+        asking = self._cluster.inspect(worker, figures_of=names, by_scheduler=by_scheduler)
+        try:
+            actors = await self._clock.wait_for(asking, ANSWER_S)
+        except (ServeError, OSError, TimeoutError) as error:
+            self._missed(worker, error)
+        else:
+            self._answered(worker, actors, expected)
+        finally:
+            self._asking.discard(worker)
+
+    def _missed(self, worker: WorkerAddress, error: BaseException) -> None:
+        misses = self._misses[worker] = self._misses.get(worker, 0) + 1
+        info = self._observed.workers.get(worker)
+        if info is None or worker in self._observed.unresponsive:
+            return
+        # The supervisor has replaced a controller there, so this one does not wait as long once more.
+        if misses < (1 if info.is_suspect else MISSES):
+            return
+        logger.warning("Worker %s does not answer (%r); its replicas are replaced", worker, error)
+        self._observed.unresponsive.add(worker)
+        self._announce()
+        if any(proxy.worker == worker for proxy in self._state.proxies.values()):
+            self._tasks.spawn(self._restart(worker), "watch")
+        self._poke(None)
+
+    async def _restart(self, worker: WorkerAddress) -> None:
+        while worker in self._observed.unresponsive:
+            try:
+                await self._cluster.restart_worker(self._epoch, worker)
+                return
+            except (ServeError, OSError) as error:
+                logger.warning("Worker %s holds a proxy and could not be restarted: %s", worker, error)
+                if not isinstance(error, OSError | UnavailableError) or isinstance(error, StaleEpochError):
+                    return
+            await self._clock.sleep(RESTART_RETRY_S)
+
+    def _answered(
+        self, worker: WorkerAddress, actors: Sequence[Mapping[str, Any]], expected: Sequence[ReplicaRecord]
+    ) -> None:
+        self._misses.pop(worker, None)
+        if worker in self._observed.unresponsive:
+            logger.info("Worker %s answers again", worker)
+            self._observed.unresponsive.discard(worker)
+            self._announce()
+            self._poke(None)
+        broken = next((each["broken_routes"] for each in actors if "broken_routes" in each), None)
+        if broken is None:
+            self._observed.broken_routes.pop(worker, None)
+        else:
+            self._observed.broken_routes[worker] = broken
+        there = {(actor["name"], actor["incarnation"]): actor for actor in actors}
+        for replica in expected:
+            current = self._state.replicas.get(replica.tag)
+            if current is not None and current.state is ReplicaState.RUNNING:
+                self._look_for(replica, there)
+        for replica in self._state.replicas_on(worker):
+            actor = there.get((replica.address(self._cluster.instance).name, replica.incarnation))
+            if actor is not None and "figures" in actor:
+                now = self._clock.now()
+                self._observed.loads.answered(replica.backend, replica.tag, actor["figures"], now)
+            self._note_facts(replica, {} if actor is None else actor)
+            if actor is None or actor["is_healthy"] or replica.tag in self._observed.unhealthy:
+                continue
+            logger.warning("Replica %s is unhealthy: %s", short_tag(replica.tag), actor["detail"])
+            self._observed.unhealthy[replica.tag] = actor["detail"]
+            self._poke([replica.backend])
+        self._miss_proxies(worker, there)
+        self._end_orphans(worker, actors)
+
+    def _note_facts(self, replica: ReplicaRecord, actor: Mapping[str, Any]) -> None:
+        """Record what a replica does, the rank with which it runs, and the user's statistics for routing."""
+        if "busy" in actor:
+            self._observed.busy[replica.tag] = Busy(*actor["busy"])
+        else:
+            self._observed.busy.pop(replica.tag, None)
+        if actor.get("standing"):
+            standing = as_standing(actor["standing"])
+            if self._observed.standings.get(replica.tag) != standing:
+                self._observed.standings[replica.tag] = standing
+                self._poke([replica.backend])
+        if actor.get("is_leaving") and replica.tag not in self._observed.terminating:
+            self._observed.terminating.add(replica.tag)
+            self._poke([replica.backend])
+        if "routing_stats" in actor:
+            self._observed.routing_stats[replica.tag] = actor["routing_stats"]
+
+    def _look_for(self, replica: ReplicaRecord, there: Mapping[tuple[str, int], Mapping[str, Any]]) -> None:
+        """Record that a replica runs, or that it should run but has vanished."""
+        actor = there.get((replica.address(self._cluster.instance).name, replica.incarnation))
+        if actor is not None and actor["is_ready"]:
+            if replica.tag not in self._observed.ready:
+                self._observed.ready[replica.tag] = {"pid": actor["pid"]}
+                self._poke([replica.backend])
+        elif replica.tag not in self._observed.failed:
+            name = short_tag(replica.tag)
+            logger.warning("Replica %s vanished from %s", name, replica.worker)
+            error = ActorLostError(f"Replica {name} vanished from {replica.worker}.")
+            self._observed.failed[replica.tag] = error
+            self._poke([replica.backend])
+
+    def _miss_proxies(
+        self, worker: WorkerAddress, there: Mapping[tuple[str, int], Mapping[str, Any]]
+    ) -> None:
+        for proxy in self._state.proxies.values():
+            if proxy.worker != worker:
+                continue
+            is_there = (proxy.address(self._cluster.instance).name, proxy.incarnation) in there
+            facts = self._observed.proxies_ready.get(proxy.name)
+            is_known = facts is not None and facts["incarnation"] == proxy.incarnation
+            if is_known and not is_there:
+                logger.warning("Proxy %s vanished from %s", proxy.tag, worker)
+                del self._observed.proxies_ready[proxy.name]
+                self._poke(None)
+
+    def _end_orphans(self, worker: WorkerAddress, actors: Sequence[Mapping[str, Any]]) -> None:
+        instance = self._cluster.instance
+        known = {replica.address(instance) for replica in self._state.replicas_on(worker)}
+        known |= {proxy.address(instance) for proxy in self._state.proxies.values() if proxy.worker == worker}
+        for actor in actors:
+            address = ActorAddress(actor["name"], worker, actor["incarnation"])
+            if actor["kind"] == ActorKind.CONTROLLER:
+                is_ours = address.incarnation < self._epoch
+            else:
+                is_ours = address.incarnation < self._newest_incarnation
+            if is_ours and address not in known:
+                logger.warning("Actor %s has no record and is stopped", address)
+                self._tasks.spawn(self._end(address), "watch")
+
+    async def _end(self, address: ActorAddress) -> None:
+        try:
+            # A controller that was cut off does not know the actors that its successor has adopted.
+            await self._confirm_reign()
+            await self._cluster.destroy(address, 0)
+        except (ServeError, OSError) as error:
+            logger.info("Actor %s could not be stopped: %s", address, error)
+
+    def _forget_workers(self) -> None:
+        known = set(self._observed.workers)
+        if not self._observed.unresponsive <= known:
+            self._observed.unresponsive &= known
+            self._announce()
+        for worker in set(self._observed.broken_routes) - known:
+            del self._observed.broken_routes[worker]
+        for worker in set(self._misses) - known:
+            del self._misses[worker]

@@ -1,0 +1,52 @@
+"""What replicas and their workers have to do: the criteria by which replicas are chosen to stop. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from daskserve.common.types import ReplicaTag, WorkerAddress
+from daskserve.control.observed.observed import Observed
+from daskserve.control.records.records import BackendRecord
+from daskserve.control.records.state import State
+
+#: Number of replicas that a proxy or the controller counts for when workers are compared for emptying.
+KEPT_WORKER = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Burdens:
+    """The criteria by which replicas are chosen to stop.
+
+    Attributes
+    ----------
+    ongoing : mapping
+        The known number of running requests of each replica.
+    others : callable
+        Returns what a worker holds besides replicas of this backend, as a number.
+    empties_workers : bool
+        Whether to empty workers, because the cluster then removes them. Otherwise replicas stay spread.
+    """
+
+    ongoing: Mapping[ReplicaTag, float] = field(default_factory=dict)
+    others: Callable[[WorkerAddress], int] = lambda worker: 0
+    empties_workers: bool = False
+
+
+def burdens_of(
+    state: State,
+    observed: Observed,
+    backend: BackendRecord,
+    replicas: Iterable[ReplicaTag],
+    avoid: Collection[WorkerAddress],
+    now: float,
+) -> Burdens:
+    """Return the burdens of a backend's replicas; ``avoid`` are the workers of the controller and proxies."""
+
+    def others(worker: WorkerAddress) -> int:
+        # Actors that cannot move, or not without a visible effect, keep their worker in any case.
+        fixed = KEPT_WORKER if worker in avoid else 0
+        return fixed + state.count_on(worker) - state.count_on(worker, backend.tag)
+
+    empties_workers = observed.is_adaptive or backend.config.placement == "PACK"
+    return Burdens(observed.loads.ongoing(replicas, now), others, empties_workers)

@@ -1,0 +1,415 @@
+"""Placement: which workers get a replica, or the bundles of a placement group or gang.
+
+Dask reserves no resources for actors, so this module compares the resources that a worker declares with the
+requests of the replicas placed on it. A worker must be available and allowed, and must have room; it must not
+be one that ``system_workers`` keeps for the controller and the proxies; its host
+must not have as many replicas as ``max_replicas_per_node`` allows. Among these, the worker with the fewest
+replicas of the same backend wins, then the one whose host has the fewest; then one without the controller
+and proxies, as long as it has fewer replicas than threads; then the one with the fewest replicas, where a
+proxy or the controller counts as `COMPANY` more. With the option ``placement="PACK"``, the most replicas
+win in each case, and a proxy or the controller is avoided first. Ties are resolved by address, so the
+result is repeatable.
+
+All that is placed together is one `Demand`: bundles that have room all or none
+(`daskserve.control.placement.bin_packing`). A replica is one bundle, or those of its placement group; a gang
+is the bundles of all its replicas.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+from daskserve.common.formatting import shown, shown_size
+from daskserve.common.types import BackendTag, WorkerAddress, WorkerInfo
+from daskserve.control.placement.bin_packing import TOLERANCE, Amounts, Room, by_host, fill, fit, total
+from daskserve.control.records.bundles import places_of
+from daskserve.control.records.records import BackendRecord, Change, ReplicaRecord
+from daskserve.control.records.state import State
+from daskserve.options.placement_group import Strategy
+
+#: As how many replicas the controller or a proxy counts where all workers are full.
+COMPANY = 2
+#: The workers that replicas spread over, in order: those that have fewer replicas than threads, then such
+#: workers with the controller or a proxy, then all others.
+FREE, AVOIDED, FULL = range(3)
+
+#: What sorts workers, the best first; see `ranks`.
+WorkerRank: TypeAlias = tuple[int, int, int, int, WorkerAddress]
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """The resources and workers that replicas need which are placed together.
+
+    Attributes
+    ----------
+    bundles : tuple of mapping
+        The amounts of each bundle by resource: those of the first replica, then those of the next one.
+    is_packed : bool
+        Whether they go where other replicas of the backend are.
+    strategy
+        How the bundles lie to each other.
+    replicas : int
+        How many replicas these are.
+    """
+
+    backend: BackendTag
+    bundles: tuple[Amounts, ...]
+    allowed_workers: tuple[str, ...] | None = None
+    most_per_host: int | None = None
+    is_packed: bool = False
+    strategy: Strategy = "PACK"
+    replicas: int = 1
+
+    @property
+    def has_groups(self) -> bool:
+        """Whether a replica has more than one bundle."""
+        return len(self.bundles) > self.replicas
+
+
+class Ledger(Protocol):
+    """The resources that replicas occupy; `daskserve.control.records.state.State` implements it."""
+
+    def used(self, worker: WorkerAddress) -> Mapping[str, float]: ...
+
+    def bundles_on(self) -> Mapping[WorkerAddress, int]: ...
+
+    def workers_of(self, backend: BackendTag) -> Mapping[WorkerAddress, int]: ...
+
+
+class Trial:
+    """The ledger of a state plus a change that has not been applied yet."""
+
+    def __init__(self, state: State, change: Change) -> None:
+        self._state = state
+        self._used: dict[WorkerAddress, dict[str, float]] = {}
+        self._counts: Counter[WorkerAddress] = Counter()
+        self._counts_of: dict[BackendTag, Counter[WorkerAddress]] = {}
+        for key, record in change.items():
+            kind, _, tag = key.partition("/")
+            if kind != ReplicaRecord.KIND:
+                continue
+            old = state.replicas.get(tag)
+            if old is not None:
+                self._count(old, -1)
+            if isinstance(record, ReplicaRecord):
+                self._count(record, 1)
+
+    def occupy(
+        self, backend: BackendTag, worker: WorkerAddress, amounts: Mapping[str, float], count: int = 1
+    ) -> None:
+        """Add a bundle on a worker; a ``count`` of -1 removes one."""
+        used = self._used.setdefault(worker, dict(self._state.used(worker)))
+        for name, amount in amounts.items():
+            used[name] = used.get(name, 0) + count * amount
+        self._counts[worker] += count
+        self._counts_of.setdefault(backend, Counter())[worker] += count
+
+    def _count(self, replica: ReplicaRecord, count: int) -> None:
+        for worker, amounts in places_of(replica):
+            self.occupy(replica.backend, worker, amounts, count)
+
+    @contextmanager
+    def without(self, replicas: Iterable[ReplicaRecord]) -> Iterator[None]:
+        """Leave out some replicas inside a ``with`` block."""
+        known = list(replicas)
+        for each in known:
+            self._count(each, -1)
+        yield
+        for each in known:
+            self._count(each, 1)
+
+    def used(self, worker: WorkerAddress) -> Mapping[str, float]:
+        """Return the amounts that the replicas on a worker occupy, by resource."""
+        return self._used[worker] if worker in self._used else self._state.used(worker)
+
+    def bundles_on(self) -> Mapping[WorkerAddress, int]:
+        """Return the workers that hold bundles, each with their number."""
+        return _sum(self._state.bundles_on(), self._counts)
+
+    def workers_of(self, backend: BackendTag) -> Mapping[WorkerAddress, int]:
+        """Return the workers that hold bundles of a backend, each with their number."""
+        return _sum(self._state.workers_of(backend), self._counts_of.get(backend, {}))
+
+
+def _sum(
+    known: Mapping[WorkerAddress, int], changes: Mapping[WorkerAddress, int]
+) -> Mapping[WorkerAddress, int]:
+    if not changes:
+        return known
+    return {**known, **{worker: known.get(worker, 0) + change for worker, change in changes.items()}}
+
+
+def capacity(worker: WorkerInfo) -> dict[str, float]:
+    """Return a worker's amounts by resource: its threads as CPU, its memory, and its declared resources."""
+    # Dask reports 0 for a worker without a memory limit.
+    memory = float(worker.memory_bytes) or math.inf
+    return {"CPU": float(worker.threads), "memory": memory, **worker.resources}
+
+
+def is_allowed(worker: WorkerInfo, allowed: tuple[str, ...] | None) -> bool:
+    """Return whether a backend limited to some workers (by address, name or host) may use this one."""
+    return allowed is None or bool({worker.address, worker.name, worker.host} & set(allowed))
+
+
+def ranks(
+    ledger: Ledger, workers: Iterable[WorkerInfo], demand: Demand, avoid: Iterable[WorkerAddress] = ()
+) -> Callable[[WorkerAddress], WorkerRank]:
+    """Return a function that ranks workers; `place` takes the smallest rank, which ends with the address."""
+    known, avoided = {each.address: each for each in workers}, set(avoid)
+    same, total_on = ledger.workers_of(demand.backend), ledger.bundles_on()
+    on_hosts = _count_on_hosts(known.values(), same)
+
+    def rank(worker: WorkerAddress) -> WorkerRank:
+        info = known[worker]
+        mine, near = same.get(worker, 0), on_hosts.get(info.host, 0)
+        crowd, is_avoided = total_on.get(worker, 0), worker in avoided
+        if demand.is_packed:
+            return (-mine, -near, is_avoided, -crowd, worker)
+        return (mine, near, *crowding(info, crowd, is_avoided=is_avoided), worker)
+
+    return rank
+
+
+def crowding(worker: WorkerInfo, bundles: int, *, is_avoided: bool) -> tuple[int, int]:
+    """Return the part of the rank of a worker that does not depend on the backend.
+
+    Parameters
+    ----------
+    bundles : int
+        The number of bundles on it, of all backends.
+    is_avoided : bool
+        Whether it has the controller or a proxy.
+    """
+    # Where only busy workers are left, all of them share the load.
+    tier = FULL if bundles >= worker.threads else AVOIDED if is_avoided else FREE
+    return tier, bundles + COMPANY * is_avoided
+
+
+def place(
+    ledger: Ledger, workers: Iterable[WorkerInfo], demand: Demand, avoid: Iterable[WorkerAddress] = ()
+) -> tuple[WorkerAddress, ...] | None:
+    """Return the best worker for each bundle, or None if they have no room together.
+
+    Parameters
+    ----------
+    avoid
+        The workers of the controller and the proxies.
+    """
+    known = list(workers)
+    rank = ranks(ledger, known, demand, avoid)
+    on_hosts = _count_on_hosts(known, ledger.workers_of(demand.backend))
+    if len(demand.bundles) > 1:
+        return fit(_room_of(ledger, known, demand), demand.bundles, demand.strategy, rank)
+    best: WorkerRank | None = None
+    for worker in known:
+        ranked = rank(worker.address)
+        # The rank first: it takes less time than the room, and few workers are better than all before them.
+        if (best is None or ranked < best) and _has_room(ledger, worker, demand, on_hosts):
+            best = ranked
+    return None if best is None else (best[-1],)
+
+
+def room_for(
+    ledger: Ledger,
+    workers: Iterable[WorkerInfo],
+    demand: Demand,
+    most: int,
+    only: WorkerAddress | None = None,
+) -> int:
+    """Return how often a demand fits on these workers at once; ``most`` is enough.
+
+    Parameters
+    ----------
+    only : str, optional
+        Count the room of this worker alone; the others count as neighbors on its host.
+    """
+    room = _room_of(ledger, list(workers), demand)
+    if only is not None:
+        room.free = {only: room.free[only]} if only in room.free else {}
+    first, strategy = demand.bundles[0], demand.strategy
+    are_free = len(demand.bundles) == 1 or strategy in ("PACK", "SPREAD")
+    if are_free and all(each == first for each in demand.bundles):
+        # Equal bundles have room in any order, wherever they lie.
+        return _count_equal(room, first, most * len(demand.bundles)) // len(demand.bundles)
+    found = 0
+    while found < most and fit(room, demand.bundles, strategy, lambda worker: (worker,)) is not None:
+        found += 1
+    return found
+
+
+def _count_equal(room: Room, amounts: Amounts, most: int) -> int:
+    """Place as many equal bundles as have room, at most this many; return their number."""
+    found = 0
+    for worker, free in room.free.items():
+        wanted = most - found
+        if room.per_host is not None:
+            wanted = min(wanted, room.per_host[room.hosts[worker]])
+        here = fill(free, amounts, wanted)
+        if room.per_host is not None:
+            room.per_host[room.hosts[worker]] -= here
+        found += here
+    return found
+
+
+def _has_room(ledger: Ledger, worker: WorkerInfo, demand: Demand, on_hosts: Mapping[str, int]) -> bool:
+    """Return whether a worker may be used and has room for the only bundle of a demand."""
+    room = _room_of(ledger, [worker], demand, on_hosts)
+    return worker.address in room.free and room.has(worker.address, demand.bundles[0])
+
+
+def _room_of(
+    ledger: Ledger,
+    workers: Sequence[WorkerInfo],
+    demand: Demand,
+    on_hosts: Mapping[str, int] | None = None,
+) -> Room:
+    """Return what is left on the workers that may be used.
+
+    ``on_hosts`` are the numbers of the backend's bundles by host, if there are others than these workers.
+    """
+    names = {name for each in demand.bundles for name in each}
+    free = {}
+    for worker in workers:
+        if worker.is_available and not worker.is_system and is_allowed(worker, demand.allowed_workers):
+            offered, used = capacity(worker), ledger.used(worker.address)
+            free[worker.address] = {name: offered.get(name, 0) - used.get(name, 0) for name in names}
+    hosts = {worker.address: worker.host for worker in workers}
+    if demand.most_per_host is None:
+        return Room(free, hosts)
+    if on_hosts is None:
+        on_hosts = _count_on_hosts(workers, ledger.workers_of(demand.backend))
+    left = {host: demand.most_per_host - on_hosts.get(host, 0) for host in hosts.values()}
+    return Room(free, hosts, Counter(left))
+
+
+def _count_on_hosts(workers: Iterable[WorkerInfo], bundles: Mapping[WorkerAddress, int]) -> dict[str, int]:
+    """Return the numbers of bundles by host, given those by worker; hosts without any are left out."""
+    counts: dict[str, int] = {}
+    if not bundles:
+        return counts
+    for worker in workers:
+        if worker.address in bundles:
+            counts[worker.host] = counts.get(worker.host, 0) + bundles[worker.address]
+    return counts
+
+
+def demand_of(backend: BackendRecord) -> Demand:
+    """Return the demand of a new replica, or of a new gang."""
+    allowed = backend.actor_options.workers
+    return Demand(
+        backend.tag,
+        backend.gang_size * (backend.bundles or (backend.actor_options.demand(),)),
+        None if allowed is None else tuple(allowed),
+        backend.config.max_replicas_per_node,
+        backend.config.packs,
+        backend.config.strategy,
+        backend.gang_size,
+    )
+
+
+def explain(ledger: Ledger, workers: Iterable[WorkerInfo], demand: Demand) -> str:
+    """Return the reason why no worker has room, with the numbers."""
+    everyone = list(workers)
+    known = [worker for worker in everyone if not worker.is_system]
+    if not known and everyone:
+        kept = f"{len(everyone)} worker{'s' if len(everyone) > 1 else ''}"
+        return (
+            f"system_workers keeps all {kept} for the controller and the proxies; start others for replicas"
+        )
+    if not known:
+        return "the cluster has no workers that can hold replicas"
+    allowed = [worker for worker in known if is_allowed(worker, demand.allowed_workers)]
+    if not allowed:
+        names = ", ".join(sorted(demand.allowed_workers or ()))
+        return f"actor_options['workers'] allows only {names}, and none of these is in the cluster"
+    room = _room_of(ledger, known, demand)
+    if not room.free:
+        return f"all {len(allowed)} allowed workers are paused or closing"
+    if len(demand.bundles) == 1:
+        return _missing(room, list(room.free), demand, demand.bundles[0])
+    placed = _most_that_fit(ledger, known, demand)
+    if demand.strategy == "STRICT_PACK":
+        reason = _missing_on_one_host(room, demand)
+    else:
+        reason = _missing_beside(room, placed, demand)
+    where = {"STRICT_PACK": " on one host", "STRICT_SPREAD": " on different hosts"}.get(demand.strategy, "")
+    if demand.has_groups:
+        whose = "a gang" if demand.replicas > 1 else "a placement group"
+        what = f"the {len(demand.bundles)} bundles of {whose} are reserved together{where}"
+    else:
+        what = f"the {demand.replicas} replicas of a gang start together"
+    return f"{what}, and only {len(placed)} have room: {reason}"
+
+
+def _most_that_fit(
+    ledger: Ledger, workers: Sequence[WorkerInfo], demand: Demand
+) -> tuple[WorkerAddress, ...]:
+    """Return the workers of as many of the first bundles as have room together."""
+    least, most = 0, len(demand.bundles) - 1
+    found: tuple[WorkerAddress, ...] = ()
+    while least < most:
+        count = (least + most + 1) // 2
+        room = _room_of(ledger, workers, demand)
+        placed = fit(room, demand.bundles[:count], demand.strategy, lambda worker: (worker,))
+        if placed is None:
+            most = count - 1
+        else:
+            least, found = count, placed
+    return found
+
+
+def _missing_beside(room: Room, placed: Sequence[WorkerAddress], demand: Demand) -> str:
+    """Return why the next bundle has no room beside those that were placed."""
+    for worker, amounts in zip(placed, demand.bundles, strict=False):
+        room.take(worker, amounts)
+    workers = list(room.free)
+    if demand.strategy == "STRICT_SPREAD":
+        hosts = {room.hosts[each] for each in placed}
+        workers = [each for each in workers if room.hosts[each] not in hosts]
+        if not workers:
+            return f"there are only {len(hosts)} usable hosts"
+    return _missing(room, workers, demand, demand.bundles[len(placed)])
+
+
+def _missing_on_one_host(room: Room, demand: Demand) -> str:
+    """Return why no host has room for all bundles."""
+    hosts = by_host(room, room.free).values()
+    lacks = _lacks(total(demand.bundles), [total(room.free[each] for each in here) for here in hosts], "host")
+    return f"together they need {lacks}" if lacks else "no host has workers on which all of them fit"
+
+
+def _missing(room: Room, workers: Sequence[WorkerAddress], demand: Demand, amounts: Amounts) -> str:
+    """Return why one bundle has no room on some workers."""
+    if room.per_host is not None:
+        hosts = len({room.hosts[each] for each in workers})
+        workers = [each for each in workers if room.per_host[room.hosts[each]] > 0]
+        if not workers:
+            limit = demand.most_per_host
+            return f"max_replicas_per_node is {limit}, and each of the {hosts} usable hosts has as many"
+    lacks = _lacks(amounts, [room.free[each] for each in workers], "worker")
+    if lacks:
+        who = "a bundle" if demand.has_groups else "a replica"
+        return f"{who} needs {lacks}; {len(workers)} workers were looked at"
+    wanted = ", ".join(f"{name} {_amount(name, amount)}" for name, amount in sorted(amounts.items()))
+    return f"no single one of {len(workers)} workers has all of {wanted or 'nothing'} free"
+
+
+def _lacks(amounts: Amounts, free: Sequence[Amounts], place: str) -> str:
+    """Return what no single place has enough of, with the most that one has."""
+    lacks = []
+    for name, amount in sorted(amounts.items()):
+        most = max(each[name] for each in free)
+        if amount > most + TOLERANCE:
+            known = _amount(name, max(0.0, most))
+            lacks.append(f"{name} {_amount(name, amount)} (most free on one {place}: {known})")
+    return ", ".join(lacks)
+
+
+def _amount(name: str, amount: float) -> str:
+    return shown_size(amount) if name == "memory" else shown(amount)

@@ -1,0 +1,179 @@
+"""Spreading again: which replica moves to a better worker, after hosts have joined or come back. Pure.
+
+Replicas are placed where it is best at the time. Later, other places may be better:
+
+- Workers have room on which fewer replicas of the same deployment are, or on whose hosts.
+- A worker has joined that has had no replica yet, while others have several, or the controller or a proxy.
+
+Then one replica at a time moves, in the whole instance: a new one starts at the better place before the old
+one stops. Each move makes a worker less crowded than before, so moves end.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from daskserve.common.types import BackendTag, ReplicaState, ReplicaTag, WorkerAddress, WorkerInfo
+from daskserve.control.observed.observed import Notes, Observed
+from daskserve.control.placement.placement import Trial, crowding, demand_of, place, ranks
+from daskserve.control.records.bundles import is_on
+from daskserve.control.records.records import BackendRecord, ReplicaRecord
+from daskserve.control.records.state import State
+
+#: Interval of the searches.
+SEARCH_S = 5.0
+#: Number of backends that one search looks at, and for how many of them it compares all workers.
+LOOKS, COMPARISONS = 50, 5
+
+
+class Spreader:
+    """Searches for the next move, in turn through the backends; remembers how long each could be better."""
+
+    def __init__(self) -> None:
+        self._since: dict[BackendTag, float] = {}
+        #: Workers that have had replicas: they have had their chance.
+        self._used: set[WorkerAddress] = set()
+        self._turns: list[BackendTag] = []
+        self._due = 0.0
+
+    def next_move(
+        self, state: State, observed: Observed, avoid: Collection[WorkerAddress], now: float
+    ) -> ReplicaRecord | None:
+        """Return the replica that moves, or None.
+
+        Parameters
+        ----------
+        avoid
+            The workers of the controller and the proxies.
+        """
+        if now < self._due:
+            return None
+        self._due = now + SEARCH_S
+        self._used = (self._used | state.bundles_on().keys()) & observed.workers.keys()
+        # An adaptive cluster removes empty workers, so they are not for spreading.
+        if observed.moving is not None or observed.is_adaptive:
+            return None
+        workers = [each for each in observed.cleared_workers() if each.is_available and not each.is_system]
+        if len(workers) < 2:
+            self._since.clear()
+            return None
+        fresh = {each.address for each in workers} - self._used
+        crowds = _Crowds(state, workers, avoid, fresh)
+        comparisons = 0
+        for tag in self._next_turns(state):
+            backend, found = state.backends[tag], None
+            wait_s = backend.config.rebalance_after_s
+            if wait_s is not None and _is_at_rest(state, observed, backend) and crowds.may_be_better(tag):
+                comparisons += 1
+                found = _misplaced(state, workers, backend, avoid, fresh)
+            if found is None or wait_s is None:
+                self._since.pop(tag, None)
+            elif now >= self._since.setdefault(tag, now) + wait_s:
+                return found
+            if comparisons >= COMPARISONS:
+                break
+        return None
+
+    def _next_turns(self, state: State) -> Iterable[BackendTag]:
+        """Yield the next backends; each has had its turn then."""
+        if not self._turns:
+            self._turns = sorted(state.backends, reverse=True)
+            for gone in self._since.keys() - state.backends.keys():
+                del self._since[gone]
+        for _ in range(min(LOOKS, len(self._turns))):
+            tag = self._turns.pop()
+            if tag in state.backends:
+                yield tag
+
+
+def leaving(
+    observed: Observed, notes: Notes, replicas: Mapping[ReplicaTag, ReplicaRecord], *, is_busy: bool
+) -> tuple[set[ReplicaTag], ReplicaTag | None]:
+    """Return the replicas that leave their workers, and one that was to move but stays.
+
+    A move is not worth any trouble: it ends if there is no room any more, if the new replica does not start,
+    and if anything else is to be done.
+    """
+    retiring = observed.retiring_of(replicas.values())
+    found = {each.tag for each in replicas.values() if is_on(each, retiring)}
+    found |= observed.terminating & replicas.keys()
+    moving = observed.moving
+    if moving is None or moving not in replicas:
+        return found, None
+    waits = any(each.state is ReplicaState.SHOULD_START for each in replicas.values())
+    if found or is_busy or notes.failures or waits:
+        return found, moving
+    return {moving}, None
+
+
+def _is_at_rest(state: State, observed: Observed, backend: BackendRecord) -> bool:
+    """Return whether a backend spreads, and has nothing to do."""
+    app = state.apps.of(backend)
+    if backend.goal or backend.is_deleting or (app is not None and app.goal):
+        return False
+    # Gangs and placement groups choose their places together; others may hold what only they know.
+    if backend.config.packs or backend.gang_size > 1 or backend.bundles or backend.actor_of:
+        return False
+    if backend.tag in observed.failures or backend.tag in observed.waiting:
+        return False
+    replicas = state.replicas_of(backend.tag)
+    return len(replicas) == backend.num_replicas and all(
+        each.state is ReplicaState.RUNNING and each.version == backend.version for each in replicas
+    )
+
+
+class _Crowds:
+    """How crowded the workers are, for a quick look at many backends."""
+
+    def __init__(
+        self,
+        state: State,
+        workers: Sequence[WorkerInfo],
+        avoid: Collection[WorkerAddress],
+        fresh: Collection[WorkerAddress],
+    ) -> None:
+        self._state = state
+        self._workers = {each.address: each for each in workers}
+        self._avoid = set(avoid)
+        self._least = min((self._crowding(self._workers[each], 0) for each in fresh), default=None)
+
+    def may_be_better(self, backend: BackendTag) -> bool:
+        """Return whether one of a backend's replicas might be better placed on another worker."""
+        counts = self._state.workers_of(backend)
+        known = [self._workers[each] for each in counts if each in self._workers]
+        near: Counter[str] = Counter()
+        for worker in known:
+            near[worker.host] += counts[worker.address]
+        if any(counts[each.address] > 1 or near[each.host] > 1 for each in known):
+            return True
+        return self._least is not None and any(self._crowding(each, 1) > self._least for each in known)
+
+    def _crowding(self, worker: WorkerInfo, less: int) -> tuple[int, int]:
+        count = self._state.count_on(worker.address) - less
+        return crowding(worker, count, is_avoided=worker.address in self._avoid)
+
+
+def _misplaced(
+    state: State,
+    workers: Sequence[WorkerInfo],
+    backend: BackendRecord,
+    avoid: Collection[WorkerAddress],
+    fresh: Collection[WorkerAddress],
+) -> ReplicaRecord | None:
+    """Return the replica of a backend on its worst worker, if another one is better; None otherwise."""
+    trial, demand = Trial(state, {}), demand_of(backend)
+    found = place(trial, workers, demand, avoid)
+    known = {each.address for each in workers}
+    replicas = [each for each in state.replicas_of(backend.tag) if each.worker in known]
+    if found is None or not replicas:
+        return None
+    (better,) = found
+    rank = ranks(trial, workers, demand, avoid)
+    worst = max(replicas, key=lambda each: (rank(each.worker or ""), each.tag))
+    with trial.without([worst]):
+        rank = ranks(trial, workers, demand, avoid)
+        there, here = rank(better), rank(worst.worker or "")
+    if better in fresh:
+        return worst if there[:-1] < here[:-1] else None
+    return worst if there[:2] < here[:2] else None  # only for what is beside others of the same backend

@@ -1,0 +1,1 @@
+"""Which HTTP proxies run, and when a new instance may begin to listen. Pure."""

@@ -1,0 +1,121 @@
+"""The end of a trial: the store becomes the instance's once it serves.
+
+See `daskserve.cluster.protocols.stores`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+from daskserve.cluster.protocols.base import Store
+from daskserve.cluster.protocols.stores import Hold
+from daskserve.common.clock import Clock
+from daskserve.control.observed.observed import Observed
+from daskserve.control.proxies.take_over import all_run, listens
+from daskserve.control.records.checkpoint import PASSING
+from daskserve.control.records.state import State
+from daskserve.errors import ServeError, StaleEpochError, StoreTakenError
+from daskserve.loops.tasks import TaskSet
+
+logger = logging.getLogger("daskserve.controller")
+
+#: Interval of the checks whether the instance serves, and of the attempts while something does not run yet.
+CHECK_S = 0.02
+ATTEMPT_S = 0.5
+
+
+class StoreTrial:
+    """Takes the store over, as soon as that may be.
+
+    Parameters
+    ----------
+    lock
+        Held while changes are decided and committed.
+    adopt
+        Applies what the owner before has changed meanwhile; called with the lock.
+    has_proxies
+        Whether the instance listens.
+
+    Attributes
+    ----------
+    error : StoreTakenError or None
+        Why the start has failed.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        epoch: int,
+        state: State,
+        observed: Observed,
+        clock: Clock,
+        *,
+        lock: AbstractAsyncContextManager[Any],
+        adopt: Callable[[Mapping[str, bytes | None]], Awaitable[None]],
+        has_proxies: bool,
+    ) -> None:
+        self._store = store
+        self._epoch = epoch
+        self._state = state
+        self._observed = observed
+        self._clock = clock
+        self._lock = lock
+        self._adopt = adopt
+        self._has_proxies = has_proxies
+        self.error: StoreTakenError | None = None
+        self._tasks = TaskSet(logger)
+
+    def begin(self) -> None:
+        """Run in the background."""
+        self._tasks.spawn(self.run(), "trial")
+
+    async def stop(self) -> None:
+        """Stop what `begin` has begun."""
+        await self._tasks.close(timeout_s=2)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the store is the instance's own."""
+        return self._store.hold not in (Hold.TRIAL, Hold.CLAIMED, Hold.REFUSED)
+
+    @property
+    def waits_for(self) -> str:
+        """What the store's take-over waits for; empty if it waits for nothing."""
+        if self.is_over:
+            return ""
+        if not self._listens():
+            return "the HTTP proxies do not listen"
+        return "not all replicas run, and the instance that has the store until then is alive"
+
+    async def run(self) -> None:
+        """Return once the store is the instance's own, or another cluster has it."""
+        attempted_at = 0.0
+        while not self.is_over and self.error is None:
+            is_complete = all_run(self._state, self._observed)
+            now = self._clock.now()
+            if self._listens() and (is_complete or now >= attempted_at + ATTEMPT_S):
+                attempted_at = now
+                try:
+                    await self._attempt(is_complete)
+                except StoreTakenError as error:
+                    logger.error("The start has failed: %s", error)
+                    self.error = error
+                except StaleEpochError:
+                    return  # a newer controller does this
+                except (ServeError, OSError) as error:
+                    logger.warning("The store could not be taken over yet: %s", error)
+                    await self._clock.sleep(ATTEMPT_S)
+            await self._clock.sleep(CHECK_S)
+
+    async def _attempt(self, is_complete: bool) -> None:
+        async with self._lock:
+            changed = await self._store.take_over(self._epoch, is_complete=is_complete, own=PASSING)
+            if changed is not None:
+                logger.info("The store is this instance's own")
+                await self._adopt(changed)
+
+    def _listens(self) -> bool:
+        return not self._has_proxies or listens(self._state, self._observed)

@@ -1,0 +1,62 @@
+"""When a new instance, or one that takes over from another one on its store, may begin to listen. Pure."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from daskserve.common.types import ReplicaState
+from daskserve.control.observed.observed import Observed
+from daskserve.control.proxies.step import is_ready
+from daskserve.control.records.state import State
+
+
+class Listening(enum.Enum):
+    """Whether an instance has proxies: once it is complete, now, or no more because it ends."""
+
+    LATER = enum.auto()
+    NOW = enum.auto()
+    NO_MORE = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class ListenRules:
+    """What an instance waits for before it listens: its replicas, and its first route."""
+
+    waits_for_replicas: bool = False
+    waits_for_route: bool = False
+
+    @property
+    def first(self) -> Listening:
+        """Whether a new controller has proxies at once."""
+        return Listening.LATER if self.waits_for_replicas or self.waits_for_route else Listening.NOW
+
+    def are_met(self, state: State, observed: Observed) -> bool:
+        """Return whether the instance may listen. Once it has proxies, it does so without a route, too."""
+        has_opened = bool(state.proxies) or any(each.route for each in state.endpoints.values())
+        return (has_opened or not self.waits_for_route) and (
+            not self.waits_for_replicas or all_run(state, observed)
+        )
+
+
+def listens(state: State, observed: Observed) -> bool:
+    """Return whether every proxy that should listen does."""
+    proxies = [each for each in state.proxies.values() if not each.is_leaving]
+    return bool(proxies) and all(is_ready(observed, proxy) for proxy in proxies)
+
+
+def all_run(state: State, observed: Observed) -> bool:
+    """Return whether this controller has seen the replicas that every settled backend needs.
+
+    A backend whose change is under way may never get there, and did not serve before either.
+    """
+    for tag, backend in state.backends.items():
+        if backend.goal is None and not backend.is_deleting:
+            seen = [
+                each
+                for each in state.replicas_of(tag)
+                if each.state is ReplicaState.RUNNING and each.tag in observed.ready
+            ]
+            if len(seen) < backend.needed_replicas:
+                return False
+    return True

@@ -1,0 +1,52 @@
+"""The ids of configs, which show what differs between the config of a backend and that of a replica. Pure.
+
+The second part of an id is a digest of the ``user_config``. A replica whose record has no id is being
+reconfigured: either config may be in force. The records are enough for a new controller to go on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import msgpack
+
+from daskserve.control.records.records import BackendRecord, ReplicaRecord
+from daskserve.options.backend import BackendConfig
+
+#: The config id of a replica that has not yet answered a change of its ``user_config``.
+UNKNOWN_CONFIG = ""
+_SEPARATOR = "-"
+
+
+def config_id(config: BackendConfig, user_config: bytes | None) -> str:
+    """Return the id of what replicas read of a config."""
+    options = config.for_replicas(exclude_unset=True)
+    options["concurrency"] = config.concurrency()
+    whole = hashlib.sha256(msgpack.packb(sorted(options.items())) + (user_config or b""))
+    code = "none" if user_config is None else hashlib.sha256(user_config).hexdigest()[:8]
+    return f"{whole.hexdigest()[:16]}{_SEPARATOR}{code}"
+
+
+def is_same(one: str, other: str) -> bool:
+    """Return whether two ids stand for one config; those of older stores have no second part."""
+    (whole, separator, _), (other_whole, other_separator, _) = (
+        each.partition(_SEPARATOR) for each in (one, other)
+    )
+    return one == other or (bool(whole) and whole == other_whole and separator != other_separator)
+
+
+def in_doubt(current: str, wanted: str) -> str:
+    """Return the id of a replica with one config that is told another one, until it has answered."""
+    _, separator, code = wanted.partition(_SEPARATOR)
+    is_same_code = bool(separator) and current.partition(_SEPARATOR)[1:] == (separator, code)
+    return f"{_SEPARATOR}{code}" if is_same_code else UNKNOWN_CONFIG
+
+
+def is_outdated(backend: BackendRecord, replica: ReplicaRecord) -> bool:
+    """Return whether a replica of the right version runs with an old config."""
+    return replica.version == backend.version and replica.config_id != backend.config_id
+
+
+def is_pausing(backend: BackendRecord, replica: ReplicaRecord) -> bool:
+    """Return whether a replica takes no requests because its user code is being reconfigured."""
+    return is_outdated(backend, replica) and replica.config_id == UNKNOWN_CONFIG

@@ -1,0 +1,108 @@
+"""Records as bytes in the store, and as plain values inside other records. Pure."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from typing import Any
+
+import msgpack
+
+from daskserve.common.types import ReplicaState
+from daskserve.control.records.records import (
+    KINDS,
+    TUPLES,
+    BackendRecord,
+    EndpointRecord,
+    GoalRecord,
+    GoalState,
+    Record,
+    fields_of,
+)
+from daskserve.errors import InstanceError
+from daskserve.options.actor import ActorOptions
+from daskserve.options.backend import BackendConfig
+
+FORMAT = 1
+#: Characters of a reason: an error may hold all of a record.
+MAX_REASON = 200
+_ENUMS: Mapping[str, type[enum.StrEnum]] = {"replica": ReplicaState, "goal": GoalState}
+
+
+class CorruptRecordError(InstanceError):
+    """A stored record cannot be read."""
+
+
+def encode(record: Record) -> bytes:
+    """Return a record as bytes that contain the number of their format."""
+    return bytes(msgpack.packb({"format": FORMAT, "fields": fields_of(record)}))
+
+
+def decode(key: str, data: bytes) -> Record:
+    """Return the record stored under ``key``.
+
+    Raises
+    ------
+    CorruptRecordError
+        The bytes are not a record, or a newer daskserve wrote them.
+    """
+    kind = key.partition("/")[0]
+    try:
+        stored = msgpack.unpackb(data)
+        if stored["format"] > FORMAT:
+            raise CorruptRecordError(
+                f"Record {key!r} has format {stored['format']}; this daskserve reads up to {FORMAT}. "
+                "Use a newer one."
+            )
+        record: Record = from_plain(kind, stored["fields"])
+        return record
+    except CorruptRecordError:
+        raise
+    except Exception as error:
+        what = f"{type(error).__name__}: {error}"[:MAX_REASON]
+        raise CorruptRecordError(f"Record {key!r} cannot be read: {what}") from error
+
+
+def from_plain(kind: str, values: Mapping[str, Any]) -> Any:
+    """Return a record from the plain values that `to_plain` returned."""
+    changed = dict(values)
+    if kind in _ENUMS:
+        changed["state"] = _ENUMS[kind](changed["state"])
+    for name in TUPLES:
+        if name in changed:
+            changed[name] = tuple(changed[name])
+    if "scalings" in changed:
+        changed["scalings"] = tuple(tuple(each) for each in changed["scalings"])
+    if kind == BackendRecord.KIND:
+        if "concurrency" in changed:
+            changed = _backend_with_demand(changed)
+        changed["config"] = BackendConfig(**changed["config"])
+        changed["actor_options"] = ActorOptions(**changed["actor_options"])
+    if kind == GoalRecord.KIND and "application" not in changed:
+        changed = _goal_of_one_backend(changed)
+    return KINDS[kind](**changed)
+
+
+def _backend_with_demand(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a backend that an earlier daskserve wrote, with what follows from its options."""
+    options = dict(values["actor_options"])
+    env = options.pop("env", None)
+    for derived in ("demand", "isolation"):
+        options.pop(derived, None)
+    config = dict(values["config"])
+    if metadata := config.get("internal_metadata"):
+        config["internal_metadata"] = {name: each for name, each in metadata.items() if each is not None}
+    others = {name: value for name, value in values.items() if name != "concurrency"}
+    return {**others, "config": config, "actor_options": options, "env": env}
+
+
+def _goal_of_one_backend(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a goal that an earlier daskserve wrote, whose goals cover one backend each."""
+    previous, endpoint = values.pop("previous"), values.pop("previous_endpoint", None)
+    tag, records = values["backend"], {}
+    if values["state"] == GoalState.PENDING:
+        records[f"{BackendRecord.KIND}/{tag}"] = previous
+    if endpoint is not None:
+        records[f"{EndpointRecord.KIND}/{tag}"] = endpoint
+    failures = {tag: values["failures"]} if values["failures"] else {}
+    return {**values, "previous": records, "failures": failures}

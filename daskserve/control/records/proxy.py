@@ -1,0 +1,56 @@
+"""The record of one HTTP proxy; see `daskserve.control.records.records`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from daskserve.common.types import ActorAddress, WorkerAddress
+
+
+@dataclass(frozen=True, slots=True)
+class ProxyRecord:
+    """One HTTP proxy, or the place of one that waits for a worker.
+
+    Attributes
+    ----------
+    worker : str or None
+        None after its worker was lost, until it has another.
+    port : int
+        Its actual port, so that its replacement uses the same.
+    home, home_port : str, int
+        With HeadOnly, the address to which it returns; empty while it is there.
+    start_id : str
+        The start of the instance under which it was placed.
+    is_leaving : bool
+        Whether another one takes over, or none is needed. It stops accepting once that one listens. The
+        record stays until its last request has ended.
+    """
+
+    KIND: ClassVar[str] = "proxy"
+
+    name: str
+    worker: WorkerAddress | None
+    host: str
+    incarnation: int
+    port: int
+    home: str = ""
+    home_port: int = 0
+    start_id: str = ""
+    is_leaving: bool = False
+
+    @property
+    def tag(self) -> str:
+        """The name, with the incarnation if the name is its successor's."""
+        return f"{self.name}@{self.incarnation}" if self.is_leaving else self.name
+
+    @property
+    def key(self) -> str:
+        return f"{self.KIND}/{self.tag}"
+
+    def address(self, instance: str) -> ActorAddress:
+        """Return the address of the proxy's actor; raise `ValueError` while it has no worker."""
+        if self.worker is None:
+            raise ValueError(f"proxy {self.tag} has no worker")
+        # A worker may have the successor too.
+        return ActorAddress(f"{instance}/proxy/{self.name}/{self.incarnation}", self.worker, self.incarnation)

@@ -1,0 +1,240 @@
+"""All records of an instance, with indexes for fast queries.
+
+Only `State.apply` changes it, after the change is in the store. This module makes no decisions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Set
+
+from daskserve.common.types import BackendTag, EndpointTag, ReplicaState, ReplicaTag, WorkerAddress
+from daskserve.control.records.applications import Applications
+from daskserve.control.records.bundles import places_of
+from daskserve.control.records.proxy import ProxyRecord
+from daskserve.control.records.records import (
+    AppRecord,
+    BackendRecord,
+    CapacityRecord,
+    Change,
+    CodeRecord,
+    EndpointRecord,
+    GoalRecord,
+    Record,
+    ReplicaRecord,
+)
+
+_REPLICA = "replica/"
+
+
+class State:
+    """The target state, and the recorded part of the actual state."""
+
+    def __init__(self) -> None:
+        self.backends: dict[BackendTag, BackendRecord] = {}
+        self.codes: dict[str, CodeRecord] = {}
+        self.endpoints: dict[EndpointTag, EndpointRecord] = {}
+        self.replicas: dict[ReplicaTag, ReplicaRecord] = {}
+        self.proxies: dict[str, ProxyRecord] = {}
+        self.goals: dict[str, GoalRecord] = {}
+        self.capacity = CapacityRecord()
+        self.apps = Applications()
+        self._replicas_of: dict[BackendTag, dict[ReplicaTag, None]] = {}
+        self._replicas_on: dict[WorkerAddress, dict[ReplicaTag, None]] = {}
+        #: The number of bundles, which may be more than the replicas: of all backends, and of each.
+        self._bundles_on: dict[WorkerAddress, int] = {}
+        self._workers_of: dict[BackendTag, dict[WorkerAddress, int]] = {}
+        self._codes_of: dict[BackendTag, dict[str, None]] = {}
+        self._used: dict[WorkerAddress, dict[str, float]] = {}
+        self._autoscaled: set[BackendTag] = set()
+        self._endpoints_of: dict[BackendTag, dict[EndpointTag, None]] = {}
+        self._endpoint_by_route: dict[str, EndpointTag] = {}
+
+    def __repr__(self) -> str:
+        return (
+            f"<State backends={len(self.backends)} endpoints={len(self.endpoints)} "
+            f"applications={len(self.apps)} replicas={len(self.replicas)} proxies={len(self.proxies)} "
+            f"goals={len(self.goals)}>"
+        )
+
+    def records(self) -> dict[str, Record]:
+        """Return all records by their keys in the store."""
+        kinds = (self.backends, self.codes, self.endpoints, self.replicas, self.proxies, self.goals)
+        found: dict[str, Record] = {record.key: record for kind in kinds for record in kind.values()}
+        found.update({app.key: app for app in self.apps})
+        if self.capacity != CapacityRecord():
+            found[self.capacity.key] = self.capacity
+        return found
+
+    def replicas_of(self, backend: BackendTag) -> list[ReplicaRecord]:
+        """Return a backend's replicas, oldest first."""
+        return [self.replicas[tag] for tag in self._replicas_of.get(backend, ())]
+
+    def replicas_on(self, worker: WorkerAddress) -> list[ReplicaRecord]:
+        """Return the replicas placed on a worker."""
+        return [self.replicas[tag] for tag in self._replicas_on.get(worker, ())]
+
+    def is_at_zero(self, backend: BackendTag) -> bool:
+        """Return whether the autoscaler has scaled a backend to zero."""
+        known = self.backends.get(backend)
+        return known is not None and known.scaled_to == 0
+
+    def has_running(self, backend: BackendTag) -> bool:
+        """Return whether any replica of a backend runs."""
+        tags = self._replicas_of.get(backend, ())
+        return any(self.replicas[tag].state is ReplicaState.RUNNING for tag in tags)
+
+    def autoscaled(self) -> Set[BackendTag]:
+        """Return the backends that have an autoscaler."""
+        return self._autoscaled
+
+    def codes_of(self, backend: BackendTag) -> list[CodeRecord]:
+        """Return the code records of a backend: the current one, and during a change an older one too."""
+        return [self.codes[name] for name in self._codes_of.get(backend, ())]
+
+    def count_on(self, worker: WorkerAddress, backend: BackendTag | None = None) -> int:
+        """Return the number of bundles on a worker, of one backend or of all; most replicas are one."""
+        if backend is None:
+            return self._bundles_on.get(worker, 0)
+        return self._workers_of.get(backend, {}).get(worker, 0)
+
+    def bundles_on(self) -> Mapping[WorkerAddress, int]:
+        """Return the workers that hold bundles, each with their number."""
+        return self._bundles_on
+
+    def workers_of(self, backend: BackendTag) -> Mapping[WorkerAddress, int]:
+        """Return the workers that hold bundles of a backend, each with their number."""
+        return self._workers_of.get(backend, {})
+
+    def workers_in_use(self) -> Iterable[WorkerAddress]:
+        """Return the workers that hold a replica, another bundle of its placement group, or a proxy."""
+        with_proxies = {proxy.worker for proxy in self.proxies.values() if proxy.worker is not None}
+        return {*self._bundles_on, *with_proxies}
+
+    def used(self, worker: WorkerAddress) -> Mapping[str, float]:
+        """Return the amounts that the replicas on a worker occupy, by resource."""
+        return self._used.get(worker, {})
+
+    def endpoints_of(self, backend: BackendTag) -> list[EndpointTag]:
+        """Return the endpoints whose traffic or shadows name a backend."""
+        return list(self._endpoints_of.get(backend, ()))
+
+    def endpoint_at(self, route: str) -> EndpointRecord | None:
+        """Return the endpoint registered at exactly this route."""
+        name = self._endpoint_by_route.get(route)
+        return None if name is None else self.endpoints[name]
+
+    def routes(self) -> dict[str, EndpointRecord]:
+        """Return the endpoints that have a route, by route."""
+        return {route: self.endpoints[name] for route, name in self._endpoint_by_route.items()}
+
+    def apply(self, change: Change) -> None:
+        """Apply a change that is in the store."""
+        for key, record in change.items():
+            if key.startswith(_REPLICA):
+                self._replace_replica(key.removeprefix(_REPLICA), record)
+                continue
+            self._forget(key)
+            if record is not None:
+                self._keep(record)
+
+    def _keep(self, record: Record) -> None:
+        if isinstance(record, BackendRecord):
+            self.backends[record.tag] = record
+            self.apps.add(record)
+            if record.autoscaling is not None:
+                self._autoscaled.add(record.tag)
+        elif isinstance(record, CodeRecord):
+            self.codes[record.name] = record
+            self._codes_of.setdefault(record.backend, {})[record.name] = None
+        elif isinstance(record, AppRecord):
+            self.apps.keep(record)
+        elif isinstance(record, GoalRecord):
+            self.goals[record.goal_id] = record
+        elif isinstance(record, ProxyRecord):
+            self.proxies[record.tag] = record
+        elif isinstance(record, CapacityRecord):
+            self.capacity = record
+        elif isinstance(record, EndpointRecord):
+            self.endpoints[record.name] = record
+            if record.route is not None:
+                self._endpoint_by_route[record.route] = record.name
+            for backend in (*record.traffic, *record.shadows):
+                self._endpoints_of.setdefault(backend, {})[record.name] = None
+
+    def _forget(self, key: str) -> None:
+        kind, _, name = key.partition("/")
+        if kind == "backend":
+            backend = self.backends.pop(name, None)
+            if backend is not None:
+                self.apps.remove(backend)
+            self._autoscaled.discard(name)
+        elif kind == "code":
+            code = self.codes.pop(name, None)
+            if code is not None:
+                self._drop(self._codes_of, code.backend, name)
+        elif kind == "app":
+            self.apps.forget(name)
+        elif kind == "goal":
+            self.goals.pop(name, None)
+        elif kind == "proxy":
+            self.proxies.pop(name, None)
+        elif kind == "capacity":
+            self.capacity = CapacityRecord()
+        elif kind == "endpoint":
+            endpoint = self.endpoints.pop(name, None)
+            if endpoint is not None:
+                self._unindex_endpoint(endpoint)
+
+    def _unindex_endpoint(self, endpoint: EndpointRecord) -> None:
+        # Another endpoint may have taken the route earlier in the same change.
+        if endpoint.route is not None and self._endpoint_by_route.get(endpoint.route) == endpoint.name:
+            del self._endpoint_by_route[endpoint.route]
+        for backend in (*endpoint.traffic, *endpoint.shadows):
+            self._drop(self._endpoints_of, backend, endpoint.name)
+
+    def _replace_replica(self, tag: ReplicaTag, record: Record | None) -> None:
+        # In place, so that `replicas_of` stays in the order of creation.
+        old = self.replicas.pop(tag, None)
+        new = record if isinstance(record, ReplicaRecord) else None
+        if old is not None and old.worker is not None:
+            self._drop(self._replicas_on, old.worker, tag)
+            self._reserve(old, -1)
+        if new is not None:
+            self.replicas[tag] = new
+            self._replicas_of.setdefault(new.backend, {})[tag] = None
+            if new.worker is not None:
+                self._replicas_on.setdefault(new.worker, {})[tag] = None
+                self._reserve(new, 1)
+        elif old is not None:
+            self._drop(self._replicas_of, old.backend, tag)
+
+    @staticmethod
+    def _drop(index: dict[str, dict[str, None]], key: str, name: str) -> None:
+        names = index.get(key, {})
+        names.pop(name, None)
+        if not names:
+            index.pop(key, None)
+
+    def _count(self, worker: WorkerAddress, backend: BackendTag, by: int) -> None:
+        _add(self._bundles_on, worker, by)
+        counts = self._workers_of.setdefault(backend, {})
+        _add(counts, worker, by)
+        if not counts:
+            del self._workers_of[backend]
+
+    def _reserve(self, replica: ReplicaRecord, sign: int) -> None:
+        for worker, amounts in places_of(replica):
+            self._count(worker, replica.backend, sign)
+            used = self._used.setdefault(worker, {})
+            for name, amount in amounts.items():
+                used[name] = used.get(name, 0) + sign * amount
+            if worker not in self._bundles_on:
+                # The worker is empty: drop the sums with their rounding errors.
+                self._used.pop(worker, None)
+
+
+def _add(counts: dict[str, int], name: str, by: int) -> None:
+    """Add to a count; one of 0 is left out."""
+    counts[name] = counts.get(name, 0) + by
+    if not counts[name]:
+        del counts[name]

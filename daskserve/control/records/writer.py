@@ -1,0 +1,133 @@
+"""The only path for changes: decided under a lock, written as one transaction, then applied in memory.
+
+Two failures must not separate the store from the memory, or later decisions use a wrong state:
+
+1. The caller is cancelled during the write. So the write is a separate task, and the lock is held until it
+   has ended.
+2. The store or the connection fails, and it is unknown whether the write succeeded. So no further decision is
+   made until all records have been read again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection
+from typing import Self, TypeAlias
+
+from daskserve.cluster.protocols.base import Store
+from daskserve.control.records import checkpoint
+from daskserve.control.records.records import Change
+from daskserve.control.records.state import State
+from daskserve.errors import StaleEpochError
+
+logger = logging.getLogger("daskserve.controller")
+
+#: The effects of a change on memory that no record contains.
+Then: TypeAlias = Callable[[], None]
+
+
+class Writer:
+    """A lock and the commits under it. Use ``async with writer:`` around a decision and its `commit`.
+
+    Parameters
+    ----------
+    apply
+        Applies a stored change in memory and notifies the listeners.
+
+    Attributes
+    ----------
+    changes : int
+        Number of written changes.
+    is_detached : bool
+        Whether changes are no longer written.
+    """
+
+    def __init__(self, store: Store, epoch: int, state: State, apply: Callable[[Change], None]) -> None:
+        self._store = store
+        self._epoch = epoch
+        self._state = state
+        self._apply = apply
+        self._lock = asyncio.Lock()
+        #: The change that may or may not be in the store, with the effects that follow it.
+        self._doubtful: tuple[Change, Then | None] | None = None
+        self.changes = 0
+        self.is_detached = False
+
+    def detach(self) -> None:
+        """Apply changes in memory only from now on, because the instance ends; call under the lock."""
+        self.is_detached = True
+
+    async def __aenter__(self) -> Self:
+        await self._lock.acquire()
+        try:
+            if self._doubtful is not None:
+                await self._read_again(*self._doubtful)
+        except BaseException:
+            self._lock.release()
+            raise
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        self._lock.release()
+
+    async def note(self, change: Change, then: Then | None = None) -> None:
+        """Commit what the controller does by itself; it is applied even if the store is lost."""
+        await self.commit(change, then, must_last=False)
+
+    async def rewrite(self, unreadable: Collection[str]) -> int:
+        """Write all records anew, and return their number; call under the lock."""
+        return await checkpoint.rewrite(self._store, self._epoch, self._state, unreadable)
+
+    async def commit(self, change: Change, then: Then | None = None, *, must_last: bool = True) -> None:
+        """Write a change, apply it and call ``then``, or raise; the change may be in the store even then.
+
+        If it is, it is applied and ``then`` is called when the records are read again.
+        """
+        if not change:
+            if then is not None:
+                then()
+            return
+        writing = asyncio.create_task(self._write(change, then, must_last), name="daskserve-write")
+        try:
+            await asyncio.shield(writing)
+        except asyncio.CancelledError:
+            while not writing.done():
+                try:
+                    await asyncio.wait([writing])
+                except asyncio.CancelledError:
+                    pass  # raised below, when the outcome is known
+            if not writing.cancelled() and writing.exception() is not None:
+                logger.warning("A change whose caller was cancelled was not written: %r", writing.exception())
+            raise
+
+    async def _write(self, change: Change, then: Then | None, must_last: bool) -> None:
+        try:
+            if not self.is_detached:
+                await checkpoint.write(self._store, self._epoch, change, must_last=must_last)
+        except StaleEpochError:
+            raise
+        except BaseException:
+            self._doubtful = change, then
+            raise
+        self.changes += 1
+        self._apply(change)
+        if then is not None:
+            then()
+
+    async def _read_again(self, change: Change, then: Then | None) -> None:
+        stored, unreadable = checkpoint.read(await self._store.load())
+        known = self._state.records()
+        # What was damaged meanwhile is still known here.
+        damaged = {*unreadable, *self._store.problems()} - stored.keys()
+        if saved := {key: known[key] for key in sorted(damaged) if key in known}:
+            logger.warning("Stored records were damaged and are written anew: %s", ", ".join(saved))
+            await checkpoint.write(self._store, self._epoch, dict(saved), must_last=False)
+        difference: Change = {key: None for key in known if key not in stored and key not in damaged}
+        difference.update({key: each for key, each in stored.items() if each != known.get(key)})
+        self._doubtful = None
+        if difference:
+            logger.info("The store contains a change whose commit failed: %s", ", ".join(sorted(difference)))
+            self._apply(difference)
+        if then is not None and all(stored.get(key) == record for key, record in change.items()):
+            then()

@@ -1,0 +1,380 @@
+"""Goals: requested changes that are still in progress.
+
+A goal covers one backend or one application, and holds the records from before the change, so that a failure
+takes all of it back. A newer goal supersedes those of everything that it touches: they are done, as in the
+classic system, with an error for callers that wait for what they asked for. Finished goals are kept for a
+while, so that a caller that lost its connection can still read the outcome.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeAlias
+
+from daskserve.common.types import BackendTag, GoalId, ReplicaState, described
+from daskserve.control.records.encoding import from_plain
+from daskserve.control.records.records import (
+    AppRecord,
+    BackendRecord,
+    Change,
+    EndpointRecord,
+    GoalRecord,
+    GoalState,
+    ReplicaRecord,
+    to_plain,
+)
+from daskserve.control.records.state import State
+from daskserve.control.records.versions import unmarked
+from daskserve.control.scaling.recorded import taken_back
+from daskserve.control.verbs import endpoints as endpoint_state
+from daskserve.errors import DeletedError, DeployError, ReplicaStartError, ServeError, SupersededError
+from daskserve.payload.packed_errors import dump_error
+
+#: Finished goals kept for callers that ask late. They are dropped by the hundred, so that hardly any change
+#: pays for it.
+KEPT_GOALS = 100
+SWEEP_AT = 2 * KEPT_GOALS
+
+
+class TimeLimits(Protocol):
+    """The time limits of a change, as in `GoalRecord`."""
+
+    @property
+    def timeout_s(self) -> float | None: ...
+    @property
+    def progress_timeout_s(self) -> float | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ChangeLimits:
+    """The time limits of a change that has no spec; without any, it never fails."""
+
+    timeout_s: float | None = None
+    progress_timeout_s: float | None = None
+
+
+NO_LIMITS = ChangeLimits()
+
+#: The records before a change, by key.
+Previous: TypeAlias = dict[str, Mapping[str, Any] | None]
+
+
+def open_goal(
+    state: State,
+    change: Change,
+    *wanted: BackendRecord | AppRecord,
+    goal_id: GoalId,
+    limits: TimeLimits = NO_LIMITS,
+    now: float = 0.0,
+    number: int | None = None,
+    by: str = "",
+) -> None:
+    """Add the wanted records of one backend or one application to ``change``, with a pending goal.
+
+    ``by`` is the program that asks for it, ``now`` the time in seconds since the epoch.
+
+    Pending goals of what they replace are superseded. A change of one deployment while its application
+    changes becomes part of that change. On failure, everything returns to the last completed state.
+    """
+    app = next((each for each in wanted if isinstance(each, AppRecord)), None)
+    superseded = _superseded(state, wanted)
+    if app is None:
+        app = next((state.apps.get(each.application) for each in superseded if each.application), None)
+    previous: Previous = {}
+    for each in wanted:
+        previous |= _before(state, each)
+    for old in superseded:
+        change[old.key] = overtaken(state, old, goal_id, by, _named(state, wanted))
+        previous |= old.previous
+    for each in (*wanted, *([] if app is None else [app])):
+        if isinstance(each, BackendRecord):
+            each = replace(each, last_change=_kind_of(state.backends.get(each.tag), each))
+        change[each.key] = replace(each, goal=goal_id, last_error="")
+    _release(state, change, superseded, app, goal_id)
+    for key in previous:
+        if _is_leaving(state, key):
+            previous[key] = None  # what was being deleted must not return
+    goal = GoalRecord(
+        goal_id=goal_id,
+        backend="" if app is not None else wanted[0].tag,  # type: ignore[union-attr]
+        state=GoalState.PENDING,
+        number=next_number(state) if number is None else number,
+        timeout_s=limits.timeout_s,
+        progress_timeout_s=limits.progress_timeout_s,
+        opened_at=now,
+        previous={} if any(each.is_deleting for each in wanted) else previous,
+        application="" if app is None else app.name,
+        by=by,
+        request_id=_asked_by(state, wanted),
+    )
+    change[goal.key] = goal
+    _sweep(state.goals.values(), change)
+
+
+def _asked_by(state: State, wanted: Sequence[BackendRecord | AppRecord]) -> str:
+    """Return the id of the call that asks for a change; empty if the records keep that of an earlier one."""
+    first = next((each for each in wanted if isinstance(each, AppRecord)), wanted[0])
+    known = state.apps.get(first.name) if isinstance(first, AppRecord) else state.backends.get(first.tag)
+    is_kept = known is not None and not known.is_deleting and known.request_id == first.request_id
+    return "" if is_kept else first.request_id
+
+
+def _kind_of(before: BackendRecord | None, after: BackendRecord) -> str:
+    """Return which kind of change leads from one record of a backend to the next."""
+    is_same = before is not None and (before.version, before.config_id) == (after.version, after.config_id)
+    if before is None or not is_same or before.is_deleting or before.num_replicas == after.num_replicas:
+        return "CONFIG_UPDATE"
+    return "UPSCALE" if after.num_replicas > before.num_replicas else "DOWNSCALE"
+
+
+def _superseded(state: State, wanted: Iterable[BackendRecord | AppRecord]) -> list[GoalRecord]:
+    """Return the pending goals of the current records, also of an application that one belongs to."""
+    found: dict[GoalId, GoalRecord] = {}
+    for each in wanted:
+        current: BackendRecord | AppRecord | None
+        if isinstance(each, AppRecord):
+            owner = current = state.apps.get(each.name)
+        else:
+            current = state.backends.get(each.tag)
+            owner = None if current is None else state.apps.of(current)
+        for record in (current, owner):
+            goal = None if record is None or record.goal is None else state.goals.get(record.goal)
+            if goal is not None and goal.is_pending:
+                found[goal.goal_id] = goal
+    return sorted(found.values(), key=lambda goal: goal.number, reverse=True)
+
+
+def _before(state: State, wanted: BackendRecord | AppRecord) -> Previous:
+    """Return the current record of what is wanted, and of a deployment's endpoint."""
+    if isinstance(wanted, AppRecord):
+        app = state.apps.get(wanted.name)
+        return {wanted.key: None if app is None else {**to_plain(app), "goal": None}}
+    backend = state.backends.get(wanted.tag)
+    found: Previous = {wanted.key: None if backend is None else {**to_plain(backend), "goal": None}}
+    endpoint = state.endpoints.get(wanted.tag)
+    if wanted.is_deployment and endpoint is not None and not endpoint.is_legacy:
+        found[endpoint.key] = to_plain(endpoint)
+    return found
+
+
+def _release(
+    state: State, change: Change, superseded: Iterable[GoalRecord], app: AppRecord | None, goal_id: GoalId
+) -> None:
+    """Give the other backends of superseded goals to the new one; those that are left over have none."""
+    for old in superseded:
+        for tag in state.apps.members(old.application):
+            current = state.backends[tag]
+            if current.goal == old.goal_id and current.key not in change:
+                stays = app is not None and not app.is_deleting and tag in app.tags
+                change[current.key] = replace(current, goal=goal_id if stays else None)
+
+
+def _is_leaving(state: State, key: str) -> bool:
+    kind, _, name = key.partition("/")
+    current = state.backends.get(name) if kind == "backend" else None
+    owner = state.apps.get(name) if kind == "app" else None
+    return (current is not None and current.is_deleting) or (owner is not None and owner.is_deleting)
+
+
+def next_number(state: State) -> int:
+    """Return the number of the next goal."""
+    return 1 + max((each.number for each in state.goals.values()), default=0)
+
+
+def pending(state: State) -> frozenset[GoalId]:
+    """Return the goals that are neither complete nor rolled back."""
+    return frozenset(each.goal_id for each in state.goals.values() if each.is_pending)
+
+
+def finish(goal: GoalRecord, error: ServeError | None = None) -> GoalRecord:
+    """Return the goal as done, or as failed with a reason."""
+    if error is None:
+        return replace(goal, state=GoalState.DONE, previous={})
+    return replace(goal, state=GoalState.FAILED, previous={}, error=dump_error(error))
+
+
+def _named(state: State, wanted: Sequence[BackendRecord | AppRecord]) -> BackendRecord | None:
+    """Return the record that names the version of a change: an application's ingress, or the backend.
+
+    None if the change deletes.
+    """
+    app = next((each for each in wanted if isinstance(each, AppRecord)), None)
+    backends = {each.tag: each for each in wanted if isinstance(each, BackendRecord)}
+    if app is None:
+        (backend,) = backends.values()
+        return None if backend.is_deleting else backend
+    return None if app.is_deleting else backends.get(app.ingress) or state.backends[app.ingress]
+
+
+def overtaken(
+    state: State, goal: GoalRecord, successor: GoalId, by: str, now_wanted: BackendRecord | None
+) -> GoalRecord:
+    """Return a pending goal as done, because a later change decides what becomes of what it covers.
+
+    ``now_wanted`` names the version that the later change deploys; None if it deletes. A deletion that
+    another one replaces has no error: whoever waits for it waits for its successor.
+    """
+    app, backend = state.apps.get(goal.application), state.backends.get(goal.backend)
+    is_deletion = any(each is not None and each.is_deleting for each in (app, backend))
+    what = f"Application '{goal.application}'" if goal.application else f"'{goal.backend}'"
+    whom = by or "another program"
+    error: ServeError | None = None
+    if now_wanted is None and not is_deletion:
+        error = DeletedError(f"{what} was deleted by {whom} before this change was complete.", by=by)
+    elif now_wanted is not None:
+        version = now_wanted.user_version or unmarked(now_wanted.version)
+        error = SupersededError(
+            f"{what} was changed by {whom} before this {'deletion' if is_deletion else 'change'} was "
+            f"complete: version '{version}' of '{now_wanted.tag}' is deployed instead.",
+            by=by,
+            version=version,
+            goal=successor,
+        )
+    packed = None if error is None else dump_error(error)
+    return replace(finish(goal), error=packed, successor=successor)
+
+
+def ended(
+    state: State, backend: BackendRecord, goal_id: GoalId | None, now_wanted: BackendRecord | None
+) -> Change:
+    """Return the end of a backend's own pending goal, because that of its application decides."""
+    own = None if backend.goal in (None, goal_id) else state.goals.get(backend.goal or "")
+    if own is None or not own.is_pending:
+        return {}
+    deciding = state.goals.get(goal_id or "")
+    return {
+        own.key: overtaken(state, own, goal_id or "", "" if deciding is None else deciding.by, now_wanted)
+    }
+
+
+def rolled_back(
+    state: State, goal: GoalRecord, error: ServeError, culprit: BackendRecord | None, wall: float
+) -> Change:
+    """Return the change that takes back everything that a goal covers, because of one backend.
+
+    ``culprit`` is that backend's current record, which may be newer than the one in ``state``. None: the
+    change did not fail, but its program withdraws it.
+    """
+    text = "" if culprit is None else text_of(error)
+    change: Change = {goal.key: finish(goal, error)}
+    for key, plain in goal.previous.items():
+        kind, _, name = key.partition("/")
+        if kind == "backend":
+            is_culprit = culprit is not None and name == culprit.tag
+            current = culprit if is_culprit else state.backends.get(name)
+            if current is not None:
+                before: BackendRecord | None = None if plain is None else from_plain("backend", plain)
+                change.update(ended(state, current, goal.goal_id, before))
+                if before is not None:
+                    previous = replace(before, last_error=text if is_culprit else "")
+                    change[current.key] = taken_back(replace(previous, goal=None), current, wall)
+                else:
+                    why = (
+                        f"{error}"
+                        if culprit is None
+                        else f"{described(culprit.tag, 'Deployment')} failed in the same change."
+                    )
+                    change.update(_removed(state, current, text if is_culprit else why))
+        elif kind == "endpoint" and plain is not None:
+            endpoint: EndpointRecord = from_plain(kind, plain)
+            if f"backend/{name}" not in goal.previous or goal.previous[f"backend/{name}"] is not None:
+                change.update(endpoint_state.routed_as_before(state, endpoint))
+        elif kind == "app":
+            change.update(_app_back(state, name, plain, "" if culprit is None else culprit.tag, error))
+    return change
+
+
+def what_stays(goal: GoalRecord) -> str:
+    """Return what is left after a change that user code has let fail, and what its user can do."""
+    if any(each is not None for each in goal.previous.values()):
+        return "The version from before keeps serving; correct the code, and deploy it again"
+    return "Nothing of it is left; correct the code, and deploy it again"
+
+
+def withdrawn(state: State, requests: Collection[str], by: str, wall: float) -> Change:
+    """Return the change that takes back the pending changes that some calls have asked for.
+
+    A change that is complete, or that a later call has made its own, stays. Repeating this changes nothing.
+    """
+    change: Change = {}
+    for record in (*state.apps, *state.backends.values()):
+        goal = state.goals.get(record.goal or "")
+        is_whole = goal is not None and isinstance(record, AppRecord) == bool(goal.application)
+        if goal is None or not is_whole or not goal.is_pending or record.is_deleting:
+            continue
+        if goal.request_id and goal.request_id in requests:
+            error = DeployError(f"The change was taken back: {by or 'its program'} was interrupted.")
+            change.update(rolled_back(state, goal, error, None, wall))
+    return change
+
+
+def text_of(error: BaseException, before: str = "") -> str:
+    """Return the text of an error in one line, and the traceback of user code, if there is one, below it."""
+    user_traceback = error.user_traceback if isinstance(error, ServeError) else ""
+    return f"{before}{error}\n{user_traceback}".strip()
+
+
+def _removed(state: State, current: BackendRecord, why: str) -> Change:
+    """Return the change that removes all of a backend that a failed change has created."""
+    removed = replace(current, is_deleting=True, is_forced=True, goal=None, last_error=why)
+    change: Change = {current.key: removed}
+    endpoint = state.endpoints.get(current.tag)
+    if current.is_deployment and endpoint is not None and not endpoint.is_legacy:
+        change[endpoint.key] = None
+    return change
+
+
+def _app_back(
+    state: State,
+    name: str,
+    plain: Mapping[str, Any] | None,
+    culprit: BackendTag,
+    error: ServeError,
+) -> Change:
+    text = text_of(error)
+    current = state.apps.get(name)
+    if current is None:
+        return {}
+    empty = replace(current, route=None, deployments={}, request_id="")
+    before: AppRecord = empty if plain is None else from_plain("app", plain)
+    if not culprit and plain is None:
+        # Nothing is left of it; its deployments, if it has any, take the record with them.
+        return {
+            current.key: replace(empty, goal=None, is_deleting=True) if state.apps.members(name) else None
+        }
+    if not culprit:
+        return {current.key: replace(before, goal=None)}
+    failed = next((each for each, tag in current.deployments.items() if tag == culprit), culprit)
+    if not isinstance(error, ReplicaStartError):  # which says whose start it was
+        text = f"{described(culprit.rpartition('/')[2], 'Deployment')} failed: {text}"
+    tried = sorted(current.deployments)
+    after = replace(before, goal=None, last_error=text, failed=failed, tried=tried)
+    return {after.key: after}
+
+
+def is_reached(backend: BackendRecord, replicas: Iterable[ReplicaRecord]) -> bool:
+    """Return whether what runs is what is wanted, and nothing else is left.
+
+    The autoscaler may be on its way to more replicas or fewer: those do not count.
+    """
+    known = list(replicas)
+    running = [each for each in known if each.state is ReplicaState.RUNNING]
+    others = len(known) - len(running)
+    if backend.scaled_to is not None and not backend.is_deleting:
+        is_there = len(running) >= backend.needed_replicas
+        others = sum(each.version != backend.version for each in known)
+    else:
+        is_there = len(running) == backend.num_replicas
+    return (
+        is_there
+        and not others
+        and all(each.version == backend.version and each.config_id == backend.config_id for each in running)
+    )
+
+
+def _sweep(goals: Iterable[GoalRecord], change: Change) -> None:
+    finished = [each for each in goals if each.state is not GoalState.PENDING and each.key not in change]
+    if len(finished) > SWEEP_AT:
+        for each in sorted(finished, key=lambda goal: goal.number)[: len(finished) - KEPT_GOALS]:
+            change[each.key] = None

@@ -1,0 +1,65 @@
+"""The verb with which an external scaler sets a backend's number of replicas. Pure."""
+
+from __future__ import annotations
+
+from daskserve.common.types import DEFAULT_APPLICATION, BackendTag, described
+from daskserve.control.records.records import Change
+from daskserve.control.records.state import State
+from daskserve.control.scaling.recorded import scaled
+from daskserve.control.verbs import backends as backend_verbs
+from daskserve.errors import ExternalScalerDisabledError, NotFoundError
+
+REASON = "asked for by the external scaler"
+
+
+def scale(state: State, name: str, number: int, wall: float, *, application: str = "") -> Change:
+    """Return the change that sets the target number; an empty change if it is already set.
+
+    The client or the scheduler's HTTP route has checked the number.
+
+    Parameters
+    ----------
+    application : str
+        The application of the deployment ``name``. Backends and deployments outside of applications belong
+        to the default application, or to one of their own name. Empty: ``name`` is a tag.
+
+    Raises
+    ------
+    NotFoundError
+        There is no such backend or deployment.
+    ExternalScalerDisabledError
+        It does not allow external scaling.
+    """
+    backend = backend_verbs.find(state, _tag_of(state, name, application) if application else name)
+    if not backend.is_scaled_externally:
+        raise ExternalScalerDisabledError(
+            f"{described(backend.tag, 'Backend')} does not allow external scaling; set "
+            "external_scaler_enabled=True in its config, or in serve.run()."
+        )
+    if number == backend.full_replicas:
+        return {}
+    changed = scaled(backend, number, REASON, wall)
+    return {changed.key: changed}
+
+
+def _tag_of(state: State, name: str, application: str) -> BackendTag:
+    """Return the tag of an application's deployment; raise `NotFoundError` if there is none."""
+    app = state.apps.get(application)
+    own = {} if app is None else {n: tag for n, tag in app.deployments.items() if not _is_actor(state, tag)}
+    if name in own:
+        return own[name]
+    backend = state.backends.get(name)
+    if backend is not None and not backend.application and application in (DEFAULT_APPLICATION, name):
+        return name
+    if not own:
+        known = ", ".join(sorted(each.name for each in state.apps if each.deployments)) or "none"
+        raise NotFoundError(
+            f"There is no application {application!r} with a deployment {name!r}; the applications are: "
+            f"{known}. A backend or deployment of no application is in {DEFAULT_APPLICATION!r}."
+        )
+    raise NotFoundError(f"Application {application!r} has no deployment {name!r}; it has: {', '.join(own)}.")
+
+
+def _is_actor(state: State, tag: BackendTag) -> bool:
+    backend = state.backends.get(tag)
+    return backend is not None and bool(backend.actor_of)

@@ -1,0 +1,1 @@
+"""The state as plain values for status, explanations, readiness and metrics. Pure."""

@@ -1,0 +1,62 @@
+"""The reasons for a backend's number of replicas.
+
+See `daskserve.client.views.explanation`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from daskserve.common.types import ReplicaState, short_tag
+from daskserve.control.observed.observed import Observed
+from daskserve.control.records.state import State
+from daskserve.control.scaling.recorded import autoscaling_of, bounds_of
+from daskserve.control.verbs import backends as backend_verbs
+from daskserve.control.views.views import message_of
+
+
+def explain(state: State, observed: Observed, name: str, now: float) -> dict[str, Any]:
+    """Return everything that determines the number of a backend's replicas.
+
+    Raises
+    ------
+    NotFoundError
+        There is no such backend or deployment.
+    """
+    backend = backend_verbs.find(state, name)
+    tag = backend.tag
+    config, decided = autoscaling_of(backend), observed.scalings.get(tag)
+    bounds = None if config is None else bounds_of(backend, config)
+    running = sum(each.state is ReplicaState.RUNNING for each in state.replicas_of(tag))
+    samples = () if decided is None else decided.samples
+    return {
+        "name": short_tag(tag),
+        "running": running,
+        "wanted": backend.num_replicas,
+        "min_replicas": None if bounds is None else bounds.least,
+        "max_replicas": None if bounds is None else bounds.most,
+        "policy": "" if config is None else _policy_name(config.policy),
+        "group": "" if config is None else config.group or "",
+        "policy_wants": None if decided is None else decided.wanted,
+        "is_external": backend.is_scaled_externally,
+        "is_dry_run": config is not None and config.dry_run,
+        "reason": "" if decided is None else decided.reason,
+        "samples": [
+            {
+                "ago_s": now - each.at,
+                "ongoing": each.ongoing,
+                "queued": each.queued,
+                "rate": each.rate,
+                "backlog": each.backlog,
+            }
+            for each in samples
+        ],
+        "events": [list(each) for each in backend.scalings],
+        "target_capacity": backend.capacity,
+        "target_capacity_direction": backend.capacity_direction,
+        "waiting": message_of(observed, backend, state.replicas_of(backend.tag)),
+    }
+
+
+def _policy_name(policy: Any) -> str:
+    return policy if isinstance(policy, str) else "a function of the user's"

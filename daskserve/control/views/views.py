@@ -1,0 +1,365 @@
+"""The readable state of an instance as plain values: pure functions of its records and observations.
+
+`VIEWS` lists them, including the classic controller's introspection calls under their own names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from daskserve.common.formatting import shown
+from daskserve.common.types import ActorKind, BackendTag, Reach, ReplicaState, WorkerAddress
+from daskserve.control.backend import application as app_state
+from daskserve.control.backend import progress
+from daskserve.control.backend.step import NEW_WORKER_S
+from daskserve.control.observed.observed import Busy, Observed
+from daskserve.control.proxies.step import is_ready
+from daskserve.control.records.config_ids import is_pausing
+from daskserve.control.records.proxy import ProxyRecord
+from daskserve.control.records.records import BackendRecord, GoalState, ReplicaRecord
+from daskserve.control.records.state import State
+from daskserve.control.verbs import backends as backend_verbs
+from daskserve.control.verbs import endpoints as endpoint_state
+from daskserve.control.verbs.failed_deploys import not_found
+from daskserve.options.credentials import masked
+from daskserve.options.environment import Environment
+
+UNVERSIONED = "Unversioned"
+
+
+def backend_status(state: State, observed: Observed, backend: BackendRecord) -> dict[str, Any]:
+    """Return a backend's status, with the reason if it is not healthy."""
+    replicas = state.replicas_of(backend.tag)
+    running = sum(each.state is ReplicaState.RUNNING for each in replicas)
+    return {
+        "status": status_word(observed, backend, running),
+        "wanted": backend.num_replicas,
+        "running": running,
+        "version": backend.user_version or UNVERSIONED,
+        "message": message_of(observed, backend, replicas),
+        "dead_replicas": dead_replicas(observed, backend.tag),
+    }
+
+
+def dead_replicas(observed: Observed, tag: BackendTag) -> list[dict[str, Any]]:
+    """Return the last replicas of a backend that died, oldest first, with the reasons."""
+    return [asdict(each) for each in observed.dead.get(tag, ())]
+
+
+def message_of(observed: Observed, backend: BackendRecord, replicas: Iterable[ReplicaRecord]) -> str:
+    """Return what a backend waits for (room, a slow replica, an update), or else why the last goal failed."""
+    replicas = list(replicas)
+    found = [observed.waiting[backend.tag]] if backend.tag in observed.waiting else []
+    found += [text] if (text := progress.busy_text(observed, backend, replicas)) else []
+    if backend.goal is not None and any(each.version != backend.version for each in replicas):
+        done = progress.running(backend, replicas)
+        found.append(f"{done} of {backend.needed_replicas} replicas are updated")
+    if backend.tag in observed.full_since:
+        surge = backend.config.surge(1)
+        cause = "no room for a new replica beside the old ones" if surge else "max_surge is 0"
+        late = (
+            f", once no worker has joined for {shown(NEW_WORKER_S)} s"
+            if surge and observed.is_adaptive
+            else ""
+        )
+        count = observed.drained_at_once.get(backend.tag, 1)
+        is_one = backend.gang_size == 1 and not backend.bundles
+        where = " of one worker" if is_one else ""
+        drained = "one old replica" if count == 1 else f"{count} old replicas{where}"
+        found.insert(0, f"{cause}: draining {drained} at a time{late}")
+    # A text may have a traceback below its first line.
+    parts = [each.partition("\n") for each in found]
+    text = "\n".join(["; ".join(first for first, _, _ in parts), *(more for _, _, more in parts if more)])
+    return text or backend.last_error
+
+
+def status_word(observed: Observed, backend: BackendRecord, running: int) -> str:
+    """Return the status word of a backend with the given number of running replicas."""
+    if backend.is_deleting:
+        return "DELETING"
+    if running >= backend.num_replicas and backend.goal is None:
+        return "HEALTHY"
+    # The autoscaler is changing the number, unless replicas fail.
+    is_failing = backend.tag in observed.failures or is_replacing(observed, backend)
+    is_scaling = backend.scaled_to is not None and not is_failing
+    return "UPDATING" if backend.goal is not None or is_scaling else "UNHEALTHY"
+
+
+def is_replacing(observed: Observed, backend: BackendRecord) -> bool:
+    """Return whether replicas that are missing have been lost, rather than wanted since the last change."""
+    dead = observed.dead.get(backend.tag, ())
+    scaled_at = backend.scalings[-1][0] if backend.scalings else 0.0
+    return len(dead) > 0 and dead[-1].at > max(scaled_at, backend.deployed_at)
+
+
+def proxy_state(proxy: ProxyRecord, observed: Observed) -> str:
+    """Return the status word of a proxy."""
+    if proxy.is_leaving:
+        return "DRAINING"
+    if proxy.worker in observed.unresponsive:
+        return "UNHEALTHY"
+    return "RUNNING" if is_ready(observed, proxy) else "STARTING"
+
+
+def proxy_message(proxy: ProxyRecord, observed: Observed) -> str:
+    """Return why a proxy does not listen, or not where its clients expect it; empty otherwise."""
+    if proxy.is_leaving:
+        return "finishes its requests once another proxy listens in its place"
+    found = []
+    if proxy.worker is None:
+        found.append(f"waits for a worker on host {proxy.host}")
+    elif proxy.worker in observed.unresponsive:
+        found.append(f"worker {proxy.worker} does not answer")
+    elif proxy.name in observed.proxies_failed:
+        found.append(str(observed.proxies_failed[proxy.name]))
+    if stray := observed.stray(proxy.worker or ""):
+        found.append(stray)
+    if proxy.home:
+        found.append(f"moved here from host {proxy.home}, and moves back once that has a worker for it")
+    return "; ".join(found)
+
+
+def http_urls(state: State, observed: Observed) -> list[str]:
+    """Return the URLs at which proxies listen, each once."""
+    urls = [
+        url
+        for name, facts in sorted(observed.proxies_ready.items())
+        if any(_is_of(facts, proxy) for proxy in state.proxies.values() if proxy.name == name)
+        for url in facts["urls"]
+    ]
+    return list(dict.fromkeys(urls))
+
+
+def _is_of(facts: Mapping[str, Any], proxy: ProxyRecord) -> bool:
+    """Return whether facts are of this proxy, which has a worker; one that is leaving may still accept."""
+    return proxy.worker is not None and facts["incarnation"] == proxy.incarnation
+
+
+def actors(state: State, observed: Observed, instance: str, controller: Mapping[str, Any]) -> list[Any]:
+    """Return every actor of the instance: kind, name, state, worker, host, pid."""
+
+    def where(worker: str | None) -> dict[str, Any]:
+        info = observed.workers.get(worker or "")
+        return {"worker": worker, "host": info.host if info else None}
+
+    found = [
+        {
+            "kind": ActorKind.CONTROLLER.value,
+            "name": f"{instance}/controller",
+            "state": "RUNNING",
+            **where(controller["worker"]),
+            "pid": controller["pid"],
+            "message": observed.stray(controller["worker"]),
+        }
+    ]
+    for proxy in state.proxies.values():
+        facts = observed.proxies_ready.get(proxy.name, {})
+        found.append(
+            {
+                "kind": ActorKind.PROXY.value,
+                "name": proxy.tag,
+                "state": proxy_state(proxy, observed),
+                **where(proxy.worker),
+                "pid": facts.get("pid") if facts and _is_of(facts, proxy) else None,
+                "message": proxy_message(proxy, observed),
+            }
+        )
+    for replica in state.replicas.values():
+        ready = observed.ready.get(replica.tag)
+        found.append(
+            {
+                "kind": ActorKind.REPLICA.value,
+                "name": replica.tag,
+                "state": replica.state.value,
+                **where(replica.worker),
+                "pid": ready.get("pid") if ready is not None else None,
+                "message": observed.unhealthy.get(replica.tag)
+                or progress.work_text(observed.busy.get(replica.tag, Busy(""))),
+                "rank": replica.rank[0] if replica.rank else None,
+                "metadata": dict(replica.metadata),
+                "routing_stats": dict(observed.routing_stats.get(replica.tag, {})),
+            }
+        )
+    return found
+
+
+def goals(state: State) -> list[dict[str, Any]]:
+    """Return the pending and the latest ended goals, oldest first."""
+    ordered = sorted(state.goals.values(), key=lambda goal: goal.number)
+    return [
+        {
+            "goal_id": goal.goal_id,
+            "backend": goal.backend,
+            "application": goal.application,
+            "state": goal.state.value,
+            "failures": sum(goal.failures.values()),
+            "by": goal.by,
+            "successor": goal.successor,
+        }
+        for goal in ordered
+    ]
+
+
+def deployment_info(state: State, name: str) -> dict[str, Any]:
+    """Return a deployment's info and route; raise `NotFoundError` (a `KeyError`) if there is none."""
+    backend = state.backends.get(name)
+    if backend is None or backend.is_deleting or not backend.is_deployment:
+        raise not_found(state, f"Deployment {name} does not exist.", name)
+    endpoint = state.endpoints.get(name)
+    return {
+        "name": name,
+        "version": backend.user_version,
+        "config": masked(backend.config.to_plain()),
+        "actor_options": _shown_options(backend),
+        "python_methods": list(endpoint.python_methods) if endpoint is not None else [],
+        "route": endpoint.route if endpoint is not None else None,
+        "deployed_at": backend.deployed_at,
+        "running": sum(each.state is ReplicaState.RUNNING for each in state.replicas_of(name)),
+    }
+
+
+def _shown_options(backend: BackendRecord) -> dict[str, Any]:
+    found = backend.place_options
+    if found.get("env") is not None:
+        found["env"] = Environment.from_text(found["env"]).to_shown_text()
+    return found
+
+
+def list_deployments(state: State) -> dict[str, Any]:
+    """Return the info of every deployment, by name."""
+    return {
+        name: deployment_info(state, name)
+        for name, backend in state.backends.items()
+        if backend.is_deployment and not backend.is_deleting
+    }
+
+
+def snapshot(state: State, instance: str) -> dict[str, Any]:
+    """Return the classic system's snapshot of the deployments, for external monitoring tools."""
+    found = {}
+    for tag, backend in state.backends.items():
+        if backend.is_deleting:
+            continue
+        endpoints = [state.endpoints[name] for name in state.endpoints_of(tag)]
+        route = next((each.route for each in endpoints if each.route is not None), None)
+        found[tag] = {
+            "name": tag,
+            "namespace": instance,
+            "job_id": None,
+            "class_name": backend.config.internal_metadata.class_name,
+            "version": backend.user_version or UNVERSIONED,
+            "http_route": route,
+            "status": "RUNNING",
+            "start_time": int(backend.deployed_at),
+            "end_time": 0,
+        }
+    return found
+
+
+def published_backend(state: State, tag: str, unloadable: str | None = None) -> Any:
+    """Return the published value of a backend for routers; None if it is gone.
+
+    ``unloadable`` is why its replicas cannot load its code, if they cannot.
+    """
+    backend = state.backends.get(tag)
+    if backend is None:
+        return None
+    value = {
+        "replicas": [
+            [each.tag, each.worker, each.incarnation]
+            for each in state.replicas_of(tag)
+            if each.state is ReplicaState.RUNNING and not is_pausing(backend, each)
+        ],
+        "concurrency": backend.config.concurrency(),
+        "max_queued": backend.config.max_queued_requests,
+        "max_crash_retries": backend.config.max_crash_retries,
+    }
+    if backend.config.bodies != "gather":
+        value["bodies"] = backend.config.bodies
+    if backend.config.max_body_bytes is not None:
+        value["max_body_bytes"] = backend.config.max_body_bytes
+    if backend.autoscaling is not None:
+        value["autoscaled"] = True
+    if backend.capacity == 0:
+        value["off"] = True
+    if unloadable is not None:
+        value["unloadable"] = unloadable
+    if backend.is_deleting and app_state.may_stop(state, backend):
+        # Why, if its first deploy failed; else nothing. As long as others call it, it is as before to them.
+        value["ending"] = backend.last_error
+    return value
+
+
+def broken_routes(
+    observed: Observed, here: WorkerAddress, from_here: Mapping[WorkerAddress, Reach]
+) -> dict[WorkerAddress, dict[WorkerAddress, str]]:
+    """Return the workers that other workers do not reach directly, each with its route.
+
+    ``from_here`` are those that the controller's own worker does not reach. Workers that answer nobody are
+    left out.
+    """
+    found = {**observed.broken_routes, here: {each: route.value for each, route in from_here.items()}}
+    there = observed.workers.keys() - observed.unresponsive
+    kept = {
+        worker: {other: route for other, route in routes.items() if other in there}
+        for worker, routes in found.items()
+        if worker in there
+    }
+    return {worker: routes for worker, routes in kept.items() if routes}
+
+
+def published_system(state: State, controller: WorkerAddress) -> dict[str, list[WorkerAddress]]:
+    """Return the workers with proxies or the controller, as published for routers."""
+    return {
+        "workers": sorted({controller, *(proxy.worker for proxy in state.proxies.values() if proxy.worker)})
+    }
+
+
+#: The classic controller's introspection calls.
+VIEWS: Mapping[str, Callable[[State, Observed], Any]] = {
+    "get_all_backends": lambda state, _: {
+        tag: masked(backend_verbs.describe(state, tag)["config"])
+        for tag, backend in state.backends.items()
+        if not backend.is_deleting
+    },
+    "get_all_endpoints": lambda state, _: {
+        name: backend_verbs.get_endpoint(state, name) for name in state.endpoints
+    },
+    "get_http_proxies": lambda state, observed: {
+        proxy.name: {
+            "worker": proxy.worker,
+            "host": proxy.host,
+            "port": proxy.port,
+            "is_ready": is_ready(observed, proxy),
+        }
+        for proxy in state.proxies.values()
+        if not proxy.is_leaving
+    },
+    "all_replica_handles": lambda state, _: {
+        tag: [each.tag for each in state.replicas_of(tag) if each.state is ReplicaState.RUNNING]
+        for tag in state.backends
+    },
+    "get_router_config": lambda state, _: endpoint_state.routes(state),
+    "get_traffic_policies": lambda state, _: {
+        name: {"traffic": dict(endpoint.traffic), "shadows": dict(endpoint.shadows)}
+        for name, endpoint in state.endpoints.items()
+    },
+    "get_backend_configs": lambda state, _: {
+        tag: masked(backend.config.to_plain())
+        for tag, backend in state.backends.items()
+        if not backend.is_deleting
+    },
+    "queue_lengths": lambda _, observed: observed.loads.queue_lengths(),
+    # Every process has its metrics in its default Prometheus registry, which Dask serves.
+    "get_metric_exporter": lambda _, __: {"kind": "prometheus", "registry": "default", "path": "/metrics"},
+    "num_pending_goals": lambda state, _: sum(
+        goal.state is GoalState.PENDING for goal in state.goals.values()
+    ),
+    "goals": lambda state, _: goals(state),
+    "list_deployments": lambda state, _: list_deployments(state),
+    "replica_sets": lambda state, observed: {
+        tag: published_backend(state, tag, observed.unloadable.get(tag)) for tag in state.backends
+    },
+}

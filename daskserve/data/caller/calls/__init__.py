@@ -1,0 +1,1 @@
+"""Calls through handles: their options, arguments, responses and streams."""

@@ -1,0 +1,95 @@
+"""A request among the arguments of a call whose body has not been read.
+
+Problem: ``handle.remote(request)`` is no coroutine, so it cannot wait for the body. Choice: like a response
+among the arguments, the request is taken out, and the call is sent once the body has arrived.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copyreg
+from typing import Any
+
+from anyio.from_thread import run as run_on_loop
+from starlette.requests import Request
+
+from daskserve.cluster.protocols.base import Link
+from daskserve.common.types import Payload
+from daskserve.data.caller.routing.pending import waiter_for
+from daskserve.errors import PassedResponseError, RequestCancelledError
+from daskserve.internals.handed_requests import read_ahead, reduce_request
+from daskserve.loops.event_loop import running_loop
+from daskserve.loops.pending_call import PendingCall
+from daskserve.payload.importing import import_definition
+from daskserve.payload.pickling import dump
+
+#: What makes a request of what has travelled. It belongs to the replicas, which callers do not import.
+REBUILD = "daskserve.data.replica.user_code.request_objects:rebuild_request"
+
+
+def _rebuild(*parts: Any) -> Any:
+    return import_definition(REBUILD)(*parts)
+
+
+# Programs and tasks pass requests on, too, such as those of a FastAPI application of their own.
+copyreg.pickle(Request, lambda request: reduce_request(request, _rebuild))
+
+
+class ArrivingRequest:
+    """A request whose body is read from now on, for another replica.
+
+    In a thread that a FastAPI application runs a plain function in, the constructor blocks until it is read.
+    """
+
+    def __init__(self, link: Link, request: Request) -> None:
+        self._link = link
+        self._request = request
+        self._future: PendingCall[Payload] = PendingCall()
+        if running_loop() is None:
+            _read_in_thread(request)
+            self._future.set_result(dump(request))
+        else:
+            # The loop holds the task, and the callback this object, until it has ended.
+            read_ahead(request).add_done_callback(self._end)
+
+    def _end(self, task: asyncio.Task[None]) -> None:
+        if task.cancelled():
+            self._future.set_error(
+                RequestCancelledError("The request was cancelled before its body had arrived.")
+            )
+            return
+        try:
+            task.result()
+            self._future.set_result(dump(self._request))
+        except (
+            Exception
+        ) as error:  # the client left, or a form's file is closed: the reader of the call gets it
+            self._future.set_error(error)
+
+    def done(self) -> bool:
+        """Return whether the body has been read, or cannot be."""
+        return self._future.done()
+
+    def wake_when_done(self) -> asyncio.Future[None]:
+        """Return a future of the running loop that completes when the body has been read, or cannot be."""
+        return waiter_for(self._link, self._future)
+
+    def raise_if_failed(self) -> None:
+        """Raise the error because of which the body could not be read."""
+        error = self._future.exception()
+        if error is not None:
+            raise error
+
+    async def settled(self, link: Link, *, by_reference: bool) -> Payload:
+        """Return the request with its body; see `daskserve.data.caller.calls.response.Response.settled`."""
+        return self._future.result()
+
+
+def _read_in_thread(request: Request) -> None:
+    try:
+        run_on_loop(request.body)
+    except RuntimeError as error:
+        raise PassedResponseError(
+            "The body of the request has not been read, and this thread cannot wait for it. Await "
+            "request.body() on the event loop of the request first."
+        ) from error

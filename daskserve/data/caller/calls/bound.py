@@ -1,0 +1,49 @@
+"""Handles among the arguments of deployments: what travels in their place, and how it becomes a handle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+from daskserve.common.types import EndpointTag, InstanceName
+from daskserve.context import current_replica
+from daskserve.data.caller.calls.call_options import CallOptions
+from daskserve.data.caller.calls.handle import Handle
+
+#: What pickle stores for an object, see `object.__reduce__`.
+Reduced: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...]]
+
+
+def reduce_handle(endpoint: EndpointTag, options: CallOptions) -> Reduced:
+    """Return what stands for a handle of an endpoint in the instance of whoever unpickles it.
+
+    It names no instance and says nothing of what is deployed at the endpoint, so the same application gives
+    the same bytes, and a new version of one deployment changes nothing in those that call it.
+    """
+    return bound_handle, (endpoint, options.differences())
+
+
+def stand_in(handle: Handle, instance: InstanceName) -> Any:
+    """Return `reduce_handle` of a handle of an instance; `NotImplemented` for one of another instance."""
+    if handle._instance not in ("", instance):
+        return NotImplemented
+    return reduce_handle(handle._endpoint, handle._options)
+
+
+def bound_handle(endpoint: EndpointTag, changed: tuple[tuple[str, Any], ...] = ()) -> Handle:
+    """Return the handle that `reduce_handle` stands for.
+
+    In a replica, it is of the replica's instance. Elsewhere it cannot call, but it can be deployed again.
+    """
+    replica = current_replica.get()
+    cluster: Any = None if replica is None else replica.cluster
+    if not hasattr(cluster, "listener"):
+        cluster = None  # in a child process, the first call connects to the cluster
+    handle: Handle = Handle(
+        "" if replica is None else replica.instance,
+        endpoint,
+        is_legacy=False,
+        python_methods=None,
+        cluster=cluster,
+    ).options(**dict(changed))
+    return handle

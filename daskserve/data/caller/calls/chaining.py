@@ -1,0 +1,100 @@
+"""Responses among the arguments of a call: ``b.remote(a.remote(x))``.
+
+Problem: the caller does not need A's result, and it may be large. It must not wait for it either. Choice: the
+responses are taken out of the pickled arguments, as Dask's values are. The call to B is sent once all of them
+have ended: a request that waits at its replica would hold a slot there, which A may need. A result up to
+`daskserve.common.types.KEPT_BYTES` has come with A's answer, unread, and goes on to B in its pickled form. A
+larger one stays in the process that runs A until B's process fetches it over their own channel, or without
+any copy if that is the same process.
+
+Requests whose body has not been read are taken out, too: the call is sent once it has been.
+
+The caller's channel holds what stays: if the caller drops the response, or vanishes, A's process drops the
+result. If A's process ends before, the call to B fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+from daskserve.cluster.protocols.base import Link
+from daskserve.common.types import KeptPayload, Payload
+from daskserve.data.caller.calls.arriving import ArrivingRequest
+from daskserve.data.caller.calls.response import Response
+from daskserve.internals.handed_requests import is_unread
+from daskserve.payload.arguments import ValueSource, take_out
+
+
+def chained_arguments(
+    link: Link, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, by_reference: bool
+) -> ChainedArguments:
+    """Pickle arguments that hold responses, or requests that have not been read."""
+
+    def is_taken(value: Any) -> bool:
+        return isinstance(value, Response) or is_unread(value) or link.values.is_value(value)
+
+    payload, found = take_out((args, kwargs), is_taken)
+    values = [ArrivingRequest(link, each) if is_unread(each) else each for each in found]
+    return ChainedArguments(link, payload, values, by_reference=by_reference)
+
+
+#: What ends before the call is sent.
+_PENDING = (Response, ArrivingRequest)
+
+
+class ChainedArguments:
+    """The arguments of one call without their responses and unread requests.
+
+    It is a `daskserve.cluster.protocols.base.RemoteValues`, and holds the responses, so that their results
+    exist until the call is answered.
+    """
+
+    def __init__(self, link: Link, payload: Payload, values: list[Any], *, by_reference: bool) -> None:
+        self.payload = payload
+        self.keys: Any = None
+        self._link = link
+        self._by_reference = by_reference
+        self._values = values
+        self._kept: list[KeptPayload] = []
+        self._pending = [each for each in values if isinstance(each, _PENDING)]
+        remote = [each for each in values if not isinstance(each, _PENDING)]
+        self._dask = link.values.hold(payload, remote) if remote else None
+        for each in self._pending:
+            if isinstance(each, Response):
+                each.pass_on(link, by_reference=by_reference)
+
+    async def wait(self) -> None:
+        """Return when all values exist; raise the error of the first call or task that failed."""
+        await self._wait_for_pending()
+        if self._dask is not None:
+            await self._dask.wait()
+        sources: list[list[Any]] = []
+        buffers = list(self.payload.buffers)
+        for value in self._values:
+            if not isinstance(value, _PENDING):
+                sources.append([ValueSource.DASK])
+                continue
+            found = await value.settled(self._link, by_reference=self._by_reference)
+            if isinstance(found, KeptPayload):
+                self._kept.append(found)
+                sources.append([ValueSource.KEPT, found.worker, found.token])
+            else:
+                sources.append([ValueSource.HERE, 1 + len(found.buffers)])
+                buffers += [found.data, *found.buffers]
+        self.keys = {
+            "sources": sources,
+            "buffers": len(self.payload.buffers),
+            "dask": None if self._dask is None else self._dask.keys,
+        }
+        self.payload = Payload(self.payload.data, tuple(buffers))
+
+    async def _wait_for_pending(self) -> None:
+        waiting = {each.wake_when_done() for each in self._pending if not each.done()}
+        while True:
+            for each in self._pending:
+                each.raise_if_failed()
+            if not waiting:
+                return
+            _, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)

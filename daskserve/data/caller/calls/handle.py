@@ -1,0 +1,500 @@
+"""Handles, with which Python code calls an endpoint, and the responses that the calls return.
+
+A handle works in any process that can reach the cluster: a user program, a replica, a Dask task. A handle is
+pickled by name and connects to the cluster of the process that unpickles it. Its router runs on the event
+loop of that process's link. Callers may be on any thread or loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any, Literal, NoReturn, TypeAlias, cast, overload
+
+from daskserve.cluster.protocols.base import Link, Process, RemoteValues
+from daskserve.cluster.worker.present import find_link
+from daskserve.common.clock import stopwatch
+from daskserve.common.types import (
+    DEFAULT_APPLICATION,
+    Envelope,
+    EnvelopeKind,
+    KeptPayload,
+    Message,
+    Payload,
+    Receive,
+    Send,
+    described,
+    nothing_to_receive,
+    short_tag,
+    split_deployment_tag,
+)
+from daskserve.context import current_request
+from daskserve.data.caller.calls.broadcast import BroadcastResponse, ReplicaOutcome, send_to_all
+from daskserve.data.caller.calls.call_options import CallOptions
+from daskserve.data.caller.calls.direct_call import DirectCall
+from daskserve.data.caller.calls.preparing import identity_of, pack, send_and_record
+from daskserve.data.caller.calls.replica_choice import ReplicaChoice, ReplicaSelection
+from daskserve.data.caller.calls.response import Response
+from daskserve.data.caller.calls.response_stream import Pipe, ResponseGenerator
+from daskserve.data.caller.naming import late_text
+from daskserve.data.caller.routing.learning import learning_of
+from daskserve.data.caller.routing.pending import begin_call, start_call, waiter_for
+from daskserve.data.caller.routing.router import Router, Routers
+from daskserve.errors import (
+    ActorLostError,
+    BadRequestError,
+    BlockingCallError,
+    ClosedError,
+    MethodNotFoundError,
+    ReplicaBusyError,
+    StreamOptionError,
+)
+from daskserve.figures.collector import PROCESS
+from daskserve.internals import ipython
+from daskserve.loops.deadlines import until
+from daskserve.loops.pending_call import PendingCall
+from daskserve.loops.tasks import pause
+
+#: What a call tells user code about its request: the ids of `CallOptions`, and the route.
+Facts: TypeAlias = Mapping[str, Any] | None
+
+
+async def routers_of(cluster: Process) -> Routers:
+    """Return the routers of a process for an instance; the first call creates and starts them."""
+    routers: Routers | None = cluster.shared.get("routers")
+    if routers is None:
+        routers = Routers(
+            cluster, cluster.listener, cluster.clock, cluster.link.rng, cluster.routes, learning_of(cluster)
+        )
+        cluster.shared["routers"] = routers
+        PROCESS.add(routers)
+    if not cluster.listener.is_started:
+        await routers.start()
+    return routers
+
+
+class ShutDown:
+    """Stands for the process of a handle that was shut down."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._endpoint = endpoint
+        self.shared: dict[str, Any] = {}
+
+    @property
+    def link(self) -> NoReturn:
+        raise ClosedError(f"This handle of {short_tag(self._endpoint)!r} was shut down; get a new one.")
+
+
+class Handle:
+    """Calls an endpoint from Python. A handle is immutable; `options` returns a copy that shares the router.
+
+    ``handle.remote(...)`` starts a call and returns its `Response` at once; ``handle.method.remote(...)``
+    calls another method of a deployment.
+    """
+
+    def __init__(
+        self,
+        instance: str,
+        endpoint: str,
+        *,
+        is_legacy: bool = True,
+        python_methods: tuple[str, ...] | None = (),
+        route: str | None = None,
+        options: CallOptions | None = None,
+        cluster: Process | None = None,
+    ) -> None:
+        self._instance = instance
+        self._endpoint = endpoint
+        self._is_legacy = is_legacy
+        self._python_methods = python_methods
+        self._route = route
+        self._options = options = options or CallOptions()
+        self._facts: Facts = options.carried()
+        if ipython.shell() is not None:
+            self._facts = {**(self._facts or {}), "is_shown": True}
+        self._cluster = cluster
+
+    def __repr__(self) -> str:
+        route, method = self._known_route(), self._options.method_name
+        return f"<Handle of {short_tag(self._endpoint)!r} route={route!r} method={method!r}>"
+
+    @property
+    def deployment_name(self) -> str:
+        """The name of the deployment or endpoint that the calls go to."""
+        return self._endpoint if self._is_legacy else split_deployment_tag(self._endpoint)[1]
+
+    @property
+    def app_name(self) -> str:
+        """The name of its application."""
+        return DEFAULT_APPLICATION if self._is_legacy else split_deployment_tag(self._endpoint)[0]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        facts = (self._is_legacy, self._known_methods(), self._known_route())
+        return (_rebuild, (self._instance, self._endpoint, *facts, self._options))
+
+    def __getattr__(self, name: str) -> Handle:
+        if "_python_methods" not in self.__dict__:
+            raise AttributeError(name)  # this object is about to be unpickled
+        methods = self._known_methods()
+        if name in methods if methods is not None else not name.startswith("_"):
+            return self.options(method_name=name)
+        if self._is_legacy:
+            raise MethodNotFoundError(
+                f"A handle has no attribute {name!r}; to call another method of the backend, use "
+                f"handle.options(method_name={name!r}).remote(...)."
+            )
+        known = ", ".join(methods or ()) or "none"
+        whose = described(self._endpoint, "Deployment")
+        raise MethodNotFoundError(f"{whose} has no method {name!r}; it has: {known}.")
+
+    @overload
+    def options(self, *, stream: Literal[True], **changes: Any) -> StreamHandle: ...
+
+    @overload
+    def options(self, **changes: Any) -> Handle: ...
+
+    def options(self, **changes: Any) -> Handle:
+        """Return a copy with changed `CallOptions`; options that are not named keep their values."""
+        options = self._options.changed(changes)
+        return _kind_of(options)(
+            self._instance,
+            self._endpoint,
+            is_legacy=self._is_legacy,
+            python_methods=self._python_methods,
+            route=self._route,
+            options=options,
+            cluster=self._cluster,
+        )
+
+    def _known_route(self) -> str | None:
+        # Not a public name: that could be a method of the deployment.
+        published = self._published()
+        return self._route if published is None else published.get("route")
+
+    def _published(self) -> Any:
+        routers: Routers | None = None if self._cluster is None else self._cluster.shared.get("routers")
+        return None if routers is None else routers.published(self._endpoint)
+
+    def _known_methods(self) -> tuple[str, ...] | None:
+        """Return the methods of the deployment; None if they are not known yet."""
+        if self._python_methods is not None:
+            return self._python_methods
+        published = self._published()
+        return None if published is None else tuple(published["python_methods"])
+
+    @property
+    def _process(self) -> Process:
+        """This process's view of the instance, resolved on first use."""
+        if self._cluster is None and not self._instance:
+            raise ClosedError(
+                f"The handle of {short_tag(self._endpoint)!r} belongs to the arguments of a deployment; it "
+                "can call where the deployment runs."
+            )
+        if self._cluster is None:
+            self._cluster = find_link().cluster(self._instance)
+        return self._cluster
+
+    def remote(self, *args: Any, **kwargs: Any) -> Response:
+        """Start a call and return its `Response`.
+
+        The arguments are pickled before this returns, so later changes to them have no effect.
+        """
+        return Response(*self._start(args, kwargs), self._cluster or self._process)
+
+    # ---- chosen replicas, all replicas
+
+    def choose_replica(self, *args: Any, **kwargs: Any) -> ReplicaChoice:
+        """Return an async context manager that reserves a slot at a replica, as for a call, and yields it.
+
+        Pass the `ReplicaSelection` to `dispatch`. At the end of the block an unused slot is free again.
+        The arguments have no effect: the choice does not depend on them.
+
+        Examples
+        --------
+        >>> async with handle.choose_replica() as selection:  # doctest: +SKIP
+        ...     answer = await handle.dispatch(selection, 1)
+        """
+        cluster, link, options = self._process, self._process.link, self._options
+        request_id, deadline = identity_of(self._options, link, current_request.get())
+        head = {"method": "", "request_id": request_id, "reserve": True, "stream": options.stream}
+        envelope = Envelope(EnvelopeKind.CALL, head, deadline=deadline)
+
+        async def reserve(receive: Receive, send: Send) -> None:
+            router = await self._known_router(cluster)
+            sending = router.send(envelope, receive, send, shard_key=options.shard_key or options.session_id)
+            if deadline is not None:
+                late = late_text(request_id, self._endpoint, is_legacy=self._is_legacy)
+                sending = until(deadline, sending, late)
+            await sending
+
+        return ReplicaChoice((self._instance, self._endpoint), link, reserve, is_stream=options.stream)
+
+    def dispatch(self, selection: ReplicaSelection, *args: Any, **kwargs: Any) -> Response:
+        """Call the replica that `choose_replica` has chosen, in its reserved slot, like `remote`.
+
+        Raises
+        ------
+        ValueError
+            Another handle's selection, or none.
+        RuntimeError
+            The slot was used or released before.
+        ReplicaUnavailableError
+            The replica has stopped, or was lost.
+        """
+        return Response(*self._dispatch(selection, args, kwargs), self._process)
+
+    def _dispatch(
+        self,
+        selection: ReplicaSelection,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        pipe: Pipe | None = None,
+    ) -> tuple[PendingCall[Any], Link, str]:
+        cluster, link, current = self._process, self._process.link, current_request.get()
+        choice = selection.choice if isinstance(selection, ReplicaSelection) else None
+        if choice is None or choice.owner != (self._instance, self._endpoint):
+            raise BadRequestError(
+                f"{selection!r} was not chosen by a handle of {short_tag(self._endpoint)!r} in this process; "
+                "use the selection that `async with handle.choose_replica()` yields."
+            )
+        if choice.is_stream is not self._options.stream:
+            raise StreamOptionError("Choose the replica with the same option `stream` as the call.")
+        request_id, _ = identity_of(self._options, link, current)
+        payload, values = pack(self._options, link, args, kwargs)
+        future: PendingCall[Any] = PendingCall()
+        choice.claim(future, None if pipe is None else pipe.put)
+
+        async def make_message() -> Message:
+            head, filled = await self._settled(
+                cluster, request_id, self._facts, payload, values, pipe is not None
+            )
+            return {"type": "call.dispatch", "head": head, "payload": filled}
+
+        choice.send(make_message())
+        if current is not None:
+            current.add_call(future)
+        return future, link, request_id
+
+    def broadcast(self, method_name: str, *args: Any, **kwargs: Any) -> BroadcastResponse:
+        """Call a method of every running replica, past their queues and limits; see `BroadcastResponse`."""
+        handle = self.options(method_name=method_name, stream=False)
+        cluster, link, current = self._process, self._process.link, current_request.get()
+        request_id, deadline = identity_of(self._options, link, current)
+        payload, values = pack(self._options, link, args, kwargs)
+
+        async def send() -> Sequence[ReplicaOutcome]:
+            head, filled = await handle._settled(cluster, request_id, handle._facts, payload, values, False)
+            router = await self._known_router(cluster)
+            head |= {"broadcast": True, "stream": False}
+            return await send_to_all(
+                cluster, await router.replicas(), Envelope(EnvelopeKind.CALL, head, filled, deadline)
+            )
+
+        future = start_call(link, send())
+        if current is not None:
+            current.add_call(future)
+        return BroadcastResponse(future, link, request_id)
+
+    # ---- the end
+
+    def shutdown(self) -> None:
+        """Release what this handle watches in its process; its calls fail from now on.
+
+        Calls that were made continue. Other handles of the endpoint work as before.
+        """
+        link = self._process.link
+        if link.runs_here():
+            raise BlockingCallError("shutdown() would block the event loop; await shutdown_async().")
+        start_call(link, self._shut_down()).result()
+
+    async def shutdown_async(self) -> None:
+        """Release what this handle watches in its process; the same as `shutdown`, for event loops."""
+        link = self._process.link
+        await waiter_for(link, start_call(link, self._shut_down()))
+
+    async def _shut_down(self) -> None:
+        routers: Routers | None = self._process.shared.get("routers")
+        if routers is not None:
+            routers.forget(self._endpoint)
+        self._cluster = cast(Process, ShutDown(self._endpoint))
+
+    # ---- one call
+
+    def _start(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], pipe: Pipe | None = None
+    ) -> tuple[PendingCall[Any], Link, str]:
+        """Start a call and return its future, link and id; the items of a stream go into ``pipe``."""
+        link = self._process.link
+        current = current_request.get()
+        request_id, deadline = identity_of(self._options, link, current)
+        payload, values = pack(self._options, link, args, kwargs)
+        facts = self._facts
+        if current is not None and current.route:
+            facts = {**(facts or {}), "route": current.route}
+        if current is not None and current.is_shown:
+            facts = {**(facts or {}), "is_shown": True}
+        if deadline is None and pipe is None and values is None:
+            future = self._start_direct(link, payload, request_id, facts)
+        else:
+            future = PendingCall()
+            put = None if pipe is None else pipe.put
+            call = self._call(payload, request_id, facts, deadline, put, values, future)
+            if deadline is not None:
+                call = until(deadline, call, late_text(request_id, self._endpoint, is_legacy=self._is_legacy))
+            start_call(link, call, future)
+        if current is not None:
+            current.add_call(future)
+        return future, link, request_id
+
+    def _start_direct(
+        self, link: Link, payload: Payload, request_id: str, facts: Facts
+    ) -> PendingCall[Payload | KeptPayload]:
+        if link.is_closed:
+            raise link.closed_error()
+        future: PendingCall[Payload | KeptPayload] = PendingCall()
+        if link.runs_here():
+            self._send_direct(link, payload, request_id, facts, future)
+        else:
+            link.hop.post(self._send_direct, link, payload, request_id, facts, future)
+        return future
+
+    def _send_direct(
+        self,
+        link: Link,
+        payload: Payload,
+        request_id: str,
+        facts: Facts,
+        future: PendingCall[Payload | KeptPayload],
+    ) -> None:
+        """Send a call directly, or start a task if it has to wait; runs on the link's loop."""
+        if future.cancelled():
+            return
+        cluster = self._process
+        routers: Routers | None = cluster.shared.get("routers")
+        try:
+            if routers is not None:
+                router = routers.router(self._endpoint)
+                replicas = router.only  # set only if the endpoint is known and exists, and the instance runs
+                if replicas is not None:
+                    head = self._head(router, request_id, facts)
+                    envelope = Envelope(EnvelopeKind.CALL, head, payload, call=future)
+                    if DirectCall(link, router, replicas, envelope, future, self._continue_call).start(
+                        cluster
+                    ):
+                        return
+        except Exception as error:  # the caller gets it
+            future.set_error(error)
+            return
+        begin_call(link, self._call(payload, request_id, facts, None, None, None, future), future)
+
+    def _continue_call(self, call: DirectCall, refused: ReplicaBusyError | ActorLostError) -> None:
+        """Continue a call that a replica has refused, in a task."""
+
+        async def send(keep: Send) -> None:
+            await pause()
+            await call.replicas.send(call.envelope, nothing_to_receive, keep, refused=refused)
+
+        # The call is already counted as begun, so this coroutine must start in any case to count its end.
+        sending = send_and_record(call.router, call.envelope, send, call.began, self._process.clock)
+        begin_call(call.link, sending, call.call, pauses_itself=True)
+
+    def _head(self, router: Router, request_id: str, facts: Facts) -> dict[str, Any]:
+        options = self._options
+        head: dict[str, Any] = {"method": options.method_name, "request_id": request_id}
+        if router.is_legacy:
+            head |= {
+                "legacy": True,
+                "http_method": options.http_method,
+                "http_headers": dict(options.http_headers),
+            }
+        if facts is not None:
+            head["facts"] = facts
+        return head
+
+    async def _call(
+        self,
+        payload: Payload,
+        request_id: str,
+        facts: Facts,
+        deadline: float | None,
+        put: Send | None,
+        values: RemoteValues | None,
+        future: PendingCall[Any],
+    ) -> Any:
+        cluster = self._process
+        head, payload = await self._settled(cluster, request_id, facts, payload, values, put is not None)
+        router = await self._known_router(cluster)
+        envelope = Envelope(EnvelopeKind.CALL, head, payload, deadline, call=future)
+        router.calls.begun += 1
+        shard_key = self._options.shard_key or self._options.session_id
+
+        def send(keep: Send) -> Coroutine[Any, Any, None]:
+            return router.send(envelope, nothing_to_receive, put or keep, shard_key=shard_key)
+
+        return await send_and_record(router, envelope, send, stopwatch(), cluster.clock)
+
+    async def _settled(
+        self,
+        cluster: Process,
+        request_id: str,
+        facts: Facts,
+        payload: Payload,
+        values: RemoteValues | None,
+        is_stream: bool,
+    ) -> tuple[dict[str, Any], Payload]:
+        """Return the head and the arguments of a call once all values among them exist."""
+        if values is not None:
+            await values.wait()
+            payload = values.payload
+        head = self._head(await self._known_router(cluster), request_id, facts)
+        if values is not None:
+            head |= {"stream": is_stream, "values": values.keys}
+        elif is_stream:
+            head["stream"] = True
+        return head, payload
+
+    async def _known_router(self, cluster: Process) -> Router:
+        if cluster.is_ended:
+            raise ClosedError(
+                f"Instance {self._instance!r} has been shut down; get a new handle from a running instance."
+            )
+        with learning_of(cluster):
+            router = (await routers_of(cluster)).router(self._endpoint)
+            if not router.is_known:
+                await router.wait_until_known()
+        return router
+
+
+class StreamHandle(Handle):
+    """A handle that calls generators; ``handle.options(stream=True)`` returns one."""
+
+    def remote(self, *args: Any, **kwargs: Any) -> ResponseGenerator:  # type: ignore[override]
+        """Start a call and return a `ResponseGenerator` of its items; otherwise like `Handle.remote`."""
+        pipe = Pipe()
+        return ResponseGenerator(pipe, *self._start(args, kwargs, pipe))
+
+    def dispatch(self, selection: ReplicaSelection, *args: Any, **kwargs: Any) -> ResponseGenerator:  # type: ignore[override]
+        """Call a chosen replica and return a `ResponseGenerator`; otherwise like `Handle.dispatch`."""
+        pipe = Pipe()
+        return ResponseGenerator(pipe, *self._dispatch(selection, args, kwargs, pipe))
+
+
+def _kind_of(options: CallOptions) -> type[Handle]:
+    return StreamHandle if options.stream else Handle
+
+
+def _rebuild(
+    instance: str,
+    endpoint: str,
+    is_legacy: bool,
+    python_methods: tuple[str, ...] | None,
+    route: str | None,
+    options: CallOptions,
+) -> Handle:
+    return _kind_of(options)(
+        instance,
+        endpoint,
+        is_legacy=is_legacy,
+        python_methods=python_methods,
+        route=route,
+        options=options,
+    )

@@ -1,0 +1,206 @@
+"""The pending answer to one call through a handle."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Generator
+from concurrent.futures import CancelledError
+from typing import Any, NoReturn
+
+from daskserve.cluster.protocols.base import Link, Process
+from daskserve.common.formatting import shown
+from daskserve.common.types import KeptPayload, Payload
+from daskserve.data.caller.naming import as_read
+from daskserve.data.caller.routing.pending import start_call, waiter_for
+from daskserve.errors import PassedResponseError, RequestCancelledError, RequestTimeoutError, ServeError
+from daskserve.loops.event_loop import in_cell, running_loop
+from daskserve.loops.pending_call import PendingCall
+from daskserve.payload.packed_errors import PackedError
+from daskserve.payload.shown_errors import shown_in_notebook
+
+
+class Response:
+    """The pending answer to one call. Await it, or call `result` from a thread that may block.
+
+    Passed to another handle's ``remote``, at any depth of the arguments, it stands for its result. The call
+    starts as soon as the result exists. A result of 4 MiB or more stays in the process of its replica until
+    it is read, or this object is dropped; other replicas get it directly from there.
+    """
+
+    # Whether a large result goes from replica to replica.
+    _is_passed_on = False
+    # The call that fetches a large result for this process.
+    _fetching: PendingCall[Payload] | None = None
+
+    def __init__(
+        self, future: PendingCall[Payload | KeptPayload], link: Link, request_id: str, process: Process
+    ) -> None:
+        self._future = future
+        self._link = link
+        self._process = process
+        self._loaded: Any = None
+        self._is_loaded = False
+        self.request_id = request_id
+
+    def __repr__(self) -> str:
+        state = "cancelled" if self._future.cancelled() else "done" if self._future.done() else "pending"
+        return f"<Response {self.request_id} {state}>"
+
+    def __reduce__(self) -> NoReturn:
+        raise PassedResponseError(
+            f"The response to request {self.request_id} belongs to the code that made the call and cannot be "
+            "pickled. Await it, or pass it to the remote() of another handle."
+        )
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        # Inlined for speed: every step passes through each generator in between.
+        future = self._future
+        if not future.done():
+            future.leaves_value = self._is_passed_on
+            try:
+                yield from waiter_for(self._link, future)
+            except asyncio.CancelledError:
+                future.cancel()
+                raise
+        if not self._is_loaded:
+            error = self._failure(future)
+            if error is not None:
+                raise shown_in_notebook(as_read(error))
+            payload = future.result()
+            if isinstance(payload, KeptPayload):
+                yield from waiter_for(self._link, self._fetched() or future)
+                return self._value()
+            self._loaded = payload.load()
+            self._is_loaded = True
+        return self._loaded
+
+    def _value(self) -> Any:
+        # Unpickling may run user code, so it happens once and on the caller's side.
+        if not self._is_loaded:
+            future: PendingCall[Any] = self._fetching or self._future
+            error = self._failure(future)
+            if error is not None:
+                raise shown_in_notebook(as_read(error))
+            payload = future.result()
+            assert not isinstance(payload, KeptPayload)
+            self._loaded = payload.load()
+            self._is_loaded = True
+            self._future = future  # the replica's process may drop what has been fetched
+        return self._loaded
+
+    def _fetched(self) -> PendingCall[Any] | None:
+        """Return the call that fetches a result which stayed with its replica; None if there is none."""
+        future = self._future
+        if self._fetching is None and future.exception() is None:
+            kept = future.result()
+            if type(kept) is KeptPayload:
+                self._fetching = start_call(self._link, self._fetch(kept))
+        return self._fetching
+
+    async def _fetch(self, kept: KeptPayload) -> Payload:
+        return await self._process.fetch_answer(kept.worker, kept.token)
+
+    def result(self, timeout_s: float | None = None) -> Any:
+        """Return the answer; wait up to ``timeout_s`` seconds, or without limit if None.
+
+        Raises
+        ------
+        RequestTimeoutError
+            A `TimeoutError`: the answer took longer. The request continues.
+        RequestCancelledError
+            The request was cancelled.
+        RuntimeError
+            Called in an event loop, which it would block.
+        Exception
+            The error that the backend raised, with its own type.
+        """
+        self._wait(self._future, timeout_s)
+        error = self._failure(self._future)
+        if error is not None:
+            raise shown_in_notebook(as_read(error))
+        if not self._is_loaded and (fetching := self._fetched()) is not None:
+            self._wait(fetching, timeout_s)
+        return self._value()
+
+    def _wait(self, future: PendingCall[Any], timeout_s: float | None) -> None:
+        if future.done():
+            return
+        refuse_in_loop(self._link, "result()", "await the response")
+        future.leaves_value = self._is_passed_on
+        try:
+            future.result(timeout_s)
+        except (CancelledError, PackedError, ServeError):
+            pass  # `_value` raises it
+        except TimeoutError:
+            if future.done() or timeout_s is None:
+                raise  # a TimeoutError of user code
+            raise RequestTimeoutError(
+                f"No answer to request {self.request_id} within {shown(timeout_s)} s."
+            ) from None
+
+    def done(self) -> bool:
+        """Return whether the call has ended, with an answer or an error."""
+        return self._future.done()
+
+    def cancelled(self) -> bool:
+        """Return whether the call was cancelled before it ended."""
+        return self._future.cancelled()
+
+    def cancel(self) -> bool:
+        """Cancel the request, and the calls made for it; return whether it was still pending.
+
+        This is done on a best-effort basis, and a second call has no effect.
+        """
+        return self._future.cancel()
+
+    # ---- as an argument of another call
+
+    def pass_on(self, link: Link, *, by_reference: bool) -> None:
+        """Note that the result is for another replica, so that a large one stays where it was made."""
+        if by_reference and link is self._link:
+            self._is_passed_on = self._future.leaves_value = True
+
+    def wake_when_done(self) -> asyncio.Future[None]:
+        """Return a future of the running loop that completes when the call has ended."""
+        return waiter_for(self._link, self._future)
+
+    def raise_if_failed(self) -> None:
+        """Raise the error of a call that has ended with one, or was cancelled; not unpacked."""
+        error = self._failure(self._future)
+        if error is not None:
+            raise error
+
+    def _failure(self, future: PendingCall[Any]) -> BaseException | None:
+        return cancelled_error(self.request_id) if future.cancelled() else future.exception()
+
+    async def settled(self, link: Link, *, by_reference: bool) -> Payload | KeptPayload:
+        """Return the result of a call that has succeeded, or where it is; runs on the loop of ``link``."""
+        found = self._future.result()
+        if type(found) is not KeptPayload or (by_reference and link is self._link):
+            return found
+        fetching = self._fetched()
+        assert fetching is not None
+        await waiter_for(self._link, fetching)
+        fetched: Payload = fetching.result()
+        return fetched
+
+
+def cancelled_error(request_id: str) -> RequestCancelledError:
+    """Return the error that the reader of a cancelled call gets."""
+    return RequestCancelledError(
+        f"Request {request_id} was cancelled: by cancel(), or together with the request that made this call."
+    )
+
+
+def refuse_in_loop(link: Link, name: str, remedy: str) -> None:
+    """Raise `RuntimeError` in an event loop, which a blocking call would hold up.
+
+    Notebooks run each cell in an event loop that has nothing else to do, so they may block it.
+    """
+    if link.runs_here():
+        raise RuntimeError(f"{name} would block the event loop that has to produce the answer; {remedy}.")
+    if running_loop() is not None and not in_cell():
+        raise RuntimeError(
+            f"{name} would block the running event loop; {remedy}, or call it in a thread "
+            "(asyncio.to_thread)."
+        )

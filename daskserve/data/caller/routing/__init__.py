@@ -1,0 +1,1 @@
+"""Routers: queues, the choice of a replica, retries and shadows."""

@@ -1,0 +1,76 @@
+"""The choice of the backend and the replica for a request. Pure: randomness is an argument."""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import itertools
+import random
+from collections.abc import Mapping, Sequence
+from typing import Protocol, TypeVar
+
+from daskserve.common.types import BackendTag
+
+#: The number of hash bits that a float in [0, 1) can hold exactly.
+_HASH_BITS = 53
+
+
+def shard_draw(shard_key: str) -> float:
+    """Return the number in [0, 1) that a shard key always draws."""
+    digest = hashlib.sha256(shard_key.encode()).digest()
+    return (int.from_bytes(digest[:8], "big") >> (64 - _HASH_BITS)) / (1 << _HASH_BITS)
+
+
+class TrafficPolicy:
+    """The weighted draw over an endpoint's backends, and its shadows.
+
+    Backends are ordered by name. A shard key thus draws the same backend in every process until the policy
+    changes.
+    """
+
+    def __init__(self, traffic: Mapping[BackendTag, float], shadows: Mapping[BackendTag, float]) -> None:
+        weighted = sorted((tag, weight) for tag, weight in traffic.items() if weight > 0)
+        self._backends = [tag for tag, _ in weighted]
+        self._bounds = list(itertools.accumulate(weight for _, weight in weighted))
+        self._shadows = sorted(shadows.items())
+        self.backends = frozenset({*traffic, *shadows})
+        #: The backends with traffic, ordered by name.
+        self.active: Sequence[BackendTag] = self._backends
+        #: The only backend with traffic; None if there are several, or none.
+        self.only = self._backends[0] if len(self._backends) == 1 else None
+        self.has_shadows = bool(self._shadows)
+
+    def draw(self, number: float) -> BackendTag | None:
+        """Return the backend for a number in [0, 1); None if no backend has any weight."""
+        if not self._backends:
+            return None
+        index = bisect.bisect_right(self._bounds, number * self._bounds[-1])
+        return self._backends[min(index, len(self._backends) - 1)]
+
+    def shadows(self, rng: random.Random) -> list[BackendTag]:
+        """Return the backends that get a copy; each draw is independent of the others and of `draw`."""
+        return [tag for tag, proportion in self._shadows if rng.random() < proportion]
+
+
+class Candidate(Protocol):
+    """A replica that `choose` can choose."""
+
+    def score(self, now: float) -> float:
+        """Return the replica's load; less is better."""
+
+
+C = TypeVar("C", bound=Candidate)
+
+
+def choose(candidates: Sequence[C], now: float, rng: random.Random) -> C:
+    """Return the less loaded of two random candidates; ``candidates`` must not be empty.
+
+    Power of two choices: the result is close to the best, at a cost that does not grow with their number.
+    """
+    count = len(candidates)
+    if count == 1:
+        return candidates[0]
+    place = int(rng.random() * count)
+    other = int(rng.random() * (count - 1))
+    first, second = candidates[place], candidates[other + (other >= place)]
+    return second if second.score(now) < first.score(now) else first

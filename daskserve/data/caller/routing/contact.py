@@ -1,0 +1,79 @@
+"""What becomes of requests that have no replica while no controller answers.
+
+Requests wait for a replica, because the controller starts one. If all workers are gone and none comes, nobody
+does, and they would wait for ever. So after `CONTROLLER_S` without an answer of a controller they fail, and
+so do new ones, until a controller answers again. A request that knows a replica needs no controller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from daskserve.cluster.protocols.base import Listener
+from daskserve.common.clock import Clock
+from daskserve.common.formatting import shown
+from daskserve.common.types import BackendTag, described
+from daskserve.errors import UnavailableError
+from daskserve.loops.alarm import Alarm
+
+#: How long a controller may not answer: as long as a change is retried while it is being replaced.
+CONTROLLER_S = 30.0
+#: Interval at which a process with such requests asks the controller whether it is there.
+CHECK_S = 2.0
+
+
+class StarvingQueue(Protocol):
+    """The requests of one process to one backend; a `ReplicaSet`."""
+
+    @property
+    def is_starving(self) -> bool:
+        """Whether requests wait although there are no replicas."""
+
+    def fail_waiting(self) -> None:
+        """Fail the requests that wait."""
+
+
+class ControllerContact:
+    """Ends the waiting of one process's requests to one instance; see the module."""
+
+    def __init__(self, listener: Listener, clock: Clock, queues: Mapping[BackendTag, StarvingQueue]) -> None:
+        self._listener = listener
+        self._clock = clock
+        self._queues = queues
+        self._alarm = Alarm(self._check)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether requests without a replica fail."""
+        since = self._listener.silent_since
+        return since is not None and self._clock.now() - since >= CONTROLLER_S
+
+    def watch(self) -> None:
+        """Look after requests that wait and have no replica. Idempotent."""
+        self._alarm.set(self._clock.now() + CHECK_S)
+
+    def error(self, backend: BackendTag) -> UnavailableError:
+        """Return the error of a request to a backend while `is_lost`."""
+        since = self._listener.silent_since
+        silent_s = 0.0 if since is None else self._clock.now() - since
+        return UnavailableError(
+            f"{described(backend, 'Deployment')} has no replica, and no controller has answered for "
+            f"{shown(round(silent_s))} s: its Dask cluster has no worker, or none that can start one. The "
+            "logs of the workers, or of the program that started the cluster, say why.",
+            is_public=True,
+        )
+
+    def close(self) -> None:
+        """Look after nothing any more."""
+        self._alarm.cancel()
+
+    def _check(self) -> None:
+        starving = [each for each in self._queues.values() if each.is_starving]
+        if not starving:
+            return
+        if self.is_lost:
+            for each in starving:
+                each.fail_waiting()
+        self._listener.ask()
+        self.watch()

@@ -1,0 +1,129 @@
+"""Reports of queued and in-flight requests to the controller, for the backends that are autoscaled.
+
+While requests wait or are in flight, a process sends one message a second for all backends, and one more
+when they have ended. An idle process sends nothing. Requests that find no replica are reported at once, so a
+backend with zero replicas starts as many as they need within the second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Mapping
+from typing import Protocol
+
+from daskserve.cluster.protocols.base import Cluster
+from daskserve.common.clock import Clock
+from daskserve.common.types import BackendTag
+from daskserve.errors import NotRunningError, ServeError
+
+logger = logging.getLogger("daskserve.router")
+
+PERIOD_S = 1.0
+#: Period while requests wait without replicas: their number decides how many replicas start.
+STARVING_PERIOD_S = 0.25
+#: Delay of an urgent report: the first one from a burst should count all of it.
+GATHER_S = 0.02
+#: Delay before the next report after one failed, for example because the controller is being replaced.
+REPORT_RETRY_S = 0.1
+#: Timeout of a report; a healthy controller answers sooner.
+REPORT_TIMEOUT_S = 2.0
+
+
+class BackendQueue(Protocol):
+    """The queue of one backend in one process; a `ReplicaSet`."""
+
+    is_autoscaled: bool
+
+    @property
+    def waiting(self) -> int: ...
+
+    @property
+    def in_flight(self) -> int: ...
+
+    @property
+    def is_starving(self) -> bool:
+        """Whether requests wait although there are no replicas."""
+
+
+class LoadReports:
+    """Reports the queues of one process and instance.
+
+    Parameters
+    ----------
+    queues : mapping
+        The queue of each backend; backends may be added later.
+    """
+
+    def __init__(self, cluster: Cluster, clock: Clock, queues: Mapping[BackendTag, BackendQueue]) -> None:
+        self._cluster = cluster
+        self._clock = clock
+        self._queues = queues
+        self._name = uuid.uuid4().hex
+        self._is_urgent = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._is_closed = False
+        #: Whether the last report may have shown load, so that its end must be reported.
+        self._has_reported_load = False
+
+    def poke(self, *, is_urgent: bool) -> None:
+        """Make sure that the queues are reported, at once if urgent."""
+        if is_urgent:
+            self._is_urgent.set()
+        if self._task is None and not self._is_closed:
+            self._task = asyncio.create_task(self._run(), name="daskserve-load-reports")
+            self._task.add_done_callback(self._note_end)
+
+    def _note_end(self, task: asyncio.Task[None]) -> None:
+        self._task = None
+        if not task.cancelled() and task.exception() is not None:
+            logger.error(
+                "Reporting the load failed; the next request starts it again", exc_info=task.exception()
+            )
+
+    def close(self) -> None:
+        """Stop reporting."""
+        self._is_closed = True
+        if self._task is not None:
+            self._task.cancel()
+
+    def _autoscaled(self) -> dict[BackendTag, BackendQueue]:
+        return {tag: each for tag, each in self._queues.items() if each.is_autoscaled}
+
+    async def _run(self) -> None:
+        while not self._cluster.is_ended and (queues := self._autoscaled()):
+            pause_s = PERIOD_S
+            if self._is_urgent.is_set():
+                await self._clock.sleep(GATHER_S)
+            self._is_urgent.clear()
+            loads = {
+                tag: [each.waiting, each.in_flight]
+                for tag, each in queues.items()
+                if each.waiting or each.in_flight
+            }
+            if (loads or self._has_reported_load) and not await self._send_report(loads):
+                pause_s = REPORT_RETRY_S
+            elif any(each.is_starving for each in queues.values()):
+                pause_s = STARVING_PERIOD_S
+            try:
+                await self._clock.wait_for(self._is_urgent.wait(), pause_s)
+            except TimeoutError:
+                pass
+
+    async def _send_report(self, loads: Mapping[BackendTag, list[int]]) -> bool:
+        """Report the loads; return whether no retry is needed."""
+        self._has_reported_load = True
+        try:
+            controller = await self._cluster.controller()
+            call = self._cluster.call(controller, "report_load", router=self._name, loads=loads)
+            await self._clock.wait_for(call, REPORT_TIMEOUT_S)
+        except NotRunningError:
+            self._has_reported_load = False
+            return True
+        except (ServeError, OSError, TimeoutError) as error:
+            logger.debug("Reporting the load to the controller failed; retrying: %r", error)
+            self._cluster.forget_controller()
+            return False
+        self._has_reported_load = bool(loads)
+        return True

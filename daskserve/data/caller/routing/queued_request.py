@@ -1,0 +1,69 @@
+"""A request that is queued at a full replica, as its router sees it.
+
+`daskserve.data.replica.requests.slots` is the replica's side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from daskserve.common.clock import Clock, stopwatch
+from daskserve.common.types import DONE, SLOT_TAKEN, Load, Message, Patience, Send
+from daskserve.data.caller.routing.replica_pool import ReplicaEntry, Roster
+from daskserve.figures.histogram import LatencyHistogram
+
+#: How long a request waits in the queues of all replicas together. Each replica gets an equal share, but at
+#: least `MIN_PATIENCE_S`. Then the request moves to another replica.
+PATIENCE_S = 0.5
+MIN_PATIENCE_S = 0.025
+
+
+class QueuedRequest:
+    """One request in a replica's queue, from when it is sent until it has its slot or is refused.
+
+    Parameters
+    ----------
+    waits : LatencyHistogram
+        Records the time in the queue.
+    on_slot : callable
+        Called when the request has its slot, so that the router may send the next one.
+    """
+
+    def __init__(
+        self,
+        roster: Roster,
+        replica: ReplicaEntry,
+        clock: Clock,
+        send: Send,
+        waits: LatencyHistogram,
+        on_slot: Callable[[], None],
+    ) -> None:
+        self._roster = roster
+        self._replica = replica
+        self._clock = clock
+        self._send = send
+        self._waits = waits
+        self._on_slot = on_slot
+        self._began = stopwatch()
+        self._has_left = False
+
+    def patience(self, since: float) -> Patience:
+        """Return how long a request may wait here if it has been in queues since the given time."""
+        left_s = max(PATIENCE_S / max(self._roster.size, 1), MIN_PATIENCE_S)
+        return Patience(left_s, self._clock.now() - since)
+
+    def send(self, message: Message) -> Awaitable[None]:
+        """Send a message to the caller; ``SLOT_TAKEN`` is for the router and stays here."""
+        if message["type"] != SLOT_TAKEN:
+            return self._send(message)
+        self._roster.report(self._replica, Load(message["ongoing"], message["queued"]), self._clock.now())
+        self.leave()
+        self._on_slot()
+        return DONE
+
+    def leave(self) -> None:
+        """Let the next request queue at the replica; idempotent."""
+        if not self._has_left:
+            self._has_left = True
+            self._roster.leave_queue(self._replica)
+            self._waits.observe(stopwatch() - self._began)

@@ -1,0 +1,415 @@
+"""The replicas of one backend as a router sees them, and the choice of the next one.
+
+Problem: a router may know a thousand replicas, most of them full or suspended. It must not scan them for each
+request. Choice: the replicas with room are in a list of their own, from which one is drawn in constant time.
+A replica that fills up leaves the list by swapping places with the last entry, and returns with its first
+answer. Suspended replicas wait in a heap.
+
+A replica in the router's own process costs no hop, so among equals it is preferred. Replicas are equal if
+the longer queue of the local one costs less time than a hop: each request of that queue takes the replica's
+*pace*, the mean time between its answers while it is busy. So no-ops stay in their process, and a model that
+computes for 10 ms gets no request while another copy of it is idle. An idle replica is found in constant
+time, too. A replica that joins a backend in service gets the next request.
+
+An open WebSocket counts like a request, until the turns of its backend are known to be light: see
+`daskserve.data.caller.routing.websocket_cost`. Then it does not count between near and far, and new ones stay
+near.
+
+A replica that is full with the requests of other processes reports that when it refuses a request, and in its
+answers. From then on it gets only requests for which no other replica has room. They queue at the replica
+(`daskserve.data.replica.requests.slots`), one at a time per router. This ends when the replica reports room,
+or has reported nothing for `REPORT_S`.
+
+A replica whose worker this process does not reach gets no requests until there is a connection again. One
+that is reached only through the scheduler gets those for which no replica with a direct route has room.
+
+Pure: time and randomness are arguments.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+import random
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeAlias
+
+from daskserve.common.types import ActorAddress, Load, Reach, ReplicaTag, WorkerAddress
+from daskserve.data.caller.routing.choice import choose
+from daskserve.data.caller.routing.websocket_cost import TurnMeter
+
+#: Load reports older than this are ignored.
+REPORT_S = 1.0
+#: How much longer, in seconds and as a factor, the queue of a local replica may be than that of a remote one.
+#: A hop takes some 0.2 ms; the rest keeps chance differences between busy replicas from moving requests.
+HOP_S = 0.001
+LOCAL_FACTOR = 1.1
+#: From this pace on, the choice among idle replicas is random only now and then: see `_draw`.
+SLOW_S = 0.01
+RANDOM_SHARE = 0.05
+#: The weight of the newest answer in a replica's pace.
+PACE_WEIGHT = 0.1
+#: How long a replica is suspended after its queue was full, or after a queued request ran out of patience.
+BUSY_BACKOFF_S = 0.02
+
+
+class ReplicaEntry:
+    """One replica, and the requests that this process has in flight there."""
+
+    __slots__ = (
+        "address",
+        "busy_since",
+        "concurrency",
+        "has_queued_request",
+        "in_flight",
+        "index",
+        "is_full",
+        "is_hinted",
+        "is_suspended",
+        "not_before",
+        "pace_s",
+        "peers",
+        "reported",
+        "reported_at",
+        "route",
+        "sockets",
+        "tag",
+    )
+
+    def __init__(self, tag: ReplicaTag, address: ActorAddress) -> None:
+        self.tag = tag
+        self.address = address
+        self.concurrency = 1
+        self.in_flight = 0
+        #: How many of these are WebSockets.
+        self.sockets = 0
+        #: Mean time between two answers while requests are in flight; infinite until there is an answer.
+        #: WebSockets do not count.
+        self.pace_s = math.inf
+        #: When the last answer came, or the first request if there was none in flight.
+        self.busy_since = 0.0
+        self.reported = 0
+        self.reported_at = -REPORT_S
+        self.is_suspended = False
+        self.not_before = 0.0
+        #: Whether its last report said that it is full, and whether this process has a request queued there.
+        self.is_full = False
+        self.has_queued_request = False
+        #: How this process reaches its worker; None if that is not known yet.
+        self.route: Reach | None = None
+        #: The list that holds it while it has room: local, remote or detoured; None once it is not used.
+        self.peers: list[ReplicaEntry] | None = None
+        #: Whether it is in one of the queues of replicas that are probably idle.
+        self.is_hinted = False
+        #: Its index in that list, or in the list of full replicas; -1 while it gets no requests.
+        self.index = -1
+
+    def score(self, now: float) -> float:
+        """Return the number of requests at the replica, as far as this process knows."""
+        if self.reported > self.in_flight and now - self.reported_at < REPORT_S:
+            return self.reported
+        return self.in_flight
+
+
+#: Chooses one of some replicas for a request, or none.
+Pick: TypeAlias = Callable[[Sequence[ReplicaEntry]], ReplicaEntry | None]
+
+
+class Roster:
+    """The replicas of one backend.
+
+    Parameters
+    ----------
+    is_local : callable
+        ``is_local(address)`` returns whether the replica at the address runs in this process.
+    route_to : callable
+        Returns how this process reaches a worker; None if that is not known yet.
+    """
+
+    def __init__(
+        self,
+        is_local: Callable[[ActorAddress], bool],
+        route_to: Callable[[WorkerAddress], Reach | None] = lambda _: Reach.DIRECT,
+    ) -> None:
+        self._is_local = is_local
+        self._route_to = route_to
+        self._entries: dict[ReplicaTag, ReplicaEntry] = {}
+        self._local: list[ReplicaEntry] = []
+        self._remote: list[ReplicaEntry] = []
+        self._detoured: list[ReplicaEntry] = []
+        self._full: list[ReplicaEntry] = []
+        # Replicas whose last request has ended. Those that have new requests are dropped when they are drawn.
+        self._idle_local: deque[ReplicaEntry] = deque()
+        self._idle_remote: deque[ReplicaEntry] = deque()
+        self._idle_detoured: deque[ReplicaEntry] = deque()
+        self._newcomers: deque[ReplicaEntry] = deque()
+        self._suspended: list[tuple[float, int, ReplicaEntry]] = []
+        self._numbers = itertools.count()
+        #: The number of this process's requests at the replicas, including replicas no longer used, and how
+        #: many of them are queued there.
+        self.in_flight = 0
+        self.queued = 0
+        #: The turns of this process's WebSockets.
+        self.turns = TurnMeter()
+
+    def __repr__(self) -> str:
+        return " ".join(f"{each.tag}={each.in_flight}/{each.concurrency}" for each in self._entries.values())
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there are no replicas, with or without room."""
+        return not self._entries
+
+    def addresses(self) -> list[ActorAddress]:
+        """Return the addresses of all replicas, with or without room, ordered by tag."""
+        return [self._entries[tag].address for tag in sorted(self._entries)]
+
+    @property
+    def size(self) -> int:
+        """The number of replicas, with or without room."""
+        return len(self._entries)
+
+    def update(
+        self,
+        published: Mapping[ReplicaTag, tuple[WorkerAddress, int]],
+        concurrency: int,
+        name_of: Callable[[ReplicaTag], str],
+    ) -> None:
+        """Replace the replicas by the published ones, each with its worker and incarnation."""
+        known = self._entries
+        newcomers: list[ReplicaEntry] = []
+        entries: list[ReplicaEntry] = []
+        for tag, (worker, incarnation) in published.items():
+            entry = known.get(tag)
+            if entry is None or entry.address.worker != worker or entry.address.incarnation != incarnation:
+                entry = ReplicaEntry(tag, ActorAddress(name_of(tag), worker, incarnation))
+                newcomers.append(entry)
+            entry.concurrency = concurrency
+            entries.append(entry)
+        self._replace(entries)
+        if len(newcomers) < len(entries):
+            self._newcomers.extend(each for each in newcomers if each.peers is self._remote)
+
+    def forget_worker(self, worker: WorkerAddress) -> None:
+        """Stop using the replicas of a worker."""
+        self._replace([each for each in self._entries.values() if each.address.worker != worker])
+
+    def has_worker(self, worker: WorkerAddress) -> bool:
+        """Return whether one of the replicas is on a worker."""
+        return any(each.address.worker == worker for each in self._entries.values())
+
+    def note_route(self, worker: WorkerAddress) -> None:
+        """Record that the route to a worker has changed."""
+        if self.has_worker(worker):
+            self._replace(list(self._entries.values()))
+
+    def _replace(self, entries: Iterable[ReplicaEntry]) -> None:
+        for entry in self._entries.values():
+            entry.peers = None
+            entry.index = -1
+            entry.is_hinted = False
+        for each in (self._local, self._remote, self._detoured, self._full):
+            each.clear()
+        for hints in (self._idle_local, self._idle_remote, self._idle_detoured):
+            hints.clear()
+        self._entries = {entry.tag: entry for entry in entries}
+        for entry in self._entries.values():
+            if self._is_local(entry.address):
+                entry.route, entry.peers = Reach.DIRECT, self._local
+            else:
+                entry.route = self._route_to(entry.address.worker)
+                entry.peers = self._detoured if entry.route is Reach.SCHEDULER else self._remote
+            self._add(entry)
+        self._newcomers = deque(each for each in self._newcomers if each.peers is self._remote)
+
+    def take(self, now: float, rng: random.Random, pick: Pick | None = None) -> ReplicaEntry | None:
+        """Return the replica for a request, or None; the request counts as in flight from now on.
+
+        If no replica has room, this returns a full one and sets ``has_queued_request``. ``pick`` chooses
+        instead, from all replicas that are not suspended, one with an index that is not negative.
+        """
+        if self._suspended and self._suspended[0][0] <= now:
+            self._resume_due(now)
+        if self._full:
+            # One random entry is enough: frequent calls soon reach all of them.
+            entry = self._full[int(rng.random() * len(self._full))]
+            if now - entry.reported_at >= REPORT_S:
+                self._set_full(entry, is_full=False)
+        local, remote = self._local, self._remote
+        if pick is not None:
+            picked = pick([each for each in self._entries.values() if not each.is_suspended])
+            if picked is None:
+                return None
+            entry = picked
+            if entry.is_full:
+                entry.has_queued_request = True
+                self.queued += 1
+        elif local:
+            entry = local[0] if len(local) == 1 else _draw(local, self._idle_local, now, rng)
+            if remote and entry.score(now) * entry.pace_s > HOP_S:
+                work = self._work(entry, now)
+                if work * entry.pace_s > HOP_S:
+                    other = self._newcomer() or _draw(remote, self._idle_remote, now, rng)
+                    if work > LOCAL_FACTOR * self._work(other, now) + HOP_S / entry.pace_s:
+                        entry = other
+        elif remote:
+            entry = (self._newcomers and self._newcomer()) or (
+                remote[0] if len(remote) == 1 else _draw(remote, self._idle_remote, now, rng)
+            )
+        elif self._detoured:
+            entry = _draw(self._detoured, self._idle_detoured, now, rng)
+        elif self._full:
+            entry = choose(self._full, now, rng)
+            entry.has_queued_request = True
+            self.queued += 1
+        else:
+            return None
+        self.in_flight += 1
+        if entry.in_flight == entry.sockets:
+            entry.busy_since = now
+        entry.in_flight += 1
+        if entry.has_queued_request or entry.in_flight >= entry.concurrency:
+            self._remove(entry)
+        return entry
+
+    def _work(self, entry: ReplicaEntry, now: float) -> float:
+        """Return the score of a replica for the choice between near and far."""
+        score = entry.score(now)
+        if entry.sockets and self.turns.is_light(now, HOP_S):
+            return max(0.0, score - entry.sockets)
+        return score
+
+    def leave_queue(self, entry: ReplicaEntry) -> None:
+        """Record that the request queued at a replica has its slot, or has left."""
+        if entry.has_queued_request:
+            entry.has_queued_request = False
+            self.queued -= 1
+            self._add(entry)
+
+    def release(self, entry: ReplicaEntry) -> None:
+        """Record that a request has ended."""
+        self.in_flight -= 1
+        entry.in_flight -= 1
+        if entry.index < 0:
+            self._add(entry)
+        elif not entry.in_flight and not entry.is_hinted:
+            self._hint(entry)
+
+    def put_first(self, entry: ReplicaEntry) -> None:
+        """Give a remote replica the next request, like a replica that joins."""
+        if entry.peers is self._remote:
+            self._newcomers.appendleft(entry)
+
+    def report(self, entry: ReplicaEntry, load: Load, now: float, *, is_answer: bool = True) -> None:
+        """Record the load that a replica reports with an answer, or with the end of a WebSocket."""
+        if is_answer:
+            wait_s = now - entry.busy_since
+            entry.busy_since = now
+            if entry.pace_s == math.inf:
+                entry.pace_s = wait_s
+            else:
+                entry.pace_s += PACE_WEIGHT * (wait_s - entry.pace_s)
+        entry.reported = load.ongoing + load.queued
+        entry.reported_at = now
+        is_full = load.ongoing >= entry.concurrency
+        if is_full is not entry.is_full:
+            self._set_full(entry, is_full=is_full)
+
+    def note_busy(self, entry: ReplicaEntry, ongoing: int, now: float, *, was_queued: bool) -> None:
+        """Record that a replica refused a request, at once or after it was queued there."""
+        pace_s = entry.pace_s
+        self.report(entry, Load(max(ongoing, entry.concurrency)), now)
+        entry.pace_s = pace_s  # a refusal is no answer
+        if was_queued:
+            self.suspend(entry, now + BUSY_BACKOFF_S)
+
+    def _set_full(self, entry: ReplicaEntry, *, is_full: bool) -> None:
+        if entry.index < 0:
+            entry.is_full = is_full
+        else:
+            self._remove(entry)
+            entry.is_full = is_full
+            self._add(entry)
+
+    def suspend(self, entry: ReplicaEntry, until: float) -> None:
+        """Send a replica no requests until the given time."""
+        entry.is_suspended = True
+        entry.not_before = max(until, entry.not_before)
+        heapq.heappush(self._suspended, (until, next(self._numbers), entry))
+        if entry.index >= 0:
+            self._remove(entry)
+
+    def next_resume_at(self) -> float | None:
+        """Return when the first suspended replica may be used again; None if none is suspended."""
+        while self._suspended and self._suspended[0][2].peers is None:
+            heapq.heappop(self._suspended)
+        return self._suspended[0][0] if self._suspended else None
+
+    def _newcomer(self) -> ReplicaEntry | None:
+        while self._newcomers:
+            entry = self._newcomers.popleft()
+            if entry.index >= 0 and not entry.is_full:
+                return entry
+        return None
+
+    def _resume_due(self, now: float) -> None:
+        while self._suspended and self._suspended[0][0] <= now:
+            _, _, entry = heapq.heappop(self._suspended)
+            if entry.is_suspended and entry.not_before <= now:
+                entry.is_suspended = False
+                if entry.index < 0:
+                    self._add(entry)
+
+    def _add(self, entry: ReplicaEntry) -> None:
+        if (
+            entry.is_suspended
+            or entry.route is Reach.NONE
+            or entry.has_queued_request
+            or entry.peers is None
+            or entry.in_flight >= entry.concurrency
+        ):
+            return
+        peers = self._full if entry.is_full else entry.peers
+        entry.index = len(peers)
+        peers.append(entry)
+        if not entry.in_flight and not entry.is_hinted:
+            self._hint(entry)
+
+    def _hint(self, entry: ReplicaEntry) -> None:
+        entry.is_hinted = True
+        if entry.peers is self._local:
+            self._idle_local.append(entry)
+        else:
+            (self._idle_remote if entry.peers is self._remote else self._idle_detoured).append(entry)
+
+    def _remove(self, entry: ReplicaEntry) -> None:
+        peers = self._full if entry.is_full else entry.peers
+        assert peers is not None
+        last = peers.pop()
+        if last is not entry:
+            peers[entry.index] = last
+            last.index = entry.index
+        entry.index = -1
+
+
+def _draw(
+    peers: list[ReplicaEntry], hints: deque[ReplicaEntry], now: float, rng: random.Random
+) -> ReplicaEntry:
+    """Return a replica without requests if there is one, else the less loaded of two random ones.
+
+    Among idle replicas the choice is random, too. If they take long for a request, it is mostly the one that
+    answered last: the others may have got requests from other processes since they answered.
+    """
+    entry = choose(peers, now, rng)
+    is_idle = not entry.score(now)
+    if is_idle and entry.pace_s <= SLOW_S:
+        return entry
+    while hints:
+        hint = hints[-1]
+        if hint.index >= 0 and not hint.is_full and not hint.score(now):
+            is_known = hint.pace_s > SLOW_S and now - hint.reported_at < REPORT_S
+            return entry if is_idle and not (is_known and rng.random() >= RANDOM_SHARE) else hint
+        hints.pop().is_hinted = False
+    return entry

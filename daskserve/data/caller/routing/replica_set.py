@@ -1,0 +1,388 @@
+"""The replicas of one backend for the requests of one process, behind a bounded queue."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import OrderedDict
+from dataclasses import replace
+from typing import Any
+
+from daskserve.cluster.protocols.base import Cluster, Routes
+from daskserve.common.clock import Clock, stopwatch
+from daskserve.common.types import (
+    ActorAddress,
+    BackendTag,
+    BodyUse,
+    Envelope,
+    EnvelopeKind,
+    Load,
+    Receive,
+    Send,
+    described,
+)
+from daskserve.data.caller.routing.contact import ControllerContact
+from daskserve.data.caller.routing.learning import Learning
+from daskserve.data.caller.routing.load_reports import LoadReports
+from daskserve.data.caller.routing.metrics import ReplicaSetMetrics
+from daskserve.data.caller.routing.prospects import Prospects
+from daskserve.data.caller.routing.queued_request import QueuedRequest
+from daskserve.data.caller.routing.replay import Replay
+from daskserve.data.caller.routing.replica_pool import ReplicaEntry, Roster
+from daskserve.data.caller.routing.suspect_queue import ApartQueue
+from daskserve.data.caller.routing.suspects import Suspects, SuspectTrial
+from daskserve.errors import (
+    ActorLostError,
+    BackPressureError,
+    ReplicaBusyError,
+)
+from daskserve.figures.table import MetricSample
+from daskserve.loops.alarm import Alarm
+
+#: How long an unreachable replica is suspended, unless the controller publishes it again.
+UNREACHABLE_BACKOFF_S = 1.0
+#: How long a replica is suspended after its connection broke: time for the scheduler to report its end.
+DISCONNECTED_BACKOFF_S = 0.05
+
+
+class ReplicaSet:
+    """The running replicas of one backend, and the requests of this process that wait for one."""
+
+    def __init__(
+        self,
+        tag: BackendTag,
+        cluster: Cluster,
+        clock: Clock,
+        rng: random.Random,
+        routes: Routes,
+        *,
+        suspects: Suspects,
+        learning: Learning | None = None,
+        contact: ControllerContact,
+        reports: LoadReports | None = None,
+    ) -> None:
+        self.tag = tag
+        #: Whether the controller needs reports of this queue.
+        self.is_autoscaled = False
+        #: What happens to the bodies of its requests, and their maximum size; None: that of the proxy.
+        self.bodies: BodyUse = "gather"
+        self.max_body_bytes: int | None = None
+        self._reports = reports
+        self._learning = learning or Learning()
+        self._cluster = cluster
+        self._clock = clock
+        self._rng = rng
+        self._routes = routes
+        #: The replicas.
+        self.roster = Roster(cluster.is_local, routes.to)
+        # Ordered, because a cancelled request leaves from any position.
+        self._waiting: OrderedDict[asyncio.Future[ReplicaEntry], None] = OrderedDict()
+        #: The requests that may end their replica's process.
+        self._apart = ApartQueue(tag, self.roster, suspects, clock, rng, self._serve_waiting)
+        #: None until the controller has published it; requests that arrive earlier wait.
+        self.max_queued: int | None = None
+        #: Whether there will be replicas for who waits.
+        self.prospects = Prospects(tag, contact)
+        #: Set by the first update.
+        self._known = asyncio.Event()
+        #: Fires when the first suspended replica may be used again.
+        self._alarm = Alarm(self._serve_waiting)
+        self.metrics = ReplicaSetMetrics()
+
+    def __repr__(self) -> str:
+        return f"<ReplicaSet {self.tag} waiting={self.waiting} {self.roster!r}>"
+
+    @property
+    def waiting(self) -> int:
+        """The number of requests that wait for a slot, here or in the queue of a full replica."""
+        return len(self._waiting) + len(self._apart.waiters) + self.roster.queued
+
+    @property
+    def in_flight(self) -> int:
+        """The number of this process's requests at the replicas, without those queued there."""
+        return self.roster.in_flight - self.roster.queued
+
+    def samples(self) -> list[MetricSample]:
+        """Return the metric samples; none once the backend is deleted."""
+        if self.prospects.is_deleted and not (self.waiting or self.in_flight):
+            return []
+        return self.metrics.samples(
+            self._cluster.instance, self.tag, waiting=self.waiting, in_flight=self.in_flight
+        )
+
+    async def addresses(self) -> list[ActorAddress]:
+        """Return the addresses of the running replicas, ordered by tag, once they are known."""
+        await self._known.wait()
+        return self.roster.addresses()
+
+    @property
+    def is_starving(self) -> bool:
+        """Whether requests wait although there are no replicas."""
+        return bool(self._waiting or self._apart.waiters) and self.roster.is_empty
+
+    def update(self, value: Any) -> None:
+        """Apply the state of the backend that the controller published."""
+        self._known.set()
+        self.prospects.update(value)
+        if value is None:
+            self.roster.update({}, 1, str)
+            self.fail_waiting()
+            return
+        published = {tag: (worker, incarnation) for tag, worker, incarnation in value["replicas"]}
+        name_of = f"{self._cluster.instance}/replica/{{}}".format
+        self.roster.update(published, value["concurrency"], name_of)
+        is_first = self.max_queued is None
+        self.max_queued = value["max_queued"]
+        self._apart.max_crash_retries = value["max_crash_retries"]
+        self.is_autoscaled = value.get("autoscaled", False)
+        self.bodies = value.get("bodies", "gather")
+        self.max_body_bytes = value.get("max_body_bytes")
+        self.fail_waiting()
+        self._serve_waiting()
+        if is_first:
+            self._reject_excess()
+        self._report_load()
+
+    def _report_load(self) -> None:
+        if self.is_autoscaled and self._reports is not None:
+            self._reports.poke(is_urgent=self.is_starving)
+
+    def note_route(self, worker: str) -> None:
+        """Record that the route to a worker has changed."""
+        self.roster.note_route(worker)
+        self._serve_waiting()
+
+    def take_now(self) -> ReplicaEntry | None:
+        """Return a replica with room, counting one more request in flight; None if no replica has room."""
+        if self._waiting:
+            return None
+        replica = self.roster.take(self._clock.now(), self._rng)
+        if replica is None or replica.has_queued_request:
+            if replica is not None:
+                self._release_unused(replica)
+            return None
+        self.metrics.sent += 1
+        return replica
+
+    def put_back(self, replica: ReplicaEntry) -> None:
+        """Undo `take_now`; the replica gets the next request."""
+        self.metrics.sent -= 1
+        self.roster.put_first(replica)
+        self.release(replica, None)
+
+    def release(self, replica: ReplicaEntry, outcome: Load | Exception | None) -> None:
+        """Record that a request to a replica has ended, and what the outcome says about the replica."""
+        if type(outcome) is Load:
+            self.roster.report(replica, outcome, self._clock.now())
+        elif isinstance(outcome, (ReplicaBusyError, ActorLostError)):
+            self._note_refusal(replica, outcome, was_queued=False)
+        self.roster.release(replica)
+        if self._waiting or self._apart.waiters:
+            self._serve_waiting()
+
+    def _note_refusal(
+        self, replica: ReplicaEntry, error: ReplicaBusyError | ActorLostError, *, was_queued: bool
+    ) -> None:
+        now = self._clock.now()
+        if isinstance(error, ReplicaBusyError):
+            self.roster.note_busy(replica, error.ongoing, now, was_queued=was_queued)
+        else:
+            self.roster.suspend(
+                replica, now + (DISCONNECTED_BACKOFF_S if error.is_disconnected else UNREACHABLE_BACKOFF_S)
+            )
+
+    async def send(
+        self,
+        envelope: Envelope,
+        receive: Receive,
+        send: Send,
+        *,
+        refused: ReplicaBusyError | ActorLostError | None = None,
+    ) -> None:
+        """Send a request to a replica; wait until one has room.
+
+        A request that a replica has already ``refused`` goes to the front of the queue.
+
+        Raises
+        ------
+        BackPressureError
+            The queue already holds ``max_queued_requests`` requests.
+        UnavailableError
+            The backend was deleted, or has no replicas because the target capacity is 0 %.
+        ActorLostError
+            The replica was lost after the request had begun, and the request must not be retried.
+        QuarantinedError
+            Retries of the same request have ended several processes.
+        """
+        replay = trial = queued_since = None
+        roster, metrics, is_socket = self.roster, self.metrics, False
+        if envelope.kind is EnvelopeKind.HTTP:  # calls have no messages to repeat
+            if self._apart.suspects.known:
+                trial = self._apart.trial_of(envelope)
+            replay = Replay(envelope, receive, send)
+            receive, send = replay.receive, replay.send
+            if is_socket := envelope.head["type"] == "websocket":
+                envelope = replace(envelope, note_turn=roster.turns.note)
+        is_rejected = refused is not None
+        metrics.sent += not is_rejected
+        if refused is not None:
+            metrics.note_retry(refused)
+        while True:
+            if trial is not None:
+                replica = self._apart.take(trial)
+            else:  # the requests that already wait go first
+                may_go = is_rejected or not self._waiting
+                replica = roster.take(self._clock.now(), self._rng) if may_go else None
+            if replica is None:
+                replica = await self._wait(is_rejected, trial)
+            has_queued_request = replica.has_queued_request
+            replica.sockets += is_socket
+            try:
+                if replica.route is None:
+                    await self._learning.during(self._routes.connect(replica.address.worker))
+                if has_queued_request:
+                    queued_since = self._clock.now() if queued_since is None else queued_since
+                    load = await self._send_queued(replica, queued_since, envelope, receive, send)
+                else:
+                    load = await self._cluster.request(replica.address, envelope, receive, send)
+            except (ReplicaBusyError, ActorLostError) as error:
+                self._note_refusal(replica, error, was_queued=has_queued_request)
+                trial = self._apart.rewind(envelope, replay, trial, replica, error)
+                metrics.note_retry(error)
+                is_rejected = True
+            except Exception as error:
+                if trial is not None:
+                    trial.failed(error)
+                raise
+            else:
+                roster.report(replica, load, self._clock.now(), is_answer=not is_socket)
+                if trial is not None:
+                    trial.passed()
+                return
+            finally:
+                replica.sockets -= is_socket
+                roster.release(replica)
+                if trial is not None:
+                    trial.leave()
+                if self._waiting or self._apart.waiters:
+                    self._serve_waiting()
+
+    async def _send_queued(
+        self, replica: ReplicaEntry, since: float, envelope: Envelope, receive: Receive, send: Send
+    ) -> Load:
+        """Send a request to the queue of a full replica; the next may follow once this one has a slot."""
+        queued = QueuedRequest(
+            self.roster, replica, self._clock, send, self.metrics.waits, self._serve_waiting
+        )
+        envelope = replace(envelope, patience=queued.patience(since))
+        try:
+            return await self._cluster.request(replica.address, envelope, receive, queued.send)
+        finally:
+            queued.leave()
+
+    async def _wait(self, is_rejected: bool, trial: SuspectTrial | None) -> ReplicaEntry:
+        """Wait for this request's turn; return a replica, counting one more request in flight."""
+        if not self.prospects.may_wait(has_replicas=not self.roster.is_empty):
+            raise self.prospects.error()
+        # A request that a replica refused has already passed the queue, so the limit does not apply to it.
+        if not is_rejected:
+            check_queue(self)
+        waiter: asyncio.Future[ReplicaEntry] = asyncio.get_running_loop().create_future()
+        if trial is not None:
+            self._apart.put(waiter, trial)
+        else:
+            self._waiting[waiter] = None
+            if is_rejected:
+                self._waiting.move_to_end(waiter, last=False)
+        if len(self._waiting) + len(self._apart.waiters) == 1 and self.roster.is_empty:
+            self._report_load()
+            self.prospects.contact.watch()
+        self._set_alarm()
+        began = stopwatch()
+        try:
+            if self.max_queued is not None:
+                return await waiter
+            return await self._learning.during(waiter)
+        except asyncio.CancelledError:
+            if waiter in self._waiting:
+                del self._waiting[waiter]
+            elif waiter in self._apart.waiters:
+                self._apart.remove(waiter)
+            elif waiter.done() and not waiter.cancelled() and waiter.exception() is None:
+                self._release_unused(waiter.result())
+                if trial is not None:
+                    trial.leave()
+                self._serve_waiting()  # the next request gets this turn
+            raise
+        finally:
+            self.metrics.waits.observe(stopwatch() - began)
+
+    def _serve_waiting(self) -> None:
+        """Give free replicas to the waiting requests, in order."""
+        now = self._clock.now()
+        if self._apart.waiters:
+            self._apart.serve()
+            self._set_alarm()
+        while self._waiting:
+            replica = self.roster.take(now, self._rng)
+            if replica is None:
+                self._set_alarm()
+                return
+            waiter, _ = self._waiting.popitem(last=False)
+            if waiter.done():
+                self._release_unused(replica)
+            else:
+                waiter.set_result(replica)
+
+    def _reject_excess(self) -> None:
+        """Reject the newest of the requests that arrived before their limit was known."""
+        limit = self.max_queued
+        while limit is not None and 0 <= limit < self.waiting and self._waiting:
+            waiter, _ = self._waiting.popitem()
+            if not waiter.done():
+                self.metrics.rejected += 1
+                waiter.set_exception(_queue_overflow(self.tag, limit, limit))
+
+    def _release_unused(self, replica: ReplicaEntry) -> None:
+        """Release a replica that was taken but got no request."""
+        self.roster.leave_queue(replica)
+        self.roster.release(replica)
+
+    def fail_waiting(self) -> None:
+        """Fail the requests that wait, unless there is or may soon be a replica for them."""
+        if self.prospects.may_wait(has_replicas=not self.roster.is_empty):
+            return
+        waiters = [*self._apart.clear(), *self._waiting]
+        self._waiting.clear()
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_exception(self.prospects.error())
+
+    def _set_alarm(self) -> None:
+        for at in (self.roster.next_resume_at(), self._apart.next_at()):
+            if at is not None:
+                self._alarm.set(at)
+
+    def close(self) -> None:
+        """Fail the requests that still wait."""
+        self.prospects.update(None)
+        self.roster.update({}, 1, str)
+        self._alarm.cancel()
+        self.fail_waiting()
+
+
+def check_queue(replicas: ReplicaSet) -> None:
+    """Raise `BackPressureError` if no further request may wait for one of the replicas."""
+    limit = replicas.max_queued
+    if limit is not None and 0 <= limit <= replicas.waiting:
+        replicas.metrics.rejected += 1
+        raise _queue_overflow(replicas.tag, replicas.waiting, limit)
+
+
+def _queue_overflow(tag: BackendTag, waiting: int, limit: int) -> BackPressureError:
+    return BackPressureError(
+        f"{waiting} requests already wait for {described(tag)}, as many as max_queued_requests allows; "
+        "try again later.",
+        num_queued_requests=waiting,
+        max_queued_requests=limit,
+    )

@@ -1,0 +1,359 @@
+"""Routers, which send an endpoint's requests to running replicas through a bounded queue.
+
+One `Routers` per process and instance holds a `Router` per endpoint and a `ReplicaSet` per backend. The
+requests of a process to a backend are thus counted in one place. Updates arrive by long poll; the last known
+state stays in use while the controller is down.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from daskserve.cluster.protocols.base import Cluster, Listener, Routes
+from daskserve.common.clock import Clock
+from daskserve.common.formatting import shown
+from daskserve.common.types import (
+    SILENT_WORKERS,
+    ActorAddress,
+    BackendTag,
+    BodyUse,
+    EndpointTag,
+    Envelope,
+    Message,
+    Reach,
+    Receive,
+    Send,
+    WorkerAddress,
+    short_tag,
+)
+from daskserve.data.caller.routing.choice import TrafficPolicy, shard_draw
+from daskserve.data.caller.routing.contact import ControllerContact
+from daskserve.data.caller.routing.learning import Learning
+from daskserve.data.caller.routing.load_reports import LoadReports
+from daskserve.data.caller.routing.metrics import CallMetrics
+from daskserve.data.caller.routing.replica_set import ReplicaSet, check_queue
+from daskserve.data.caller.routing.shadow import Shadow, ShadowRoom
+from daskserve.data.caller.routing.suspects import Suspects
+from daskserve.errors import NotFoundError, RequestTimeoutError, ServeError, UnavailableError
+from daskserve.figures.table import MetricSample
+from daskserve.loops.tasks import TaskSet
+
+#: How long a request waits for the first update of its endpoint.
+ENDPOINT_TIMEOUT_S = 10.0
+
+logger = logging.getLogger("daskserve.router")
+
+
+class Router:
+    """Sends the requests of one endpoint."""
+
+    def __init__(self, endpoint: EndpointTag, routers: Routers) -> None:
+        self.endpoint = endpoint
+        self._routers = routers
+        self._policy: TrafficPolicy | None = None
+        #: The replica set of all requests, if there is only one and the endpoint has no shadows.
+        self.only: ReplicaSet | None = None
+        #: Whether the endpoint's backends get one ``ServeRequest`` instead of the caller's arguments.
+        self.is_legacy = True
+        #: The state of the endpoint that the controller published last; None if unknown or deleted.
+        self.published: Any = None
+        self._changed = asyncio.Event()
+        self._is_deleted = False
+        #: The metrics of handle calls.
+        self.calls = CallMetrics()
+
+    @property
+    def backends(self) -> frozenset[BackendTag]:
+        """The backends with traffic or copies of requests, as far as they are known."""
+        return frozenset() if self._policy is None else self._policy.backends
+
+    @property
+    def is_known(self) -> bool:
+        """Whether requests can be sent at once."""
+        return self._policy is not None and not self._is_deleted
+
+    @property
+    def is_deleted(self) -> bool:
+        """Whether the endpoint is known not to exist."""
+        return self._is_deleted
+
+    def body_rules(self, default_max_bytes: int) -> tuple[BodyUse, int]:
+        """Return what happens to the bodies of HTTP requests, and their maximum size.
+
+        Before a request's backend is drawn, the rules of all of them hold.
+        """
+        only = self.only
+        if only is not None:  # as for most
+            return only.bodies, default_max_bytes if only.max_body_bytes is None else only.max_body_bytes
+        sets = [self._routers.replica_set(each) for each in self.backends]
+        uses = {each.bodies for each in sets}
+        limits = [default_max_bytes if each.max_body_bytes is None else each.max_body_bytes for each in sets]
+        use: BodyUse = "gather" if "gather" in uses else "drop" if uses == {"drop"} else "stream"
+        return use, max(limits, default=default_max_bytes)
+
+    def check_queue(self) -> None:
+        """Raise `BackPressureError` if no further request may wait, as far as that is known."""
+        if self.only is not None and self.only.waiting:
+            check_queue(self.only)
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether requests wait for a slot."""
+        return any(self._routers.replica_set(each).waiting for each in self.backends)
+
+    def update(self, value: Any) -> None:
+        """Apply the state of the endpoint that the controller published."""
+        self._is_deleted = value is None
+        self.published = value
+        self.only = None
+        if value is not None:
+            self.is_legacy = value["legacy"]
+            self._policy = policy = TrafficPolicy(value["traffic"], value["shadows"])
+            for backend in policy.backends:
+                self._routers.replica_set(backend)
+            if policy.only is not None and not policy.has_shadows:
+                self.only = self._routers.replica_set(policy.only)
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def wait_until_known(self) -> None:
+        """Wait until the endpoint is known.
+
+        Raises
+        ------
+        NotFoundError
+            It does not exist.
+        DeploymentUnavailableError, DeploymentIsBeingDeletedError
+            Its deployment failed to deploy, or is being deleted.
+        """
+        while self._policy is None and not self._is_deleted:
+            try:
+                await self._routers.clock.wait_for(self._changed.wait(), ENDPOINT_TIMEOUT_S)
+            except TimeoutError:
+                raise RequestTimeoutError(
+                    f"The controller sent no update of endpoint '{short_tag(self.endpoint)}' for "
+                    f"{shown(ENDPOINT_TIMEOUT_S)} s; "
+                    "it may be restarting, try again."
+                ) from None
+        if self._is_deleted:
+            raise self._gone()
+
+    def _gone(self) -> ServeError:
+        """Return the error for requests to an endpoint that was deleted, or never existed."""
+        for backend in self._policy.backends if self._policy is not None else ():
+            error = self._routers.replica_set(backend).prospects.ending_error()
+            if error is not None:
+                return error
+        return NotFoundError(f"Endpoint '{short_tag(self.endpoint)}' does not exist.")
+
+    async def replicas(self) -> list[ActorAddress]:
+        """Return the addresses of the running replicas of all backends with traffic."""
+        active = () if self._policy is None else self._policy.active
+        return [each for backend in active for each in await self._routers.replica_set(backend).addresses()]
+
+    def send(
+        self, envelope: Envelope, receive: Receive, send: Send, *, shard_key: str = ""
+    ) -> Coroutine[Any, Any, None]:
+        """Send a request to a replica of one of the endpoint's backends."""
+        if self.only is not None:
+            return self.only.send(envelope, receive, send)
+        policy = self._policy
+        if policy is None or self._is_deleted:
+            return self._send_when_known(envelope, receive, send, shard_key)
+        backend = policy.only
+        rng = self._routers.rng
+        if backend is None:
+            backend = policy.draw(shard_draw(shard_key) if shard_key else rng.random())
+            if backend is None:
+                raise UnavailableError(
+                    f"Endpoint '{short_tag(self.endpoint)}' has no backend with traffic.", is_public=True
+                )
+        shadows = policy.shadows(rng) if policy.has_shadows else None
+        if shadows:
+            return self._send_with_copies(backend, shadows, envelope, receive, send)
+        return self._routers.replica_set(backend).send(envelope, receive, send)
+
+    async def _send_when_known(
+        self, envelope: Envelope, receive: Receive, send: Send, shard_key: str
+    ) -> None:
+        await self.wait_until_known()
+        await self.send(envelope, receive, send, shard_key=shard_key)
+
+    async def _send_with_copies(
+        self, backend: BackendTag, shadows: list[BackendTag], envelope: Envelope, receive: Receive, send: Send
+    ) -> None:
+        if envelope.is_direct:
+            envelope = replace(envelope, is_direct=False)  # the copies need the messages
+        copies = [self._routers.send_shadow(shadow, envelope) for shadow in shadows]
+        if not envelope.has_body:
+            for copy in copies:
+                copy.put({"type": "http.request", "body": b"", "more_body": False})
+
+        async def receive_and_copy() -> Message:
+            message = await receive()
+            if envelope.has_body:
+                for copy in copies:
+                    copy.put(message)
+            return message
+
+        try:
+            await self._routers.replica_set(backend).send(envelope, receive_and_copy, send)
+        except asyncio.CancelledError:
+            # The copies have no use any more, and the copy of an endless stream would never end.
+            for copy in copies:
+                copy.task.cancel()
+            raise
+        finally:
+            for copy in copies:
+                copy.end()
+
+
+class Routers:
+    """All routers of one process for one instance. Runs on one event loop."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        listener: Listener,
+        clock: Clock,
+        rng: random.Random,
+        routes: Routes,
+        learning: Learning | None = None,
+    ) -> None:
+        self.clock = clock
+        self.rng = rng
+        self._cluster = cluster
+        self._listener = listener
+        self._learning = learning or Learning()
+        self._routers: dict[EndpointTag, Router] = {}
+        self._sets: dict[BackendTag, ReplicaSet] = {}
+        #: Functions that stop watching a published value, by its key.
+        self._watches: dict[str, Callable[[], None]] = {}
+        #: The maximum size of a body for the backend that allows most; 0 if none has a limit of its own.
+        self.largest_body_bytes = 0
+        self._shadows = TaskSet(logger)
+        self._shadow_room = ShadowRoom()
+        self._reports = LoadReports(cluster, clock, self._sets)
+        self._contact = ControllerContact(listener, clock, self._sets)
+        #: The workers that do not answer the controller.
+        self._silent: frozenset[WorkerAddress] = frozenset()
+        self._routes = routes
+        routes.watch(self._note_route, self._uses_worker)
+        self._watches[SILENT_WORKERS] = listener.watch(SILENT_WORKERS, self._note_silent)
+        #: The requests under which processes were lost, to all backends.
+        self.suspects = Suspects()
+        listener.on_worker_left(self._forget_worker)
+        listener.on_ended(self.close)
+
+    async def start(self) -> None:
+        """Start to listen for updates; idempotent."""
+        await self._listener.start()
+
+    def router(self, endpoint: EndpointTag) -> Router:
+        """Return the router of an endpoint; the first call creates it."""
+        router = self._routers.get(endpoint)
+        if router is None:
+            router = self._routers[endpoint] = Router(endpoint, self)
+            key = f"endpoint/{endpoint}"
+            self._watches[key] = self._listener.watch(key, router.update)
+        return router
+
+    def forget(self, endpoint: EndpointTag) -> None:
+        """Stop watching an endpoint, and its backends unless another endpoint uses them.
+
+        Requests that were sent, or wait for a replica, continue.
+        """
+        router = self._routers.get(endpoint)
+        if router is None or (router.published is None and not router.is_deleted):
+            return  # calls may wait for the first update
+        del self._routers[endpoint]
+        self._watches.pop(f"endpoint/{endpoint}")()
+        used = {backend for each in self._routers.values() for backend in each.backends}
+        for backend in router.backends - used:
+            if not self._sets[backend].waiting:
+                self._watches.pop(f"backend/{backend}")()
+                self._sets.pop(backend).close()
+        router.published = None
+
+    def published(self, endpoint: EndpointTag) -> Mapping[str, Any] | None:
+        """Return the state of an endpoint that the controller published last; None if it is not known."""
+        router = self._routers.get(endpoint)
+        return None if router is None else router.published
+
+    def replica_set(self, backend: BackendTag) -> ReplicaSet:
+        """Return the replica set of a backend; the first call creates it and watches the backend."""
+        found = self._sets.get(backend)
+        if found is None:
+            found = self._sets[backend] = ReplicaSet(
+                backend,
+                self._cluster,
+                self.clock,
+                self.rng,
+                self._routes,
+                suspects=self.suspects,
+                learning=self._learning,
+                contact=self._contact,
+                reports=self._reports,
+            )
+            key = f"backend/{backend}"
+            self._watches[key] = self._listener.watch(key, partial(self._update_set, found))
+        return found
+
+    def _update_set(self, replicas: ReplicaSet, value: Any) -> None:
+        replicas.update(value)
+        if replicas.is_starving:
+            self._contact.watch()
+        self.largest_body_bytes = max(each.max_body_bytes or 0 for each in self._sets.values())
+
+    def samples(self) -> list[MetricSample]:
+        """Return the metric samples of all routers; see `daskserve.figures.collector.Source`."""
+        instance = self._cluster.instance
+        found = [sample for each in list(self._sets.values()) for sample in each.samples()]
+        for router in list(self._routers.values()):
+            if not router.is_deleted:
+                found += router.calls.samples(instance, router.endpoint)
+        return found
+
+    def send_shadow(self, backend: BackendTag, envelope: Envelope) -> Shadow:
+        """Send a copy of a request; put the request's messages into the returned shadow."""
+        return Shadow(backend, envelope, self.replica_set(backend).send, self._shadows, self._shadow_room)
+
+    def _forget_worker(self, worker: str) -> None:
+        for each in self._sets.values():
+            each.roster.forget_worker(worker)
+        self._contact.watch()
+
+    def _note_silent(self, workers: Sequence[WorkerAddress] | None) -> None:
+        """Give up what is under way at workers that do not answer; what may be repeated goes elsewhere."""
+        before, self._silent = self._silent, frozenset(workers or ())
+        for worker in sorted(self._silent - before):
+            if self._routes.to(worker) is not None:
+                logger.warning("Worker %s does not answer; the requests that it has are given up", worker)
+            self._routes.break_off(worker)
+
+    def _note_route(self, worker: WorkerAddress, route: Reach) -> None:
+        for each in self._sets.values():
+            each.note_route(worker)
+
+    def _uses_worker(self, worker: WorkerAddress) -> bool:
+        return any(each.roster.has_worker(worker) for each in self._sets.values())
+
+    def close(self) -> None:
+        """Stop watching, and fail the requests that wait."""
+        self._routes.close()
+        for stop in self._watches.values():
+            stop()
+        self._watches.clear()
+        self._reports.close()
+        self._contact.close()
+        self._shadows.cancel()
+        for each in self._sets.values():
+            each.close()
+        for router in self._routers.values():
+            router.update(None)

@@ -1,0 +1,130 @@
+"""The suspect requests to one backend that wait for a replica.
+
+See `daskserve.data.caller.routing.suspects`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from functools import partial
+
+from daskserve.common.clock import Clock
+from daskserve.common.types import BackendTag, Envelope
+from daskserve.data.caller.routing.replay import Replay
+from daskserve.data.caller.routing.replica_pool import ReplicaEntry, Roster
+from daskserve.data.caller.routing.suspects import Suspects, SuspectTrial, target_of
+from daskserve.errors import ActorLostError, ReplicaBusyError
+
+#: After so many requests in a row that no replica takes, the others are not tried: thousands may wait.
+MISSES = 16
+
+
+class ApartQueue:
+    """Suspect requests, which have no common order: each takes the first replica that it may have.
+
+    Parameters
+    ----------
+    on_free : callable
+        Called when a worker may have become free for a suspect.
+    """
+
+    def __init__(
+        self,
+        tag: BackendTag,
+        roster: Roster,
+        suspects: Suspects,
+        clock: Clock,
+        rng: random.Random,
+        on_free: Callable[[], None],
+    ) -> None:
+        #: The requests that wait.
+        self.waiters: dict[asyncio.Future[ReplicaEntry], SuspectTrial] = {}
+        self.suspects = suspects
+        #: The backend's option.
+        self.max_crash_retries = 0
+        self._tag = tag
+        self._roster = roster
+        self._clock = clock
+        self._rng = rng
+        self._on_free = on_free
+
+    def trial_of(self, envelope: Envelope) -> SuspectTrial | None:
+        """Return the trial of a new HTTP request; None if it is not suspect."""
+        return self.suspects.trial_of(target_of(self._tag, envelope.head), self._clock.now())
+
+    def put(self, waiter: asyncio.Future[ReplicaEntry], trial: SuspectTrial) -> None:
+        """Let a request wait."""
+        self.waiters[waiter] = trial
+        self.suspects.on_free.add(self._on_free)
+
+    def remove(self, waiter: asyncio.Future[ReplicaEntry]) -> None:
+        """Let a request wait no longer."""
+        del self.waiters[waiter]
+        self._listen_no_longer()
+
+    def take(self, trial: SuspectTrial) -> ReplicaEntry | None:
+        """Return a replica that a request may have, counting one more in flight; None if none has room."""
+        now = self._clock.now()
+        pick = partial(trial.pick, now=now) if trial.must_keep_apart(now) else None
+        replica = self._roster.take(now, self._rng, pick)
+        if replica is not None:
+            trial.enter(replica.address.worker)
+        return replica
+
+    def serve(self) -> None:
+        """Give free replicas to the requests that wait, until there are none for several in a row."""
+        done: list[asyncio.Future[ReplicaEntry]] = []
+        misses = 0
+        for waiter, trial in self.waiters.items():
+            replica = None if waiter.done() else self.take(trial)
+            if replica is not None:
+                waiter.set_result(replica)
+            if waiter.done():
+                done.append(waiter)
+                misses = 0
+            elif (misses := misses + 1) == MISSES:
+                break
+        for waiter in done:
+            del self.waiters[waiter]
+        self._listen_no_longer()
+
+    def next_at(self) -> float | None:
+        """Return when the first request is out of patience; None if none is patient."""
+        now = self._clock.now()
+        times = [each.patient_until for each in self.waiters.values() if each.patient_until > now]
+        return min(times, default=None)
+
+    def clear(self) -> list[asyncio.Future[ReplicaEntry]]:
+        """Return all requests that wait, which leave the queue."""
+        found = list(self.waiters)
+        self.waiters.clear()
+        self._listen_no_longer()
+        return found
+
+    def _listen_no_longer(self) -> None:
+        if not self.waiters:
+            self.suspects.on_free.discard(self._on_free)
+
+    def rewind(
+        self,
+        envelope: Envelope,
+        replay: Replay | None,
+        trial: SuspectTrial | None,
+        replica: ReplicaEntry,
+        error: ReplicaBusyError | ActorLostError,
+    ) -> SuspectTrial | None:
+        """Prepare a request for another replica, or raise the error if it must not be retried.
+
+        Returns its trial if it may be the reason why a replica was lost.
+        """
+        lost = error if isinstance(error, ActorLostError) and error.begun else None
+        if lost is None if replay is None else replay.rewind(begun=lost is not None):
+            if lost is None or lost.is_planned:
+                return trial
+            target = target_of(self._tag, envelope.head)
+            trial = self.suspects.lost(target, trial, replica.address.worker, self._clock.now())
+            if trial.retries <= self.max_crash_retries:
+                return trial
+        raise error

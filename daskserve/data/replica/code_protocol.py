@@ -1,0 +1,98 @@
+"""The protocol between a replica and its user code, in this process or in a child process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from daskserve.common.types import Envelope, Standing
+from daskserve.data.replica.requests.answer import Answer
+from daskserve.data.replica.requests.slots import Slots
+from daskserve.data.replica.user_code.construction import Stage
+from daskserve.figures.table import MetricSample
+from daskserve.figures.user import UserSample
+
+#: The time for user code to handle its cancellation, and again for the end of its threads. Its destructor has
+#: as long, or what is left of the grace period.
+CLOSE_GRACE_S = 1.0
+
+
+class UserCode(Protocol):
+    """The user code of one replica: in this process (`LocalCode`) or in a child process (`ChildCode`)."""
+
+    slots: Slots
+    #: What the start does now, and since when it has a time limit; 0: since its beginning.
+    stage: Stage
+    stage_since: float
+
+    @property
+    def loss(self) -> str:
+        """Why the user code is lost; empty while it can serve."""
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether its process has got SIGTERM, so that another replica is to take its place."""
+
+    @property
+    def abandoned(self) -> int:
+        """How many cancelled runs have not ended."""
+
+    @property
+    def loop_blocks(self) -> int:
+        """How many times user code was found blocking its event loop."""
+
+    async def start(self) -> Mapping[str, Any]:
+        """Load, construct and probe the user code, and return facts about it; raise if that fails."""
+
+    def answer(self, envelope: Envelope) -> Answer:
+        """Return the answer to a request, not begun; raise `BadRequestError` for one of an unknown kind."""
+
+    def needs_task(self, envelope: Envelope) -> bool:
+        """Whether a request can only be answered from a task."""
+
+    async def reconfigure(
+        self,
+        user_config: bytes | None,
+        concurrency: int,
+        config: Mapping[str, Any],
+        standing: Standing,
+        patience_s: float,
+    ) -> None:
+        """Take over changed options, and the rank.
+
+        The user's ``reconfigure`` runs once no request does, or after ``patience_s``.
+        """
+
+    async def probe(self) -> None:
+        """Return if user code can run and is healthy."""
+
+    async def statistics(self) -> dict[str, Any]:
+        """Return the counts that only the user code's side has."""
+
+    def figures(self) -> dict[str, Any]:
+        """Return what the controller reads every second for autoscaling."""
+
+    def routing_stats(self) -> Mapping[str, Any]:
+        """Return what the user's ``record_routing_stats`` returned last."""
+
+    def samples(self, own: list[MetricSample]) -> list[MetricSample]:
+        """Return the replica's metrics, given those that the replica counts itself."""
+
+    def user_samples(self) -> list[UserSample]:
+        """Return the metrics of user code; see `daskserve.metrics`."""
+
+    async def send_away(self) -> None:
+        """Close the WebSockets with code 1001."""
+
+    async def drain(self, grace_s: float) -> None:
+        """Wait up to ``grace_s`` for the running requests; no new ones arrive."""
+
+    async def destruct(self, grace_s: float, *, is_planned: bool) -> None:
+        """Cancel running code, and destruct the user's object.
+
+        ``is_planned`` is False if the code is stopped because it is unhealthy. The caller cancels this after
+        ``grace_s``; a process of its own keeps the time itself.
+        """
+
+    async def close(self) -> None:
+        """End all threads and processes."""

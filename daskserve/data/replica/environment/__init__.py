@@ -1,0 +1,1 @@
+"""The environment of a replica: its interpreter, packages and files."""

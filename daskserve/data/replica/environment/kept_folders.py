@@ -1,0 +1,62 @@
+"""Folders that a machine keeps for later replicas, and deletes once no replica has used them for long.
+
+The time of a folder's last change says when a replica last asked for it. A process that works in a folder
+holds a shared lock on it until it ends, so that what a replica uses stays, however old it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import re
+import shutil
+from pathlib import Path
+
+from daskserve.common.formatting import shown
+
+logger = logging.getLogger("daskserve.replica")
+
+#: The start of the names of folders that are not complete yet, or not any more.
+DRAFT = "draft-"
+#: The names of what daskserve makes in the folder of environments, which others may use too.
+_OURS = re.compile(rf"(files-)?[0-9a-f]{{20}}|{DRAFT}.*")
+_DAY_S = 86400
+
+
+def hold(folder: Path) -> None:
+    """Keep a folder from being deleted until this process ends."""
+    with contextlib.suppress(OSError):  # a file system without locks
+        # The descriptor is left open on purpose.
+        fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_SH | fcntl.LOCK_NB)
+
+
+def mark_used(folder: Path) -> None:
+    """Note that a folder is used now; raise `OSError` if it is not there."""
+    os.utime(folder)
+
+
+def delete_unused(new: Path, days: float | None) -> None:
+    """Delete the folders beside a new one that were last used that many days before it; None keeps all."""
+    if days is None:
+        return
+    oldest = new.stat().st_mtime - days * _DAY_S
+    for folder in new.parent.iterdir():
+        # Another process may be quicker, or a replica may work in it.
+        with contextlib.suppress(OSError):
+            if _OURS.fullmatch(folder.name) and folder.is_dir() and folder.stat().st_mtime < oldest:
+                _delete(folder)
+                logger.info("Deleted %s, which no replica has used for %s days", folder, shown(days))
+
+
+def _delete(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # No process finds half of a folder.
+        doomed = folder.with_name(f"{DRAFT}{folder.name.removeprefix(DRAFT)}-{os.getpid()}")
+        folder.rename(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,1 @@
+"""Errors of user code: in the log, and with notes on the rule that they break."""

@@ -1,0 +1,129 @@
+"""Errors of user code in the log: one record for each, by the replica, with the id of the request.
+
+The parts of daskserve that an error passes on its way to the client do not log it again
+(`daskserve.payload.packed_errors.is_logged`), nor do other replicas that it passes through. The record has
+the text that was made when the error was packed: no handler of `logging` needs code of the error's class.
+
+A refusal (`daskserve.errors.REFUSALS`) that user code passes on is no failure of its own. It is one line
+without a traceback, and only now and then if there are many.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from daskserve.common.clock import stopwatch
+from daskserve.common.types import short_tag
+from daskserve.context import RequestContext
+from daskserve.data.replica.errors.rules import add_rule
+from daskserve.errors import REFUSALS, ServeError, UserCodeError
+from daskserve.figures.error_log import SparseLog
+from daskserve.payload.error_text import name_of, user_frames
+from daskserve.payload.packed_errors import PackedError, is_logged, note_logged, pack_now
+
+logger = logging.getLogger("daskserve.replica")
+
+#: Errors that user code raises as a response, or because the client has disconnected.
+NOT_FAILURES = (HTTPException, ClientDisconnect)
+#: The least time between two lines about refusals of the same class.
+REFUSALS_S = 10.0
+
+
+class _EnduringLogger(logging.Logger):
+    """A logger that `logging.config` cannot disable; its level and its handlers can be configured."""
+
+    @property
+    def disabled(self) -> bool:
+        return False
+
+    @disabled.setter
+    def disabled(self, value: bool) -> None:
+        pass
+
+
+def keep_loggers_enabled() -> None:
+    """Keep the loggers of daskserve enabled when user code configures logging.
+
+    ``logging.config.dictConfig`` and ``fileConfig`` disable all existing loggers that they do not name.
+    """
+    for name, known in list(logging.root.manager.loggerDict.items()):
+        if name.partition(".")[0] == "daskserve" and type(known) is logging.Logger:
+            known.__class__ = _EnduringLogger
+
+
+def pack_raised(error: BaseException) -> PackedError | None:
+    """Pack an error at once where user code has raised it, as `pack_now` does, with the note of its rule."""
+    add_rule(error)
+    return pack_now(error)
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Return whether an error is the answer of a deployment that another one passes on."""
+    return issubclass(error.kind if type(error) is PackedError else type(error), REFUSALS)
+
+
+def is_failure(error: PackedError) -> bool:
+    """Return whether the error of a call is for the log: neither the caller's mistake nor a response."""
+    if issubclass(error.kind, ServeError):
+        return issubclass(error.kind, (UserCodeError, *REFUSALS))
+    return not issubclass(error.kind, NOT_FAILURES)
+
+
+def is_http_failure(error: PackedError) -> bool:
+    """Return whether the error of an HTTP request is for the log; no client sees what is wrong."""
+    return not issubclass(error.kind, ClientDisconnect)
+
+
+class FailureLog:
+    """Logs the errors of one replica's user code."""
+
+    def __init__(self, replica_tag: str) -> None:
+        self._replica_tag = short_tag(replica_tag)
+        self._refusals = SparseLog(REFUSALS_S)
+
+    def logs_for(self, request: RequestContext | None) -> Callable[..., None]:
+        """Return `log` or, if the caller shows the error to its user at once, `log_in_short`."""
+        return self.log if request is None or not request.is_shown else self.log_in_short
+
+    def log_in_short(self, error: PackedError, *request_ids: str) -> None:
+        """Log an error in one line: its caller, a notebook, shows its traceback to the same user at once."""
+        if not is_logged(error, request_ids[0]):
+            note_logged(error, *request_ids)
+            logger.error("Request %s to %s failed: %s", request_ids[0], self._replica_tag, error.summary)
+
+    def log(self, error: PackedError, *request_ids: str) -> None:
+        """Log an error, unless this or another replica has logged it for the same request."""
+        if is_logged(error, request_ids[0]):
+            return
+        note_logged(error, *request_ids)
+        try:
+            self._log(error, ", ".join(request_ids))
+        except Exception:  # of a filter of the user's; the caller gets its answer in any case
+            logger.warning("An error of user code could not be logged: %s", error.summary)
+
+    def _log(self, error: PackedError, names: str) -> None:
+        if not is_refusal(error):
+            log_error(error, "Request %s to %s failed", names, self._replica_tag)
+            return
+        left_out = self._refusals.take(name_of(error.kind), stopwatch())
+        if left_out is not None:
+            others = f" ({left_out} more since the last such line)" if left_out else ""
+            logger.warning("Request %s to %s failed: %s%s", names, self._replica_tag, error.summary, others)
+
+
+def log_error(error: PackedError, text: str, *args: object) -> None:
+    """Log an error with its traceback."""
+    if not logger.isEnabledFor(logging.ERROR):
+        return
+    found, error.error = error.error, None  # it refers to the user's object
+    if found is None:
+        found = UserCodeError(error.summary)
+    info = (type(found), found, user_frames(found))
+    file, line, function, _ = logger.findCaller()
+    record = logger.makeRecord(logger.name, logging.ERROR, file, line, text, args, info, function)
+    record.exc_text = error.text.rstrip()
+    logger.handle(record)

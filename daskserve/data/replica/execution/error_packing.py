@@ -1,0 +1,107 @@
+"""Packs errors of user code whose classes have code of their own, in threads, within a time.
+
+Most errors are packed where user code raises them, in a fraction of a millisecond
+(`daskserve.payload.packed_errors.pack_now`). The ``__str__`` or ``__reduce__`` of a user's class may take for
+ever, though, and on the worker's loop even reading the source lines of a traceback takes too long. Such
+errors are packed in threads. If that is late, the caller gets what is known: the class and its plain values.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextvars import Context
+from typing import Any
+
+from daskserve.data.replica.errors.rules import add_rule
+from daskserve.data.replica.execution.runner import CodeRun, Runs
+from daskserve.data.replica.execution.user_threads import UserThreads
+from daskserve.loops.hops import Hop
+from daskserve.payload.packed_errors import PackedError, pack_in_steps, pack_without_code
+
+#: How long it may take to pack an error.
+PACK_S = 2.0
+#: How many threads pack errors at a time, and how many more there may be for threads that are stuck.
+THREADS = 4
+MAX_STUCK = 16
+
+
+class ErrorPackers:
+    """The threads that pack the errors of one replica's user code.
+
+    Parameters
+    ----------
+    timeout_s : float
+        How long it may take to pack an error.
+    """
+
+    def __init__(self, name: str, to_worker: Hop, timeout_s: float = PACK_S) -> None:
+        self._threads = UserThreads(name, THREADS, to_worker, Runs())
+        self._timeout_s = timeout_s
+
+    def pack(self, error: BaseException, context: Context) -> asyncio.Future[PackedError]:
+        """Return a future of the worker's loop for an error, packed in a copy of the code's context."""
+        loop = asyncio.get_running_loop()
+        packed: asyncio.Future[PackedError] = loop.create_future()
+        if type(error) is PackedError:
+            packed.set_result(error)
+            return packed
+        add_rule(error)
+        packing = _Packing(error, packed)
+        timer = loop.call_later(self._timeout_s, self._give_up, packing)
+        packed.add_done_callback(lambda _: timer.cancel())
+        packing.run = self._start(packing, context.copy())
+        return packed
+
+    def _start(self, packing: _Packing, context: Context) -> CodeRun:
+        threads = self._threads
+        threads.limit = THREADS + min(threads.abandoned, MAX_STUCK)
+        return threads.start(packing.pack, (), context, packing)
+
+    def _give_up(self, packing: _Packing) -> None:
+        packing.deliver()
+        if packing.run is not None:
+            packing.run.cancel()
+            # Others may wait behind it, and it is a start that adds a thread.
+            self._start(_Packing(None, packing.packed), Context())
+
+    async def close(self, grace_s: float) -> bool:
+        """End the threads, and return whether they ended within ``grace_s``."""
+        return await self._threads.close(grace_s)
+
+
+class _Packing:
+    """One error in a thread; a `daskserve.data.replica.execution.runner.RunListener`."""
+
+    __slots__ = ("_error", "_latest", "packed", "run")
+
+    def __init__(self, error: BaseException | None, packed: asyncio.Future[PackedError]) -> None:
+        self._error = error
+        #: How far the error is packed.
+        self._latest: PackedError | None = None
+        self.packed = packed
+        self.run: CodeRun | None = None
+
+    def pack(self) -> None:
+        """Pack the error; in a thread."""
+        error = self._error
+        if error is None:
+            return
+        try:
+            for packed in pack_in_steps(error):
+                self._latest = packed
+                if self._error is None:
+                    return  # it took too long
+        except BaseException:  # of user code, which may raise anything; `_latest` is what there is
+            pass
+
+    def run_ended(self, value: Any, error: Exception | None) -> None:
+        self.deliver()
+
+    def run_aborted(self, error: Exception) -> None:
+        self.deliver()
+
+    def deliver(self) -> None:
+        """Take what there is; on the worker's loop."""
+        if self._error is not None and not self.packed.done():
+            self.packed.set_result(pack_without_code(self._error, self._latest))
+        self._error = None  # a thread that is stuck must not keep it

@@ -1,0 +1,225 @@
+"""The thread wall: user code on one side, the worker's event loop on the other.
+
+Problem: user code blocks, and the worker's loop carries heartbeats, health probes and all requests. So
+``async def`` code of a replica runs on an event loop in a thread of its own, plain functions run in a pool
+of threads, and only short callbacks cross over. Choices:
+
+- Crossing costs a system call and a change of threads, so a `daskserve.loops.hops.Hop` delivers
+  all callbacks that were posted so far: under load many requests share one crossing.
+- A thread cannot be stopped. A cancelled run that goes on counts as `Wall.abandoned` until it returns.
+- A thread outside (`LoopWatch`) notices a loop that user code blocks while it is blocked, and logs where.
+
+The wall chooses the runner for each piece of user code; see `daskserve.data.replica.execution.runner`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextvars import Context
+from typing import Any, NoReturn, TypeVar
+
+from daskserve.data.replica.execution.error_packing import ErrorPackers
+from daskserve.data.replica.execution.loop_thread import LoopThread
+from daskserve.data.replica.execution.loop_watch import LoopWatch, SharedLoopWatch
+from daskserve.data.replica.execution.runner import CodeRun, RunListener, RunResult, Runs
+from daskserve.data.replica.execution.user_loop import UserLoop
+from daskserve.data.replica.execution.user_threads import UserThreads
+from daskserve.data.replica.execution.worker_loop import TaskRun, WorkerLoop
+from daskserve.errors import ClosedError
+from daskserve.loops.hops import Hop, Landing
+from daskserve.loops.tasks import is_cancelling
+from daskserve.loops.threads import StartThread, start_daemon
+from daskserve.payload.packed_errors import PackedError
+
+T = TypeVar("T")
+
+
+class Wall:
+    """Runs user code away from the worker's loop, where the wall itself lives.
+
+    Parameters
+    ----------
+    name : str
+        Of the threads: ``daskserve-<name>``.
+    context : Context
+        Hooks run in a fresh copy of it.
+    threads : int
+        How many plain functions may run at a time.
+    event_loop : str
+        ``"own"``: async code has a loop in its own thread. ``"worker"``: it runs on the worker's loop. Plain
+        functions run in threads with either.
+    is_loop_shared : bool
+        Whether plain functions run in the thread of the user's own loop, which they may block.
+    landing : Landing, optional
+        Where callbacks arrive on the worker's loop; see `daskserve.loops.hops`.
+    start_thread : callable
+        Starts the thread that loads user code, which then runs its loop or plain functions, and further ones.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        context: Context,
+        *,
+        threads: int = 1,
+        event_loop: str,
+        is_loop_shared: bool = False,
+        landing: Landing | None = None,
+        start_thread: StartThread = start_daemon,
+    ) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.to_worker = Hop(self.loop, landing)
+        self.context = context
+        self.is_on_worker_loop = event_loop == "worker"
+        #: How many times user code was seen blocking its own loop.
+        self.blocked_count = 0
+        #: Off while user code starts: no request waits behind a slow constructor.
+        self.is_watched = True
+        #: The runs that have started and not ended.
+        self.packers = ErrorPackers(f"daskserve-{name}-errors", self.to_worker)
+        self.runs: Runs = _WallRuns(self.packers)
+        self.is_loop_shared = is_loop_shared
+        self.threads: UserThreads
+        #: Serves probes only, so that they need not wait for requests.
+        self.reserved: UserThreads
+        #: Serves neither requests nor probes: code that hangs there blocks no other code.
+        self.aside: UserThreads
+        if is_loop_shared:
+            self.threads = LoopThread(self._post_to_user, self.to_worker, self.runs)
+            self.reserved = self.aside = self.threads
+        else:
+            self.threads = UserThreads(f"daskserve-{name}", threads, self.to_worker, self.runs, start_thread)
+            self.reserved = UserThreads(f"daskserve-{name}-probe", 1, self.to_worker, self.runs)
+            self.aside = UserThreads(f"daskserve-{name}-aside", 1, self.to_worker, self.runs)
+        self._name = name
+        self._start_thread = start_thread
+        self._user_loop: UserLoop | None = None
+        self._worker_loop = WorkerLoop(self.loop, self.runs)
+        self._watch: LoopWatch | SharedLoopWatch | None = None
+        if self.is_on_worker_loop:
+            self._watch = SharedLoopWatch(self, name)
+        self.is_closed = False
+
+    @property
+    def abandoned(self) -> int:
+        """How many cancelled runs have not ended."""
+        return sum(each.abandoned for each in self._runners)
+
+    @property
+    def _runners(self) -> set[UserThreads]:
+        return {self.threads, self.reserved, self.aside}
+
+    @property
+    def user_loop(self) -> UserLoop:
+        """The user's own loop, made on first use."""
+        return self._user_loop or self.open_loop()
+
+    def open_loop(self, before: Callable[[], None] | None = None) -> UserLoop:
+        """Make the user's own loop; its thread first calls ``before``, which must not raise."""
+        loop = UserLoop(f"daskserve-{self._name}", self.context.copy(), self.to_worker, self.runs)
+        self._user_loop = loop
+        self._watch = LoopWatch(self, loop)
+        loop.run_in_thread(self.threads, self._start_thread, before)
+        return loop
+
+    def _post_to_user(self, function: Callable[..., object], *args: Any) -> None:
+        self.user_loop.hop.post(function, *args)
+
+    def start(
+        self,
+        is_async: bool,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        context: Context,
+        on_end: RunListener,
+    ) -> CodeRun | None:
+        """Start user code where code of its kind runs.
+
+        See `daskserve.data.replica.execution.runner.Runner.start`.
+        """
+        if self.is_closed:
+            raise ClosedError("The replica has been stopped.")
+        if not is_async:
+            return self.threads.start(function, args, context, on_end)
+        runner = self._worker_loop if self.is_on_worker_loop else self._user_loop or self.user_loop
+        watch = self._watch
+        if watch is not None and watch.timer is None and self.is_watched:
+            watch.arm()
+        return runner.start(function, args, context, on_end)
+
+    def enter(
+        self, function: Callable[..., Any], args: tuple[Any, ...], context: Context, on_end: RunListener
+    ) -> CodeRun | None:
+        """Run async code on the worker's loop within the present task, up to where it first waits.
+
+        As `start`, but the task has to await `CodeRun.drive` at once. Code that never waits has ended when
+        this returns, and needs no run.
+        """
+        if self.is_closed:
+            raise ClosedError("The replica has been stopped.")
+        watch = self._watch
+        if watch is not None and watch.timer is None and self.is_watched:
+            watch.arm()
+        code = function(*args)
+        try:
+            waits_for = context.run(code.send, None)
+        except StopIteration as end:
+            on_end.run_ended(end.value, None)
+            return None
+        except BaseException as error:
+            # Not by `isinstance`, which may run code of the class.
+            if issubclass(type(error), asyncio.CancelledError) and is_cancelling():
+                raise
+            code = _raise_packed(self.packers.pack(error, context))
+            waits_for = code.send(None)
+        run = TaskRun(self.runs, code, waits_for, context, on_end)
+        self.runs.add(run)
+        return run
+
+    async def run_async(self, function: Callable[..., Awaitable[T]], *args: Any) -> T:
+        """Run a coroutine function on the user's side, and return its result or raise its error."""
+        result = RunResult()
+        run = self.start(True, function, args, self.context.copy(), result)
+        return await result.wait(run)  # type: ignore[no-any-return]
+
+    async def run_sync(self, function: Callable[..., T], *args: Any, threads: UserThreads | None = None) -> T:
+        """Run a plain function in a thread, by default one for requests; return its result."""
+        if self.is_closed:
+            raise ClosedError("The replica has been stopped.")
+        result = RunResult()
+        runner = self.threads if threads is None else threads
+        run = runner.start(function, args, self.context.copy(), result)
+        return await result.wait(run)  # type: ignore[no-any-return]
+
+    def abort_runs(self, error: Exception) -> None:
+        """Cancel all running user code; its callers get ``error``."""
+        for run in list(self.runs):
+            run.abort(error)
+
+    async def close(self, grace_s: float) -> bool:
+        """End the loop and all threads, and return whether they ended within ``grace_s``.
+
+        Code that is stuck stays on its daemon thread, where it blocks nothing else. Idempotent.
+        """
+        self.is_closed = True
+        self.abort_runs(ClosedError("The replica has been stopped."))
+        if self._watch is not None:
+            self._watch.close()
+        closing = [self.packers.close(grace_s), *(each.close(grace_s) for each in self._runners)]
+        if self._user_loop is not None:
+            closing.append(self._user_loop.close(grace_s))
+        return all(await asyncio.gather(*closing))
+
+
+class _WallRuns(Runs):
+    def __init__(self, packers: ErrorPackers) -> None:
+        super().__init__()
+        self._packers = packers
+
+    def pack(self, error: BaseException, context: Context) -> asyncio.Future[PackedError]:
+        return self._packers.pack(error, context)
+
+
+async def _raise_packed(packing: asyncio.Future[PackedError]) -> NoReturn:
+    raise await packing

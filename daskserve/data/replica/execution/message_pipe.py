@@ -1,0 +1,388 @@
+"""The pipe that carries the messages of one request between the worker's loop and user code."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable
+from functools import partial
+from typing import Protocol
+
+from daskserve.common.clock import LoopClock
+from daskserve.common.types import WHOLE_RESPONSE, Message, Receive, Send
+from daskserve.data.replica.execution.executor import Wall
+
+#: How many messages of one request may be in flight in one direction.
+WINDOW = 16
+#: Parts of a body up to this size together are joined.
+JOIN_BYTES = 64 * 1024
+
+
+class PipeOwner(Protocol):
+    """Is notified of messages in a pipe; see `daskserve.data.replica.requests.answer.Answer`."""
+
+    def partial(self) -> None:
+        """Note that user code has sent a message."""
+
+
+class ResponseProgress:
+    """Whether the caller has a whole response, or as many bytes as its ``content-length`` says.
+
+    Applications may send the end of a response late, for example after their background tasks.
+    """
+
+    __slots__ = ("_missing_bytes", "_start", "is_complete")
+
+    def __init__(self) -> None:
+        self.is_complete = False
+        self._start: Message | None = None
+        self._missing_bytes: float | None = None
+
+    def note(self, message: Message) -> None:
+        """Record a message that was passed on."""
+        kind = message["type"]
+        if kind == WHOLE_RESPONSE:
+            self.is_complete = True
+        elif kind == "http.response.start":
+            self._start = message
+        elif kind == "http.response.body":
+            if not message.get("more_body", False):
+                self.is_complete = True
+                return
+            if self._missing_bytes is None:
+                self._missing_bytes = self._content_length()
+            self._missing_bytes -= len(message.get("body", b""))
+            self.is_complete = self._missing_bytes == 0
+
+    def _content_length(self) -> float:
+        start = self._start
+        for name, value in start.get("headers", ()) if start is not None else ():
+            if bytes(name).lower() == b"content-length" and bytes(value).isdigit():
+                return int(value)
+        return math.inf
+
+
+class MessagePipe:
+    """Carries the messages of one request across the wall.
+
+    User code calls `receive`, `send` and `send_from_thread`. On the worker's loop, the pipe notifies its
+    owner when there are messages to `flush`.
+
+    Parameters
+    ----------
+    kind : str
+        ``"http"``, ``"websocket"`` or ``"call"``.
+    receive, send : callable, optional
+        Of the request's caller. A request that is answered without a task has none before `connect`.
+    first : Message, optional
+        A message that the worker's side has received already. So a small body needs no crossing of its own.
+    """
+
+    def __init__(
+        self,
+        wall: Wall,
+        kind: str,
+        receive: Receive | None = None,
+        send: Send | None = None,
+        first: Message | None = None,
+    ) -> None:
+        self._wall = wall
+        self._kind = kind
+        self._receive = receive
+        self._send = send
+        #: Messages that user code has sent and the caller has not taken yet.
+        self.outbox: deque[Message] = deque()
+        self._blocked: deque[Callable[[], None]] = deque()
+        self._inbox: deque[Message | Exception] = deque() if first is None else deque((first,))
+        self._readers: list[asyncio.Future[None]] = []
+
+    # Most requests never change any of these, and one is made for each.
+    #: Whether user code has begun its response.
+    is_started = False
+    #: How much of the response was passed on; None before the first message.
+    _progress: ResponseProgress | None = None
+    #: Whether ``first`` stands for a request without a body: the client's side sends an empty one as well.
+    is_body_assumed = False
+    _is_closed = _is_accepted = _is_leaving = False
+    #: Notified on the worker's loop when there are messages in the `outbox`.
+    owner: PipeOwner | None = None
+    # Exists while user code reads before `connect`.
+    _connected: asyncio.Event | None = None
+    # Outgoing. The user's side counts `_sent`, the worker's side `_passed`; no other code writes them.
+    _sent = _passed = 0
+    # Incoming. The worker's side counts `_arrived`, the user's side `_taken`.
+    _arrived = _taken = 0
+    #: The task that reads ahead. The user's side asks for more messages only if there is none.
+    _reading: asyncio.Task[None] | None = None
+
+    # ---- on the user's side
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the client has left, or the request was ended."""
+        return self._is_closed
+
+    async def receive(self) -> Message:
+        """Return the next message of the client."""
+        while not self._inbox:
+            if self._is_closed:
+                return self._disconnect()
+            reader = asyncio.get_running_loop().create_future()
+            self._readers.append(reader)
+            if self._reading is None:
+                self._wall.to_worker.post_soon(self._read_more)
+            await reader
+        message = self._inbox.popleft()
+        self._taken += 1
+        if isinstance(message, Exception):
+            raise message
+        return message
+
+    async def send(self, message: Message) -> None:
+        """Send a message to the client, waiting only while too many are in flight."""
+        self._post(message, self._wall.to_worker.post_soon)
+        if self._is_closed:
+            # Code that waits for nothing else would never receive its cancellation.
+            await LoopClock().sleep(0)
+        elif self._sent - self._passed >= WINDOW:
+            room: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._block(partial(self._wall.user_loop.hop.post, _wake, room))
+            await room
+
+    def send_nowait(self, *messages: Message) -> Awaitable[None] | None:
+        """Send messages from a callback of the user's loop; return what the next `send` has to wait for."""
+        for message in messages:
+            self._post(message, self._wall.to_worker.post_soon)
+        return None
+
+    def send_from_thread(self, message: Message) -> bool:
+        """Send a message from a plain function; return False if the caller has left."""
+        self._post(message, self._wall.to_worker.post)
+        if self._sent - self._passed >= WINDOW and not self._is_closed:
+            room = threading.Event()
+            self._block(room.set)
+            room.wait()
+        return not self._is_closed
+
+    def has_closed(self) -> bool:
+        """Whether the pipe is detached from the client."""
+        return self._is_closed
+
+    def _disconnect(self) -> Message:
+        if self._kind == "websocket":
+            return {"type": "websocket.disconnect", "code": 1006, "reason": ""}
+        return {"type": "http.disconnect"}
+
+    def _post(self, message: Message, post: Callable[..., None]) -> None:
+        self.is_started = True
+        if not self._is_closed:
+            self._sent += 1
+            post(self._arrive, message)
+
+    def _block(self, release: Callable[[], None]) -> None:
+        self._blocked.append(release)
+        # Check again after joining the queue: the last message may have been passed on in between.
+        if self._has_room() or self._is_closed:
+            release()
+
+    def _has_room(self) -> bool:
+        return self._sent - self._passed <= WINDOW // 2
+
+    def _deliver(self, message: Message | Exception | None) -> None:
+        if message is not None:
+            self._inbox.append(message)
+        readers, self._readers = self._readers, []
+        for reader in readers:
+            _wake(reader)
+
+    # ---- on the worker's loop
+
+    def connect(self, receive: Receive, send: Send) -> None:
+        """Attach the pipe to its caller."""
+        self._receive, self._send = receive, send
+        if self._connected is not None:
+            self._connected.set()
+
+    async def flush(self) -> None:
+        """Pass on the messages that user code has sent, as fast as the caller takes them."""
+        send, outbox = self._send, self.outbox
+        assert send is not None
+        while outbox:
+            message = outbox.popleft()
+            count = 1
+            if outbox and message["type"] == "http.response.body":
+                message, count = _join_parts(message, outbox)
+            await send(message)
+            self._passed += count
+            self._note_sent(message)
+            if self._blocked and self._has_room():
+                self._release()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the caller has the whole response; see `ResponseProgress`."""
+        return self._progress is not None and self._progress.is_complete
+
+    def _note_sent(self, message: Message) -> None:
+        if self._progress is None:
+            self._progress = ResponseProgress()
+        self._progress.note(message)
+
+    def leave(self) -> None:
+        """Close a WebSocket with code 1001 as soon as it is open; user code then receives its disconnect."""
+        self._is_leaving = True
+        # Not `is_started`: the message by which user code accepts it may still be crossing.
+        if self._is_accepted:
+            self._arrive(_going_away())
+
+    def close(self) -> None:
+        """Detach from the client: user code that still runs sends nothing, and receives a disconnect."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self.owner = None
+        if self._blocked:
+            self._release()
+        if self._reading is not None:
+            self._reading.cancel()
+        if self._readers:
+            self._wall.user_loop.hop.post(self._deliver, None)
+
+    def _arrive(self, message: Message) -> None:
+        self.outbox.append(message)
+        if message["type"] == "websocket.accept":
+            self._is_accepted = True
+            if self._is_leaving:
+                self.outbox.append(_going_away())
+        if self.owner is not None:
+            self.owner.partial()
+
+    def _release(self) -> None:
+        while self._blocked:
+            self._blocked.popleft()()
+
+    def _read_more(self) -> None:
+        if self._is_closed:
+            self._wall.user_loop.hop.post(self._deliver, None)
+        elif self._reading is None:
+            self._reading = self._wall.loop.create_task(self._read_ahead())
+
+    async def _receive_next(self) -> Message:
+        receive = self._receive
+        while receive is None:
+            if self._connected is None:
+                self._connected = asyncio.Event()
+            await self._connected.wait()
+            receive = self._receive
+        message = await receive()
+        if self.is_body_assumed and message["type"] == "http.request":
+            message = await receive()
+        return message
+
+    async def _read_ahead(self) -> None:
+        to_user = self._wall.user_loop.hop
+        try:
+            while self._reading is not None:
+                message: Message | Exception
+                try:
+                    message = await self._receive_next()
+                    has_more = message.get("more_body", message["type"] == "websocket.receive")
+                except Exception as error:  # user code gets it from `receive`
+                    message, has_more = error, False
+                self._arrived += 1
+                if not has_more or self._arrived - self._taken >= WINDOW:
+                    # Before the post: user code that has taken the message must know to ask for the next.
+                    self._reading = None
+                to_user.post_soon(self._deliver, message)
+        finally:
+            self._reading = None
+
+
+class DirectPipe(MessagePipe):
+    """A pipe for user code that runs on the worker's loop: messages cross no wall."""
+
+    def close(self) -> None:
+        if self._blocked or self._reading or self._readers:
+            super().close()
+        else:
+            self._is_closed = True
+            self.owner = None
+
+    async def receive(self) -> Message:
+        if not self._inbox and self._is_closed:
+            return self._disconnect()
+        message = self._inbox.popleft() if self._inbox else await self._receive_next()
+        if isinstance(message, Exception):
+            raise message
+        return self._disconnect() if message["type"] == "http.disconnect" else message
+
+    def send_nowait(self, *messages: Message) -> Awaitable[None] | None:
+        self.is_started = True
+        return asyncio.get_running_loop().create_task(self._send_all(messages))
+
+    async def _send_all(self, messages: Iterable[Message]) -> None:
+        for message in messages:
+            await self.send(message)
+
+    async def send(self, message: Message) -> None:
+        self.is_started = True
+        if self._is_closed:
+            await LoopClock().sleep(0)
+            return
+        send = self._send
+        assert send is not None
+        try:
+            await send(message)
+        except OSError:
+            self._is_closed = True  # the caller has left; user code is not told, as on its own loop
+            return
+        self._note_sent(message)
+        if self.owner is not None:
+            self.owner.partial()
+        if message["type"] == "websocket.accept":
+            self._is_accepted = True
+            if self._is_leaving:
+                await send(_going_away())
+
+
+def open_pipe(
+    wall: Wall,
+    kind: str,
+    receive: Receive | None = None,
+    send: Send | None = None,
+    first: Message | None = None,
+) -> MessagePipe:
+    """Return the kind of pipe that fits where the wall runs async code."""
+    pipe = DirectPipe if wall.is_on_worker_loop else MessagePipe
+    return pipe(wall, kind, receive, send, first)
+
+
+def _join_parts(first: Message, others: deque[Message]) -> tuple[Message, int]:
+    """Join the parts of a body that are ready; return their number as well.
+
+    Each write of the server costs more than the code that made the part.
+    """
+    parts = [first.get("body", b"")]
+    size_bytes = len(parts[0])
+    more_body = first.get("more_body", False)
+    while more_body and others and others[0]["type"] == "http.response.body":
+        part = others[0].get("body", b"")
+        size_bytes += len(part)
+        if size_bytes > JOIN_BYTES:
+            break
+        parts.append(part)
+        more_body = others.popleft().get("more_body", False)
+    if len(parts) == 1:
+        return first, 1
+    return {"type": "http.response.body", "body": b"".join(parts), "more_body": more_body}, len(parts)
+
+
+def _going_away() -> Message:
+    return {"type": "websocket.close", "code": 1001, "reason": "going away"}
+
+
+def _wake(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)

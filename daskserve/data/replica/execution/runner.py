@@ -1,0 +1,179 @@
+"""Runners: the places where user code runs, behind one protocol.
+
+A runner starts a piece of user code and reports its end, whatever the place:
+
+====================  =======================================================  ==========================
+runner                where the code runs                                      how it is cancelled
+====================  =======================================================  ==========================
+`UserLoop`            async code, on the user's event loop in its own thread   ``Task.cancel``
+`UserThreads`         plain functions, in the user's threads                   it is not: it is abandoned
+`LoopThread`          plain functions, in the thread of the user's loop        it is not: it is abandoned
+`WorkerLoop`          async code, on the worker's event loop                   ``Task.cancel``
+`ChildRunner`         a whole request, in a child process                      by a frame to the child
+====================  =======================================================  ==========================
+
+`daskserve.data.replica.execution.executor.Wall` chooses among the first four. Code that starts a run does not
+know which runner it has: it sees only the `CodeRun`, and is notified of its end as a `RunListener`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextvars import Context
+from typing import Any, Protocol
+
+from daskserve.context import current_request
+from daskserve.data.replica.errors.log import pack_raised
+from daskserve.payload.packed_errors import PackedError
+
+
+class RunListener(Protocol):
+    """The object that started a run. Both methods are called on the worker's loop."""
+
+    def run_ended(self, value: Any, error: Exception | None) -> None:
+        """Note that the code has ended, or will never begin. Called exactly once for each run.
+
+        ``value`` and ``error`` are what it returned or raised, packed; both mean nothing if the run was
+        cancelled. After a cancellation this may be much later.
+        """
+
+    def run_aborted(self, error: Exception) -> None:
+        """Stop waiting for the code and fail with ``error``; the run is cancelled, and ends later."""
+
+
+class Runs(set["CodeRun"]):
+    """The runs that have started and not ended."""
+
+    def pack(self, error: BaseException, context: Context) -> asyncio.Future[PackedError]:
+        """Pack an error that cannot be packed where one of the runs has raised it; on the worker's loop."""
+        raise NotImplementedError
+
+
+class CodeRun:
+    """One run of user code, as the worker's loop sees it.
+
+    Parameters
+    ----------
+    runs : Runs
+        The runs of the same wall; the run removes itself when it ends.
+    """
+
+    __slots__ = (
+        "_args",
+        "_context",
+        "_function",
+        "_listener",
+        "_runs",
+        "is_cancelled",
+        "is_ended",
+    )
+
+    def __init__(
+        self,
+        runs: Runs,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        context: Context,
+        listener: RunListener,
+    ) -> None:
+        self._runs = runs
+        self._function = function
+        self._args = args
+        self._context = context
+        self._listener = listener
+        self.is_cancelled = False
+        self.is_ended = False
+
+    def drive(self) -> Awaitable[None] | None:
+        """Return what the listener's task has to await for the code to go on; None if nothing."""
+        return None
+
+    def cancel(self) -> None:
+        """Ask the code to end, and with it the calls it waits for; does nothing once it has ended."""
+        if not self.is_ended and not self.is_cancelled:
+            self.is_cancelled = True
+            self._stop()
+            # After the code itself: async code that awaits one of them must be cancelled once, not twice.
+            request = self._context.get(current_request)
+            if request is not None:
+                request.cancel_calls()
+
+    def abort(self, error: Exception) -> None:
+        """Cancel the code, and fail its listener with ``error`` at once."""
+        if not self.is_ended:
+            self._listener.run_aborted(error)
+            self.cancel()
+
+    def _stop(self) -> None:
+        raise NotImplementedError
+
+    def _fail(self, error: BaseException, post: Callable[..., None]) -> None:
+        """End with an error that user code has raised, where it runs; ``post`` leads to the worker's loop."""
+        packed = None if self.is_cancelled else pack_raised(error)
+        if self.is_cancelled or packed is not None:
+            post(self._end, None, packed)
+        else:
+            post(self._pack, error)
+
+    def _pack(self, error: BaseException) -> None:
+        packing = self._runs.pack(error, self._context)
+        packing.add_done_callback(lambda packed: self._end(None, packed.result()))
+
+    def _end(self, value: Any, error: Exception | None) -> None:
+        if self.is_ended:
+            return
+        self.is_ended = True
+        listener, self._args = self._listener, ()
+        del self._listener  # the code's task or thread may keep this object for a moment, but not the request
+        self._runs.discard(self)
+        listener.run_ended(value, error)
+
+
+class Runner(Protocol):
+    """A place where user code runs: the user's loop, the user's threads or the worker's loop."""
+
+    def start(
+        self, function: Callable[..., Any], args: tuple[Any, ...], context: Context, on_end: RunListener
+    ) -> CodeRun | None:
+        """Start a function in a context, and notify ``on_end`` exactly once when it has ended.
+
+        Return None if it has ended already.
+        """
+
+
+class RunResult:
+    """A `RunListener` for code that awaits one run; see `Wall.run_async`."""
+
+    __slots__ = ("_ended", "_error", "_value")
+
+    def __init__(self) -> None:
+        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._value: Any = None
+        self._error: Exception | None = None
+
+    def run_ended(self, value: Any, error: Exception | None) -> None:
+        if type(error) is PackedError:
+            error.error = None  # it refers to the user's object
+        if not self._ended.done():
+            self._value, self._error = value, error
+            self._ended.set_result(None)
+
+    def run_aborted(self, error: Exception) -> None:
+        self.run_ended(None, error)
+
+    async def wait(self, run: CodeRun | None) -> Any:
+        """Return the result of the run or raise its error; a cancellation cancels the run."""
+        try:
+            await self._ended
+        except asyncio.CancelledError:
+            if run is not None:
+                run.cancel()
+            raise
+        error, self._error = self._error, None
+        if error is None:
+            return self._value
+        try:
+            raise error
+        finally:
+            del error  # else the traceback holds this frame, and this frame the error

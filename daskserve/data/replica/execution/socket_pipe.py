@@ -1,0 +1,256 @@
+"""The pipes of WebSockets, whose connection comes to user code where both are in the same process.
+
+The messages of the handshake pass through the pipe, like those of any request: the replica, the router and
+the ingress see that the WebSocket is accepted. The accept also says where user code runs
+(`daskserve.common.types.SOCKET_PLACE`). The server answers with the open WebSocket itself, on that event
+loop; from then on user code receives from it and sends to it directly. If the connection has to stay, because
+of TLS under Tornado for example, the pipe goes on as before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from daskserve.common.clock import stopwatch
+from daskserve.common.types import SOCKET_PLACE, Envelope, Message, OpenSocket, Receive, Send
+from daskserve.data.replica.execution.executor import Wall
+from daskserve.data.replica.execution.message_pipe import DirectPipe, MessagePipe
+from daskserve.data.replica.execution.user_loop import UserLoop
+
+
+class _MovedError(Exception):
+    """Ends a reader of the pipe: the messages come on another way."""
+
+
+class _Turns:
+    """Measures for how long user code works on each message: until it asks for the next."""
+
+    __slots__ = ("_began", "_note")
+
+    def __init__(self, note: Callable[[float], object]) -> None:
+        self._note = note
+        self._began = 0.0
+
+    def end(self) -> None:
+        """User code asks for a message."""
+        if self._began:
+            self._note(stopwatch() - self._began)
+            self._began = 0.0
+
+    def begin(self, message: Message) -> Message:
+        """User code gets a message."""
+        if message["type"] == "websocket.receive":
+            self._began = stopwatch()
+        return message
+
+
+class UserPlace:
+    """The user's own loop as the `SocketPlace` of one WebSocket."""
+
+    def __init__(self, user_loop: UserLoop, pipe: SocketPipe) -> None:
+        self.loop = user_loop.loop
+        self.post = user_loop.hop.post
+        #: The connection, once it is here.
+        self.socket: OpenSocket | None = None
+        #: Whether it will be.
+        self.is_expected = False
+        #: Set when it is here, or is known not to come.
+        self.is_decided = asyncio.Event()
+        self._user_loop = user_loop
+        self._pipe: SocketPipe | None = pipe  # until then
+        self._leaves_at_once = False
+
+    def expect_socket(self) -> None:
+        """Note, on the worker's loop, that the connection is on its way."""
+        self.is_expected = True
+        if self._pipe is not None:
+            self._pipe.stop_passing()
+
+    def give_up(self) -> None:
+        """Let messages pass through the pipe, unless the connection is on its way; from any thread."""
+        if not self.is_expected:
+            self.post(self.decide)
+
+    def take_socket(self, socket: OpenSocket) -> None:
+        """Take the connection: all messages pass through it from now on."""
+        self.socket = socket
+        self._user_loop.admit(socket)
+        if self._pipe is not None:
+            self._pipe.end_readers()
+        if self._leaves_at_once:
+            socket.leave()
+        self.decide()
+
+    def drop_socket(self, socket: OpenSocket) -> None:
+        """Note that the connection has ended."""
+        self._user_loop.dismiss(socket)
+
+    def leave(self) -> None:
+        """Close the connection with code 1001 as soon as it is here."""
+        self._leaves_at_once = True
+        if self.socket is not None:
+            self.socket.leave()
+
+    def decide(self) -> None:
+        """Let messages pass, through the connection if it is here."""
+        self._pipe = None  # it refers to this object
+        self.is_decided.set()
+
+
+class SocketPipe(MessagePipe):
+    """The pipe of a WebSocket whose connection can come to the user's own loop."""
+
+    def __init__(
+        self,
+        wall: Wall,
+        envelope: Envelope,
+        receive: Receive | None,
+        send: Send | None,
+        first: Message | None,
+    ) -> None:
+        super().__init__(wall, "websocket", receive, send, first)
+        self._turns = _Turns(envelope.note_turn or _ignore)
+        self._is_direct = envelope.is_direct
+        #: Exists from the accept on.
+        self._place: UserPlace | None = None
+
+    # ---- on the user's side
+
+    async def receive(self) -> Message:
+        self._turns.end()
+        while True:
+            place = self._place
+            if place is not None and place.socket is not None and not self._inbox:
+                return self._turns.begin(await place.socket.receive())
+            try:
+                return self._turns.begin(await super().receive())
+            except _MovedError:
+                pass
+
+    async def send(self, message: Message) -> None:
+        place = self._place
+        if place is None:
+            if message["type"] == "websocket.accept" and self._is_direct:
+                place = self._place = UserPlace(self._wall.user_loop, self)
+                await super().send({**message, SOCKET_PLACE: place})
+                if self._is_closed:
+                    place.give_up()
+                await place.is_decided.wait()
+            else:
+                await super().send(message)
+            return
+        if not place.is_decided.is_set():
+            await place.is_decided.wait()
+        if place.socket is None:
+            await super().send(message)
+            return
+        try:
+            await place.socket.send(message)
+        except OSError:
+            pass  # user code receives the disconnect, and may have to clean up
+
+    def end_readers(self) -> None:
+        """Send those who wait for a message to the connection, which has come."""
+        self._inbox.extend(_MovedError() for _ in self._readers)
+        self._deliver(None)
+
+    # ---- on the worker's loop
+
+    def stop_passing(self) -> None:
+        """Leave all messages to the connection, which is on its way to the user's loop."""
+        if self._reading is not None:
+            self._reading.cancel()
+        if self._is_leaving:
+            self.outbox.clear()  # the close that would follow the accept
+            self.leave()
+
+    def leave(self) -> None:
+        if self._place is not None and self._place.is_expected:
+            self._place.post(self._place.leave)
+        else:
+            super().leave()
+
+    def close(self) -> None:
+        super().close()
+        if self._place is not None:
+            self._place.give_up()
+
+    def _read_more(self) -> None:
+        if self._place is None or not self._place.is_expected:
+            super()._read_more()
+
+    def _note_sent(self, message: Message) -> None:
+        super()._note_sent(message)
+        if message["type"] == "websocket.accept" and self._place is not None:
+            self._place.give_up()
+
+
+class WorkerPlace:
+    """The worker's loop as the `SocketPlace` of one WebSocket, which needs no move."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self.socket: OpenSocket | None = None
+
+    def post(self, function: Callable[..., object], *args: Any) -> None:
+        """Call a function on this loop, where everything is."""
+        function(*args)
+
+    def expect_socket(self) -> None:
+        """Do nothing: the pipe reads only while user code does."""
+
+    def take_socket(self, socket: OpenSocket) -> None:
+        """Take the connection: all messages pass through it from now on."""
+        self.socket = socket
+
+    def drop_socket(self, socket: OpenSocket) -> None:
+        """Do nothing: the session ends the connection."""
+
+
+class DirectSocketPipe(DirectPipe):
+    """The same for user code on the worker's loop."""
+
+    def __init__(
+        self,
+        wall: Wall,
+        envelope: Envelope,
+        receive: Receive | None,
+        send: Send | None,
+        first: Message | None,
+    ) -> None:
+        super().__init__(wall, "websocket", receive, send, first)
+        self._turns = _Turns(envelope.note_turn or _ignore)
+        self._is_direct = envelope.is_direct
+        self._place = WorkerPlace(wall.loop)
+
+    async def receive(self) -> Message:
+        self._turns.end()
+        socket = self._place.socket
+        if socket is None or self._inbox:
+            return self._turns.begin(await super().receive())
+        return self._turns.begin(await socket.receive())
+
+    async def send(self, message: Message) -> None:
+        socket = self._place.socket
+        if socket is None:
+            if message["type"] == "websocket.accept" and self._is_direct:
+                message = {**message, SOCKET_PLACE: self._place}
+            await super().send(message)
+            return
+        try:
+            await socket.send(message)
+        except OSError:
+            pass  # user code receives the disconnect, and may have to clean up
+
+
+def open_socket_pipe(
+    wall: Wall, envelope: Envelope, receive: Receive | None, send: Send | None, first: Message | None
+) -> MessagePipe:
+    """Return the kind of pipe that fits where the wall runs async code."""
+    pipe = DirectSocketPipe if wall.is_on_worker_loop else SocketPipe
+    return pipe(wall, envelope, receive, send, first)
+
+
+def _ignore(turn_s: float) -> None: ...

@@ -1,0 +1,251 @@
+"""The runner for async code: the user's event loop, in a thread of its own.
+
+The loop runs one task that lasts as long as the loop, as it would under ``asyncio.run``. Libraries attach to
+that task what outlives a request: AnyIO keeps its idle threads until the task ends, and without one starts a
+thread for each request of a FastAPI or Starlette application with plain endpoints.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from contextvars import Context
+from functools import partial
+from typing import Any, Protocol, TypeAlias
+
+from daskserve.common.clock import LoopClock
+from daskserve.data.replica.execution.runner import CodeRun, RunListener, Runs
+from daskserve.data.replica.execution.user_threads import UserThreads, wait_for_event
+from daskserve.loops.event_loop import new_event_loop
+from daskserve.loops.forks import end_if_forked
+from daskserve.loops.hops import Hop
+from daskserve.loops.threads import RunningThread, StartThread
+
+logger = logging.getLogger("daskserve.replica")
+
+#: ``post(function, *args)`` calls a function on a loop.
+Post: TypeAlias = Callable[..., None]
+
+
+class LoopPlace(Protocol):
+    """An event loop that runs user code, and how to call functions on it and on the worker's loop."""
+
+    loop: asyncio.AbstractEventLoop
+    runs: Runs
+    #: Whether it is the worker's loop, which must run no more of user code than it has to.
+    is_workers: bool
+
+    @property
+    def to_user(self) -> Post:
+        """Calls a function on the loop of user code."""
+
+    @property
+    def to_worker(self) -> Post:
+        """Calls a function on the worker's loop."""
+
+
+class Guest(Protocol):
+    """A connection that lives on the user's loop; see `daskserve.common.types.OpenSocket`."""
+
+    def abort(self) -> None:
+        """End the connection at once."""
+
+
+class LoopRun(CodeRun):
+    """A coroutine function in a task of its own."""
+
+    __slots__ = ("_place", "_task")
+
+    def __init__(
+        self,
+        place: LoopPlace,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        context: Context,
+        listener: RunListener,
+    ) -> None:
+        # The same as `CodeRun.__init__`, without one more call per request.
+        self._runs = runs = place.runs
+        self._function = function
+        self._args = args
+        self._context = context
+        self._listener = listener
+        self.is_cancelled = self.is_ended = False
+        self._place = place
+        self._task: asyncio.Task[None] | None = None
+        runs.add(self)
+        place.to_user(self._begin)
+
+    def _stop(self) -> None:
+        self._place.to_user(self._cancel)
+
+    # ---- on the user's loop
+
+    def _begin(self) -> None:
+        if self.is_cancelled:
+            self._place.to_worker(self._end, None, None)
+        else:
+            self._task = self._place.loop.create_task(self._run(), context=self._context)
+
+    def _cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            # A task that is cancelled before its first step never reports its own end.
+            self._task.add_done_callback(self._report_cancelled)
+
+    def _report_cancelled(self, task: asyncio.Task[None]) -> None:
+        self._place.to_worker(self._end, None, None)
+
+    async def _run(self) -> None:
+        pid = os.getpid()
+        try:
+            value = await self._function(*self._args)
+        except BaseException as error:
+            end_if_forked(pid)
+            if self._place.is_workers and not self.is_cancelled:
+                self._pack(error)
+            else:
+                self._fail(error, self._place.to_worker)
+            # A sys.exit() in a handler ends that request, not the loop that the others run on.
+            if issubclass(type(error), asyncio.CancelledError):
+                raise
+        else:
+            end_if_forked(pid)
+            self._place.to_worker(self._end, value, None)
+
+
+class UserLoop:
+    """Runs coroutine functions on an event loop in a daemon thread of its own, each in a task."""
+
+    is_workers = False
+
+    def __init__(self, name: str, context: Context, to_worker: Hop, runs: Runs) -> None:
+        self.runs = runs
+        self.loop = new_event_loop()
+        self.hop = Hop(self.loop)
+        #: The thread of the loop, once it runs.
+        self.thread: RunningThread
+        self._name = name
+        self._context = context
+        self._worker = to_worker
+        self._is_closing = False
+        self._closing: asyncio.Future[None] | None = None
+        self._grace_s = 0.0
+        self._ended = asyncio.Event()
+        self._guests: set[Guest] = set()
+        self._no_guests = asyncio.Event()
+
+    def run_in_thread(
+        self,
+        threads: UserThreads,
+        start_thread: StartThread,
+        before: Callable[[], None] | None = None,
+    ) -> None:
+        """Run the loop in the thread that is idle among ``threads``, or else in one that is started.
+
+        The idle one has just loaded user code, and a class without plain methods does not need it again.
+        The thread first calls ``before``, which must not raise.
+        """
+        main = partial(self._context.run, self._main, before)
+        idle = threads.give_away(main)
+        if idle is None:
+            self.thread = start_thread(self._name, main)
+        else:
+            self.thread = idle
+            idle.name = self._name
+
+    def start(
+        self, function: Callable[..., Any], args: tuple[Any, ...], context: Context, on_end: RunListener
+    ) -> LoopRun:
+        """Run a coroutine function in a task; see `daskserve.data.replica.execution.runner.Runner`."""
+        return LoopRun(self, function, args, context, on_end)
+
+    def to_user(self, function: Callable[..., object], *args: Any) -> None:
+        """Call a function on this loop."""
+        self._post(self.hop, function, args)
+
+    def to_worker(self, function: Callable[..., object], *args: Any) -> None:
+        """Call a function on the worker's loop."""
+        self._post(self._worker, function, args)
+
+    def _post(self, hop: Hop, function: Callable[..., object], args: tuple[Any, ...]) -> None:
+        # A request that is alone waits for nothing else, so its wake-ups are not shared.
+        post = hop.post_soon if len(self.runs) > 1 else hop.post
+        post(function, *args)
+
+    def admit(self, guest: Guest) -> None:
+        """Let a connection live on this loop, where this is called; it must not outlive the loop."""
+        self._guests.add(guest)
+
+    def dismiss(self, guest: Guest) -> None:
+        """Note that a connection has ended."""
+        self._guests.discard(guest)
+        if not self._guests:
+            self._no_guests.set()
+
+    async def close(self, grace_s: float) -> bool:
+        """Cancel running code, end the loop and its thread; return False if user code does not end."""
+        if not self._is_closing:
+            self._grace_s = grace_s / 2
+            self._is_closing = True
+            self.hop.post(self._wake_root)
+        if not await wait_for_event(self._ended, grace_s):
+            return False
+        self.thread.join()  # as in UserThreads.close
+        return True
+
+    def _main(self, before: Callable[[], None] | None) -> None:
+        if before is not None:
+            self._context.copy().run(before)
+            del before  # the thread lasts as long as the loop
+        asyncio.set_event_loop(self.loop)
+        root = self.loop.create_task(self._run_until_closing(), name="daskserve-user-loop")
+        # User code may stop the loop by mistake, or with sys.exit() in a task; the loop continues.
+        while not root.done():
+            try:
+                self.loop.run_until_complete(root)
+            except RuntimeError:
+                pass  # the loop was stopped
+            except (SystemExit, KeyboardInterrupt) as error:
+                logger.error("User code raised %s in a background task", type(error).__name__)
+        ends_at = self.loop.time() + self._grace_s
+        self._cancel_tasks()
+        if self._guests:
+            self.loop.run_until_complete(self._end_guests(ends_at))
+        self.loop.run_until_complete(self.loop.shutdown_asyncgens())
+        asyncio.set_event_loop(None)
+        self.loop.close()
+        self._worker.post(self._ended.set)
+
+    async def _run_until_closing(self) -> None:
+        while not self._is_closing:
+            self._closing = asyncio.get_running_loop().create_future()
+            try:
+                await self._closing
+            except asyncio.CancelledError:
+                pass  # user code may cancel all tasks of its loop; only `close` ends this one
+
+    def _wake_root(self) -> None:
+        if self._closing is not None and not self._closing.done():
+            self._closing.set_result(None)
+
+    def _cancel_tasks(self) -> None:
+        tasks = asyncio.all_tasks(self.loop)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            self.loop.run_until_complete(asyncio.wait(tasks, timeout=self._grace_s))
+
+    async def _end_guests(self, ends_at: float) -> None:
+        """Let connections that are being closed end in peace, for the rest of the grace period."""
+        clock = LoopClock()
+        self._no_guests.clear()
+        with suppress(TimeoutError):
+            await clock.wait_for(self._no_guests.wait(), ends_at - clock.now())
+        for guest in list(self._guests):
+            guest.abort()
+        for _ in range(2):  # until their transports are closed
+            await clock.sleep(0)

@@ -1,0 +1,189 @@
+"""The runner for plain functions: the user's threads.
+
+This is not ``concurrent.futures``: the interpreter joins those threads when it exits, so one stuck handler
+would keep a process alive for ever. These threads are daemons.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import queue
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from contextvars import Context
+from typing import Any
+
+from daskserve.data.replica.execution.runner import CodeRun, RunListener, Runs
+from daskserve.loops.forks import end_if_forked
+from daskserve.loops.hops import Hop
+from daskserve.loops.threads import RunningThread, StartThread, next_job, start_daemon
+
+
+class ThreadRun(CodeRun):
+    """A plain function in one of the user's threads."""
+
+    __slots__ = ("_claim", "_is_abandoned", "_threads")
+
+    def __init__(
+        self,
+        threads: UserThreads,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        context: Context,
+        listener: RunListener,
+    ) -> None:
+        # The same as `CodeRun.__init__`, without one more call per request.
+        self._runs = threads.runs
+        self._function = function
+        self._args = args
+        self._context = context
+        self._listener = listener
+        self.is_cancelled = self.is_ended = False
+        self._threads = threads
+        # The first to acquire it decides: the thread runs the function, a canceller prevents that.
+        self._claim = threading.Lock()
+        self._is_abandoned = False
+
+    def _stop(self) -> None:
+        if self._claim.acquire(blocking=False):
+            self._end(None, None)
+        else:
+            self._is_abandoned = True
+            self._threads.abandoned += 1
+
+    def _end(self, value: Any, error: Exception | None) -> None:
+        self._threads.unfinished -= 1
+        self._threads.abandoned -= self._is_abandoned
+        super()._end(value, error)
+
+    def withdraw(self) -> bool:
+        """Withdraw the run without notifying its listener; return False if it has begun."""
+        if not self._claim.acquire(blocking=False):
+            return False
+        self._threads.unfinished -= 1
+        self._runs.discard(self)
+        return True
+
+    def run(self) -> None:
+        """Run the function, unless it was cancelled before; in a user's thread."""
+        if not self._claim.acquire(blocking=False):
+            return
+        post = self._threads.to_worker.post
+        try:
+            value = self._context.run(self._function, *self._args)
+        except BaseException as error:  # all errors go to the caller: this thread runs other requests next
+            end_if_forked(self._threads.pid)
+            self._fail(error, post)
+        else:
+            end_if_forked(self._threads.pid)
+            post(self._end, value, None)
+
+
+class UserThreads:
+    """Runs plain functions in up to ``limit`` daemon threads; each starts when it is first needed.
+
+    Parameters
+    ----------
+    runs : Runs
+        Holds each run until it has ended.
+    start_thread : callable
+        Starts each thread.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        limit: int,
+        to_worker: Hop,
+        runs: Runs,
+        start_thread: StartThread = start_daemon,
+    ) -> None:
+        self.limit = limit
+        self.to_worker = to_worker
+        self.runs = runs
+        #: Cancelled runs that have not ended.
+        self.abandoned = 0
+        self.unfinished = 0
+        self.pid = os.getpid()
+        self._name = name
+        self._start_thread = start_thread
+        #: What the threads take turns to run; a function is the last work of the thread that takes it.
+        self._jobs: queue.SimpleQueue[ThreadRun | Callable[[], object] | None] = queue.SimpleQueue()
+        self._threads: list[RunningThread] = []
+        self._running_threads = 0
+        self._all_ended = asyncio.Event()
+
+    def __len__(self) -> int:
+        return len(self._threads)
+
+    def make_room(self, running: int) -> None:
+        """Allow one more function than ``running`` to run at the same time."""
+        self.limit = max(self.limit, running + 1)
+
+    def start(
+        self, function: Callable[..., Any], args: tuple[Any, ...], context: Context, on_end: RunListener
+    ) -> ThreadRun:
+        """Run a function as soon as a thread is free.
+
+        See `daskserve.data.replica.execution.runner.Runner`.
+        """
+        run = ThreadRun(self, function, args, context, on_end)
+        self.runs.add(run)
+        self._jobs.put(run)
+        self.unfinished += 1
+        if self.unfinished > len(self._threads) < self.limit:
+            try:
+                thread = self._start_thread(f"{self._name}-{len(self)}", self._work)
+            except RuntimeError:
+                if run.withdraw():
+                    raise
+                return run  # another thread took it first
+            self._threads.append(thread)
+            self._running_threads += 1
+        return run
+
+    async def close(self, grace_s: float) -> bool:
+        """End the threads; return whether all have ended. A stuck one ends when its function does."""
+        for _ in self._threads:
+            self._jobs.put(None)
+        if self._running_threads and not await wait_for_event(self._all_ended, grace_s):
+            return False
+        for thread in self._threads:
+            thread.join()  # its function has returned, so this takes microseconds
+        self._threads.clear()
+        return True
+
+    def give_away(self, function: Callable[[], object]) -> RunningThread | None:
+        """Have the only thread, if it is idle, run a function and end; return it, which is no longer ours.
+
+        A new thread takes its place when it is needed.
+        """
+        if self.unfinished or len(self._threads) != 1:
+            return None
+        thread = self._threads.pop()
+        self._running_threads -= 1
+        self._jobs.put(function)
+        return thread
+
+    def _work(self) -> None:
+        while (job := next_job(self._jobs)) is not None:
+            if not isinstance(job, ThreadRun):
+                job()
+                return
+            job.run()
+            del job  # an idle thread must not keep a request alive
+        self.to_worker.post(self._note_thread_end)
+
+    def _note_thread_end(self) -> None:
+        self._running_threads -= 1
+        if not self._running_threads:
+            self._all_ended.set()
+
+
+async def wait_for_event(event: asyncio.Event, timeout_s: float) -> bool:
+    """Return whether an event was set within a time."""
+    with suppress(TimeoutError):
+        await asyncio.wait_for(event.wait(), timeout_s)
+    return event.is_set()

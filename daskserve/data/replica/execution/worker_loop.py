@@ -1,0 +1,131 @@
+"""The runner on the worker's own event loop, for backends with ``event_loop="worker"``.
+
+On this loop a task for each piece of user code costs as much as all that the router does for a request. It is
+needed for code that ignores its cancellation, so that the caller can continue without it. If the request has
+no deadline, no caller would, and the code runs within the request's own task (`TaskRun`). Code that never
+waits then needs neither a task nor a run: it has ended when
+`daskserve.data.replica.execution.executor.Wall.enter` returns. A call that needs no task otherwise is better
+off with the one for its code: a third less CPU time for a call within the process, where routers, too, need
+none for it (`daskserve.data.caller.calls.direct_call`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Generator
+from contextvars import Context
+from typing import Any
+
+from daskserve.context import current_request
+from daskserve.data.replica.execution.runner import CodeRun, RunListener, Runs
+from daskserve.data.replica.execution.user_loop import LoopRun, Post
+from daskserve.loops.tasks import is_cancelling
+
+
+class TaskRun(CodeRun):
+    """A coroutine on the worker's loop, run by and within the task that awaits it.
+
+    If the client disconnects, that task is cancelled; `abort` cancels what the code waits for. Code that
+    ignores this keeps its slot, as it would anywhere else, and its caller keeps waiting.
+    """
+
+    __slots__ = ("_code", "_is_aborted", "_must_throw", "_waits_for")
+
+    def __init__(
+        self,
+        runs: Runs,
+        code: Coroutine[Any, Any, Any],
+        waits_for: asyncio.Future[Any] | None,
+        context: Context,
+        listener: RunListener,
+    ) -> None:
+        super().__init__(runs, code.send, (), context, listener)
+        self._code = code
+        self._waits_for = waits_for
+        self._must_throw = False
+        self._is_aborted = False
+
+    def drive(self) -> Awaitable[None]:
+        return self
+
+    def __await__(self) -> Generator[Any, Any, None]:
+        run, code, waits_for = self._context.run, self._code, self._waits_for
+        raised: BaseException
+        try:
+            while True:
+                self._waits_for = waits_for
+                try:
+                    answer = yield waits_for
+                    if self._must_throw:
+                        self._must_throw = False
+                        raise asyncio.CancelledError
+                except BaseException as thrown:  # thrown into the code
+                    try:
+                        waits_for = run(code.throw, thrown)
+                    finally:
+                        self._cancel_calls(thrown)
+                else:
+                    waits_for = run(code.send, answer)
+        except StopIteration as end:
+            self._end(end.value, None)
+            return
+        except BaseException as error:
+            kind = type(error)  # `isinstance` may run code of the class
+            is_left = not self._is_aborted and issubclass(kind, asyncio.CancelledError) and is_cancelling()
+            if is_left or issubclass(kind, GeneratorExit):
+                self._end(None, None)
+                raise
+            if self.is_cancelled:
+                self._end(None, None)
+                return
+            raised = error
+        try:
+            packed = yield from self._runs.pack(raised, self._context)
+        except BaseException:  # the task is cancelled, or its coroutine closed
+            self._end(None, None)
+            raise
+        finally:
+            del raised  # else the traceback holds this frame, and this frame the error
+        self._end(None, packed)
+
+    def abort(self, error: Exception) -> None:
+        self._is_aborted = True
+        super().abort(error)
+
+    def _cancel_calls(self, thrown: BaseException) -> None:
+        # After the code itself: if it awaits one of them, it must be cancelled once, not twice. By now, the
+        # code has also withdrawn a cancellation of its own, by a timeout for example.
+        if isinstance(thrown, asyncio.CancelledError) and (self.is_cancelled or is_cancelling()):
+            request = self._context.get(current_request)
+            if request is not None:
+                request.cancel_calls()
+
+    def _stop(self) -> None:
+        # As `Task.cancel` does, for a task that belongs to the caller.
+        if self._waits_for is None or not self._waits_for.cancel():
+            self._must_throw = True
+
+
+class WorkerLoop:
+    """Runs coroutine functions on the worker's event loop."""
+
+    is_workers = True
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, runs: Runs) -> None:
+        self.loop = loop
+        self.runs = runs
+        self.to_user: Post = _call_here  # there is no other thread
+        self.to_worker: Post = _call_here
+
+    def start(
+        self, function: Callable[..., Any], args: tuple[Any, ...], context: Context, on_end: RunListener
+    ) -> CodeRun | None:
+        """Run a coroutine function in a task of its own.
+
+        See `daskserve.data.replica.execution.runner.Runner`.
+        """
+        return LoopRun(self, function, args, context, on_end)
+
+
+def _call_here(function: Callable[..., object], *args: Any) -> None:
+    function(*args)

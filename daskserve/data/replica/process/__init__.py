@@ -1,0 +1,1 @@
+"""User code in a child process, with an interpreter of its own."""

@@ -1,0 +1,361 @@
+"""Process isolation: user code in a child process, with an interpreter of its own.
+
+The replica's actor stays in its worker and counts the requests. The child runs a whole `Replica`, with its
+wall and batches, in a `daskserve.cluster.worker.child.ChildProcess`. This module forwards requests and verbs
+to the child. When the child ends, the replica is lost.
+
+Errors of user code may be of classes that the worker does not have. They cross packed
+(`daskserve.payload.packed_errors`), and the actor passes them on without loading them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import itertools
+import logging
+from collections.abc import Awaitable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from daskserve.cluster.protocols.base import ActorContext
+from daskserve.cluster.worker.child import ChildProcess, dump_access
+from daskserve.common import settings
+from daskserve.common.types import (
+    Envelope,
+    EnvelopeKind,
+    Load,
+    Message,
+    Payload,
+    Receive,
+    Send,
+    Standing,
+    described,
+    short_tag,
+)
+from daskserve.data.replica.code_protocol import CLOSE_GRACE_S
+from daskserve.data.replica.environment.interpreters import interpreter_of
+from daskserve.data.replica.local_code import parts_of
+from daskserve.data.replica.process.metrics import ReportedFigures, keep_asking_for_figures
+from daskserve.data.replica.process.runner import ChildRunner
+from daskserve.data.replica.requests.answer import Answer
+from daskserve.data.replica.requests.slots import Slots
+from daskserve.data.replica.user_code.autoscaling_stats import ChildStats
+from daskserve.data.replica.user_code.construction import CONSTRUCTING, INSTALLING
+from daskserve.errors import ActorLostError, BadRequestError, ReplicaStartError
+from daskserve.figures.replica import ReplicaFigures
+from daskserve.figures.table import MetricSample
+from daskserve.figures.user import UserSample
+from daskserve.options.start_messages import ReplicaStart, read_config
+
+logger = logging.getLogger("daskserve.replica")
+
+#: The factory of the object that the child serves.
+FACTORY = "daskserve.data.replica.process.replica:ReplicaServer"
+#: The actor probes its child, so the child does not probe itself.
+UNPROBED: Mapping[str, Any] = {"health_check_period_s": 1e9}
+
+
+class ForwardedAnswer(Answer):
+    """The answer to a request that the child answers."""
+
+    __slots__ = ("_code",)
+
+    def __init__(self, code: ChildCode, envelope: Envelope) -> None:
+        super().__init__(envelope, code.slots, code.own_figures)
+        self._code = code
+
+    def begin(self, receive: Receive | None = None, send: Send | None = None) -> Awaitable[None] | None:
+        code = self._code
+        child, runner = code.running()
+        # The child has a slot for it.
+        envelope = self.envelope if self.envelope.patience is None else replace(self.envelope, patience=None)
+        parts = (next(code.numbers), envelope, receive, send)
+        self.run = runner.start(child.request, parts, contextvars.copy_context(), self)
+        return None
+
+    def message(self, value: Load) -> Message | None:
+        self._code.note_queued(value.queued)
+        return None
+
+
+class ChildCode:
+    """A `daskserve.data.replica.code_protocol.UserCode` that runs in a child process.
+
+    A child that ends unexpectedly sets `loss`, which the controller reads every second.
+    """
+
+    abandoned = loop_blocks = 0  # the child counts them
+
+    def __init__(self, context: ActorContext, start: ReplicaStart, figures: ReplicaFigures) -> None:
+        self._context = context
+        self._start = start
+        self.own_figures = figures
+        self.slots = Slots(start.replica_tag, start.concurrency, self, figures)
+        #: The numbers of requests, which the child knows them by.
+        self.numbers = itertools.count(1)
+        #: Why the replica is lost, if its child ended unexpectedly.
+        self.loss = ""
+        #: The pickled argument with which the user's `reconfigure` was called last.
+        self._user_config = start.user_config
+        self._child: ChildProcess | None = None
+        self._runner: ChildRunner | None = None
+        self._queued = 0
+        self._reported = ReportedFigures()
+        self._stats = ChildStats(context.clock)
+        self._routing_stats: Mapping[str, Any] = {}
+        self._asking: asyncio.Task[None] | None = None
+        self._waiting: asyncio.Task[None] | None = None
+        #: Whether the child's process has got SIGTERM.
+        self.is_leaving = False
+        self.stage, self.stage_since = INSTALLING, 0.0
+        self._has_last_figures = False
+        #: Whether it is stopped although it is healthy.
+        self._is_planned = False
+
+    def __repr__(self) -> str:
+        return repr(self._child)
+
+    @property
+    def queued(self) -> int:
+        """How many requests waited for a batch at the last answer of the child."""
+        return min(self._queued, self.slots.ongoing)
+
+    def note_queued(self, queued: int) -> None:
+        """Record how many requests wait for a batch in the child."""
+        self._queued = queued
+
+    # ---- start
+
+    async def start(self) -> Mapping[str, Any]:
+        """Start the child, load and construct the user's code in it, and return facts about both.
+
+        Raises
+        ------
+        BadRequestError
+            The backend's Python environment does not exist on this worker.
+        VersionMismatchError, InstanceError
+            Its interpreter has no daskserve of the same version, or does not run.
+        ReplicaStartError
+            The user's code failed (the error has the traceback), or ended its process, or its packages
+            cannot be installed.
+        """
+        start = self._start
+        interpreter = await interpreter_of(start.environment, settings.process_variables())
+        # The installation has a time limit of its own.
+        self.stage, self.stage_since = CONSTRUCTING, self._context.clock.now()
+        child = self._child = await ChildProcess.start(start.replica_tag, interpreter, FACTORY)
+        self._runner = ChildRunner(child, self._explain)
+        child.on_end = self._note_end
+        facts = await self._start_child(child)
+        keep_asking = keep_asking_for_figures(self.statistics, start.replica_tag, self._context.clock)
+        self._asking = asyncio.create_task(keep_asking, name=f"daskserve-figures-{start.replica_tag}")
+        self._waiting = asyncio.create_task(
+            _note_leaving(self, child), name=f"daskserve-leaving-{start.replica_tag}"
+        )
+        return {**facts, "child_pid": child.pid}
+
+    async def _start_child(self, child: ChildProcess) -> Mapping[str, Any]:
+        spec = self._context.spec
+        unprobed = {**self._start.config.for_replicas(), **UNPROBED}
+        parts = await parts_of(self._start, self._context.cluster)
+        try:
+            facts: Mapping[str, Any] = await child.call(
+                "start",
+                Payload(replace(self._start, config=read_config(unprobed)).encode(), tuple(parts)),
+                name=spec.name,
+                incarnation=spec.incarnation,
+                instance=spec.instance,
+                worker=self._context.worker,
+                access=dump_access(self._context.cluster),
+            )
+        except ActorLostError:
+            await child.ended.wait()
+            what = described(self._start.backend_tag, self._start.kind)
+            raise ReplicaStartError(f"{what} did not survive its start: its process {child.fate}.") from None
+        return facts
+
+    # ---- requests
+
+    def answer(self, envelope: Envelope) -> Answer:
+        """Return the answer to a request, not begun."""
+        if envelope.kind is EnvelopeKind.CONTROL:
+            raise BadRequestError(f"A replica takes no requests of kind {envelope.kind!r}.")
+        return ForwardedAnswer(self, envelope)
+
+    def needs_task(self, envelope: Envelope) -> bool:
+        """Whether a request can only be answered from a task: the messages to and from the child wait."""
+        return True
+
+    def running(self) -> tuple[ChildProcess, ChildRunner]:
+        """Return the child and its runner; raise if the child has ended."""
+        if self.loss or self._child is None or self._runner is None:
+            raise self.slots.not_running()
+        return self._child, self._runner
+
+    async def _explain(self, error: ActorLostError) -> ActorLostError:
+        """Return the error for a waiting caller: how the child ended, if that is the cause."""
+        child = self._child
+        if child is None or child.is_open:
+            return error
+        await child.ended.wait()
+        loss = self.loss or f"Replica {short_tag(self._start.replica_tag)!r} was stopped."
+        return ActorLostError(loss, begun=error.begun, is_planned=self._is_planned)
+
+    def _note_end(self) -> None:
+        if not self.slots.is_open or self._child is None:
+            return
+        self.loss = f"Replica {short_tag(self._start.replica_tag)!r} is lost: its process {self._child.fate}."
+        self.slots.closed_because = self.loss
+        self.slots.close()
+        logger.error("%s", self.loss)
+
+    # ---- verbs
+
+    async def reconfigure(
+        self,
+        user_config: bytes | None,
+        concurrency: int,
+        config: Mapping[str, Any],
+        standing: Standing,
+        patience_s: float,
+    ) -> None:
+        """Take over changed options without a restart.
+
+        The child pauses by itself. This side does, too, where it knows that the child will, so that requests
+        do not go there and back.
+        """
+        calls_code = user_config is not None and user_config != self._user_config
+        self._user_config = None  # after a failure, nobody knows which one is in effect
+        message = {
+            "user_config": user_config,
+            "concurrency": concurrency,
+            "config": {**config, **UNPROBED},
+            "standing": standing,
+        }
+        if calls_code:
+            async with self.slots.quiet(self._context.clock, patience_s):
+                await self._call("reconfigure", **message)
+        else:
+            await self._call("reconfigure", **message, patience_s=patience_s)
+        self._user_config = user_config
+        self.slots.resize(concurrency)
+
+    async def probe(self) -> None:
+        """Return if user code can run and is healthy; fail at once when the child has ended."""
+        await self._call("probe")
+
+    async def statistics(self) -> dict[str, Any]:
+        """Return the counts of the child and of this process."""
+        found = await self._ask()
+        return {
+            **found,
+            "ongoing": self.slots.ongoing,
+            "concurrency": self.slots.concurrency,
+            "queued": found["queued"] + self.slots.waiting,
+            "refused_total": found["refused_total"] + self.own_figures.refused,
+        }
+
+    async def _ask(self) -> dict[str, Any]:
+        """Return the counts of the child, and keep its metrics for `samples`."""
+        found: dict[str, Any] = await self._call("statistics", has_stats=self._stats.is_wanted)
+        self._stats.record(found.pop("custom", {}))
+        self._routing_stats = found.pop("routing_stats")
+        self._reported = ReportedFigures(
+            found.pop("samples"), found.pop("user_samples"), found["latency_counts"]
+        )
+        return found
+
+    async def _call(self, verb: str, **message: Any) -> Any:
+        child, _ = self.running()
+        try:
+            return await child.call(verb, **message)
+        except ActorLostError as error:
+            raise await self._explain(error) from None
+
+    # ---- figures
+
+    def figures(self) -> dict[str, Any]:
+        """Return what the controller reads every second for autoscaling."""
+        return self._reported.brief(self.slots.ongoing, self.own_figures.handled) | self._stats.figures()
+
+    def routing_stats(self) -> Mapping[str, Any]:
+        """Return what the user's ``record_routing_stats`` returned, as last read."""
+        return self._routing_stats
+
+    def samples(self, own: list[MetricSample]) -> list[MetricSample]:
+        """Return the replica's metrics, those of the child as last read."""
+        reported = self._reported.samples()
+        known = {(name, labels) for name, labels, _ in reported}
+        found = list(reported)
+        for name, labels, value in own:
+            if name == "replica_queued_requests":
+                found.append(
+                    (name, labels, self.slots.waiting)
+                )  # the child's own value has only the requests that wait for batches
+            elif name == "deployment_rejections" or (name, labels) not in known:
+                found.append((name, labels, value))
+        return found
+
+    def user_samples(self) -> list[UserSample]:
+        """Return the metrics of user code, as last read from the child."""
+        return self._reported.user_samples()
+
+    # ---- stop
+
+    async def send_away(self) -> None:
+        """Close the WebSockets with code 1001."""
+        try:
+            await self._context.clock.wait_for(self._call("send_away"), CLOSE_GRACE_S)
+        except (ActorLostError, TimeoutError):
+            pass  # it has ended already, or does not answer
+
+    async def drain(self, grace_s: float) -> None:
+        """Let the running requests finish for up to ``grace_s``."""
+        if self._asking is not None:
+            self._asking.cancel()
+            await asyncio.wait([self._asking])
+        if not self.loss and grace_s > 0 and self._child is not None:
+            await self.send_away()
+            self._has_last_figures = True
+        await self._context.clock.wait_for(self.slots.wait_until_idle(), grace_s)
+
+    async def _ask_for_the_last_time(self) -> None:
+        try:
+            await self._context.clock.wait_for(self._ask(), CLOSE_GRACE_S)
+        except TimeoutError:
+            pass  # the counts of its last second are lost
+
+    async def destruct(self, grace_s: float, *, is_planned: bool) -> None:
+        """Cancel the requests that still run, and destruct the user's object; kill the child if cancelled."""
+        self._is_planned = is_planned
+        child = self._child
+        if child is None or self._runner is None:
+            return
+        try:
+            if self._has_last_figures:
+                await self._ask_for_the_last_time()
+            await child.call("stop", grace_s=grace_s, is_planned=is_planned)
+        except ActorLostError:
+            pass  # it has ended already
+        except asyncio.CancelledError:
+            child.kill()
+            raise
+
+    async def close(self) -> None:
+        """End the child and its process group."""
+        if self._waiting is not None:
+            self._waiting.cancel()
+        if self._child is not None and self._runner is not None:
+            await self._child.end()
+            await self._runner.close()
+
+
+async def _note_leaving(code: ChildCode, child: ChildProcess) -> None:
+    """Wait until a child's process has got SIGTERM, and note it."""
+    try:
+        await child.call("until_leaving")
+    except ActorLostError:
+        return  # it has ended
+    code.is_leaving = True
+    logger.info("SIGTERM: the process of %r ends, and is replaced", code)

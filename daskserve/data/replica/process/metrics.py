@@ -1,0 +1,95 @@
+"""What a child process sends its actor besides answers: metrics.
+
+It has no scrape endpoint, so its actor reads and publishes its metrics.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any
+
+from daskserve.common.clock import Clock
+from daskserve.errors import ActorLostError
+from daskserve.figures.collector import PROCESS, plain_sample, sample_of
+from daskserve.figures.error_log import ErrorLog
+from daskserve.figures.table import MetricSample
+from daskserve.figures.user import UserSample
+
+logger = logging.getLogger("daskserve.replica")
+
+#: The interval at which an actor reads the metrics of its child.
+FIGURES_S = 1.0
+#: The metrics that the actor counts itself.
+ACTORS_OWN = frozenset(
+    {
+        "deployment_health_check_failures",
+        "deployment_replica_start_failures",
+        "deployment_replica_starts",
+        "replica_healthy",
+        "replica_max_ongoing_requests",
+        "replica_ongoing_requests",
+        "replica_start_time_seconds",
+        "replica_startup_duration_seconds",
+    }
+)
+
+
+def tell(samples: Iterable[MetricSample], user_samples: Iterable[UserSample]) -> dict[str, Any]:
+    """Return the metrics of a child's replica and of its process, in plain values."""
+    return {
+        "samples": [plain_sample(each) for each in (*samples, *PROCESS.samples())],
+        "user_samples": [each.plain() for each in (*user_samples, *PROCESS.user.samples())],
+    }
+
+
+async def keep_asking_for_figures(
+    ask: Callable[[], Awaitable[object]], replica_tag: str, clock: Clock
+) -> None:
+    """Read the metrics of a child every second until it ends.
+
+    A scrape does not wait for the child: it returns the values that were read last.
+    """
+    error_log = ErrorLog(logger)
+    while True:
+        await clock.sleep(FIGURES_S)
+        try:
+            await clock.wait_for(ask(), FIGURES_S)
+        except ActorLostError:
+            return
+        except TimeoutError:
+            pass  # the child is busy; its health probe decides whether that is a failure
+        except Exception as error:
+            error_log.log(error, "The metrics of the process of %s could not be read", replica_tag)
+
+
+class ReportedFigures:
+    """The metrics that a child reported, in plain values."""
+
+    __slots__ = ("_latency_counts", "_samples", "_user_samples")
+
+    def __init__(
+        self,
+        samples: Sequence[Any] = (),
+        user_samples: Sequence[Any] = (),
+        latency_counts: Sequence[int] = (),
+    ) -> None:
+        self._samples = samples
+        self._user_samples = user_samples
+        self._latency_counts = latency_counts
+
+    def brief(self, ongoing: int, handled: int) -> dict[str, Any]:
+        """Return how many requests run, how many have ended, and their latencies in the child."""
+        return {
+            "ongoing": ongoing,
+            "ended": handled - ongoing,
+            "latency_counts": list(self._latency_counts),
+        }
+
+    def samples(self) -> list[MetricSample]:
+        """Return its metrics without those that its actor counts."""
+        return [sample_of(plain) for plain in self._samples if plain[0] not in ACTORS_OWN]
+
+    def user_samples(self) -> list[UserSample]:
+        """Return the metrics of user code in the child."""
+        return [UserSample.from_plain(plain) for plain in self._user_samples]

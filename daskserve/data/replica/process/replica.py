@@ -1,0 +1,154 @@
+"""The child's end of process isolation: a replica that serves its actor over a channel."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import sys
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from daskserve.cluster.protocols.base import ActorSpec, ContextWith, verb, verbs_of
+from daskserve.cluster.worker.child_view import ChildView
+from daskserve.common import settings
+from daskserve.common.clock import LoopClock, system_rng
+from daskserve.common.types import ActorKind, Envelope, EnvelopeKind, Load, Payload, Receive, Send
+from daskserve.context import HasLink
+from daskserve.data.replica.environment.kept_folders import hold
+from daskserve.data.replica.environment.working_dir import archives_folder
+from daskserve.data.replica.process.metrics import tell
+from daskserve.data.replica.replica import Replica
+from daskserve.errors import UnavailableError
+from daskserve.loops.threads import StartThread
+from daskserve.payload.pickling import load_bytes
+
+
+class ChildReplica(Replica):
+    """A replica that reports when the code of a cancelled request has ended."""
+
+    def __init__(self, context: ContextWith[HasLink]) -> None:
+        super().__init__(context)
+        self._slots.on_free = self._note_free
+        #: The requests within `handle`, by number, each with a future that is done when it leaves.
+        self._inside: dict[int, asyncio.Future[None]] = {}
+        self._left: deque[asyncio.Future[None]] = deque()
+
+    async def answer(self, number: int, envelope: Envelope, receive: Receive, send: Send) -> Load:
+        """Answer a request; its number identifies it for `ended`."""
+        self._inside[number] = asyncio.get_running_loop().create_future()
+        try:
+            return await self.handle(envelope, receive, send)
+        finally:
+            self._inside.pop(number).set_result(None)
+            self._release()
+
+    @verb
+    async def statistics(self, has_stats: bool = False) -> dict[str, Any]:
+        """Return the replica's counts, the metrics of this process, and custom autoscaling metrics."""
+        stats = {"custom": self.figures().get("custom", {})} if has_stats else {}
+        stats["routing_stats"] = self._code.routing_stats()
+        return {**await super().statistics(), **tell(self.samples(), self.user_samples()), **stats}
+
+    @verb
+    async def send_away(self) -> None:
+        await super().send_away()
+
+    @verb
+    async def ended(self, number: int) -> None:
+        """Return when a cancelled request holds no slot any more, or never held one."""
+        if number in self._inside:
+            await asyncio.shield(self._inside[number])
+        left = asyncio.get_running_loop().create_future()
+        self._left.append(left)
+        self._release()
+        await left
+
+    def _note_free(self) -> None:
+        if self._left:
+            # Not at once: a request that is about to leave `handle` releases its slot first.
+            asyncio.get_running_loop().call_soon(self._release)
+
+    def _release(self) -> None:
+        # A request within `handle` holds a slot, so all other slots are held by requests that have left.
+        # Which of them releases one does not matter: all slots are equal.
+        while self._left and len(self._left) > self.load().ongoing - len(self._inside):
+            left = self._left.popleft()
+            if not left.done():
+                left.set_result(None)
+
+
+class ReplicaServer:
+    """Serves one replica to its actor; a `daskserve.cluster.worker.child.Served`."""
+
+    def __init__(self, start_thread: StartThread) -> None:
+        self._start_thread = start_thread
+        self._replica: ChildReplica | None = None
+        self._view: ChildView | None = None
+        self._own_verbs = verbs_of(self)
+        self._leaves = asyncio.Event()
+
+    async def dispatch(
+        self, name: str, number: int, envelope: Envelope, receive: Receive, send: Send
+    ) -> Load:
+        """Answer a verb or a request of the actor."""
+        if envelope.kind is EnvelopeKind.CONTROL:
+            head = envelope.head
+            value = await self._run(head["verb"], envelope.payload, head["message"])
+            await send({"type": "control.result", "value": value})
+            return Load()
+        return await self._started().answer(number, envelope, receive, send)
+
+    def leave(self) -> None:
+        """See `daskserve.cluster.worker.child_main.Served.leave`."""
+        self._leaves.set()
+
+    @verb
+    async def until_leaving(self) -> None:
+        """Return when this process has got SIGTERM."""
+        await self._leaves.wait()
+
+    async def _run(self, verb: str, payload: Payload | None, message: Mapping[str, Any]) -> Any:
+        if verb in self._own_verbs:
+            more = {} if payload is None else {"payload": payload}
+            return await self._own_verbs[verb](**message, **more)
+        return await self._started().verbs[verb](**message)
+
+    def _started(self) -> ChildReplica:
+        if self._replica is None:
+            raise UnavailableError("The replica has not been started.")
+        return self._replica
+
+    @verb
+    async def start(
+        self,
+        payload: Payload,
+        name: str,
+        incarnation: int,
+        instance: str,
+        worker: str,
+        access: bytes,
+    ) -> Mapping[str, Any]:
+        """Create the replica from its start message, start it, and return its facts."""
+        view = self._view = ChildView(instance, load_bytes(access), payload.buffers)
+        spec = ActorSpec(ActorKind.REPLICA, name, incarnation, instance, bytes(payload.data))
+        # User code sees only those parts of the view that handles and clients need.
+        context = ContextWith(spec, view, LoopClock(), system_rng(), worker, start_thread=self._start_thread)
+        environments = settings.process().environments
+        archives_folder.set(environments)
+        prefix = Path(sys.prefix)
+        if prefix.parent == environments:
+            hold(prefix)
+        self._replica = ChildReplica(context)
+        view.answer_get_worker()
+        return await self._replica.start()
+
+    @verb
+    async def stop(self, grace_s: float, is_planned: bool) -> None:
+        """Stop the replica, and close its view of the cluster."""
+        if self._replica is not None:
+            await self._replica.end(grace_s, is_planned=is_planned)
+            gc.collect()  # objects in reference cycles may have destructors, and the process ends next
+        if self._view is not None:
+            await asyncio.to_thread(self._view.close)

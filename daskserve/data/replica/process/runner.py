@@ -1,0 +1,143 @@
+"""The runner that has a child process answer a whole request.
+
+A request takes a slot before it is sent to the child, and releases it when the child's answer is complete. A
+cancelled request has no answer to wait for, so the actor asks the child when its code has ended (verb
+``ended``), and only then releases the slot. So the child never runs more requests than it has slots.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from contextvars import Context
+from typing import Any
+
+from daskserve.cluster.worker.child import ChildProcess
+from daskserve.common.types import Message, Send
+from daskserve.data.replica.execution.runner import CodeRun, RunListener, Runs
+from daskserve.errors import ActorLostError, RequestTimeoutError, ServeError
+from daskserve.loops.tasks import TaskSet
+
+logger = logging.getLogger("daskserve.replica")
+
+
+class ChildRun(CodeRun):
+    """One request in the child, carried by the task that drives it.
+
+    Cancelling that task cancels the request; its code may end later.
+    """
+
+    __slots__ = ("_number", "_runner", "passage")
+
+    def __init__(
+        self,
+        runner: ChildRunner,
+        function: Callable[..., Awaitable[Any]],
+        args: tuple[Any, ...],
+        context: Context,
+        listener: RunListener,
+    ) -> None:
+        super().__init__(runner.runs, function, args, context, listener)
+        self._runner = runner
+        number, envelope, receive, send = args
+        self._number: int = number
+        #: Receives what the child sends.
+        self.passage = Passage(send)
+        self._args = (number, envelope, receive, self.passage.send)
+
+    def drive(self) -> Awaitable[None]:
+        return self._carry()
+
+    async def _carry(self) -> None:
+        try:
+            load = await self._function(*self._args)
+        except ActorLostError as error:
+            lost = error
+        except BaseException as error:
+            # After a deadline, too, code may still run in the child.
+            if self.passage.is_broken or isinstance(error, (asyncio.CancelledError, RequestTimeoutError)):
+                self._runner.settle(self._number, self)
+                raise
+            if not isinstance(error, Exception):
+                self._end(None, None)
+                raise
+            self._end(None, error)
+            return
+        else:
+            self._end(load, None)
+            return
+        try:
+            lost = await self._runner.explain(lost)
+        finally:
+            self._end(None, lost)
+
+    def _stop(self) -> None:
+        pass  # the task is cancelled together with the run, and with it the request
+
+    def settled(self) -> None:
+        """Note that the child's code has ended."""
+        self._end(None, None)
+
+
+class ChildRunner:
+    """Runs requests in a child process.
+
+    Parameters
+    ----------
+    explain : callable
+        ``await explain(error)`` returns the error for the caller of a lost request.
+    """
+
+    def __init__(
+        self, child: ChildProcess, explain: Callable[[ActorLostError], Awaitable[ActorLostError]]
+    ) -> None:
+        self.runs = Runs()
+        self.explain = explain
+        self._child = child
+        self._settling = TaskSet(logger)
+
+    def start(
+        self, function: Callable[..., Any], args: tuple[Any, ...], context: Context, on_end: RunListener
+    ) -> ChildRun:
+        """Prepare a request to the child; see `daskserve.data.replica.execution.runner.Runner`.
+
+        ``function`` is `ChildProcess.request`. An error of user code ends the run, packed.
+        """
+        run = ChildRun(self, function, args, context, on_end)
+        self.runs.add(run)
+        return run
+
+    def settle(self, number: int, run: ChildRun) -> None:
+        """End a cancelled run as soon as the child's code has ended."""
+        self._settling.spawn(self._settle(number, run), "isolation-settle")
+
+    async def close(self) -> None:
+        """Return when all cancelled runs have ended; the child must have ended before."""
+        await self._settling.wait()
+
+    async def _settle(self, number: int, run: ChildRun) -> None:
+        try:
+            await self._child.call("ended", number=number)
+        except ServeError:
+            pass  # the child has ended, and its code with it
+        finally:
+            run.settled()
+
+
+class Passage:
+    """Passes on the messages of one request from the child."""
+
+    __slots__ = ("_send", "is_broken")
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        #: Whether sending to the caller failed; the request in the child is cancelled then.
+        self.is_broken = False
+
+    async def send(self, message: Message) -> None:
+        try:
+            await self._send(message)
+        except BaseException:
+            self.is_broken = True
+            raise

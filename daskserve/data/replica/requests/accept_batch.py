@@ -1,0 +1,151 @@
+"""Classic batching: many requests in one call of the user's code.
+
+A callable marked with `accept_batch` gets a list of requests and returns a list of the same length. The
+worker's loop forms the batches (`daskserve.data.replica.requests.batches`); `Batch` runs one on the user's
+side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import (
+    AsyncGenerator,
+    Callable,
+    Generator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from daskserve.common.types import Payload, Receive, nothing_to_receive
+from daskserve.data.batching.results import as_results
+from daskserve.data.replica.errors.log import NOT_FAILURES, pack_raised
+from daskserve.data.replica.user_code.definitions import ACCEPT_BATCH
+from daskserve.data.replica.user_code.request_objects import HTTPRequest, ServeRequest, legacy_argument
+from daskserve.data.replica.user_code.responses import (
+    ConvertedResponse,
+    Unfinished,
+    dump_result,
+    raised_response,
+    to_answer,
+)
+from daskserve.errors import UserCodeError
+
+CallableT = TypeVar("CallableT", bound=Callable[..., Any])
+
+
+def accept_batch(callable_: CallableT) -> CallableT:
+    """Mark a function, a method or a class that takes a list of requests.
+
+    Its ``max_batch_size`` and ``batch_wait_timeout`` are options of the backend. It must return a list of as
+    many results, in order; a result that is an exception fails that request alone.
+
+    Examples
+    --------
+    >>> @accept_batch
+    ... def double(requests):
+    ...     return [2 * int(request.query_params["n"]) for request in requests]
+    """
+    setattr(callable_, ACCEPT_BATCH, True)
+    return callable_
+
+
+@dataclass(frozen=True, slots=True)
+class BatchItem:
+    """One request of a batch: an HTTP scope with its whole body, or the head and payload of a call."""
+
+    head: Mapping[str, Any]
+    scope: MutableMapping[str, Any] | None = None
+    body: bytes = b""
+    payload: Payload | None = None
+
+    def request(self, receive: Receive) -> HTTPRequest | ServeRequest | Any:
+        """Return the argument that user code gets for it."""
+        if self.scope is not None:
+            request = HTTPRequest(self.scope, receive)
+            request.whole_body = self.body
+            return request
+        args, kwargs = ((), {}) if self.payload is None else self.payload.load()
+        return legacy_argument(self.head, args, kwargs)
+
+
+#: The outcome of one item: a response, the pickled result of a call, or an error, packed if it was possible
+#: at once.
+ItemOutcome = ConvertedResponse | Unfinished | Payload | Exception
+
+
+class Batch:
+    """The user's side of one batch: its requests, and then the outcome of each."""
+
+    def __init__(self, name: str, items: Sequence[BatchItem]) -> None:
+        self._name = name
+        self._items = items
+        self._outcomes: list[ItemOutcome | None] = [None] * len(items)
+        self.requests: list[Any] = []
+        for index, item in enumerate(items):
+            try:
+                self.requests.append(item.request(nothing_to_receive))
+            except Exception as error:  # an argument that cannot be read fails its own request only
+                self._outcomes[index] = _failed(item, error)
+
+    def split(self, results: Any) -> list[ItemOutcome]:
+        """Return the outcomes of all items from what user code returned."""
+        remaining = iter(as_results(self._name, results, len(self.requests)))
+        return [
+            self._convert(item, next(remaining)) if outcome is None else outcome
+            for item, outcome in zip(self._items, self._outcomes, strict=True)
+        ]
+
+    def fail(self, error: Exception) -> list[ItemOutcome]:
+        """Return the outcomes of all items after an error of user code."""
+        packed = (
+            error if isinstance(error, NOT_FAILURES) else pack_raised(error) or error
+        )  # once for all items
+        pairs = zip(self._items, self._outcomes, strict=True)
+        return [_failed(item, packed) if outcome is None else outcome for item, outcome in pairs]
+
+    def _convert(self, item: BatchItem, result: Any) -> ItemOutcome:
+        try:
+            if isinstance(result, Exception):
+                return _failed(item, result)
+            if item.scope is not None:
+                return to_answer(result)
+            if isinstance(result, (Generator, AsyncGenerator)):
+                raise UserCodeError(
+                    f"{self._name} returned a generator for a request of its batch; a callable that takes "
+                    "batches returns a single result for each call."
+                )
+            return dump_result(
+                self._name, result, (item.head.get("facts") or {}).get("response_serialization", "")
+            )
+        except Exception as error:  # a result that cannot be serialized fails its own request only
+            return _failed(item, error)
+
+
+def _failed(item: BatchItem, error: Exception) -> ItemOutcome:
+    if item.scope is not None and isinstance(error, NOT_FAILURES):
+        return raised_response(error)
+    return pack_raised(error) or error
+
+
+async def answer_batch(
+    function: Callable[[list[Any]], Any], name: str, items: Sequence[BatchItem]
+) -> list[ItemOutcome]:
+    """Let an async function answer a batch."""
+    batch = Batch(name, items)
+    try:
+        return batch.split(await function(batch.requests) if batch.requests else [])
+    except Exception as error:  # user code failed: every request of the batch fails
+        return batch.fail(error)
+
+
+def answer_batch_in_thread(
+    function: Callable[[list[Any]], Any], name: str, items: Sequence[BatchItem]
+) -> list[ItemOutcome]:
+    """Let a plain function answer a batch."""
+    batch = Batch(name, items)
+    try:
+        return batch.split(function(batch.requests) if batch.requests else [])
+    except Exception as error:  # user code failed: every request of the batch fails
+        return batch.fail(error)

@@ -1,0 +1,135 @@
+"""Classic batches of a replica: the queues of requests, and the run of each batch behind the wall."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
+
+from daskserve.data.batching.queue import BatchLimits, BatchQueue
+from daskserve.data.replica.errors.log import FailureLog
+from daskserve.data.replica.execution.executor import Wall
+from daskserve.data.replica.execution.runner import RunResult
+from daskserve.data.replica.requests.accept_batch import (
+    BatchItem,
+    ItemOutcome,
+    answer_batch,
+    answer_batch_in_thread,
+)
+from daskserve.data.replica.user_code.definitions import Method
+from daskserve.data.replica.user_code.request_objects import request_id_of
+from daskserve.data.replica.user_code.servable import Servable
+from daskserve.figures.replica import ReplicaFigures
+from daskserve.payload.packed_errors import PackedError
+
+
+class SlotHolder(Protocol):
+    """A request of a batch: its `daskserve.data.replica.requests.answer.Answer`."""
+
+    def hold(self) -> None:
+        """Keep the slot until `unhold`."""
+
+    def unhold(self) -> None:
+        """Take back a `hold`."""
+
+
+class BatchResult(RunResult):
+    """The result of one batch. Its requests release their slots when the batch has ended."""
+
+    __slots__ = ("_requests",)
+
+    def __init__(self, requests: list[SlotHolder]) -> None:
+        super().__init__()
+        self._requests = requests
+
+    def run_ended(self, value: Any, error: Exception | None) -> None:
+        for request in self._requests:
+            request.unhold()
+        super().run_ended(value, error)
+
+    def run_aborted(self, error: Exception) -> None:
+        super().run_ended(None, error)
+
+
+class ReplicaBatches:
+    """The queues of one replica, one for each of its methods that takes batches.
+
+    Parameters
+    ----------
+    running : callable
+        Returns the replica's wall and servable; raises if the replica has stopped.
+    """
+
+    def __init__(
+        self,
+        running: Callable[[], tuple[Wall, Servable]],
+        max_batch_size: int | None,
+        wait_s: float,
+        figures: ReplicaFigures,
+        failures: FailureLog,
+    ) -> None:
+        self._running = running
+        self._failures = failures
+        self._figures = figures
+        self._limits = BatchLimits(max_batch_size or 1, wait_s)
+        #: The queue of each method, by its name.
+        self.queues: dict[str, BatchQueue[tuple[BatchItem, SlotHolder], ItemOutcome]] = {}
+
+    @property
+    def queued(self) -> int:
+        """How many requests wait for their batch to run."""
+        return sum(queue.queued for queue in list(self.queues.values())) if self.queues else 0
+
+    def reconfigure(self, max_batch_size: int | None, wait_s: float) -> None:
+        """Change the limits, also for the requests that wait already."""
+        self._limits.max_batch_size = max_batch_size or 1
+        self._limits.wait_s = wait_s
+        for queue in self.queues.values():
+            queue.reconsider()
+
+    async def submit(self, method: Method, item: BatchItem, request: SlotHolder) -> ItemOutcome:
+        """Return the outcome of a request; it holds its slot until its whole batch has ended."""
+        queue = self.queues.get(method.name)
+        if queue is None:
+            # A plain function runs one batch at a time; later requests collect meanwhile.
+            queue = self.queues[method.name] = BatchQueue(
+                partial(self._run, method),
+                self._limits,
+                max_running=None if method.is_async else 1,
+                on_batch=self._figures.batches_of(method.name).observe,
+            )
+        return await queue.submit((item, request))
+
+    async def _run(self, method: Method, entries: list[tuple[BatchItem, SlotHolder]]) -> list[ItemOutcome]:
+        wall, servable = self._running()
+        items = [item for item, _ in entries]
+        requests = [request for _, request in entries]
+        answer: Any = answer_batch if method.is_async else answer_batch_in_thread
+        parts = (servable.bound(method), servable.describe(method), items)
+        result = BatchResult(requests)
+        run = wall.start(method.is_async, answer, parts, wall.context.copy(), result)
+        for request in requests:
+            request.hold()
+        try:
+            outcomes: list[ItemOutcome] = await result.wait(run)
+        except PackedError as error:  # one that would have ended the thread or the loop
+            outcomes = [error] * len(items)
+        return await self._pack(wall, items, outcomes)
+
+    async def _pack(
+        self, wall: Wall, items: list[BatchItem], outcomes: list[ItemOutcome]
+    ) -> list[ItemOutcome]:
+        """Pack the errors among the outcomes, and log each once for all of its requests."""
+        errors = {id(each): each for each in outcomes if isinstance(each, Exception)}
+        packing = [wall.packers.pack(each, wall.context) for each in errors.values()]
+        packed = dict(zip(errors, await asyncio.gather(*packing), strict=True))
+        for number, error in packed.items():
+            ids = [
+                request_id_of(item.head)
+                for item, outcome in zip(items, outcomes, strict=True)
+                if id(outcome) == number
+            ]
+            wall.context.copy().run(self._failures.log, error, *ids)
+            error.error = None  # it refers to the user's object
+        return [packed.get(id(each), each) for each in outcomes]

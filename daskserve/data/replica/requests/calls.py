@@ -1,0 +1,181 @@
+"""Answers to calls through a handle: with one result, or with a stream of items."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from daskserve.common.clock import stopwatch
+from daskserve.common.types import Message, Receive, Send
+from daskserve.data.replica.execution.message_pipe import open_pipe
+from daskserve.data.replica.requests.accept_batch import BatchItem
+from daskserve.data.replica.requests.serving import LocalAnswer
+from daskserve.data.replica.requests.streaming import (
+    finish_stream,
+    finish_stream_in_thread,
+    stream,
+    stream_in_thread,
+)
+from daskserve.data.replica.user_code.definitions import CALL, Method
+from daskserve.data.replica.user_code.responses import Unfinished
+from daskserve.errors import ServeError, StreamOptionError
+
+
+class CallAnswer(LocalAnswer):
+    """The answer to a call: one pickled result."""
+
+    __slots__ = ()
+
+    def begin(self, receive: Receive | None = None, send: Send | None = None) -> Awaitable[None] | None:
+        envelope, servable = self.envelope, self.code.servable
+        method = self._method = servable.method(envelope.head.get("method") or CALL)
+        if method.accepts_batches:
+            return self._submit(method)
+        self.runs_in_task = self.is_in_task and envelope.deadline is None and self.code.wall.is_on_worker_loop
+        answer: Any = servable.answer_call if method.is_async else servable.answer_call_in_thread
+        self._set_context()
+        self._start(method.is_async, answer, method, envelope.head, envelope.payload)
+        return None
+
+    def go_on(self, unfinished: Unfinished) -> None:
+        self._next_step(True, self.code.servable.finish_call, self._method, unfinished.result)
+
+    def message(self, value: Any) -> Message | None:
+        return {"type": "call.result", "payload": value}
+
+    async def _submit(self, method: Method) -> None:
+        item = BatchItem(self.envelope.head, payload=self.envelope.payload)
+        self.accept(await self.code.batches.submit(method, item, self))
+
+
+class StreamAnswer(CallAnswer):
+    """The answer to a streaming call: any number of pickled items.
+
+    See `daskserve.data.replica.requests.streaming`.
+    """
+
+    __slots__ = ()
+
+    def begin(self, receive: Receive | None = None, send: Send | None = None) -> Awaitable[None] | None:
+        envelope, code = self.envelope, self.code
+        method = self._method = code.servable.method(envelope.head.get("method") or CALL)
+        if method.accepts_batches:
+            raise StreamOptionError(
+                f"{code.servable.describe(method)} takes batches of requests and cannot be called with "
+                "stream=True."
+            )
+        self.runs_in_task = False
+        self.pipe = open_pipe(code.wall, "call", receive, send)
+        self.pipe.owner = self
+        produce: Any = stream if method.is_async else stream_in_thread
+        self._set_context()
+        self._start(
+            method.is_async, produce, code.servable, method, envelope.head, envelope.payload, self.pipe
+        )
+        return None
+
+    def go_on(self, unfinished: Unfinished) -> None:
+        # Async code may return what only a thread should run, and the other way round.
+        is_plain = isinstance(unfinished.result, Iterator)
+        finish: Any = finish_stream_in_thread if is_plain else finish_stream
+        description = self.code.servable.describe(self._method)
+        self._next_step(not is_plain, finish, description, unfinished.result, self.pipe)
+
+    def message(self, value: Any) -> Message | None:
+        return None
+
+
+class ValuesAnswer(LocalAnswer):
+    """The answer to a call with responses or values of Dask among its arguments, which are fetched first."""
+
+    __slots__ = ()
+
+    def begin(self, receive: Receive | None = None, send: Send | None = None) -> Awaitable[None] | None:
+        if "values" not in self.envelope.head:
+            return super().begin(receive, send)
+        return self._fetch_and_begin(receive, send)
+
+    async def _fetch_and_begin(self, receive: Receive | None, send: Send | None) -> None:
+        envelope = self.envelope
+        payload = envelope.payload
+        assert payload is not None
+        try:
+            payload = await self.code.fill(payload, envelope.head["values"])
+        except ServeError:
+            raise
+        except Exception as error:  # of a task of Dask
+            wall = self.code.wall
+            raise await wall.packers.pack(error, wall.context) from None
+        self.envelope = replace(envelope, payload=payload)
+        preparing = super().begin(receive, send)
+        if preparing is not None:
+            await preparing
+
+
+class ValuesCallAnswer(ValuesAnswer, CallAnswer):
+    """The answer to a call with one result."""
+
+    __slots__ = ()
+
+
+class ValuesStreamAnswer(ValuesAnswer, StreamAnswer):
+    """The answer to a streaming call."""
+
+    __slots__ = ()
+
+
+class ReservedAnswer(ValuesAnswer):
+    """The answer to a call whose arguments follow once its caller has the slot.
+
+    See `daskserve.data.caller.calls.replica_choice`.
+    """
+
+    __slots__ = ()
+
+    def begin(self, receive: Receive | None = None, send: Send | None = None) -> Awaitable[None] | None:
+        assert receive is not None
+        assert send is not None
+        return self._reserve_and_begin(receive, send)
+
+    async def _reserve_and_begin(self, receive: Receive, send: Send) -> None:
+        await send({"type": "call.reserved", "replica": self.code.place})
+        message = await self.code.arguments_of(receive)
+        self.envelope = replace(self.envelope, head=message["head"], payload=message["payload"])
+        self._began = stopwatch()  # until now, the caller has not asked for anything
+        preparing = super().begin(receive, send)
+        if preparing is not None:
+            await preparing
+
+
+class ReservedCallAnswer(ReservedAnswer, CallAnswer):
+    """The answer to a call with one result."""
+
+    __slots__ = ()
+
+
+class ReservedStreamAnswer(ReservedAnswer, StreamAnswer):
+    """The answer to a streaming call."""
+
+    __slots__ = ()
+
+
+class BroadcastAnswer(ValuesCallAnswer):
+    """The answer to a call that runs beyond the limit of the replica, with a thread of its own if need be."""
+
+    __slots__ = ()
+
+    def begin(self, receive: Receive | None = None, send: Send | None = None) -> Awaitable[None] | None:
+        self.code.wall.threads.make_room(self.slots.ongoing)
+        return super().begin(receive, send)
+
+
+def call_answer_for(head: Mapping[str, Any]) -> type[CallAnswer]:
+    """Return the kind of answer to a call whose head has ``"stream"``."""
+    if "reserve" in head:
+        return ReservedStreamAnswer if head["stream"] else ReservedCallAnswer
+    if "broadcast" in head:
+        return BroadcastAnswer
+    if "values" not in head:
+        return StreamAnswer
+    return ValuesStreamAnswer if head["stream"] else ValuesCallAnswer

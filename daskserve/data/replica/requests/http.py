@@ -1,0 +1,167 @@
+"""Answers to HTTP requests and WebSockets."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Mapping
+from typing import Any
+
+from daskserve.common.types import ON_DEMAND, Message, Receive, Send
+from daskserve.data.replica.errors.log import is_http_failure, is_refusal
+from daskserve.data.replica.execution.message_pipe import MessagePipe, open_pipe
+from daskserve.data.replica.execution.socket_pipe import open_socket_pipe
+from daskserve.data.replica.requests.accept_batch import BatchItem
+from daskserve.data.replica.requests.method_header import named_method, no_call_error
+from daskserve.data.replica.requests.serving import LocalAnswer
+from daskserve.data.replica.user_code.definitions import CALL, Method
+from daskserve.data.replica.user_code.request_objects import read_body
+from daskserve.data.replica.user_code.responses import (
+    ConvertedResponse,
+    Unfinished,
+    failed_response,
+    finish,
+    finish_in_thread,
+)
+from daskserve.payload.packed_errors import PackedError
+
+#: From version 2.4 on, ``send`` fails once the client has left, which users of uvicorn do not expect.
+_ASGI_OF_UVICORN: Mapping[str, str] = {"version": "3.0", "spec_version": "2.3"}
+
+
+class HTTPAnswer(LocalAnswer):
+    """The answer to an HTTP request or a WebSocket.
+
+    User code that runs in the request's own task needs no `MessagePipe` as long as its response is whole.
+    """
+
+    __slots__ = ("_receive", "_scope", "_send")
+
+    _scope: dict[str, Any]
+
+    needs_task_to_go_on = True
+    is_failure = staticmethod(is_http_failure)
+
+    def begin(self, receive: Receive | None = None, send: Send | None = None) -> Awaitable[None] | None:
+        envelope, code = self.envelope, self.code
+        self._scope = scope = dict(envelope.head)
+        self._receive = receive
+        self._send = send
+        servable = code.servable
+        method = named_method(servable, scope) if code.has_method_header else servable.methods.get(CALL)
+        if method is None:
+            raise no_call_error()
+        self._method = method
+        is_websocket = scope["type"] == "websocket"
+        if method.is_asgi if code.on_disconnect is None else code.on_disconnect == "disconnect":
+            self.survives_caller = True
+            if not is_websocket:
+                scope["asgi"] = _ASGI_OF_UVICORN
+        self.runs_in_task = runs_in_task = (
+            code.wall.is_on_worker_loop
+            and self.is_in_task
+            and envelope.deadline is None
+            and not is_websocket
+            and not self.survives_caller
+        )
+        if envelope.has_body or is_websocket or (method.accepts_batches and not method.is_asgi):
+            assert receive is not None
+            assert send is not None
+            return self._prepare(method, receive, send)
+        self._set_context()
+        if runs_in_task and method.is_async and not method.is_asgi:
+            # Nothing to read and nothing to cross: user code gets the caller's own `receive`.
+            parts = (method, scope, receive, b"")
+            self.run = code.wall.enter(servable.answer_http, parts, self._context, self)
+        else:
+            self._begin(b"", _no_body())
+        return None
+
+    def go_on(self, unfinished: Unfinished) -> None:
+        pipe = self.pipe or self._open_pipe(None)
+        if unfinished.is_stream:
+            self.survives_caller = False  # it may be endless, and cannot receive a disconnect
+        if unfinished.needs_thread:
+            self._next_step(False, finish_in_thread, unfinished.result, pipe)
+        else:
+            self._next_step(True, finish, self._scope, pipe, unfinished.result)
+
+    def message(self, value: ConvertedResponse) -> Message | None:
+        if value.is_failure:
+            self.figures.failed += 1
+        return value.message
+
+    def accept(self, value: Any) -> None:
+        """Keep what user code returned; answer an error with 500 unless the caller has a better answer."""
+        super().accept(value)
+        if type(value) is PackedError:
+            is_started = self.pipe is not None and self.pipe.is_started
+            if not is_started and not is_refusal(value) and self._scope["type"] == "http":
+                self.error = None
+                self.value = failed_response(value, is_debug=self.code.servable.is_debug)
+
+    def release(self) -> None:
+        if self.pipe is not None and self.code.sockets:
+            self.code.sockets.discard(self.pipe)
+        super().release()
+
+    async def _prepare(self, method: Method, receive: Receive, send: Send) -> None:
+        if self._scope["type"] == "websocket" and not method.is_asgi:
+            await receive()
+            await send({"type": "websocket.close", "code": 1003, "reason": "not an ASGI application"})
+            self.value = ConvertedResponse()
+            return
+        needs_whole = not method.is_asgi and (not method.is_async or method.accepts_batches)
+        if self.envelope.has_body == ON_DEMAND and not needs_whole:
+            self._set_context()
+            self._begin(None, None)
+            return
+        first = await receive() if self.envelope.has_body else _no_body()
+        is_whole = first["type"] == "http.request" and not first.get("more_body", False)
+        body = first.get("body", b"") if is_whole else None
+        if body is None and needs_whole:
+            body = await read_body(receive, first)
+            if body is None:  # the client left
+                self.value = ConvertedResponse()
+                return
+        if method.accepts_batches and not method.is_asgi:
+            self._set_context()
+            self._open_pipe(first)
+            item = BatchItem(self._scope, self._scope, body or b"")
+            try:
+                self.accept(await self.code.batches.submit(method, item, self))
+            except PackedError as error:
+                self.accept(error)
+        else:
+            self._set_context()
+            self._begin(body, first)
+
+    def _begin(self, body: bytes | None, first: Message | None) -> None:
+        """Start user code; a ``body`` is whole, or else begins with ``first``, if that was read."""
+        servable, method, scope = self.code.servable, self._method, self._scope
+        if method.is_async and not method.is_asgi and body is not None and self.runs_in_task:
+            self._start(True, servable.answer_http, method, scope, self._receive, body)
+            return
+        pipe = self._open_pipe(first)
+        if method.is_asgi:
+            self._start(True, servable.answer_app, scope, pipe)
+        elif method.is_async:
+            self._start(True, servable.answer_http, method, scope, pipe.receive, body)
+        else:
+            self._start(False, servable.answer_http_in_thread, method, scope, pipe, body)
+
+    def _open_pipe(self, first: Message | None) -> MessagePipe:
+        kind = self._scope["type"]
+        code, receive, send = self.code, self._receive, self._send
+        pipe: MessagePipe
+        if kind == "websocket":
+            pipe = open_socket_pipe(code.wall, self.envelope, receive, send, first)
+            code.sockets.add(pipe)
+        else:
+            pipe = open_pipe(code.wall, kind, receive, send, first)
+        self.pipe = pipe
+        pipe.is_body_assumed = first is not None and not self.envelope.has_body
+        pipe.owner = self
+        return pipe
+
+
+def _no_body() -> Message:
+    return {"type": "http.request", "body": b"", "more_body": False}

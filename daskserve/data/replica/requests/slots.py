@@ -1,0 +1,248 @@
+"""The slots of a replica, and the short queue of requests that wait at it for one.
+
+Problem: each router knows only its own requests at a replica. If a refused router could only ask again, it
+would mostly be refused again, and the router whose request just ended, which learns first that a slot is
+free, would take it each time. Choice: if a router knows no other replica with room, its request carries
+`daskserve.common.types.Patience` and waits here, where a free slot is known first. A slot passes directly to
+the first request of the queue, so a later request never finds it free.
+
+A request whose patience ends is refused, so that its router may choose another replica. If it returns, it
+states how long it has waited and keeps its position. Each router has one request at a time in the queue, so
+routers take turns, however many more requests wait in each. The router is notified when its request gets a
+slot (`SLOT_TAKEN`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import bisect
+import itertools
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Protocol
+
+from daskserve.common.clock import Clock
+from daskserve.common.formatting import shown
+from daskserve.common.types import SLOT_TAKEN, Envelope, Load, Patience, Send, short_tag
+from daskserve.errors import ActorLostError, ReplicaBusyError
+from daskserve.figures.replica import ReplicaFigures
+
+logger = logging.getLogger("daskserve.replica")
+
+#: The queue holds this many requests, plus two for each slot.
+EXTRA_WAITERS = 16
+
+
+class SlotQueue:
+    """Requests that wait for a slot, the one that has waited longest first."""
+
+    def __init__(self) -> None:
+        #: When each began to wait, without interruptions; a number for ties; done when it has a slot.
+        self.places: list[tuple[float, int, asyncio.Future[bool]]] = []
+        self._numbers = itertools.count()
+
+    async def wait(self, patience: Patience, give_back: Callable[[], None]) -> bool:
+        """Return whether there was a slot before the patience was over.
+
+        Parameters
+        ----------
+        give_back : callable
+            Takes back a slot that was granted to a request at the moment when it was cancelled.
+        """
+        loop = asyncio.get_running_loop()
+        waiter: asyncio.Future[bool] = loop.create_future()
+        place = (loop.time() - patience.waited_s, next(self._numbers), waiter)
+        bisect.insort(self.places, place)
+        timer = loop.call_later(patience.left_s, self._expire, place)
+        try:
+            return await waiter
+        except asyncio.CancelledError:
+            if place in self.places:
+                self.places.remove(place)
+            elif not waiter.cancelled() and waiter.exception() is None and waiter.result():
+                give_back()
+            raise
+        finally:
+            timer.cancel()
+
+    def _expire(self, place: tuple[float, int, asyncio.Future[bool]]) -> None:
+        if place in self.places:
+            self.places.remove(place)
+            if not place[-1].done():
+                place[-1].set_result(False)
+
+    def pass_on(self) -> bool:
+        """Give a slot to the first request; return False if none waits."""
+        while self.places:
+            waiter = self.places.pop(0)[-1]
+            if not waiter.done():
+                waiter.set_result(True)
+                return True
+        return False
+
+    def reject_all(self, error: Callable[[], Exception]) -> None:
+        """Fail all requests that wait with the error that this returns."""
+        places, self.places = self.places, []
+        for *_, waiter in places:
+            if not waiter.done():
+                waiter.set_exception(error())
+
+
+class HasQueued(Protocol):
+    """Requests that wait at the replica for something other than a slot, though they have one."""
+
+    @property
+    def queued(self) -> int: ...
+
+
+class Slots:
+    """The slots of one replica: how many requests run, may run, and wait for a slot.
+
+    Parameters
+    ----------
+    queue : HasQueued
+        Requests that have a slot and wait for something else.
+    figures : ReplicaFigures
+        Counts refusals.
+    """
+
+    def __init__(self, replica_tag: str, concurrency: int, queue: HasQueued, figures: ReplicaFigures) -> None:
+        self.concurrency = concurrency
+        #: How many slots are taken.
+        self.ongoing = 0
+        self.is_open = False
+        #: Called whenever a slot becomes free.
+        self.on_free: Callable[[], None] | None = None
+        #: Why the replica takes no requests while it is not open.
+        self.closed_because = f"Replica {short_tag(replica_tag)!r} is not running."
+        self.replica_tag = replica_tag
+        self._queue = queue
+        self._figures = figures
+        self._waiters = SlotQueue()
+        self._idle: asyncio.Event | None = None  # created by `wait_until_idle`
+        #: While no slot is given away: set when they are again.
+        self._resumed: asyncio.Event | None = None
+
+    @property
+    def waiting(self) -> int:
+        """How many requests wait for a slot."""
+        return len(self._waiters.places)
+
+    def load(self) -> Load:
+        """Return how many requests run, and how many wait."""
+        return Load(self.ongoing, self._queue.queued + len(self._waiters.places))
+
+    def not_running(self) -> ActorLostError:
+        """Return the error for a request that arrives while the replica is not open."""
+        return ActorLostError(self.closed_because, begun=False)
+
+    def take_nowait(self) -> bool:
+        """Take a slot if one is free and the replica is open; return whether it did."""
+        if self.ongoing >= self.concurrency or not self.is_open or self._resumed is not None:
+            return False
+        self.ongoing += 1
+        return True
+
+    def take_beyond(self) -> bool:
+        """Take a slot even if none is free; return False if the replica is not open, or pauses."""
+        takes = self.is_open and self._resumed is None
+        self.ongoing += takes
+        return takes
+
+    async def take(self, envelope: Envelope, send: Send) -> None:
+        """Take a slot, waiting for one as long as the request has patience.
+
+        Raises
+        ------
+        ReplicaBusyError
+            There was none in time, or the queue is full.
+        ActorLostError
+            The replica stopped meanwhile; the request has not begun.
+        """
+        patience = envelope.patience
+        if self._resumed is not None and "broadcast" in envelope.head:
+            await self._resumed.wait()  # no other replica can take it
+            if self.take_beyond():
+                return
+        if not self.is_open:
+            raise self.not_running()
+        if patience is None:
+            raise self._refusal()
+        if not self.take_nowait():
+            has_room = self.waiting < 2 * self.concurrency + EXTRA_WAITERS
+            if not has_room or not await self._waiters.wait(patience, self.free):
+                raise self._refusal()
+        try:
+            if not self.is_open:
+                raise self.not_running()
+            load = self.load()
+            await send({"type": SLOT_TAKEN, "ongoing": load.ongoing, "queued": load.queued})
+        except BaseException:
+            self.free()
+            raise
+
+    def free(self) -> None:
+        """Note that the user code of a request has ended; its slot goes to the first request that waits."""
+        may_pass = self.ongoing <= self.concurrency and self._resumed is None
+        if not (self._waiters.places and may_pass and self._waiters.pass_on()):
+            self.ongoing -= 1
+            if not self.ongoing and self._idle is not None:
+                self._idle.set()
+        if self.on_free is not None:
+            self.on_free()
+
+    def resize(self, concurrency: int) -> None:
+        """Change the number of slots."""
+        self.concurrency = concurrency
+        self._fill()
+
+    def _fill(self) -> None:
+        """Give free slots to requests that wait."""
+        while self._resumed is None and self.ongoing < self.concurrency and self._waiters.pass_on():
+            self.ongoing += 1
+
+    @asynccontextmanager
+    async def quiet(self, clock: Clock, patience_s: float) -> AsyncIterator[None]:
+        """Give no slots away inside a block, which begins once none is taken, or after ``patience_s``.
+
+        Requests that wait here are refused, so that their routers may choose other replicas.
+        """
+        self._resumed = asyncio.Event()
+        self._waiters.reject_all(self._refusal)
+        try:
+            try:
+                if self.ongoing:
+                    await clock.wait_for(self.wait_until_idle(), patience_s)
+            except TimeoutError:
+                logger.warning(
+                    "Replica %s is reconfigured while %d requests still run, after %s s",
+                    short_tag(self.replica_tag),
+                    self.ongoing,
+                    shown(patience_s),
+                )
+            yield
+        finally:
+            self._resumed.set()
+            self._resumed = None
+            self._fill()
+
+    def close(self) -> None:
+        """Accept no more requests, and reject those that wait."""
+        self.is_open = False
+        self._waiters.reject_all(self.not_running)
+
+    async def wait_until_idle(self) -> None:
+        """Return when no slot is taken, or after `end_wait`."""
+        if self.ongoing:
+            if self._idle is None or self._idle.is_set():
+                self._idle = asyncio.Event()
+            await self._idle.wait()
+
+    def end_wait(self) -> None:
+        """Release `wait_until_idle`, although requests still run."""
+        if self._idle is not None:
+            self._idle.set()
+
+    def _refusal(self) -> ReplicaBusyError:
+        return self._figures.refusal(self.replica_tag, self.ongoing)

@@ -1,0 +1,1 @@
+"""User code of any form behind one interface: functions, classes and ASGI applications."""

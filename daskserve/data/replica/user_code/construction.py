@@ -1,0 +1,131 @@
+"""Constructs and destructs the user's object, on a loop or in a thread."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import NamedTuple
+
+from daskserve.data.replica.execution.executor import Wall
+from daskserve.data.replica.user_code.servable import Servable
+
+
+class Stage(NamedTuple):
+    """A stage of a replica's start: what the replica does, and what to say of it if that fails."""
+
+    doing: str
+    failed: str
+
+
+INSTALLING = Stage("installing its environment", "could not install its environment")
+LOADING = Stage("loading its code", "could not be loaded")
+CONSTRUCTING = Stage("running its constructor", "failed in its constructor")
+OPENING = Stage("running its lifespan", "failed in its lifespan")
+RECONFIGURING = Stage("running reconfigure()", "failed in reconfigure()")
+
+
+class Construction:
+    """Loads and constructs the user's object, in one trip to the thread where its code runs if possible.
+
+    Each trip costs two changes of threads, and on a busy worker milliseconds.
+
+    Parameters
+    ----------
+    load : callable
+        Returns the servable, not constructed.
+    is_async : bool
+        Whether all of its methods are known to run on an event loop. If that is its own, it is loaded in the
+        thread of the loop, before that runs.
+    enter : callable
+        Called with each `Stage` when it begins, perhaps in a thread of user code.
+
+    Attributes
+    ----------
+    servable : Servable or None
+        What has been loaded, constructed or not.
+    turned : Event
+        Is set once the loop of the user's object has run what the constructor has left there.
+    """
+
+    def __init__(
+        self,
+        wall: Wall,
+        load: Callable[[], Servable],
+        *,
+        is_async: bool,
+        enter: Callable[[Stage], None] = lambda stage: None,
+    ) -> None:
+        self._enter = enter
+        self.turned = asyncio.Event()
+        self._wall = wall
+        self._load = load
+        self._is_async = is_async and not wall.is_on_worker_loop
+        self.servable: Servable | None = None
+        self._error: BaseException | None = None
+
+    async def run(self) -> Servable:
+        """Return the servable with the user's object; raises what user code raises."""
+        wall = self._wall
+        self._enter(LOADING)
+        if self._is_async:
+            wall.open_loop(self._try_to_make)
+            await wall.run_async(self._make_on_loop)
+        else:
+            await wall.run_sync(self._make)
+            if self._belongs_on_loop():
+                await wall.run_async(self._make_on_loop)
+        if not self._belongs_on_loop() or wall.is_on_worker_loop:
+            self.turned.set()
+        assert self.servable is not None
+        return self.servable
+
+    # ---- on the user's side
+
+    def _make(self) -> None:
+        servable = self.servable = self._load()
+        self._enter(CONSTRUCTING)
+        if not _is_made_on_loop(self._wall, servable):
+            servable.construct_in_thread()
+            if servable.is_ending:
+                servable.close_late()
+
+    def _try_to_make(self) -> None:
+        try:
+            self._make()
+        except BaseException as error:  # all errors go to the caller
+            self._error = error
+
+    def _belongs_on_loop(self) -> bool:
+        servable = self.servable
+        return servable is not None and (servable.facts.is_asgi_app or _is_made_on_loop(self._wall, servable))
+
+    async def _make_on_loop(self) -> None:
+        error, self._error = self._error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # else the traceback holds this frame, and this frame the error
+        servable = self.servable
+        assert servable is not None
+        if _is_made_on_loop(self._wall, servable):
+            await servable.construct()
+        if servable.facts.is_asgi_app:
+            self._enter(OPENING)
+            await servable.open()
+        asyncio.get_running_loop().call_soon(self._wall.to_worker.post, self.turned.set)
+
+
+async def destruct(wall: Wall, servable: Servable) -> None:
+    """Destruct the user's object, now or once it is made; raises what its destructor raises."""
+    servable.is_ending = True
+    if servable.must_be_closed_on_loop or (servable.is_async_at_all and not wall.is_on_worker_loop):
+        await wall.run_async(servable.close)
+    else:
+        await wall.run_sync(servable.close_in_thread)
+
+
+def _is_made_on_loop(wall: Wall, servable: Servable) -> bool:
+    # On the loop if it has async code, which may want to make tasks there; on the worker's loop only
+    # what cannot run elsewhere.
+    return servable.must_be_made_on_loop or (servable.is_async_at_all and not wall.is_on_worker_loop)

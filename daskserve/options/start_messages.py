@@ -1,0 +1,194 @@
+"""The start messages of actors, which the control layer and the client write and the actors' layers read.
+
+Messages are plain values in msgpack, with user code as opaque ``bytes``. They are the ``payload`` of a
+`daskserve.cluster.protocols.base.ActorSpec`. Fields have no defaults: the option models define the defaults.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
+
+import msgpack
+
+from daskserve.common.types import Standing
+
+if TYPE_CHECKING:
+    from daskserve.options.backend import BackendConfig
+    from daskserve.options.http import HTTPOptions
+
+
+class OptionValues:
+    """The values that an option model dumped, including defaults, as attributes.
+
+    The writer has validated them. Workers read them without pydantic, which takes 0.1 s to import.
+    """
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        vars(self).update(values)
+
+    def __repr__(self) -> str:
+        return f"<OptionValues {', '.join(vars(self))}>"
+
+    def for_replicas(self, **how: Any) -> dict[str, Any]:
+        """Return the options by name, as `daskserve.options.backend.BackendConfig.for_replicas` does."""
+        return dict(vars(self))
+
+    def model_dump(self, **how: Any) -> dict[str, Any]:
+        """Return the options by name, as the model does."""
+        return dict(vars(self))
+
+
+def dump_config(config: BackendConfig) -> dict[str, Any]:
+    """Return all options that a replica reads, as plain values."""
+    return config.for_replicas(mode="json")
+
+
+def dump_http(options: HTTPOptions) -> dict[str, Any]:
+    """Return all HTTP options except the middlewares, as plain values."""
+    return options.model_dump(mode="json", exclude={"middlewares"})
+
+
+def read_config(values: Mapping[str, Any]) -> BackendConfig:
+    """Return the values of `dump_config` with the attributes of the model, but without its methods."""
+    return cast("BackendConfig", OptionValues(values))
+
+
+@dataclass(frozen=True, slots=True)
+class StartMessage:
+    """Base class: encodes to and decodes from bytes. Fields hold msgpack values or options."""
+
+    #: The function that dumps the options in a field, by the field's name.
+    OPTIONS: ClassVar[Mapping[str, Any]] = {}
+
+    def encode(self) -> bytes:
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return bytes(
+            msgpack.packb(values | {name: dump(values[name]) for name, dump in self.OPTIONS.items()})
+        )
+
+    @classmethod
+    def decode(cls, data: bytes) -> Self:
+        values = msgpack.unpackb(data)
+        return cls(**values | {name: OptionValues(values[name]) for name in cls.OPTIONS})
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaStart(StartMessage):
+    """The start message of a replica.
+
+    Attributes
+    ----------
+    code : bytes
+        `daskserve.payload.parcels.pack_code` of ``(definition, init_args, init_kwargs)``; the definition is a
+        function, a class, an ASGI application or an import path such as ``"pkg.mod.Name"``. The files of its
+        environment, if it has any, come first
+        (`daskserve.data.replica.environment.working_dir.PackedFolder`).
+    code_name : str
+        The name of the code's record, ``tag@version``, by which its parcel is found.
+    standing : tuple of int
+        The replica's rank, and how many replicas are wanted.
+    config : BackendConfig
+        After decoding, the options that a replica reads, as attributes.
+    concurrency : int
+        Maximum number of concurrent requests: ``config.concurrency()``.
+    user_config : bytes or None
+        ``dump_bytes`` of the argument of ``reconfigure``; None means that it is not called.
+    environment : str or None
+        The environment of a child process, as `daskserve.options.environment.Environment.to_text` returns
+        it; None means the worker's environment.
+    debug : bool
+        Whether HTTP responses to failed requests contain the user's traceback.
+    is_async : bool
+        Whether the callable is known to answer on an event loop.
+    actors : dict
+        The tags of the deployment's actors, by name.
+    gang : list of str
+        The tags of the replicas of its gang, in order; empty without one.
+    bundles : list of (str, dict)
+        The worker and the amounts of each bundle of its placement group, in order; empty without one.
+    actor_of : list of str
+        For a deployment actor: the names of its deployment and of the actor.
+    is_deployment : bool
+        Whether its backend was deployed as a deployment, and is one to its user.
+    """
+
+    OPTIONS: ClassVar[Mapping[str, Any]] = {"config": dump_config}
+
+    backend_tag: str
+    replica_tag: str
+    code: bytes = field(repr=False)
+    config: BackendConfig
+    concurrency: int
+    user_config: bytes | None = field(repr=False)
+    environment: str | None = field(repr=False)
+    debug: bool
+    is_async: bool
+    code_name: str
+    standing: Standing
+    actors: Mapping[str, str]
+    actor_of: Sequence[str]
+    gang: Sequence[str]
+    bundles: Sequence[tuple[str, Mapping[str, float]]]
+    is_deployment: bool
+
+    @property
+    def kind(self) -> str:
+        """What its user calls its backend."""
+        return "Deployment" if self.is_deployment else "Backend"
+
+
+@dataclass(frozen=True, slots=True)
+class ProxyStart(StartMessage):
+    """The start message of an HTTP proxy.
+
+    Attributes
+    ----------
+    options : HTTPOptions
+        After decoding, the options as attributes, without the middlewares.
+    middlewares : bytes or None
+        ``dump_bytes`` of the list of Starlette ``Middleware`` objects.
+    reuse_port : bool
+        Whether several proxies of a host share the port; else one proxy does so with its successor, where the
+        platform allows it.
+    claims_port : bool
+        Whether the port must be free of every other listener; False if others of the instance share it.
+    public_host : str
+        The host name in the proxy's URLs if ``options.host`` means every address.
+    """
+
+    OPTIONS: ClassVar[Mapping[str, Any]] = {"options": dump_http}
+
+    options: HTTPOptions
+    middlewares: bytes | None
+    reuse_port: bool
+    claims_port: bool
+    public_host: str
+
+
+@dataclass(frozen=True, slots=True)
+class ControllerStart(StartMessage):
+    """The start message of an instance's controller.
+
+    Attributes
+    ----------
+    http : HTTPOptions
+        After decoding, the options as attributes, without the middlewares.
+    middlewares : bytes or None
+        As in `ProxyStart`; the controller passes them on without decoding them.
+    callback : str or None
+        Import path of a function that the controller calls when it starts.
+    start_id : str
+        Differs between two starts of an instance on the same store, but not between their controllers.
+    opens_with_route : bool
+        Whether the proxies start only once there is a route.
+    """
+
+    OPTIONS: ClassVar[Mapping[str, Any]] = {"http": dump_http}
+
+    http: HTTPOptions
+    middlewares: bytes | None
+    callback: str | None
+    start_id: str
+    opens_with_route: bool

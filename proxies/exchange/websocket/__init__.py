@@ -1,0 +1,1 @@
+"""WebSockets: the session, the connection, and what it has received."""

@@ -1,0 +1,470 @@
+"""The connection of a WebSocket: its protocol, its timers, and the messages in both directions.
+
+A line lives on one event loop. It begins on the server's, with the handshake. If user code runs in this
+process on a loop of its own, the line moves there when the handshake is accepted (see
+`daskserve.common.types.SocketPlace`). From then on a message crosses no threads and passes nothing on its
+way; with a crossing in each direction it took twice the CPU time, and as long again to arrive. Where nothing
+is in between on the server's own loop, user code uses the line there.
+
+The `daskserve.proxies.exchange.websocket.session.WebSocketSession` stays on the server's loop, and calls a
+line that has moved by posts. While user code blocks its loop, its lines and these posts wait;
+`WebSocketLine.cut` ends the connection from any thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
+from typing import Any, Protocol
+
+from tornado.iostream import StreamClosedError
+from wsproto import WSConnection
+from wsproto.connection import ConnectionState
+from wsproto.events import (
+    AcceptConnection,
+    BytesMessage,
+    CloseConnection,
+    Event,
+    Ping,
+    RejectConnection,
+    RejectData,
+    TextMessage,
+)
+from wsproto.events import (
+    Message as DataMessage,
+)
+from wsproto.utilities import LocalProtocolError
+
+from daskserve.common.clock import Clock
+from daskserve.common.types import SOCKET_PLACE, Message, SocketPlace
+from daskserve.proxies.exchange.limits import WEBSOCKET_PONGS, WEBSOCKET_SILENCE, Limits
+from daskserve.proxies.exchange.stream import Stream, TransportStream, open_stream
+from daskserve.proxies.exchange.turns import SLICE_BYTES, SLOW, STEP_BYTES, LoopTurns
+from daskserve.proxies.exchange.websocket.deflate import Inflation, MessageDeflate
+from daskserve.proxies.exchange.websocket.inbox import WebSocketInbox, WebSocketReader
+from daskserve.proxies.exchange.websocket.intake import WebSocketIntake
+
+log = logging.getLogger("daskserve.proxies")
+
+#: Interval of pings to a silent client, and the time it has to answer.
+PING_S = 20.0
+#: Maximum number of pongs that wait for a client that does not read.
+MAX_PONGS = 64
+GOING_AWAY = (1001, "going away")
+_GONE = "the client has disconnected"
+
+
+class LineOwner(Protocol):
+    """Is notified of what happens to a line, on the line's loop; see `WebSocketSession`."""
+
+    def line_moves(self, place: SocketPlace) -> None:
+        """Note that the line leaves the present loop."""
+
+    def line_disconnected(self) -> None:
+        """Note that the application is told of the end."""
+
+    def line_closed(self) -> None:
+        """Note that the connection is closed. May be called more than once."""
+
+
+class WebSocketWriter:
+    """Writes the frames of one WebSocket."""
+
+    def __init__(self, stream: Stream, protocol: WSConnection, on_lost: Callable[[], None]) -> None:
+        self.stream = stream
+        self._protocol = protocol
+        self._on_lost = on_lost
+        #: Held while a compressed message is sent: its pieces must not mix with those of another.
+        self._sending = asyncio.Lock()
+
+    def post(self, event: Event) -> None:
+        """Send without waiting for the client to read it."""
+        try:
+            self.stream.write(self._protocol.send(event))
+        except (StreamClosedError, LocalProtocolError) as error:
+            log.debug("A WebSocket was already closed: %r", error)
+
+    def pack(self, event: Event) -> bytes:
+        """Return the bytes of an event; `RuntimeError` if the protocol does not allow it."""
+        try:
+            return self._protocol.send(event)
+        except LocalProtocolError as error:
+            raise RuntimeError(f"the WebSocket cannot send the message: {error}") from error
+
+    def write(self, data: bytes) -> asyncio.Future[None]:
+        """Send; the future is for `flush`. Raises ``OSError`` if the client has disconnected."""
+        try:
+            return self.stream.write(data)
+        except StreamClosedError as error:
+            self._on_lost()
+            raise ConnectionResetError(_GONE) from error
+
+    async def send_in_pieces(self, frame: DataMessage[Any], turns: LoopTurns) -> None:
+        """Send a message that is compressed: others have their turn after each piece.
+
+        Raises ``OSError`` if the connection has ended, or ends meanwhile.
+        """
+        async with self._sending:
+            for at in range(0, max(1, len(frame.data)), SLICE_BYTES):
+                if at:
+                    await turns.turn(SLOW * SLICE_BYTES)
+                if self._protocol.state is not ConnectionState.OPEN:
+                    raise ConnectionResetError("the WebSocket is closed")
+                is_last = at + SLICE_BYTES >= len(frame.data)
+                piece = DataMessage(data=frame.data[at : at + SLICE_BYTES], message_finished=is_last)
+                flushed = self.write(self.pack(piece))
+                if not flushed.done():
+                    await self.flush(flushed)
+
+    async def flush(self, flushed: asyncio.Future[None]) -> None:
+        """Wait until the client has room for more. Raises ``OSError`` if it has disconnected."""
+        if not flushed.done():
+            try:
+                await asyncio.shield(flushed)
+            except StreamClosedError as error:
+                self._on_lost()
+                raise ConnectionResetError(_GONE) from error
+
+    def end(self) -> None:
+        """Close the connection once everything written is sent."""
+        if self.stream.closed():
+            return
+        if not self.stream.writing():
+            self.stream.close()
+            return
+
+        def written(done: asyncio.Future[None]) -> None:
+            if not done.cancelled():
+                done.exception()  # retrieved; the client has disconnected
+            self.stream.close()
+
+        self.stream.write(b"").add_done_callback(written)
+
+
+class WebSocketLine:
+    """The connection of one WebSocket, and a `daskserve.common.types.OpenSocket` once it is accepted.
+
+    Parameters
+    ----------
+    protocol : WSConnection
+        Has received the handshake.
+    max_message_bytes : int
+        Maximum size of a message; a larger one closes the connection with code 1009.
+    deflates_messages : bool
+        Whether messages are compressed if the client offers it.
+    """
+
+    def __init__(
+        self,
+        stream: Stream,
+        protocol: WSConnection,
+        owner: LineOwner,
+        *,
+        max_message_bytes: int,
+        deflates_messages: bool,
+        clock: Clock,
+        limits: Limits | None = None,
+    ) -> None:
+        self._writer = WebSocketWriter(stream, protocol, self._on_lost)
+        self._limits = Limits() if limits is None else limits
+        self.inbox = WebSocketInbox(limits)
+        self.inbox.put({"type": "websocket.connect"}, 0)
+        self.is_accepted = self.is_closing = self.is_gone = False
+        self._protocol = protocol
+        self._owner = owner
+        self._deflate = MessageDeflate() if deflates_messages else None
+        inflation = None if self._deflate is None else Inflation(self._deflate, self._limits.inflation)
+        self._intake = WebSocketIntake(
+            self.inbox, inflation, self._limits, self.close, max_message_bytes=max_message_bytes, clock=clock
+        )
+        self._clock = clock
+        self._reader = WebSocketReader(self.inbox, self._parse)
+        self._is_leaving = False
+        self._pongs = 0
+        self._denial: Message | None = None
+        self._sent_bytes_at_ping: int | None = None
+        self._ping_timer: asyncio.TimerHandle | None = None
+        #: The place to which the line has moved, or where user code uses it directly.
+        self._place: SocketPlace | None = None
+        #: The socket between two streams, and the calls that wait for the second.
+        self._arriving: socket.socket | None = None
+        self._late: list[Callable[[], None]] = []
+
+    @property
+    def stream(self) -> Stream:
+        """The connection."""
+        return self._writer.stream
+
+    def __repr__(self) -> str:
+        return "gone" if self.is_gone else "open" if self.is_accepted else "opening"
+
+    def start(self) -> None:
+        """Watch the connection; nothing is read before the handshake is accepted."""
+        self.stream.set_nodelay(True)
+        self.stream.set_close_callback(self._on_lost)
+
+    # ---- the application's side
+
+    def receive(self) -> Awaitable[Message]:
+        """Return the client's next message; after a disconnect, every call returns the disconnect."""
+        return self.inbox.take()
+
+    async def send(self, message: Message) -> None:
+        """Send one ASGI message; wait until the client has room for more.
+
+        Raises
+        ------
+        OSError
+            The client has disconnected.
+        RuntimeError
+            The message is not allowed in the current state.
+        """
+        kind = message["type"]
+        if kind == "websocket.send" and self.is_accepted and not self.is_closing and not self.is_gone:
+            data = message.get("bytes")
+            frame = DataMessage(data=message["text"] if data is None else bytes(data))
+            if self._deflate is not None and self._deflate.enabled():
+                await self._writer.send_in_pieces(frame, self._limits.turns.here())
+                return
+            flushed = self._writer.write(self._writer.pack(frame))
+            if not flushed.done():
+                await self._writer.flush(flushed)
+        elif self.is_gone or (self.is_closing and kind != "websocket.http.response.body"):
+            # Yield, so that an application in a send loop can still receive the disconnect.
+            await self._clock.sleep(0)
+            raise ConnectionResetError("the WebSocket is closed")
+        elif kind == "websocket.close" and self.is_accepted:
+            self.close(message.get("code") or 1000, message.get("reason") or "")
+        elif self.is_accepted:
+            raise RuntimeError(f"a message of type {kind!r} was sent over an open WebSocket")
+        elif kind == "websocket.accept" and self._denial is None:
+            await self._accept(message)
+        elif kind == "websocket.close" and self._denial is None:
+            await self._writer.flush(self._deny({"status": 403, "headers": ()}, b"", more_body=False))
+        elif kind == "websocket.http.response.start" and self._denial is None:
+            self._denial = message
+        elif kind == "websocket.http.response.body" and self._denial is not None:
+            more_body = bool(message.get("more_body", False))
+            body = bytes(message.get("body", b""))
+            await self._writer.flush(self._deny(self._denial, body, more_body=more_body))
+        else:
+            raise RuntimeError(f"a message of type {kind!r} does not answer a WebSocket's handshake")
+
+    async def _accept(self, message: Message) -> None:
+        place: SocketPlace | None = message.get(SOCKET_PLACE)
+        headers = [(bytes(name), bytes(value)) for name, value in message.get("headers", ())]
+        accept = AcceptConnection(
+            subprotocol=message.get("subprotocol"),
+            extra_headers=headers,
+            extensions=[] if self._deflate is None else [self._deflate],
+        )
+        data = self._writer.pack(accept)
+        self.is_accepted = True
+        here = asyncio.get_running_loop()
+        loop = here if place is None else place.loop
+        left = self.stream.leave_for(loop)
+        if loop is here or left is not None:
+            self._place = place
+            if place is not None:
+                place.expect_socket()
+        if left is None:
+            flushed = self._writer.write(data)
+            self._begin(b"")
+            if self._place is not None:
+                self._place.take_socket(self)
+            await self._writer.flush(flushed)
+            return
+        self._arriving, unread = left
+        if place is None or loop is here:
+            await self._arrive(data, unread)
+        else:
+            self._owner.line_moves(place)
+            # The task is held by what it waits for, and ends with the loop at the latest.
+            place.post(lambda: loop.create_task(self._arrive(data, unread)))
+
+    # ---- where the line moves to
+
+    async def _arrive(self, data: bytes, unread: bytes) -> None:
+        """Open the connection on the running loop, and accept the handshake with ``data``."""
+        sock, place = self._arriving, self._place
+        assert sock is not None
+        try:
+            stream = await open_stream(sock)
+        except BaseException as error:
+            sock.close()
+            self._arriving = None
+            self._on_lost()
+            if not isinstance(error, OSError):
+                raise
+        else:
+            self._writer.stream = stream
+            self._arriving = None
+            stream.set_close_callback(self._on_lost)
+            with suppress(ConnectionResetError):
+                self._writer.write(data)
+                self._begin(unread)
+        late, self._late = self._late, []
+        for call in late:
+            call()
+        if place is not None:
+            place.take_socket(self)
+            if self.is_gone:
+                place.drop_socket(self)
+
+    def _begin(self, unread: bytes) -> None:
+        self._reader.start(self.stream, self._limits.turns.here(), unread)
+        self._arm_ping()
+        if self._is_leaving:
+            self.leave()
+
+    # ---- the client's side
+
+    def _parse(self, data: bytes) -> Iterator[int]:
+        """Process what was received, up to the client's last frame; yield what each step costs."""
+        self._protocol.receive_data(data)
+        for event in self._protocol.events():
+            if isinstance(event, (TextMessage, BytesMessage)):
+                yield from self._intake.take(event)
+            elif self._take(event):
+                yield STEP_BYTES
+            else:
+                return
+
+    def _take(self, event: Event) -> bool:
+        """Process another event of the client; return False if it was the last."""
+        if isinstance(event, Ping):
+            # Pongs must not accumulate for a client that sends pings and does not read.
+            self._pongs = self._pongs + 1 if self.stream.writing() else 0
+            if self._pongs <= MAX_PONGS:
+                self._writer.post(event.response())
+            elif self._pongs == MAX_PONGS + 1:
+                self._limits.hit(WEBSOCKET_PONGS)
+        elif isinstance(event, CloseConnection):
+            if self._protocol.state is ConnectionState.REMOTE_CLOSING:
+                self._writer.post(event.response())
+            elif self._protocol.state is ConnectionState.OPEN:
+                self._writer.post(event)  # for an invalid frame, wsproto sets the close code
+            self._disconnect(int(event.code), event.reason or "")
+            self.is_closing = True
+            self._reader.stop()
+            self._writer.end()
+            return False
+        return True
+
+    def _arm_ping(self) -> None:
+        if not self.is_gone:
+            self._ping_timer = asyncio.get_running_loop().call_later(PING_S, self._ping)
+
+    def _ping(self) -> None:
+        if self.is_gone or self.is_closing:
+            return
+        # A client that reads, however slowly, is as alive as one that sends.
+        written_bytes = self.stream.sent_bytes
+        is_reading = self._sent_bytes_at_ping is not None and written_bytes > self._sent_bytes_at_ping
+        if not self._reader.has_received and not is_reading and not self.inbox.is_full:
+            self._limits.hit(WEBSOCKET_SILENCE)
+            self.close(1011, "no data or pong was received in time")
+            return
+        self._reader.has_received = False
+        self._sent_bytes_at_ping = written_bytes if self.stream.writing() else None
+        self._writer.post(Ping())
+        self._arm_ping()
+
+    def _on_lost(self) -> None:
+        """Record that the connection is lost; idempotent."""
+        self.is_gone = True
+        self._reader.stop()
+        self._disconnect(1006, "")
+        self._tell_closed()
+
+    def _disconnect(self, code: int, reason: str) -> None:
+        if self.inbox.disconnect is None:
+            self.inbox.end({"type": "websocket.disconnect", "code": code, "reason": reason})
+            self._owner.line_disconnected()
+
+    def _tell_closed(self) -> None:
+        if self._ping_timer is not None:
+            self._ping_timer.cancel()
+        place, self._place = self._place, None  # it refers to this object
+        if place is not None:
+            place.drop_socket(self)
+        self._owner.line_closed()
+
+    # ---- called by the session, on the line's loop, by `call`
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Call a method of this line, as soon as it has arrived on its loop."""
+        if self._arriving is None:
+            function()
+        else:
+            self._late.append(function)
+
+    def leave(self) -> None:
+        """Close the connection with code 1001 as soon as it is open. Idempotent."""
+        self._is_leaving = True
+        self.close(*GOING_AWAY)
+
+    def fail(self) -> None:
+        """Tell the client that the application has failed, unless the WebSocket has ended."""
+        if self.is_accepted:
+            self.close(1011, "internal error")
+        elif not self.is_closing and not self.is_gone:
+            with suppress(OSError):  # the client has disconnected
+                self._deny({"status": 500, "headers": ()}, b"Internal Server Error", more_body=False)
+
+    def end(self) -> None:
+        """Note that the application has returned."""
+        if self.is_accepted:
+            self.close(1000, "")
+        elif not self.is_closing and not self.is_gone:
+            log.error("The application of a WebSocket ended without an answer to its handshake")
+            self.fail()
+
+    def finish(self) -> None:
+        """End the connection after the application; the client has to answer a close first."""
+        if self.stream.closed():
+            self._tell_closed()
+            return
+        if not self._reader.is_open:
+            self._writer.end()
+
+    def abort(self) -> None:
+        """End the connection at once; an open one with 1001, if that can be sent without waiting."""
+        self.leave()
+        self._on_lost()
+        self.stream.close()
+
+    def cut(self, code: int) -> None:
+        """End the connection from any thread, with a code if that can be sent without waiting."""
+        sock, stream = self._arriving, self.stream
+        if sock is not None:
+            with suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        elif isinstance(stream, TransportStream):
+            stream.cut(b"" if self.is_closing else b"\x88\x02" + code.to_bytes(2, "big"))
+
+    def close(self, code: int, reason: str) -> None:
+        """Start to close an open connection, and notify the application; idempotent."""
+        if self.is_gone or self.is_closing or not self.is_accepted:
+            return
+        self.is_closing = True
+        self._writer.post(CloseConnection(code=code, reason=reason[:120]))
+        self._disconnect(code, reason)
+
+    def _deny(self, start: Any, body: bytes, *, more_body: bool) -> asyncio.Future[None]:
+        if not self.is_closing:
+            headers = [(bytes(name), bytes(value)) for name, value in start.get("headers", ())]
+            if not any(name.lower() in (b"content-length", b"transfer-encoding") for name, _ in headers):
+                headers.append((b"connection", b"close"))  # the end of the body is the end of the connection
+            data = self._writer.pack(
+                RejectConnection(status_code=start["status"], headers=headers, has_body=True)
+            )
+            self.is_closing = True
+            self._writer.write(data)
+        flushed = self._writer.write(self._writer.pack(RejectData(data=body, body_finished=not more_body)))
+        if not more_body:
+            self._writer.end()
+        return flushed

@@ -1,0 +1,276 @@
+"""A WebSocket session between a client and the ASGI application, for both servers.
+
+The server hands over the connection when a request's headers ask for a WebSocket (RFC 6455). From then on
+a `WebSocketLine` carries the messages, and the `WebSocketSession` runs the application. A session ends in one
+of these ways:
+
+1. The application closes it: with its own code, or with 403 if it never accepted the handshake.
+2. The application answers the handshake with a response of its own (for example a 404 of the ingress).
+3. The application returns: 1000. It fails: 500 before the connection was accepted, 1011 after.
+4. The client closes it or disconnects: the application receives the disconnect, and is cancelled after
+   `DISCONNECT_GRACE_S`.
+5. The client breaks the protocol (1002, 1007), or sends a message that is too large (1009), too much that is
+   compressed (1009, 1008) or too much for the memory of all (1013): as 4.
+6. The client sends nothing, not even answers to pings: 1011, as 4.
+7. The server drains: 1001, as 4.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import Callable
+from typing import TypeAlias
+
+from wsproto import ConnectionType, WSConnection
+from wsproto.events import RejectConnection, Request
+from wsproto.utilities import RemoteProtocolError
+
+from daskserve.common.clock import Clock
+from daskserve.common.types import SocketPlace
+from daskserve.loops.hops import Hop
+from daskserve.payload.packed_errors import is_logged
+from daskserve.proxies.asgi import ASGIApp, Headers, Scope
+from daskserve.proxies.exchange.limits import WEBSOCKET_CLOSE, WEBSOCKET_END, WEBSOCKET_OFFERS, Limits
+from daskserve.proxies.exchange.stream import Stream
+from daskserve.proxies.exchange.websocket.connection import WebSocketLine
+
+log = logging.getLogger("daskserve.proxies")
+
+_HANDSHAKE_HEADERS = frozenset(
+    (
+        b"connection",
+        b"upgrade",
+        b"sec-websocket-key",
+        b"sec-websocket-version",
+        b"sec-websocket-protocol",
+        b"sec-websocket-extensions",
+    )
+)
+#: How many offers and parameters a handshake may have: wsproto takes 10 ms for what fits into a head.
+MAX_ELEMENTS = 256
+_KEY = re.compile(rb"[A-Za-z0-9+/]{22}==")
+
+#: How long an application may run after its client has disconnected; then it is cancelled.
+DISCONNECT_GRACE_S = 5.0
+#: How long a client may take to answer a close, and user code that blocks its loop to let the line close.
+CLOSE_TIMEOUT_S = 2.0
+
+
+class BadHandshakeError(ValueError):
+    """A request is not a valid handshake; the error carries the response to it."""
+
+    def __init__(self, message: str, status: int = 400, headers: Headers = ()) -> None:
+        super().__init__(message)
+        self.status = status
+        self.headers = headers
+
+
+def _read_handshake(protocol: WSConnection, headers: Headers, limits: Limits) -> list[str]:
+    """Check a handshake with wsproto; return the subprotocols that the client offers."""
+    # Only the headers it needs: it requires ASCII or IDNA in paths and hosts, where other bytes are valid.
+    wanted = [header for header in headers if header[0] in _HANDSHAKE_HEADERS]
+    keys = [value for name, value in wanted if name == b"sec-websocket-key"]
+    if sum(value.count(b",") + value.count(b";") + 1 for _, value in wanted) > MAX_ELEMENTS:
+        limits.hit(WEBSOCKET_OFFERS)
+        raise BadHandshakeError(
+            f"A WebSocket handshake may have {MAX_ELEMENTS} offers and parameters; this one has more."
+        )
+    try:
+        protocol.initiate_upgrade_connection([(b"host", b"here"), *wanted], "/")
+        request = next(protocol.events())
+    except RemoteProtocolError as error:
+        hint = error.event_hint
+        reply = (hint.status_code, hint.headers) if isinstance(hint, RejectConnection) else (400, ())
+        raise BadHandshakeError(f"This is not a valid WebSocket handshake: {error}.", *reply) from error
+    except UnicodeError as error:
+        raise BadHandshakeError("The headers of a WebSocket handshake must be ASCII.") from error
+    if len(keys) != 1 or _KEY.fullmatch(keys[0]) is None:
+        raise BadHandshakeError(
+            "A WebSocket handshake must have one Sec-WebSocket-Key, of 16 bytes in base64."
+        )
+    assert isinstance(request, Request)
+    return [offered for offered in request.subprotocols if offered]
+
+
+OnEnd: TypeAlias = Callable[["WebSocketSession"], None]
+
+
+class WebSocketSession:
+    """Runs the application for one WebSocket. It stays on the server's loop when its line moves.
+
+    Parameters
+    ----------
+    scope : mapping
+        The ASGI scope of type ``websocket``.
+    max_message_bytes : int
+        Maximum size of a message; a larger one closes the connection with code 1009.
+    deflates_messages : bool
+        Whether messages are compressed if the client offers it.
+    limits : Limits, optional
+        Whose budget the received messages count in.
+    on_end : callable
+        ``on_end(session)`` is called once, when the application has ended and the connection is closed.
+
+    Raises
+    ------
+    BadHandshakeError
+        The request is not a valid handshake.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        scope: Scope,
+        stream: Stream,
+        *,
+        max_message_bytes: int,
+        clock: Clock,
+        on_end: OnEnd,
+        deflates_messages: bool = False,
+        limits: Limits | None = None,
+    ) -> None:
+        self._limits = Limits() if limits is None else limits
+        protocol = WSConnection(ConnectionType.SERVER)
+        scope["subprotocols"] = _read_handshake(protocol, scope["headers"], self._limits)
+        self._app = app
+        self._scope = scope
+        self._on_end: OnEnd | None = on_end
+        self.line = WebSocketLine(
+            stream,
+            protocol,
+            self,
+            max_message_bytes=max_message_bytes,
+            deflates_messages=deflates_messages,
+            clock=clock,
+            limits=limits,
+        )
+        #: How to call the line after it has moved, and how it calls this object.
+        self._place: SocketPlace | None = None
+        self._here: Hop | None = None
+        self._is_closed = False
+        self._code = 1001
+        self._task: asyncio.Task[None] | None = None
+        self._timers: list[asyncio.TimerHandle] = []
+
+    def __repr__(self) -> str:
+        return f"<WebSocketSession {self._scope['path']} {self.line!r}>"
+
+    @property
+    def unread(self) -> Stream | None:
+        """The connection, if nothing reads from it because the handshake is not accepted; otherwise None."""
+        line = self.line
+        return None if line.is_accepted or line.is_gone else line.stream
+
+    def start(self) -> asyncio.Task[None]:
+        """Start the application; the session ends with the returned task."""
+        self.line.start()
+        self._task = asyncio.get_running_loop().create_task(self._run())
+        return self._task
+
+    def leave(self) -> None:
+        """Close the connection with code 1001 as soon as it is open. Idempotent."""
+        self._call(self.line.leave)
+
+    def close(self) -> None:
+        """End the connection at once; an open one with 1001, if that can be sent without waiting."""
+        self._call(self.line.abort)
+
+    def _call(self, function: Callable[[], None]) -> None:
+        """Call a method of the line on its loop."""
+        if self._place is None:
+            self.line.call(function)
+        else:
+            self._place.post(self.line.call, function)
+
+    # ---- called by the line, on its loop
+
+    def line_moves(self, place: SocketPlace) -> None:
+        """Note that the line leaves this loop."""
+        self._here = Hop(asyncio.get_running_loop())
+        self._place = place
+
+    def line_disconnected(self) -> None:
+        """Note that the application is told of the end; it has some time to return."""
+        self._note(self._limit_application)
+
+    def line_closed(self) -> None:
+        """Note that the connection is closed."""
+        self._note(self._set_closed)
+
+    def _note(self, function: Callable[[], None]) -> None:
+        if self._here is None:
+            function()
+        else:
+            self._here.post(function)
+
+    # ---- on the server's loop
+
+    def _limit_application(self) -> None:
+        if self._task is not None:
+            self._timers.append(asyncio.get_running_loop().call_later(DISCONNECT_GRACE_S, self._stop))
+
+    def _stop(self) -> None:
+        if self._task is not None:
+            self._limits.hit(WEBSOCKET_END)
+            self._task.cancel()
+
+    def _set_closed(self) -> None:
+        self._is_closed = True
+        if self._task is None:
+            self._end()
+
+    async def _run(self) -> None:
+        """Top loop of one session: errors of the application end here, in the log."""
+        line = self.line
+        try:
+            await self._app(self._scope, line.receive, line.send)
+        except asyncio.CancelledError:
+            self._call(line.leave)
+            raise
+        except Exception as error:
+            if line.is_gone or line.is_closing:
+                log.debug(
+                    "The application of a WebSocket failed after its client had disconnected", exc_info=error
+                )
+            else:
+                if not is_logged(error):
+                    log.exception("WebSocket %s failed", self._scope["path"])
+                self._code = 1011
+                self._call(line.fail)
+        else:
+            self._code = 1000
+            self._call(line.end)
+        finally:
+            self._finish()
+
+    def _finish(self) -> None:
+        """Let the line end; the client gets some time to read the remaining data and to answer the close."""
+        self._task = None
+        self._call(self.line.inbox.release)
+        self._stop_timers()
+        if self._is_closed:
+            self._end()
+        else:
+            self._timers = [asyncio.get_running_loop().call_later(CLOSE_TIMEOUT_S, self._cut)]
+            self._call(self.line.finish)
+
+    def _cut(self) -> None:
+        self._limits.hit(WEBSOCKET_CLOSE)
+        if self._place is None:
+            self.line.stream.close()
+        else:
+            self.line.cut(self._code)
+            self._end()  # the line's loop may be blocked
+
+    def _end(self) -> None:
+        self._stop_timers()
+        on_end, self._on_end = self._on_end, None
+        if on_end is not None:
+            on_end(self)
+
+    def _stop_timers(self) -> None:
+        for timer in self._timers:
+            timer.cancel()
+        self._timers = []
