@@ -116,7 +116,7 @@ def test_scaling_from_python_behaves_like_http(client: serve.Client) -> None:
     wait_for(client, "b", 3)
     client.update_backend_config("b", {"max_queued_requests": 7})
     assert wanted(client)["b"] == 3
-    for number in (0, -1, 2.0, "3", True):
+    for number in (0, -1, 2.5, "3", True):
         with pytest.raises(BadRequestError, match="target_num_replicas is"):
             client.scale("b", number)  # type: ignore[arg-type]
     with pytest.raises(NotFoundError, match="no backend or deployment 'none'"):
