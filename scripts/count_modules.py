@@ -1,8 +1,8 @@
 """Counts the modules and functions of daskserve that a warm request enters.
 
-Starts a cluster of two workers and sends requests one after the other. A function counts if each request enters
-it; what runs beside the requests, such as heartbeats, does not. Modules and functions of all processes that a
-request passes are counted together.
+Starts a cluster of two workers and sends requests one after the other. A function counts if each request
+enters it; what runs beside the requests, such as heartbeats, does not. Modules and functions of all processes
+that a request passes are counted together.
 
 Run: ``python scripts/count_modules.py [--list] [--case NAME]``.
 """
@@ -15,7 +15,6 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import daskserve as serve
