@@ -129,6 +129,13 @@ def test_a_silence_longer_than_the_faults_allow_is_a_violation() -> None:
     assert "(no fault)" in violations(Run(samples, (), ran))[0]
 
 
+def test_the_pause_between_warming_up_and_the_load_is_no_silence() -> None:
+    samples = with_gap(10, 13.5, "call", "GET", "stream")
+    ran = {each.id: [frozenset({9})] for each in samples}
+    assert violations(Run(samples, (), ran))
+    assert violations(Run(samples, (), ran, load_began=13.5)) == []
+
+
 def test_a_kind_that_is_not_answered_again_is_silent_until_the_end() -> None:
     (found,) = violations(Run(with_gap(10, 20, "stream"), (replace(KILL, ended=18.0),), {}))
     assert "no stream was answered for 10.00 s from 9.60" in found
