@@ -161,12 +161,18 @@ def _explains(damage: Damage, sample: Sample, run: Run) -> bool:
         return is_there or not ran
     if sample.outcome == "cut short":
         return is_there
-    # It is retried once. Each of two faults may have ended an attempt, one that no replica has noted too.
+    # It is retried once. Each of two faults, and each process that one poisonous request has ended, may have
+    # ended an attempt, one that no replica has noted too.
     hit = frozenset().union(*(each.pids for each in run.damages))
     noted = sum(bool(pids & hit) for pids in ran)
     others = [each for each in run.damages if each.pids and _meets(each, sample, run)]
-    unnoted = sum(not any(pids & each.pids for pids in ran) for each in others)
+    ended = [pids for each in others for pids in _ended_in_turn(each)]
+    unnoted = sum(not any(pids & each for pids in ran) for each in ended)
     return noted + unnoted > 1
+
+
+def _ended_in_turn(damage: Damage) -> list[frozenset[int]]:
+    return [frozenset({pid}) for pid in damage.pids] if damage.kind == "poison" else [damage.pids]
 
 
 def _meets(damage: Damage, sample: Sample, run: Run) -> bool:

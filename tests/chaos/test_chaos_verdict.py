@@ -62,6 +62,13 @@ def test_what_is_repeated_may_fail_if_it_ran_on_two_processes_that_died() -> Non
     assert len(judged(sample("GET"), damages=(KILL,), ran=ran)) == 1
 
 
+def test_what_is_repeated_may_fail_if_one_poisonous_request_ended_two_processes() -> None:
+    poison = replace(KILL, kind="poison", pids=frozenset({7, 8}), proxies=frozenset())
+    ran = {"a": [frozenset({8})]}
+    assert judged(sample("GET"), damages=(poison,), ran=ran) == []
+    assert len(judged(sample("GET"), damages=(replace(poison, kind="kill worker"),), ran=ran)) == 1
+
+
 def test_what_is_repeated_may_fail_if_two_faults_cut_its_ways() -> None:
     cuts = tuple(replace(KILL, kind="cut", pids=frozenset({pid}), proxies=frozenset()) for pid in (7, 8))
     assert judged(sample("GET"), damages=cuts) == []
