@@ -50,6 +50,7 @@ with needs("distributed", ">=2025.1,<2026.9") as check:
     check.fields(Scheduler, "client_comms", "idle_timeout", "stream_comms", "_broker")
     check.fields(Broker, "_topics")
     check.fields(Topic, "subscribers")
+    check.fields(WorkerState, "actors")
     check.attributes(Scheduler, "adaptive_target", "retire_workers", "workers_to_close")
     check.attributes(Status, "dont_reply", "running")
     check.fields(Comm, "local_info", "remote_info", "handshake_options")
@@ -409,6 +410,16 @@ def break_stream(scheduler: Scheduler, worker: str) -> None:
     stream = scheduler.stream_comms.get(worker)
     if stream is not None:
         stream.abort()
+
+
+def forget_actor(scheduler: Scheduler, worker: str, key: str) -> None:
+    """Have a worker hold no actor of this key, although Dask may count one that was released as it started.
+
+    Dask never retires a worker that holds actors.
+    """
+    known = scheduler.workers.get(worker)
+    if known is not None:
+        known.actors -= {task for task in known.actors if task.key == key}
 
 
 def topics_of(scheduler: Scheduler) -> list[str]:

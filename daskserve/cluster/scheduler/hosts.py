@@ -18,6 +18,7 @@ from daskserve.cluster.distributed_internals import (
     break_stream,
     call_actor,
     connect_comm,
+    forget_actor,
     get_ip,
     is_running,
 )
@@ -317,7 +318,11 @@ class HostRegistry:
             break_stream(self._scheduler, worker)
 
     async def release(self, worker: WorkerAddress) -> None:
-        """Close the Host of a leaving worker, so that Dask finds no actor there."""
+        """Close the Host of a leaving worker, also one that is starting, so that Dask finds no actor there."""
+        admitting = self._admitting.get(worker)
+        if admitting is not None:
+            admitting.cancel()
+            await asyncio.wait({admitting})
         if worker not in self._entries:
             return
         key = self._entries[worker].key
@@ -325,8 +330,9 @@ class HostRegistry:
         self._entries.pop(worker, None)
         for _ in range(int(END_TIMEOUT_S / RELEASE_POLL_S)):
             if key not in self._scheduler.tasks:
-                return
+                break
             await asyncio.sleep(RELEASE_POLL_S)
+        forget_actor(self._scheduler, worker, key)
 
     async def restart(self, worker: WorkerAddress) -> None:
         """Make the nanny of a worker kill and restart it, in the background, unless the worker answers.
