@@ -318,7 +318,7 @@ class HostRegistry:
             break_stream(self._scheduler, worker)
 
     async def release(self, worker: WorkerAddress) -> None:
-        """Close the Host of a leaving worker, also one that is starting, so that Dask finds no actor there."""
+        """Close the Host of a leaving worker, even while it starts, so that Dask finds no actor there."""
         admitting = self._admitting.get(worker)
         if admitting is not None:
             admitting.cancel()

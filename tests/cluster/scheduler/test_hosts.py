@@ -115,7 +115,7 @@ def test_a_worker_can_be_retired_although_its_host_is_just_starting() -> None:
             registry = HostRegistry(scheduler)
             registry.open(client)
             admitting = asyncio.ensure_future(registry.admit(worker.address))
-            while not scheduler.workers[worker.address].actors:
+            while not scheduler.workers[worker.address].actors:  # noqa: ASYNC110 - Dask has no event
                 await asyncio.sleep(0.001)
             await registry.release(worker.address)
             GO.set()
