@@ -154,6 +154,16 @@ def test_a_failed_call_shows_the_users_line(client: Any, kind: str) -> None:
     check(printed(caught))
 
 
+def test_a_call_that_fails_three_levels_down_shows_each_level_once(client: Any) -> None:
+    model: Any = serve.deployment(Model).bind("request")
+    for name in ("Third", "Second", "First"):
+        model = serve.deployment(Shop).options(name=name).bind(model)
+    with pytest.raises(FileNotFoundError) as caught:
+        serve.run(model).remote().result()
+    check(printed(caught))
+    assert printed(caught).count("await self.model.remote()") == 3
+
+
 @pytest.mark.parametrize("kind", [*KINDS, "classic"])
 def test_the_log_of_a_failed_request_has_no_frames_of_frameworks(
     kind: str, caplog: pytest.LogCaptureFixture
