@@ -202,14 +202,11 @@ def trapped_sqlite(trap: Trap) -> Iterator[None]:
     connect, made = sqlite.connect, list[TrappedConnection]()
 
     def connect_trapped(path: Path, *, any_thread: bool = False) -> sqlite3.Connection:
-        found = connect(path, any_thread=True)
         if any_thread:  # it only copies the log into the file, at times of its own
-            return found
-        found.close()
+            return connect(Path(":memory:"), any_thread=True)
         trapped = sqlite3.connect(
             path, timeout=1, isolation_level=None, check_same_thread=False, factory=TrappedConnection
         )
-        trapped.text_factory = found.text_factory
         trapped.trap = trap
         made.append(trapped)
         return trapped
