@@ -412,16 +412,6 @@ def break_stream(scheduler: Scheduler, worker: str) -> None:
         stream.abort()
 
 
-def forget_actor(scheduler: Scheduler, worker: str, key: str) -> None:
-    """Have a worker hold no actor of this key, although Dask may count one that was released as it started.
-
-    Dask never retires a worker that holds actors.
-    """
-    known = scheduler.workers.get(worker)
-    if known is not None:
-        known.actors -= {task for task in known.actors if task.key == key}
-
-
 def topics_of(scheduler: Scheduler) -> list[str]:
     """Return the names of the topics that the scheduler keeps."""
     return list(scheduler._broker._topics)

@@ -18,7 +18,6 @@ from daskserve.cluster.distributed_internals import (
     break_stream,
     call_actor,
     connect_comm,
-    forget_actor,
     get_ip,
     is_running,
 )
@@ -332,7 +331,9 @@ class HostRegistry:
             if key not in self._scheduler.tasks:
                 break
             await asyncio.sleep(RELEASE_POLL_S)
-        forget_actor(self._scheduler, worker, key)
+        known: Any = self._scheduler.workers.get(worker)
+        if known is not None:  # Dask goes on to count an actor that was released while it started
+            known.actors -= {task for task in known.actors if task.key == key}
 
     async def restart(self, worker: WorkerAddress) -> None:
         """Make the nanny of a worker kill and restart it, in the background, unless the worker answers.
