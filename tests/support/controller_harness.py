@@ -54,6 +54,11 @@ class ScriptedStore(MemoryStore):
         if self.after_commit is not None:
             self.after_commit(change.records)
 
+    @property
+    def data(self) -> dict[str, bytes]:
+        """What is stored, for tests to look at and to damage."""
+        return self._records
+
     def records(self) -> dict[str, Record]:
         """Return all that is stored and can be read."""
         return dict(self._readable())
