@@ -26,7 +26,7 @@ import daskserve as serve
 EPHEMERAL = {"http_options": {"port": 0}}
 
 
-@pytest.mark.parametrize("server", ["tornado", "uvicorn"], indirect=True)
+@pytest.mark.parametrize("server", ["tornado", "asyncio"], indirect=True)
 def test_scaling_from_zero_and_back_answers_every_request(client: serve.Client, url: str) -> None:
     scale_from_zero_and_back(client, url)
 

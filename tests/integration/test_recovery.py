@@ -41,7 +41,7 @@ def incarnations(client: serve.Client, backend: str = "b") -> set[str]:
 @pytest.mark.smoke
 def test_a_killed_replica_is_replaced_and_no_get_fails() -> None:
     with nannied_cluster(4) as dask:
-        for server in ("tornado", "uvicorn"):
+        for server in ("tornado", "asyncio"):
             dask.wait_for_workers(4, timeout=30)
             kill_a_replica_under_load(dask, server)
 
@@ -201,7 +201,7 @@ def test_retiring_a_worker_moves_its_replicas_first() -> None:
 
 def test_retiring_one_of_several_proxies_on_a_port_fails_no_get() -> None:
     with nannied_cluster(4) as dask:
-        for server in ("tornado", "uvicorn"):
+        for server in ("tornado", "asyncio"):
             retire_a_proxy_under_load(dask, server)
 
 

@@ -54,7 +54,7 @@ def serve_model(client: serve.Client, **config: Any) -> str:
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("server", ["tornado", "uvicorn"], indirect=True)
+@pytest.mark.parametrize("server", ["tornado", "asyncio"], indirect=True)
 def test_every_process_counts_its_events(client: serve.Client, external: ExternalCluster) -> None:
     url = serve_model(client)
     me = {"serve_instance": client.instance_name}

@@ -73,8 +73,8 @@ def bounded(processes: list[psutil.Process]) -> Iterator[None]:
     [
         ("tornado", "upload"),
         ("tornado", "download that is read late"),
-        ("uvicorn", "upload"),
-        ("uvicorn", "download that is read late"),
+        ("asyncio", "upload"),
+        ("asyncio", "download that is read late"),
     ],
     indirect=["server"],
 )
