@@ -70,7 +70,6 @@ class Exchange:
         self._reader = reader
         self._stream = connection.stream
         connection.exchange = self
-        # Each request reads these, most of them several times: a class attribute takes longer.
         self._start: Message | None = None
         self._closes = False
         self.is_begun = False  # a part of the response was written
@@ -80,14 +79,12 @@ class Exchange:
         self._is_unsent = False  # the complete response waits for the client, the application for nothing
         self._linger: asyncio.TimerHandle | None = None
         self.is_over = False  # the reader continues with the next request, or closes
-
-    # Class attributes, because most requests read or change only a few of them.
-    _task: asyncio.Task[None] | None = None
-    _method = ""
-    _is_http11 = True
-    _writer: ResponseWriter | None = None
-    _unsent: UnsentParts | None = None
-    _probes = 0  # how often it was found that the client sends no more
+        self._task: asyncio.Task[None] | None = None
+        self._method = ""
+        self._is_http11 = True
+        self._writer: ResponseWriter | None = None
+        self._unsent: UnsentParts | None = None
+        self._probes = 0  # how often it was found that the client sends no more
 
     # ---- called by the server, in this order
 

@@ -10,6 +10,8 @@ import asyncio
 import logging
 import socket
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from tornado.ioloop import IOLoop
@@ -68,10 +70,11 @@ class TornadoTransport(asyncio.Transport):
         self._stream = stream
         self._protocol: Any = protocol
         self._accepted_bytes = 0
-        self._unsent: asyncio.Future[None] | None = None  # the last write, until it is sent
         self._reading: asyncio.Future[bytes] | None = None
+        self._unsent: asyncio.Future[None] | None = None  # the last write, until it is sent
+        self._when_sent: Callable[[], None] | None = None
         self._stays_open: bool | None = None  # None until the client has ended its side
-        self._is_paused = self._is_delivering = self._is_closing = self._ends_after_writes = False
+        self._is_paused = self._is_closing = False
         stream.set_nodelay(True)  # a response is written whole, or in parts that are wanted at once
         protocol.connection_made(self)
         stream.stays_open = self._has_ended
@@ -81,69 +84,52 @@ class TornadoTransport(asyncio.Transport):
     def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
         self._protocol = protocol
 
-    def get_protocol(self) -> asyncio.BaseProtocol:
-        protocol: asyncio.BaseProtocol = self._protocol
-        return protocol
-
-    # ---- reading
-
     def pause_reading(self) -> None:
         self._is_paused = True
 
     def resume_reading(self) -> None:
         if self._is_paused:
             self._is_paused = False
-            if not self._is_delivering:
-                asyncio.get_running_loop().call_soon(self._read)
+            asyncio.get_running_loop().call_soon(self._read)
 
     def take_unread(self) -> bytes:
         """Return what was received and not passed on; the connection continues on a copy of the socket."""
         self._is_paused = True
-        data, reading = b"", self._reading
+        received, reading = b"", self._reading
         if reading is not None:
             if not reading.done() or reading.exception() is not None:
                 return b""
-            data = reading.result()
+            received = reading.result()
         more = asyncio.ensure_future(self._stream.read_bytes(self._stream.max_buffer_size, partial=True))
-        return data + more.result() if more.done() and more.exception() is None else data
+        return received + more.result() if more.done() and more.exception() is None else received
 
-    def _take(self, reading: asyncio.Future[bytes]) -> None:
-        if reading is self._reading:
-            self._read()
-
-    def _read(self) -> None:
-        """Pass on what has been received, and go on until nothing more has, or others have their turn."""
+    def _read(self, _: object = None) -> None:
+        """Pass on what is received, until nothing more is there or others have their turn."""
         read_bytes = 0
-        while not self._is_paused and not self._stream.closed():
-            reading = self._reading
-            if reading is None:
+        # A closed stream still returns what it has buffered: that is not served.
+        while not self._is_paused and not self.is_closing():
+            if self._reading is None:
                 try:
                     reading = asyncio.ensure_future(self._stream.read_bytes(_PIECE_BYTES, partial=True))
                 except OSError:
                     return  # the client has disconnected, which `_note_lost` reports
                 self._reading = reading
                 if not reading.done() or read_bytes >= _TURN_BYTES:
-                    reading.add_done_callback(self._take)
+                    reading.add_done_callback(self._read)
                     return
-            elif not reading.done():
+            elif not self._reading.done():
                 return
-            self._reading = None
-            # A closed stream still returns what it has buffered: that is not served.
-            if reading.exception() is None and not self._is_closing:
-                data = reading.result()
-                read_bytes += len(data)
-                self._is_delivering = True
-                try:
-                    self._protocol.data_received(data)
-                finally:
-                    self._is_delivering = False
+            reading, self._reading = self._reading, None
+            if reading.exception() is not None:
+                return  # the client has reset the connection
+            data = reading.result()
+            read_bytes += len(data)
+            self._protocol.data_received(data)
 
     def _has_ended(self) -> bool:
         if self._stays_open is None:  # Tornado sees the end more than once
             self._stays_open = not self._is_closing and bool(self._protocol.eof_received())
         return self._stays_open and not self._is_closing
-
-    # ---- writing
 
     def write(self, data: Any) -> None:
         self._accepted_bytes += len(data)
@@ -167,43 +153,39 @@ class TornadoTransport(asyncio.Transport):
         return not isinstance(self._stream, SSLIOStream)
 
     def write_eof(self) -> None:
-        self._ends_after_writes = True
-        if self._unsent is None:
-            self._stream.socket.shutdown(socket.SHUT_WR)
-
-    def _note_sent(self, written: asyncio.Future[None]) -> None:
-        if written is not self._unsent or self._stream.closed():
-            return
-        self._unsent = None
-        self._protocol.resume_writing()
-        if self._is_closing:
-            self.abort()
-        elif self._ends_after_writes:
-            try:
-                self.write_eof()
-            except OSError:
-                self.abort()  # the client has reset the connection
-
-    # ---- the end
+        self._end(partial(self._stream.socket.shutdown, socket.SHUT_WR))
 
     def is_closing(self) -> bool:
         return self._is_closing or self._stream.closed()
 
     def close(self) -> None:
         self._is_closing = True
-        if self._unsent is None:
-            self.abort()
+        self._end(self.abort)
 
     def abort(self) -> None:
         self._is_closing = True
         self._stream.close(_NO_ERROR)
 
+    def _end(self, end: Callable[[], None]) -> None:
+        """End this side, or both, once all is sent."""
+        if self._unsent is None:
+            end()
+        else:
+            self._when_sent = end
+
+    def _note_sent(self, written: asyncio.Future[None]) -> None:
+        if written is self._unsent and not self._stream.closed():
+            self._unsent = None
+            self._protocol.resume_writing()
+            if self._when_sent is not None:
+                with suppress(OSError):  # the client has reset the connection
+                    self._when_sent()
+
     def _note_lost(self) -> None:
-        self._is_closing = True
         protocol, self._protocol = self._protocol, asyncio.Protocol()
+        self._when_sent = None
         del self._stream.stays_open
-        error = self._stream.error
-        protocol.connection_lost(error if isinstance(error, Exception) else None)
+        protocol.connection_lost(self._stream.error)
 
 
 class TornadoListener:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import struct
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -51,6 +52,23 @@ def run(scenario: Callable[[TornadoTransport, Recorder, socket.socket], Awaitabl
                 transport.abort()
                 await poll_for(lambda: protocol.calls[-1:] == ["lost"])
             assert protocol.calls.count("lost") == 1
+
+    asyncio.run(main())
+
+
+def test_a_client_that_resets_at_once_is_lost() -> None:
+    async def main() -> None:
+        listening = socket.create_server(("127.0.0.1", 0))
+        with listening:
+            client = socket.create_connection(listening.getsockname())
+            accepted = listening.accept()[0]
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            client.close()
+            protocol = Recorder()
+            transport = TornadoTransport(PlainStream(accepted), protocol)
+            assert transport.is_closing()
+            async with asyncio.timeout(DEADLINE_S):
+                await poll_for(lambda: protocol.calls == ["lost"])
 
     asyncio.run(main())
 
