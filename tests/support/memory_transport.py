@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+from daskserve.options.http import HTTPOptions
+from daskserve.proxies.asgi import ASGIApp
 from daskserve.proxies.exchange.carrier import Carrier
 from daskserve.proxies.exchange.http_connection import HTTPConnection
 from daskserve.proxies.exchange.stream import Stream
@@ -135,6 +138,19 @@ class MemoryListener:
     async def wait_closed(self) -> None:
         while self._open_streams:  # noqa: ASYNC110 - as the real listeners do
             await asyncio.sleep(0)
+
+
+@contextlib.asynccontextmanager
+async def serving_in_memory(app: ASGIApp) -> AsyncIterator[MemoryListener]:
+    """Run a server whose connections the test makes."""
+    server = life.HTTPServer(app, HTTPOptions(port=0).model_copy(update={"server": "memory"}))
+    server.start()
+    listener = server._listener
+    assert isinstance(listener, MemoryListener)
+    try:
+        yield listener
+    finally:
+        await server.stop()
 
 
 life.LISTENERS = {**life.LISTENERS, "memory": MemoryListener}
