@@ -119,10 +119,10 @@ class TornadoTransport(asyncio.Transport):
                     return
             elif not self._reading.done():
                 return
-            reading, self._reading = self._reading, None
-            if reading.exception() is not None:
+            received, self._reading = self._reading, None
+            if received.exception() is not None:
                 return  # the client has reset the connection
-            data = reading.result()
+            data = received.result()
             read_bytes += len(data)
             self._protocol.data_received(data)
 
