@@ -18,9 +18,9 @@ from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 from fuzz_requests import IDLE_S, MAX_BODY_BYTES, Delivery
 from http_harness import read_body, respond, timers
-from hypothesis import settings
 from memory_transport import MemoryListener, MemoryTransport
 
 from daskserve.common.types import ALL_HTTP_METHODS, Envelope, Message, Receive, Send
@@ -31,8 +31,6 @@ from daskserve.proxies.ingress.routes import RouteTable
 from daskserve.proxies.server.life import HTTPServer
 
 MAX_MESSAGE_BYTES = 64 * 1024
-#: The number of examples of the profile ``nightly``.
-NIGHTLY_EXAMPLES = 10_000
 #: Loop iterations without a change after which the server counts as idle.
 QUIET_TURNS = 25
 #: What `/fixed` answers: a little at once, the rest when the request is whole.
@@ -49,8 +47,8 @@ OPTIONS = HTTPOptions(
 )
 
 
-#: With the profile ``nightly``, the cases also pass through sockets: the option ``server`` says how.
-NIGHTLY_KINDS = ("memory", "tornado", "asyncio") if settings().max_examples >= NIGHTLY_EXAMPLES else ()
+#: What feeds the cases to the server: the test itself, or in nightly runs what the option ``server`` names.
+KINDS = ("memory", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("tornado", "asyncio")))
 
 
 @dataclass

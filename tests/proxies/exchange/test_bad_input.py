@@ -12,7 +12,7 @@ from urllib.parse import unquote_to_bytes
 import pytest
 import reference_http
 from fuzz_requests import IDLE_S, MAX_BODY_BYTES, SMUGGLED, Delivery, deliveries
-from fuzzed_server import FIXED, NIGHTLY_KINDS, FuzzedServer, Outcome, Seen, fuzzed
+from fuzzed_server import FIXED, FuzzedServer, Outcome, Seen, fuzzed
 from hypothesis import HealthCheck, given, settings
 from reading_answers import Answer, read_answers
 from reference_http import Reading, State
@@ -29,9 +29,12 @@ KNOWN = {b"/echo", b"/early", b"/stream", b"/fixed"}
 REFUSALS = (400, 431, 501, 505)
 
 
-def test_bad_input_affects_only_its_sender_and_has_one_response() -> None:
+@pytest.mark.parametrize(
+    "kinds", [["memory"], pytest.param(["memory", "tornado", "asyncio"], marks=pytest.mark.nightly)]
+)
+def test_bad_input_affects_only_its_sender_and_has_one_response(kinds: list[str]) -> None:
     with ExitStack() as stack:
-        servers = [stack.enter_context(fuzzed(kind)) for kind in NIGHTLY_KINDS or ["memory"]]
+        servers = [stack.enter_context(fuzzed(kind)) for kind in kinds]
 
         @settings(
             max_examples=max(CASES, settings().max_examples),
