@@ -25,8 +25,10 @@ def read_long_description() -> str:
 EXAMPLES = ["scikit-learn>=1.6", "threadpoolctl>=3.1", "pillow>=10.3", "python-multipart>=0.0.18"]
 REDIS = ["redis>=5"]
 PROGRESS = ["rich>=13"]
-UVICORN = ["uvicorn>=0.30", "httptools>=0.6.4", "uvloop>=0.19; sys_platform != 'win32'"]
-TEST = ["pytest>=8", "hypothesis>=6.100", "httpx>=0.27", "psutil>=5.9", "cryptography>=42", *UVICORN, *REDIS]
+UVLOOP = ["uvloop>=0.19; sys_platform != 'win32'"]
+#: The server that benchmarks compare with.
+BENCHMARKS = ["uvicorn>=0.30", "httptools>=0.6.4"]
+TEST = ["pytest>=8", "hypothesis>=6.100", "httpx>=0.27", "psutil>=5.9", "cryptography>=42", *UVLOOP, *REDIS]
 TEST += ["fastapi>=0.115.7", "ipython>=8", *PROGRESS]
 
 setup(
@@ -120,14 +122,13 @@ setup(
     ],
     extras_require={
         "dashboard": ["bokeh>=3.1"],
-        "uvloop": ["uvloop>=0.19; sys_platform != 'win32'"],
-        "uvicorn": UVICORN,
+        "uvloop": UVLOOP,
         "orjson": ["orjson>=3.9"],
         "redis": REDIS,
         "progress": PROGRESS,
         "examples": EXAMPLES,
         "test": TEST,
-        "dev": [*TEST, *EXAMPLES, "ruff>=0.6", "mypy>=1.11"],
+        "dev": [*TEST, *EXAMPLES, *BENCHMARKS, "ruff>=0.6", "mypy>=1.11"],
     },
     classifiers=[
         "Development Status :: 3 - Alpha",

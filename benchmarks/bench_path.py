@@ -54,10 +54,10 @@ from daskserve.options.start_messages import ReplicaStart
 from daskserve.payload.pickling import dump, dump_bytes
 from daskserve.proxies.asgi import ASGIApp, Scope
 from daskserve.proxies.exchange.carrier import Carrier
+from daskserve.proxies.exchange.http_connection import HTTPConnection
 from daskserve.proxies.exchange.request_head import HeadLimits
 from daskserve.proxies.ingress.app import IngressApp
 from daskserve.proxies.ingress.routes import RouteTable
-from daskserve.proxies.server.uvicorn_connection import SharedState, UvicornConnection
 
 #: The load: the distinct requests of a round.
 REQUESTS = tuple(
@@ -219,8 +219,7 @@ def our_protocols(app: ASGIApp) -> Callable[[], Any]:
         idle_timeout_s=60,
         clock=clock,
     )
-    state = SharedState(carrier)
-    return lambda: UvicornConnection(state)
+    return lambda: HTTPConnection(carrier, set(), lambda: None)
 
 
 async def http_round(protocols: Callable[[], Any]) -> None:

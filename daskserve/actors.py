@@ -27,7 +27,6 @@ from daskserve.proxies.ingress.app import IngressApp, build_app
 from daskserve.proxies.ingress.bodies import BodyGate
 from daskserve.proxies.ingress.forwarded import ForwardedHeaders
 from daskserve.proxies.ingress.routes import RouteTable
-from daskserve.proxies.server.choice import server_type
 from daskserve.proxies.server.health import health_server
 from daskserve.proxies.server.life import HTTPServer
 from daskserve.proxies.server.listen import can_share_ports, check_ports
@@ -135,7 +134,7 @@ class ProxyActor:
             "public_host": self._start.public_host,
             "clock": self._context.clock,
         }
-        self._server = server_type(options.server)(app, options, tls=tls_of(options), **place)
+        self._server = HTTPServer(app, options, tls=tls_of(options), **place)
         self._server.consult(
             lambda: max(options.max_body_bytes, self._routers.largest_body_bytes),
             self._is_crowded,

@@ -1,10 +1,7 @@
-"""One connection under uvicorn: reads requests for their exchanges.
+"""One connection: reads its requests for their exchanges, without I/O of its own.
 
-uvicorn's own cycle of request and response does not cancel an application whose client disconnects, limits
-neither heads nor bodies, and does not check what the application sends. Its parser, httptools, is not used
-either: it accepts other requests than Tornado does, and each of its versions accepts others than the one
-before. So this class keeps the transport and the read flow control of `HTTPProtocol`, reads requests in the
-same way as under Tornado (`read_head`, `ChunkReader`), and hands each to the same `Exchange`.
+An `HTTPConnection` is an ``asyncio.Protocol``: a transport calls it with the bytes that it has received, and
+the connection calls the transport to write, to pause and to close.
 
 A client may send more requests before the first is answered. They wait, and reading pauses.
 """
@@ -15,13 +12,12 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from daskserve.internals.uvicorn import HTTPProtocol, ProtocolState
 from daskserve.proxies.exchange.carrier import Carrier, Connection
 from daskserve.proxies.exchange.chunks import ChunkReader
 from daskserve.proxies.exchange.exchange import LINGER_S, Exchange
 from daskserve.proxies.exchange.limits import LINGER
 from daskserve.proxies.exchange.request_head import RefusedRequestError, RequestHead, read_head
-from daskserve.proxies.exchange.stream import TransportStream
+from daskserve.proxies.exchange.stream import Stream
 from daskserve.proxies.exchange.turns import SLICE_BYTES, SLOW
 
 log = logging.getLogger("daskserve.proxies")
@@ -30,27 +26,25 @@ log = logging.getLogger("daskserve.proxies")
 _PIECE_BYTES = 64 * 1024
 
 
-class SharedState(ProtocolState):
-    """State that the connections of one server share."""
+class HTTPConnection(asyncio.Protocol):
+    """Reads the requests of one connection; the `ConnectionReader` of their exchanges.
 
-    def __init__(self, carrier: Carrier) -> None:
-        super().__init__(carrier.app)
-        self.carrier = carrier
-        self.open_streams: set[TransportStream] = set()
-        #: What to call when a connection is among the carrier's.
-        self.on_made: dict[HTTPProtocol, Callable[[], object]] = {}
+    Parameters
+    ----------
+    open_streams : set
+        The streams of the server's connections; this one is in it until it is closed.
+    on_made : callable
+        Called once the connection is among the carrier's.
+    """
 
-
-class UvicornConnection(HTTPProtocol):
-    """Reads the requests of one connection; the `ConnectionReader` of their exchanges."""
-
-    server_state: SharedState
     _connection: Connection
-    _stream: TransportStream
+    _stream: Stream
+    _transport: asyncio.Transport
 
-    def __init__(self, state: SharedState) -> None:
-        super().__init__(state)
-        self._carrier = state.carrier
+    def __init__(self, carrier: Carrier, open_streams: set[Stream], on_made: Callable[[], object]) -> None:
+        self._carrier = carrier
+        self._open_streams = open_streams
+        self._on_made = on_made
         self._exchange: Exchange | None = None
         self._is_busy = False  # the exchange is not finished
         self._is_read = True  # its request is complete
@@ -66,14 +60,12 @@ class UvicornConnection(HTTPProtocol):
     # ---- called by the transport
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._stream = TransportStream(transport, self.server_state.open_streams)
+        self._transport = transport
+        self._stream = Stream(transport, self._open_streams)
         self._connection = Connection(self._stream, is_encrypted=self._carrier.tls is not None)
         self._carrier.connections.add(self._connection)
         self._carrier.watch.watch(self._connection)
-        on_made = self.server_state.on_made.pop(self, None)
-        if on_made is not None:
-            on_made()
+        self._on_made()
 
     def data_received(self, data: bytes) -> None:
         if self._drops_data:
@@ -81,7 +73,7 @@ class UvicornConnection(HTTPProtocol):
         self._rest = self._rest + data if self._rest else data
         self._read_on()
 
-    def eof_received(self) -> bool:  # type: ignore[override]
+    def eof_received(self) -> bool:
         """Return whether the connection stays open: the client may have closed only its own side."""
         if self._carrier.tls is not None or not self._connection.stays_open(self._carrier):
             return False
@@ -95,7 +87,6 @@ class UvicornConnection(HTTPProtocol):
         self._stream.resume_writing()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.connections.discard(self)
         self._drops_data = True
         self._rest = b""
         if self._linger is not None:
@@ -119,7 +110,7 @@ class UvicornConnection(HTTPProtocol):
             return
         self._carrier.watch.watch(self._connection)
         if self._rest or self._has_ended:
-            self.loop.call_soon(self._read_on)
+            asyncio.get_running_loop().call_soon(self._read_on)
 
     def close(self) -> None:
         """Close the connection once everything written is sent."""
@@ -127,9 +118,9 @@ class UvicornConnection(HTTPProtocol):
             self.leave()  # there may be more
             return
         self._drops_data = True
-        if self.transport.is_closing():
+        if self._transport.is_closing():
             return
-        self.transport.close()
+        self._transport.close()
         if self._stream.writing():
             self._carrier.watch.watch(self._connection)  # the client may not read
 
@@ -137,27 +128,26 @@ class UvicornConnection(HTTPProtocol):
         """End this side of the connection, and drop what the client sends."""
         self._drops_data = True
         self._rest = b""
-        if self.transport.is_closing():
+        if self._transport.is_closing():
             return
-        if not self.transport.can_write_eof():  # TLS
+        if not self._transport.can_write_eof():  # TLS
             self.close()
             return
         try:
-            self.transport.write_eof()
+            self._transport.write_eof()
         except OSError:
             self._stream.close()  # the client has reset the connection
             return
-        self.flow.resume_reading()
+        self._stream.resume_reading()
         self._carrier.watch.unwatch(self._connection)
-        self._linger = self.loop.call_later(LINGER_S, self._end_linger)
+        self._linger = asyncio.get_running_loop().call_later(LINGER_S, self._end_linger)
 
     def _end_linger(self) -> None:
         self._carrier.limits.hit(LINGER)
         self._stream.close()
 
-    def detach(self) -> TransportStream:
+    def detach(self) -> Stream:
         """Leave the stream to a WebSocket."""
-        self.connections.discard(self)
         self._carrier.connections.discard(self._connection)
         self._connection.exchange = None
         self._exchange = None
@@ -181,16 +171,16 @@ class UvicornConnection(HTTPProtocol):
         except Exception:  # a fault of this server, which ends the connection as any top loop would
             log.exception("Reading a request failed")
             self._stream.close()
-        if self.transport.is_closing():
+        if self._transport.is_closing():
             return
         if self._drops_data:
-            self.flow.resume_reading()
+            self._stream.resume_reading()
             return
         is_waiting = self._is_busy and self._is_read
         if self._room is not None or (is_waiting and self._rest):
-            self.flow.pause_reading()
+            self._stream.pause_reading()
         else:
-            self.flow.resume_reading()
+            self._stream.resume_reading()
             if self._has_ended and not is_waiting:
                 self.close()  # no whole request is left
 

@@ -1,9 +1,7 @@
-"""uvicorn as the server of an ASGI application, on the event loop that runs already.
+"""Connections on the transports of the running event loop: asyncio's, or uvloop's where that is installed.
 
-Connections are in `daskserve.proxies.server.uvicorn_connection`, the lifecycle of the server is in
-`daskserve.proxies.server.life`. ``uvicorn.Server`` is not used: it handles signals and ends the event loop.
-The event loop's own server is not used either: asyncio's drops connections that are being set up when it is
-closed, and neither asyncio's nor uvloop's reports when all have ended.
+The event loop's own server is not used: asyncio's drops connections that are being set up when it is closed,
+and neither asyncio's nor uvloop's reports when all have ended.
 """
 
 from __future__ import annotations
@@ -15,9 +13,9 @@ from collections.abc import Callable
 
 from daskserve.loops.tasks import TaskSet
 from daskserve.proxies.exchange.carrier import Carrier
+from daskserve.proxies.exchange.http_connection import HTTPConnection
 from daskserve.proxies.exchange.limits import IDLE
-from daskserve.proxies.server.life import HTTPServer, ServerListener
-from daskserve.proxies.server.uvicorn_connection import SharedState, UvicornConnection
+from daskserve.proxies.exchange.stream import Stream
 
 log = logging.getLogger("daskserve.proxies")
 
@@ -25,21 +23,14 @@ log = logging.getLogger("daskserve.proxies")
 _HANDSHAKES_S = 0.5
 
 
-class UvicornServer(HTTPServer):
-    """Carries the application on uvicorn's protocol classes."""
-
-    def _make_listener(self, carrier: Carrier) -> ServerListener:
-        return _UvicornListener(carrier)
-
-
-class _UvicornListener:
-    """Sets up connections, which uvicorn's protocol reads."""
+class AsyncioListener:
+    """Sets up connections, which the event loop reads."""
 
     def __init__(self, carrier: Carrier) -> None:
         self._carrier = carrier
         self._loop = asyncio.get_running_loop()
         self._setups = TaskSet(log)
-        self._state = SharedState(carrier)
+        self._open_streams: set[Stream] = set()
 
     def take(self, sock: socket.socket, made: Callable[[], object]) -> asyncio.Task[None]:
         return self._setups.spawn(self._set_up(sock, made))
@@ -51,22 +42,21 @@ class _UvicornListener:
     async def wait_closed(self) -> None:
         self._setups.cancel()
         await self._setups.wait()
-        while self._state.open_streams:
+        while self._open_streams:
             await self._carrier.clock.sleep(0)
 
     async def _set_up(self, sock: socket.socket, made: Callable[[], object]) -> None:
         carrier = self._carrier
         timeout_s = None if carrier.tls is None else carrier.idle_timeout_s
-        connection = UvicornConnection(self._state)
-        self._state.on_made[connection] = made
         try:
             await self._loop.connect_accepted_socket(
-                lambda: connection, sock, ssl=carrier.tls, ssl_handshake_timeout=timeout_s
+                lambda: HTTPConnection(carrier, self._open_streams, made),
+                sock,
+                ssl=carrier.tls,
+                ssl_handshake_timeout=timeout_s,
             )
         except OSError as error:
             if isinstance(error, ConnectionAbortedError):  # the handshake took too long
                 carrier.limits.hit(IDLE)
             log.debug("A client disconnected before its connection was set up: %r", error)
             sock.close()
-        finally:
-            self._state.on_made.pop(connection, None)

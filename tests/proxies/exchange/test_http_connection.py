@@ -1,4 +1,4 @@
-"""What is different under uvicorn: how its parser reads, and how its sockets are accepted."""
+"""How a connection reads its requests on the transports of an event loop."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from http_harness import (
     serving,
     tracebacks,
 )
+from memory_transport import serving_in_memory
 
 from daskserve.common.types import Receive, Send
 from daskserve.options.http import HTTPOptions
 from daskserve.proxies.asgi import Scope
-from daskserve.proxies.server.uvicorn_connection import UvicornConnection
+from daskserve.proxies.exchange.http_connection import HTTPConnection
 
-SERVER = "uvicorn"
 LIMIT = HTTPOptions().max_header_bytes
 pytestmark = pytest.mark.usefixtures("carrier")
 
@@ -153,21 +153,23 @@ def test_trailers_are_not_headers() -> None:
 def test_no_requests_are_read_while_others_wait() -> None:
     async def test() -> None:
         app = Hanging()
-        async with serving(app) as server, connected(server) as client:
-            client.writer.write(request() * 400_000)
+        async with serving_in_memory(app) as listener:
+            client = listener.connect()
+            sent = memoryview(request() * 100_000)
+            left = client.move(sent)
             await poll_for(lambda: app.running)
-            (stream,) = cast(Any, server._listener)._state.open_streams
-            connection = stream._transport.get_protocol()
-            await poll_for(lambda: connection.flow.read_paused)
-            held_bytes = len(connection._rest)
-            await asyncio.sleep(0.02)
-            assert held_bytes == len(connection._rest) < 1 << 20
+            assert len(sent) - len(left) < 1 << 20
+            for _ in range(20):
+                assert len(client.move(left)) == len(left)
+                await asyncio.sleep(0)
             assert app.running == 1
-            client.writer.transport.abort()
+            client.reset()
+            await poll_for(lambda: app.cancelled == 1)
 
     run(test)
 
 
+@pytest.mark.parametrize("carrier", ["asyncio"], indirect=True)
 def test_a_client_that_never_reads_its_last_response_is_disconnected() -> None:
     async def test() -> None:
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -176,7 +178,7 @@ def test_a_client_that_never_reads_its_last_response_is_disconnected() -> None:
         async with serving(app, keep_alive_timeout_s=5) as server, connected(server) as client:
             client.writer.transport.pause_reading()  # type: ignore[attr-defined]
             (link,) = server._carrier.connections
-            (stream,) = cast(Any, server._listener)._state.open_streams
+            (stream,) = cast(Any, server._listener)._open_streams
             stream._transport.set_write_buffer_limits(1 << 24)  # the application need not wait for it
             stream._transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
             await client.send(request("/", "Connection: close"))
@@ -194,7 +196,7 @@ def test_an_internal_error_ends_the_connection_and_is_logged(
     def fail(*_: object) -> None:
         raise RuntimeError("a mistake")
 
-    monkeypatch.setattr(UvicornConnection, "_begin", fail)
+    monkeypatch.setattr(HTTPConnection, "_begin", fail)
 
     async def test() -> None:
         async with serving(hello) as server, connected(server) as client:
