@@ -12,7 +12,7 @@ from starlette.middleware import Middleware
 
 from daskserve.cluster.protocols.base import ActorContext, verb, verbs_of
 from daskserve.common import settings
-from daskserve.common.types import STORE_TAKEN, UNREADY, Envelope, Load, Receive, Send
+from daskserve.common.types import STORE_TAKEN, UNREADY, ActorRequest, Envelope, Receive, Send
 from daskserve.data.caller.calls.handle import routers_of
 from daskserve.data.replica.local_code import LocalCode
 from daskserve.data.replica.process.code import ChildCode
@@ -176,7 +176,7 @@ class ProxyActor:
         """Return how many requests are under way; a proxy does not check its own health."""
         return {} if self._ingress is None else {"ongoing": self._ingress.statistics().ongoing}
 
-    async def handle(self, envelope: Envelope, receive: Receive, send: Send) -> Load:
+    def handle(self, envelope: Envelope) -> ActorRequest:
         raise BadRequestError("A proxy takes its requests over HTTP.")
 
     @verb

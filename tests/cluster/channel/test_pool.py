@@ -91,7 +91,7 @@ class Network:
                 got.append(message)
 
         envelope = Envelope(EnvelopeKind.CALL, {}, has_body=False, call=Leaves())
-        return asyncio.create_task(self.pool.request(ACTOR, envelope, nothing_to_receive, keep))
+        return asyncio.create_task(self.pool.request(ACTOR, envelope).respond(nothing_to_receive, keep))
 
     async def close(self) -> None:
         await self.pool.close()

@@ -73,7 +73,7 @@ class Port:
         envelope = Envelope(EnvelopeKind.CALL, {}, Payload(b"question"))
         try:
             actor = ActorAddress("actor", self.address, 1)
-            await pool.request(actor, envelope, nothing_to_receive, keep)
+            await pool.request(actor, envelope).respond(nothing_to_receive, keep)
         finally:
             await pool.close()
         return bytes(answers[0]["payload"].data)

@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -64,6 +65,32 @@ class Clock(LoopClock):
         return super().now() + self.ahead_s
 
 
+class Request:
+    """A request to a replica of the `Process`; the test says what comes of it."""
+
+    def __init__(self, process: Process, address: ActorAddress, envelope: Envelope) -> None:
+        self.process = process
+        self.address = address
+        self.envelope = envelope
+        self.tag = address.name.rpartition("/")[2]
+
+    def start(self, on_answer: OnAnswer) -> Any:
+        process = self.process
+        if self.tag in process.apart or process.is_local(self.address):
+            return None
+        process.asked.append(Asked(self.tag, self.envelope, on_answer))
+        process.on_ask(process.asked[-1])
+        return process.asked[-1].give_up
+
+    async def respond(self, receive: Receive, send: Send) -> Load:
+        process = self.process
+        process.requested.append(self.tag)
+        process.envelopes.append(self.envelope)
+        load = await process.outcome
+        await send({"type": "call.result", "payload": dump("by task")})
+        return load
+
+
 class Process:
     """A process with remote replicas only; both its link and its cluster."""
 
@@ -79,7 +106,7 @@ class Process:
         #: Replicas without a connection, and those in this process.
         self.apart: set[str] = set()
         self.here = ""
-        #: What `ask` does before it returns.
+        #: What `Request.start` does before it returns.
         self.on_ask: Callable[[Asked], None] = lambda asked: None
         self.loop = asyncio.get_running_loop()
         self.hops = Hops()
@@ -103,20 +130,8 @@ class Process:
     def is_local(self, address: ActorAddress) -> bool:
         return address.worker == self.here
 
-    def ask(self, address: ActorAddress, envelope: Envelope, on_answer: OnAnswer) -> Any:
-        tag = address.name.rpartition("/")[2]
-        if tag in self.apart or self.is_local(address):
-            return None
-        self.asked.append(Asked(tag, envelope, on_answer))
-        self.on_ask(self.asked[-1])
-        return self.asked[-1].give_up
-
-    async def request(self, address: ActorAddress, envelope: Envelope, receive: Receive, send: Send) -> Load:
-        self.requested.append(address.name.rpartition("/")[2])
-        self.envelopes.append(envelope)
-        load = await self.outcome
-        await send({"type": "call.result", "payload": dump("by task")})
-        return load
+    def handler_of(self, address: ActorAddress) -> Any:
+        return partial(Request, self, address)
 
     # ---- what the test does
 

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, cast
 
 import pytest
+from by_task import by_task
 from scripted_routes import ScriptedRoutes
 
 from daskserve.cluster.long_poll import LongPollClient
@@ -82,6 +83,10 @@ class Replicas:
     def is_local(self, address: ActorAddress) -> bool:
         return address.worker == self.here
 
+    def handler_of(self, address: ActorAddress) -> Any:
+        return partial(self.request, address)
+
+    @by_task
     async def request(self, address: ActorAddress, envelope: Envelope, receive: Receive, send: Send) -> Load:
         tag = address.name.rpartition("/")[2]
         self.asked.append(tag)

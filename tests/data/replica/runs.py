@@ -7,14 +7,12 @@ from collections.abc import Awaitable, Callable
 from contextvars import Context
 from typing import Any
 
-from daskserve.common.clock import LoopClock
 from daskserve.common.types import Envelope, EnvelopeKind, Message, Receive, Send
 from daskserve.data.replica.execution.executor import Wall
 from daskserve.data.replica.execution.message_pipe import MessagePipe
 from daskserve.data.replica.execution.runner import CodeRun, RunResult
 from daskserve.data.replica.execution.user_threads import UserThreads
 from daskserve.data.replica.requests.answer import Answer
-from daskserve.data.replica.requests.responders import carry
 from daskserve.data.replica.requests.slots import Slots
 from daskserve.figures.replica import ReplicaFigures
 
@@ -110,7 +108,7 @@ async def carry_answer(answer: PipedAnswer) -> Any:
     async def unused(*args: Any) -> Message:
         raise AssertionError("the pipe has its own")
 
-    await carry(answer, unused, unused, LoopClock())  # type: ignore[arg-type]
+    await answer.respond(unused, unused)  # type: ignore[arg-type]
     return answer.value
 
 

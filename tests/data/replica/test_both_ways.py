@@ -21,16 +21,18 @@ from starlette.responses import JSONResponse, RedirectResponse, Response, Stream
 
 from daskserve.cluster.channel.channel import Channel
 from daskserve.cluster.channel.wire.transport import SocketTransport
-from daskserve.cluster.protocols.base import ActorContext, ActorSpec
+from daskserve.cluster.protocols.base import ActorContext, ActorSpec, TaskRequest
 from daskserve.common.clock import LoopClock
 from daskserve.common.types import (
     WHOLE_RESPONSE,
     ActorAddress,
     ActorKind,
+    ActorRequest,
     Envelope,
     EnvelopeKind,
     Load,
     Message,
+    OnAnswer,
 )
 from daskserve.context import current_request
 from daskserve.data.replica.replica import Replica
@@ -334,6 +336,20 @@ HANGING = (hang, swallow, hang_in_thread, hang_in_stream, swallow_in_stream, han
 HANGING_LATER = (hang_in_awaitable, hang_in_background)
 
 
+class Noting:
+    """A request that notes whether it was started."""
+
+    def __init__(self, request: ActorRequest, takes: list[bool]) -> None:
+        self.respond = request.respond
+        self._request = request
+        self._takes = takes
+
+    def start(self, on_answer: OnAnswer) -> Callable[[], None] | None:
+        give_up = self._request.start(on_answer)
+        self._takes.append(give_up is not None)
+        return give_up
+
+
 class Play:
     """One request to one replica, as the client and the replica's figures tell of it."""
 
@@ -348,17 +364,13 @@ class Play:
         self.sent: list[Message] = []
         self.takes: list[bool] = []
 
-        def dispatch(name: str, incarnation: int, *request: Any) -> Any:
-            return replica.handle(*request)
-
-        def answer(name: str, incarnation: int, *request: Any) -> Callable[[], None] | None:
-            give_up = replica.handle_nowait(*request)
-            self.takes.append(give_up is not None)
-            return give_up
+        def dispatch(name: str, incarnation: int, envelope: Envelope) -> ActorRequest:
+            request = replica.handle(envelope)
+            return Noting(request, self.takes) if is_taskless else TaskRequest(request.respond)
 
         here, there = (SocketTransport(each, "there") for each in socket.socketpair())
         self.here = Channel(here, dispatch, first_stream=0)
-        self.there = Channel(there, dispatch, first_stream=1, dispatch_nowait=answer if is_taskless else None)
+        self.there = Channel(there, dispatch, first_stream=1)
 
     async def play(self, method: str, interrupt: str) -> dict[str, Any]:
         await self.replica.start()
@@ -421,7 +433,7 @@ class Play:
         async def send(message: Message) -> None:
             self.sent.append(message)
 
-        return await self.here.request(ADDRESS, envelope, receive, send)
+        return await self.here.request(ADDRESS, envelope).respond(receive, send)
 
     async def _interrupt(self, by: str, asking: asyncio.Task[Load]) -> None:
         if by == "client":

@@ -21,6 +21,8 @@ class Outbox:
 
     def __init__(self) -> None:
         self.turn = 0
+        #: Whether the connection has ended, so that nothing more is sent.
+        self.is_closed = False
         #: Set by `Transport.run`, before anything is sent.
         self._refuse: Refuser | None = None
         self._outbox: list[Any] = []

@@ -62,6 +62,9 @@ class Transport(Protocol):
     #: Counts the connection's bytes.
     traffic: Traffic
 
+    #: Set by the channel when the connection has ended.
+    is_closed: bool
+
     @property
     def peer_address(self) -> str:
         """Address of the other end."""

@@ -102,7 +102,7 @@ async def _send(cluster: Cluster, replica: ActorAddress, envelope: Envelope) -> 
         return DONE
 
     try:
-        await cluster.request(replica, envelope, nothing_to_receive, keep)
+        await cluster.request(replica, envelope).respond(nothing_to_receive, keep)
     except Exception as error:  # it is the outcome of this replica
         return error
     return answers[0]

@@ -12,9 +12,9 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from daskserve.cluster.protocols.base import Cluster, Link
+from daskserve.cluster.protocols.base import Link
 from daskserve.common.clock import stopwatch
-from daskserve.common.types import Envelope, KeptPayload, Load, Message, Payload, Rest
+from daskserve.common.types import ActorRequest, Envelope, KeptPayload, Load, Message, Payload
 from daskserve.data.caller.naming import with_called
 from daskserve.data.caller.routing.replica_pool import ReplicaEntry
 from daskserve.data.caller.routing.replica_set import ReplicaSet
@@ -62,7 +62,7 @@ class DirectCall:
         self._replica: ReplicaEntry | None = None  # set while it has the request
         self._cancel_request: Callable[[], None] | None = None
 
-    def start(self, cluster: Cluster) -> bool:
+    def start(self) -> bool:
         """Send the request; return False, without any effect, if it cannot be sent at once."""
         replica = self.replicas.take_now()
         if replica is None:
@@ -70,7 +70,9 @@ class DirectCall:
         self._replica = replica
         self.began = stopwatch()
         try:
-            self._cancel_request = cluster.ask(replica.address, self.envelope, self._on_answer)
+            self._cancel_request = replica.handle(self.envelope).start(self._on_answer)
+        except ActorLostError:
+            pass  # the task that sends it next finds another replica
         except BaseException:
             if self._replica is not None:  # else `_on_answer` has released it
                 self.replicas.put_back(replica)
@@ -92,7 +94,7 @@ class DirectCall:
             self.replicas.release(replica, None)
             self._fail(asyncio.CancelledError())
 
-    def _on_answer(self, message: Message | None, outcome: Load | Exception | Rest) -> None:
+    def _on_answer(self, message: Message | None, outcome: Load | Exception | ActorRequest) -> None:
         # If sending fails, this is called before `start` has set `_cancel_request`.
         replica, self._replica = self._replica, None
         assert replica is not None

@@ -377,9 +377,7 @@ class Handle:
                 if replicas is not None:
                     head = self._head(router, request_id, facts)
                     envelope = Envelope(EnvelopeKind.CALL, head, payload, call=future)
-                    if DirectCall(link, router, replicas, envelope, future, self._continue_call).start(
-                        cluster
-                    ):
+                    if DirectCall(link, router, replicas, envelope, future, self._continue_call).start():
                         return
         except Exception as error:  # the caller gets it
             future.set_error(error)

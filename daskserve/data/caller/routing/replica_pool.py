@@ -36,7 +36,15 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
-from daskserve.common.types import ActorAddress, Load, Reach, ReplicaTag, WorkerAddress
+from daskserve.common.types import (
+    ActorAddress,
+    ActorRequest,
+    Envelope,
+    Load,
+    Reach,
+    ReplicaTag,
+    WorkerAddress,
+)
 from daskserve.data.caller.routing.choice import choose
 from daskserve.data.caller.routing.websocket_cost import TurnMeter
 
@@ -62,6 +70,7 @@ class ReplicaEntry:
         "address",
         "busy_since",
         "concurrency",
+        "handle",
         "has_queued_request",
         "in_flight",
         "index",
@@ -78,9 +87,13 @@ class ReplicaEntry:
         "tag",
     )
 
-    def __init__(self, tag: ReplicaTag, address: ActorAddress) -> None:
+    def __init__(
+        self, tag: ReplicaTag, address: ActorAddress, handle: Callable[[Envelope], ActorRequest]
+    ) -> None:
         self.tag = tag
         self.address = address
+        #: Takes a request; that of a local replica is the replica's own.
+        self.handle = handle
         self.concurrency = 1
         self.in_flight = 0
         #: How many of these are WebSockets.
@@ -126,14 +139,18 @@ class Roster:
         ``is_local(address)`` returns whether the replica at the address runs in this process.
     route_to : callable
         Returns how this process reaches a worker; None if that is not known yet.
+    handler_of : callable
+        ``handler_of(address)`` returns the function that takes the requests to the replica at the address.
     """
 
     def __init__(
         self,
         is_local: Callable[[ActorAddress], bool],
         route_to: Callable[[WorkerAddress], Reach | None] = lambda _: Reach.DIRECT,
+        handler_of: Callable[[ActorAddress], Callable[[Envelope], ActorRequest]] = lambda _: _refuse,
     ) -> None:
         self._is_local = is_local
+        self._handler_of = handler_of
         self._route_to = route_to
         self._entries: dict[ReplicaTag, ReplicaEntry] = {}
         self._local: list[ReplicaEntry] = []
@@ -184,7 +201,8 @@ class Roster:
         for tag, (worker, incarnation) in published.items():
             entry = known.get(tag)
             if entry is None or entry.address.worker != worker or entry.address.incarnation != incarnation:
-                entry = ReplicaEntry(tag, ActorAddress(name_of(tag), worker, incarnation))
+                address = ActorAddress(name_of(tag), worker, incarnation)
+                entry = ReplicaEntry(tag, address, self._handler_of(address))
                 newcomers.append(entry)
             entry.concurrency = concurrency
             entries.append(entry)
@@ -392,6 +410,10 @@ class Roster:
             peers[entry.index] = last
             last.index = entry.index
         entry.index = -1
+
+
+def _refuse(envelope: Envelope) -> ActorRequest:
+    raise NotImplementedError("The replicas of this pool take no requests.")
 
 
 def _draw(

@@ -74,7 +74,7 @@ class ReplicaSet:
         self._rng = rng
         self._routes = routes
         #: The replicas.
-        self.roster = Roster(cluster.is_local, routes.to)
+        self.roster = Roster(cluster.is_local, routes.to, cluster.handler_of)
         # Ordered, because a cancelled request leaves from any position.
         self._waiting: OrderedDict[asyncio.Future[ReplicaEntry], None] = OrderedDict()
         #: The requests that may end their replica's process.
@@ -244,7 +244,7 @@ class ReplicaSet:
                     queued_since = self._clock.now() if queued_since is None else queued_since
                     load = await self._send_queued(replica, queued_since, envelope, receive, send)
                 else:
-                    load = await self._cluster.request(replica.address, envelope, receive, send)
+                    load = await replica.handle(envelope).respond(receive, send)
             except (ReplicaBusyError, ActorLostError) as error:
                 self._note_refusal(replica, error, was_queued=has_queued_request)
                 trial = self._apart.rewind(envelope, replay, trial, replica, error)
@@ -276,7 +276,7 @@ class ReplicaSet:
         )
         envelope = replace(envelope, patience=queued.patience(since))
         try:
-            return await self._cluster.request(replica.address, envelope, receive, queued.send)
+            return await replica.handle(envelope).respond(receive, queued.send)
         finally:
             queued.leave()
 

@@ -1,9 +1,10 @@
 """The answer to one request, as a state machine.
 
 A replica answers calls, streaming calls, HTTP requests and WebSockets, alone or in batches. User code runs
-where its runner puts it (`daskserve.data.replica.execution.runner`), and the caller is reached either from a
-task or without one (`daskserve.data.replica.requests.responders`). What happens to a request in between is
-the same for all:
+where its runner puts it (`daskserve.data.replica.execution.runner`). The caller gets the answer where user
+code reports its end (`Answer.start`), or, where something may wait, from a task (`Answer.respond`): for a
+slot, for the body of a request, or for a caller that reads a stream slowly. What happens to a request in
+between is the same for all:
 
 ============  ====================  ============  ========================================================
 state         event                 next state    what happened
@@ -32,18 +33,26 @@ request becomes CANCELLED. The request is counted once, when it leaves RUNNING o
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Mapping
-from typing import Any, Final, Literal, Protocol, TypeAlias, get_args
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from contextvars import Context
+from typing import Any, Final, Literal, NoReturn, TypeAlias, get_args
 
 from daskserve.common.clock import stopwatch
-from daskserve.common.types import Envelope, Message, Receive, Send
+from daskserve.common.types import Envelope, Load, Message, OnAnswer, Receive, Send
+from daskserve.context import current_request
+from daskserve.data.replica.errors.log import is_failure
 from daskserve.data.replica.execution.message_pipe import MessagePipe
 from daskserve.data.replica.execution.runner import CodeRun
+from daskserve.data.replica.requests.serving import ServingCode
 from daskserve.data.replica.requests.slots import Slots
+from daskserve.data.replica.user_code.definitions import Method
+from daskserve.data.replica.user_code.request_objects import request_context, request_id_of
 from daskserve.data.replica.user_code.responses import Unfinished
 from daskserve.errors import ServeError
 from daskserve.figures.replica import ReplicaFigures
 from daskserve.loops.deadlines import is_over
+from daskserve.payload.packed_errors import PackedError
 
 # Plain strings, not members of an enum: each request compares several of them.
 AnswerState: TypeAlias = Literal["waiting", "running", "streaming", "cancelled", "done"]
@@ -100,22 +109,17 @@ class InvalidAnswerTransition(ServeError):
     """An event does not fit the state of an answer: a bug in the replica."""
 
 
-class Caller(Protocol):
-    """The path to a request's caller, which an answer notifies of its changes."""
-
-    def changed(self) -> None:
-        """Note that there are messages to pass on, or that the answer is complete or has failed."""
-
-
 class Answer:
     """One request at its replica; each kind of request is a subclass.
 
-    It is a `daskserve.data.replica.execution.runner.RunListener`, and lives on the worker's loop.
+    It is a `daskserve.common.types.ActorRequest` for its caller, and a
+    `daskserve.data.replica.execution.runner.RunListener` for user code. It lives on the worker's loop.
     """
 
     __slots__ = (
         "_began",
-        "caller",
+        "_on_answer",
+        "_waiter",
         "envelope",
         "error",
         "figures",
@@ -138,11 +142,13 @@ class Answer:
         self.slots = slots
         self.figures = figures
         self.state: AnswerState = WAITING
-        #: Notified of changes; None while the task that carries the answer is not waiting for any.
-        self.caller: Caller | None = None
+        #: Gets the answer of a request without a task.
+        self._on_answer: OnAnswer | None = None
+        #: What the task of a request waits for: a message to pass on, or the end of user code.
+        self._waiter: asyncio.Future[None] | None = None
         #: Carries the messages between user code and the caller, if there are any.
         self.pipe: MessagePipe | None = None
-        #: Whether a task carries the answer; only there can anything be awaited.
+        #: Whether a task responds; only there can anything be awaited.
         self.is_in_task = False
         #: The next step of user code, until it is started.
         self.unfinished: Unfinished | None = None
@@ -160,7 +166,145 @@ class Answer:
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.state}>"
 
+    # ---- for the caller
+
+    def start(self, on_answer: OnAnswer) -> Callable[[], None] | None:
+        """Answer the request without a task, and return a function that gives it up.
+
+        Returns None if it needs a task, or there is no free slot. If the answer takes more than one message,
+        the callback gets this object, for a task to respond.
+        """
+        if self.needs_task() or not self.slots.take_nowait():
+            return None
+        self.granted()
+        self._on_answer = on_answer
+        try:
+            self.begin()
+        except BaseException:
+            self.fail()
+            raise
+        return self.leave
+
+    async def respond(self, receive: Receive, send: Send) -> Load:
+        """Answer the request from the present task, begun or not; return when its caller has it all.
+
+        Raises
+        ------
+        ReplicaBusyError
+            All slots were taken for longer than the patience of the request; it has not begun.
+        ActorLostError
+            The replica stops: the request has not begun, or was cancelled when the grace period ended.
+        Exception
+            The error of user code, of its start, or of the connection to the caller.
+        """
+        slots = self.slots
+        if self.state == WAITING:
+            # A broadcast reaches full replicas, too.
+            take = slots.take_beyond if "broadcast" in self.envelope.head else slots.take_nowait
+            if self.envelope.patience is not None or not take():
+                await self._wait_for_slot(send)
+            self.granted()
+        self.is_in_task = True
+        try:
+            if self.unfinished is None:
+                preparing = self.begin(receive, send)
+                if preparing is not None:
+                    await preparing
+            elif self.pipe is not None:
+                self.pipe.connect(receive, send)
+            if self.run is not None or self.pipe is not None or self.unfinished is not None:
+                await self._settle()
+            if self.error is not None:
+                self._raise_error()
+            message = self.message(self.value)
+            if message is not None:
+                await send(message)
+        except Exception:
+            self.fail()
+            raise
+        except BaseException:
+            self.leave(asyncio.get_running_loop().time())
+            raise
+        self.answered()
+        return slots.load()
+
+    async def _wait_for_slot(self, send: Send) -> None:
+        try:
+            await self.slots.take(self.envelope, send)
+        except asyncio.CancelledError:
+            self.leave(asyncio.get_running_loop().time())
+            raise
+        except Exception:
+            self.fail()
+            raise
+
+    async def _settle(self) -> None:
+        """Pass messages on and start the steps of user code until only the last message is left."""
+        loop = asyncio.get_running_loop()
+        while True:
+            pipe = self.pipe
+            if pipe is not None and pipe.outbox:
+                try:
+                    await pipe.flush()
+                except OSError:  # of the caller's connection
+                    self.leave()
+                    raise
+            elif self.error is not None:
+                return
+            elif self.unfinished is not None:
+                self._take_next_step()
+            elif self.run is not None:
+                code = self.run.drive()
+                if code is None:
+                    code = self._waiter = loop.create_future()
+                await code
+            else:
+                return
+
+    def _take_next_step(self) -> None:
+        unfinished, self.unfinished = self.unfinished, None
+        assert unfinished is not None
+        self.go_on(unfinished)
+
+    def _raise_error(self) -> NoReturn:
+        error, self.error = self.error, None
+        assert error is not None
+        try:
+            raise error
+        finally:
+            del error  # else the traceback holds this frame, and this frame the error
+
+    def _changed(self) -> None:
+        """Wake the task, or pass the answer on without one if it is complete, or start the next step."""
+        on_answer = self._on_answer
+        if on_answer is None:
+            if self._waiter is not None and not self._waiter.done():
+                self._waiter.set_result(None)
+            return
+        if self.unfinished is not None and self.needs_task_to_go_on:
+            self._on_answer = None
+            on_answer(None, self)
+            return
+        try:
+            if self.unfinished is not None:
+                self._take_next_step()
+                return
+            if self.error is not None:
+                self._raise_error()
+            message = self.message(self.value)
+        except Exception as error:  # the caller gets it
+            self.fail()
+            self._on_answer = None
+            on_answer(None, error)
+        else:
+            self.answered()
+            on_answer(message, self.slots.load())
+
     # ---- what a kind of request defines
+
+    def needs_task(self) -> bool:
+        """Return whether the request can only be answered from a task, because something may have to wait."""
+        return True
 
     def begin(self, receive: Receive | None = None, send: Send | None = None) -> Awaitable[None] | None:
         """Start user code and return None, or return an awaitable that starts it.
@@ -198,8 +342,7 @@ class Answer:
         """User code has sent a message."""
         if self.state in OPEN_STATES:
             self._move(PARTIAL)
-            if self.caller is not None:
-                self.caller.changed()
+            self._changed()
 
     def run_ended(self, value: Any, error: Exception | None) -> None:
         """User code, or one step of it, has ended."""
@@ -213,17 +356,16 @@ class Answer:
             self.accept(value)
         else:
             self.value = value
-        if self.caller is not None:
-            self.caller.changed()
+        self._changed()
 
     def run_aborted(self, error: Exception) -> None:
         """The replica stops: the caller gets ``error``, and user code is cancelled."""
         if self.state in OPEN_STATES:
-            caller = self.caller
+            on_answer = self._on_answer
             self.error = error
             self._close(ABORTED)
-            if caller is not None:
-                caller.changed()
+            self._on_answer = on_answer
+            self._changed()
 
     def answered(self) -> None:
         """The caller has the whole answer."""
@@ -231,7 +373,7 @@ class Answer:
             self.state = _ANSWERED_STATE
         else:
             self._move(ANSWERED)
-        self.caller = None  # it refers to this object
+        self._on_answer = None  # it may refer to this object
         self.figures.latency.observe(stopwatch() - self._began)
         if self.pipe is not None:
             self.release()
@@ -288,7 +430,7 @@ class Answer:
         """Apply an event after which the caller gets no answer."""
         was_begun = self.state != WAITING
         self._move(event)
-        self.caller = None  # it refers to this object
+        self._on_answer = None  # it may refer to this object
         if not was_begun:
             return
         if event in (LEFT, LATE):
@@ -311,3 +453,47 @@ class Answer:
         if self.state == CANCELLED and self.run is None and not self.holds:
             self._move(ENDED)
             self.slots.free()
+
+
+class LocalAnswer(Answer):
+    """The answer to a request whose user code runs in this process."""
+
+    __slots__ = ("_context", "_method", "code", "runs_in_task")
+
+    # Set by `daskserve.data.replica.local_code.LocalCode.handle`: a constructor would be one more call for
+    # each request.
+    code: ServingCode
+    #: Returns whether an error of user code is for the log.
+    is_failure: Callable[[PackedError], bool] = staticmethod(is_failure)
+    # Known when user code begins.
+    #: Whether async code runs in the task that responds, on the worker's loop.
+    runs_in_task: bool
+    _context: Context
+    _method: Method
+
+    def accept(self, value: Any) -> None:
+        """Keep what user code returned or raised; log an error, with the context variables of the code."""
+        super().accept(value)
+        if type(value) is PackedError:
+            if self.is_failure(value):
+                log = self.code.failures.logs_for(self._context.get(current_request))
+                self._context.copy().run(log, value, request_id_of(self.envelope.head))
+            value.error = None  # it refers to the user's object
+
+    def _set_context(self) -> None:
+        """Create the context in which user code answers the request: a copy of the replica's."""
+        self._context = context = self.code.wall.context.copy()
+        context.run(current_request.set, request_context(self.envelope))
+
+    def _start(self, is_async: bool, function: Callable[..., Any], *args: Any) -> None:
+        """Start user code, or the next step of it."""
+        wall = self.code.wall
+        if is_async and self.runs_in_task:
+            self.run = wall.enter(function, args, self._context, self)
+        else:
+            self.run = wall.start(is_async, function, args, self._context, self)
+
+    def _next_step(self, is_async: bool, function: Callable[..., Any], *args: Any) -> None:
+        # A copy, because the previous run may not have left its context yet.
+        self._context = self._context.copy()
+        self._start(is_async, function, *args)

@@ -10,7 +10,7 @@ from daskserve.common.clock import stopwatch
 from daskserve.common.types import Message, Receive, Send
 from daskserve.data.replica.execution.message_pipe import open_pipe
 from daskserve.data.replica.requests.accept_batch import BatchItem
-from daskserve.data.replica.requests.serving import LocalAnswer
+from daskserve.data.replica.requests.answer import LocalAnswer
 from daskserve.data.replica.requests.streaming import (
     finish_stream,
     finish_stream_in_thread,
@@ -26,6 +26,11 @@ class CallAnswer(LocalAnswer):
     """The answer to a call: one pickled result."""
 
     __slots__ = ()
+
+    def needs_task(self) -> bool:
+        head, code = self.envelope.head, self.code
+        method = None if "stream" in head else code.servable.methods.get(head.get("method") or CALL)
+        return method is None or method.is_asgi or method.accepts_batches or code.wall.is_closed
 
     def begin(self, receive: Receive | None = None, send: Send | None = None) -> Awaitable[None] | None:
         envelope, servable = self.envelope, self.code.servable

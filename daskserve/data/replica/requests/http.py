@@ -10,8 +10,8 @@ from daskserve.data.replica.errors.log import is_http_failure, is_refusal
 from daskserve.data.replica.execution.message_pipe import MessagePipe, open_pipe
 from daskserve.data.replica.execution.socket_pipe import open_socket_pipe
 from daskserve.data.replica.requests.accept_batch import BatchItem
+from daskserve.data.replica.requests.answer import LocalAnswer
 from daskserve.data.replica.requests.method_header import named_method, no_call_error
-from daskserve.data.replica.requests.serving import LocalAnswer
 from daskserve.data.replica.user_code.definitions import CALL, Method
 from daskserve.data.replica.user_code.request_objects import read_body
 from daskserve.data.replica.user_code.responses import (
@@ -39,6 +39,21 @@ class HTTPAnswer(LocalAnswer):
 
     needs_task_to_go_on = True
     is_failure = staticmethod(is_http_failure)
+
+    def needs_task(self) -> bool:
+        envelope, code = self.envelope, self.code
+        if (
+            envelope.head["type"] != "http"
+            or envelope.has_body
+            or code.has_method_header
+            or code.wall.is_closed
+        ):
+            return True
+        method = code.servable.methods.get(CALL)
+        if method is None or method.is_asgi or method.accepts_batches:
+            return True
+        # On the worker's loop, a task for the request saves one for user code.
+        return method.is_async and code.wall.is_on_worker_loop
 
     def begin(self, receive: Receive | None = None, send: Send | None = None) -> Awaitable[None] | None:
         envelope, code = self.envelope, self.code
