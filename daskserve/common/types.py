@@ -465,6 +465,8 @@ class Envelope:
     note_turn: Callable[[float], object] | None = None
     #: The call that the answer is for; stays in this process.
     call: MayLeaveAnswer | None = None
+    #: Returns whether the caller has a part of the HTTP response; stays in this process, too.
+    has_started: Callable[[], bool] | None = None
 
 
 @dataclass(slots=True)

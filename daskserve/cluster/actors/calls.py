@@ -130,7 +130,7 @@ class ActorCalls:
 
     def handler_of(self, address: ActorAddress) -> Callable[[Envelope], ActorRequest]:
         if self._book is None or address.worker != self._here:
-            return partial(self._channels.request, address)
+            return self._channels.handler_of(address)
         try:
             return self._book.handler_of(address.name, address.incarnation)
         except (ActorLostError, UnavailableError):

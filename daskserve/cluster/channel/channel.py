@@ -16,7 +16,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Literal
 
-from daskserve.cluster.channel.kept import KeptAnswers, is_large
+from daskserve.cluster.channel.kept import KeptAnswers
 from daskserve.cluster.channel.streams import Accepted, AcceptedOnDemand, Offer, Opened
 from daskserve.cluster.channel.wire.frames import (
     ANSWER,
@@ -32,10 +32,10 @@ from daskserve.cluster.channel.wire.frames import (
     unwire_payload,
     wire_message,
 )
-from daskserve.cluster.channel.wire.outbox import CALL_WORK, FRAME_WORK, Frames
-from daskserve.cluster.channel.wire.transport import Transport
+from daskserve.cluster.channel.wire.transport import CALL_WORK, FRAME_WORK, Frames, Transport
 from daskserve.common.types import (
     DONE,
+    KEPT_BYTES,
     ON_DEMAND,
     ActorAddress,
     ActorRequest,
@@ -290,7 +290,7 @@ class Channel:
             work = FRAME_WORK
             if envelope.kind is EnvelopeKind.CALL:
                 work = CALL_WORK
-                if self._kept is not None and message is not None and is_large(message):
+                if self._kept is not None and message is not None and _is_large(message):
                     self._offer(number, message["payload"], outcome)
                     return
             messages = [] if message is None else [wire_message(message)]
@@ -312,7 +312,7 @@ class Channel:
         if self._kept is not None and envelope.kind is EnvelopeKind.CALL:
 
             def send(message: Message) -> Awaitable[None]:
-                if is_large(message):
+                if _is_large(message):
                     large.append(message["payload"])
                     return DONE
                 return stream.send(message)
@@ -365,3 +365,13 @@ class Channel:
         taskless, self._taskless = self._taskless, {}
         for give_up in taskless.values():
             give_up()
+
+
+def _is_large(message: Message) -> bool:
+    """Return whether a message is the result of a call that is offered instead of sent."""
+    if message["type"] != "call.result":
+        return False
+    payload = message["payload"]
+    if payload.buffers:
+        return bool(payload.nbytes >= KEPT_BYTES)
+    return len(payload.data) >= KEPT_BYTES

@@ -119,6 +119,11 @@ class ChannelPool:
             return TaskRequest(partial(self._dial_and_respond, address, envelope))
         return channel.request(address, envelope)
 
+    def handler_of(self, address: ActorAddress) -> Callable[[Envelope], ActorRequest]:
+        """Return the function that takes an actor's requests; it is out of date when the route changes."""
+        channel = self._open_to.get(address.worker)
+        return partial(self.request if channel is None else channel.request, address)
+
     async def _dial_and_respond(
         self, address: ActorAddress, envelope: Envelope, receive: Receive, send: Send
     ) -> Load:

@@ -24,7 +24,7 @@ from daskserve.cluster.channel.wire.frames import (
     wire_message,
     wire_payload,
 )
-from daskserve.cluster.channel.wire.outbox import CALL_WORK
+from daskserve.cluster.channel.wire.transport import CALL_WORK
 from daskserve.common.types import (
     DONE,
     ON_DEMAND,

@@ -190,7 +190,10 @@ class Cluster(Protocol):
         """Return a request to an actor, not begun. One without a connection to its actor needs a task."""
 
     def handler_of(self, address: ActorAddress) -> Callable[[Envelope], ActorRequest]:
-        """Return the function that takes an actor's requests: its own ``handle`` if it is in this process."""
+        """Return the function that takes an actor's requests: its own ``handle`` if it is in this process.
+
+        For others it is that of the present connection, and out of date when the route changes.
+        """
 
     async def inspect(
         self, worker: WorkerAddress, *, figures_of: Collection[str] = (), by_scheduler: bool = False

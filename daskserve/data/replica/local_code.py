@@ -100,7 +100,7 @@ class LocalCode:
         self._batches = ReplicaBatches(
             self._parts, start.config.max_batch_size, start.config.batch_wait_timeout, figures, self._failures
         )
-        self.slots = Slots(start.replica_tag, start.concurrency, self._batches, figures)
+        self.slots = Slots(start.replica_tag, start.concurrency, figures)
 
     @property
     def abandoned(self) -> int:
@@ -179,6 +179,8 @@ class LocalCode:
         start = self._start
         self._serving = ServingCode(wall, servable, self._batches, self.slots, self._figures, self._failures)
         self._serving.fill = self._fill
+        if servable.facts.accepts_batches:
+            self.slots.queue = self._batches
         self._serving.place = {
             "replica_tag": start.replica_tag,
             "backend": start.backend_tag,

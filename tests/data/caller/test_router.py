@@ -443,10 +443,6 @@ def test_if_all_replicas_are_full_a_request_queues_at_each_in_turn() -> None:
     run(scenario)
 
 
-class NoQueue:
-    queued = 0
-
-
 class OnlyReplica:
     """The only replica of a backend, which several routers send to."""
 
@@ -455,7 +451,7 @@ class OnlyReplica:
     def __init__(self, took_s: float, routers: int = 2, slots: int = 1, jitter: float = 0.0) -> None:
         self._rng, self._jitter = random.Random(1), jitter
         self.figures = ReplicaFigures()
-        self.slots = Slots("r1", slots, NoQueue(), self.figures)
+        self.slots = Slots("r1", slots, self.figures)
         self.slots.is_open = True
         self.took_s = took_s
         self.stages = [Stage() for _ in range(routers)]

@@ -72,16 +72,12 @@ def start_sync(
     return started
 
 
-class NoQueue:
-    queued = 0
-
-
 class PipedAnswer(Answer):
     """An answer whose messages are those that one function puts into a pipe."""
 
     def __init__(self, wall: Wall, pipe: MessagePipe, is_async: bool, function: Callable[..., Any]) -> None:
         figures = ReplicaFigures()
-        super().__init__(Envelope(EnvelopeKind.HTTP, {}), Slots("b#AAAAAA", 1, NoQueue(), figures), figures)
+        super().__init__(Envelope(EnvelopeKind.HTTP, {}), Slots("b#AAAAAA", 1, figures), figures)
         self.slots.is_open = True
         self._wall = wall
         self._function = function

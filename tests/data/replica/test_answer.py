@@ -13,7 +13,6 @@ from typing import Any, get_args
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from runs import NoQueue
 
 from daskserve.common.types import DONE as SENT
 from daskserve.common.types import Envelope, EnvelopeKind, Load, Message, Patience
@@ -61,7 +60,7 @@ class ScriptedAnswer(Answer):
 
     def __init__(self, deadline: float | None = None, **options: Any) -> None:
         figures = ReplicaFigures()
-        slots = Slots("b#AAAAAA", 1, NoQueue(), figures)
+        slots = Slots("b#AAAAAA", 1, figures)
         slots.is_open = True
         super().__init__(Envelope(EnvelopeKind.CALL, {}, deadline=deadline), slots, figures)
         self.options = options

@@ -238,6 +238,7 @@ class Roster:
                 entry.route, entry.peers = Reach.DIRECT, self._local
             else:
                 entry.route = self._route_to(entry.address.worker)
+                entry.handle = self._handler_of(entry.address)
                 entry.peers = self._detoured if entry.route is Reach.SCHEDULER else self._remote
             self._add(entry)
         self._newcomers = deque(each for each in self._newcomers if each.peers is self._remote)

@@ -91,7 +91,8 @@ class ChildCode:
         self._context = context
         self._start = start
         self.own_figures = figures
-        self.slots = Slots(start.replica_tag, start.concurrency, self, figures)
+        self.slots = Slots(start.replica_tag, start.concurrency, figures)
+        self.slots.queue = self
         #: The numbers of requests, which the child knows them by.
         self.numbers = itertools.count(1)
         #: Why the replica is lost, if its child ended unexpectedly.

@@ -40,14 +40,14 @@ from typing import Any, Final, Literal, NoReturn, TypeAlias, get_args
 
 from daskserve.common.clock import stopwatch
 from daskserve.common.types import Envelope, Load, Message, OnAnswer, Receive, Send
-from daskserve.context import current_request
+from daskserve.context import RequestContext, current_request
 from daskserve.data.replica.errors.log import is_failure
 from daskserve.data.replica.execution.message_pipe import MessagePipe
 from daskserve.data.replica.execution.runner import CodeRun
 from daskserve.data.replica.requests.serving import ServingCode
 from daskserve.data.replica.requests.slots import Slots
 from daskserve.data.replica.user_code.definitions import Method
-from daskserve.data.replica.user_code.request_objects import request_context, request_id_of
+from daskserve.data.replica.user_code.request_objects import request_id_of
 from daskserve.data.replica.user_code.responses import Unfinished
 from daskserve.errors import ServeError
 from daskserve.figures.replica import ReplicaFigures
@@ -198,14 +198,14 @@ class Answer:
             The error of user code, of its start, or of the connection to the caller.
         """
         slots = self.slots
-        if self.state == WAITING:
-            # A broadcast reaches full replicas, too.
-            take = slots.take_beyond if "broadcast" in self.envelope.head else slots.take_nowait
-            if self.envelope.patience is not None or not take():
-                await self._wait_for_slot(send)
-            self.granted()
-        self.is_in_task = True
         try:
+            if self.state == WAITING:
+                # A broadcast reaches full replicas, too.
+                take = slots.take_beyond if "broadcast" in self.envelope.head else slots.take_nowait
+                if self.envelope.patience is not None or not take():
+                    await slots.take(self.envelope, send)
+                self.granted()
+            self.is_in_task = True
             if self.unfinished is None:
                 preparing = self.begin(receive, send)
                 if preparing is not None:
@@ -227,16 +227,6 @@ class Answer:
             raise
         self.answered()
         return slots.load()
-
-    async def _wait_for_slot(self, send: Send) -> None:
-        try:
-            await self.slots.take(self.envelope, send)
-        except asyncio.CancelledError:
-            self.leave(asyncio.get_running_loop().time())
-            raise
-        except Exception:
-            self.fail()
-            raise
 
     async def _settle(self) -> None:
         """Pass messages on and start the steps of user code until only the last message is left."""
@@ -480,10 +470,14 @@ class LocalAnswer(Answer):
                 self._context.copy().run(log, value, request_id_of(self.envelope.head))
             value.error = None  # it refers to the user's object
 
+    def request_context(self) -> RequestContext:
+        """Return what user code may know of its request."""
+        raise NotImplementedError
+
     def _set_context(self) -> None:
         """Create the context in which user code answers the request: a copy of the replica's."""
         self._context = context = self.code.wall.context.copy()
-        context.run(current_request.set, request_context(self.envelope))
+        context.run(current_request.set, self.request_context())
 
     def _start(self, is_async: bool, function: Callable[..., Any], *args: Any) -> None:
         """Start user code, or the next step of it."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from daskserve.common.clock import stopwatch
 from daskserve.common.types import Message, Receive, Send
+from daskserve.context import RequestContext
 from daskserve.data.replica.execution.message_pipe import open_pipe
 from daskserve.data.replica.requests.accept_batch import BatchItem
 from daskserve.data.replica.requests.answer import LocalAnswer
@@ -42,6 +43,13 @@ class CallAnswer(LocalAnswer):
         self._set_context()
         self._start(method.is_async, answer, method, envelope.head, envelope.payload)
         return None
+
+    def request_context(self) -> RequestContext:
+        head = self.envelope.head
+        context = RequestContext(head.get("request_id") or "", deadline=self.envelope.deadline)
+        if "facts" in head:
+            context.add_facts(head["facts"])
+        return context
 
     def go_on(self, unfinished: Unfinished) -> None:
         self._next_step(True, self.code.servable.finish_call, self._method, unfinished.result)

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Mapping
 from typing import Any
 
 from daskserve.common.types import ON_DEMAND, Message, Receive, Send
+from daskserve.context import RequestContext
 from daskserve.data.replica.errors.log import is_http_failure, is_refusal
 from daskserve.data.replica.execution.message_pipe import MessagePipe, open_pipe
 from daskserve.data.replica.execution.socket_pipe import open_socket_pipe
@@ -89,6 +90,13 @@ class HTTPAnswer(LocalAnswer):
         else:
             self._begin(b"", _no_body())
         return None
+
+    def request_context(self) -> RequestContext:
+        try:
+            ours = self.envelope.head["extensions"]["daskserve"]
+            return RequestContext(ours["request_id"], ours["route"], self.envelope.deadline)
+        except (KeyError, TypeError):  # not by way of the ingress
+            return RequestContext(deadline=self.envelope.deadline)
 
     def go_on(self, unfinished: Unfinished) -> None:
         pipe = self.pipe or self._open_pipe(None)

@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
 import pytest
-from nowait_replicas import DEADLINE_S, Answers, began, held, run_replica, until
 from starlette.requests import Request
 from starlette.responses import JSONResponse, StreamingResponse
+from started_requests import DEADLINE_S, Answers, began, held, run_replica, until
 
 from daskserve.common.types import DONE, WHOLE_RESPONSE, Envelope, EnvelopeKind, Load, Message
 from daskserve.data.replica.execution.message_pipe import MessagePipe

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from nowait_replicas import DEADLINE_S, Answers, began, held, run_replica, until
+from started_requests import DEADLINE_S, Answers, began, held, run_replica, until
 
 from daskserve.common.types import Envelope, EnvelopeKind, Load
 from daskserve.data.replica.execution.executor import Wall

@@ -18,8 +18,7 @@ from daskserve.cluster.channel.channel import Channel
 from daskserve.cluster.channel.pool import ChannelPool
 from daskserve.cluster.channel.streams import WINDOW_BYTES, Opened
 from daskserve.cluster.channel.wire import frames
-from daskserve.cluster.channel.wire.outbox import MAX_WORK
-from daskserve.cluster.channel.wire.transport import SocketTransport
+from daskserve.cluster.channel.wire.transport import MAX_WORK, SocketTransport
 from daskserve.common.types import (
     ActorAddress,
     ActorRequest,
