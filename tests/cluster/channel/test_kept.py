@@ -152,7 +152,8 @@ def test_a_large_answer_is_dropped_with_the_connection_of_its_caller(needs_task:
 def test_an_answer_that_is_offered_after_its_caller_left_is_dropped() -> None:
     async def scenario(here: Channel, there: Channel, kept: KeptAnswers) -> None:
         here._receive_frame = lambda frame: None  # type: ignore[method-assign]
-        give_up = here.ask(ADDRESS, Call(leaves_value=True).envelope(needs_task=False), lambda *_: None)
+        envelope = Call(leaves_value=True).envelope(needs_task=False)
+        give_up = here.request(ADDRESS, envelope).start(lambda *_: None)
         await wait_until(lambda: len(kept) == 1)  # the offer is on its way
         give_up()
         await wait_until(lambda: len(kept) == 0)

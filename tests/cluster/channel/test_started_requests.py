@@ -666,7 +666,7 @@ def test_posts_of_other_threads_are_sent_before_received_frames_are_handled() ->
             return lambda: None
 
         def dispatch(name: str, incarnation: int, envelope: Envelope) -> ActorRequest:
-            return Scripted(envelope, cast(Any, None), answer)
+            return Scripted(envelope, cast(Any, print), answer)
 
         landing = Landing(asyncio.get_running_loop())
         outlet = Outlet()

@@ -18,7 +18,6 @@ from daskserve.cluster.protocols.base import Cluster
 from daskserve.common.clock import LoopClock
 from daskserve.common.types import ActorAddress, Envelope, Load, Message, OnAnswer, Receive, Send
 from daskserve.data.caller.calls.handle import Handle
-from daskserve.data.caller.calls.response import Response
 from daskserve.data.caller.routing.replica_set import UNREACHABLE_BACKOFF_S
 from daskserve.data.caller.routing.router import Routers
 from daskserve.errors import (
@@ -292,8 +291,7 @@ def test_the_duration_of_a_call_starts_at_its_first_replica(monkeypatch: pytest.
     def shown() -> float:
         return asyncio.get_running_loop().time()
 
-    for module in ("handle", "preparing", "direct_call"):
-        monkeypatch.setattr(f"daskserve.data.caller.calls.{module}.stopwatch", shown)
+    monkeypatch.setattr("daskserve.data.caller.calls.call.stopwatch", shown)
 
     async def scenario(process: Process) -> None:
         response = process.handle("r1", "r2").remote()
@@ -522,12 +520,11 @@ def test_a_request_that_cannot_be_sent_fails_at_once_and_frees_its_slot() -> Non
         assert process.idle_replicas() == {"r1": 0}
 
         # Given up on another thread in that very moment.
-        calls: list[Response] = []
+        calls: list[Any] = []
 
         def refuse_and_cancel(asked: Asked) -> None:
-            call: Any = asked._on_answer
-            calls.append(call.__self__.call)
-            assert call.__self__.call.cancel()
+            calls.append(asked.envelope.call)
+            assert calls[0].cancel()
             refuse(asked)
 
         process.on_ask = refuse_and_cancel

@@ -229,7 +229,7 @@ class Call:
         # The call is already counted as begun, so this coroutine must start in any case to count its end.
         begin_call(self._link, self._respond(send), self._future, pauses_itself=True)
 
-    def _fail(self, error: BaseException) -> None:
+    def _fail(self, error: Any) -> None:
         named = self._note_failure(error)
         self._router.calls.latency.observe(stopwatch() - self._began)
         if isinstance(error, asyncio.CancelledError):
