@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from dask_processes import HERE, Program
 
-CHAOS = HERE.parent / "chaos" / "chaos.py"
+CHAOS = HERE / "chaos.py"
 #: When the last faults begin: a proxy is stopped, a worker retired, the scheduler killed, a host cut off in a
 #: redeploy.
 MINUTES, SEED = "0.6", "4"

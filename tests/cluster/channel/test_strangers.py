@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from by_task import by_task
 from distributed import Security
 from distributed.comm import connect, listen
 from distributed.protocol import to_serialize
@@ -83,6 +84,7 @@ async def _nobody(*_: Any) -> Load:
     raise AssertionError("no request was to arrive")
 
 
+@by_task
 async def _answer(name: str, number: int, envelope: Envelope, receive: Receive, send: Send) -> Load:
     await send({"type": "call.result", "payload": Payload(b"answer")})
     return Load()
