@@ -45,6 +45,9 @@ class Controller:
     def is_local(self, address: ActorAddress) -> bool:
         return False
 
+    def handler_of(self, address: ActorAddress) -> Any:
+        """Return nothing: no request reaches a replica."""
+
     def __init__(self) -> None:
         self.reports: list[tuple[float, dict[str, Any]]] = []
         self.errors: list[Exception] = []

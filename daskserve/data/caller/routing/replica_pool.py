@@ -87,13 +87,12 @@ class ReplicaEntry:
         "tag",
     )
 
-    def __init__(
-        self, tag: ReplicaTag, address: ActorAddress, handle: Callable[[Envelope], ActorRequest]
-    ) -> None:
+    #: Takes a request: the replica's own ``handle`` if it is local, else that of the present connection.
+    handle: Callable[[Envelope], ActorRequest]
+
+    def __init__(self, tag: ReplicaTag, address: ActorAddress) -> None:
         self.tag = tag
         self.address = address
-        #: Takes a request; that of a local replica is the replica's own.
-        self.handle = handle
         self.concurrency = 1
         self.in_flight = 0
         #: How many of these are WebSockets.
@@ -201,8 +200,7 @@ class Roster:
         for tag, (worker, incarnation) in published.items():
             entry = known.get(tag)
             if entry is None or entry.address.worker != worker or entry.address.incarnation != incarnation:
-                address = ActorAddress(name_of(tag), worker, incarnation)
-                entry = ReplicaEntry(tag, address, self._handler_of(address))
+                entry = ReplicaEntry(tag, ActorAddress(name_of(tag), worker, incarnation))
                 newcomers.append(entry)
             entry.concurrency = concurrency
             entries.append(entry)
@@ -234,11 +232,11 @@ class Roster:
             hints.clear()
         self._entries = {entry.tag: entry for entry in entries}
         for entry in self._entries.values():
+            entry.handle = self._handler_of(entry.address)
             if self._is_local(entry.address):
                 entry.route, entry.peers = Reach.DIRECT, self._local
             else:
                 entry.route = self._route_to(entry.address.worker)
-                entry.handle = self._handler_of(entry.address)
                 entry.peers = self._detoured if entry.route is Reach.SCHEDULER else self._remote
             self._add(entry)
         self._newcomers = deque(each for each in self._newcomers if each.peers is self._remote)
