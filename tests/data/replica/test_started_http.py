@@ -182,12 +182,10 @@ async def carry(rest: Any) -> tuple[list[Message], Load]:
 def test_what_needs_more_goes_on_in_a_task_and_keeps_its_slot_until_then(function: Any, body: bytes) -> None:
     async def scenario(replica: Replica) -> None:
         answers = Answers()
-        give_up = replica.handle(get()).start(answers)
-        assert give_up is not None
+        assert replica.handle(get()).start(answers) is not None
         message, rest = await answers.end()
         assert message is None
         assert replica.load() == Load(1, 0)
-        give_up()  # it is the task that can be cancelled now
         sent, load = await carry(rest)
         assert b"".join(each.get("body", b"") for each in sent) == body
         assert load == replica.load() == Load(0, 0)
