@@ -18,6 +18,7 @@ def limit() -> None:
     """Allow this test more time than others: it waits for its program with a deadline of its own."""
 
 
+@pytest.mark.nightly
 def test_a_minute_of_chaos_breaks_no_promise(tmp_path: Path) -> None:
     program = Program([str(CHAOS), "--minutes", MINUTES, "--seed", SEED], tmp_path)
     try:
