@@ -970,7 +970,7 @@ def test_a_cancelled_request_has_ended_when_its_code_has(tmp_path: Path) -> None
         await replica.start()
         head = {"method": "hold", "legacy": False, "request_id": ""}
         envelope = Envelope(EnvelopeKind.CALL, head, pickling.dump((("one",), {})))
-        request = asyncio.create_task(replica.answer(1, envelope, Reply().receive, Reply().send))
+        request = asyncio.create_task(replica.respond(1, envelope, Reply().receive, Reply().send))
         await until((tmp_path / "one-began").exists)
         ended = asyncio.create_task(replica.ended(1))
         await replica.ended(2)  # one that never came to begin
