@@ -76,7 +76,7 @@ BACKEND = {
     "max_crash_retries": 1,
 }
 
-Handle = Callable[[Envelope], ActorRequest]
+TakeRequest = Callable[[Envelope], ActorRequest]
 
 
 async def answer_call(value: Any) -> Any:
@@ -142,7 +142,7 @@ class Seam:
     instance = "i"
     is_ended = False
 
-    def __init__(self, handle: Handle, *, is_local: bool, is_legacy: bool = True) -> None:
+    def __init__(self, handle: TakeRequest, *, is_local: bool, is_legacy: bool = True) -> None:
         loop = asyncio.get_running_loop()
         self._handle = handle
         self._is_local = is_local
@@ -155,7 +155,7 @@ class Seam:
     def is_local(self, address: ActorAddress) -> bool:
         return self._is_local
 
-    def handler_of(self, address: ActorAddress) -> Handle:
+    def handler_of(self, address: ActorAddress) -> TakeRequest:
         return self._handle
 
 
@@ -284,7 +284,7 @@ class Bench:
         self.replicas.append(replica)
         return replica
 
-    def over_channel(self, handle: Handle) -> Handle:
+    def over_channel(self, handle: TakeRequest) -> TakeRequest:
         """Return the function that takes requests at the other end of a channel."""
 
         def dispatch(name: str, incarnation: int, envelope: Envelope) -> ActorRequest:
@@ -308,7 +308,7 @@ class Bench:
             takes_whole=True,
         )
 
-    def app(self, handle: Handle, *, is_local: bool = True) -> IngressApp:
+    def app(self, handle: TakeRequest, *, is_local: bool = True) -> IngressApp:
         """Return an ingress whose router calls its replica through the given function."""
         seam: Any = Seam(handle, is_local=is_local)
         routers = Routers(seam, seam.listener, self.clock, random.Random(0), seam.routes)
@@ -363,7 +363,7 @@ class Bench:
 
         payload = dump(((bytes(100),), {}))
 
-        def by(handle: Handle) -> Callable[[], Awaitable[Any]]:
+        def by(handle: TakeRequest) -> Callable[[], Awaitable[Any]]:
             head = {"method": "__call__", "request_id": "some-id"}
             return lambda: handle(Envelope(EnvelopeKind.CALL, head, payload)).respond(nothing, keep)
 

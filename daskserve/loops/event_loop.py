@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from daskserve.common import settings
+from daskserve.internals import python
 
 T = TypeVar("T")
 
@@ -36,8 +37,8 @@ def in_cell() -> bool:
     return in_notebook() and threading.current_thread() is threading.main_thread()
 
 
-#: Returns the event loop that runs in this thread, None if there is none. `asyncio.events.__all__` has it.
-running_loop: Callable[[], asyncio.AbstractEventLoop | None] = asyncio._get_running_loop
+#: Returns the event loop that runs in this thread; None if there is none.
+running_loop = python.running_loop
 
 
 async def on_loop(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T]) -> T:

@@ -17,8 +17,10 @@ from hypothesis import strategies as st
 from daskserve.common.types import DONE as SENT
 from daskserve.common.types import Envelope, EnvelopeKind, Load, Message, Patience
 from daskserve.data.replica.execution.runner import CodeRun
-from daskserve.data.replica.requests import answer as answers
-from daskserve.data.replica.requests.answer import (
+from daskserve.data.replica.requests import states
+from daskserve.data.replica.requests.answer import Answer, InvalidAnswerTransition
+from daskserve.data.replica.requests.slots import Slots
+from daskserve.data.replica.requests.states import (
     CANCELLED,
     DONE,
     OPEN_STATES,
@@ -26,12 +28,9 @@ from daskserve.data.replica.requests.answer import (
     STREAMING,
     TRANSITIONS,
     WAITING,
-    Answer,
     AnswerEvent,
     AnswerState,
-    InvalidAnswerTransition,
 )
-from daskserve.data.replica.requests.slots import Slots
 from daskserve.data.replica.user_code.responses import Unfinished
 from daskserve.errors import ActorLostError, ReplicaBusyError
 from daskserve.figures.replica import ReplicaFigures
@@ -102,7 +101,7 @@ class ScriptedAnswer(Answer):
 
 
 def test_the_table_in_the_documentation_is_the_table_that_holds() -> None:
-    lines = (answers.__doc__ or "").splitlines()
+    lines = (states.__doc__ or "").splitlines()
     rows = [re.split(r"  +", line)[:3] for line in lines if re.match(r"[A-Z]+  ", line)]
     documented = {
         (state.lower(), event.lower()): after.lower()

@@ -16,10 +16,9 @@ from daskserve.common.types import Envelope, EnvelopeKind, Message
 from daskserve.context import RequestContext
 from daskserve.data.replica.execution.executor import Wall
 from daskserve.data.replica.execution.message_pipe import JOIN_BYTES, WINDOW, MessagePipe, open_pipe
-from daskserve.data.replica.requests.answer import DONE
 from daskserve.data.replica.requests.calls import CallAnswer
 from daskserve.data.replica.requests.http import HTTPAnswer
-from daskserve.data.replica.requests.slots import Slots
+from daskserve.data.replica.requests.states import DONE
 from daskserve.data.replica.user_code.request_objects import (
     HTTPRequest,
     QueryParams,
@@ -28,7 +27,6 @@ from daskserve.data.replica.user_code.request_objects import (
     read_body,
 )
 from daskserve.errors import PassedResponseError, ServeError, UnpicklableError
-from daskserve.figures.replica import ReplicaFigures
 from daskserve.internals.handed_requests import is_unread, read_ahead
 from daskserve.loops.pending_call import PendingCall
 from daskserve.payload.pickling import dump
@@ -36,8 +34,6 @@ from daskserve.payload.pickling import dump
 pytestmark = pytest.mark.smoke
 
 DEADLINE_S = 10.0
-FIGURES = ReplicaFigures()
-SLOTS = Slots("b#AAAAAA", 1, FIGURES)
 SCOPE: dict[str, Any] = {
     "type": "http",
     "method": "POST",
@@ -319,9 +315,9 @@ def test_reading_ahead_fails_if_the_client_leaves() -> None:
 
 
 def test_the_request_context_comes_from_the_ingress_or_the_handle() -> None:
-    call = CallAnswer(Envelope(EnvelopeKind.CALL, {"request_id": "id"}, deadline=7.0), SLOTS, FIGURES)
-    assert call.request_context() == RequestContext("id", deadline=7.0)
-    assert CallAnswer(Envelope(EnvelopeKind.CALL, {}), SLOTS, FIGURES).request_context() == RequestContext()
+    call = Envelope(EnvelopeKind.CALL, {"request_id": "id"}, deadline=7.0)
+    assert CallAnswer.request_context(call) == RequestContext("id", deadline=7.0)
+    assert CallAnswer.request_context(Envelope(EnvelopeKind.CALL, {})) == RequestContext()
 
 
 def test_reading_a_whole_body() -> None:
@@ -680,7 +676,7 @@ def test_the_context_of_a_request_is_not_shared_with_others() -> None:
 def test_the_context_of_a_request_says_what_the_ingress_knew(
     head: dict[str, Any], request_id: str, route: str
 ) -> None:
-    context = HTTPAnswer(Envelope(EnvelopeKind.HTTP, head, deadline=3.0), SLOTS, FIGURES).request_context()
+    context = HTTPAnswer.request_context(Envelope(EnvelopeKind.HTTP, head, deadline=3.0))
     assert (context.request_id, context.route, context.deadline) == (request_id, route, 3.0)
 
 
