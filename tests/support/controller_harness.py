@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from by_task import by_task
 from control_harness import app_spec, spec
 
 from daskserve.client.instance.calls import ControllerCalls
@@ -99,6 +100,7 @@ class ScriptedReplica:
         stage.running[self.tag] = self
         return {"standing": self.standing}
 
+    @by_task
     async def handle(self, envelope: Envelope, receive: Receive, send: Send) -> Load:
         return Load()
 
@@ -169,6 +171,7 @@ class ScriptedProxy:
     async def wait_for_snapshot(self, epoch: int, counter: int, timeout_s: float) -> None:
         await self._cluster.listener.wait_for_snapshot((epoch, counter), timeout_s)
 
+    @by_task
     async def handle(self, envelope: Envelope, receive: Receive, send: Send) -> Load:
         return Load()
 

@@ -7,14 +7,12 @@ from collections.abc import Awaitable, Callable
 from contextvars import Context
 from typing import Any
 
-from daskserve.common.clock import LoopClock
 from daskserve.common.types import Envelope, EnvelopeKind, Message, Receive, Send
 from daskserve.data.replica.execution.executor import Wall
 from daskserve.data.replica.execution.message_pipe import MessagePipe
 from daskserve.data.replica.execution.runner import CodeRun, RunResult
 from daskserve.data.replica.execution.user_threads import UserThreads
 from daskserve.data.replica.requests.answer import Answer
-from daskserve.data.replica.requests.responders import carry
 from daskserve.data.replica.requests.slots import Slots
 from daskserve.figures.replica import ReplicaFigures
 
@@ -74,16 +72,12 @@ def start_sync(
     return started
 
 
-class NoQueue:
-    queued = 0
-
-
 class PipedAnswer(Answer):
     """An answer whose messages are those that one function puts into a pipe."""
 
     def __init__(self, wall: Wall, pipe: MessagePipe, is_async: bool, function: Callable[..., Any]) -> None:
         figures = ReplicaFigures()
-        super().__init__(Envelope(EnvelopeKind.HTTP, {}), Slots("b#AAAAAA", 1, NoQueue(), figures), figures)
+        super().__init__(Envelope(EnvelopeKind.HTTP, {}), Slots("b#AAAAAA", 1, figures), figures)
         self.slots.is_open = True
         self._wall = wall
         self._function = function
@@ -110,7 +104,7 @@ async def carry_answer(answer: PipedAnswer) -> Any:
     async def unused(*args: Any) -> Message:
         raise AssertionError("the pipe has its own")
 
-    await carry(answer, unused, unused, LoopClock())  # type: ignore[arg-type]
+    await answer.respond(unused, unused)  # type: ignore[arg-type]
     return answer.value
 
 

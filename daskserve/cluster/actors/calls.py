@@ -7,7 +7,7 @@ one. The scheduler calls Hosts as Dask actors; it shares the functions that form
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any, TypeAlias
@@ -17,15 +17,12 @@ from daskserve.cluster.channel.pool import ChannelPool
 from daskserve.cluster.protocols.base import ActorSpec
 from daskserve.common.types import (
     ActorAddress,
+    ActorRequest,
     Envelope,
     EnvelopeKind,
     InstanceName,
-    Load,
     Message,
-    OnAnswer,
     Payload,
-    Receive,
-    Send,
     WorkerAddress,
     nothing_to_receive,
 )
@@ -41,7 +38,7 @@ def host_of(worker: WorkerAddress) -> ActorAddress:
 
 
 async def control_call(
-    request: Callable[[Envelope, Receive, Send], Awaitable[Any]],
+    request: Callable[[Envelope], ActorRequest],
     verb: str,
     message: Mapping[str, Any],
     payload: Payload | None = None,
@@ -53,7 +50,7 @@ async def control_call(
         answer.append(item)
 
     envelope = Envelope(EnvelopeKind.CONTROL, {"verb": verb, "message": message}, payload)
-    await request(envelope, nothing_to_receive, keep)
+    await request(envelope).respond(nothing_to_receive, keep)
     return answer[0]["payload"] if "payload" in answer[0] else answer[0]["value"]
 
 
@@ -112,10 +109,7 @@ class ActorCalls:
         return await list_actors(self.call, worker, self.instance, figures_of)
 
     async def call(self, address: ActorAddress, verb: str, **message: Any) -> Any:
-        def request(envelope: Envelope, receive: Receive, send: Send) -> Coroutine[Any, Any, Load]:
-            return self.request(address, envelope, receive, send)
-
-        return await control_call(request, verb, message)
+        return await control_call(partial(self.request, address), verb, message)
 
     async def fetch_answer(self, worker: WorkerAddress, token: str) -> Payload:
         try:
@@ -129,19 +123,18 @@ class ActorCalls:
         assert isinstance(found, Payload)
         return found
 
-    def request(
-        self, address: ActorAddress, envelope: Envelope, receive: Receive, send: Send
-    ) -> Coroutine[Any, Any, Load]:
+    def request(self, address: ActorAddress, envelope: Envelope) -> ActorRequest:
         if self._book is not None and address.worker == self._here:
-            return self._book.dispatch(address.name, address.incarnation, envelope, receive, send)
-        return self._channels.request(address, envelope, receive, send)
+            return self._book.dispatch(address.name, address.incarnation, envelope)
+        return self._channels.request(address, envelope)
 
-    def ask(
-        self, address: ActorAddress, envelope: Envelope, on_answer: OnAnswer
-    ) -> Callable[[], None] | None:
-        if self._book is not None and address.worker == self._here:
-            return self._book.dispatch_nowait(address.name, address.incarnation, envelope, on_answer)
-        return self._channels.ask(address, envelope, on_answer)
+    def handler_of(self, address: ActorAddress) -> Callable[[Envelope], ActorRequest]:
+        if self._book is None or address.worker != self._here:
+            return self._channels.handler_of(address)
+        try:
+            return self._book.handler_of(address.name, address.incarnation)
+        except (ActorLostError, UnavailableError):
+            return partial(self.request, address)  # which raises the same, while that is so
 
     def is_local(self, address: ActorAddress) -> bool:
         return address.worker == self._here

@@ -27,12 +27,12 @@ from daskserve.data.replica.errors.log import FailureLog, keep_loggers_enabled, 
 from daskserve.data.replica.errors.rules import rule_in
 from daskserve.data.replica.execution.executor import Wall
 from daskserve.data.replica.health import probe_liveness
-from daskserve.data.replica.requests.answer import Answer
+from daskserve.data.replica.requests.answer import Answer, LocalAnswer
 from daskserve.data.replica.requests.batches import ReplicaBatches
 from daskserve.data.replica.requests.calls import CallAnswer, call_answer_for
 from daskserve.data.replica.requests.chained_values import filled
 from daskserve.data.replica.requests.http import HTTPAnswer
-from daskserve.data.replica.requests.serving import LocalAnswer, ServingCode
+from daskserve.data.replica.requests.serving import ServingCode
 from daskserve.data.replica.requests.slots import Slots
 from daskserve.data.replica.user_code.autoscaling_stats import AUTOSCALING, autoscaling_figures
 from daskserve.data.replica.user_code.class_app import enter_app
@@ -100,7 +100,7 @@ class LocalCode:
         self._batches = ReplicaBatches(
             self._parts, start.config.max_batch_size, start.config.batch_wait_timeout, figures, self._failures
         )
-        self.slots = Slots(start.replica_tag, start.concurrency, self._batches, figures)
+        self.slots = Slots(start.replica_tag, start.concurrency, figures)
 
     @property
     def abandoned(self) -> int:
@@ -179,6 +179,8 @@ class LocalCode:
         start = self._start
         self._serving = ServingCode(wall, servable, self._batches, self.slots, self._figures, self._failures)
         self._serving.fill = self._fill
+        if servable.facts.accepts_batches:
+            self.slots.queue = self._batches
         self._serving.place = {
             "replica_tag": start.replica_tag,
             "backend": start.backend_tag,
@@ -230,7 +232,7 @@ class LocalCode:
 
     # ---- requests
 
-    def answer(self, envelope: Envelope) -> Answer:
+    def handle(self, envelope: Envelope) -> Answer:
         """Return the answer to a request, in the state WAITING."""
         serving = self._serving
         if serving is None:
@@ -249,10 +251,6 @@ class LocalCode:
     async def _fill(self, payload: Payload, keys: Any) -> Payload:
         context = self._context
         return await filled(payload, keys, lambda: context.cluster.link, context.spec.instance)
-
-    def needs_task(self, envelope: Envelope) -> bool:
-        """Whether a request can only be answered from a task."""
-        return self._serving is None or self._serving.needs_task(envelope)
 
     # ---- verbs
 

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, cast
 
 import pytest
+from by_task import by_task
 from scripted_routes import ScriptedRoutes
 
 from daskserve.cluster.long_poll import LongPollClient
@@ -83,6 +84,10 @@ class Replicas:
     def is_local(self, address: ActorAddress) -> bool:
         return address.worker == self.here
 
+    def handler_of(self, address: ActorAddress) -> Any:
+        return partial(self.request, address)
+
+    @by_task
     async def request(self, address: ActorAddress, envelope: Envelope, receive: Receive, send: Send) -> Load:
         tag = address.name.rpartition("/")[2]
         self.asked.append(tag)
@@ -439,10 +444,6 @@ def test_if_all_replicas_are_full_a_request_queues_at_each_in_turn() -> None:
     run(scenario)
 
 
-class NoQueue:
-    queued = 0
-
-
 class OnlyReplica:
     """The only replica of a backend, which several routers send to."""
 
@@ -451,7 +452,7 @@ class OnlyReplica:
     def __init__(self, took_s: float, routers: int = 2, slots: int = 1, jitter: float = 0.0) -> None:
         self._rng, self._jitter = random.Random(1), jitter
         self.figures = ReplicaFigures()
-        self.slots = Slots("r1", slots, NoQueue(), self.figures)
+        self.slots = Slots("r1", slots, self.figures)
         self.slots.is_open = True
         self.took_s = took_s
         self.stages = [Stage() for _ in range(routers)]

@@ -27,7 +27,7 @@ from daskserve.data.caller.routing.load_reports import LoadReports
 from daskserve.data.caller.routing.metrics import ReplicaSetMetrics
 from daskserve.data.caller.routing.prospects import Prospects
 from daskserve.data.caller.routing.queued_request import QueuedRequest
-from daskserve.data.caller.routing.replay import Replay
+from daskserve.data.caller.routing.replay import Replay, Sending
 from daskserve.data.caller.routing.replica_pool import ReplicaEntry, Roster
 from daskserve.data.caller.routing.suspect_queue import ApartQueue
 from daskserve.data.caller.routing.suspects import Suspects, SuspectTrial
@@ -74,7 +74,7 @@ class ReplicaSet:
         self._rng = rng
         self._routes = routes
         #: The replicas.
-        self.roster = Roster(cluster.is_local, routes.to)
+        self.roster = Roster(cluster.is_local, routes.to, cluster.handler_of)
         # Ordered, because a cancelled request leaves from any position.
         self._waiting: OrderedDict[asyncio.Future[ReplicaEntry], None] = OrderedDict()
         #: The requests that may end their replica's process.
@@ -214,13 +214,18 @@ class ReplicaSet:
         QuarantinedError
             Retries of the same request have ended several processes.
         """
-        replay = trial = queued_since = None
+        replay = has_started = trial = queued_since = None
         roster, metrics, is_socket = self.roster, self.metrics, False
         if envelope.kind is EnvelopeKind.HTTP:  # calls have no messages to repeat
             if self._apart.suspects.known:
                 trial = self._apart.trial_of(envelope)
-            replay = Replay(envelope, receive, send)
-            receive, send = replay.receive, replay.send
+            has_started = envelope.has_started
+            if has_started is None:
+                sending = Sending(send)
+                has_started, send = sending.has_started, sending.send
+            if envelope.has_body:
+                replay = Replay(envelope, receive, has_started)
+                receive = replay.receive
             if is_socket := envelope.head["type"] == "websocket":
                 envelope = replace(envelope, note_turn=roster.turns.note)
         is_rejected = refused is not None
@@ -244,9 +249,12 @@ class ReplicaSet:
                     queued_since = self._clock.now() if queued_since is None else queued_since
                     load = await self._send_queued(replica, queued_since, envelope, receive, send)
                 else:
-                    load = await self._cluster.request(replica.address, envelope, receive, send)
+                    load = await replica.handle(envelope).respond(receive, send)
             except (ReplicaBusyError, ActorLostError) as error:
                 self._note_refusal(replica, error, was_queued=has_queued_request)
+                if replay is None and has_started is not None:
+                    replay = Replay(envelope, receive, has_started)
+                    receive = replay.receive
                 trial = self._apart.rewind(envelope, replay, trial, replica, error)
                 metrics.note_retry(error)
                 is_rejected = True
@@ -276,7 +284,7 @@ class ReplicaSet:
         )
         envelope = replace(envelope, patience=queued.patience(since))
         try:
-            return await self._cluster.request(replica.address, envelope, receive, queued.send)
+            return await replica.handle(envelope).respond(receive, queued.send)
         finally:
             queued.leave()
 

@@ -91,7 +91,8 @@ class ChildCode:
         self._context = context
         self._start = start
         self.own_figures = figures
-        self.slots = Slots(start.replica_tag, start.concurrency, self, figures)
+        self.slots = Slots(start.replica_tag, start.concurrency, figures)
+        self.slots.queue = self
         #: The numbers of requests, which the child knows them by.
         self.numbers = itertools.count(1)
         #: Why the replica is lost, if its child ended unexpectedly.
@@ -177,15 +178,11 @@ class ChildCode:
 
     # ---- requests
 
-    def answer(self, envelope: Envelope) -> Answer:
+    def handle(self, envelope: Envelope) -> Answer:
         """Return the answer to a request, not begun."""
         if envelope.kind is EnvelopeKind.CONTROL:
             raise BadRequestError(f"A replica takes no requests of kind {envelope.kind!r}.")
         return ForwardedAnswer(self, envelope)
-
-    def needs_task(self, envelope: Envelope) -> bool:
-        """Whether a request can only be answered from a task: the messages to and from the child wait."""
-        return True
 
     def running(self) -> tuple[ChildProcess, ChildRunner]:
         """Return the child and its runner; raise if the child has ended."""

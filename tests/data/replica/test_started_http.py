@@ -9,15 +9,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
 import pytest
-from nowait_replicas import DEADLINE_S, Answers, began, held, run_replica, until
 from starlette.requests import Request
 from starlette.responses import JSONResponse, StreamingResponse
+from started_requests import DEADLINE_S, Answers, began, held, run_replica, until
 
 from daskserve.common.types import DONE, WHOLE_RESPONSE, Envelope, EnvelopeKind, Load, Message
 from daskserve.data.replica.execution.message_pipe import MessagePipe
 from daskserve.data.replica.replica import Replica
 from daskserve.data.replica.requests.answer import Answer
-from daskserve.data.replica.requests.responders import TasklessCaller
 from daskserve.errors import ActorLostError
 
 pytestmark = pytest.mark.smoke
@@ -144,7 +143,7 @@ def run(function: Any, scenario: Callable[[Replica], Awaitable[None]], **options
 def test_a_whole_response_comes_with_the_load_after_it(function: Any, status: int, body: Any) -> None:
     async def scenario(replica: Replica) -> None:
         answers = Answers()
-        assert replica.handle_nowait(get(), answers) is not None
+        assert replica.handle(get()).start(answers) is not None
         assert replica.load() == Load(1, 0)
         message, load = await answers.end()
         assert message is not None
@@ -158,7 +157,7 @@ def test_a_whole_response_comes_with_the_load_after_it(function: Any, status: in
 
 
 async def carry(rest: Any) -> tuple[list[Message], Load]:
-    """Have a rest carried by a task; return what it sends."""
+    """Have a task respond to the rest of a request; return what it sends."""
     sent: list[Message] = []
 
     async def receive() -> Message:
@@ -168,7 +167,7 @@ async def carry(rest: Any) -> tuple[list[Message], Load]:
         sent.append(message)
         return DONE
 
-    return sent, await rest.carry(receive, send)
+    return sent, await rest.respond(receive, send)
 
 
 @pytest.mark.parametrize(
@@ -183,16 +182,14 @@ async def carry(rest: Any) -> tuple[list[Message], Load]:
 def test_what_needs_more_goes_on_in_a_task_and_keeps_its_slot_until_then(function: Any, body: bytes) -> None:
     async def scenario(replica: Replica) -> None:
         answers = Answers()
-        give_up = replica.handle_nowait(get(), answers)
-        assert give_up is not None
+        assert replica.handle(get()).start(answers) is not None
         message, rest = await answers.end()
         assert message is None
         assert replica.load() == Load(1, 0)
-        give_up()  # it is the task that can be cancelled now
         sent, load = await carry(rest)
         assert b"".join(each.get("body", b"") for each in sent) == body
         assert load == replica.load() == Load(0, 0)
-        rest.drop()
+        rest.leave()
         assert replica.load() == Load(0, 0)
         figures = await replica.statistics()
         assert (figures["handled_total"], figures["cancelled_total"]) == (1, 0)
@@ -203,11 +200,11 @@ def test_what_needs_more_goes_on_in_a_task_and_keeps_its_slot_until_then(functio
 def test_a_rest_whose_task_never_runs_is_let_go() -> None:
     async def scenario(replica: Replica) -> None:
         answers = Answers()
-        replica.handle_nowait(get(), answers)
+        replica.handle(get()).start(answers)
         _, rest = await answers.end()
         assert replica.load() == Load(1, 0)
-        rest.drop()
-        rest.drop()
+        rest.leave()
+        rest.leave()
         assert replica.load() == Load(0, 0)
         assert (await replica.statistics())["cancelled_total"] == 1
 
@@ -217,7 +214,7 @@ def test_a_rest_whose_task_never_runs_is_let_go() -> None:
 def test_a_rest_that_is_cancelled_ends_its_code() -> None:
     async def scenario(replica: Replica) -> None:
         answers = Answers()
-        replica.handle_nowait(get(), answers)
+        replica.handle(get()).start(answers)
         _, rest = await answers.end()
         carrying = asyncio.ensure_future(carry(rest))
         await until(began.is_set)
@@ -233,7 +230,7 @@ def test_a_rest_that_is_cancelled_ends_its_code() -> None:
 def test_what_is_given_up_tells_nobody_and_keeps_its_slot_until_its_code_ends(function: Any) -> None:
     async def scenario(replica: Replica) -> None:
         answers = Answers()
-        give_up = replica.handle_nowait(get(), answers)
+        give_up = replica.handle(get()).start(answers)
         assert give_up is not None
         await until(began.is_set)
         give_up()
@@ -258,16 +255,14 @@ def test_nothing_of_a_request_is_left_for_the_garbage_collector(
     async def scenario(replica: Replica) -> None:
         for _ in range(3):
             answers = Answers()
-            replica.handle_nowait(get(), answers)
+            replica.handle(get()).start(answers)
             _, outcome = await answers.end()
             if function is stream:
                 await carry(outcome)
             answers.ends.clear()
             del outcome
         await asyncio.sleep(0)
-        assert [
-            each for each in gc.get_objects() if isinstance(each, (Answer, TasklessCaller, MessagePipe))
-        ] == []
+        assert [each for each in gc.get_objects() if isinstance(each, (Answer, MessagePipe))] == []
 
     gc.collect()
     gc.disable()
@@ -281,7 +276,7 @@ def test_code_that_waits_for_the_end_of_its_client_is_cancelled_and_not_told() -
     """A cancellation is reported as it is in a task."""
 
     async def scenario(replica: Replica) -> None:
-        give_up = replica.handle_nowait(get(), Answers())
+        give_up = replica.handle(get()).start(Answers())
         assert give_up is not None
         await until(began.is_set)
         give_up()
@@ -294,7 +289,7 @@ def test_a_replica_that_stops_ends_its_requests() -> None:
     answers = Answers()
 
     async def scenario(replica: Replica) -> None:
-        replica.handle_nowait(get(), answers)
+        replica.handle(get()).start(answers)
         await until(began.is_set)
         await replica.stop(0)
         message, error = await answers.end()
@@ -309,11 +304,11 @@ def test_it_takes_only_what_has_to_wait_for_nothing() -> None:
         with_body = get(method="POST")
         with_body.has_body = True
         for refused in (with_body, get(type="websocket")):
-            assert replica.handle_nowait(refused, Answers()) is None
+            assert replica.handle(refused).start(Answers()) is None
         answers = [Answers(), Answers()]
         for each in answers:
-            assert replica.handle_nowait(get(), each) is not None
-        assert replica.handle_nowait(get(), Answers()) is None  # it is full
+            assert replica.handle(get()).start(each) is not None
+        assert replica.handle(get()).start(Answers()) is None  # it is full
         held.set()
         for each in answers:
             await each.end()
@@ -323,7 +318,7 @@ def test_it_takes_only_what_has_to_wait_for_nothing() -> None:
 
 def test_neither_code_on_the_workers_loop_nor_named_methods_go_that_way() -> None:
     async def scenario(replica: Replica) -> None:
-        assert replica.handle_nowait(get(), Answers()) is None
+        assert replica.handle(get()).start(Answers()) is None
 
     run(quick, scenario, event_loop="worker")
     run(quick, scenario, method_header=True)

@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -17,7 +18,6 @@ from daskserve.cluster.protocols.base import Cluster
 from daskserve.common.clock import LoopClock
 from daskserve.common.types import ActorAddress, Envelope, Load, Message, OnAnswer, Receive, Send
 from daskserve.data.caller.calls.handle import Handle
-from daskserve.data.caller.calls.response import Response
 from daskserve.data.caller.routing.replica_set import UNREACHABLE_BACKOFF_S
 from daskserve.data.caller.routing.router import Routers
 from daskserve.errors import (
@@ -64,6 +64,32 @@ class Clock(LoopClock):
         return super().now() + self.ahead_s
 
 
+class Request:
+    """A request to a replica of the `Process`; the test says what comes of it."""
+
+    def __init__(self, process: Process, address: ActorAddress, envelope: Envelope) -> None:
+        self.process = process
+        self.address = address
+        self.envelope = envelope
+        self.tag = address.name.rpartition("/")[2]
+
+    def start(self, on_answer: OnAnswer) -> Any:
+        process = self.process
+        if self.tag in process.apart or process.is_local(self.address):
+            return None
+        process.asked.append(Asked(self.tag, self.envelope, on_answer))
+        process.on_ask(process.asked[-1])
+        return process.asked[-1].give_up
+
+    async def respond(self, receive: Receive, send: Send) -> Load:
+        process = self.process
+        process.requested.append(self.tag)
+        process.envelopes.append(self.envelope)
+        load = await process.outcome
+        await send({"type": "call.result", "payload": dump("by task")})
+        return load
+
+
 class Process:
     """A process with remote replicas only; both its link and its cluster."""
 
@@ -79,7 +105,7 @@ class Process:
         #: Replicas without a connection, and those in this process.
         self.apart: set[str] = set()
         self.here = ""
-        #: What `ask` does before it returns.
+        #: What `Request.start` does before it returns.
         self.on_ask: Callable[[Asked], None] = lambda asked: None
         self.loop = asyncio.get_running_loop()
         self.hops = Hops()
@@ -103,20 +129,8 @@ class Process:
     def is_local(self, address: ActorAddress) -> bool:
         return address.worker == self.here
 
-    def ask(self, address: ActorAddress, envelope: Envelope, on_answer: OnAnswer) -> Any:
-        tag = address.name.rpartition("/")[2]
-        if tag in self.apart or self.is_local(address):
-            return None
-        self.asked.append(Asked(tag, envelope, on_answer))
-        self.on_ask(self.asked[-1])
-        return self.asked[-1].give_up
-
-    async def request(self, address: ActorAddress, envelope: Envelope, receive: Receive, send: Send) -> Load:
-        self.requested.append(address.name.rpartition("/")[2])
-        self.envelopes.append(envelope)
-        load = await self.outcome
-        await send({"type": "call.result", "payload": dump("by task")})
-        return load
+    def handler_of(self, address: ActorAddress) -> Any:
+        return partial(Request, self, address)
 
     # ---- what the test does
 
@@ -277,8 +291,7 @@ def test_the_duration_of_a_call_starts_at_its_first_replica(monkeypatch: pytest.
     def shown() -> float:
         return asyncio.get_running_loop().time()
 
-    for module in ("handle", "preparing", "direct_call"):
-        monkeypatch.setattr(f"daskserve.data.caller.calls.{module}.stopwatch", shown)
+    monkeypatch.setattr("daskserve.data.caller.calls.call.stopwatch", shown)
 
     async def scenario(process: Process) -> None:
         response = process.handle("r1", "r2").remote()
@@ -507,12 +520,11 @@ def test_a_request_that_cannot_be_sent_fails_at_once_and_frees_its_slot() -> Non
         assert process.idle_replicas() == {"r1": 0}
 
         # Given up on another thread in that very moment.
-        calls: list[Response] = []
+        calls: list[Any] = []
 
         def refuse_and_cancel(asked: Asked) -> None:
-            call: Any = asked._on_answer
-            calls.append(call.__self__.call)
-            assert call.__self__.call.cancel()
+            calls.append(asked.envelope.call)
+            assert calls[0].cancel()
             refuse(asked)
 
         process.on_ask = refuse_and_cancel

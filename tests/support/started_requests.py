@@ -9,12 +9,14 @@ import types
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import pytest
 from replica_starts import replica_start
 
 from daskserve.cluster.protocols.base import ActorContext, ActorSpec
 from daskserve.common.clock import LoopClock
-from daskserve.common.types import ActorKind, Envelope, Load, Message, Rest
+from daskserve.common.types import ActorKind, ActorRequest, Envelope, Load, Message
 from daskserve.data.replica.replica import Replica
+from daskserve.errors import ActorLostError
 
 DEADLINE_S = 10.0
 #: What hanging user code waits for, and by which it tells that it has begun.
@@ -27,7 +29,7 @@ class Answers:
     def __init__(self) -> None:
         self.ends: list[tuple[Message | None, Any]] = []
 
-    def __call__(self, message: Message | None, outcome: Load | Exception | Rest) -> None:
+    def __call__(self, message: Message | None, outcome: Load | Exception | ActorRequest) -> None:
         self.ends.append((message, outcome))
 
     async def end(self) -> tuple[Message | None, Any]:
@@ -57,7 +59,8 @@ def run_replica(
         spec = ActorSpec(ActorKind.REPLICA, "replica/b#AAAAAA", 1, "an-instance", start.encode())
         cluster: Any = types.SimpleNamespace()
         replica = Replica(ActorContext(spec, cluster, LoopClock(), random.Random(0)))
-        assert replica.handle_nowait(envelope, Answers()) is None
+        with pytest.raises(ActorLostError):
+            replica.handle(envelope)
         async with asyncio.timeout(DEADLINE_S):
             await replica.start()
             try:
@@ -65,7 +68,7 @@ def run_replica(
             finally:
                 held.set()
                 await replica.stop(DEADLINE_S)
-        assert replica.handle_nowait(envelope, Answers()) is None
+        assert replica.handle(envelope).start(Answers()) is None
         assert replica.load() == Load(0, 0)
 
     asyncio.run(main())

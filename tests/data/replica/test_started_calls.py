@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from nowait_replicas import DEADLINE_S, Answers, began, held, run_replica, until
+from started_requests import DEADLINE_S, Answers, began, held, run_replica, until
 
 from daskserve.common.types import Envelope, EnvelopeKind, Load
 from daskserve.data.replica.execution.executor import Wall
@@ -64,7 +64,7 @@ def run(request: pytest.FixtureRequest) -> Run:
 def test_the_answer_comes_with_the_load_after_it(method: str, run: Run) -> None:
     async def scenario(replica: Replica) -> None:
         answers = Answers()
-        assert replica.handle_nowait(call(method), answers) is not None
+        assert replica.handle(call(method)).start(answers) is not None
         assert replica.load() == Load(1, 0)
         await until(lambda: answers.ends)
         ((message, load),) = answers.ends
@@ -79,7 +79,7 @@ def test_the_answer_comes_with_the_load_after_it(method: str, run: Run) -> None:
 def test_errors_are_outcomes(method: str, kind: type[Exception], run: Run) -> None:
     async def scenario(replica: Replica) -> None:
         answers = Answers()
-        replica.handle_nowait(call(method), answers)
+        replica.handle(call(method)).start(answers)
         await until(lambda: answers.ends)
         ((message, error),) = answers.ends
         assert message is None
@@ -94,7 +94,7 @@ def test_errors_are_outcomes(method: str, kind: type[Exception], run: Run) -> No
 def test_what_is_given_up_tells_nobody_and_keeps_its_slot_until_its_code_ends(method: str, run: Run) -> None:
     async def scenario(replica: Replica) -> None:
         answers = Answers()
-        give_up = replica.handle_nowait(call(method), answers)
+        give_up = replica.handle(call(method)).start(answers)
         assert give_up is not None
         await until(began.is_set)
         give_up()
@@ -112,7 +112,7 @@ def test_what_is_given_up_tells_nobody_and_keeps_its_slot_until_its_code_ends(me
 def test_what_is_given_up_after_its_answer_counts_once(run: Run) -> None:
     async def scenario(replica: Replica) -> None:
         answers = Answers()
-        give_up = replica.handle_nowait(call("plain"), answers)
+        give_up = replica.handle(call("plain")).start(answers)
         assert give_up is not None
         await until(lambda: answers.ends)
         give_up()
@@ -126,7 +126,7 @@ def test_a_replica_that_stops_ends_its_calls(run: Run) -> None:
     answers = Answers()
 
     async def scenario(replica: Replica) -> None:
-        replica.handle_nowait(call("sleep"), answers)
+        replica.handle(call("sleep")).start(answers)
         await until(began.is_set)
         await replica.stop(0)
         ((message, error),) = answers.ends
@@ -140,10 +140,10 @@ def test_it_takes_only_what_has_to_wait_for_nothing(run: Run) -> None:
     async def scenario(replica: Replica) -> None:
         answers = Answers()
         for refused in (call("plain", stream=True), call("unknown")):
-            assert replica.handle_nowait(refused, answers) is None
+            assert replica.handle(refused).start(answers) is None
         for _ in range(2):
-            assert replica.handle_nowait(call("hang"), answers) is not None
-        assert replica.handle_nowait(call("plain"), answers) is None  # it is full
+            assert replica.handle(call("hang")).start(answers) is not None
+        assert replica.handle(call("plain")).start(answers) is None  # it is full
         assert replica.load().ongoing == 2
         held.set()
         await until(lambda: len(answers.ends) == 2)
@@ -159,7 +159,7 @@ def test_a_call_that_cannot_be_started_gives_its_slot_back(monkeypatch: pytest.M
         with monkeypatch.context() as patched:
             patched.setattr(Wall, "start", fail)
             with pytest.raises(RuntimeError, match="new thread"):
-                replica.handle_nowait(call("plain"), Answers())
+                replica.handle(call("plain")).start(Answers())
         assert replica.load() == Load(0, 0)
 
     run(scenario)

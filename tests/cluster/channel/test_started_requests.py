@@ -5,21 +5,23 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import pytest
+from by_task import by_task
 
-from daskserve.cluster.channel.channel import Channel, DispatchNowait, _open_frame
+from daskserve.cluster.channel.channel import Channel
 from daskserve.cluster.channel.pool import ChannelPool
-from daskserve.cluster.channel.streams import WINDOW_BYTES
+from daskserve.cluster.channel.streams import WINDOW_BYTES, Opened
 from daskserve.cluster.channel.wire import frames
-from daskserve.cluster.channel.wire.outbox import MAX_WORK
-from daskserve.cluster.channel.wire.transport import SocketTransport
+from daskserve.cluster.channel.wire.transport import MAX_WORK, SocketTransport
 from daskserve.common.types import (
     ActorAddress,
+    ActorRequest,
     Envelope,
     EnvelopeKind,
     Load,
@@ -48,9 +50,9 @@ class Asker:
     def __init__(self, channel: Channel, envelope: Envelope) -> None:
         self.ends: list[tuple[Message | None, Load | Exception]] = []
         self._ended = asyncio.Event()
-        self.give_up = channel.ask(ADDRESS, envelope, self._end)
+        self.give_up = channel.request(ADDRESS, envelope).start(self._end)
 
-    def _end(self, message: Message | None, outcome: Load | Exception) -> None:
+    def _end(self, message: Message | None, outcome: Any) -> None:
         self.ends.append((message, outcome))
         self._ended.set()
 
@@ -60,14 +62,35 @@ class Asker:
         return only
 
 
+Start = Callable[[Envelope, OnAnswer], Callable[[], None] | None]
+
+
+class Scripted:
+    """A request that the functions of a test answer."""
+
+    def __init__(
+        self,
+        envelope: Envelope,
+        respond: Callable[[Envelope, Receive, Send], Coroutine[Any, Any, Load]],
+        start: Start | None,
+    ) -> None:
+        self.respond = partial(respond, envelope)
+        self._envelope = envelope
+        self._start = start
+
+    def start(self, on_answer: OnAnswer) -> Callable[[], None] | None:
+        return None if self._start is None else self._start(self._envelope, on_answer)
+
+
 class Ends:
     """Two channels on a pair of sockets; ``there`` answers with a handler."""
 
-    def __init__(self, handler: Handler, answer: DispatchNowait | None) -> None:
-        async def dispatch(
-            name: str, incarnation: int, envelope: Envelope, receive: Receive, send: Send
-        ) -> Load:
+    def __init__(self, handler: Handler, start: Start | None) -> None:
+        def dispatch(name: str, incarnation: int, envelope: Envelope) -> ActorRequest:
             assert (name, incarnation) == (ADDRESS.name, ADDRESS.incarnation)
+            return Scripted(envelope, respond, start)
+
+        async def respond(envelope: Envelope, receive: Receive, send: Send) -> Load:
             self.begun.append(envelope)
             try:
                 await handler(envelope, send)
@@ -80,7 +103,7 @@ class Ends:
         self.cancelled: list[Envelope] = []
         self.transports = [SocketTransport(each, "there") for each in socket.socketpair()]
         self.here = Channel(self.transports[0], dispatch, first_stream=0)
-        self.there = Channel(self.transports[1], dispatch, first_stream=1, dispatch_nowait=answer)
+        self.there = Channel(self.transports[1], dispatch, first_stream=1)
         #: The kinds of the frames that ``there`` received.
         self.kinds: list[int] = []
         receive = self.there._receive
@@ -106,8 +129,8 @@ class Ends:
 
 
 @asynccontextmanager
-async def connected(handler: Handler, answer: DispatchNowait | None = None) -> AsyncIterator[Ends]:
-    ends = Ends(handler, answer)
+async def connected(handler: Handler, start: Start | None = None) -> AsyncIterator[Ends]:
+    ends = Ends(handler, start)
     serving = [asyncio.create_task(side.serve()) for side in (ends.here, ends.there)]
     try:
         yield ends
@@ -374,7 +397,8 @@ def test_an_answer_that_cannot_be_packed_is_an_error(caplog: pytest.LogCaptureFi
     play(scenario)
 
 
-def test_a_pool_asks_over_open_connections_only() -> None:
+def test_a_pool_starts_requests_over_open_connections_only() -> None:
+    @by_task
     async def dispatch(name: str, incarnation: int, envelope: Envelope, receive: Receive, send: Send) -> Load:
         await echo(envelope, send)
         return Load(1)
@@ -393,7 +417,7 @@ def test_a_pool_asks_over_open_connections_only() -> None:
         ended: list[Any] = []
         changed = asyncio.Event()
 
-        def on_answer(message: Message | None, outcome: Load | Exception) -> None:
+        def on_answer(message: Message | None, outcome: Any) -> None:
             ended.append(outcome)
             changed.set()
 
@@ -403,20 +427,20 @@ def test_a_pool_asks_over_open_connections_only() -> None:
         async def nothing() -> Message:
             raise AssertionError
 
-        assert pool.ask(ADDRESS, call(), on_answer) is None
-        await pool.request(ADDRESS, call(b"dials"), nothing, drop)
-        assert pool.ask(ADDRESS, call(b"1"), on_answer) is not None
+        assert pool.request(ADDRESS, call()).start(on_answer) is None
+        await pool.request(ADDRESS, call(b"dials")).respond(nothing, drop)
+        assert pool.request(ADDRESS, call(b"1")).start(on_answer) is not None
         await changed.wait()
         assert ended == [Load(1)]
-        assert pool.ask(replace(ADDRESS, worker="other"), call(), on_answer) is None
-        # The connection is lost with a request in flight: it fails, and `ask` returns None from then on.
+        assert pool.request(replace(ADDRESS, worker="other"), call()).start(on_answer) is None
+        # The connection is lost with a request in flight: it fails, and later ones cannot be started.
         changed.clear()
-        assert pool.ask(ADDRESS, call(b"hang"), on_answer) is not None
+        assert pool.request(ADDRESS, call(b"hang")).start(on_answer) is not None
         await until(lambda: far[0]._accepted)
         far[0].close()
         await changed.wait()
         assert isinstance(ended[1], ActorLostError)
-        assert pool.ask(ADDRESS, call(), on_answer) is None
+        assert pool.request(ADDRESS, call()).start(on_answer) is None
         await pool.close()
         await asyncio.gather(*tasks)
         assert len(ended) == 2
@@ -436,9 +460,7 @@ class Nowait:
         self.error: Exception | None = None
         self.takes = True
 
-    def answer(
-        self, name: str, incarnation: int, envelope: Envelope, on_answer: OnAnswer
-    ) -> Callable[[], None] | None:
+    def answer(self, envelope: Envelope, on_answer: OnAnswer) -> Callable[[], None] | None:
         if self.error is not None:
             raise self.error
         if not self.takes:
@@ -515,13 +537,16 @@ def test_a_lost_connection_cancels_all_its_taskless_answers() -> None:
 
 
 class Remainder:
-    """A `daskserve.common.types.Rest` under the control of the test."""
+    """A request that goes on in a task, under the control of the test."""
 
     def __init__(self) -> None:
         self.may_end = asyncio.Event()
         self.happened: list[str] = []
 
-    async def carry(self, receive: Receive, send: Send) -> Load:
+    def start(self, on_answer: OnAnswer) -> None:
+        raise AssertionError("it has begun")
+
+    async def respond(self, receive: Receive, send: Send) -> Load:
         self.happened.append("entered")
         try:
             await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -531,9 +556,6 @@ class Remainder:
         except asyncio.CancelledError:
             self.happened.append("cancelled")
             raise
-
-    def drop(self) -> None:
-        self.happened.append("dropped")
 
 
 def get(**changes: Any) -> Envelope:
@@ -554,7 +576,7 @@ def test_a_request_that_needs_more_than_one_answer_continues_in_a_task() -> None
             async def keep(message: Message) -> None:
                 sent.append(message)
 
-            asking = asyncio.create_task(ends.here.request(ADDRESS, get(), nothing, keep))
+            asking = asyncio.create_task(ends.here.request(ADDRESS, get()).respond(nothing, keep))
             await until(lambda: nowait.asked)
             assert nowait.asked[0][0] == get()
             rest = Remainder()
@@ -564,22 +586,21 @@ def test_a_request_that_needs_more_than_one_answer_continues_in_a_task() -> None
             rest.may_end.set()
             assert await asking == Load(7, 8)
             assert [message["type"] for message in sent] == ["http.response.start", "http.response.body"]
-            await until(lambda: rest.happened == ["entered", "dropped"])
-            assert (ends.begun, nowait.given_up) == ([], 0)
+            assert (rest.happened, ends.begun) == (["entered"], [])
 
     play(scenario)
 
 
 @pytest.mark.parametrize("is_entered", [False, True])
 @pytest.mark.parametrize("by", ["client", "connection"])
-def test_an_unwanted_rest_is_dropped(is_entered: bool, by: str) -> None:
+def test_an_unwanted_task_gives_its_request_up(is_entered: bool, by: str) -> None:
     nowait = Nowait()
 
     async def keep(message: Message) -> None: ...
 
     async def scenario() -> None:
         async with connected(echo, nowait.answer) as ends:
-            asking = asyncio.create_task(ends.here.request(ADDRESS, get(), nothing, keep))
+            asking = asyncio.create_task(ends.here.request(ADDRESS, get()).respond(nothing, keep))
             await until(lambda: nowait.asked)
             rest = Remainder()
             nowait.asked[0][1](None, rest)
@@ -591,12 +612,12 @@ def test_an_unwanted_rest_is_dropped(is_entered: bool, by: str) -> None:
             else:
                 ends.there.close()
                 ends.there._finish()
-            await until(lambda: rest.happened[-1:] == ["dropped"])
-            assert rest.happened == [*["entered", "cancelled"][: 2 * is_entered], "dropped"]
+            await until(lambda: nowait.given_up)
+            assert rest.happened == ["entered", "cancelled"][: 2 * is_entered]
             assert ends.remembered() <= 1
             asking.cancel()
             await asyncio.wait([asking])
-            assert nowait.given_up == 0
+            assert nowait.given_up == 1
 
     play(scenario)
 
@@ -623,7 +644,7 @@ def test_requests_that_may_wait_are_not_answered_without_a_task(envelope: Envelo
 
     async def scenario() -> None:
         async with connected(answer, nowait.answer) as ends:
-            assert await ends.here.request(ADDRESS, envelope, receive, keep) == Load(3, 4)
+            assert await ends.here.request(ADDRESS, envelope).respond(receive, keep) == Load(3, 4)
             assert nowait.asked == []
 
     play(scenario)
@@ -640,22 +661,21 @@ def test_posts_of_other_threads_are_sent_before_received_frames_are_handled() ->
             def flush(self) -> None:
                 did.append("left")
 
-        def answer(
-            name: str, incarnation: int, envelope: Envelope, on_answer: OnAnswer
-        ) -> Callable[[], None]:
+        def answer(envelope: Envelope, on_answer: OnAnswer) -> Callable[[], None]:
             did.append("begun")
             return lambda: None
 
+        def dispatch(name: str, incarnation: int, envelope: Envelope) -> ActorRequest:
+            return Scripted(envelope, cast(Any, print), answer)
+
         landing = Landing(asyncio.get_running_loop())
         outlet = Outlet()
-        channel = Channel(
-            cast(Any, outlet), cast(Any, None), first_stream=1, dispatch_nowait=answer, landing=landing
-        )
+        channel = Channel(cast(Any, outlet), dispatch, first_stream=1, landing=landing)
         hop = Hop(asyncio.get_running_loop(), landing)
         poster = threading.Thread(target=hop.post, args=(outlet.post, "ready"))
         poster.start()
         poster.join()  # the loop has not run since
-        channel._receive([_open_frame(0, ADDRESS, call())])
+        channel._receive([Opened(0, {}, cast(Any, outlet), ADDRESS, call())._frame()])
         assert did == ["ready", "left", "begun"]
 
     play(scenario)
