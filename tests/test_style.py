@@ -35,7 +35,6 @@ SIZE_EXCEPTIONS: Mapping[str, str] = {
     "daskserve/data/caller/calls/handle.py:StreamHandle": "it is a `Handle`",
     "daskserve/data/caller/calls/async_handle.py:AsyncHandle": "it is a `Handle`",
     "daskserve/data/replica/user_code/servable.py:Servable": "each step runs in a thread or on a loop",
-    "daskserve/data/replica/local_code.py:LocalCode": "its methods are those of `UserCode`",
 }
 #: ``"Name": "why two classes or type aliases have it"``
 NAME_EXCEPTIONS: Mapping[str, str] = {}
@@ -57,6 +56,7 @@ DOCUMENTED_MODULES: Mapping[str, frozenset[str]] = {
 PRIVATE_EXCEPTIONS: Mapping[str, str] = {
     "daskserve/cluster/store/folders.py:_pipe_file": "fsspec documents it for its asynchronous file systems",
     "daskserve/cluster/worker/child_main.py:_exit": "os._exit is documented",
+    "daskserve/loops/event_loop.py:_get_running_loop": "asyncio.events.__all__ has it",
     "daskserve/loops/forks.py:_exit": "os._exit is documented",
     "benchmarks/bench_faults.py:_exit": "os._exit is documented",
     "daskserve/control/scaling/importing.py:_current_frames": "sys._current_frames is documented",

@@ -466,7 +466,7 @@ class Envelope:
     #: The call that the answer is for; stays in this process.
     call: MayLeaveAnswer | None = None
     #: Returns whether the caller has a part of the HTTP response; stays in this process, too.
-    has_started: Callable[[], bool] | None = None
+    has_started: Callable[[], bool] = bool
 
 
 @dataclass(slots=True)

@@ -19,15 +19,12 @@ with needs(PYTHON, ">=3.11,<3.15") as check:
     from pickle import _Pickler
 
     PicklerInPython: Any = _Pickler
-    check.attributes(asyncio, "_get_running_loop", "_set_running_loop")
+    check.attributes(asyncio, "_set_running_loop")
     check.attributes(atexit, "_run_exitfuncs")
     check.attributes(PicklerInPython, "dump", "save")
     check.parameters(PicklerInPython.save, "self", "obj", "save_persistent_id")
     check.parameters(logging.Logger.callHandlers, "self", "record")
     check.attributes(ctypes.pythonapi, "PyObject_GetBuffer", "PyBuffer_Release")
-
-#: Returns the event loop that runs in this thread; None if there is none.
-running_loop: Callable[[], asyncio.AbstractEventLoop | None] = asyncio._get_running_loop
 
 #: Passes a record to the handlers of a logger and of its ancestors.
 CallHandlers: TypeAlias = Callable[[logging.Logger, logging.LogRecord], None]

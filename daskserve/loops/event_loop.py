@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from daskserve.common import settings
-from daskserve.internals import python
 
 T = TypeVar("T")
 
@@ -38,7 +37,7 @@ def in_cell() -> bool:
 
 
 #: Returns the event loop that runs in this thread; None if there is none.
-running_loop = python.running_loop
+running_loop: Callable[[], asyncio.AbstractEventLoop | None] = asyncio._get_running_loop
 
 
 async def on_loop(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T]) -> T:

@@ -29,7 +29,7 @@ from daskserve.common.types import (
 from daskserve.errors import ActorLostError, UnavailableError
 
 #: A way to call a verb of an actor, such as `daskserve.cluster.protocols.base.Cluster.call`.
-Call: TypeAlias = Callable[..., Awaitable[Any]]
+CallVerb: TypeAlias = Callable[..., Awaitable[Any]]
 
 
 def host_of(worker: WorkerAddress) -> ActorAddress:
@@ -54,14 +54,14 @@ async def control_call(
     return answer[0]["payload"] if "payload" in answer[0] else answer[0]["value"]
 
 
-async def create_actor(call: Call, spec: ActorSpec, worker: WorkerAddress) -> Mapping[str, Any]:
+async def create_actor(call: CallVerb, spec: ActorSpec, worker: WorkerAddress) -> Mapping[str, Any]:
     """Create an actor on a worker; see `daskserve.cluster.protocols.base.Cluster.create`."""
     message = {**asdict(spec), "kind": spec.kind.value}
     facts: Mapping[str, Any] = await call(host_of(worker), "create", spec=message)
     return facts
 
 
-async def destroy_actor(call: Call, address: ActorAddress, grace_s: float) -> None:
+async def destroy_actor(call: CallVerb, address: ActorAddress, grace_s: float) -> None:
     """Stop and remove an actor; see `daskserve.cluster.protocols.base.Cluster.destroy`."""
     name, incarnation = address.name, address.incarnation
     try:
@@ -73,7 +73,7 @@ async def destroy_actor(call: Call, address: ActorAddress, grace_s: float) -> No
 
 
 async def list_actors(
-    call: Call, worker: WorkerAddress, instance: InstanceName, figures_of: Collection[str] = ()
+    call: CallVerb, worker: WorkerAddress, instance: InstanceName, figures_of: Collection[str] = ()
 ) -> Sequence[Mapping[str, Any]]:
     """Return an instance's actors on a worker; see `daskserve.cluster.protocols.base.Cluster.inspect`."""
     actors: Sequence[Mapping[str, Any]] = await call(

@@ -9,24 +9,21 @@ from typing import Any
 import pytest
 
 from daskserve.common.types import Envelope, EnvelopeKind, Message
-from daskserve.data.caller.routing.replay import KEPT_BYTES, MAX_REPEATS, Replay, Sending
+from daskserve.data.caller.routing.replay import KEPT_BYTES, MAX_REPEATS, Replay
 
 
 def body(data: bytes, more: bool = False) -> Message:
     return {"type": "http.request", "body": data, "more_body": more}
 
 
-def replay_over(messages: Sequence[Message], *, is_idempotent: bool = True) -> tuple[Replay, Sending]:
+def replay_over(messages: Sequence[Message], *, is_idempotent: bool = True) -> tuple[Replay, Envelope]:
     given = iter(messages)
 
     async def receive() -> Message:
         return next(given)
 
-    async def send(message: Message) -> None: ...
-
     envelope = Envelope(EnvelopeKind.HTTP, {"method": "GET" if is_idempotent else "POST"})
-    sending = Sending(send)
-    return Replay(envelope, receive, sending.has_started), sending
+    return Replay(envelope, receive), envelope
 
 
 def test_the_next_replica_gets_the_replayed_messages_and_then_the_rest() -> None:
@@ -43,9 +40,9 @@ def test_the_next_replica_gets_the_replayed_messages_and_then_the_rest() -> None
 
 def test_a_request_is_not_retried_after_its_response_has_begun() -> None:
     async def main() -> None:
-        replay, sending = replay_over([])
+        replay, envelope = replay_over([])
         assert replay.rewind(begun=True)
-        await sending.send({"type": "http.response.start"})
+        envelope.has_started = lambda: True
         assert not replay.rewind(begun=True)
 
     asyncio.run(main())
@@ -87,7 +84,7 @@ def test_only_idempotent_http_requests_are_retried(method: str, is_repeatable: b
     async def nothing(*_: Any) -> Any:
         return None
 
-    replay = Replay(Envelope(EnvelopeKind.HTTP, {"method": method}), nothing, lambda: False)
+    replay = Replay(Envelope(EnvelopeKind.HTTP, {"method": method}), nothing)
     assert replay.rewind(begun=True) is is_repeatable
 
 

@@ -12,9 +12,8 @@ anyway, so it is kept whatever its size.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Awaitable, Callable
 
-from daskserve.common.types import Envelope, Message, Receive, Send
+from daskserve.common.types import Envelope, Message, Receive
 
 IDEMPOTENT_METHODS = frozenset({"GET", "HEAD", "OPTIONS", "PUT", "DELETE"})
 #: Bodies up to this size are kept for a retry.
@@ -24,31 +23,12 @@ KEPT_BYTES = 64 * 1024
 MAX_REPEATS = 3
 
 
-class Sending:
-    """Knows whether a response has begun, for a request whose sender does not say so."""
-
-    _is_started = False
-
-    def __init__(self, send: Send) -> None:
-        self._send = send
-
-    def has_started(self) -> bool:
-        """Return whether a message was sent."""
-        return self._is_started
-
-    def send(self, message: Message) -> Awaitable[None]:
-        """Send a message to the caller."""
-        self._is_started = True
-        return self._send(message)
-
-
 class Replay:
     """Relays the body of an HTTP request to the replicas that it is sent to in turn."""
 
-    def __init__(self, envelope: Envelope, receive: Receive, has_started: Callable[[], bool]) -> None:
+    def __init__(self, envelope: Envelope, receive: Receive) -> None:
         self._envelope = envelope
         self._receive = receive
-        self._has_started = has_started
         self._kept: list[Message] = []
         self._kept_bytes = 0
         self._is_whole = False
@@ -60,7 +40,7 @@ class Replay:
         if self._ahead:
             return self._ahead.popleft()
         message = await self._receive()
-        if self._has_started():
+        if self._envelope.has_started():
             self._kept.clear()  # a retry is no longer possible, and a WebSocket may last for days
         elif self._kept_bytes <= KEPT_BYTES:
             self._kept_bytes += len(message.get("body", b""))
@@ -78,7 +58,7 @@ class Replay:
         begun : bool
             Whether user code may have seen the request. If not, only messages read ahead are replayed.
         """
-        if self._has_started() or (self._kept_bytes > KEPT_BYTES and (begun or not self._is_whole)):
+        if self._envelope.has_started() or (self._kept_bytes > KEPT_BYTES and (begun or not self._is_whole)):
             return False
         if begun:
             is_idempotent = self._envelope.head.get("method") in IDEMPOTENT_METHODS

@@ -27,7 +27,7 @@ from daskserve.data.caller.routing.load_reports import LoadReports
 from daskserve.data.caller.routing.metrics import ReplicaSetMetrics
 from daskserve.data.caller.routing.prospects import Prospects
 from daskserve.data.caller.routing.queued_request import QueuedRequest
-from daskserve.data.caller.routing.replay import Replay, Sending
+from daskserve.data.caller.routing.replay import Replay
 from daskserve.data.caller.routing.replica_pool import ReplicaEntry, Roster
 from daskserve.data.caller.routing.suspect_queue import ApartQueue
 from daskserve.data.caller.routing.suspects import Suspects, SuspectTrial
@@ -214,17 +214,13 @@ class ReplicaSet:
         QuarantinedError
             Retries of the same request have ended several processes.
         """
-        replay = has_started = trial = queued_since = None
+        replay = trial = queued_since = None
         roster, metrics, is_socket = self.roster, self.metrics, False
         if envelope.kind is EnvelopeKind.HTTP:  # calls have no messages to repeat
             if self._apart.suspects.known:
                 trial = self._apart.trial_of(envelope)
-            has_started = envelope.has_started
-            if has_started is None:
-                sending = Sending(send)
-                has_started, send = sending.has_started, sending.send
             if envelope.has_body:
-                replay = Replay(envelope, receive, has_started)
+                replay = Replay(envelope, receive)
                 receive = replay.receive
             if is_socket := envelope.head["type"] == "websocket":
                 envelope = replace(envelope, note_turn=roster.turns.note)
@@ -238,8 +234,7 @@ class ReplicaSet:
             else:  # the requests that already wait go first
                 may_go = is_rejected or not self._waiting
                 replica = roster.take(self._clock.now(), self._rng) if may_go else None
-            if replica is None:
-                replica = await self._wait(is_rejected, trial)
+            replica = replica or await self._wait(is_rejected, trial)
             has_queued_request = replica.has_queued_request
             replica.sockets += is_socket
             try:
@@ -252,9 +247,8 @@ class ReplicaSet:
                     load = await replica.handle(envelope).respond(receive, send)
             except (ReplicaBusyError, ActorLostError) as error:
                 self._note_refusal(replica, error, was_queued=has_queued_request)
-                if replay is None and has_started is not None:
-                    replay = Replay(envelope, receive, has_started)
-                    receive = replay.receive
+                if replay is None and envelope.kind is EnvelopeKind.HTTP:
+                    replay = Replay(envelope, receive)
                 trial = self._apart.rewind(envelope, replay, trial, replica, error)
                 metrics.note_retry(error)
                 is_rejected = True
@@ -269,11 +263,9 @@ class ReplicaSet:
                 return
             finally:
                 replica.sockets -= is_socket
-                roster.release(replica)
                 if trial is not None:
                     trial.leave()
-                if self._waiting or self._apart.waiters:
-                    self._serve_waiting()
+                self.release(replica, None)
 
     async def _send_queued(
         self, replica: ReplicaEntry, since: float, envelope: Envelope, receive: Receive, send: Send

@@ -190,7 +190,7 @@ class Router:
     ) -> None:
         if envelope.is_direct:
             envelope = replace(envelope, is_direct=False)  # the copies need the messages
-        copied = replace(envelope, has_started=None)
+        copied = replace(envelope, has_started=bool)
         copies = [self._routers.send_shadow(shadow, copied) for shadow in shadows]
         if not envelope.has_body:
             for copy in copies:
