@@ -25,6 +25,7 @@ def read_long_description() -> str:
 EXAMPLES = ["scikit-learn>=1.6", "threadpoolctl>=3.1", "pillow>=10.3", "python-multipart>=0.0.18"]
 REDIS = ["redis>=5"]
 PROGRESS = ["rich>=13"]
+DOCS = ["mkdocs-material>=9.5", "mkdocstrings[python]>=0.26"]
 UVICORN = ["uvicorn>=0.30", "httptools>=0.6.4", "uvloop>=0.19; sys_platform != 'win32'"]
 TEST = ["pytest>=8", "hypothesis>=6.100", "httpx>=0.27", "psutil>=5.9", "cryptography>=42", *UVICORN, *REDIS]
 TEST += ["fastapi>=0.115.7", "ipython>=8", *PROGRESS]
@@ -126,6 +127,7 @@ setup(
         "redis": REDIS,
         "progress": PROGRESS,
         "examples": EXAMPLES,
+        "docs": DOCS,
         "test": TEST,
         "dev": [*TEST, *EXAMPLES, "ruff>=0.6", "mypy>=1.11"],
     },
