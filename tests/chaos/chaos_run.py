@@ -80,6 +80,7 @@ class ChaosRun:
         self._round = 0
         self._acknowledged: list[tuple[float, int]] = []
         self._leftovers: list[str] = []
+        self._load_began = 0.0
 
     # ---- the story
 
@@ -119,6 +120,7 @@ class ChaosRun:
             stalls.stalls,
             [*self._faults.failures, *self._leftovers],
             origin,
+            self._load_began,
         )
 
     def _play(self, rounds: Iterable[Round], until: float) -> None:
@@ -126,6 +128,7 @@ class ChaosRun:
         self._warm_up()
         before = self._use()
         self._say(f"whole: {before}")
+        self._load_began = time.monotonic()
         self._clients.start()
         try:
             with repeated(DEPLOY_S, self._deploy):

@@ -117,6 +117,8 @@ class Run:
     leftovers: Sequence[str] = ()
     #: When it began: the violations name the seconds since then.
     origin: float = 0.0
+    #: When the clients began to send without a pause: what was sent before is only warming up.
+    load_began: float = 0.0
 
 
 def violations(run: Run) -> list[str]:
@@ -159,12 +161,18 @@ def _explains(damage: Damage, sample: Sample, run: Run) -> bool:
         return is_there or not ran
     if sample.outcome == "cut short":
         return is_there
-    # It is retried once. Each of two faults may have ended an attempt, one that no replica has noted too.
+    # It is retried once. Each of two faults, and each process that one poisonous request has ended, may have
+    # ended an attempt, one that no replica has noted too.
     hit = frozenset().union(*(each.pids for each in run.damages))
     noted = sum(bool(pids & hit) for pids in ran)
     others = [each for each in run.damages if each.pids and _meets(each, sample, run)]
-    unnoted = sum(not any(pids & each.pids for pids in ran) for each in others)
+    ended = [pids for each in others for pids in _ended_in_turn(each)]
+    unnoted = sum(not any(pids & each for pids in ran) for each in ended)
     return noted + unnoted > 1
+
+
+def _ended_in_turn(damage: Damage) -> list[frozenset[int]]:
+    return [frozenset({pid}) for pid in damage.pids] if damage.kind == "poison" else [damage.pids]
 
 
 def _meets(damage: Damage, sample: Sample, run: Run) -> bool:
@@ -201,7 +209,7 @@ def _cuts_off_news(damage: Damage, sample: Sample, run: Run) -> bool:
 
 
 def _too_long(run: Run) -> Iterator[str]:
-    for silence in _silences(run.samples):
+    for silence in _silences(run):
         felt = [each for each in run.damages if _is_felt(run, each, silence)]
         allowed = QUIET_S + _felt_together_s(felt) + 2 * _stalled(run, silence.at, silence.until)
         if silence.lasted_s > allowed:
@@ -232,8 +240,9 @@ class Silence:
         return self.until - self.at
 
 
-def _silences(samples: Sequence[Sample]) -> Iterator[Silence]:
+def _silences(run: Run) -> Iterator[Silence]:
     """Yield all silences, those before the first answer and after the last one included."""
+    samples = [each for each in run.samples if each.began >= run.load_began]
     if not samples:
         return
     first, last = min(each.began for each in samples), max(each.ended for each in samples)
@@ -274,7 +283,7 @@ def report(run: Run) -> str:
             guilty = [each.round for each in run.damages if _explains(each, sample, run)]
             failed[names[guilty[-1]] if guilty else "no fault"] += 1
     longest = dict.fromkeys([*counts, *failed], 0.0)
-    for silence in _silences(run.samples):
+    for silence in _silences(run):
         name = names.get(_round_of(silence, begins), "no fault")
         longest[name] = max(longest.get(name, 0.0), silence.lasted_s)
     width = max(map(len, longest), default=5)

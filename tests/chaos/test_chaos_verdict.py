@@ -62,6 +62,13 @@ def test_what_is_repeated_may_fail_if_it_ran_on_two_processes_that_died() -> Non
     assert len(judged(sample("GET"), damages=(KILL,), ran=ran)) == 1
 
 
+def test_what_is_repeated_may_fail_if_one_poisonous_request_ended_two_processes() -> None:
+    poison = replace(KILL, kind="poison", pids=frozenset({7, 8}), proxies=frozenset())
+    ran = {"a": [frozenset({8})]}
+    assert judged(sample("GET"), damages=(poison,), ran=ran) == []
+    assert len(judged(sample("GET"), damages=(replace(poison, kind="kill worker"),), ran=ran)) == 1
+
+
 def test_what_is_repeated_may_fail_if_two_faults_cut_its_ways() -> None:
     cuts = tuple(replace(KILL, kind="cut", pids=frozenset({pid}), proxies=frozenset()) for pid in (7, 8))
     assert judged(sample("GET"), damages=cuts) == []
@@ -127,6 +134,13 @@ def test_a_silence_longer_than_the_faults_allow_is_a_violation() -> None:
     assert violations(Run(samples, (stopped,), ran)) == []
     assert violations(Run(samples, (KILL,), ran, stalls=[Stall(11.0, 2.0)])) == []
     assert "(no fault)" in violations(Run(samples, (), ran))[0]
+
+
+def test_the_pause_between_warming_up_and_the_load_is_no_silence() -> None:
+    samples = with_gap(10, 13.5, "call", "GET", "stream")
+    ran = {each.id: [frozenset({9})] for each in samples}
+    assert violations(Run(samples, (), ran))
+    assert violations(Run(samples, (), ran, load_began=13.5)) == []
 
 
 def test_a_kind_that_is_not_answered_again_is_silent_until_the_end() -> None:

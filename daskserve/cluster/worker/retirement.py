@@ -93,8 +93,9 @@ class Retirement:
         try:
             async with asyncio.timeout(NEWS_S):
                 await ask_from_worker(self._worker, "depart", worker=self._worker.address)
-        except (OSError, TimeoutError, ServeError):
-            return  # nobody tells them
+        except (OSError, TimeoutError, ServeError) as error:
+            # Nobody tells them: they know it from the first request that is refused.
+            logger.warning("The scheduler cannot announce that this worker has ended: %r", error)
         await self._clock.sleep(NEWS_S / 2)
 
     async def _move(self, ends_at: float) -> bool:

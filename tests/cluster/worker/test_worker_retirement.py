@@ -17,8 +17,9 @@ from daskserve.testing import run_virtual
 class Bench:
     """A worker that retires within 30 s, and a scheduler with given answers, each after a second."""
 
-    def __init__(self, *answers: Any, grace_s: float = 30.0) -> None:
+    def __init__(self, *answers: Any, grace_s: float = 30.0, departs: bool = True) -> None:
         self.answers = list(answers)
+        self.departs = departs
         self.drained: list[tuple[float, float]] = []
         self.asked: list[dict[str, Any]] = []
         scheduler = SimpleNamespace(daskserve=self._answer)
@@ -29,6 +30,8 @@ class Bench:
     async def _answer(self, *, verb: str, message: dict[str, Any], **versions: Any) -> Any:
         self.asked.append({"verb": verb, **message})
         if verb == "depart":
+            if not self.departs:
+                raise OSError("the scheduler is gone")
             return {"value": None}
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         if answer == "hangs":
@@ -67,6 +70,16 @@ def test_its_requests_complete_here_if_the_scheduler_moves_nothing(answer: Any, 
         assert bench.drained == [(after_s, 28 - NEWS_S - after_s)]
         # All who would send requests to this worker know better before it ends.
         assert bench.asked[-1] == {"verb": "depart", "worker": "w1"}
+
+    run_virtual(main)
+
+
+def test_without_a_scheduler_it_refuses_requests_before_it_ends() -> None:
+    """Routers send nothing to a replica that has refused a request, so none is under way at the end."""
+
+    async def main() -> None:
+        bench = Bench(OSError("it is gone"), departs=False)
+        assert await bench.retire() == 1 + 2 + NEWS_S / 2
 
     run_virtual(main)
 
