@@ -55,7 +55,7 @@ def error_table() -> str:
     known = remedies()
     rows = []
     for kind in dict.fromkeys(errors.subclasses()):
-        if kind is errors.ServeError:
+        if kind is errors.ServeError or kind.__module__ != errors.__name__:
             continue
         bases = [each for each in kind.__mro__[1:] if issubclass(each, errors.ServeError)]
         remedy = next((known[each.__name__] for each in [kind, *bases] if each.__name__ in known), "")

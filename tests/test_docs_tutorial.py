@@ -54,6 +54,13 @@ def answers_as_shown(step: str, instance: serve.Client) -> None:
         assert (ended.stdout, ended.stderr) == (answer, "")
 
 
+def test_the_tests_of_the_project_pass(project: Path) -> None:
+    """First, because they shut the instance down that is nearest."""
+    (project / "prices.py").write_text(program("4-composition"))
+    (project / "test_prices.py").write_text(program("5-test"))
+    assert pytest.main(["-q", "-p", "no:cacheprovider", "-c", "/dev/null", str(project)]) == 0
+
+
 def test_the_function(project: Path, instance: serve.Client) -> None:
     names: dict[str, Any] = {"__name__": "prices"}
     exec(program("1-function"), names)
@@ -80,30 +87,22 @@ def test_the_options_of_autoscaling_fit_the_program(project: Path, instance: ser
     instance.delete_application("default")
 
 
-def test_the_tests_of_the_project_pass(project: Path) -> None:
-    (project / "prices.py").write_text(program("4-composition"))
-    (project / "test_prices.py").write_text(program("5-test"))
-    assert pytest.main(["-q", "-p", "no:cacheprovider", "-c", "/dev/null", str(project)]) == 0
-
-
-def test_the_program_that_deploys(
+def test_an_instance_is_started_and_changes_under_load(
     project: Path, instance: serve.Client, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On a real cluster, this is what tests/integration do with other programs."""
-    (project / "prices.py").write_text(program("6-batching"))
+    """Here in one process; tests/integration have clusters."""
     started: list[dict[str, Any]] = []
     monkeypatch.setattr(serve, "start", lambda **options: started.append(options))
-    monkeypatch.setattr(serve, "run", instance.run)
-    source = program("8-cluster").replace(
-        "from distributed import Client", "from contextlib import nullcontext as Client"
-    )
-    exec(source, {"__name__": "__main__"})
-    assert capsys.readouterr().out == "deployed\n"
+    source = program("8-cluster")
+    assert source.startswith("from distributed import Client\n")
+    exec(source.replace("distributed import Client", "contextlib import nullcontext as Client", 1), {})
     assert started == [
         {"detached": True, "store": "sqlite:////tmp/prices.db", "http_options": {"port": 8000}}
     ]
+    (project / "prices.py").write_text(program("6-batching"))
+    instance.run("prices:app")
     answers_as_shown("8-cluster", instance)
-    monkeypatch.setattr("time.monotonic", iter([0.0, 0.0, 0.0, 100.0]).__next__)
-    exec(program("10-update").replace("http://127.0.0.1:8000", instance.http_urls()[0]), {})
-    assert capsys.readouterr().out == '2 {"price":305000.0}\n'
+    load = program("10-update").replace("http://127.0.0.1:8000", instance.http_urls()[0])
+    exec(load.replace("+ 20", "+ 0.2"), {})
+    assert re.fullmatch(r'\d+ {"price":305000.0}\n', capsys.readouterr().out)
     instance.delete_application("default")
