@@ -41,7 +41,8 @@ setup(
     python_requires=">=3.11",
     # The folder proxies/ is imported as daskserve.proxies, which keeps the name `proxies` out of the users'
     # import namespace.
-    package_dir={"daskserve": "daskserve", "daskserve.proxies": "proxies"},
+    # The pages in docs/ are installed for `daskserve docs`.
+    package_dir={"daskserve": "daskserve", "daskserve.proxies": "proxies", "daskserve.pages": "docs"},
     packages=[
         "daskserve",
         "daskserve.autoscaling",
@@ -93,6 +94,7 @@ setup(
         "daskserve.internals",
         "daskserve.loops",
         "daskserve.options",
+        "daskserve.pages",
         "daskserve.payload",
         "daskserve.proxies",
         "daskserve.proxies.exchange",
@@ -102,7 +104,11 @@ setup(
         "daskserve.simulation",
     ],
     entry_points={"console_scripts": ["daskserve = daskserve.cli.main:main"]},
-    package_data={"daskserve": ["py.typed"], "daskserve.proxies": ["py.typed"]},
+    package_data={
+        "daskserve": ["py.typed"],
+        "daskserve.pages": ["*.md", "*/*.md"],
+        "daskserve.proxies": ["py.typed"],
+    },
     zip_safe=False,  # a type checker must find py.typed on disk
     install_requires=[
         "dask>=2025.1",
