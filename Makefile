@@ -2,19 +2,23 @@
 #   make demo                        the digits example on a cluster of its own, until Ctrl-C
 #   make demo ARGS="--once --port 0" measure, then end
 #   make test ARGS="-m 'not slow'"   ARGS go to pytest
+#   make nightly                     all tests, and 10,000 generated cases of each kind
 #   make check                       format, lint, types, layers
 #   make docs                        build the site of the documentation into site/; warnings are errors
 #   make docs-serve                  show it at http://127.0.0.1:8010, and build it again when a page changes
 #   PYTHON=python3.12 make test      which interpreter to make .venv with
 
 export PYTHON
-.PHONY: demo test check docs docs-serve
+.PHONY: demo test nightly check docs docs-serve
 
 demo: .venv/.installed
 	.venv/bin/python examples/digits/demo.py $(ARGS)
 
 test: .venv/.installed
 	scripts/test $(ARGS)
+
+nightly: .venv/.installed
+	scripts/nightly $(ARGS)
 
 check: .venv/.installed
 	scripts/check

@@ -28,7 +28,9 @@ from typing import Any
 
 from daskserve.cluster.local.cluster import LocalCluster
 from daskserve.cluster.protocols.base import ActorContext, StoreChange
+from daskserve.cluster.scheduler.holding import HeldStore
 from daskserve.cluster.store.opening import open_store
+from daskserve.common.clock import LoopClock
 from daskserve.common.types import ActorKind, Location, WorkerInfo
 from daskserve.control.backend import step as backend_state
 from daskserve.control.backend.actions import StartReplica
@@ -239,8 +241,9 @@ class Empty:
 
 async def creations(folder: Path) -> tuple[list[float], list[tuple[int, int]]]:
     """Return the time of each of 1,000 creations, and the records and bytes that each writes."""
-    inner = open_store(f"sqlite:///{folder / 'store.db'}", "bench")
+    inner = HeldStore(open_store(f"sqlite:///{folder / 'store.db'}", "bench"), "bench.1", LoopClock())  # type: ignore[arg-type]
     await inner.open()
+    await inner.begin()
     store = CountingStore(inner)
     factories = {ActorKind.CONTROLLER: Controller, ActorKind.REPLICA: Empty, ActorKind.PROXY: Empty}
     workers = [WorkerInfo(f"w{n}", f"h{n}", 64, 1 << 36) for n in range(4)]

@@ -17,7 +17,7 @@ from pathlib import Path
 from urllib.parse import urlencode
 
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT / "tests/integration"), str(ROOT / "scripts")]
+sys.path[:0] = [str(ROOT / each) for each in ("tests/support", "tests/integration", "scripts")]
 
 from dashboard_load import Traffic, deploy, trouble  # noqa: E402
 from dask_processes import ExternalCluster, dask_scheduler, dask_worker, fetch, poll_for  # noqa: E402

@@ -1,4 +1,4 @@
-"""Configuration of all tests: marks by folder, and reproducible property tests."""
+"""Configuration of all tests: marks by folder, nightly tests, and reproducible property tests."""
 
 from __future__ import annotations
 
@@ -19,9 +19,26 @@ settings.register_profile("nightly", deadline=None, max_examples=10_000, print_b
 settings.load_profile("daskserve")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark all tests in tests/integration as integration and slow."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--nightly", action="store_true", help="run the tests marked nightly, too")
+
+
+def is_named(item: pytest.Item, arguments: list[str]) -> bool:
+    name = getattr(item, "originalname", item.name)
+    return any(name in each.partition("::")[2] for each in arguments)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark all tests in tests/integration as integration and slow; leave nightly ones out unless asked to."""
     for item in items:
         if (HERE / "integration") in item.path.parents:
             item.add_marker(pytest.mark.integration)
             item.add_marker(pytest.mark.slow)
+    if config.getoption("nightly") or "nightly" in config.getoption("markexpr"):
+        return
+    # A test that is named on the command line is run.
+    named = [item for item in items if is_named(item, config.args)]
+    left_out = [item for item in items if item.get_closest_marker("nightly") and item not in named]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]

@@ -13,7 +13,7 @@ from daskserve.cluster.actors.registry import ActorBook
 from daskserve.cluster.protocols.base import ActorSpec
 from daskserve.common.clock import LoopClock
 from daskserve.common.types import ActorKind
-from daskserve.errors import ActorLostError, RequestTimeoutError
+from daskserve.errors import ActorLostError, RequestTimeoutError, UnavailableError
 from daskserve.testing import run_virtual
 
 SPEC = asdict(ActorSpec(ActorKind.REPLICA, "i/replica/b#1", 1, "i", start_timeout_s=10.0))
@@ -59,6 +59,24 @@ def test_each_stage_of_a_start_has_the_time_limit_for_itself() -> None:
         with pytest.raises(RequestTimeoutError, match="did not start within 10 s: it was still loading"):
             await book.create(SPEC)
         assert (now() - began, book.entries) == (8 + 10 + 1, {})
+
+    run_virtual(main)
+
+
+def test_a_worker_that_ends_starts_no_other_actors() -> None:
+    """Its controller, which may be on another worker, does not know that it ends if there is no scheduler."""
+
+    async def main() -> None:
+        book = book_of(0, 0)
+        await book.create(SPEC)
+        await book.drain(5.0, "another instance")
+        assert (await book.create(SPEC))["made"]
+        ending = asyncio.create_task(book.drain(5.0))
+        await asyncio.sleep(0.5)
+        with pytest.raises(UnavailableError, match="Worker here ends and starts no actors"):
+            await book.create({**SPEC, "incarnation": 2})
+        await ending
+        assert book.entries == {}
 
     run_virtual(main)
 

@@ -26,7 +26,9 @@ import daskserve as serve
 EPHEMERAL = {"http_options": {"port": 0}}
 
 
-@pytest.mark.parametrize("server", ["tornado", "uvicorn"], indirect=True)
+@pytest.mark.parametrize(
+    "server", ["tornado", pytest.param("uvicorn", marks=pytest.mark.nightly)], indirect=True
+)
 def test_scaling_from_zero_and_back_answers_every_request(client: serve.Client, url: str) -> None:
     scale_from_zero_and_back(client, url)
 
@@ -43,6 +45,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.nightly
 def test_a_killed_program_pins_no_replicas(external: ExternalCluster) -> None:
     with serve.start(detached=True, dask_client=external.client, **EPHEMERAL) as client:
         # More than all replicas take at once, so that some still wait in the program at the kill.
@@ -81,6 +84,7 @@ def test_the_policy_reads_a_real_prometheus(client: serve.Client, tmp_path: Path
         assert wanted(client) == 3
 
 
+@pytest.mark.nightly
 def test_an_adaptive_cluster_grows_with_the_load_and_shrinks_again() -> None:
     config = {**QUICK, "min_replicas": 1}
     with LocalCluster(n_workers=1, threads_per_worker=2, dashboard_address="127.0.0.1:0") as cluster:

@@ -86,6 +86,7 @@ def stage(tmp_path: Path) -> Iterator[Stage]:
         made.__exit__(None, None, None)
 
 
+@pytest.mark.nightly
 def test_nobody_waits_long_for_a_stopped_process_or_a_cut_between_two_machines(stage: Stage) -> None:
     began = time.monotonic()
     os.kill(stage.far.process.pid, signal.SIGSTOP)

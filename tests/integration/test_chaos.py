@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from dask_processes import HERE, Program
 
-CHAOS = HERE.parent / "chaos" / "chaos.py"
+CHAOS = HERE / "chaos.py"
 #: When the last faults begin: a proxy is stopped, a worker retired, the scheduler killed, a host cut off in a
 #: redeploy.
 MINUTES, SEED = "0.6", "4"
@@ -18,6 +18,7 @@ def limit() -> None:
     """Allow this test more time than others: it waits for its program with a deadline of its own."""
 
 
+@pytest.mark.nightly
 def test_a_minute_of_chaos_breaks_no_promise(tmp_path: Path) -> None:
     program = Program([str(CHAOS), "--minutes", MINUTES, "--seed", SEED], tmp_path)
     try:

@@ -53,7 +53,7 @@ def client() -> Iterator[serve.Client]:
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("isolation", ["process", "thread"])
+@pytest.mark.parametrize("isolation", ["process", pytest.param("thread", marks=pytest.mark.nightly)])
 def test_user_code_may_start_processes_which_end_with_their_worker(
     isolation: str, client: serve.Client
 ) -> None:

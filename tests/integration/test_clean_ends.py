@@ -45,7 +45,7 @@ def assert_works(client: serve.Client, tag: str) -> None:
 
 
 @pytest.mark.parametrize("shares_port", [False, True], ids=["exclusive", "SO_REUSEPORT"])
-@pytest.mark.parametrize("location", ["HeadOnly", "EveryWorker"])
+@pytest.mark.parametrize("location", ["HeadOnly", pytest.param("EveryWorker", marks=pytest.mark.nightly)])
 def test_a_taken_port_is_named_in_the_error(
     shares_port: bool, location: str, external: ExternalCluster
 ) -> None:
@@ -284,7 +284,9 @@ module.Client = FailsOnce
 """
 
 
-@pytest.mark.parametrize("module", ["scheduler.supervisor", "worker.host"])
+@pytest.mark.parametrize(
+    "module", ["scheduler.supervisor", pytest.param("worker.host", marks=pytest.mark.nightly)]
+)
 def test_a_client_that_fails_to_connect_once_fails_only_one_start(module: str, tmp_path: Path) -> None:
     prelude = _FIRST_CLIENT_FAILS.format(module=module)
     of_scheduler, of_worker = (prelude, "") if module == "scheduler.supervisor" else ("", prelude)

@@ -71,6 +71,7 @@ def scraped(client: serve.Client, external: ExternalCluster, tmp_path: Path) -> 
         yield found
 
 
+@pytest.mark.nightly
 @needs_prometheus
 def test_every_panel_has_data_under_load(
     client: serve.Client, external: ExternalCluster, scraped: Prometheus, tmp_path: Path

@@ -41,6 +41,9 @@ PLACES: dict[str, dict[str, Any]] = {
     "process": {"isolation": "process"},
     "process_worker": {"isolation": "process", "event_loop": "worker"},
 }
+EACH_PLACE = [
+    pytest.param(each, marks=[pytest.mark.nightly] if each.endswith("worker") else []) for each in PLACES
+]
 
 
 class Dask:
@@ -238,7 +241,7 @@ class Coordinates:
         return sum(type(each) is Lock and each.name == "leftover" for each in gc.get_objects())
 
 
-@pytest.fixture(params=PLACES)
+@pytest.fixture(params=EACH_PLACE)
 def coordinating(
     request: pytest.FixtureRequest, client: serve.Client, external: ExternalCluster
 ) -> Iterator[Any]:
@@ -283,7 +286,7 @@ def test_dasks_locks_and_the_like_work_wherever_they_were_made(
             assert any(note in each for each in caught.value.__notes__), method
 
 
-@pytest.fixture(params=PLACES)
+@pytest.fixture(params=EACH_PLACE)
 def handle(request: pytest.FixtureRequest, client: serve.Client) -> Iterator[Any]:
     client.deploy("dask", Dask, config=PLACES[request.param], route_prefix=None)
     yield client.get_handle("dask")
@@ -363,7 +366,7 @@ class Composed:
         return self.inner.see.remote(get_client().submit(abs, -9)).result()
 
 
-@pytest.mark.parametrize("place", ["own", "worker", "process"])
+@pytest.mark.parametrize("place", [pytest.param("own", marks=pytest.mark.nightly), "worker", "process"])
 def test_futures_and_collections_arrive_as_values(
     place: str, client: serve.Client, external: ExternalCluster
 ) -> None:

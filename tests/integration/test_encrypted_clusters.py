@@ -70,6 +70,7 @@ def test_handles_reach_replicas_from_outside(client: serve.Client) -> None:
     assert (client.get_handle("doubler").remote(array).result(20) == array * 2).all()
 
 
+@pytest.mark.nightly
 def test_autoscaling_from_zero_and_back(client: serve.Client, encrypted: Client) -> None:
     config = {**QUICK, "max_replicas": 3, "downscale_delay_s": 0.5, "look_back_period_s": 1.0}
     scale_from_zero_and_back(client, client.http_urls()[0], config)
@@ -126,6 +127,7 @@ def test_the_dask_configuration_is_enough_to_connect(encrypted: Client, security
             other._connection.link.client.close()
 
 
+@pytest.mark.nightly
 def test_a_local_cluster_is_encrypted_if_the_dask_configuration_says_so(security: Security) -> None:
     configuration: dict[str, Any] = tls_configuration(security)
     configuration["distributed.comm.default-scheme"] = "tls"
@@ -147,6 +149,7 @@ class CallsHello:
         return "and " + await serve.connect().get_handle("hello").remote()
 
 
+@pytest.mark.nightly
 def test_processes_with_only_the_certificate_of_their_role_can_connect(
     security: Security, tmp_path: Path
 ) -> None:

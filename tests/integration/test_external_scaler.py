@@ -167,7 +167,7 @@ def test_invalid_and_endless_requests_do_not_affect_others(
     assert fetch(f"{dashboard(external.client)}/health").status == 200
 
 
-@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("sign", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.nightly)])
 def test_the_number_is_recorded_even_if_the_controller_dies(sign: signal.Signals) -> None:
     with nannied_cluster(3) as dask, serve.start(dask_client=dask, http_options={"port": 0}) as client:
         client.create_backend("b", answer, config={**OPEN, "num_replicas": 2})
@@ -195,6 +195,7 @@ def test_the_number_is_recorded_even_if_the_controller_dies(sign: signal.Signals
                     pass  # its nanny has restarted it
 
 
+@pytest.mark.nightly
 def test_without_workers_the_answer_is_503_in_time() -> None:
     with nannied_cluster(1) as dask, serve.start(dask_client=dask, http_options={"port": 0}) as client:
         client.create_backend("b", answer, config=OPEN)

@@ -61,7 +61,7 @@ def deploy(client: serve.Client, isolation: str = "thread") -> str:
     return client.http_urls()[0]
 
 
-@pytest.mark.parametrize("isolation", ["thread", "process"])
+@pytest.mark.parametrize("isolation", ["thread", pytest.param("process", marks=pytest.mark.nightly)])
 def test_a_request_that_ends_its_process_twice_fails_no_other(
     served: serve.Client, dask: Client, isolation: str
 ) -> None:
@@ -87,7 +87,7 @@ def names(client: serve.Client) -> set[str]:
     return {each.name for each in client.status().replicas("b")}
 
 
-@pytest.mark.parametrize("isolation", ["thread", "process"])
+@pytest.mark.parametrize("isolation", ["thread", pytest.param("process", marks=pytest.mark.nightly)])
 def test_exits_and_forks_in_a_handler_cost_nothing(
     served: serve.Client, dask: Client, isolation: str
 ) -> None:
@@ -113,6 +113,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
+@pytest.mark.nightly
 def test_a_process_that_a_handler_forked_keeps_no_connection_and_no_port_open(dask: Client) -> None:
     with serve.start(http_options={"port": 0}, dask_client=dask) as client:
         url = deploy(client)

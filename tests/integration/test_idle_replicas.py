@@ -44,8 +44,10 @@ def load(url: str, clients: int) -> Counter[str]:
     return served
 
 
-@pytest.mark.parametrize("isolation", ["thread", "process"])
-@pytest.mark.parametrize("limit", [{}, {"max_concurrent_queries": 1}])
+@pytest.mark.parametrize("isolation", [pytest.param("thread", marks=pytest.mark.nightly), "process"])
+@pytest.mark.parametrize(
+    "limit", [pytest.param({}, marks=pytest.mark.nightly), {"max_concurrent_queries": 1}]
+)
 def test_all_replicas_share_the_load_wherever_they_run(
     client: serve.Client, url: str, isolation: str, limit: dict[str, int]
 ) -> None:

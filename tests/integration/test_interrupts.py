@@ -55,6 +55,10 @@ def is_in(function: Callable[..., Any]) -> bool:
     return frame is not None
 
 
+def nightly(*values: Any) -> list[Any]:
+    return [pytest.param(each, marks=pytest.mark.nightly) for each in values]
+
+
 @pytest.fixture(autouse=True, scope="module")
 def imports(dask_cluster: ExternalCluster) -> None:
     """Import everything, so that the interrupt does not hit an import."""
@@ -62,7 +66,7 @@ def imports(dask_cluster: ExternalCluster) -> None:
 
 
 @pytest.mark.parametrize("detached", [False, True])
-@pytest.mark.parametrize("delay_ms", [0, 5, 10, 20, 30, 40, 60])
+@pytest.mark.parametrize("delay_ms", [0, 20, *nightly(5, 10, 30, 40, 60)])
 def test_interrupted_start_leaves_nothing(delay_ms: int, detached: bool, external: ExternalCluster) -> None:
     """An interrupt at any moment leaves nothing, and the next start works."""
     passed = threading.Event()
@@ -80,7 +84,7 @@ def test_interrupted_start_leaves_nothing(delay_ms: int, detached: bool, externa
     serve.start(detached=detached, http_options={"port": 0}, dask_client=external.client).shutdown()
 
 
-@pytest.mark.parametrize("delay_ms", [0, 2, 5])
+@pytest.mark.parametrize("delay_ms", [2, *nightly(0, 5)])
 def test_interrupted_start_keeps_an_existing_detached_instance(
     delay_ms: int, external: ExternalCluster
 ) -> None:
@@ -164,7 +168,7 @@ print("never", flush=True)
 
 @pytest.mark.parametrize(
     ("arguments", "processes"),
-    [("False", 1), ("False", 2), ("True", 2)],
+    [("False", 2), *(pytest.param(*each, marks=pytest.mark.nightly) for each in (("False", 1), ("True", 2)))],
 )
 def test_interrupted_start_of_a_local_cluster_leaves_no_process(
     arguments: str, processes: int, tmp_path: Path

@@ -131,6 +131,7 @@ def test_a_killed_process_is_replaced(client: serve.Client, url: str, external: 
     assert psutil.Process(second).ppid() in worker_pids(external)
 
 
+@pytest.mark.nightly
 def test_processes_end_with_a_killed_worker(external: ExternalCluster, tmp_path: Path) -> None:
     def child_pid(request: Any) -> int:
         return os.getpid()
@@ -154,6 +155,7 @@ def make_environment(folder: Path, *paths: Path | str) -> str:
     return str(folder)
 
 
+@pytest.mark.nightly
 def test_backends_and_deployments_run_in_their_own_environments(
     client: serve.Client, url: str, tmp_path: Path
 ) -> None:

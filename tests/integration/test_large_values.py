@@ -96,7 +96,7 @@ def client(dask: Client) -> Iterator[serve.Client]:
     client.shutdown()
 
 
-@pytest.mark.parametrize("isolation", ["thread", "process"])
+@pytest.mark.parametrize("isolation", [pytest.param("thread", marks=pytest.mark.nightly), "process"])
 def test_arrays_share_memory_with_the_replica_until_dropped(
     dask: Client, client: serve.Client, isolation: str
 ) -> None:
@@ -134,7 +134,7 @@ class Holder:
         return os.getpid(), int(self.array[0]), int(self.array[-1]), self.array.flags.writeable
 
 
-@pytest.mark.parametrize("isolation", ["thread", "process"])
+@pytest.mark.parametrize("isolation", ["thread", pytest.param("process", marks=pytest.mark.nightly)])
 def test_replicas_share_the_memory_of_their_constructor_arguments(
     dask: Client, client: serve.Client, isolation: str
 ) -> None:
@@ -166,7 +166,7 @@ def answer(handle: Any) -> Any:
         return None
 
 
-@pytest.mark.parametrize("isolation", ["thread", "process"])
+@pytest.mark.parametrize("isolation", [pytest.param("thread", marks=pytest.mark.nightly), "process"])
 def test_a_killed_caller_leaves_no_memory(dask: Client, client: serve.Client, isolation: str) -> None:
     client.deploy("keeper", Keeper, config={"isolation": isolation})
     try:
@@ -190,6 +190,7 @@ def test_a_killed_caller_leaves_no_memory(dask: Client, client: serve.Client, is
         client.delete_deployment("keeper")
 
 
+@pytest.mark.nightly
 def test_a_killed_worker_leaves_no_memory(dask: Client, client: serve.Client) -> None:
     client.deploy("keeper", Keeper, config={"isolation": "process"})
     handle = client.get_handle("keeper")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import pytest
 from clusters import Load, nannied_cluster, pids, running, worker_of
 from dask_processes import PATIENCE_S, dask_worker, fetch, poll_for
 from distributed import Client
@@ -130,6 +131,7 @@ def test_a_worker_that_retires_fails_no_request_and_cuts_no_stream() -> None:
             assert list(client.http_urls()) == [url]
 
 
+@pytest.mark.nightly
 def test_the_only_proxy_comes_back_on_its_host_and_port(tmp_path: Path) -> None:
     # Without a forwarder, or TLS, a host of every address is warned of.
     options = {"host": "0.0.0.0", "trusted_forwarders": ["127.0.0.1"], "return_grace_s": 60}

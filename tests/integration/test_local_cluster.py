@@ -120,6 +120,7 @@ def worker_pids() -> set[int]:
     return found
 
 
+@pytest.mark.nightly
 def test_workers_that_die_come_back(client: serve.Client) -> None:
     """Whatever ends them, with and without requests, one or all; until Dask retires one."""
 

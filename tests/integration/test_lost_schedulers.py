@@ -103,6 +103,7 @@ def test_the_loss_of_the_scheduler_fails_no_request_and_costs_no_replica(tmp_pat
         scheduler.kill()
 
 
+@pytest.mark.nightly
 def test_a_scheduler_that_stays_away_ends_its_workers_after_what_runs(tmp_path: Path) -> None:
     with cluster(tmp_path, 1, prelude=SHORT_GRACE) as (port, scheduler, workers):
         with Client(f"tcp://127.0.0.1:{port}") as dask:

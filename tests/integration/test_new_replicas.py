@@ -6,6 +6,7 @@ import asyncio
 import time
 from typing import Any
 
+import pytest
 from clusters import Load, nannied_cluster
 
 import daskserve as serve
@@ -29,6 +30,7 @@ class RecordsItsStart:
         return f"{serve.get_current_replica_tag()} {self._asked_after_s}"
 
 
+@pytest.mark.nightly
 def test_new_replicas_get_requests_at_once() -> None:
     with nannied_cluster(2) as dask, serve.start(dask_client=dask, http_options={"port": 0}) as client:
         client.create_backend("b", RecordsItsStart, config={"max_concurrent_queries": 2})

@@ -41,9 +41,9 @@ client.shutdown()
 #: The line or the signal that the program gets, and its exit status.
 ENDS = [
     pytest.param("exit", 0, id="exits"),
-    pytest.param("raise", 1, id="raises"),
-    pytest.param(signal.SIGINT, -signal.SIGINT, id="SIGINT"),
-    pytest.param(signal.SIGTERM, -signal.SIGTERM, id="SIGTERM"),
+    pytest.param("raise", 1, id="raises", marks=pytest.mark.nightly),
+    pytest.param(signal.SIGINT, -signal.SIGINT, id="SIGINT", marks=pytest.mark.nightly),
+    pytest.param(signal.SIGTERM, -signal.SIGTERM, id="SIGTERM", marks=pytest.mark.nightly),
     pytest.param(signal.SIGKILL, -signal.SIGKILL, id="SIGKILL"),
 ]
 SUDDEN = (signal.SIGTERM, signal.SIGKILL)
@@ -116,6 +116,7 @@ def test_a_detached_instance_outlives_its_creator(external: ExternalCluster) -> 
     assert not is_listening(url)
 
 
+@pytest.mark.nightly
 def test_a_detached_cluster_outlives_its_creator(tmp_path: Path) -> None:
     """A detached start without a cluster creates one that stays until the instance is shut down."""
     creator = Program(["-c", SERVING.format(arguments="detached=True")], tmp_path, keeps_stdin=True)
@@ -148,7 +149,7 @@ print("ended", flush=True)
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.nightly), signal.SIGTERM])
 def test_a_blocking_run_shuts_down_on_a_signal(number: signal.Signals, tmp_path: Path) -> None:
     """Ctrl-C and the signal of a process manager are the regular ways to end it."""
     program = Program(["-c", BLOCKING], tmp_path)
@@ -171,6 +172,7 @@ def test_a_blocking_run_shuts_down_on_a_signal(number: signal.Signals, tmp_path:
         program.kill()
 
 
+@pytest.mark.nightly
 def test_an_instance_can_be_restarted_after_another_program_ended_it(external: ExternalCluster) -> None:
     """After another program ends a detached instance, the first program can start and end a new one."""
     for text in ("first", "second"):
@@ -201,6 +203,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.nightly
 def test_a_program_that_leaves_its_dask_client_prints_nothing_of_daskserve(tmp_path: Path) -> None:
     script = tmp_path / "leaving.py"
     script.write_text(LEAVING)
@@ -234,6 +237,7 @@ print("ended", flush=True)
 """
 
 
+@pytest.mark.nightly
 def test_a_local_cluster_ends_without_cutting_off_a_heartbeat(tmp_path: Path) -> None:
     program = Program(["-c", SLOW_HEARTBEATS], tmp_path)
     try:

@@ -57,11 +57,13 @@ def test_the_block_runs_as_a_script(block: str, port: int, tmp_path: Path) -> No
     assert (program.output.splitlines(), program.errors) == (GREETINGS, "")
 
 
+@pytest.mark.nightly
 def test_the_block_runs_from_standard_input(block: str, port: int, tmp_path: Path) -> None:
     program = run(["-"], tmp_path, port, stdin=block)
     assert (program.output.splitlines(), program.errors) == (GREETINGS, "")
 
 
+@pytest.mark.nightly
 def test_the_block_runs_in_a_repl(block: str, port: int, tmp_path: Path) -> None:
     """Pasted line by line; an empty line ends a block."""
     program = run(["-q", "-i"], tmp_path, port, stdin=block)
@@ -69,6 +71,7 @@ def test_the_block_runs_in_a_repl(block: str, port: int, tmp_path: Path) -> None
     assert set(re.sub(r">>> |\.\.\. ", "", program.errors).split()) == set(), program.errors
 
 
+@pytest.mark.nightly
 def test_the_block_runs_in_a_notebook_cell(block: str, port: int, tmp_path: Path) -> None:
     """The cell runs in the main module while an event loop runs in the same thread."""
     source = f"""

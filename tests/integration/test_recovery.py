@@ -56,7 +56,7 @@ def kill_a_replica_under_load(dask: Client, server: str) -> None:
         assert load.failures == [], server
 
 
-@pytest.mark.parametrize("is_busy", [False, True])
+@pytest.mark.parametrize("is_busy", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_a_killed_controller_is_replaced_while_requests_continue(is_busy: bool) -> None:
     """Two workers are left; busy task threads do not delay the recovery."""
     with nannied_cluster(3) as dask, serve.start(dask_client=dask, **EPHEMERAL) as client:
@@ -97,6 +97,7 @@ class Holds:
         (self.folder / "gone").touch()
 
 
+@pytest.mark.nightly
 def test_a_draining_replica_ends_although_its_controller_died(tmp_path: Path) -> None:
     """It finishes its requests in flight, and then nothing of it is left in its worker."""
 
@@ -157,6 +158,7 @@ def _actors_on(dask_worker: Any) -> list[str]:
     ]
 
 
+@pytest.mark.nightly
 def test_a_stopped_replica_is_replaced_and_ends_when_resumed() -> None:
     with nannied_cluster(4) as dask, serve.start(dask_client=dask, **EPHEMERAL) as client:
         with Load(serve_pids(client)) as load:
@@ -171,6 +173,7 @@ def test_a_stopped_replica_is_replaced_and_ends_when_resumed() -> None:
             poll_for(lambda: dask.run(_actors_on, workers=[victim])[victim] == [])
 
 
+@pytest.mark.nightly
 def test_a_stopped_proxy_is_replaced_on_its_port() -> None:
     with nannied_cluster(3) as dask, serve.start(dask_client=dask, **EPHEMERAL) as client:
         url = serve_pids(client)
@@ -199,6 +202,7 @@ def test_retiring_a_worker_moves_its_replicas_first() -> None:
         assert load.failures == []
 
 
+@pytest.mark.nightly
 def test_retiring_one_of_several_proxies_on_a_port_fails_no_get() -> None:
     with nannied_cluster(4) as dask:
         for server in ("tornado", "uvicorn"):
@@ -218,6 +222,7 @@ def retire_a_proxy_under_load(dask: Client, server: str) -> None:
         assert set(client.http_urls()) == {url}
 
 
+@pytest.mark.nightly
 def test_a_worker_that_dies_during_retirement_blocks_nothing() -> None:
     with nannied_cluster(4) as dask, serve.start(dask_client=dask, **EPHEMERAL) as client:
         serve_pids(client)
@@ -247,6 +252,7 @@ def test_retiring_the_controllers_worker_moves_the_controller() -> None:
         assert load.failures == []
 
 
+@pytest.mark.nightly
 def test_the_end_of_a_worker_lifetime_fails_no_request(tmp_path: Path) -> None:
     def workers() -> dict[str, Any]:
         return dict(dask.scheduler_info(n_workers=-1)["workers"])
@@ -267,6 +273,7 @@ def test_the_end_of_a_worker_lifetime_fails_no_request(tmp_path: Path) -> None:
         poll_for(lambda: mortal not in running(client, "b"))
 
 
+@pytest.mark.nightly
 def test_adaptive_scale_down_keeps_workers_in_use() -> None:
     with nannied_cluster(4) as dask, serve.start(dask_client=dask, **EPHEMERAL) as client:
         with Load(serve_pids(client)) as load:
@@ -287,6 +294,7 @@ def test_waiting_replicas_make_an_adaptive_cluster_grow() -> None:
         assert len(set(running(client, "b"))) == 3
 
 
+@pytest.mark.nightly
 def test_an_adaptive_cluster_without_workers_starts_its_first_one() -> None:
     with nannied_cluster(0) as dask:
         dask.cluster.adapt(minimum=0, maximum=2, interval="100ms", wait_count=2)
@@ -310,6 +318,7 @@ def test_restarting_the_cluster_brings_all_deployments_back() -> None:
         poll_for(lambda: len(running(client, "b")) == 2)
 
 
+@pytest.mark.nightly
 def test_the_idle_timeout_does_not_end_a_served_cluster() -> None:
     import dask
 
@@ -326,7 +335,7 @@ def test_the_idle_timeout_does_not_end_a_served_cluster() -> None:
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("scheme", ["sqlite", "file"])
+@pytest.mark.parametrize("scheme", ["sqlite", pytest.param("file", marks=pytest.mark.nightly)])
 def test_a_new_cluster_on_an_old_store_brings_all_deployments_back(scheme: str, tmp_path: Path) -> None:
     store = f"sqlite:///{tmp_path}/store.db" if scheme == "sqlite" else f"file://{tmp_path}/store"
     options: dict[str, Any] = {"name": "lasting", "store": store, **EPHEMERAL}
@@ -351,6 +360,7 @@ def test_a_new_cluster_on_an_old_store_brings_all_deployments_back(scheme: str, 
         assert client.status().epoch > epoch
 
 
+@pytest.mark.nightly
 def test_requests_to_damaged_code_get_503_until_it_is_deployed_again(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/store.db"
     options: dict[str, Any] = {"name": "damaged", "store": url, **EPHEMERAL}
@@ -375,6 +385,7 @@ def test_requests_to_damaged_code_get_503_until_it_is_deployed_again(tmp_path: P
         assert client.status().problems == {}
 
 
+@pytest.mark.nightly
 def test_acknowledged_changes_survive_kills_of_the_controller() -> None:
     """50 mixed changes under load, while the controller's worker is killed at random moments."""
     rng = random.Random(7)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 from dask_processes import (
     ExternalCluster,
     Program,
@@ -124,6 +125,7 @@ def test_a_cluster_by_address_gets_an_instance_that_ends_on_sigterm(
     external.assert_clean(topics=False)
 
 
+@pytest.mark.nightly
 def test_an_application_is_imported_only_where_it_runs(tmp_path: Path) -> None:
     """One that is deployed by its path, too; and a failed start ends everything."""
     (tmp_path / "shop.py").write_text(ASGI)

@@ -54,7 +54,9 @@ def serve_model(client: serve.Client, **config: Any) -> str:
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("server", ["tornado", "uvicorn"], indirect=True)
+@pytest.mark.parametrize(
+    "server", ["tornado", pytest.param("uvicorn", marks=pytest.mark.nightly)], indirect=True
+)
 def test_every_process_counts_its_events(client: serve.Client, external: ExternalCluster) -> None:
     url = serve_model(client)
     me = {"serve_instance": client.instance_name}
@@ -148,6 +150,7 @@ def test_isolated_replicas_are_counted_by_their_workers(
     assert_monotone(before, Figures(external.client))
 
 
+@pytest.mark.nightly
 def test_counters_never_decrease_when_the_controller_dies() -> None:
     with nannied_cluster(3) as dask, serve.start(dask_client=dask, **EPHEMERAL) as client:
         url = serve_pids(client)
@@ -194,6 +197,7 @@ def test_targets_follow_the_workers(client: serve.Client, external: ExternalClus
     poll_for(lambda: target_urls(external.client) == urls)
 
 
+@pytest.mark.nightly
 def test_all_processes_of_a_local_cluster_can_be_scraped() -> None:
     """The local cluster that daskserve starts listens on random loopback ports."""
     program = """
@@ -242,6 +246,7 @@ def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "daskserve", "metrics", *arguments]
 
 
+@pytest.mark.nightly
 @needs_prometheus
 def test_prometheus_discovers_and_scrapes_all_targets(
     client: serve.Client, external: ExternalCluster, tmp_path: Path
@@ -271,6 +276,7 @@ def test_prometheus_discovers_and_scrapes_all_targets(
         assert found.query('up{job="daskserve"} == 0') == []
 
 
+@pytest.mark.nightly
 @needs_prometheus
 def test_prometheus_follows_a_target_file_kept_up_to_date_by_address(
     client: serve.Client, external: ExternalCluster, tmp_path: Path

@@ -21,7 +21,7 @@ import daskserve as serve
 
 MIB = 1 << 20
 #: The size of a large body, and the memory that a process may use for it.
-BODY_BYTES, LIMIT_BYTES = 1024 * MIB, 64 * MIB
+BODY_BYTES, LIMIT_BYTES = 256 * MIB, 64 * MIB
 
 
 def application() -> Any:
@@ -73,8 +73,8 @@ def bounded(processes: list[psutil.Process]) -> Iterator[None]:
     [
         ("tornado", "upload"),
         ("tornado", "download that is read late"),
-        ("uvicorn", "upload"),
-        ("uvicorn", "download that is read late"),
+        pytest.param("uvicorn", "upload", marks=pytest.mark.nightly),
+        pytest.param("uvicorn", "download that is read late", marks=pytest.mark.nightly),
     ],
     indirect=["server"],
 )

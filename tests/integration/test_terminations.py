@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 from clusters import Load, running
 from dask_processes import Program, dask_command, dask_scheduler, within
 from distributed import Client
@@ -29,6 +30,7 @@ def half_a_second(request: Any) -> str:
     return "done"
 
 
+@pytest.mark.nightly
 def test_sigterm_to_one_worker_after_the_other_fails_no_request(tmp_path: Path) -> None:
     with ExitStack() as stack:
         address = stack.enter_context(dask_scheduler(tmp_path))

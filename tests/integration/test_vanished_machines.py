@@ -24,6 +24,7 @@ def two_machines() -> Iterator[Machines]:
         made.__exit__(None, None, None)
 
 
+@pytest.mark.nightly
 def test_requests_in_flight_to_a_vanished_machine_do_not_wait_for_tcp(
     two_machines: Machines, tmp_path: Path
 ) -> None:

@@ -51,7 +51,12 @@ def application() -> Any:
 
 
 @pytest.fixture(
-    params=[("HeadOnly", "tornado"), ("EveryWorker", "tornado"), ("HeadOnly", "uvicorn")], ids=str
+    params=[
+        pytest.param(("HeadOnly", "tornado"), marks=pytest.mark.nightly),
+        ("EveryWorker", "tornado"),
+        ("HeadOnly", "uvicorn"),
+    ],
+    ids=str,
 )
 def served(request: pytest.FixtureRequest, external: ExternalCluster) -> Iterator[tuple[serve.Client, str]]:
     """Yield an instance that serves the application at ``/app``, with the proxy on another worker."""

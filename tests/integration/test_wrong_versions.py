@@ -23,7 +23,10 @@ PATCHED = (
 WRONG = [
     pytest.param(MISSING, r"cannot import daskserve .*pip install daskserve==", id="missing"),
     pytest.param(
-        OTHER, r"has daskserve 0\.0\.9, this program has .*pip install daskserve==", id="other version"
+        OTHER,
+        r"has daskserve 0\.0\.9, this program has .*pip install daskserve==",
+        id="other version",
+        marks=pytest.mark.nightly,
     ),
 ]
 

@@ -8,7 +8,7 @@ import pytest
 
 pytestmark = pytest.mark.smoke
 
-PROGRAM = Path(__file__).parent / "program_by_value.py"
+PROGRAM = Path(__file__).parent.parent / "support" / "program_by_value.py"
 #: Calls the pickled functions; prints those whose results are others than in the program, and their number.
 RECEIVER = """
 import pickle, sys, traceback

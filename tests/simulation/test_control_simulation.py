@@ -11,16 +11,23 @@ from control_machine import ControlMachine
 from hypothesis import settings
 from schedules import Machine, play_all
 
-#: Number of schedules in every run of the suite: those of the seeds 0, 1 and so on. The profile ``nightly``
-#: plays more, from a random seed on; ``--hypothesis-seed=60`` plays the one of seed 60.
+#: Number of schedules of the option ``--nightly``: those of the seeds 0, 1 and so on; the first block of each
+#: machine is in every run of the suite. The profile ``nightly`` plays more, from a random seed on;
+#: ``--hypothesis-seed=60`` plays the one of seed 60.
 SCHEDULES: dict[type[Machine], int] = {ControlMachine: 200, AppMachine: 100}
 #: How many schedules are one test.
 BLOCK = 20
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    is_fixed = metafunc.config.getoption("hypothesis_seed") is None and settings().derandomize
     cases = [
-        pytest.param(machine, seeds, id=f"{machine.__name__}-{seeds[0]}-to-{seeds[-1]}")
+        pytest.param(
+            machine,
+            seeds,
+            id=f"{machine.__name__}-{seeds[0]}-to-{seeds[-1]}",
+            marks=[pytest.mark.nightly] if is_fixed and seeds[0] else [],
+        )
         for machine, count in SCHEDULES.items()
         for seeds in blocks(_seeds(metafunc.config, count))
     ]

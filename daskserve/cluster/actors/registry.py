@@ -155,6 +155,7 @@ class ActorBook:
         self._surroundings = surroundings
         self._on_change = on_change
         self._broken_routes = broken_routes
+        self._is_ending = False
         self._stopping = TaskSet(logger)
         self._verbs = verbs_of(self)
 
@@ -190,6 +191,9 @@ class ActorBook:
     @verb
     async def create(self, spec: Mapping[str, Any]) -> dict[str, Any]:
         """Create an actor, wait until it is ready and return its facts; see `Cluster.create`."""
+        if self._is_ending:
+            # A controller that does not know it yet, because there is no scheduler, would replace what ends.
+            raise UnavailableError(f"Worker {self.worker} ends and starts no actors any more.")
         wanted = ActorSpec(**{**spec, "kind": ActorKind(spec["kind"])})
         entry = self.entries.get(wanted.name)
         while entry is not None and entry.spec.incarnation < wanted.incarnation:
@@ -320,9 +324,12 @@ class ActorBook:
     async def drain(self, grace_s: float, instance: InstanceName | None = None) -> None:
         """Stop all actors, or those of one instance, once their requests have completed or had their time.
 
+        All actors are stopped before the worker ends: it starts no other ones from now on.
+
         Proxies stop before the replicas that answer their requests. Long ones have half of the time until the
         replicas begin, which then take no new ones.
         """
+        self._is_ending |= instance is None
         ends_at = self._clock.now() + grace_s
         mine = [entry for entry in self.entries.values() if instance in (None, entry.spec.instance)]
 

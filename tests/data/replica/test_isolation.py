@@ -56,7 +56,7 @@ from daskserve.payload.packed_errors import PackedError, load_error
 DEADLINE_S = 20.0
 #: The deadline on a replica on which a test has missed one: if it is stuck, the others fail soon, too.
 STUCK_DEADLINE_S = 2.0
-HERE = Path(__file__).parent
+HERE, SUPPORT = Path(__file__).parent, Path(code.__file__).parent
 KINDS: dict[str, type[Any]] = {"thread": LocalCode, "process": ChildCode}
 
 
@@ -947,7 +947,7 @@ t.run(main())
 
 def test_processes_end_with_their_worker_whatever_they_do(tmp_path: Path) -> None:
     command = [sys.executable, "-c", WORKER, str(tmp_path)]
-    environment = {**os.environ, "PYTHONPATH": str(HERE)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(SUPPORT)])}
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as worker:
         assert worker.stdout is not None
         pids = [*worker.stdout.readline().split(), *worker.stdout.readline().split()]
@@ -1002,7 +1002,7 @@ def make_environment(folder: Path, *paths: Path | str) -> Path:
 def test_a_virtualenv_is_used_with_its_own_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "/of/the/worker")
     ours = sysconfig.get_path("purelib")
-    folder = make_environment(tmp_path / "env", ours, HERE)
+    folder = make_environment(tmp_path / "env", ours, SUPPORT)
     with Bench("process", code.interpreter, tmp_path, environment=str(folder)) as bench:
         assert bench.run(call(bench.replica, "__call__")) == [str(folder), str(folder), ""]
 

@@ -35,7 +35,7 @@ def refusals(client: serve.Client, external: ExternalCluster) -> float:
     return sum(external.client.run(count).values())
 
 
-@pytest.mark.parametrize("isolation", ["thread", "process"])
+@pytest.mark.parametrize("isolation", ["thread", pytest.param("process", marks=pytest.mark.nightly)])
 def test_a_proxy_and_a_program_take_turns_at_a_replica(
     client: serve.Client, url: str, external: ExternalCluster, isolation: str
 ) -> None:

@@ -128,7 +128,7 @@ class Program:
         environment: Mapping[str, str] | None = None,
     ) -> None:
         self._out, self._err = folder / f"{id(self):x}.out", folder / f"{id(self):x}.err"
-        paths = [str(HERE), os.environ.get("PYTHONPATH", "")]
+        paths = [str(HERE), str(HERE.parent / "integration"), os.environ.get("PYTHONPATH", "")]
         variables = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **(environment or {})}
         with self._out.open("wb") as out, self._err.open("wb") as err:
             self.process = subprocess.Popen(

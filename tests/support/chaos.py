@@ -22,9 +22,8 @@ from pathlib import Path
 HERE = Path(__file__).parent
 #: The exit status if something that was asked for was not tried.
 NOT_TRIED = 2
-# For this program, and for the workers, which import the application of the run.
-sys.path[:0] = FOLDERS = [str(HERE), str(HERE.parent / "integration"), str(HERE.parent / "proxies")]
-os.environ["PYTHONPATH"] = os.pathsep.join([*FOLDERS, os.environ.get("PYTHONPATH", "")])
+# For the workers, which import the application of the run.
+os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
 
 from chaos_machines import ChaosMachines  # noqa: E402
 from chaos_run import ChaosRun, Setting  # noqa: E402
