@@ -1,4 +1,4 @@
-"""Generate the reference pages of errors, commands and Dask's configuration keys from their definitions.
+"""Generate tables of errors, commands, configuration keys and Ray Serve's names from their definitions.
 
 Without arguments, rewrite the files. With ``--check``, exit with 1 if one of them is out of date.
 """
@@ -19,6 +19,7 @@ from generated_tables import GeneratedTables
 from daskserve import errors
 from daskserve.cli.main import main
 from daskserve.common import settings
+from daskserve.options.ray_names import INSTEAD, OTHER_NAMES
 
 #: The classes of settings, by the section of Dask's configuration that they are read from.
 SECTIONS: dict[str, type[Any]] = {
@@ -117,10 +118,17 @@ def configuration_table() -> str:
     return table(["key", "default", "meaning"], rows)
 
 
+def absent_names() -> str:
+    """Return the options and names of Ray Serve that there are not, with what to use instead."""
+    rows = [[f"`{name}`", cell(remedy)] for name, remedy in sorted({**INSTEAD, **OTHER_NAMES}.items())]
+    return table(["Ray Serve", "instead"], rows)
+
+
 TABLES = (
     GeneratedTables("docs/errors.md", "errors", error_table),
     GeneratedTables("docs/commands.md", "commands", command_pages),
     GeneratedTables("docs/configuration.md", "configuration", configuration_table),
+    GeneratedTables("docs/migrating.md", "names of Ray Serve", absent_names),
 )
 
 
