@@ -61,7 +61,10 @@ def error_table() -> str:
         bases = [each for each in kind.__mro__[1:] if issubclass(each, errors.ServeError)]
         remedy = next((known[each.__name__] for each in [kind, *bases] if each.__name__ in known), "")
         others = [each.__name__ for each in kind.__bases__ if not issubclass(each, errors.ServeError)]
-        name = f"`{kind.__name__}`" + (f" ({', '.join(f'`{each}`' for each in others)})" if others else "")
+        anchor = f'<a id="{kind.__name__.lower()}"></a>'  # errors lead here
+        name = f"{anchor}`{kind.__name__}`" + (
+            f" ({', '.join(f'`{each}`' for each in others)})" if others else ""
+        )
         cause = (inspect.getdoc(kind) or "").partition("\n\n")[0]
         rows.append([name, str(kind.http_status), cell(cause), cell(remedy)])
     return table(["error", "HTTP status", "cause", "what to do"], rows)

@@ -49,7 +49,7 @@ class Section:
         """Return the heading, with the rows about the keyword, or with all of the text."""
         rows = [row.strip("| ").replace(" | ", "\n  ") for row in self.rows(keyword)]
         text = "\n\n".join(rows) or self.text
-        plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", re.sub(r"<!-- .*? -->\n", "", text))
+        plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", re.sub(r"<!-- .*? -->\n|<[a/][^>]*>", "", text))
         return f"{click.style(self.title, bold=True)} ({self.page})\n\n{plain.strip()}"
 
 

@@ -94,6 +94,9 @@ class ErrorSettings:
     #: Whether the tracebacks of errors have the frames of daskserve, too, which a report of a mistake in
     #: daskserve needs. Those of the user's code are always there.
     full_tracebacks: bool = False
+    #: Address of the site with this documentation, as ``make docs`` builds it: errors then end with the
+    #: address of their section. ``daskserve docs`` shows sections without a site.
+    site: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
