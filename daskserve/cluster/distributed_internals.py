@@ -50,6 +50,7 @@ with needs("distributed", ">=2025.1,<2026.9") as check:
     check.fields(Scheduler, "client_comms", "idle_timeout", "stream_comms", "_broker")
     check.fields(Broker, "_topics")
     check.fields(Topic, "subscribers")
+    check.fields(WorkerState, "actors")
     check.attributes(Scheduler, "adaptive_target", "retire_workers", "workers_to_close")
     check.attributes(Status, "dont_reply", "running")
     check.fields(Comm, "local_info", "remote_info", "handshake_options")

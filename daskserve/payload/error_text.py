@@ -26,6 +26,9 @@ NO_TEXT = "<its text was not made in time>"
 #: How the traceback of an error begins whose cause is one of another process.
 _REMOTE = f"{RemoteTraceback.__module__}.{RemoteTraceback.__qualname__}: \n"
 
+#: The first line of a traceback.
+_TITLE = "Traceback (most recent call last):\n"
+
 _SIZED = frozenset((str, bytes, bytearray, list, tuple, dict, set, frozenset))
 
 #: The name of a class, and the attributes of an error, as Python stores them, even if the metaclass or the
@@ -148,11 +151,30 @@ def traceback_text(error: BaseException) -> str:
     try:
         if not any(_has_large_text(each) or _has_large_notes(each) for each in chain_of(error)):
             lines = traceback.format_exception(type(error), error, user_frames(error), limit=-MAX_FRAMES)
+            text = _joined(error) or "".join(lines)
             # A traceback of another process, which is the cause, begins the text by itself.
-            return shortened("".join(lines).removeprefix(_REMOTE), MAX_TRACEBACK)
+            return shortened(text.removeprefix(_REMOTE), MAX_TRACEBACK)
     except BaseException:  # of user code; `traceback` reads more attributes than the text
         pass
     return bare_traceback(error, summary_of(error))
+
+
+def _joined(error: BaseException) -> str:
+    """Return one traceback for an error that came from another process and only passes; else nothing.
+
+    The frames here are inserted before those of the other process, each without the line of markers.
+    """
+    cause, frames = stored_cause(error), user_frames(error)
+    if type(cause) is not RemoteTraceback or frames is None:
+        return ""
+    text = str(*stored_args(cause)).rstrip()
+    end = "".join(traceback.format_exception_only(error)).rstrip()
+    head, title, inner = text.removesuffix(end).rpartition(_TITLE)
+    if not title or not text.endswith(end):
+        return ""
+    lines = "".join(traceback.format_tb(frames, -MAX_FRAMES)).splitlines(keepends=True)
+    outer = "".join(line for line in lines if line.strip(" ^~\n"))
+    return f"{head}{title}{outer}{inner}{end}\n"
 
 
 def bare_traceback(error: BaseException, summary: str) -> str:
@@ -160,9 +182,7 @@ def bare_traceback(error: BaseException, summary: str) -> str:
     text = f"{summary}\n"
     frames = user_frames(error)
     if frames is not None:
-        text = "".join(
-            ["Traceback (most recent call last):\n", *traceback.format_tb(frames, -MAX_FRAMES), text]
-        )
+        text = "".join([_TITLE, *traceback.format_tb(frames, -MAX_FRAMES), text])
     return shortened(text, MAX_TRACEBACK)
 
 

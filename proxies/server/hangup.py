@@ -22,13 +22,15 @@ from daskserve.proxies.exchange.websocket.session import WebSocketSession
 
 #: How often the operating system is asked.
 PERIOD_S = 0.5
-#: The interval of the first checks of a client whose data has ended, and their number. At the second check,
-#: something is written; at the third, the connection is reset if the client has left. Short, because a
-#: request that waits for a slot must not get one after its client has left. The last `LATE_CHECKS` of them
-#: are those after a tenth of a second.
-SOON_S = 0.005
-SOON_CHECKS = 24
-LATE_CHECKS = 4
+#: The interval of the first checks of a client whose data has ended, and their number. The first check is in
+#: the next iteration of the event loop. At the second, something is written; at the third, the connection is
+#: reset if the client has left. Short, because a request that waits for a slot must not get one after its
+#: client has left.
+QUICK_S = 0.001
+QUICK_CHECKS = 5
+#: The interval of the checks after those, and how long after the end of the data the last one is.
+SOON_S = 0.01
+LATE_S = 0.1
 
 
 class HangupWatch:
@@ -38,8 +40,10 @@ class HangupWatch:
         self._carrier = carrier
         self._timer: asyncio.TimerHandle | None = None
         self._soon_timer: asyncio.TimerHandle | None = None
-        #: The connections whose data has ended, with the number of checks that are left.
-        self._ended: dict[Connection, int] = {}
+        #: The connections whose data has ended, each with the time of its last check.
+        self._ended: dict[Connection, float] = {}
+        #: How many checks are quick.
+        self._quick = 0
         carrier.note_end = self.check_soon
 
     def start(self) -> None:
@@ -57,21 +61,25 @@ class HangupWatch:
 
     def check_soon(self, connection: Connection) -> None:
         """Find out soon whether a client has left whose data has ended."""
-        self._ended[connection] = SOON_CHECKS
-        self._start_soon()
+        self._ended[connection] = asyncio.get_running_loop().time() + LATE_S
+        self._quick = QUICK_CHECKS
+        self._start_soon(0.0)
 
-    def _start_soon(self) -> None:
-        if self._timer is not None and self._soon_timer is None:
-            self._soon_timer = asyncio.get_running_loop().call_later(SOON_S, self._check_ended)
+    def _start_soon(self, delay_s: float) -> None:
+        if self._soon_timer is not None:
+            self._soon_timer.cancel()
+        if self._timer is not None:
+            self._soon_timer = asyncio.get_running_loop().call_later(delay_s, self._check_ended)
 
     def _check_ended(self) -> None:
-        self._soon_timer = None
+        now = asyncio.get_running_loop().time()
         ended, self._ended = self._ended, {}
-        late = {each for each, count in ended.items() if count <= LATE_CHECKS}
+        late = {each for each, late_at in ended.items() if now >= late_at}
         waiting = self._look_at(ended, late)
-        self._ended |= {each: count - 1 for each, count in ended.items() if each in waiting and count > 1}
+        self._ended |= {each: at for each, at in ended.items() if each in waiting and each not in late}
+        self._quick -= 1
         if self._ended:
-            self._start_soon()
+            self._start_soon(QUICK_S if self._quick > 0 else SOON_S)
 
     def _check(self) -> None:
         self.start()

@@ -134,6 +134,12 @@ def test_a_failed_start_shows_the_users_line_and_what_to_do(client: Any, kind: s
         assert status.count("in load") == 1
 
 
+def test_a_first_deploy_that_fails_again_leaves_nothing_either(client: Any) -> None:
+    for phase in ("constructor", "lifespan", "constructor"):
+        with pytest.raises(DeployError, match=r"Nothing of it is left; correct the code"):
+            deploy(client, "fastapi", phase)
+
+
 @pytest.mark.parametrize("kind", [*KINDS, "classic"])
 def test_a_failed_update_says_that_the_old_version_serves(client: Any, kind: str) -> None:
     handle = deploy(client, kind, "")
@@ -152,6 +158,16 @@ def test_a_failed_call_shows_the_users_line(client: Any, kind: str) -> None:
     with pytest.raises(FileNotFoundError) as caught:
         handle.remote().result()
     check(printed(caught))
+
+
+def test_a_call_that_fails_three_levels_down_shows_each_level_once(client: Any) -> None:
+    model: Any = serve.deployment(Model).bind("request")
+    for name in ("Third", "Second", "First"):
+        model = serve.deployment(Shop).options(name=name).bind(model)
+    with pytest.raises(FileNotFoundError) as caught:
+        serve.run(model).remote().result()
+    check(printed(caught))
+    assert printed(caught).count("await self.model.remote()") == 3
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "classic"])

@@ -57,8 +57,10 @@ def kill_a_replica_under_load(dask: Client, server: str) -> None:
 
 
 @pytest.mark.parametrize("is_busy", [pytest.param(False, marks=pytest.mark.nightly), True])
-def test_a_killed_controller_is_replaced_while_requests_continue(is_busy: bool) -> None:
-    """Two workers are left; busy task threads do not delay the recovery."""
+def test_a_killed_controller_is_replaced_while_requests_continue(
+    is_busy: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two workers are left; busy task threads do not delay the recovery, and no ping has to fail first."""
     with nannied_cluster(3) as dask, serve.start(dask_client=dask, **EPHEMERAL) as client:
         with Load(serve_pids(client)) as load:
             before = incarnations(client)
@@ -68,9 +70,7 @@ def test_a_killed_controller_is_replaced_while_requests_continue(is_busy: bool) 
             victim = worker_of(client, "controller")
             assert victim not in running(client, "b")
             os.kill(pids(dask)[victim], signal.SIGKILL)
-            began = time.monotonic()
             assert client.get_backend_config("b").num_replicas == 2
-            took_s = time.monotonic() - began
             assert incarnations(client) == before, "living replicas are adopted, not restarted"
             client.create_backend("after", pid_of_replica)
             load.more()
@@ -78,7 +78,7 @@ def test_a_killed_controller_is_replaced_while_requests_continue(is_busy: bool) 
                 dask.cancel(sleeping)
         assert load.failures == []
         assert client.status().epoch == 2
-        assert took_s < 6.0  # 0.5 s on an idle machine, over 3 s on one that runs other tests
+        assert "does not answer" not in caplog.text  # the supervisor, which is in this process
 
 
 class Holds:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import signal
 import socket
+import sqlite3
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +17,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from clusters import Load, nannied_cluster, pid_of_replica, pids, running, worker_of
-from dask_processes import fetch, poll_for, within
+from dask_processes import HERE, Program, fetch, poll_for, within
 from distributed import Client, LocalCluster
 
 import daskserve as serve
@@ -97,4 +101,51 @@ def test_an_instance_keeps_its_store_until_another_one_serves_and_goes_on_withou
         assert fetch(f"{url}/e").status == 200
         old.shutdown()
         new.update_backend_config("b", {"num_replicas": 2})
+        new.shutdown()
+
+
+@pytest.mark.parametrize("when", ["at its claim", "at any moment"])
+def test_a_cluster_that_is_killed_while_it_takes_over_leaves_one_that_serves(
+    when: str, tmp_path: Path
+) -> None:
+    """And what was acknowledged is there for the next start."""
+    path = tmp_path / "store.db"
+    options: dict[str, Any] = {"store": f"sqlite:///{path}", "name": "shared", "http_options": {"port": 0}}
+    with dask_cluster() as old_dask, dask_cluster() as next_dask:
+        old = serve.start(dask_client=old_dask, **options)
+        old.create_backend("b", answer)
+        old.create_endpoint("e", backend="b", route="/e")
+        acknowledged = 3
+        old.update_backend_config("b", {"max_concurrent_queries": acknowledged})
+        (url,) = old.http_urls()
+        with contextlib.closing(sqlite3.connect(path)) as store:
+            newest = "SELECT max(epoch) FROM daskserve_epochs"
+            before = store.execute(newest).fetchone()
+            taking = Program([str(HERE / "taking_over.py"), options["store"]], tmp_path)
+            try:
+                taking.wait_for_line("begins")
+                if when == "at its claim":
+                    poll_for(lambda: store.execute(newest).fetchone() != before, every_s=0.0005)
+                else:
+                    time.sleep(random.Random().uniform(0, 1.5))
+                taking.process.kill()
+            finally:
+                taking.kill()
+
+        assert fetch(f"{url}/e").status == 200
+        try:
+            old.update_backend_config("b", {"max_concurrent_queries": 5})
+            acknowledged = 5
+        except StoreTakenError:
+            pass  # what was killed had the store
+        assert fetch(f"{url}/e").status == 200
+        new = serve.start(dask_client=next_dask, **options)
+        assert new.get_backend_config("b").max_concurrent_queries == acknowledged
+        new.update_backend_config("b", {"max_concurrent_queries": 7})
+        with pytest.raises(StoreTakenError):
+            old.update_backend_config("b", {"max_concurrent_queries": 9})
+        (url,) = new.http_urls()
+        assert fetch(f"{url}/e").status == 200
+        old.shutdown()
+        assert new.get_backend_config("b").max_concurrent_queries == 7
         new.shutdown()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+import sqlite3
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -11,6 +12,7 @@ from fsspec import AbstractFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from daskserve.cluster.protocols.base import InstanceStore, StoreChange
+from daskserve.cluster.store import sqlite
 from daskserve.cluster.store.folders import Folder, LocalFolder, RemoteFolder
 from daskserve.cluster.store.fsspec import FsspecStore, folder_of
 from daskserve.cluster.store.journal import Position
@@ -176,6 +178,48 @@ class TrappedFolder:
 
     def close(self) -> None:
         self.inner.close()
+
+
+class TrappedConnection(sqlite3.Connection):
+    """A connection whose statements step through a trap, unless they only read."""
+
+    trap: Trap
+
+    def execute(self, statement: str, *values: Any) -> sqlite3.Cursor:
+        if statement.startswith(("SELECT", "PRAGMA")):
+            return super().execute(statement, *values)
+        self.trap.step(f"before {statement}")
+        found = super().execute(statement, *values)
+        self.trap.step(f"after {statement}")
+        return found
+
+    def executemany(self, statement: str, rows: Any) -> sqlite3.Cursor:
+        self.trap.step(f"before {statement}")
+        return super().executemany(statement, rows)
+
+
+@contextlib.contextmanager
+def trapped_sqlite(trap: Trap) -> Iterator[None]:
+    """Have the stores that are opened within step through a trap; afterwards their process has ended."""
+    connect, made = sqlite.connect, list[TrappedConnection]()
+
+    def connect_trapped(path: Path, *, any_thread: bool = False) -> sqlite3.Connection:
+        if any_thread:  # it only copies the log into the file, at times of its own
+            return connect(Path(":memory:"), any_thread=True)
+        trapped = sqlite3.connect(
+            path, timeout=1, isolation_level=None, check_same_thread=False, factory=TrappedConnection
+        )
+        trapped.trap = trap
+        made.append(trapped)
+        return trapped
+
+    sqlite.connect = connect_trapped
+    try:
+        yield
+    finally:
+        sqlite.connect = connect
+        for each in made:
+            each.close()
 
 
 def every_step(run: Callable[[int], bool]) -> int:

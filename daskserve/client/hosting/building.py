@@ -22,6 +22,7 @@ from daskserve.cluster.dask.worker_calls import call_in_worker
 from daskserve.common.types import InstanceName
 from daskserve.errors import BadRequestError, NoCapacityError, ReplicaStartError
 from daskserve.options.app_spec import ApplicationSpec
+from daskserve.payload.importing import MODULE_REMEDY
 
 #: The modules whose frames lead from here to the user's module.
 _ON_THE_WAY = ("daskserve.", "importlib", "pydantic.")
@@ -47,9 +48,12 @@ def build_path(target: RunTarget, instance: InstanceName, timeout_s: float | Non
             raise
         if frames is None and isinstance(error, ValidationError):
             raise BadRequestError(str(error)) from error
+        remedy = "Correct the code, and run it again."
+        if isinstance(error, ModuleNotFoundError):
+            remedy = MODULE_REMEDY
         raise ReplicaStartError(
             f"Application {target.name!r} cannot be built from {target.target!r}: {type(error).__name__}: "
-            f"{error}",
+            f"{error}. {remedy}",
             user_traceback="".join(traceback.format_exception(type(error), error, frames)),
         ) from error
 

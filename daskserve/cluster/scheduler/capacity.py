@@ -54,12 +54,14 @@ class Capacity:
         self,
         scheduler: Scheduler,
         evacuate: Evacuate,
+        stay: Callable[[Iterable[WorkerAddress]], None],
         became_adaptive: Callable[[], None],
         has_instances: Callable[[], bool],
     ) -> None:
         self._scheduler: Any = scheduler
         self._has_instances = has_instances
         self._evacuate = evacuate
+        self._stay = stay
         self._became_adaptive = became_adaptive
         #: When an adaptive cluster last requested its target.
         self._requested_at = -math.inf
@@ -203,7 +205,9 @@ class Capacity:
             return {}
         retire = self.retire  # `uninstall` may run during the evacuation
         await self._evacuate(leaving)
-        return dict(await retire(workers=leaving, **passed_on))
+        retired = dict(await retire(workers=leaving, **passed_on))
+        self._stay(set(leaving) - retired.keys())
+        return retired
 
     @property
     def retire(self) -> Callable[..., Awaitable[Any]]:

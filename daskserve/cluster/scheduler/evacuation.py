@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any
 
 from distributed import Scheduler
@@ -47,6 +47,7 @@ class Evacuations:
         controllers: ControllerKeeper,
         publish: Callable[[InstanceName, Mapping[str, Any]], None],
         spawn: Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]],
+        admit: Callable[[WorkerAddress], Coroutine[Any, Any, None]],
     ) -> None:
         self._scheduler: Any = scheduler
         self._hosts = hosts
@@ -55,6 +56,7 @@ class Evacuations:
         self._controllers = controllers
         self._publish = publish
         self._spawn = spawn
+        self._admit = admit
         self._changed = asyncio.Event()
         self._is_closed = False
         #: The workers that got SIGTERM.
@@ -77,6 +79,10 @@ class Evacuations:
     async def evacuate(self, workers: list[WorkerAddress]) -> None:
         """Return once workers that retire hold no actors of daskserve, or after the time that they have."""
         leaving = {worker for worker in workers if self._hosts.has(worker)}
+        self._hosts.retiring.update(workers)
+        for worker in workers:
+            if worker not in leaving:
+                await self._hosts.release(worker)  # its Host may be starting
         if not leaving:
             return
         await self._begin(leaving)
@@ -89,6 +95,13 @@ class Evacuations:
         for worker in leaving:
             await self._hosts.release(worker)
         self._changed.set()
+
+    def stay(self, workers: Iterable[WorkerAddress]) -> None:
+        """Let workers that Dask could not retire after all hold actors again."""
+        for worker in workers:
+            if worker in self._scheduler.workers:
+                self._hosts.retiring.discard(worker)
+                self._spawn(self._admit(worker))
 
     async def leave(self, worker: WorkerAddress, within_s: float) -> str:
         """Retire a worker whose process ends within some seconds; return a `Leave`."""

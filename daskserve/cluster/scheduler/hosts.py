@@ -317,7 +317,11 @@ class HostRegistry:
             break_stream(self._scheduler, worker)
 
     async def release(self, worker: WorkerAddress) -> None:
-        """Close the Host of a leaving worker, so that Dask finds no actor there."""
+        """Close the Host of a leaving worker, even while it starts, so that Dask finds no actor there."""
+        admitting = self._admitting.get(worker)
+        if admitting is not None:
+            admitting.cancel()
+            await asyncio.wait({admitting})
         if worker not in self._entries:
             return
         key = self._entries[worker].key
@@ -325,8 +329,11 @@ class HostRegistry:
         self._entries.pop(worker, None)
         for _ in range(int(END_TIMEOUT_S / RELEASE_POLL_S)):
             if key not in self._scheduler.tasks:
-                return
+                break
             await asyncio.sleep(RELEASE_POLL_S)
+        known: Any = self._scheduler.workers.get(worker)
+        if known is not None:  # Dask goes on to count an actor that was released while it started
+            known.actors -= {task for task in known.actors if task.key == key}
 
     async def restart(self, worker: WorkerAddress) -> None:
         """Make the nanny of a worker kill and restart it, in the background, unless the worker answers.

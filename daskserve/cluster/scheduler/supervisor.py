@@ -105,6 +105,7 @@ class Supervisor(SchedulerPlugin):
         self._capacity = Capacity(
             scheduler,
             lambda workers: self._evacuations.evacuate(workers),
+            lambda workers: self._evacuations.stay(workers),
             became_adaptive=lambda: self._publish(None, adaptive),
             has_instances=lambda: bool(self._instances),
         )
@@ -129,6 +130,7 @@ class Supervisor(SchedulerPlugin):
             controllers=self._controllers,
             publish=self._publish,
             spawn=self._tasks.spawn,
+            admit=self._admit,
         )
         #: Ids of ``serve.start()`` calls that were cancelled before they arrived here.
         self._cancelled_starts: deque[str] = deque(maxlen=MAX_CANCELLED_STARTS)

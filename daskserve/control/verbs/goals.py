@@ -287,9 +287,17 @@ def rolled_back(
 
 def what_stays(goal: GoalRecord) -> str:
     """Return what is left after a change that user code has let fail, and what its user can do."""
-    if any(each is not None for each in goal.previous.values()):
+    if any(_served(key, plain) for key, plain in goal.previous.items()):
         return "The version from before keeps serving; correct the code, and deploy it again"
     return "Nothing of it is left; correct the code, and deploy it again"
+
+
+def _served(key: str, plain: Mapping[str, Any] | None) -> bool:
+    """Return whether the record before a change was of something that served."""
+    if plain is None or plain.get("is_deleting"):
+        return False
+    # The record of an application whose first deploy failed only says why.
+    return key.startswith("backend/") or (key.startswith("app/") and bool(plain.get("deployments")))
 
 
 def withdrawn(state: State, requests: Collection[str], by: str, wall: float) -> Change:

@@ -61,6 +61,7 @@ def capacity(scheduler: Any, became_adaptive: list[bool]) -> Capacity:
     capacity = Capacity(
         scheduler,
         _evacuate,
+        lambda workers: None,
         became_adaptive=lambda: became_adaptive.append(True),
         has_instances=lambda: bool(scheduler.instances),
     )

@@ -21,6 +21,7 @@ class Cluster:
         self.loop = asyncio.get_running_loop()
         #: The end of each Host, and when Dask moved the data of a worker.
         self.released: list[float] = []
+        self.admitted: list[str] = []
         self.retired: list[tuple[float, dict[str, Any]]] = []
         #: Which workers the controllers were told to leave, and when.
         self.told: list[tuple[float, list[str]]] = []
@@ -33,8 +34,9 @@ class Cluster:
             retire=self._retire,
             is_adaptive=False,
         )
+        self.starting: set[str] = set()
         self.hosts = SimpleNamespace(
-            has=lambda worker: worker in self.scheduler.workers,
+            has=lambda worker: worker in self.scheduler.workers.keys() - self.starting,
             retiring=set(),
             release=self._release,
             refused=dict,
@@ -50,6 +52,7 @@ class Cluster:
             controllers=controllers,  # type: ignore[arg-type]
             publish=self._publish,
             spawn=asyncio.ensure_future,
+            admit=self._admit,
         )
 
     def _publish(self, instance: str, message: Mapping[str, Any]) -> None:
@@ -62,6 +65,9 @@ class Cluster:
 
     async def _retire(self, **options: Any) -> None:
         self.retired.append((self.loop.time(), options))
+
+    async def _admit(self, worker: str) -> None:
+        self.admitted.append(worker)
 
     async def _replace(self, entry: Any, excluded: set[str]) -> None:
         self.replaced.append(entry.name)
@@ -96,6 +102,32 @@ def test_a_retiring_worker_waits_for_the_grace_period_of_its_requests(
         await cluster.until(asyncio.ensure_future(cluster.evacuations.evacuate(["w1"])))
         assert cluster.released == [released_at]
         assert (cluster.told, cluster.replaced) == ([(0, ["w1"])], ["i"])
+
+    run_virtual(main)
+
+
+def test_a_host_that_is_starting_on_a_retiring_worker_is_released() -> None:
+    """Dask would refuse to retire the worker for the sake of an actor that nobody uses yet."""
+
+    async def main() -> None:
+        cluster = Cluster(["w1", "w2"], free_after_s=0)
+        cluster.starting = {"w1"}
+        await cluster.evacuations.evacuate(["w1"])
+        assert (cluster.released, cluster.hosts.retiring) == ([0], {"w1"})
+        assert cluster.told == cluster.replaced == []
+
+    run_virtual(main)
+
+
+def test_a_worker_that_dask_did_not_retire_may_hold_actors_again() -> None:
+    """It holds data that no other worker may have, for example."""
+
+    async def main() -> None:
+        cluster = Cluster(["w1", "w2"], free_after_s=0)
+        await cluster.evacuations.evacuate(["w1"])
+        cluster.evacuations.stay({"w1", "w3"})
+        await asyncio.sleep(0)
+        assert (cluster.admitted, cluster.hosts.retiring) == (["w1"], set())
 
     run_virtual(main)
 

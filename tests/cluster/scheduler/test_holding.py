@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from store_harness import (
@@ -18,6 +18,7 @@ from store_harness import (
     every_step,
     folder_store,
     place,
+    trapped_sqlite,
 )
 
 from daskserve.cluster.protocols.stores import TURNS, Claim, Hold, StoreChange, Turn, turned
@@ -491,24 +492,30 @@ async def _opened(store: HeldStore, **begun: Any) -> AsyncIterator[HeldStore]:
         await store.close()
 
 
-def test_a_start_that_is_killed_at_any_moment_leaves_an_instance_that_goes_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["folder", "sqlite"])
+def test_a_start_that_is_killed_at_any_moment_leaves_an_instance_that_goes_on(
+    kind: str, tmp_path: Path
+) -> None:
     """And what was acknowledged before is there for the next start."""
+    # The step after which the one that starts has claimed the store.
+    claims = {"folder": "list snapshot", "sqlite": "after INSERT INTO daskserve_owners"}
 
     def run(at: int) -> bool:
         path = tmp_path / str(at)
         path.mkdir()
         trap = Trap(at)
         clock = HandClock()
+        make = place(kind, path)
 
         async def main() -> None:
-            async with _opened(HeldStore(folder_store(path), "old.1", clock)) as old:
+            async with _opened(HeldStore(cast("Any", make("i")), "old.1", clock)) as old:
                 epoch = await old.claim_epoch()
                 await take_over(old, epoch)
                 await old.commit(epoch, change({"backend_a": b"1", "replica_a": b"old"}))
-                killed = HeldStore(
-                    folder_store(path, lambda folder: TrappedFolder(folder, trap)), "new.1", clock
-                )
-                await _start_and_die(killed)
+                with trapped_sqlite(trap):
+                    trapped = folder_store(path, lambda folder: TrappedFolder(folder, trap))
+                    killed = make("i") if kind == "sqlite" else trapped
+                    await _start_and_die(HeldStore(cast("Any", killed), "new.1", clock))
                 await old.look()
                 # The old one has the store, or goes on without it.
                 epoch = await old.claim_epoch()
@@ -518,8 +525,8 @@ def test_a_start_that_is_killed_at_any_moment_leaves_an_instance_that_goes_on(tm
                     await old.commit(epoch, change({"backend_a": b"2"}))
                 else:
                     assert old.hold is Hold.TAKEN
-                    assert "list snapshot" in " ".join(trap.steps), "it had claimed, and so it served"
-            async with _opened(HeldStore(folder_store(path), "next.1", clock)) as later:
+                    assert claims[kind] in " ".join(trap.steps), "it had claimed, and so it served"
+            async with _opened(HeldStore(cast("Any", make("i")), "next.1", clock)) as later:
                 await take_over(later, await later.claim_epoch())
                 assert (await later.load())["backend/a"] == (b"2" if old.hold is Hold.HELD else b"1")
 
@@ -538,6 +545,7 @@ async def _start_and_die(store: HeldStore) -> None:
         await store.look()
         assert await take_over(store, epoch) == {}
         await store.commit(epoch, change({"replica_n": b"new"}, must_last=False))
+        await store.release(gives_back=True)
     except Crash:
         pass
     finally:

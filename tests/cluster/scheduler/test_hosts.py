@@ -1,12 +1,14 @@
-"""Which workers the supervisor has restarted."""
+"""Which workers the supervisor has restarted, and whose Hosts it releases."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from distributed import Client, Scheduler, Worker
 
 from daskserve.cluster.scheduler import hosts
 from daskserve.cluster.scheduler.hosts import ANSWER_S, HostRegistry, _HostEntry
@@ -89,3 +91,37 @@ def test_a_worker_without_network_is_not_restarted_when_the_network_is_back(
 ) -> None:
     with pytest.raises(UnavailableError, match="its nanny does not answer, either"):
         run_virtual(lambda: restarted(monkeypatch, hangs, has_network=False))
+
+
+GO = threading.Event()
+
+
+def wait_to_go() -> None:
+    GO.wait(10)
+
+
+def test_a_worker_can_be_retired_although_its_host_is_just_starting() -> None:
+    """All its task threads are busy, so that the Host waits in the queue."""
+
+    async def main() -> None:
+        GO.clear()
+        async with (
+            Scheduler(protocol="inproc", dashboard=False, port=0) as scheduler,
+            Worker(scheduler.address, nthreads=1) as worker,
+            Worker(scheduler.address, nthreads=1),
+            Client(scheduler.address, asynchronous=True, set_as_default=False) as client,
+        ):
+            busy = client.submit(wait_to_go, workers=[worker.address])
+            registry = HostRegistry(scheduler)
+            registry.open(client)
+            admitting = asyncio.ensure_future(registry.admit(worker.address))
+            while not scheduler.workers[worker.address].actors:  # noqa: ASYNC110 - Dask has no event
+                await asyncio.sleep(0.001)
+            await registry.release(worker.address)
+            GO.set()
+            await busy
+            retired: Any = await scheduler.retire_workers([worker.address])
+            assert set(retired) == {worker.address}
+            assert admitting.cancelled()
+
+    asyncio.run(asyncio.wait_for(main(), 20))

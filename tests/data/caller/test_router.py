@@ -45,6 +45,7 @@ from daskserve.errors import (
     ActorLostError,
     BackPressureError,
     CodeUnavailableError,
+    DeploymentIsBeingDeletedError,
     NotFoundError,
     ReplicaBusyError,
     RequestTimeoutError,
@@ -1091,6 +1092,28 @@ def test_deleting_a_backend_fails_queued_requests_but_not_those_in_flight() -> N
         stage.send(backend)
         await quiet()
         assert stage.replicas.asked == ["r1", "r2"]
+
+    run(scenario)
+
+
+def test_a_deletion_elsewhere_completes_what_the_replicas_have_and_refuses_the_rest() -> None:
+    """This process did not ask for the deletion, and learns of it while calls wait or are on their way."""
+
+    async def scenario(stage: Stage) -> None:
+        backend = stage.backend("r1", "r2")
+        running, on_its_way = stage.send(backend), stage.send(backend)
+        await quiet()
+        waiting = stage.send(backend)
+        stage.publish(ending="")  # its replicas stop
+        for each in (waiting, stage.send(backend)):
+            with pytest.raises(DeploymentIsBeingDeletedError, match="is being deleted") as info:
+                await each
+            assert http_status_of(info.value) == 503
+        stage.replicas.finish("r1")
+        await running
+        stage.replicas.finish("r2", ActorLostError("r2 is not running", begun=False))
+        with pytest.raises(DeploymentIsBeingDeletedError):
+            await on_its_way
 
     run(scenario)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 
 import pytest
 from http_harness import Client, Hanging, connected, echo, poll_for, read_body, request, run, serving
@@ -42,7 +41,7 @@ def test_requests_before_the_end_are_all_answered(count: int) -> None:
 
 def test_a_response_that_comes_soon_comes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hangup, "PERIOD_S", 0.2)
-    monkeypatch.setattr(hangup, "SOON_S", 0.2)
+    monkeypatch.setattr(hangup, "QUICK_S", 0.2)
 
     async def test() -> None:
         app = Hanging()
@@ -146,13 +145,10 @@ def test_a_client_that_leaves_shortly_before_its_turn_does_not_get_it(
                 await second.send(request())
                 await poll_for(lambda: len(server._carrier.connections) == 2)
                 await poll_for(lambda: len(turn._waiters or ()) == 1)  # type: ignore[attr-defined]
-            began = time.monotonic()
             await poll_for(lambda: not turn._waiters)  # type: ignore[attr-defined]
-            took_s = time.monotonic() - began
             go.set()
             assert (await first.response()).body == b"done"
             assert len(ran) == 1
-            assert took_s < 0.1  # a fifth of that, unless the machine is busy
 
     run(test)
 
