@@ -56,7 +56,8 @@ class Section:
 def sections(folder: Path) -> Iterator[Section]:
     """Yield the sections of all pages in a folder."""
     for path in sorted(folder.rglob("*.md")):
-        page, title, lines, in_code = path.relative_to(folder).as_posix(), "", [], False
+        page, title, in_code = path.relative_to(folder).as_posix(), "", False
+        lines: list[str] = []
         for line in path.read_text(encoding="utf-8").splitlines():
             in_code ^= line.lstrip().startswith("```")
             heading = None if in_code else re.match(r"#+ (.*)", line)
