@@ -16,7 +16,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Literal
 
-from daskserve.cluster.channel.kept import KeptAnswers
+from daskserve.cluster.channel.kept_results import KeptResults
 from daskserve.cluster.channel.streams import Accepted, AcceptedOnDemand, Offer, Opened
 from daskserve.cluster.channel.wire.frames import (
     ANSWER,
@@ -44,13 +44,13 @@ from daskserve.common.types import (
     KeptPayload,
     Load,
     Message,
-    Patience,
     Payload,
+    QueueTimeout,
     described_actor,
 )
 from daskserve.errors import ActorLostError
 from daskserve.loops.deadlines import until
-from daskserve.loops.hops import Landing
+from daskserve.loops.thread_calls import CallInbox
 from daskserve.payload.packed_errors import dump_error, received_error
 
 logger = logging.getLogger("daskserve.channel")
@@ -71,8 +71,8 @@ class Channel:
         dispatch: Dispatch,
         *,
         first_stream: int,
-        landing: Landing | None = None,
-        kept: KeptAnswers | None = None,
+        inbox: CallInbox | None = None,
+        kept: KeptResults | None = None,
     ) -> None:
         self._transport = transport
         self._post = transport.post
@@ -87,7 +87,7 @@ class Channel:
         self._offered: dict[int, tuple[str, Load]] = {}
         #: The streams whose large answers the other side keeps for callers of this one.
         self._held: set[int] = set()
-        self._landing = landing
+        self._inbox = inbox
         self.is_closed = False
 
     def __repr__(self) -> str:
@@ -139,10 +139,10 @@ class Channel:
             self._post((ERROR, frame[1], dump_error(problem)))
 
     def _receive(self, frames: Frames) -> None:
-        if self._landing is not None:
+        if self._inbox is not None:
             # Send what other threads have ready: the other side then works on it while this side handles
             # the frames that have just arrived.
-            self._landing.catch_up()
+            self._inbox.catch_up()
             self._transport.flush()
         for frame in frames:
             self._receive_frame(frame)
@@ -234,7 +234,7 @@ class Channel:
         payload: Any,
         has_body: bool | Literal[2],
         left_s: float | None,
-        patience: tuple[float, float] | None,
+        queue_timeout: tuple[float, float] | None,
     ) -> None:
         deadline = None if left_s is None else asyncio.get_running_loop().time() + left_s
         envelope = Envelope(
@@ -243,12 +243,12 @@ class Channel:
             unwire_payload(payload),
             deadline,
             has_body,
-            None if patience is None else Patience(*patience),
+            None if queue_timeout is None else QueueTimeout(*queue_timeout),
         )
         is_for_one = kind == EnvelopeKind.CALL or (kind == EnvelopeKind.HTTP and not has_body)
         try:
             request = self._dispatch(name, incarnation, envelope)
-            if is_for_one and deadline is None and patience is None:
+            if is_for_one and deadline is None and queue_timeout is None:
                 give_up = request.start(partial(self._answered, number, name, envelope))
                 if give_up is not None:
                     self._taskless[number] = give_up

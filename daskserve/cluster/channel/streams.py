@@ -251,7 +251,7 @@ class Opened:
 
     def _frame(self) -> tuple[Any, ...]:
         address, envelope = self._address, self.envelope
-        deadline, patience = envelope.deadline, envelope.patience
+        deadline, queue_timeout = envelope.deadline, envelope.queue_timeout
         return (
             OPEN,
             self._number,
@@ -262,7 +262,7 @@ class Opened:
             wire_payload(envelope.payload),
             envelope.has_body,
             None if deadline is None else deadline - asyncio.get_running_loop().time(),
-            None if patience is None else (patience.left_s, patience.waited_s),
+            None if queue_timeout is None else (queue_timeout.left_s, queue_timeout.waited_s),
         )
 
     async def _pump(self, receive: Receive) -> None:

@@ -27,13 +27,13 @@ from daskserve.common.types import (
     Load,
     Message,
     OnAnswer,
-    Patience,
     Payload,
+    QueueTimeout,
     Receive,
     Send,
 )
 from daskserve.errors import ActorLostError, BadRequestError
-from daskserve.loops.hops import Hop, Landing
+from daskserve.loops.thread_calls import CallInbox, ThreadCalls
 
 DEADLINE_S = 10.0
 ADDRESS = ActorAddress("local/replica/b#AAAAAA", "there", 1)
@@ -171,7 +171,7 @@ def test_the_answer_carries_the_load() -> None:
                 assert load == Load(3, 4)
             assert set(ends.kinds) == {frames.OPEN}
             assert ends.begun[0].kind is EnvelopeKind.CALL
-            assert ends.begun[0].deadline is ends.begun[0].patience is None
+            assert ends.begun[0].deadline is ends.begun[0].queue_timeout is None
 
     play(scenario)
 
@@ -627,10 +627,10 @@ def test_an_unwanted_task_gives_its_request_up(is_entered: bool, by: str) -> Non
     [
         replace(get(), has_body=True),
         replace(get(), deadline=1e9),
-        replace(get(), patience=Patience(1.0)),
+        replace(get(), queue_timeout=QueueTimeout(1.0)),
         replace(get(), kind=EnvelopeKind.CONTROL, head={"verb": "look", "message": {}}),
     ],
-    ids=["body", "deadline", "patience", "control"],
+    ids=["body", "deadline", "queue_timeout", "control"],
 )
 def test_requests_that_may_wait_are_not_answered_without_a_task(envelope: Envelope) -> None:
     nowait = Nowait()
@@ -668,11 +668,11 @@ def test_posts_of_other_threads_are_sent_before_received_frames_are_handled() ->
         def dispatch(name: str, incarnation: int, envelope: Envelope) -> ActorRequest:
             return Scripted(envelope, cast(Any, print), answer)
 
-        landing = Landing(asyncio.get_running_loop())
+        inbox = CallInbox(asyncio.get_running_loop())
         outlet = Outlet()
-        channel = Channel(cast(Any, outlet), dispatch, first_stream=1, landing=landing)
-        hop = Hop(asyncio.get_running_loop(), landing)
-        poster = threading.Thread(target=hop.post, args=(outlet.post, "ready"))
+        channel = Channel(cast(Any, outlet), dispatch, first_stream=1, inbox=inbox)
+        thread_calls = ThreadCalls(asyncio.get_running_loop(), inbox)
+        poster = threading.Thread(target=thread_calls.post, args=(outlet.post, "ready"))
         poster.start()
         poster.join()  # the loop has not run since
         channel._receive([Opened(0, {}, cast(Any, outlet), ADDRESS, call())._frame()])

@@ -16,7 +16,7 @@ from started_requests import DEADLINE_S, Answers, began, held, run_replica, unti
 from daskserve.common.types import DONE, WHOLE_RESPONSE, Envelope, EnvelopeKind, Load, Message
 from daskserve.data.replica.execution.message_pipe import MessagePipe
 from daskserve.data.replica.replica import Replica
-from daskserve.data.replica.requests.answer import Answer
+from daskserve.data.replica.requests.replica_request import ReplicaRequest
 from daskserve.errors import ActorLostError
 
 pytestmark = pytest.mark.smoke
@@ -150,8 +150,8 @@ def test_a_whole_response_comes_with_the_load_after_it(function: Any, status: in
         assert (message["type"], message["status"]) == (WHOLE_RESPONSE, status)
         assert body is None or message["body"] == body
         assert load == replica.load() == Load(0, 0)
-        figures = await replica.statistics()
-        assert (figures["handled_total"], figures["failed_total"]) == (1, int(status == 500))
+        metrics = await replica.statistics()
+        assert (metrics["handled_total"], metrics["failed_total"]) == (1, int(status == 500))
 
     run(function, scenario)
 
@@ -191,8 +191,8 @@ def test_what_needs_more_goes_on_in_a_task_and_keeps_its_slot_until_then(functio
         assert load == replica.load() == Load(0, 0)
         rest.leave()
         assert replica.load() == Load(0, 0)
-        figures = await replica.statistics()
-        assert (figures["handled_total"], figures["cancelled_total"]) == (1, 0)
+        metrics = await replica.statistics()
+        assert (metrics["handled_total"], metrics["cancelled_total"]) == (1, 0)
 
     run(function, scenario)
 
@@ -262,7 +262,7 @@ def test_nothing_of_a_request_is_left_for_the_garbage_collector(
             answers.ends.clear()
             del outcome
         await asyncio.sleep(0)
-        assert [each for each in gc.get_objects() if isinstance(each, (Answer, MessagePipe))] == []
+        assert [each for each in gc.get_objects() if isinstance(each, (ReplicaRequest, MessagePipe))] == []
 
     gc.collect()
     gc.disable()

@@ -39,7 +39,7 @@ REFERENCE = struct.Struct("<QIQQQ")
 STEP_BYTES = 2 * 1024 * 1024
 
 
-class Loan:
+class MessageSegments:
     """The segments that one message refers to, and the buffers that must be copied there first."""
 
     def __init__(self) -> None:
@@ -108,7 +108,7 @@ class Sharing:
         #: The segments that were sent, in order, until the other end has opened them.
         self._lent: deque[MemorySegment | memoryview] = deque()
         #: What the references of the message that is being packed need; the transport takes it.
-        self.loan: Loan | None = None
+        self.message_segments: MessageSegments | None = None
 
     def begin(self) -> None:
         """Begin to talk to the other end, if this end begins. `can_lend` is None until it answers."""
@@ -132,29 +132,29 @@ class Sharing:
     def lend(self, view: memoryview) -> bytes | None:
         """Return a reference to a buffer, to be sent in its place; None if its bytes must be sent.
 
-        `loan` holds what the references of one message need.
+        `message_segments` holds what the references of one message need.
         """
         if not self.can_lend or self._segments is None:
             return None
-        loan = self.loan or Loan()
+        message_segments = self.message_segments or MessageSegments()
         found = mapping_under(view)
         if found is not None:
             holder: MemorySegment | Mapping
             holder, at = found
-            loan.lent.append(view)
+            message_segments.lent.append(view)
         else:
             try:
                 holder, at = self._segments.take(view.nbytes), 0
             except OSError:  # too many open files
                 return None
-            loan.add(holder, view)
-        loan.size_bytes += view.nbytes
-        self.loan = loan
+            message_segments.add(holder, view)
+        message_segments.size_bytes += view.nbytes
+        self.message_segments = message_segments
         return REFERENCE.pack(holder.key, holder.descriptor, holder.inode, at, view.nbytes)
 
-    def sent(self, loan: Loan) -> None:
+    def sent(self, message_segments: MessageSegments) -> None:
         """Keep the segments of a message until the other end has opened them."""
-        self._lent += loan.lent
+        self._lent += message_segments.lent
 
     def open(self, reference: bytes) -> memoryview:
         """Return the buffer that a reference names; call this in the order of the references.
@@ -174,7 +174,7 @@ class Sharing:
 
     def close(self) -> None:
         """Close what the other end has not opened; it may be opening it now, so it is not used again."""
-        self._token = self.loan = None
+        self._token = self.message_segments = None
         self.can_lend = False
         self._lent.clear()
 

@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
-from daskserve.cluster.protocols.base import Link, RemoteValues
+from daskserve.cluster.protocols.base import ClusterConnection, RemoteValues
 from daskserve.common.clock import stopwatch
 from daskserve.common.types import (
     DONE,
@@ -31,7 +31,7 @@ from daskserve.data.caller.calls.chaining import chained_arguments
 from daskserve.data.caller.calls.naming import with_called
 from daskserve.data.caller.calls.pending import begin_call
 from daskserve.data.caller.calls.response import Response
-from daskserve.data.caller.routing.replica_pool import ReplicaEntry
+from daskserve.data.caller.routing.replica_pool import PooledReplica
 from daskserve.data.caller.routing.replica_set import ReplicaSet
 from daskserve.data.caller.routing.router import Router
 from daskserve.errors import ActorLostError, PassedResponseError, ReplicaBusyError, ServeError
@@ -43,17 +43,19 @@ from daskserve.payload.serialization import DEFAULT_SERIALIZATION, serialize
 from daskserve.payload.unpicklable import arguments_of, unpicklable_error
 
 
-def identity_of(options: CallOptions, link: Link, current: RequestContext | None) -> tuple[str, float | None]:
+def identity_of(
+    options: CallOptions, connection: ClusterConnection, current: RequestContext | None
+) -> tuple[str, float | None]:
     """Return the id and the deadline of a call that the present request makes, if there is one."""
-    request_id = (current.request_id if current is not None else "") or link.request_ids.next()
+    request_id = (current.request_id if current is not None else "") or connection.request_ids.next()
     deadline = None if current is None else current.deadline
     if options.timeout_s is not None:
-        deadline = earliest(deadline, link.loop.time() + options.timeout_s)
+        deadline = earliest(deadline, connection.loop.time() + options.timeout_s)
     return request_id, deadline
 
 
 def pack(
-    options: CallOptions, link: Link, args: tuple[Any, ...], kwargs: dict[str, Any]
+    options: CallOptions, connection: ClusterConnection, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Payload, RemoteValues | None]:
     """Serialize arguments, and take out those that do not travel with the call.
 
@@ -65,7 +67,7 @@ def pack(
         The serialization of the handle cannot hold an argument.
     """
     try:
-        return _packed(options, link, args, kwargs)
+        return _packed(options, connection, args, kwargs)
     except ServeError:
         raise
     except Exception as error:  # a foreign object may raise anything
@@ -81,7 +83,7 @@ def pack(
 
 
 def _packed(
-    options: CallOptions, link: Link, args: tuple[Any, ...], kwargs: dict[str, Any]
+    options: CallOptions, connection: ClusterConnection, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Payload, RemoteValues | None]:
     serialization = options.request_serialization
     try:
@@ -90,9 +92,9 @@ def _packed(
         else:
             payload = serialize(serialization, (args, kwargs))
     except PassedResponseError:
-        values = chained_arguments(link, args, kwargs, by_reference=options.by_reference)
+        values = chained_arguments(connection, args, kwargs, by_reference=options.by_reference)
         return values.payload, values
-    return payload, link.values.take(payload, args, kwargs) if may_mention_dask(payload) else None
+    return payload, connection.values.take(payload, args, kwargs) if may_mention_dask(payload) else None
 
 
 def _without_responses(value: Any) -> Any:
@@ -100,7 +102,7 @@ def _without_responses(value: Any) -> Any:
 
 
 class Call:
-    """One call in progress, on the loop of the process's link; `start` or `respond` begins it.
+    """One call in progress, on the loop of the process's connection; `start` or `respond` begins it.
 
     Parameters
     ----------
@@ -122,13 +124,17 @@ class Call:
     _replicas: ReplicaSet  # set by `start`
 
     def __init__(
-        self, link: Link, router: Router, envelope: Envelope, future: PendingCall[Payload | KeptPayload]
+        self,
+        connection: ClusterConnection,
+        router: Router,
+        envelope: Envelope,
+        future: PendingCall[Payload | KeptPayload],
     ) -> None:
-        self._link = link
+        self._connection = connection
         self._router = router
         self._envelope = envelope
         self._future = future
-        self._replica: ReplicaEntry | None = None  # set while it has the request
+        self._replica: PooledReplica | None = None  # set while it has the request
         self._cancel_request: Callable[[], None] | None = None
         self._began = stopwatch()
 
@@ -184,13 +190,13 @@ class Call:
     def _note_failure(self, error: BaseException) -> BaseException:
         """Count a failure, and return the error with the name of the deployment that was called."""
         router = self._router
-        router.calls.fail(error, is_late=is_over(self._envelope.deadline, self._link.loop.time()))
+        router.calls.fail(error, is_late=is_over(self._envelope.deadline, self._connection.loop.time()))
         return with_called(error, router.endpoint, is_legacy=router.is_legacy)
 
     # ---- without a task
 
     def _cancel_from_anywhere(self) -> None:
-        self._link.hop.post(self._cancel)
+        self._connection.thread_calls.post(self._cancel)
 
     def _cancel(self) -> None:
         replica, self._replica = self._replica, None
@@ -227,7 +233,7 @@ class Call:
             await self._replicas.send(self._envelope, nothing_to_receive, keep, refused=refused)
 
         # The call is already counted as begun, so this coroutine must start in any case to count its end.
-        begin_call(self._link, self._respond(send), self._future, pauses_itself=True)
+        begin_call(self._connection, self._respond(send), self._future, pauses_itself=True)
 
     def _fail(self, error: Any) -> None:
         named = self._note_failure(error)

@@ -17,7 +17,7 @@ from typing import Any
 
 from daskserve.data.replica.execution.runner import CodeRun, RunListener, Runs
 from daskserve.loops.forks import end_fork
-from daskserve.loops.hops import Hop
+from daskserve.loops.thread_calls import ThreadCalls
 from daskserve.loops.threads import RunningThread, StartThread, start_daemon, waiter_for_jobs
 
 
@@ -98,7 +98,7 @@ class UserThreads:
         self,
         name: str,
         limit: int,
-        to_worker: Hop,
+        to_worker: ThreadCalls,
         runs: Runs,
         start_thread: StartThread = start_daemon,
     ) -> None:

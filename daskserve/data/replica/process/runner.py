@@ -28,7 +28,7 @@ class ChildRun(CodeRun):
     Cancelling that task cancels the request; its code may end later.
     """
 
-    __slots__ = ("_number", "_runner", "passage")
+    __slots__ = ("_number", "_runner", "forwarder")
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class ChildRun(CodeRun):
         number, envelope, receive, send = args
         self._number: int = number
         #: Receives what the child sends.
-        self.passage = Passage(send)
+        self.forwarder = ResponseForwarder(send)
         self._args = (number, envelope, receive)
 
     def drive(self) -> Awaitable[None]:
@@ -52,12 +52,12 @@ class ChildRun(CodeRun):
     async def _carry(self) -> None:
         try:
             number, envelope, receive = self._args
-            load = await self._function(number, envelope).respond(receive, self.passage.send)
+            load = await self._function(number, envelope).respond(receive, self.forwarder.send)
         except ActorLostError as error:
             lost = error
         except BaseException as error:
             # After a deadline, too, code may still run in the child.
-            if self.passage.is_broken or isinstance(error, (asyncio.CancelledError, RequestTimeoutError)):
+            if self.forwarder.is_broken or isinstance(error, (asyncio.CancelledError, RequestTimeoutError)):
                 self._runner.settle(self._number, self)
                 raise
             if not isinstance(error, Exception):
@@ -126,7 +126,7 @@ class ChildRunner:
             run.settled()
 
 
-class Passage:
+class ResponseForwarder:
     """Passes on the messages of one request from the child."""
 
     __slots__ = ("_send", "is_broken")

@@ -11,8 +11,8 @@ from daskserve.data.replica.errors.log import is_http_failure, is_refusal
 from daskserve.data.replica.execution.message_pipe import MessagePipe, open_pipe
 from daskserve.data.replica.execution.socket_pipe import open_socket_pipe
 from daskserve.data.replica.requests.accept_batch import BatchItem
-from daskserve.data.replica.requests.answer import LocalAnswer, set_context, start_next
 from daskserve.data.replica.requests.method_header import named_method, no_call_error
+from daskserve.data.replica.requests.replica_request import LocalRequest, set_context, start_next
 from daskserve.data.replica.user_code.definitions import CALL, Method
 from daskserve.data.replica.user_code.request_objects import read_body
 from daskserve.data.replica.user_code.responses import (
@@ -36,7 +36,7 @@ def _request_context(envelope: Envelope) -> RequestContext:
         return RequestContext(deadline=envelope.deadline)
 
 
-class HTTPAnswer(LocalAnswer):
+class LocalHTTPRequest(LocalRequest):
     """The answer to an HTTP request or a WebSocket.
 
     User code that runs in the request's own task needs no `MessagePipe` as long as its response is whole.
@@ -56,14 +56,14 @@ class HTTPAnswer(LocalAnswer):
             envelope.head["type"] != "http"
             or envelope.has_body
             or code.has_method_header
-            or code.wall.is_closed
+            or code.executor.is_closed
         ):
             return True
         method = code.servable.methods.get(CALL)
         if method is None or method.is_asgi or method.accepts_batches:
             return True
         # On the worker's loop, a task for the request saves one for user code.
-        return method.is_async and code.wall.is_on_worker_loop
+        return method.is_async and code.executor.is_on_worker_loop
 
     def begin(self, receive: Receive | None = None, send: Send | None = None) -> Awaitable[None] | None:
         envelope, code = self.envelope, self.code
@@ -81,7 +81,7 @@ class HTTPAnswer(LocalAnswer):
             if not is_websocket:
                 scope["asgi"] = _ASGI_OF_UVICORN
         self.runs_in_task = runs_in_task = (
-            code.wall.is_on_worker_loop
+            code.executor.is_on_worker_loop
             and self.is_in_task
             and envelope.deadline is None
             and not is_websocket
@@ -95,7 +95,7 @@ class HTTPAnswer(LocalAnswer):
         if runs_in_task and method.is_async and not method.is_asgi:
             # Nothing to read and nothing to cross: user code gets the caller's own `receive`.
             parts = (method, scope, receive, b"")
-            self.run = code.wall.enter(servable.answer_http, parts, self.context, self)
+            self.run = code.executor.enter(servable.answer_http, parts, self.context, self)
         else:
             self._begin(b"", _no_body())
         return None
@@ -111,7 +111,7 @@ class HTTPAnswer(LocalAnswer):
 
     def message(self, value: ConvertedResponse) -> Message | None:
         if value.is_failure:
-            self.figures.failed += 1
+            self.metrics.failed += 1
         return value.message
 
     def accept(self, value: Any) -> None:
@@ -174,15 +174,15 @@ class HTTPAnswer(LocalAnswer):
             self.start_code(False, servable.answer_http_in_thread, method, scope, pipe, body)
 
 
-def _open_pipe(answer: HTTPAnswer, first: Message | None) -> MessagePipe:
+def _open_pipe(answer: LocalHTTPRequest, first: Message | None) -> MessagePipe:
     kind = answer._scope["type"]
     code, receive, send = answer.code, answer._receive, answer._send
     pipe: MessagePipe
     if kind == "websocket":
-        pipe = open_socket_pipe(code.wall, answer.envelope, receive, send, first)
+        pipe = open_socket_pipe(code.executor, answer.envelope, receive, send, first)
         code.sockets.add(pipe)
     else:
-        pipe = open_pipe(code.wall, kind, receive, send, first)
+        pipe = open_pipe(code.executor, kind, receive, send, first)
     answer.pipe = pipe
     pipe.is_body_assumed = first is not None and not answer.envelope.has_body
     pipe.owner = answer

@@ -8,32 +8,32 @@ from typing import Any
 
 from daskserve.common.types import Message, Payload, Receive, short_tag
 from daskserve.data.replica.errors.log import FailureLog
-from daskserve.data.replica.execution.executor import Wall
+from daskserve.data.replica.execution.executor import UserExecutor
 from daskserve.data.replica.execution.message_pipe import MessagePipe
 from daskserve.data.replica.requests.batches import ReplicaBatches
 from daskserve.data.replica.requests.slots import Slots
 from daskserve.data.replica.user_code.servable import Servable
 from daskserve.errors import ActorLostError
-from daskserve.figures.replica import ReplicaFigures
+from daskserve.telemetry.replica import ReplicaMetrics
 
 
 class ServingCode:
-    """What the answers of one replica share: its user code, the wall, the slots and the metrics."""
+    """What the answers of one replica share: its user code, the executor, the slots and the metrics."""
 
     def __init__(
         self,
-        wall: Wall,
+        executor: UserExecutor,
         servable: Servable,
         batches: ReplicaBatches,
         slots: Slots,
-        figures: ReplicaFigures,
+        metrics: ReplicaMetrics,
         failures: FailureLog,
     ) -> None:
-        self.wall = wall
+        self.executor = executor
         self.servable = servable
         self.batches = batches
         self.slots = slots
-        self.figures = figures
+        self.metrics = metrics
         self.failures = failures
         #: The open WebSockets.
         self.sockets: set[MessagePipe] = set()

@@ -25,14 +25,14 @@ from collections.abc import Mapping
 from typing import Final, Literal, TypeAlias, get_args
 
 # Plain strings, not members of an enum: each request compares several of them.
-AnswerState: TypeAlias = Literal["waiting", "running", "streaming", "cancelled", "done"]
+RequestState: TypeAlias = Literal["waiting", "running", "streaming", "cancelled", "done"]
 WAITING: Final = "waiting"
 RUNNING: Final = "running"
 STREAMING: Final = "streaming"
 CANCELLED: Final = "cancelled"
 DONE: Final = "done"
 
-AnswerEvent: TypeAlias = Literal[
+RequestEvent: TypeAlias = Literal[
     "granted", "refused", "partial", "answered", "failed", "aborted", "left", "late", "ended"
 ]
 GRANTED: Final = "granted"
@@ -45,7 +45,7 @@ LEFT: Final = "left"
 LATE: Final = "late"
 ENDED: Final = "ended"
 
-TRANSITIONS: Mapping[tuple[AnswerState, AnswerEvent], AnswerState] = {
+TRANSITIONS: Mapping[tuple[RequestState, RequestEvent], RequestState] = {
     (WAITING, GRANTED): RUNNING,
     (WAITING, REFUSED): DONE,
     (WAITING, LEFT): DONE,
@@ -65,9 +65,9 @@ TRANSITIONS: Mapping[tuple[AnswerState, AnswerEvent], AnswerState] = {
     (CANCELLED, ENDED): DONE,
 }
 # The same by state: each request looks up two of them, and two small keys are found sooner than one pair.
-NEXT: Mapping[AnswerState, Mapping[AnswerEvent, AnswerState]] = {
+NEXT: Mapping[RequestState, Mapping[RequestEvent, RequestState]] = {
     state: {event: after for (before, event), after in TRANSITIONS.items() if before == state}
-    for state in get_args(AnswerState)
+    for state in get_args(RequestState)
 }
 GRANTED_STATE = TRANSITIONS[WAITING, GRANTED]
 ANSWERED_STATE = TRANSITIONS[RUNNING, ANSWERED]

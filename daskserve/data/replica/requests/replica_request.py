@@ -2,15 +2,15 @@
 
 A replica answers calls, streaming calls, HTTP requests and WebSockets, alone or in batches. User code runs
 where its runner puts it (`daskserve.data.replica.execution.runner`). The caller gets the answer where user
-code reports its end (`Answer.start`), or, where something may wait, from a task (`Answer.respond`): for a
-slot, for the body of a request, or for a caller that reads a stream slowly. What happens to a request in
-between is the same for all: see `daskserve.data.replica.requests.states`.
+code reports its end (`ReplicaRequest.start`), or, where something may wait, from a task
+(`ReplicaRequest.respond`): for a slot, for the body of a request, or for a caller that reads a stream slowly.
+What happens to a request in between is the same for all: see `daskserve.data.replica.requests.states`.
 
 The request holds its slot until it is DONE, even if its caller left long ago. So a replica never runs more
 requests than it has slots, and code that cannot be stopped is visible. User code is cancelled once, when the
 request becomes CANCELLED. The request is counted once, when it leaves RUNNING or STREAMING.
 
-`Answer.leave` alone decides what happens when the caller leaves.
+`ReplicaRequest.leave` alone decides what happens when the caller leaves.
 """
 
 from __future__ import annotations
@@ -45,23 +45,23 @@ from daskserve.data.replica.requests.states import (
     PARTIAL,
     REFUSED,
     WAITING,
-    AnswerEvent,
-    AnswerState,
+    RequestEvent,
+    RequestState,
 )
 from daskserve.data.replica.user_code.definitions import Method
 from daskserve.data.replica.user_code.request_objects import request_id_of
 from daskserve.data.replica.user_code.responses import Unfinished
 from daskserve.errors import ServeError
-from daskserve.figures.replica import ReplicaFigures
 from daskserve.loops.deadlines import is_over
 from daskserve.payload.packed_errors import PackedError
+from daskserve.telemetry.replica import ReplicaMetrics
 
 
-class InvalidAnswerTransition(ServeError):
+class InvalidRequestTransition(ServeError):
     """An event does not fit the state of an answer: a bug in the replica."""
 
 
-class Answer:
+class ReplicaRequest:
     """One request at its replica; each kind of request is a subclass.
 
     It is a `daskserve.common.types.ActorRequest` for its caller, and a
@@ -74,9 +74,9 @@ class Answer:
         "_waiter",
         "envelope",
         "error",
-        "figures",
         "holds",
         "is_in_task",
+        "metrics",
         "pipe",
         "run",
         "slots",
@@ -89,11 +89,11 @@ class Answer:
     #: Whether the `unfinished` step needs a task.
     needs_task_to_go_on = False
 
-    def __init__(self, envelope: Envelope, slots: Slots, figures: ReplicaFigures) -> None:
+    def __init__(self, envelope: Envelope, slots: Slots, metrics: ReplicaMetrics) -> None:
         self.envelope = envelope
         self.slots = slots
-        self.figures = figures
-        self.state: AnswerState = WAITING
+        self.metrics = metrics
+        self.state: RequestState = WAITING
         #: Gets the answer of a request without a task.
         self._on_answer: OnAnswer | None = None
         #: What the task of a request waits for: a message to pass on, or the end of user code.
@@ -154,7 +154,7 @@ class Answer:
             if self.state == WAITING:
                 # A broadcast reaches full replicas, too.
                 take = slots.take_beyond if "broadcast" in self.envelope.head else slots.take_nowait
-                if self.envelope.patience is not None or not take():
+                if self.envelope.queue_timeout is not None or not take():
                     await slots.take(self.envelope, send)
                 self.granted()
             self.is_in_task = True
@@ -215,7 +215,7 @@ class Answer:
             self.state = GRANTED_STATE
         else:
             self._move(GRANTED)
-        self.figures.handled += 1
+        self.metrics.handled += 1
         self._began = stopwatch()
 
     def partial(self) -> None:
@@ -254,7 +254,7 @@ class Answer:
         else:
             self._move(ANSWERED)
         self._on_answer = None  # it may refer to this object
-        self.figures.latency.observe(stopwatch() - self._began)
+        self.metrics.latency.observe(stopwatch() - self._began)
         if self.pipe is not None:
             self.release()
         self.slots.free()
@@ -300,13 +300,13 @@ class Answer:
 
     # ---- transitions
 
-    def _move(self, event: AnswerEvent) -> None:
+    def _move(self, event: RequestEvent) -> None:
         state = NEXT[self.state].get(event)
         if state is None:
-            raise InvalidAnswerTransition(f"{self!r} cannot take the event {event!r}.")
+            raise InvalidRequestTransition(f"{self!r} cannot take the event {event!r}.")
         self.state = state
 
-    def _close(self, event: AnswerEvent) -> None:
+    def _close(self, event: RequestEvent) -> None:
         """Apply an event after which the caller gets no answer."""
         was_begun = self.state != WAITING
         self._move(event)
@@ -314,10 +314,10 @@ class Answer:
         if not was_begun:
             return
         if event in (LEFT, LATE):
-            self.figures.give_up(is_late=event == LATE)
+            self.metrics.give_up(is_late=event == LATE)
         else:
-            self.figures.failed += 1
-        self.figures.latency.observe(stopwatch() - self._began)
+            self.metrics.failed += 1
+        self.metrics.latency.observe(stopwatch() - self._began)
         if self.state == DONE:
             self.release()
             self.slots.free()
@@ -335,38 +335,38 @@ class Answer:
             self.slots.free()
 
 
-async def _settle(answer: Answer) -> None:
+async def _settle(request: ReplicaRequest) -> None:
     """Pass messages on and start the steps of user code until only the last message is left."""
     loop = asyncio.get_running_loop()
     while True:
-        pipe = answer.pipe
+        pipe = request.pipe
         if pipe is not None and pipe.outbox:
             try:
                 await pipe.flush()
             except OSError:  # of the caller's connection
-                answer.leave()
+                request.leave()
                 raise
-        elif answer.error is not None:
+        elif request.error is not None:
             return
-        elif answer.unfinished is not None:
-            _take_next_step(answer)
-        elif answer.run is not None:
-            code = answer.run.drive()
+        elif request.unfinished is not None:
+            _take_next_step(request)
+        elif request.run is not None:
+            code = request.run.drive()
             if code is None:
-                code = answer._waiter = loop.create_future()
+                code = request._waiter = loop.create_future()
             await code
         else:
             return
 
 
-def _take_next_step(answer: Answer) -> None:
-    unfinished, answer.unfinished = answer.unfinished, None
+def _take_next_step(request: ReplicaRequest) -> None:
+    unfinished, request.unfinished = request.unfinished, None
     assert unfinished is not None
-    answer.go_on(unfinished)
+    request.go_on(unfinished)
 
 
-def _raise_error(answer: Answer) -> NoReturn:
-    error, answer.error = answer.error, None
+def _raise_error(request: ReplicaRequest) -> NoReturn:
+    error, request.error = request.error, None
     assert error is not None
     try:
         raise error
@@ -374,34 +374,34 @@ def _raise_error(answer: Answer) -> NoReturn:
         del error  # else the traceback holds this frame, and this frame the error
 
 
-def _changed(answer: Answer) -> None:
+def _changed(request: ReplicaRequest) -> None:
     """Wake the task, or pass the answer on without one if it is complete, or start the next step."""
-    on_answer = answer._on_answer
+    on_answer = request._on_answer
     if on_answer is None:
-        if answer._waiter is not None and not answer._waiter.done():
-            answer._waiter.set_result(None)
+        if request._waiter is not None and not request._waiter.done():
+            request._waiter.set_result(None)
         return
-    if answer.unfinished is not None and answer.needs_task_to_go_on:
-        answer._on_answer = None
-        on_answer(None, answer)
+    if request.unfinished is not None and request.needs_task_to_go_on:
+        request._on_answer = None
+        on_answer(None, request)
         return
     try:
-        if answer.unfinished is not None:
-            _take_next_step(answer)
+        if request.unfinished is not None:
+            _take_next_step(request)
             return
-        if answer.error is not None:
-            _raise_error(answer)
-        message = answer.message(answer.value)
+        if request.error is not None:
+            _raise_error(request)
+        message = request.message(request.value)
     except Exception as error:  # the caller gets it
-        answer.fail()
-        answer._on_answer = None
+        request.fail()
+        request._on_answer = None
         on_answer(None, error)
     else:
-        answer.answered()
-        on_answer(message, answer.slots.load())
+        request.answered()
+        on_answer(message, request.slots.load())
 
 
-class LocalAnswer(Answer):
+class LocalRequest(ReplicaRequest):
     """The answer to a request whose user code runs in this process."""
 
     __slots__ = ("_method", "code", "context", "runs_in_task")
@@ -430,20 +430,20 @@ class LocalAnswer(Answer):
 
     def start_code(self, is_async: bool, function: Callable[..., Any], *args: Any) -> None:
         """Start user code, or the next step of it."""
-        wall = self.code.wall
+        executor = self.code.executor
         if is_async and self.runs_in_task:
-            self.run = wall.enter(function, args, self.context, self)
+            self.run = executor.enter(function, args, self.context, self)
         else:
-            self.run = wall.start(is_async, function, args, self.context, self)
+            self.run = executor.start(is_async, function, args, self.context, self)
 
 
-def set_context(answer: LocalAnswer) -> None:
+def set_context(request: LocalRequest) -> None:
     """Create the context in which user code answers a request: a copy of the replica's."""
-    answer.context = context = answer.code.wall.context.copy()
-    context.run(current_request.set, answer.request_context(answer.envelope))
+    request.context = context = request.code.executor.context.copy()
+    context.run(current_request.set, request.request_context(request.envelope))
 
 
-def start_next(answer: LocalAnswer, is_async: bool, function: Callable[..., Any], *args: Any) -> None:
+def start_next(request: LocalRequest, is_async: bool, function: Callable[..., Any], *args: Any) -> None:
     """Start the next step of user code, in a copy of its context, which the last run may not have left."""
-    answer.context = answer.context.copy()
-    answer.start_code(is_async, function, *args)
+    request.context = request.context.copy()
+    request.start_code(is_async, function, *args)

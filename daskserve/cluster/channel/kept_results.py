@@ -17,7 +17,7 @@ from daskserve.common.types import Payload, WorkerAddress
 from daskserve.errors import UnavailableError
 
 
-class KeptAnswers:
+class KeptResults:
     """The answers that stay in one worker's process, by token."""
 
     def __init__(self, worker: WorkerAddress) -> None:
