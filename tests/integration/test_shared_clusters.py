@@ -25,8 +25,8 @@ OTHER = """
 import sys
 from daskserve.client.verbs.applications import RunTarget
 from daskserve.client.hosting.hosting import HostingMode, host
-host(RunTarget("served:asgi", "other", "/other"), {"port": 0}, address=sys.argv[1], stay=HostingMode(),
-report=print)
+target = RunTarget("served:asgi", "other", "/other")
+host(target, {"port": 0}, address=sys.argv[1], stay=HostingMode(), report=print)
 """
 
 
@@ -141,7 +141,7 @@ def test_a_replaced_application_is_given_back_only_if_asked_to(
     assert shop() == "5", "somebody else has deployed it meanwhile"
 
 
-@pytest.mark.parametrize("end", [pytest.param(signal.SIGINT, marks=pytest.mark.nightly), signal.SIGKILL])
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
 def test_an_instance_serves_others_after_the_program_that_started_it(
     end: signal.Signals, external: ExternalCluster
 ) -> None:

@@ -1,4 +1,4 @@
-"""Pieces of user code that a test starts behind a wall, and awaits, cancels or carries."""
+"""Pieces of user code that a test starts behind an executor, and awaits, cancels or carries."""
 
 from __future__ import annotations
 

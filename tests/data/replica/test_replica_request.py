@@ -138,7 +138,7 @@ def test_an_invalid_event_names_the_state_of_the_answer() -> None:
     answer.run_code()
     answer.partial()
     answer.leave()
-    expected = "<ScriptedAnswer cancelled> cannot take the event 'granted'"
+    expected = "<ScriptedRequest cancelled> cannot take the event 'granted'"
     with pytest.raises(InvalidRequestTransition, match=re.escape(expected)) as caught:
         answer.granted()
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
