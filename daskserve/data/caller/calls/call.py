@@ -115,7 +115,7 @@ class Call:
         "_cancel_request",
         "_envelope",
         "_future",
-        "_link",
+        "_connection",
         "_replica",
         "_replicas",
         "_router",
