@@ -113,9 +113,9 @@ class Call:
     __slots__ = (
         "_began",
         "_cancel_request",
+        "_connection",
         "_envelope",
         "_future",
-        "_connection",
         "_replica",
         "_replicas",
         "_router",
