@@ -10,16 +10,19 @@ import signal
 import sqlite3
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from clusters import (
+    WORKERS,
     Load,
     nannied_cluster,
     pid_of_replica,
     pids,
     replica_without_proxy,
+    restore,
     running,
     serve_pids,
     worker_of,
@@ -34,16 +37,28 @@ from daskserve.errors import StoreLostError
 EPHEMERAL = {"http_options": {"port": 0}}
 
 
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Client]:
+    with nannied_cluster(WORKERS) as dask:
+        yield dask
+
+
+@pytest.fixture
+def dask(cluster: Client) -> Client:
+    """Return a cluster of four workers, whatever the tests before have done to them."""
+    restore(cluster)
+    return cluster
+
+
 def incarnations(client: serve.Client, backend: str = "b") -> set[str]:
     return {actor.name for actor in client.status().replicas(backend)}
 
 
 @pytest.mark.smoke
-def test_a_killed_replica_is_replaced_and_no_get_fails() -> None:
-    with nannied_cluster(4) as dask:
-        for server in ("tornado", "asyncio"):
-            dask.wait_for_workers(4, timeout=30)
-            kill_a_replica_under_load(dask, server)
+def test_a_killed_replica_is_replaced_and_no_get_fails(dask: Client) -> None:
+    for server in ("tornado", "asyncio"):
+        restore(dask)
+        kill_a_replica_under_load(dask, server)
 
 
 def kill_a_replica_under_load(dask: Client, server: str) -> None:
@@ -127,8 +142,8 @@ def test_a_draining_replica_ends_although_its_controller_died(tmp_path: Path) ->
         poll_for(lambda: "held" not in client.list_backends())
 
 
-def test_a_stopped_controller_is_replaced_and_is_harmless_when_resumed() -> None:
-    with nannied_cluster(3) as dask, serve.start(dask_client=dask, **EPHEMERAL) as client:
+def test_a_stopped_controller_is_replaced_and_is_harmless_when_resumed(dask: Client) -> None:
+    with serve.start(dask_client=dask, **EPHEMERAL) as client:
         serve_pids(client)
         before = incarnations(client)
         pid = pids(dask)[worker_of(client, "controller")]
@@ -159,8 +174,8 @@ def _actors_on(dask_worker: Any) -> list[str]:
 
 
 @pytest.mark.nightly
-def test_a_stopped_replica_is_replaced_and_ends_when_resumed() -> None:
-    with nannied_cluster(4) as dask, serve.start(dask_client=dask, **EPHEMERAL) as client:
+def test_a_stopped_replica_is_replaced_and_ends_when_resumed(dask: Client) -> None:
+    with serve.start(dask_client=dask, **EPHEMERAL) as client:
         with Load(serve_pids(client)) as load:
             victim = replica_without_proxy(client)
             pid = pids(dask)[victim]
@@ -191,8 +206,8 @@ def test_a_stopped_proxy_is_replaced_on_its_port() -> None:
 
 
 @pytest.mark.smoke
-def test_retiring_a_worker_moves_its_replicas_first() -> None:
-    with nannied_cluster(4) as dask, serve.start(dask_client=dask, **EPHEMERAL) as client:
+def test_retiring_a_worker_moves_its_replicas_first(dask: Client) -> None:
+    with serve.start(dask_client=dask, **EPHEMERAL) as client:
         with Load(serve_pids(client)) as load:
             victim = replica_without_proxy(client)
             assert victim in dask.retire_workers([victim])
@@ -223,8 +238,8 @@ def retire_a_proxy_under_load(dask: Client, server: str) -> None:
 
 
 @pytest.mark.nightly
-def test_a_worker_that_dies_during_retirement_blocks_nothing() -> None:
-    with nannied_cluster(4) as dask, serve.start(dask_client=dask, **EPHEMERAL) as client:
+def test_a_worker_that_dies_during_retirement_blocks_nothing(dask: Client) -> None:
+    with serve.start(dask_client=dask, **EPHEMERAL) as client:
         serve_pids(client)
         others = {worker_of(client, "proxy"), worker_of(client, "controller")}
         leaving = [each for each in pids(dask) if each not in others]
@@ -241,8 +256,8 @@ async def _retire_and_kill(dask: Any, workers: list[str], victim: int) -> Any:
         return await retiring
 
 
-def test_retiring_the_controllers_worker_moves_the_controller() -> None:
-    with nannied_cluster(3) as dask, serve.start(dask_client=dask, **EPHEMERAL) as client:
+def test_retiring_the_controllers_worker_moves_the_controller(dask: Client) -> None:
+    with serve.start(dask_client=dask, **EPHEMERAL) as client:
         with Load(serve_pids(client, num_replicas=1)) as load:
             victim = worker_of(client, "controller")
             assert victim in dask.retire_workers([victim])
@@ -303,8 +318,8 @@ def test_an_adaptive_cluster_without_workers_starts_its_first_one() -> None:
             assert len(dask.scheduler_info(n_workers=-1)["workers"]) == 1
 
 
-def test_restarting_the_cluster_brings_all_deployments_back() -> None:
-    with nannied_cluster(3) as dask, serve.start(dask_client=dask, **EPHEMERAL) as client:
+def test_restarting_the_cluster_brings_all_deployments_back(dask: Client) -> None:
+    with serve.start(dask_client=dask, **EPHEMERAL) as client:
         url = serve_pids(client)
         dask.restart()
 
@@ -386,10 +401,10 @@ def test_requests_to_damaged_code_get_503_until_it_is_deployed_again(tmp_path: P
 
 
 @pytest.mark.nightly
-def test_acknowledged_changes_survive_kills_of_the_controller() -> None:
+def test_acknowledged_changes_survive_kills_of_the_controller(dask: Client) -> None:
     """50 mixed changes under load, while the controller's worker is killed at random moments."""
     rng = random.Random(7)
-    with nannied_cluster(4) as dask, serve.start(dask_client=dask, **EPHEMERAL) as client:
+    with serve.start(dask_client=dask, **EPHEMERAL) as client:
         wanted: dict[str, int] = {}
         with Load(serve_pids(client)) as load:
             kills = sorted(rng.sample(range(50), 4))

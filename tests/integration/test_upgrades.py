@@ -104,15 +104,15 @@ def test_an_instance_keeps_its_store_until_another_one_serves_and_goes_on_withou
         new.shutdown()
 
 
-@pytest.mark.parametrize("when", ["at its claim", "at any moment"])
+@pytest.mark.parametrize("when", ["at its claim", pytest.param("at any moment", marks=pytest.mark.nightly)])
 def test_a_cluster_that_is_killed_while_it_takes_over_leaves_one_that_serves(
     when: str, tmp_path: Path
 ) -> None:
     """And what was acknowledged is there for the next start."""
     path = tmp_path / "store.db"
-    options: dict[str, Any] = {"store": f"sqlite:///{path}", "name": "shared", "http_options": {"port": 0}}
+    options: dict[str, Any] = {"store": f"sqlite:///{path}", "name": "shared"}
     with dask_cluster() as old_dask, dask_cluster() as next_dask:
-        old = serve.start(dask_client=old_dask, **options)
+        old = serve.start(dask_client=old_dask, http_options={"port": 0}, **options)
         old.create_backend("b", answer)
         old.create_endpoint("e", backend="b", route="/e")
         acknowledged = 3
@@ -121,7 +121,8 @@ def test_a_cluster_that_is_killed_while_it_takes_over_leaves_one_that_serves(
         with contextlib.closing(sqlite3.connect(path)) as store:
             newest = "SELECT max(epoch) FROM daskserve_epochs"
             before = store.execute(newest).fetchone()
-            taking = Program([str(HERE / "taking_over.py"), options["store"]], tmp_path)
+            program = [str(HERE / "taking_over.py"), options["store"], str(free_port())]
+            taking = Program(program, tmp_path)
             try:
                 taking.wait_for_line("begins")
                 if when == "at its claim":
@@ -139,7 +140,7 @@ def test_a_cluster_that_is_killed_while_it_takes_over_leaves_one_that_serves(
         except StoreTakenError:
             pass  # what was killed had the store
         assert fetch(f"{url}/e").status == 200
-        new = serve.start(dask_client=next_dask, **options)
+        new = serve.start(dask_client=next_dask, http_options={"port": free_port()}, **options)
         assert new.get_backend_config("b").max_concurrent_queries == acknowledged
         new.update_backend_config("b", {"max_concurrent_queries": 7})
         with pytest.raises(StoreTakenError):

@@ -14,8 +14,12 @@ from urllib.parse import urlsplit
 
 from dask_processes import HERE, PATIENCE_S, poll_for
 from distributed import Client, LocalCluster
+from distributed.core import Status
 
 import daskserve as serve
+
+#: The workers of a cluster that tests share.
+WORKERS = 4
 
 
 @contextmanager
@@ -27,6 +31,17 @@ def nannied_cluster(n_workers: int = 3, **options: Any) -> Iterator[Client]:
             if n_workers:
                 client.wait_for_workers(n_workers, timeout=30)
             yield client
+
+
+def restore(dask: Client, n_workers: int = WORKERS) -> None:
+    """Start workers in place of retired ones, and wait for those that nannies restart."""
+    cluster: Any = dask.cluster
+    for name, nanny in list(cluster.workers.items()):
+        if nanny.status in (Status.closing_gracefully, Status.closing, Status.closed):
+            cluster.sync(nanny.close)
+            del cluster.workers[name]
+    cluster.scale(n_workers)
+    dask.wait_for_workers(n_workers, timeout=30)
 
 
 class Load:

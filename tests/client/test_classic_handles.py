@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import pickle
 import re
 import warnings
 from typing import Any
 
 import pytest
-from dask_processes import ExternalCluster, fetch
+from dask_processes import fetch
 from served import NotOnTheOtherSide
 from starlette.requests import Request
 
@@ -189,20 +187,6 @@ def test_a_starlette_request_is_passed_through(client: serve.Client) -> None:
     assert client.get_handle("method").remote(request).result(10) == [True, "/from/afar"]
 
 
-def test_large_and_unusual_values_arrive_unchanged(client: serve.Client) -> None:
-    """CL32: bytes of many frames, arrays, None and functions."""
-    np = pytest.importorskip("numpy")
-    client.create_backend("same", body_of)
-    client.create_endpoint("same", backend="same")
-    handle = client.get_handle("same")
-    array = np.arange(1_000_000, dtype="float64")
-    assert np.array_equal(handle.remote(array).result(10), array)
-    big = os.urandom(8 << 20)
-    assert handle.remote(big).result(10) == big
-    assert handle.remote(None).result(10) is None
-    assert handle.remote(lambda: 42).result(10)() == 42
-
-
 def test_a_handle_works_inside_another_backend(client: serve.Client, echo: serve.Handle, url: str) -> None:
     """CL35: as an argument of a constructor, used by plain and by async code."""
 
@@ -221,31 +205,6 @@ def test_a_handle_works_inside_another_backend(client: serve.Client, echo: serve
     assert {fetch(f"{url}/outer").text for _ in range(8)} == {"outer(sync)"}
     later = client.get_handle("outer").options(method_name="later")
     assert {later.remote().result(10) for _ in range(8)} == {"outer(async)"}
-
-
-def test_a_handle_works_inside_a_dask_task(external: ExternalCluster, echo: serve.Handle) -> None:
-    """CL35: pickled into plain tasks on every worker."""
-
-    def task(handle: serve.Handle, number: int) -> list[Any]:
-        return [os.getpid(), handle.remote(text=number).result(10)["text"]]
-
-    workers = list(external.client.scheduler_info(n_workers=-1)["workers"])
-    futures = [
-        external.client.submit(task, echo, number, workers=[workers[number % 2]], pure=False)
-        for number in range(4)
-    ]
-    found = external.client.gather(futures)
-    assert [text for _, text in found] == [0, 1, 2, 3]
-    assert len({pid for pid, _ in found}) == 2
-
-
-def test_an_unpickled_handle_uses_the_default_client(external: ExternalCluster, echo: serve.Handle) -> None:
-    """CL35: without a default client, the error names the remedy."""
-    copy = pickle.loads(pickle.dumps(echo.options(method_name="other")))
-    with pytest.raises(serve.ServeError, match=r"create a distributed\.Client"):
-        copy.remote(text="x")
-    with external.client.as_current():
-        assert copy.remote(text="x").result(10) == "other x"
 
 
 def test_replica_context_inside_and_outside_a_replica(client: serve.Client, url: str) -> None:
@@ -276,19 +235,3 @@ def test_replica_context_inside_and_outside_a_replica(client: serve.Client, url:
     for getter in (serve.get_current_backend_tag, serve.get_current_replica_tag):
         with pytest.raises(serve.ServeError, match="does not run in a daskserve replica"):
             getter()
-
-
-def test_dask_works_inside_a_backend(client: serve.Client, external: ExternalCluster) -> None:
-    """Dask's ``get_client`` and ``get_worker`` work in user code."""
-
-    class Inside:
-        def __call__(self, request: Any) -> Any:
-            from distributed import get_client, get_worker
-
-            return [get_worker().address, get_client().submit(lambda x: x + 1, 41).result(timeout=10)]
-
-    client.create_backend("inside", Inside)
-    client.create_endpoint("inside", backend="inside")
-    address, answer = client.get_handle("inside").remote().result(20)
-    assert address in external.client.scheduler_info(n_workers=-1)["workers"]
-    assert answer == 42

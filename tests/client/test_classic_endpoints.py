@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dask_processes import ExternalCluster, fetch, poll_for
+from dask_processes import fetch, poll_for
 
 import daskserve as serve
+from daskserve.testing import local_instance
 
 
 @pytest.fixture
@@ -47,12 +48,9 @@ def test_a_route_answers_once_the_call_returns(backends: serve.Client, url: str)
     ],
     ids=str,
 )
-def test_wrong_argument_types_are_refused(
-    arguments: dict[str, Any], named: str, dask_cluster: ExternalCluster
-) -> None:
+def test_wrong_argument_types_are_refused(arguments: dict[str, Any], named: str) -> None:
     """CL11: each raises a TypeError that names the argument, before any request to the cluster."""
-    client = serve.start(http_options={"location": "NoServer"}, dask_client=dask_cluster.client)
-    with client, pytest.raises(TypeError, match=named):
+    with local_instance() as client, pytest.raises(TypeError, match=named):
         client.create_endpoint("bad", **arguments)
 
 
@@ -169,10 +167,9 @@ def test_a_traffic_change_applies_at_once(backends: serve.Client, url: str) -> N
     [{"a": 0.5, "b": 0.6}, {"a": 0.5}, {}, {"a": 1.5, "b": -0.5}, {"a": "1"}, {"a": True}, [("a", 1)], None],
     ids=str,
 )
-def test_an_invalid_traffic_policy_is_refused(policy: Any, dask_cluster: ExternalCluster) -> None:
+def test_an_invalid_traffic_policy_is_refused(policy: Any) -> None:
     """CL27: no dict, weights outside 0..1 or a sum other than 1 raise ValueErrors; nothing changes."""
-    client = serve.start(http_options={"location": "NoServer"}, dask_client=dask_cluster.client)
-    with client:
+    with local_instance() as client:
         client.create_backend("a", lambda request: "a")
         client.create_backend("b", lambda request: "b")
         client.create_endpoint("e", backend="a")
@@ -248,18 +245,3 @@ def test_a_user_error_over_http_hides_internals(client: serve.Client, url: str) 
         client.create_endpoint(tag, backend=tag, route=f"/{tag}")
         reply = fetch(f"{url}/{tag}")
         assert (reply.status, reply.text) == (500, "Internal Server Error")
-
-
-def test_a_user_error_with_debug_shows_the_traceback(external: ExternalCluster) -> None:
-    """CL38: with ``debug=True`` the body is the traceback."""
-    options = {"port": 0, "debug": True}
-    with pytest.warns(UserWarning, match="debug=True shows tracebacks"):
-        client = serve.start(http_options=options, dask_client=external.client)
-    with client:
-        client.create_backend("plain", raise_error)
-        client.create_endpoint("plain", backend="plain", route="/plain")
-        reply = fetch(f"{client.http_urls()[0]}/plain")
-        assert reply.status == 500
-        assert "Traceback" in reply.text
-        assert "in raise_error" in reply.text
-        assert "LookupError: a secret of the inside" in reply.text

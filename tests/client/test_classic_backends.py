@@ -256,45 +256,45 @@ def test_deleting_an_unknown_backend_does_nothing(client: serve.Client) -> None:
     client.create_backend("known", "served.echo")
 
 
-class Sleeper:
-    """Creates files when it begins and when it finishes."""
+class Waiting:
+    """Creates a file when it begins, and waits for another one."""
 
-    def __init__(self, folder: str, seconds: float) -> None:
-        self.folder, self.seconds = Path(folder), seconds
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
 
     def __call__(self, request: Any) -> str:
         (self.folder / "begun").touch()
-        time.sleep(self.seconds)
-        (self.folder / "done").touch()
-        return "slept"
+        poll_for((self.folder / "go").exists)
+        return "done"
 
 
 def test_a_forced_delete_does_not_wait(client: serve.Client, tmp_path: Path) -> None:
     """CL26: with force, it returns quickly although a request is in flight, which fails."""
-    client.create_backend("sleeper", Sleeper, str(tmp_path), 4.0)
-    client.create_endpoint("sleeper", backend="sleeper")
-    response = client.get_handle("sleeper").remote()
+    client.create_backend("waiting", Waiting, tmp_path)
+    client.create_endpoint("waiting", backend="waiting")
+    response = client.get_handle("waiting").remote()
     poll_for((tmp_path / "begun").exists)
-    client.delete_endpoint("sleeper")
+    client.delete_endpoint("waiting")
     started = time.monotonic()
-    client.delete_backend("sleeper", force=True)
+    client.delete_backend("waiting", force=True)
     assert time.monotonic() - started < 3
     assert client.list_backends() == {}
     with pytest.raises(serve.ServeError):
         response.result(5)
-    assert not (tmp_path / "done").exists()
+    (tmp_path / "go").touch()
 
 
 def test_a_graceful_delete_lets_requests_finish(client: serve.Client, tmp_path: Path) -> None:
     """CL26: without force, requests in flight are answered first."""
-    client.create_backend("sleeper", Sleeper, str(tmp_path), 0.5)
-    client.create_endpoint("sleeper", backend="sleeper")
-    response = client.get_handle("sleeper").remote()
+    client.create_backend("waiting", Waiting, tmp_path)
+    client.create_endpoint("waiting", backend="waiting")
+    response = client.get_handle("waiting").remote()
     poll_for((tmp_path / "begun").exists)
-    client.delete_endpoint("sleeper")
-    deleting = threading.Thread(target=client.delete_backend, args=("sleeper",))
+    client.delete_endpoint("waiting")
+    deleting = threading.Thread(target=client.delete_backend, args=("waiting",))
     deleting.start()
-    assert response.result(10) == "slept"
+    (tmp_path / "go").touch()
+    assert response.result(10) == "done"
     deleting.join(10)
     assert not deleting.is_alive()
     assert client.list_backends() == {}

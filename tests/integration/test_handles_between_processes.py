@@ -1,0 +1,84 @@
+"""Handles in the classic API between real processes (rows CL32 and CL35)."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from typing import Any
+
+import pytest
+from dask_processes import ExternalCluster
+
+import daskserve as serve
+
+
+class Echo:
+    """Returns the parameter ``text`` of a request."""
+
+    def __call__(self, request: Any) -> str:
+        return request.query_params.get("text")
+
+    def other(self, request: Any) -> str:
+        return f"other {self(request)}"
+
+
+@pytest.fixture
+def echo(client: serve.Client) -> serve.Handle:
+    client.create_backend("echo", Echo)
+    client.create_endpoint("echo", backend="echo")
+    return client.get_handle("echo")
+
+
+def test_a_handle_works_inside_a_dask_task(external: ExternalCluster, echo: serve.Handle) -> None:
+    """CL35: pickled into plain tasks on every worker."""
+
+    def task(handle: serve.Handle, number: int) -> list[Any]:
+        return [os.getpid(), handle.remote(text=number).result(10)]
+
+    workers = list(external.client.scheduler_info(n_workers=-1)["workers"])
+    futures = [
+        external.client.submit(task, echo, number, workers=[workers[number % 2]], pure=False)
+        for number in range(4)
+    ]
+    found = external.client.gather(futures)
+    assert [text for _, text in found] == [0, 1, 2, 3]
+    assert len({pid for pid, _ in found}) == 2
+
+
+def test_an_unpickled_handle_uses_the_default_client(external: ExternalCluster, echo: serve.Handle) -> None:
+    """CL35: without a default client, the error names the remedy."""
+    copy = pickle.loads(pickle.dumps(echo.options(method_name="other")))
+    with pytest.raises(serve.ServeError, match=r"create a distributed\.Client"):
+        copy.remote(text="x")
+    with external.client.as_current():
+        assert copy.remote(text="x").result(10) == "other x"
+
+
+def test_dask_works_inside_a_backend(client: serve.Client, external: ExternalCluster) -> None:
+    """Dask's ``get_client`` and ``get_worker`` work in user code."""
+
+    class Inside:
+        def __call__(self, request: Any) -> Any:
+            from distributed import get_client, get_worker
+
+            return [get_worker().address, get_client().submit(lambda x: x + 1, 41).result(timeout=10)]
+
+    client.create_backend("inside", Inside)
+    client.create_endpoint("inside", backend="inside")
+    address, answer = client.get_handle("inside").remote().result(20)
+    assert address in external.client.scheduler_info(n_workers=-1)["workers"]
+    assert answer == 42
+
+
+def test_large_and_unusual_values_arrive_unchanged(client: serve.Client) -> None:
+    """CL32: bytes of many frames, arrays, None and functions."""
+    np = pytest.importorskip("numpy")
+    client.create_backend("same", lambda request: request.data)
+    client.create_endpoint("same", backend="same")
+    handle = client.get_handle("same")
+    array = np.arange(1_000_000, dtype="float64")
+    assert np.array_equal(handle.remote(array).result(10), array)
+    big = os.urandom(8 << 20)
+    assert handle.remote(big).result(10) == big
+    assert handle.remote(None).result(10) is None
+    assert handle.remote(lambda: 42).result(10)() == 42
