@@ -112,7 +112,7 @@ def test_an_actor_that_stops_says_so_and_a_start_that_waits_ends() -> None:
     run_virtual(main)
 
 
-class Activity(Staged):
+class Busy(Staged):
     """An actor with a request that takes some seconds."""
 
     def __init__(self, name: str, request_s: float, log: list[tuple[str, float, float]]) -> None:
@@ -146,7 +146,7 @@ def test_a_worker_that_leaves_lets_requests_complete_within_its_time(
             "here",
             1,
             LoopClock(),
-            lambda spec: Activity(spec.name, requests_s[spec.name], log),  # type: ignore[arg-type, return-value]
+            lambda spec: Busy(spec.name, requests_s[spec.name], log),  # type: ignore[arg-type, return-value]
         )
         for name, kind in (("r", ActorKind.REPLICA), ("p", ActorKind.PROXY), ("c", ActorKind.CONTROLLER)):
             await registry.create(asdict(ActorSpec(kind, name, 1, "i")))

@@ -1,6 +1,6 @@
 """A user program that can reach only the scheduler, and runs a test's commands.
 
-`Responder` is the test's side; the functions in `COMMANDS` run in the program. The program's connections to
+`Caller` is the test's side; the functions in `COMMANDS` run in the program. The program's connections to
 any other address are refused before they are made, as by a firewall.
 """
 
@@ -29,7 +29,7 @@ from daskserve.errors import ActorLostError
 MIB = 1 << 20
 
 
-class Responder:
+class Caller:
     """The test's side."""
 
     def __init__(self, program: Program) -> None:
@@ -51,12 +51,12 @@ class Responder:
 
 
 @contextmanager
-def cut_off_caller(address: str, folder: Path, *, security: Any = None) -> Iterator[Responder]:
+def cut_off_caller(address: str, folder: Path, *, security: Any = None) -> Iterator[Caller]:
     """Run a program that starts an instance on a free port."""
     (folder / "security.pickle").write_bytes(pickle.dumps(security))
     program = Program(["-c", "import cut_off; cut_off.main()", address], folder, keeps_stdin=True)
     try:
-        yield Responder(program)
+        yield Caller(program)
         assert program.process.stdin is not None
         program.process.stdin.close()
         assert program.wait() == 0, program.report()

@@ -114,7 +114,7 @@ class ActorCalls:
     async def fetch_answer(self, worker: WorkerAddress, token: str) -> Payload:
         try:
             found = await control_call(
-                partial(self.request, host_of(worker)), "kept_answer", {"token": token}
+                partial(self.request, host_of(worker)), "kept_result", {"token": token}
             )
         except ActorLostError as error:
             raise UnavailableError(

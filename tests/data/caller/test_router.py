@@ -831,7 +831,7 @@ def test_a_begun_request_that_must_not_be_retried_fails(envelope: Envelope) -> N
     run(scenario)
 
 
-class Responder:
+class Caller:
     """Sends a body in parts and keeps what is answered."""
 
     def __init__(self, *parts: bytes) -> None:
@@ -872,7 +872,7 @@ def test_a_begun_idempotent_request_is_answered_once_by_another_replica() -> Non
             return Load()
 
         stage.replicas.handler = answer
-        caller = Responder(b"one,", b"two")
+        caller = Caller(b"one,", b"two")
         put = Envelope(EnvelopeKind.HTTP, {"type": "http", "method": "PUT"})
         await backend.send(put, caller.receive, caller.send)
         first, second = stage.replicas.asked
@@ -899,7 +899,7 @@ def test_a_request_with_a_begun_response_or_a_large_body_is_not_retried(
             raise ActorLostError("the worker died", begun=True)
 
         stage.replicas.handler = answer
-        caller = Responder(body)
+        caller = Caller(body)
         get = replace(GET, has_started=lambda: bool(caller.answers))
         with pytest.raises(ActorLostError, match="the worker died") as info:
             await backend.send(get, caller.receive, caller.send)

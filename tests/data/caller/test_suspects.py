@@ -34,7 +34,7 @@ from daskserve.testing import run_virtual
 TOOK_S = 0.01
 
 
-class AckProgress:
+class Silence:
     """A listener that has not asked the controller anything."""
 
     silent_since: float | None = None
@@ -67,7 +67,7 @@ class Workers:
     def backend(self, tag: str = "b") -> ReplicaSet:
         rng = random.Random(1)
         routes = ScriptedRoutes()
-        contact = ControllerContact(cast(Listener, AckProgress()), LoopClock(), {})
+        contact = ControllerContact(cast(Listener, Silence()), LoopClock(), {})
         found = ReplicaSet(
             tag, cast(Cluster, self), LoopClock(), rng, routes, suspects=self.suspects, contact=contact
         )

@@ -91,7 +91,7 @@ def make_scope(path: str, method: str = "GET", *headers: tuple[bytes, bytes], **
     }
 
 
-class ReplicaRequest:
+class Answer:
     """The messages that came out of an application for one request."""
 
     def __init__(self) -> None:
@@ -115,8 +115,8 @@ class ReplicaRequest:
         return b"".join(message["body"] for message in self.messages[1:]).decode()
 
 
-async def call(app: ASGIApp, scope: Scope) -> ReplicaRequest:
-    answer = ReplicaRequest()
+async def call(app: ASGIApp, scope: Scope) -> Answer:
+    answer = Answer()
 
     async def receive() -> Message:
         return {"type": "http.request", "body": b"data", "more_body": False}
@@ -125,9 +125,7 @@ async def call(app: ASGIApp, scope: Scope) -> ReplicaRequest:
     return answer
 
 
-def ask(
-    app: ASGIApp, path: str, method: str = "GET", *headers: tuple[bytes, bytes], **more: Any
-) -> ReplicaRequest:
+def ask(app: ASGIApp, path: str, method: str = "GET", *headers: tuple[bytes, bytes], **more: Any) -> Answer:
     """Send one request through the application on an event loop of its own."""
     return asyncio.run(call(app, make_scope(path, method, *headers, **more)))
 
@@ -653,7 +651,7 @@ def test_a_request_whose_body_the_server_refuses_is_not_counted_as_cancelled(is_
         app = build_app(ingress, [Middleware(Hiding)] if is_hidden else [])
         scope = make_scope("/a", "POST", (b"content-length", b"5"))
         body = RequestBody(is_ended=False)
-        request = asyncio.ensure_future(app(scope, body, ReplicaRequest().send))
+        request = asyncio.ensure_future(app(scope, body, Answer().send))
         await poll_for(lambda: ingress.statistics().ongoing)
         body.is_refused = True
         request.cancel()
@@ -684,7 +682,7 @@ def test_messages_that_are_not_asgi_end_in_an_error_and_one_answer(messages: lis
 def test_cancellation_is_passed_on_and_counted() -> None:
     async def test() -> None:
         ingress = make_ingress(Routers(hang))
-        answer = ReplicaRequest()
+        answer = Answer()
         request = asyncio.create_task(
             ingress(make_scope("/a"), asyncio.Event().wait, answer.send)  # type: ignore[arg-type]
         )
