@@ -106,7 +106,7 @@ def test_a_worker_can_be_retired_although_its_host_is_just_starting() -> None:
     async def main() -> None:
         GO.clear()
         async with (
-            Scheduler(protocol="inproc", dashboard=False, port=0) as scheduler,
+            Scheduler(protocol="inproc", dashboard_address="127.0.0.1:0", port=0) as scheduler,
             Worker(scheduler.address, nthreads=1) as worker,
             Worker(scheduler.address, nthreads=1),
             Client(scheduler.address, asynchronous=True, set_as_default=False) as client,
