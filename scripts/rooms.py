@@ -9,6 +9,7 @@ imports.
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,10 +115,17 @@ def _sources(root: Path) -> dict[tuple[str, ...], str]:
 
 
 def _targets(source: str, modules: set[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
-    for node in ast.walk(ast.parse(source)):
+    for node in _imports(source):
         if isinstance(node, ast.Import):
             yield from (tuple(alias.name.split(".")) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
+        elif node.module:
             base = tuple(node.module.split("."))
             for alias in node.names:
                 yield (*base, alias.name) if (*base, alias.name) in modules else base
+
+
+@functools.cache  # a test looks inside each package
+def _imports(source: str) -> tuple[ast.Import | ast.ImportFrom, ...]:
+    return tuple(
+        node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import | ast.ImportFrom)
+    )

@@ -8,8 +8,9 @@ exactly the violation.
 from __future__ import annotations
 
 import ast
+import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -135,11 +136,18 @@ def _targets(node: ast.AST, module: Module, tree: Tree) -> list[str]:
     return []
 
 
+@functools.cache  # each rule reads the whole tree
+def _importing(source: str) -> tuple[ast.AST, ...]:
+    """Return the nodes of a file that may import something."""
+    kinds = (ast.Import, ast.ImportFrom, ast.Call)
+    return tuple(node for node in ast.walk(ast.parse(source)) if isinstance(node, kinds))
+
+
 def imports(tree: Tree) -> list[Import]:
     """Return all imports of all modules."""
     found = []
     for module in tree.values():
-        for node in ast.walk(ast.parse(module.source)):
+        for node in _importing(module.source):
             for target in _targets(node, module, tree):
                 line = getattr(node, "lineno", 0)
                 found.append(Import(module.name, target, f"{module.path}:{line}"))
@@ -265,8 +273,9 @@ RULES = (
 
 
 @pytest.fixture(scope="module")
-def tree() -> Tree:
-    return read_tree(sources())
+def tree() -> Iterator[Tree]:
+    yield read_tree(sources())
+    _importing.cache_clear()
 
 
 def test_the_real_tree_is_read(tree: Tree) -> None:

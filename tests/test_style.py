@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import copyreg
+import functools
 import inspect
 import pickle
 from collections.abc import Callable, Iterator, Mapping
@@ -90,9 +91,18 @@ def read_sources() -> dict[str, str]:
     return {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in paths}
 
 
+#: The files are parsed once for all rules; the fixture `tree` forgets them.
+parsed_once = functools.cache(ast.parse)
+
+
+@functools.cache
+def walked(parsed: ast.Module) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(parsed))
+
+
 def _nodes(tree: Tree) -> Iterator[tuple[str, ast.AST]]:
     for path, source in tree.items():
-        for node in ast.walk(ast.parse(source)):
+        for node in walked(parsed_once(source)):
             yield path, node
 
 
@@ -136,11 +146,11 @@ class Classes:
     """The classes of a tree, by file and name, with bases that are found by their imports."""
 
     def __init__(self, tree: Tree) -> None:
-        parsed = {path: ast.parse(source) for path, source in tree.items()}
+        parsed = {path: parsed_once(source) for path, source in tree.items()}
         self.nodes = {
             (path, node.name): node
             for path, module in parsed.items()
-            for node in ast.walk(module)
+            for node in walked(module)
             if isinstance(node, ast.ClassDef)
         }
         self._imported = {path: _imported_names(module) for path, module in parsed.items()}
@@ -206,10 +216,10 @@ def ambient_time_and_chance(tree: Tree) -> list[str]:
     for path, source in tree.items():
         if path.startswith(CLOCKWORK):
             continue
-        parsed = ast.parse(source)
+        parsed = parsed_once(source)
         names = _imported_names(parsed)
         annotations = _annotation_nodes(parsed)
-        for node in ast.walk(parsed):
+        for node in walked(parsed):
             if not isinstance(node, ast.Name | ast.Attribute) or id(node) in annotations:
                 continue
             dotted = _dotted(node, names)
@@ -220,10 +230,10 @@ def ambient_time_and_chance(tree: Tree) -> list[str]:
     return found
 
 
-def _imported_names(parsed: ast.AST) -> dict[str, str]:
+def _imported_names(parsed: ast.Module) -> dict[str, str]:
     """Return ``{local name: dotted name}`` of everything a file imports."""
     names = {}
-    for node in ast.walk(parsed):
+    for node in walked(parsed):
         if isinstance(node, ast.Import):
             names.update({alias.asname: alias.name for alias in node.names if alias.asname})
             names.update({root: root for root in (a.name.split(".")[0] for a in node.names if not a.asname)})
@@ -232,10 +242,10 @@ def _imported_names(parsed: ast.AST) -> dict[str, str]:
     return names
 
 
-def _annotation_nodes(parsed: ast.AST) -> set[int]:
+def _annotation_nodes(parsed: ast.Module) -> set[int]:
     """Return the ids of annotation nodes: ``rng: random.Random`` names a type and draws nothing."""
     roots = []
-    for node in ast.walk(parsed):
+    for node in walked(parsed):
         roots += [getattr(node, "annotation", None), getattr(node, "returns", None)]
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "cast"):
             roots += node.args
@@ -267,10 +277,10 @@ def module_state(tree: Tree) -> list[str]:
     frozen = _frozen_classes(tree)
     found = []
     for path, source in tree.items():
-        parsed = ast.parse(source)
+        parsed = parsed_once(source)
         for node in _module_level(parsed.body):
             found += _state_of(path, node, frozen)
-        for node in ast.walk(parsed):
+        for node in walked(parsed):
             if isinstance(node, ast.Global):
                 found.append(f"{path}:{node.lineno}: global {', '.join(node.names)}")
     return found
@@ -407,9 +417,9 @@ def environment_reads(tree: Tree) -> list[str]:
     for path, source in tree.items():
         if path == "daskserve/common/settings.py" or path in ENVIRONMENT_EXCEPTIONS:
             continue
-        parsed = ast.parse(source)
+        parsed = parsed_once(source)
         names = _imported_names(parsed)
-        for node in ast.walk(parsed):
+        for node in walked(parsed):
             if isinstance(node, ast.Name | ast.Attribute):
                 dotted = _dotted(node, names)
                 if dotted in ("os.environ", "os.environb", "os.getenv", "os.putenv"):
@@ -421,7 +431,7 @@ def missing_docstrings(tree: Tree) -> list[str]:
     return [
         f"{path}:{node.lineno}: {node.name} has no docstring"
         for path, source in tree.items()
-        for node in _public_definitions(ast.parse(source))
+        for node in _public_definitions(parsed_once(source))
         if ast.get_docstring(node) is None
     ]
 
@@ -442,8 +452,10 @@ def _public_definitions(parent: ast.Module | ast.ClassDef) -> Iterator[ast.Class
 
 
 @pytest.fixture(scope="module")
-def tree() -> Tree:
-    return read_sources()
+def tree() -> Iterator[Tree]:
+    yield read_sources()
+    walked.cache_clear()
+    parsed_once.cache_clear()
 
 
 def _library(tree: Tree) -> Tree:
