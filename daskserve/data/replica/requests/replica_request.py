@@ -433,8 +433,10 @@ class LocalRequest(ReplicaRequest):
         executor = self.code.executor
         if is_async and self.runs_in_task:
             self.run = executor.enter(function, args, self.context, self)
-        else:
+        elif is_async or executor.is_closed:
             self.run = executor.start(is_async, function, args, self.context, self)
+        else:  # as `start` does, without one more call per request
+            self.run = executor.threads.start(function, args, self.context, self)
 
 
 def set_context(request: LocalRequest) -> None:
