@@ -25,6 +25,7 @@ def read_long_description() -> str:
 EXAMPLES = ["scikit-learn>=1.6", "threadpoolctl>=3.1", "pillow>=10.3", "python-multipart>=0.0.18"]
 REDIS = ["redis>=5"]
 PROGRESS = ["rich>=13"]
+DOCS = ["mkdocs-material>=9.5", "mkdocstrings[python]>=0.26"]
 UVLOOP = ["uvloop>=0.19; sys_platform != 'win32'"]
 #: The server that benchmarks compare with.
 BENCHMARKS = ["uvicorn>=0.30", "httptools>=0.6.4"]
@@ -42,7 +43,8 @@ setup(
     python_requires=">=3.11",
     # The folder proxies/ is imported as daskserve.proxies, which keeps the name `proxies` out of the users'
     # import namespace.
-    package_dir={"daskserve": "daskserve", "daskserve.proxies": "proxies"},
+    # The pages in docs/ are installed for `daskserve docs`.
+    package_dir={"daskserve": "daskserve", "daskserve.proxies": "proxies", "daskserve.pages": "docs"},
     packages=[
         "daskserve",
         "daskserve.autoscaling",
@@ -90,7 +92,6 @@ setup(
         "daskserve.data.replica.process",
         "daskserve.data.replica.requests",
         "daskserve.data.replica.user_code",
-        "daskserve.figures",
         "daskserve.internals",
         "daskserve.loops",
         "daskserve.options",
@@ -101,9 +102,14 @@ setup(
         "daskserve.proxies.ingress",
         "daskserve.proxies.server",
         "daskserve.simulation",
+        "daskserve.telemetry",
     ],
     entry_points={"console_scripts": ["daskserve = daskserve.cli.main:main"]},
-    package_data={"daskserve": ["py.typed"], "daskserve.proxies": ["py.typed"]},
+    package_data={
+        "daskserve": ["py.typed"],
+        "daskserve.pages": ["*.md", "*/*.md"],
+        "daskserve.proxies": ["py.typed"],
+    },
     zip_safe=False,  # a type checker must find py.typed on disk
     install_requires=[
         "dask>=2025.1",
@@ -127,6 +133,7 @@ setup(
         "redis": REDIS,
         "progress": PROGRESS,
         "examples": EXAMPLES,
+        "docs": DOCS,
         "test": TEST,
         "dev": [*TEST, *EXAMPLES, *BENCHMARKS, "ruff>=0.6", "mypy>=1.11"],
     },

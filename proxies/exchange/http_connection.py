@@ -12,11 +12,11 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from daskserve.proxies.exchange.carrier import Carrier, Connection
 from daskserve.proxies.exchange.chunks import ChunkReader
 from daskserve.proxies.exchange.exchange import LINGER_S, Exchange
 from daskserve.proxies.exchange.limits import LINGER
 from daskserve.proxies.exchange.request_head import RefusedRequestError, RequestHead, read_head
+from daskserve.proxies.exchange.server_state import Connection, ServerState
 from daskserve.proxies.exchange.stream import Stream
 from daskserve.proxies.exchange.turns import SLICE_BYTES, SLOW
 
@@ -34,15 +34,17 @@ class HTTPConnection(asyncio.Protocol):
     open_streams : set
         The streams of the server's connections; this one is in it until it is closed.
     on_made : callable
-        Called once the connection is among the carrier's.
+        Called once the connection is among the server state's.
     """
 
     _connection: Connection
     _stream: Stream
     _transport: asyncio.Transport
 
-    def __init__(self, carrier: Carrier, open_streams: set[Stream], on_made: Callable[[], object]) -> None:
-        self._carrier = carrier
+    def __init__(
+        self, server_state: ServerState, open_streams: set[Stream], on_made: Callable[[], object]
+    ) -> None:
+        self._server_state = server_state
         self._open_streams = open_streams
         self._on_made = on_made
         self._exchange: Exchange | None = None
@@ -62,9 +64,9 @@ class HTTPConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._transport = transport
         self._stream = Stream(transport, self._open_streams)
-        self._connection = Connection(self._stream, is_encrypted=self._carrier.tls is not None)
-        self._carrier.connections.add(self._connection)
-        self._carrier.watch.watch(self._connection)
+        self._connection = Connection(self._stream, is_encrypted=self._server_state.tls is not None)
+        self._server_state.connections.add(self._connection)
+        self._server_state.watch.watch(self._connection)
         self._on_made()
 
     def data_received(self, data: bytes) -> None:
@@ -75,7 +77,7 @@ class HTTPConnection(asyncio.Protocol):
 
     def eof_received(self) -> bool:
         """Return whether the connection stays open: the client may have closed only its own side."""
-        if self._carrier.tls is not None or not self._connection.stays_open(self._carrier):
+        if self._server_state.tls is not None or not self._connection.stays_open(self._server_state):
             return False
         self._has_ended = True
         return True
@@ -92,8 +94,8 @@ class HTTPConnection(asyncio.Protocol):
         if self._linger is not None:
             self._linger.cancel()
         connection = self._connection
-        self._carrier.connections.discard(connection)
-        self._carrier.watch.unwatch(connection)
+        self._server_state.connections.discard(connection)
+        self._server_state.watch.unwatch(connection)
         if connection.exchange is not None:
             connection.exchange.on_connection_close()
             connection.exchange = None
@@ -108,7 +110,7 @@ class HTTPConnection(asyncio.Protocol):
         if not self._is_read:
             self.close()
             return
-        self._carrier.watch.watch(self._connection)
+        self._server_state.watch.watch(self._connection)
         if self._rest or self._has_ended:
             asyncio.get_running_loop().call_soon(self._read_on)
 
@@ -122,7 +124,7 @@ class HTTPConnection(asyncio.Protocol):
             return
         self._transport.close()
         if self._stream.writing():
-            self._carrier.watch.watch(self._connection)  # the client may not read
+            self._server_state.watch.watch(self._connection)  # the client may not read
 
     def leave(self) -> None:
         """End this side of the connection, and drop what the client sends."""
@@ -139,16 +141,16 @@ class HTTPConnection(asyncio.Protocol):
             self._stream.close()  # the client has reset the connection
             return
         self._stream.resume_reading()
-        self._carrier.watch.unwatch(self._connection)
+        self._server_state.watch.unwatch(self._connection)
         self._linger = asyncio.get_running_loop().call_later(LINGER_S, self._end_linger)
 
     def _end_linger(self) -> None:
-        self._carrier.limits.hit(LINGER)
+        self._server_state.limits.hit(LINGER)
         self._stream.close()
 
     def detach(self) -> Stream:
         """Leave the stream to a WebSocket."""
-        self._carrier.connections.discard(self._connection)
+        self._server_state.connections.discard(self._connection)
         self._connection.exchange = None
         self._exchange = None
         self._drops_data = True
@@ -187,15 +189,15 @@ class HTTPConnection(asyncio.Protocol):
     def _read_head(self) -> bool:
         """Begin the next request, or refuse it; return False if its head is incomplete."""
         try:
-            found = read_head(self._rest, self._searched, self._carrier.head_limits)
+            found = read_head(self._rest, self._searched, self._server_state.head_limits)
         except RefusedRequestError as error:
             self._is_busy = True
-            self._exchange = Exchange(self._carrier, self._connection, self)
+            self._exchange = Exchange(self._server_state, self._connection, self)
             self._exchange.refuse_head(error)
             return True
         if found is None:
             self._searched = len(self._rest)
-            self._connection.await_head(self._carrier.watch)
+            self._connection.await_head(self._server_state.watch)
             return False
         head, end = found
         self._rest = self._rest[end:]
@@ -207,7 +209,7 @@ class HTTPConnection(asyncio.Protocol):
         self._connection.awaits_head = False
         self._is_busy = True
         self._is_read = False
-        self._exchange = exchange = Exchange(self._carrier, self._connection, self)
+        self._exchange = exchange = Exchange(self._server_state, self._connection, self)
         length = exchange.begin(head)
         if self._connection.exchange is None:  # a WebSocket now
             rest, self._rest = self._rest, b""
@@ -221,7 +223,7 @@ class HTTPConnection(asyncio.Protocol):
             self._left = length or 0
             self._chunks = ChunkReader() if length is None else None
             if not (self._left and self._rest) and exchange.wants_body:  # else: see `_read_body`
-                self._carrier.watch.watch(self._connection)
+                self._server_state.watch.watch(self._connection)
 
     def _read_body(self, exchange: Exchange) -> None:
         chunks = self._chunks
@@ -241,7 +243,7 @@ class HTTPConnection(asyncio.Protocol):
             is_ended = chunks.is_ended
             if self._rest and not is_ended:
                 self._wait_for(
-                    self._carrier.limits.turns.here().turn(SLOW * SLICE_BYTES)
+                    self._server_state.limits.turns.here().turn(SLOW * SLICE_BYTES)
                 )  # there are very many chunks
         if part:
             room = exchange.data_received(part, is_last=is_ended)

@@ -17,8 +17,8 @@ from typing import Any
 from tornado.ioloop import IOLoop
 from tornado.iostream import IOStream, SSLIOStream, StreamClosedError
 
-from daskserve.proxies.exchange.carrier import Carrier
 from daskserve.proxies.exchange.http_connection import HTTPConnection
+from daskserve.proxies.exchange.server_state import ServerState
 from daskserve.proxies.exchange.stream import Stream
 
 log = logging.getLogger("daskserve.proxies")
@@ -191,12 +191,12 @@ class TornadoTransport(asyncio.Transport):
 class TornadoListener:
     """Sets up connections, which Tornado's streams read."""
 
-    def __init__(self, carrier: Carrier) -> None:
-        self._carrier = carrier
+    def __init__(self, server_state: ServerState) -> None:
+        self._server_state = server_state
         self._open_streams: set[Stream] = set()
 
     def take(self, sock: socket.socket, made: Callable[[], object]) -> None:
-        carrier, tls = self._carrier, self._carrier.tls
+        server_state, tls = self._server_state, self._server_state.tls
         try:
             if tls is None:
                 stream = PlainStream(sock)
@@ -206,11 +206,11 @@ class TornadoListener:
             log.debug("A client disconnected before its connection was set up: %r", error)
             sock.close()
             return
-        TornadoTransport(stream, HTTPConnection(carrier, self._open_streams, made))
+        TornadoTransport(stream, HTTPConnection(server_state, self._open_streams, made))
 
     async def wait_made(self) -> None:
         """Return: connections are set up when they are accepted."""
 
     async def wait_closed(self) -> None:
         while self._open_streams:
-            await self._carrier.clock.sleep(0)
+            await self._server_state.clock.sleep(0)

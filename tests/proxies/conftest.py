@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 from fuzzed_server import KINDS, FuzzedServer, fuzzed
-from http_harness import CARRIER, TRANSPORTS
+from http_harness import SERVER_STATE, TRANSPORTS
 
 from daskserve.proxies.server import hangup
 
@@ -15,10 +15,10 @@ from daskserve.proxies.server import hangup
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run tests of sockets on each transport: those of a module with ``TRANSPORTS``."""
     transports = getattr(metafunc.module, "TRANSPORTS", None)
-    if "carrier" in metafunc.fixturenames and transports is not None:
+    if "server_state" in metafunc.fixturenames and transports is not None:
         if "advance(" in inspect.getsource(metafunc.function):  # the clock of uvloop cannot be moved
             transports = [each for each in transports if not each.endswith("uvloop")]
-        metafunc.parametrize("carrier", transports, indirect=True)
+        metafunc.parametrize("server_state", transports, indirect=True)
 
 
 @pytest.fixture(autouse=True)
@@ -30,11 +30,11 @@ def impatience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def carrier(request: pytest.FixtureRequest) -> Iterator[str]:
+def server_state(request: pytest.FixtureRequest) -> Iterator[str]:
     """Have `http_harness.serving` and `run` use a transport, and an event loop; Tornado if none is given."""
-    token = CARRIER.set(getattr(request, "param", TRANSPORTS[0]))
-    yield CARRIER.get()
-    CARRIER.reset(token)
+    token = SERVER_STATE.set(getattr(request, "param", TRANSPORTS[0]))
+    yield SERVER_STATE.get()
+    SERVER_STATE.reset(token)
 
 
 @pytest.fixture(scope="module", params=KINDS)

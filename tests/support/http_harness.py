@@ -24,9 +24,9 @@ from daskserve.proxies.server.life import HTTPServer
 
 DEADLINE_S = 10.0
 
-#: The transports, and perhaps the event loop, that tests of sockets run on; see the fixture ``carrier``.
+#: The transports, and perhaps the event loop, that tests of sockets run on; see the fixture ``server_state``.
 TRANSPORTS = ("tornado", "asyncio", "asyncio on uvloop")
-CARRIER: contextvars.ContextVar[str] = contextvars.ContextVar("CARRIER", default="tornado")
+SERVER_STATE: contextvars.ContextVar[str] = contextvars.ContextVar("CARRIER", default="tornado")
 
 
 def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -36,7 +36,7 @@ def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
         async with asyncio.timeout(DEADLINE_S):
             await test()
 
-    factory = uvloop.new_event_loop if CARRIER.get().endswith("uvloop") else None
+    factory = uvloop.new_event_loop if SERVER_STATE.get().endswith("uvloop") else None
     with asyncio.Runner(loop_factory=factory) as runner:
         runner.run(bounded())
 
@@ -45,7 +45,7 @@ def make_server(app: ASGIApp, **options: Any) -> HTTPServer:
     """Return a server on a free port; ``options`` are those of `HTTPOptions` and arguments of the server."""
     names = options.keys() & HTTPOptions.model_fields.keys()
     given = {name: options.pop(name) for name in names}
-    http = HTTPOptions(**{"port": 0, "server": CARRIER.get().partition(" ")[0], **given})
+    http = HTTPOptions(**{"port": 0, "server": SERVER_STATE.get().partition(" ")[0], **given})
     return HTTPServer(app, http, **options)
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from daskserve.options.http import HTTPOptions
 from daskserve.proxies.asgi import ASGIApp
-from daskserve.proxies.exchange.carrier import Carrier
 from daskserve.proxies.exchange.http_connection import HTTPConnection
+from daskserve.proxies.exchange.server_state import ServerState
 from daskserve.proxies.exchange.stream import Stream
 from daskserve.proxies.server import life
 
@@ -122,12 +122,12 @@ class MemoryTransport(asyncio.Transport):
 class MemoryListener:
     """A `daskserve.proxies.server.life.ServerListener` whose connections are made by `connect`."""
 
-    def __init__(self, carrier: Carrier) -> None:
-        self.carrier = carrier
+    def __init__(self, server_state: ServerState) -> None:
+        self.server_state = server_state
         self._open_streams: set[Stream] = set()
 
     def connect(self) -> MemoryTransport:
-        return MemoryTransport(HTTPConnection(self.carrier, self._open_streams, lambda: None))
+        return MemoryTransport(HTTPConnection(self.server_state, self._open_streams, lambda: None))
 
     def take(self, sock: socket.socket, made: Callable[[], object]) -> None:
         raise NotImplementedError
