@@ -172,6 +172,8 @@ class HeadCache:
     The requests may all differ. An application sends few different sets of headers: its responses differ in
     body, length and request id, which are not part of the key. Measured with two headers and a new body and
     id each time: 0.3 µs for a head that is kept and 1.7 µs for one that is not, 3.0 µs by `ResponseWriter`.
+    In ``bench_path.py``, a request to a replica takes 8% more CPU time if each head is built, and 27% more by
+    way of `ResponseWriter`.
     """
 
     def __init__(self, date: DateHeader) -> None:
