@@ -26,8 +26,10 @@ EXAMPLES = ["scikit-learn>=1.6", "threadpoolctl>=3.1", "pillow>=10.3", "python-m
 REDIS = ["redis>=5"]
 PROGRESS = ["rich>=13"]
 DOCS = ["mkdocs-material>=9.5", "mkdocstrings[python]>=0.26"]
-UVICORN = ["uvicorn>=0.30", "httptools>=0.6.4", "uvloop>=0.19; sys_platform != 'win32'"]
-TEST = ["pytest>=8", "hypothesis>=6.100", "httpx>=0.27", "psutil>=5.9", "cryptography>=42", *UVICORN, *REDIS]
+UVLOOP = ["uvloop>=0.19; sys_platform != 'win32'"]
+#: The server that benchmarks compare with.
+BENCHMARKS = ["uvicorn>=0.30", "httptools>=0.6.4"]
+TEST = ["pytest>=8", "hypothesis>=6.100", "httpx>=0.27", "psutil>=5.9", "cryptography>=42", *UVLOOP, *REDIS]
 TEST += ["fastapi>=0.115.7", "ipython>=8", *PROGRESS]
 
 setup(
@@ -90,11 +92,9 @@ setup(
         "daskserve.data.replica.process",
         "daskserve.data.replica.requests",
         "daskserve.data.replica.user_code",
-        "daskserve.figures",
         "daskserve.internals",
         "daskserve.loops",
         "daskserve.options",
-        "daskserve.pages",
         "daskserve.payload",
         "daskserve.proxies",
         "daskserve.proxies.exchange",
@@ -102,6 +102,7 @@ setup(
         "daskserve.proxies.ingress",
         "daskserve.proxies.server",
         "daskserve.simulation",
+        "daskserve.telemetry",
     ],
     entry_points={"console_scripts": ["daskserve = daskserve.cli.main:main"]},
     package_data={
@@ -127,15 +128,14 @@ setup(
     ],
     extras_require={
         "dashboard": ["bokeh>=3.1"],
-        "uvloop": ["uvloop>=0.19; sys_platform != 'win32'"],
-        "uvicorn": UVICORN,
+        "uvloop": UVLOOP,
         "orjson": ["orjson>=3.9"],
         "redis": REDIS,
         "progress": PROGRESS,
         "examples": EXAMPLES,
         "docs": DOCS,
         "test": TEST,
-        "dev": [*TEST, *EXAMPLES, "ruff>=0.6", "mypy>=1.11"],
+        "dev": [*TEST, *EXAMPLES, *BENCHMARKS, "ruff>=0.6", "mypy>=1.11"],
     },
     classifiers=[
         "Development Status :: 3 - Alpha",

@@ -8,7 +8,7 @@ from typing import Literal
 
 from daskserve.common.types import DONE, ON_DEMAND, WHOLE_RESPONSE, Message, Send
 from daskserve.proxies.asgi import REQUEST_ID, begin_response
-from daskserve.proxies.ingress.figures import NO_ROUTE
+from daskserve.proxies.ingress.metrics import NO_ROUTE
 
 REQUEST_TIMEOUT = b"x-request-timeout-seconds"
 #: The key of a scope whose `REQUEST_TIMEOUT` was sent by a trusted forwarder.
@@ -92,6 +92,10 @@ class IngressRequest:
                     self.has_body = ON_DEMAND
                 else:
                     self.has_body = self.has_body or value != b"0"
+
+    def has_started(self) -> bool:
+        """Return whether a part of the response is here, passed on or not."""
+        return bool(self.status) or self._start is not None
 
     def send(self, message: Message) -> Awaitable[None]:
         """Pass a message on to the server; a response without a request id gets one.

@@ -304,7 +304,7 @@ def poisoned_records() -> Mapping[str, bytes]:
 def test_a_faulty_backend_does_not_block_another() -> None:
     async def main() -> None:
         stage = Stage()
-        stage.store._records.update(poisoned_records())
+        stage.store.data.update(poisoned_records())
         async with stage.cluster:
             await stage.open()
             began = stage.clock.now()
@@ -320,7 +320,7 @@ def test_a_faulty_backend_does_not_block_another() -> None:
 def test_a_poisoned_backend_does_not_stop_the_proxies_nor_they_it() -> None:
     async def main() -> None:
         stage = Stage(http=HTTPOptions(location=Location.EVERY_WORKER))
-        stage.store._records.update(poisoned_records())
+        stage.store.data.update(poisoned_records())
         async with stage.cluster:
             stage.broken_ports = {each.address: RuntimeError("odd") for each in stage.cluster.workers()}
             await stage.open()
@@ -374,12 +374,12 @@ def break_looks(process: LocalProcess, refused: dict[str, int]) -> None:
     inspect = process.inspect
 
     async def broken(
-        worker: str, *, figures_of: Collection[str] = (), by_scheduler: bool = False
+        worker: str, *, metrics_of: Collection[str] = (), by_scheduler: bool = False
     ) -> Sequence[Mapping[str, Any]]:
         if refused.get(worker, MISSES) < MISSES - 1:
             refused[worker] += 1
             raise ActorLostError("cannot be reached", begun=False)
-        return await inspect(worker, figures_of=figures_of, by_scheduler=by_scheduler)
+        return await inspect(worker, metrics_of=metrics_of, by_scheduler=by_scheduler)
 
     process.inspect = broken  # type: ignore[method-assign]
 
@@ -433,7 +433,7 @@ def test_a_replica_that_cannot_be_told_to_stop_is_told_again() -> None:
             await stop(grace_s)
 
         replica.stop = refuse  # type: ignore[method-assign]
-        entries = stage.cluster._hosts[replica.worker].book.entries
+        entries = stage.cluster._hosts[replica.worker].registry.entries
         name = f"local/replica/{replica.tag}"
         held = entries[name]
         deleting = asyncio.create_task(stage.delete())
@@ -678,7 +678,7 @@ def test_an_instance_at_rest_writes_starts_and_publishes_nothing() -> None:
 def test_what_is_stored_is_plain_and_says_its_format() -> None:
     async def scenario(stage: Stage) -> None:
         await stage.create()
-        stored = {key: msgpack.unpackb(data) for key, data in stage.store._records.items()}
+        stored = {key: msgpack.unpackb(data) for key, data in stage.store.data.items()}
         assert {each["format"] for each in stored.values()} == {1}
         record = next(each for each in stage.stored("replica").values())
         assert isinstance(record, ReplicaRecord)

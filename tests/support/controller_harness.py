@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from by_task import by_task
 from control_harness import app_spec, spec
 
 from daskserve.client.instance.calls import ControllerCalls
@@ -23,16 +24,16 @@ from daskserve.common.types import (
     ReplicaState,
     Send,
     WorkerAddress,
-    as_standing,
+    as_rank_info,
 )
 from daskserve.control.controller import Controller
 from daskserve.control.records.encoding import CorruptRecordError, decode
 from daskserve.control.records.records import Record, ReplicaRecord
 from daskserve.errors import ReplicaStartError
-from daskserve.figures.table import MetricSample
 from daskserve.options.app_spec import ApplicationSpec
 from daskserve.options.http import HTTPOptions
 from daskserve.options.start_messages import ControllerStart, ProxyStart, ReplicaStart
+from daskserve.telemetry.table import MetricSample
 from daskserve.testing import run_virtual, wait_until
 
 
@@ -53,6 +54,11 @@ class ScriptedStore(MemoryStore):
         self.commits += 1
         if self.after_commit is not None:
             self.after_commit(change.records)
+
+    @property
+    def data(self) -> dict[str, bytes]:
+        """What is stored, for tests to look at and to damage."""
+        return self._records
 
     def records(self) -> dict[str, Record]:
         """Return all that is stored and can be read."""
@@ -77,7 +83,7 @@ class ScriptedReplica:
         self.worker = context.worker
         self.user_config = self.message.user_config
         self.concurrency = self.message.concurrency
-        self.standing = as_standing(self.message.standing)
+        self.rank_info = as_rank_info(self.message.rank_info)
         self._reconfigures_since: float | None = None
 
     @property
@@ -92,8 +98,9 @@ class ScriptedReplica:
         if stage.start is not None:
             await stage.start(self)
         stage.running[self.tag] = self
-        return {"standing": self.standing}
+        return {"rank_info": self.rank_info}
 
+    @by_task
     async def handle(self, envelope: Envelope, receive: Receive, send: Send) -> Load:
         return Load()
 
@@ -112,7 +119,7 @@ class ScriptedReplica:
         user_config: bytes | None,
         concurrency: int,
         config: Mapping[str, Any],
-        standing: Sequence[int],
+        rank_info: Sequence[int],
         patience_s: float,
     ) -> None:
         self._stage.reconfigured.append(self.tag)
@@ -124,7 +131,7 @@ class ScriptedReplica:
                 self._reconfigures_since = None
         self.user_config = user_config
         self.concurrency = concurrency
-        self.standing = as_standing(standing)
+        self.rank_info = as_rank_info(rank_info)
 
     async def stop(self, grace_s: float) -> None:
         if self._stage.running.get(self.tag) is self:
@@ -164,6 +171,7 @@ class ScriptedProxy:
     async def wait_for_snapshot(self, epoch: int, counter: int, timeout_s: float) -> None:
         await self._cluster.listener.wait_for_snapshot((epoch, counter), timeout_s)
 
+    @by_task
     async def handle(self, envelope: Envelope, receive: Receive, send: Send) -> Load:
         return Load()
 
@@ -200,7 +208,7 @@ class Stage:
         #: The start of the instance; another one stands for a new cluster on the same store.
         self.start_id = "first"
         self.opens_with_route = opens_with_route
-        self.calls = ControllerCalls(self.cluster.program.link, self.cluster.instance)
+        self.calls = ControllerCalls(self.cluster.program.connection, self.cluster.instance)
         #: What replicas do in their start and their reconfigure, how long they take and how long they drain.
         self.start: Callable[[ScriptedReplica], Awaitable[None]] | None = None
         self.reconfigure: Callable[[ScriptedReplica], Awaitable[None]] | None = None

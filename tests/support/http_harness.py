@@ -20,14 +20,13 @@ from daskserve.options.http import HTTPOptions
 from daskserve.proxies.asgi import ASGIApp, Scope
 from daskserve.proxies.exchange.limits import EVENT_LOOP_TURN
 from daskserve.proxies.exchange.request_head import HeadLimits, RequestHead, read_head
-from daskserve.proxies.server.choice import server_type
 from daskserve.proxies.server.life import HTTPServer
 
 DEADLINE_S = 10.0
 
-#: The server, and perhaps the event loop, that tests run on; the fixture ``carrier`` chooses.
-CARRIERS = ("tornado", "uvicorn", "uvicorn on uvloop")
-CARRIER: contextvars.ContextVar[str] = contextvars.ContextVar("CARRIER", default="tornado")
+#: The transports, and perhaps the event loop, that tests of sockets run on; see the fixture ``server_state``.
+TRANSPORTS = ("tornado", "asyncio", "asyncio on uvloop")
+SERVER_STATE: contextvars.ContextVar[str] = contextvars.ContextVar("CARRIER", default="tornado")
 
 
 def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -37,7 +36,7 @@ def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
         async with asyncio.timeout(DEADLINE_S):
             await test()
 
-    factory = uvloop.new_event_loop if CARRIER.get().endswith("uvloop") else None
+    factory = uvloop.new_event_loop if SERVER_STATE.get().endswith("uvloop") else None
     with asyncio.Runner(loop_factory=factory) as runner:
         runner.run(bounded())
 
@@ -45,8 +44,9 @@ def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
 def make_server(app: ASGIApp, **options: Any) -> HTTPServer:
     """Return a server on a free port; ``options`` are those of `HTTPOptions` and arguments of the server."""
     names = options.keys() & HTTPOptions.model_fields.keys()
-    http = HTTPOptions(**{"port": 0, **{name: options.pop(name) for name in names}})
-    return server_type(CARRIER.get().partition(" ")[0])(app, http, **options)
+    given = {name: options.pop(name) for name in names}
+    http = HTTPOptions(**{"port": 0, "server": SERVER_STATE.get().partition(" ")[0], **given})
+    return HTTPServer(app, http, **options)
 
 
 async def poll_for(condition: Callable[[], object]) -> None:

@@ -4,24 +4,35 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Iterable
+from functools import partial
 from typing import Any
 
-from daskserve.cluster.channel.channel import Channel, Dispatch, DispatchNowait
+from daskserve.cluster.channel.channel import Channel, Dispatch
 from daskserve.cluster.channel.connect.comm_transport import take_over, wire_of
-from daskserve.cluster.channel.connect.detours import Detours
 from daskserve.cluster.channel.connect.dialling import READY
 from daskserve.cluster.channel.connect.handshake import Admission
 from daskserve.cluster.channel.connect.keyring import ChannelSecret, Keyring
+from daskserve.cluster.channel.connect.relayed import RelayedWorkers
 from daskserve.cluster.channel.connect.vanishing import PeerWatch
-from daskserve.cluster.channel.kept import KeptAnswers
+from daskserve.cluster.channel.kept_results import KeptResults
 from daskserve.cluster.channel.wire.segments import Segments
 from daskserve.cluster.channel.wire.transport import Traffic, Transport
+from daskserve.cluster.protocols.base import TaskRequest
 from daskserve.common.formatting import shown
-from daskserve.common.types import ActorAddress, Envelope, Load, OnAnswer, Reach, Receive, Send, WorkerAddress
+from daskserve.common.types import (
+    ActorAddress,
+    ActorRequest,
+    Envelope,
+    Load,
+    Reachability,
+    Receive,
+    Send,
+    WorkerAddress,
+)
 from daskserve.errors import ActorLostError
-from daskserve.figures.table import MetricSample
-from daskserve.loops.hops import Landing
 from daskserve.loops.tasks import is_cancelling
+from daskserve.loops.thread_calls import CallInbox
+from daskserve.telemetry.table import MetricSample
 
 #: Opens a connection that a worker has taken over as a channel.
 Connect = Callable[[WorkerAddress], Awaitable[Transport]]
@@ -45,19 +56,17 @@ class ChannelPool:
         self,
         dispatch: Dispatch,
         connect: Connect,
-        dispatch_nowait: DispatchNowait | None = None,
-        landing: Landing | None = None,
+        inbox: CallInbox | None = None,
         *,
         keyring: Keyring | None = None,
         lost_after_s: float = 0.0,
-        kept: KeptAnswers | None = None,
+        kept: KeptResults | None = None,
         connect_directly: Connect | None = None,
         retry_direct_s: float = 0.0,
         on_silent: Callable[[WorkerAddress], object] = lambda _: None,
     ) -> None:
         self._dispatch = dispatch
-        self._dispatch_nowait = dispatch_nowait
-        self._landing = landing
+        self._inbox = inbox
         self._admission = Admission(keyring or Keyring())
         self._lost_after_s = lost_after_s
         self._kept = kept
@@ -67,9 +76,9 @@ class ChannelPool:
         self._dialling: dict[WorkerAddress, asyncio.Task[Channel]] = {}
         #: The channels that were dialled and are open.
         self._open_to: dict[WorkerAddress, Channel] = {}
-        self._detours = Detours(connect_directly, retry_direct_s)
+        self._relayed = RelayedWorkers(connect_directly, retry_direct_s)
         #: Called with a worker and its route, each time that it was dialled or its connection was lost.
-        self.watchers: list[Callable[[WorkerAddress, Reach], object]] = []
+        self.watchers: list[Callable[[WorkerAddress, Reachability], object]] = []
         self._serving: dict[Channel, asyncio.Task[None]] = {}
         self._is_closed = False
         self._segments = Segments()
@@ -103,21 +112,23 @@ class ChannelPool:
         finally:
             self._serving.pop(channel, None)
 
-    async def request(self, address: ActorAddress, envelope: Envelope, receive: Receive, send: Send) -> Load:
-        """Carry one request to an actor in another process; see `Channel.request`."""
-        channel = self._open_to.get(address.worker)
-        if channel is None:
-            channel = await self._channel(address.worker)
-        return await channel.request(address, envelope, receive, send)
-
-    def ask(
-        self, address: ActorAddress, envelope: Envelope, on_answer: OnAnswer
-    ) -> Callable[[], None] | None:
-        """Call `Channel.ask`; return None if there is no open channel."""
+    def request(self, address: ActorAddress, envelope: Envelope) -> ActorRequest:
+        """Return a request to an actor in another process; it needs a task if there is no open channel."""
         channel = self._open_to.get(address.worker)
         if channel is None or channel.is_closed:
-            return None
-        return channel.ask(address, envelope, on_answer)
+            return TaskRequest(partial(self._dial_and_respond, address, envelope))
+        return channel.request(address, envelope)
+
+    def handler_of(self, address: ActorAddress) -> Callable[[Envelope], ActorRequest]:
+        """Return the function that takes an actor's requests; it is out of date when the route changes."""
+        channel = self._open_to.get(address.worker)
+        return partial(self.request if channel is None else channel.request, address)
+
+    async def _dial_and_respond(
+        self, address: ActorAddress, envelope: Envelope, receive: Receive, send: Send
+    ) -> Load:
+        channel = self._open_to.get(address.worker) or await self._channel(address.worker)
+        return await channel.request(address, envelope).respond(receive, send)
 
     async def connect(self, worker: WorkerAddress, patience_s: float | None = None) -> None:
         """Open the channel to a worker unless it is open.
@@ -134,19 +145,19 @@ class ChannelPool:
                 await self._channel(worker)
         except TimeoutError:
             if worker in self._dialling:
-                self._tell(worker, Reach.NONE)
+                self._tell(worker, Reachability.NONE)
             raise _unreached(worker, f"it did not answer within {shown(patience_s or 0.0)} s") from None
 
-    def route_to(self, worker: WorkerAddress) -> Reach | None:
+    def route_to(self, worker: WorkerAddress) -> Reachability | None:
         """Return the route of the open channel to a worker; None if there is none."""
         if worker not in self._open_to:
             return None
-        return Reach.SCHEDULER if worker in self._detours else Reach.DIRECT
+        return Reachability.SCHEDULER if worker in self._relayed else Reachability.DIRECT
 
     @property
-    def detours(self) -> Iterable[WorkerAddress]:
+    def relayed(self) -> Iterable[WorkerAddress]:
         """The workers that are reached through the scheduler."""
-        return self._detours.workers
+        return self._relayed.workers
 
     @property
     def peers(self) -> Collection[WorkerAddress]:
@@ -156,7 +167,7 @@ class ChannelPool:
     def drop(self, worker: WorkerAddress) -> None:
         """Close the channel to a worker that is gone, so that its requests fail at once."""
         self._reached.discard(worker)
-        self._detours.end(worker)
+        self._relayed.end(worker)
         channel = self._open_to.pop(worker, None)
         if channel is not None:
             channel.close()
@@ -167,9 +178,9 @@ class ChannelPool:
     def break_off(self, worker: WorkerAddress) -> None:
         """Close the channel to a worker that does not answer, so that its requests fail at once."""
         self.drop(worker)
-        self._tell(worker, Reach.NONE)
+        self._tell(worker, Reachability.NONE)
 
-    def _tell(self, worker: WorkerAddress, route: Reach) -> None:
+    def _tell(self, worker: WorkerAddress, route: Reachability) -> None:
         if not self._is_closed:
             for watcher in list(self.watchers):
                 watcher(worker, route)
@@ -215,7 +226,7 @@ class ChannelPool:
         except Exception:
             self._failed += 1
             self._end_dial(worker, task)
-            self._tell(worker, Reach.NONE)
+            self._tell(worker, Reachability.NONE)
             raise
         self._end_dial(worker, task)
         return self._adopt(worker, transport)
@@ -235,9 +246,9 @@ class ChannelPool:
         self._open_to[worker] = channel
         if before is not None:
             self._retire(before)
-        if transport.is_detour:
-            self._detours.begin(worker, lambda direct: self._adopt(worker, direct))
-        self._tell(worker, Reach.SCHEDULER if transport.is_detour else Reach.DIRECT)
+        if transport.is_relayed:
+            self._relayed.begin(worker, lambda direct: self._adopt(worker, direct))
+        self._tell(worker, Reachability.SCHEDULER if transport.is_relayed else Reachability.DIRECT)
         return channel
 
     def _retire(self, channel: Channel) -> None:
@@ -255,13 +266,12 @@ class ChannelPool:
             transport,
             self._dispatch,
             first_stream=first_stream,
-            dispatch_nowait=self._dispatch_nowait,
-            landing=self._landing,
+            inbox=self._inbox,
             kept=self._kept,
         )
 
         def lose() -> None:
-            if worker and not transport.is_detour:
+            if worker and not transport.is_relayed:
                 self._on_silent(worker)
             channel.close()
 
@@ -270,7 +280,7 @@ class ChannelPool:
         return channel
 
     def samples(self) -> list[MetricSample]:
-        """Return the metrics; see `daskserve.figures.collector.Source`."""
+        """Return the metrics; see `daskserve.telemetry.collector.Source`."""
         return [
             ("channels", (), len(self._serving)),
             ("channel_connections", (), self._opened),
@@ -289,8 +299,8 @@ class ChannelPool:
             self._serving.pop(channel, None)
             if self._open_to.get(worker) is channel:
                 del self._open_to[worker]
-                self._detours.end(worker)
-                self._tell(worker, Reach.NONE)
+                self._relayed.end(worker)
+                self._tell(worker, Reachability.NONE)
 
 
 def _unreached(worker: WorkerAddress, why: str) -> ActorLostError:

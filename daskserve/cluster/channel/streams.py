@@ -8,12 +8,36 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from daskserve.cluster.channel.wire.frames import ANSWER, CREDIT, DATA, END, is_last, wire_message
-from daskserve.common.types import DONE, KeptPayload, Load, MayLeaveAnswer, Message, OnAnswer, Receive
+from daskserve.cluster.channel.wire.frames import (
+    ANSWER,
+    CANCEL,
+    CREDIT,
+    DATA,
+    END,
+    OPEN,
+    in_parts,
+    is_last,
+    wire_message,
+    wire_payload,
+)
+from daskserve.cluster.channel.wire.transport import CALL_WORK
+from daskserve.common.types import (
+    DONE,
+    ON_DEMAND,
+    ActorAddress,
+    Envelope,
+    EnvelopeKind,
+    KeptPayload,
+    Load,
+    Message,
+    OnAnswer,
+    Receive,
+    Send,
+)
 from daskserve.payload.pickling import message_bytes
 
 #: How many bytes of a body may be in flight. A reader grants credit in steps of half a window, so that short
@@ -96,86 +120,166 @@ class Offer:
         return {"type": "call.result", "payload": self.kept}
 
 
+class Outlet(Protocol):
+    """The part of a `daskserve.cluster.channel.wire.transport.Transport` that streams send through."""
+
+    @property
+    def turn(self) -> int: ...
+    @property
+    def is_closed(self) -> bool: ...
+    def post(self, frame: Any, work: int = ...) -> None: ...
+
+
 class Opened:
-    """A stream that this side opened; its inbox gets messages, then a load, an offer or an error."""
+    """A request that this side sends to an actor on the other side: a `daskserve.common.types.ActorRequest`.
 
-    __slots__ = ("call", "inbox", "window")
+    The channel puts in what arrives: messages, then a load, an offer or an error.
+    """
 
-    def __init__(self, call: MayLeaveAnswer | None) -> None:
-        self.inbox = Inbox()
-        self.call = call
-        #: Credit for the request body: one message of any size until the handler grants more.
-        self.window = Window(1)
+    __slots__ = (
+        "_address",
+        "_inbox",
+        "_message",
+        "_number",
+        "_on_answer",
+        "_outlet",
+        "_streams",
+        "_window",
+        "envelope",
+    )
 
-    def on_demand(self, receive: Receive) -> Receive:
-        """Return a function that calls ``receive`` only once the handler has granted credit."""
-        self.window = window = Window(0)
-
-        async def receive_on_demand() -> Message:
-            await window.wait()
-            return await receive()
-
-        return receive_on_demand
-
-
-class Asked:
-    """A single-answer stream that this side opened. The answer goes to a callback; no task waits."""
-
-    __slots__ = ("_message", "_number", "_on_answer", "_outlet", "_streams", "call")
+    _inbox: Inbox  # set by `respond`
 
     def __init__(
         self,
         number: int,
         streams: MutableMapping[int, Any],
         outlet: Outlet,
-        on_answer: OnAnswer,
-        call: MayLeaveAnswer | None,
+        address: ActorAddress,
+        envelope: Envelope,
     ) -> None:
-        self.call = call
+        self.envelope = envelope
+        self._address = address
         self._number = number
         self._streams = streams
         self._outlet = outlet
-        self._on_answer = on_answer
+        #: Called with the answer; None if a task waits for it.
+        self._on_answer: OnAnswer | None = None
         self._message: Message | None = None
-
-    @property
-    def inbox(self) -> Asked:
-        """This object, which processes received items at once."""
-        return self
+        self._window: Window | None = None
 
     @property
     def window(self) -> Window:
-        """An empty window: no messages follow the request."""
-        return Window(0)
+        """The credit for the body of the request."""
+        return self._window or Window(0)
+
+    def start(self, on_answer: OnAnswer) -> Callable[[], None]:
+        """Send the request; the callback gets its one answer, and an `ActorLostError` if the connection ends.
+
+        This is for requests without a deadline or a body, and costs half of what `respond` costs.
+        """
+        self._on_answer = on_answer
+        self._streams[self._number] = self
+        self._outlet.post(self._frame(), CALL_WORK)
+        return self._give_up
+
+    async def respond(self, receive: Receive, send: Send) -> Load:
+        """Send the request, pass its messages on, and return the actor's load.
+
+        Raises
+        ------
+        ActorLostError
+            The connection ended first; ``begun`` is False if the actor cannot have seen the request.
+        Exception
+            The error that the actor's handler raised.
+        """
+        inbox = self._inbox = Inbox()
+        self._streams[self._number] = self
+        pump = None
+        taken_bytes = 0
+        if self.envelope.has_body and (
+            self.envelope.kind is EnvelopeKind.HTTP or "reserve" in self.envelope.head
+        ):
+            # Created before the first post, so that its first frames leave in the same write.
+            pump = asyncio.create_task(self._pump(receive), name="daskserve-channel-pump")
+        self._outlet.post(self._frame())
+        try:
+            while True:
+                for item in await inbox.get_all():
+                    if type(item) is dict:
+                        await send(item)
+                        taken_bytes += message_bytes(item)
+                        if taken_bytes >= WINDOW_BYTES // 2:
+                            self._outlet.post((CREDIT, self._number, taken_bytes))
+                            taken_bytes = 0
+                    elif isinstance(item, Load):
+                        return item
+                    elif type(item) is Offer:
+                        await send(item.message())
+                        return item.load
+                    else:
+                        raise item
+        except BaseException:
+            self._give_up()
+            raise
+        finally:
+            self._streams.pop(self._number, None)
+            if pump is not None:
+                pump.cancel()
 
     def put(self, *items: Any) -> None:
-        for item in items:
-            if type(item) is not dict:
-                if type(item) is Offer:
-                    self._end(item.message(), item.load)
-                else:
-                    self._end(self._message, item)
-                return
-            self._message = item
-            size_bytes = message_bytes(item)
+        """Take what has arrived."""
+        on_answer, outcome = self._on_answer, items[-1]
+        if on_answer is None:
+            self._inbox.put(*items)
+        elif type(outcome) is dict:  # the end follows in a frame of its own
+            self._message = outcome
+            size_bytes = message_bytes(outcome)
             if size_bytes >= WINDOW_BYTES // 2:
                 self._outlet.post((CREDIT, self._number, size_bytes))
+        else:
+            message = items[-2] if len(items) > 1 else self._message
+            self._streams.pop(self._number, None)
+            if type(outcome) is Offer:
+                on_answer(outcome.message(), outcome.load)
+            else:
+                on_answer(message, outcome)
 
-    def answer(self, messages: Sequence[Message], load: Load) -> None:
-        """Take the last messages and end the stream, without granting credit."""
-        self._end(messages[-1] if messages else self._message, load)
+    def _give_up(self) -> None:
+        if self._streams.pop(self._number, None) is not None and not self._outlet.is_closed:
+            self._outlet.post((CANCEL, self._number))
 
-    def _end(self, message: Message | None, outcome: Load | Exception) -> None:
-        self._streams.pop(self._number, None)
-        self._on_answer(message, outcome)
+    def _frame(self) -> tuple[Any, ...]:
+        address, envelope = self._address, self.envelope
+        deadline, queue_timeout = envelope.deadline, envelope.queue_timeout
+        return (
+            OPEN,
+            self._number,
+            address.name,
+            address.incarnation,
+            envelope.kind,  # a str
+            envelope.head,
+            wire_payload(envelope.payload),
+            envelope.has_body,
+            None if deadline is None else deadline - asyncio.get_running_loop().time(),
+            None if queue_timeout is None else (queue_timeout.left_s, queue_timeout.waited_s),
+        )
 
-
-class Outlet(Protocol):
-    """The part of a `daskserve.cluster.channel.wire.transport.Transport` that streams send through."""
-
-    @property
-    def turn(self) -> int: ...
-    def post(self, frame: Any) -> None: ...
+    async def _pump(self, receive: Receive) -> None:
+        """Send the body: one message of any size, and more as the handler grants credit."""
+        is_on_demand = self.envelope.has_body == ON_DEMAND
+        window = self._window = Window(0 if is_on_demand else 1)
+        while self._number in self._streams:
+            if is_on_demand:
+                await window.wait()
+            message = await receive()
+            for part in in_parts(message):
+                self._outlet.post((DATA, self._number, (wire_message(part),)))
+                if is_last(part):
+                    # A disconnect after the body arrives here as the cancellation of the whole request.
+                    return
+                if not window.take(message_bytes(part)):
+                    await window.wait()
 
 
 class Accepted:
@@ -219,6 +323,10 @@ class Accepted:
             if not self.has_body:
                 self._inbox.put({"type": "http.request", "body": b"", "more_body": False})
         return self._inbox
+
+    def put(self, *items: Message) -> None:
+        """Take messages that have arrived."""
+        self.inbox.put(*items)
 
     async def receive(self) -> Message:
         """Return the client's next message."""

@@ -13,11 +13,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
-from daskserve.cluster.channel.wire.outbox import Outbox, Refuser
-from daskserve.cluster.channel.wire.packing import pack, unpack
+from daskserve.cluster.channel.wire.frames import pack, unpack
 from daskserve.cluster.channel.wire.parts import Buffer
 from daskserve.cluster.channel.wire.segments import Segments
-from daskserve.cluster.channel.wire.transport import Receiver, Traffic
+from daskserve.cluster.channel.wire.transport import Outbox, Receiver, Refuser, Traffic
 
 logger = logging.getLogger("daskserve.local")
 
@@ -33,7 +32,7 @@ class MemoryTransport(Outbox):
 
     def __init__(self, peer_address: str, delay_s: Callable[[], float], when_awake: WhenAwake) -> None:
         super().__init__()
-        self.is_detour = False
+        self.is_relayed = False
         self.peer_address = peer_address
         self.traffic = Traffic()
         self._delay_s = delay_s

@@ -40,13 +40,13 @@ from daskserve.cluster.actors.calls import control_call
 from daskserve.cluster.channel.channel import Channel
 from daskserve.cluster.channel.wire.segments import Segments
 from daskserve.cluster.channel.wire.transport import SocketTransport, Transport
-from daskserve.cluster.dask.connection import DaskLink
+from daskserve.cluster.dask.connection import DaskConnection
 from daskserve.cluster.distributed_internals import scheduler_address
 from daskserve.cluster.probe import can_mix
 from daskserve.cluster.protocols.base import Process
 from daskserve.cluster.worker.child_view import FACTS, ClusterAccess
 from daskserve.common import settings
-from daskserve.common.types import ActorAddress, Envelope, Load, Payload, Receive, Send
+from daskserve.common.types import ActorAddress, ActorRequest, Envelope, Payload
 from daskserve.errors import InstanceError, VersionMismatchError
 from daskserve.options.environment import Interpreter
 from daskserve.payload.pickling import dump_bytes
@@ -172,13 +172,13 @@ class ChildProcess:
         """A verb phrase that says how the process ended; valid once `ended` is set."""
         return fate_of(self._process.returncode)
 
-    async def request(self, number: int, envelope: Envelope, receive: Receive, send: Send) -> Load:
-        """Send one request stream to the child; see `daskserve.cluster.channel.channel.Channel.request`.
+    def request(self, number: int, envelope: Envelope) -> ActorRequest:
+        """Return a request to the child; see `daskserve.cluster.channel.channel.Channel.request`.
 
         The number reaches `Served.dispatch` unchanged: it identifies the request even after its end.
         """
         address = ActorAddress(self.name, f"process {self.pid}", number)
-        return await self._channel.request(address, envelope, receive, send)
+        return self._channel.request(address, envelope)
 
     async def call(self, verb: str, payload: Payload | None = None, **message: Any) -> Any:
         """Call a verb of the child with plain values and, optionally, bytes and buffers of any size."""
@@ -298,15 +298,15 @@ def _kill_group(leader: int) -> None:
         os.killpg(leader, signal.SIGKILL)
 
 
-async def _refuse(name: str, number: int, envelope: Envelope, receive: Receive, send: Send) -> Load:
+def _refuse(name: str, number: int, envelope: Envelope) -> ActorRequest:
     raise InstanceError("A child process cannot send requests to its parent.")
 
 
 def dump_access(cluster: Process) -> bytes:
     """Return the pickled `ClusterAccess` for a child."""
-    link, timeout_s = cluster.link, settings.timeouts().connect_s
-    address = scheduler_address(link.client) if isinstance(link, DaskLink) else None
-    if not isinstance(link, DaskLink) or address is None or address.startswith("inproc"):
+    connection, timeout_s = cluster.connection, settings.timeouts().connect_s
+    address = scheduler_address(connection.client) if isinstance(connection, DaskConnection) else None
+    if not isinstance(connection, DaskConnection) or address is None or address.startswith("inproc"):
         return dump_bytes(ClusterAccess(timeout_s=timeout_s))
-    facts = {} if link.worker is None else {name: getattr(link.worker, name) for name in FACTS}
-    return dump_bytes(ClusterAccess(address, dump_bytes(link.client.security), facts, timeout_s))
+    facts = {} if connection.worker is None else {name: getattr(connection.worker, name) for name in FACTS}
+    return dump_bytes(ClusterAccess(address, dump_bytes(connection.client.security), facts, timeout_s))

@@ -29,7 +29,7 @@ from daskserve.cluster.channel.wire.segments import Segments
 from daskserve.cluster.channel.wire.transport import SocketTransport
 from daskserve.cluster.worker.log_thread import LogThread
 from daskserve.common import settings
-from daskserve.common.types import Envelope, Load, Receive, Send
+from daskserve.common.types import ActorRequest, Envelope
 from daskserve.internals.python import run_exit_functions
 from daskserve.loops.event_loop import new_event_loop
 from daskserve.loops.forks import ForkGuard
@@ -49,10 +49,8 @@ OOM_SCORE = 500
 class Served(Protocol):
     """The object that answers requests in a child."""
 
-    async def dispatch(
-        self, name: str, number: int, envelope: Envelope, receive: Receive, send: Send
-    ) -> Load:
-        """Answer one stream: a call or a request of the parent."""
+    def dispatch(self, name: str, number: int, envelope: Envelope) -> ActorRequest:
+        """Take a call or a request of the parent."""
 
     def leave(self) -> None:
         """Have the parent replace this process, which got SIGTERM."""

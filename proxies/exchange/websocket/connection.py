@@ -1,14 +1,14 @@
 """The connection of a WebSocket: its protocol, its timers, and the messages in both directions.
 
-A line lives on one event loop. It begins on the server's, with the handshake. If user code runs in this
-process on a loop of its own, the line moves there when the handshake is accepted (see
+A connection lives on one event loop. It begins on the server's, with the handshake. If user code runs in this
+process on a loop of its own, the connection moves there when the handshake is accepted (see
 `daskserve.common.types.SocketPlace`). From then on a message crosses no threads and passes nothing on its
 way; with a crossing in each direction it took twice the CPU time, and as long again to arrive. Where nothing
-is in between on the server's own loop, user code uses the line there.
+is in between on the server's own loop, user code uses the connection there.
 
 The `daskserve.proxies.exchange.websocket.session.WebSocketSession` stays on the server's loop, and calls a
-line that has moved by posts. While user code blocks its loop, its lines and these posts wait;
-`WebSocketLine.cut` ends the connection from any thread.
+line that has moved by posts. While user code blocks its loop, its connections and these posts wait;
+`WebSocketConnection.cut` ends the connection from any thread.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from typing import Any, Protocol
 
-from tornado.iostream import StreamClosedError
 from wsproto import WSConnection
 from wsproto.connection import ConnectionState
 from wsproto.events import (
@@ -41,7 +40,7 @@ from wsproto.utilities import LocalProtocolError
 from daskserve.common.clock import Clock
 from daskserve.common.types import SOCKET_PLACE, Message, SocketPlace
 from daskserve.proxies.exchange.limits import WEBSOCKET_PONGS, WEBSOCKET_SILENCE, Limits
-from daskserve.proxies.exchange.stream import Stream, TransportStream, open_stream
+from daskserve.proxies.exchange.stream import Stream, open_stream
 from daskserve.proxies.exchange.turns import SLICE_BYTES, SLOW, STEP_BYTES, LoopTurns
 from daskserve.proxies.exchange.websocket.deflate import Inflation, MessageDeflate
 from daskserve.proxies.exchange.websocket.inbox import WebSocketInbox, WebSocketReader
@@ -54,19 +53,18 @@ PING_S = 20.0
 #: Maximum number of pongs that wait for a client that does not read.
 MAX_PONGS = 64
 GOING_AWAY = (1001, "going away")
-_GONE = "the client has disconnected"
 
 
-class LineOwner(Protocol):
-    """Is notified of what happens to a line, on the line's loop; see `WebSocketSession`."""
+class WebSocketOwner(Protocol):
+    """Is notified of what happens to a connection, on the connection's loop; see `WebSocketSession`."""
 
-    def line_moves(self, place: SocketPlace) -> None:
-        """Note that the line leaves the present loop."""
+    def connection_moves(self, place: SocketPlace) -> None:
+        """Note that the connection leaves the present loop."""
 
-    def line_disconnected(self) -> None:
+    def connection_disconnected(self) -> None:
         """Note that the application is told of the end."""
 
-    def line_closed(self) -> None:
+    def connection_closed(self) -> None:
         """Note that the connection is closed. May be called more than once."""
 
 
@@ -84,7 +82,7 @@ class WebSocketWriter:
         """Send without waiting for the client to read it."""
         try:
             self.stream.write(self._protocol.send(event))
-        except (StreamClosedError, LocalProtocolError) as error:
+        except (ConnectionResetError, LocalProtocolError) as error:
             log.debug("A WebSocket was already closed: %r", error)
 
     def pack(self, event: Event) -> bytes:
@@ -98,9 +96,9 @@ class WebSocketWriter:
         """Send; the future is for `flush`. Raises ``OSError`` if the client has disconnected."""
         try:
             return self.stream.write(data)
-        except StreamClosedError as error:
+        except ConnectionResetError:
             self._on_lost()
-            raise ConnectionResetError(_GONE) from error
+            raise
 
     async def send_in_pieces(self, frame: DataMessage[Any], turns: LoopTurns) -> None:
         """Send a message that is compressed: others have their turn after each piece.
@@ -124,9 +122,9 @@ class WebSocketWriter:
         if not flushed.done():
             try:
                 await asyncio.shield(flushed)
-            except StreamClosedError as error:
+            except ConnectionResetError:
                 self._on_lost()
-                raise ConnectionResetError(_GONE) from error
+                raise
 
     def end(self) -> None:
         """Close the connection once everything written is sent."""
@@ -144,7 +142,7 @@ class WebSocketWriter:
         self.stream.write(b"").add_done_callback(written)
 
 
-class WebSocketLine:
+class WebSocketConnection:
     """The connection of one WebSocket, and a `daskserve.common.types.OpenSocket` once it is accepted.
 
     Parameters
@@ -161,7 +159,7 @@ class WebSocketLine:
         self,
         stream: Stream,
         protocol: WSConnection,
-        owner: LineOwner,
+        owner: WebSocketOwner,
         *,
         max_message_bytes: int,
         deflates_messages: bool,
@@ -187,7 +185,7 @@ class WebSocketLine:
         self._denial: Message | None = None
         self._sent_bytes_at_ping: int | None = None
         self._ping_timer: asyncio.TimerHandle | None = None
-        #: The place to which the line has moved, or where user code uses it directly.
+        #: The place to which the connection has moved, or where user code uses it directly.
         self._place: SocketPlace | None = None
         #: The socket between two streams, and the calls that wait for the second.
         self._arriving: socket.socket | None = None
@@ -203,7 +201,6 @@ class WebSocketLine:
 
     def start(self) -> None:
         """Watch the connection; nothing is read before the handshake is accepted."""
-        self.stream.set_nodelay(True)
         self.stream.set_close_callback(self._on_lost)
 
     # ---- the application's side
@@ -281,11 +278,11 @@ class WebSocketLine:
         if place is None or loop is here:
             await self._arrive(data, unread)
         else:
-            self._owner.line_moves(place)
+            self._owner.connection_moves(place)
             # The task is held by what it waits for, and ends with the loop at the latest.
             place.post(lambda: loop.create_task(self._arrive(data, unread)))
 
-    # ---- where the line moves to
+    # ---- where the connection moves to
 
     async def _arrive(self, data: bytes, unread: bytes) -> None:
         """Open the connection on the running loop, and accept the handshake with ``data``."""
@@ -383,7 +380,7 @@ class WebSocketLine:
     def _disconnect(self, code: int, reason: str) -> None:
         if self.inbox.disconnect is None:
             self.inbox.end({"type": "websocket.disconnect", "code": code, "reason": reason})
-            self._owner.line_disconnected()
+            self._owner.connection_disconnected()
 
     def _tell_closed(self) -> None:
         if self._ping_timer is not None:
@@ -391,12 +388,12 @@ class WebSocketLine:
         place, self._place = self._place, None  # it refers to this object
         if place is not None:
             place.drop_socket(self)
-        self._owner.line_closed()
+        self._owner.connection_closed()
 
-    # ---- called by the session, on the line's loop, by `call`
+    # ---- called by the session, on the connection's loop, by `call`
 
     def call(self, function: Callable[[], None]) -> None:
-        """Call a method of this line, as soon as it has arrived on its loop."""
+        """Call a method of this connection, as soon as it has arrived on its loop."""
         if self._arriving is None:
             function()
         else:
@@ -443,7 +440,7 @@ class WebSocketLine:
         if sock is not None:
             with suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
-        elif isinstance(stream, TransportStream):
+        else:
             stream.cut(b"" if self.is_closing else b"\x88\x02" + code.to_bytes(2, "big"))
 
     def close(self, code: int, reason: str) -> None:

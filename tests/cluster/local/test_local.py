@@ -17,6 +17,7 @@ from daskserve.cluster.store.opening import MemoryStore
 from daskserve.common.types import (
     ActorAddress,
     ActorKind,
+    ActorRequest,
     Envelope,
     EnvelopeKind,
     Load,
@@ -24,7 +25,7 @@ from daskserve.common.types import (
     OnAnswer,
     Receive,
     Send,
-    UseReport,
+    UsageReport,
     WorkerInfo,
 )
 from daskserve.errors import (
@@ -37,10 +38,39 @@ from daskserve.errors import (
     StaleEpochError,
     UnavailableError,
 )
-from daskserve.figures.table import MetricSample
+from daskserve.telemetry.table import MetricSample
 from daskserve.testing import run_virtual, wait_until
 
 W1, W2 = "local://worker-1", "local://worker-2"
+
+
+class EchoRequest:
+    """A request to an `Echo`; its head says what comes of it."""
+
+    def __init__(self, actor: Echo, envelope: Envelope) -> None:
+        self.actor = actor
+        self.head = envelope.head
+
+    async def respond(self, receive: Receive, send: Send) -> Load:
+        if self.head.get("hangs"):
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                self.actor.cancelled += 1
+                raise
+        message = await receive()
+        await send({"type": "answer", "body": message["body"]})
+        return Load(3, 4)
+
+    def start(self, on_answer: OnAnswer) -> Callable[[], None] | None:
+        """Answer without a task, later if the head says so."""
+        if self.head.get("hangs"):
+            return None
+        if self.head.get("fails"):
+            raise BadRequestError("refused")
+        answer = (on_answer, {"type": "answer", "body": b"nowait"}, Load(5, 6))
+        timer = asyncio.get_running_loop().call_later(self.head.get("after_s", 0), *answer)
+        return timer.cancel
 
 
 class Echo:
@@ -63,26 +93,8 @@ class Echo:
             await self.context.clock.sleep(1)
         return {"made": [self.context.spec.incarnation]}
 
-    async def handle(self, envelope: Envelope, receive: Receive, send: Send) -> Load:
-        if envelope.head.get("hangs"):
-            try:
-                await asyncio.Event().wait()
-            except asyncio.CancelledError:
-                self.cancelled += 1
-                raise
-        message = await receive()
-        await send({"type": "answer", "body": message["body"]})
-        return Load(3, 4)
-
-    def handle_nowait(self, envelope: Envelope, on_answer: OnAnswer) -> Callable[[], None] | None:
-        """Answer without a task, later if the head says so."""
-        if envelope.head.get("hangs"):
-            return None
-        if envelope.head.get("fails"):
-            raise BadRequestError("refused")
-        answer = (on_answer, {"type": "answer", "body": b"nowait"}, Load(5, 6))
-        timer = asyncio.get_running_loop().call_later(envelope.head.get("after_s", 0), *answer)
-        return timer.cancel
+    def handle(self, envelope: Envelope) -> ActorRequest:
+        return EchoRequest(self, envelope)
 
     async def stop(self, grace_s: float) -> None:
         self.stopped.append(grace_s)
@@ -177,7 +189,7 @@ async def ask(cluster: Cluster, address: ActorAddress, **head: Any) -> tuple[Loa
     async def send(message: Message) -> None:
         answers.append(message)
 
-    load = await cluster.request(address, Envelope(EnvelopeKind.HTTP, head), receive, send)
+    load = await cluster.request(address, Envelope(EnvelopeKind.HTTP, head)).respond(receive, send)
     return load, answers
 
 
@@ -382,7 +394,7 @@ def test_a_control_envelope_is_a_call() -> None:
             answers.append(message)
 
         envelope = Envelope(EnvelopeKind.CONTROL, {"verb": "where", "message": {}})
-        assert await cluster.program.request(address, envelope, nothing, keep) == Load()
+        assert await cluster.program.request(address, envelope).respond(nothing, keep) == Load()
         assert answers == [{"type": "control.result", "value": W1}]
 
     run(scenario)
@@ -405,7 +417,8 @@ async def nowait(cluster: LocalCluster, process: LocalProcess, address: ActorAdd
     """Return the answer to a request without a task, or "given up" after a minute; None if it needs one."""
     answers: list[Any] = []
     envelope = Envelope(EnvelopeKind.CALL, head, has_body=False)
-    give_up = process.ask(address, envelope, lambda message, outcome: answers.append((message, outcome)))
+    request = process.request(address, envelope)
+    give_up = request.start(lambda message, outcome: answers.append((message, outcome)))
     if give_up is None:
         return None
     await cluster.clock.sleep(head.get("patience_s", 60))
@@ -805,7 +818,7 @@ def test_the_rng_and_the_instance_name_can_be_given() -> None:
     async def scenario(cluster: LocalCluster) -> None:
         address = await make(cluster)
         context = actor(cluster, address).context
-        assert context.rng is cluster.rng is cluster.program.link.rng
+        assert context.rng is cluster.rng is cluster.program.connection.rng
         assert (context.worker, context.cluster) == (W1, cluster.process(W1))
         assert cluster.program.instance == "mine"
         assert "mine" in repr(cluster)
@@ -883,9 +896,9 @@ def test_inspect_returns_the_actors_of_a_worker() -> None:
 def test_only_reports_of_the_newest_controller_count() -> None:
     async def scenario(cluster: LocalCluster) -> None:
         await cluster.start(b"")
-        await cluster.process(W1).report(1, UseReport(frozenset({W1}), waiting_workers=2))
-        await cluster.process(W2).report(0, UseReport())
-        assert cluster.reported == UseReport(frozenset({W1}), waiting_workers=2)
+        await cluster.process(W1).report(1, UsageReport(frozenset({W1}), waiting_workers=2))
+        await cluster.process(W2).report(0, UsageReport())
+        assert cluster.reported == UsageReport(frozenset({W1}), waiting_workers=2)
 
     run(scenario)
 
@@ -901,24 +914,26 @@ def test_a_restarted_worker_is_lost_first() -> None:
 # ---- the link
 
 
-def test_a_link_knows_its_loop_its_instance_and_its_thread() -> None:
+def test_a_connection_knows_its_loop_its_instance_and_its_thread() -> None:
     async def scenario(cluster: LocalCluster) -> None:
-        link = cluster.process(W1).link
-        assert link.loop is asyncio.get_running_loop()
-        assert link.runs_here()
-        assert not await asyncio.to_thread(link.runs_here)
-        assert link.cluster("local") is cluster.process(W1)
+        connection = cluster.process(W1).connection
+        assert connection.loop is asyncio.get_running_loop()
+        assert connection.runs_here()
+        assert not await asyncio.to_thread(connection.runs_here)
+        assert connection.cluster("local") is cluster.process(W1)
         with pytest.raises(NotRunningError):
-            link.cluster("other")
+            connection.cluster("other")
         coroutine = cluster.program.workers()
         with pytest.raises(RuntimeError, match="event loop that would have to run it"):
-            link.sync(coroutine)
-        assert await asyncio.to_thread(lambda: link.sync(cluster.program.workers())) == cluster.workers()
-        await link.ask("end_instance", instance="local")
+            connection.sync(coroutine)
+        assert (
+            await asyncio.to_thread(lambda: connection.sync(cluster.program.workers())) == cluster.workers()
+        )
+        await connection.ask("end_instance", instance="local")
         with pytest.raises(NotRunningError):
             await cluster.program.controller()
         with pytest.raises(BadRequestError):
-            await link.ask("dance")
+            await connection.ask("dance")
 
     run(scenario)
 

@@ -6,9 +6,11 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any, cast
 
 import pytest
+from by_task import by_task
 from scripted_routes import ScriptedRoutes
 
 from daskserve.cluster.protocols.base import Cluster, Listener
@@ -32,7 +34,7 @@ from daskserve.testing import run_virtual
 TOOK_S = 0.01
 
 
-class Silence:
+class AckProgress:
     """A listener that has not asked the controller anything."""
 
     silent_since: float | None = None
@@ -65,7 +67,7 @@ class Workers:
     def backend(self, tag: str = "b") -> ReplicaSet:
         rng = random.Random(1)
         routes = ScriptedRoutes()
-        contact = ControllerContact(cast(Listener, Silence()), LoopClock(), {})
+        contact = ControllerContact(cast(Listener, AckProgress()), LoopClock(), {})
         found = ReplicaSet(
             tag, cast(Cluster, self), LoopClock(), rng, routes, suspects=self.suspects, contact=contact
         )
@@ -85,8 +87,12 @@ class Workers:
             if not each.done():
                 each.set_exception(self.loss)
         for each_set in self.sets:
-            each_set.roster.forget_worker(worker)
+            each_set.pool.forget_worker(worker)
 
+    def handler_of(self, address: ActorAddress) -> Any:
+        return partial(self.request, address)
+
+    @by_task
     async def request(self, address: ActorAddress, envelope: Envelope, receive: Receive, send: Send) -> Load:
         path, worker = envelope.head["raw_path"].decode(), address.worker
         self.asked.append((path, worker))

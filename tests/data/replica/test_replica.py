@@ -41,8 +41,8 @@ from daskserve.errors import (
     UnavailableError,
     UserCodeError,
 )
-from daskserve.figures.histogram import HistogramCounts
 from daskserve.payload import packed_errors, pickling
+from daskserve.telemetry.histogram import HistogramCounts
 
 DEADLINE_S = 10.0
 CLUSTER: Any = types.SimpleNamespace()
@@ -156,7 +156,7 @@ async def http(
     ]
     reply = Reply(*many, *messages)
     envelope = Envelope(EnvelopeKind.HTTP, scope(kind=kind, **parts))
-    reply.load = await replica.handle(envelope, reply.receive, reply.send)
+    reply.load = await replica.handle(envelope).respond(reply.receive, reply.send)
     return reply
 
 
@@ -166,7 +166,7 @@ async def call(replica: Replica, *args: Any, head: dict[str, Any] | None = None,
     reply = Reply()
     envelope = Envelope(EnvelopeKind.CALL, head, pickling.dump((args, kwargs)))
     try:
-        await replica.handle(envelope, reply.receive, reply.send)
+        await replica.handle(envelope).respond(reply.receive, reply.send)
     except packed_errors.PackedError as error:
         raise error.load() from None  # as a handle does
     (answer,) = reply.sent
@@ -268,7 +268,7 @@ def test_start_returns_facts_about_the_callable(definition: Any, facts: tuple[An
         found = await replica.start()
         assert found == dict(
             zip(("is_blocking", "is_asgi_app", "accepts_batches", "methods"), facts, strict=True),
-            standing=(0, 0, 0, 1),
+            rank_info=(0, 0, 0, 1),
         )
         await replica.stop(1)
 
@@ -815,8 +815,8 @@ def test_an_error_is_a_500_with_details_only_in_debug_mode(
             assert b"KeyError: 'secret'" in reply.body
         else:
             assert reply.body == b"Internal Server Error"
-        figures = await replica.statistics()
-        assert (figures["handled_total"], figures["failed_total"]) == (1, 1)
+        metrics = await replica.statistics()
+        assert (metrics["handled_total"], metrics["failed_total"]) == (1, 1)
 
     with caplog.at_level(logging.ERROR, "daskserve.replica"):
         run(scenario, definition, debug=debug)
@@ -942,7 +942,7 @@ def test_nothing_listens_to_the_client_once_the_request_has_been_answered() -> N
         async def send(message: Message) -> None:
             await listening.wait()
 
-        await replica.handle(Envelope(EnvelopeKind.HTTP, scope()), receive, send)
+        await replica.handle(Envelope(EnvelopeKind.HTTP, scope())).respond(receive, send)
         await given_up.wait()
         (disconnect,) = GATES.objects
         await until(disconnect.done)
@@ -994,8 +994,8 @@ def test_the_same_code_serves_http_and_handles() -> None:
         assert (await call(replica, n="7")).endswith(" 7")
         assert (await http(replica, query=b"n=7")).body.endswith(b" 7")
 
-        figures = replica.figures()
-        assert (figures["ongoing"], figures["ended"], sum(figures["latency_counts"])) == (0, 2, 2)
+        metrics = replica.metrics()
+        assert (metrics["ongoing"], metrics["ended"], sum(metrics["latency_counts"])) == (0, 2, 2)
 
     for definition in (plain, coroutine):
         run(scenario, definition)
@@ -1045,7 +1045,7 @@ def test_a_control_request_is_rejected() -> None:
     async def scenario(replica: Replica) -> None:
         reply = Reply()
         with pytest.raises(BadRequestError):
-            await replica.handle(Envelope(EnvelopeKind.CONTROL, {}), reply.receive, reply.send)
+            await replica.handle(Envelope(EnvelopeKind.CONTROL, {})).respond(reply.receive, reply.send)
         assert replica.load() == Load(0, 0)
 
     run(scenario, plain)
@@ -1066,8 +1066,8 @@ def test_no_more_requests_run_than_there_are_slots(definition: Any) -> None:
         GATES.go.set()
         assert await asyncio.gather(*running) == ["held", "held"]
         assert await call(replica) == "held"
-        figures = await replica.statistics()
-        assert (figures["handled_total"], figures["refused_total"], figures["ongoing"]) == (3, 1, 0)
+        metrics = await replica.statistics()
+        assert (metrics["handled_total"], metrics["refused_total"], metrics["ongoing"]) == (3, 1, 0)
 
     run(scenario, definition, concurrency=2)
 
@@ -1086,8 +1086,8 @@ def test_a_cancelled_plain_request_keeps_its_slot_until_it_returns(over_http: bo
             await call(replica)
         GATES.go.set()
         await until(lambda: replica.load() == Load(0, 0))
-        figures = await replica.statistics()
-        assert (figures["abandoned"], figures["cancelled_total"]) == (0, 1)
+        metrics = await replica.statistics()
+        assert (metrics["abandoned"], metrics["cancelled_total"]) == (0, 1)
 
     run(scenario, held, concurrency=1)
 
@@ -1825,7 +1825,7 @@ def test_requests_that_are_cancelled_are_counted_and_late_ones_twice() -> None:
     async def give_up(replica: Replica, deadline: float | None) -> None:
         reply = Reply()
         envelope = Envelope(EnvelopeKind.HTTP, scope(), deadline=deadline)
-        task = asyncio.create_task(replica.handle(envelope, reply.receive, reply.send))
+        task = asyncio.create_task(replica.handle(envelope).respond(reply.receive, reply.send))
         await until(lambda: bool(replica.load().ongoing))
         task.cancel()
         with pytest.raises(asyncio.CancelledError):

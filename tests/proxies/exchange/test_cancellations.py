@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from by_task import by_task
 from distributed.comm import listen
 
 from daskserve.cluster.channel.connect.dialling import dial_worker
@@ -26,7 +27,16 @@ from daskserve.cluster.long_poll import LongPollClient
 from daskserve.cluster.protocols.base import ActorContext, ActorSpec, Cluster
 from daskserve.cluster.routes import WorkerRoutes
 from daskserve.common.clock import LoopClock
-from daskserve.common.types import ActorAddress, ActorKind, Envelope, Load, Message, Receive, Send
+from daskserve.common.types import (
+    ActorAddress,
+    ActorKind,
+    ActorRequest,
+    Envelope,
+    Load,
+    Message,
+    Receive,
+    Send,
+)
 from daskserve.data.caller.routing.router import Routers
 from daskserve.data.replica.replica import Replica
 from daskserve.errors import RequestTimeoutError
@@ -158,7 +168,7 @@ class Plant:
             debug=False,
             is_async=False,
             code_name="b@1",
-            standing=(0, 0, 0, 1),
+            rank_info=(0, 0, 0, 1),
             actors={},
             actor_of=(),
             gang=(),
@@ -184,12 +194,13 @@ class Plant:
     async def _dispatch(self, endpoint: str, envelope: Envelope, receive: Receive, send: Send) -> None:
         await self.routers.router(endpoint).send(envelope, receive, send)
 
+    @by_task
     async def _dispatch_far(
         self, name: str, incarnation: int, envelope: Envelope, receive: Receive, send: Send
     ) -> Load:
-        return await self.replicas[name, self.far_address].handle(envelope, receive, send)
+        return await self.replicas[name, self.far_address].handle(envelope).respond(receive, send)
 
-    async def _nobody(self, *_: Any) -> Load:
+    def _nobody(self, *_: Any) -> ActorRequest:
         raise AssertionError("the proxy must not be called")
 
     # What the routers see of a cluster.
@@ -197,10 +208,14 @@ class Plant:
     def is_local(self, address: ActorAddress) -> bool:
         return address.worker == HERE
 
+    def handler_of(self, address: ActorAddress) -> Any:
+        return partial(self.request, address)
+
+    @by_task
     async def request(self, address: ActorAddress, envelope: Envelope, receive: Receive, send: Send) -> Load:
         if self.is_local(address):
-            return await self.replicas[address.name, HERE].handle(envelope, receive, send)
-        return await self.near.request(address, envelope, receive, send)
+            return await self.replicas[address.name, HERE].handle(envelope).respond(receive, send)
+        return await self.near.request(address, envelope).respond(receive, send)
 
     # What the test does with it.
 
@@ -239,21 +254,21 @@ class Plant:
     def gauges(self) -> dict[str, int]:
         """Return everything that counts up and down."""
         sets = self.routers._sets.values()
-        walls = [cast(Any, each)._code._wall for each in self.replicas.values()]
+        executors = [cast(Any, each)._code._executor for each in self.replicas.values()]
         channels = [*self.near._serving, *self.far._serving]
         assert len(channels) == 2
         return {
             "ingress": self.ingress.statistics().ongoing,
             "in flight": sum(each.in_flight for each in sets),
             "in flight by replica": sum(
-                entry.in_flight for each in sets for entry in each.roster._entries.values()
+                entry.in_flight for each in sets for entry in each.pool._entries.values()
             ),
             "waiting": sum(each.waiting for each in sets),
             "ongoing": sum(each.load().ongoing for each in self.replicas.values()),
             "queued": sum(each.load().queued for each in self.replicas.values()),
-            "calls": sum(len(wall.runs) for wall in walls),
-            "in threads": sum(wall.threads.unfinished for wall in walls),
-            "abandoned": sum(wall.abandoned for wall in walls),
+            "calls": sum(len(executor.runs) for executor in executors),
+            "in threads": sum(executor.threads.unfinished for executor in executors),
+            "abandoned": sum(executor.abandoned for executor in executors),
             "streams": sum(len(each._opened) for each in channels),
             "handlers": sum(len(each._accepted) for each in channels),
         }

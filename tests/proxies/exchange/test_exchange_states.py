@@ -8,18 +8,17 @@ from typing import Any, cast
 
 import pytest
 from http_harness import head, respond, run
-from tornado.iostream import IOStream, StreamClosedError
 
 from daskserve.common.clock import LoopClock
 from daskserve.common.types import Receive, Send
 from daskserve.proxies.asgi import ASGIApp, Scope
-from daskserve.proxies.exchange.carrier import Carrier, Connection
 from daskserve.proxies.exchange.exchange import LINGER_S, Exchange
+from daskserve.proxies.exchange.http_connection import HTTPConnection
 from daskserve.proxies.exchange.idle import IdleWatch
 from daskserve.proxies.exchange.request_body import HIGH_WATER_BYTES
 from daskserve.proxies.exchange.request_head import HeadLimits
+from daskserve.proxies.exchange.server_state import Connection, ServerState
 from daskserve.proxies.exchange.stream import ConnectionReader, Stream
-from daskserve.proxies.server.tornado_connection import TornadoConnection
 
 LIMIT = 4 * HIGH_WATER_BYTES
 
@@ -31,7 +30,6 @@ class FakeStream:
 
     def __init__(self) -> None:
         self.written: list[bytes] = []
-        self.is_nodelay = False
         self.is_closed = False
         self.is_slow = False
         self.closes_after = 1000
@@ -39,7 +37,7 @@ class FakeStream:
 
     def write(self, data: bytes) -> asyncio.Future[None]:
         if self.is_closed:
-            raise StreamClosedError
+            raise ConnectionResetError("gone")
         self.written.append(data)
         self.is_closed = len(self.written) >= self.closes_after
         flushed = asyncio.get_running_loop().create_future()
@@ -48,9 +46,6 @@ class FakeStream:
         else:
             flushed.set_result(None)
         return flushed
-
-    def set_nodelay(self, value: bool) -> None:
-        self.is_nodelay = value
 
     def closed(self) -> bool:
         return self.is_closed
@@ -83,7 +78,7 @@ class Bench:
     def __init__(self, *headers: tuple[str, str], method: str = "POST", app: ASGIApp | None = None) -> None:
         self.orders: asyncio.Queue[Callable[[Receive, Send], Any]] = asyncio.Queue()
         self.ended = ""
-        self.carrier = Carrier(
+        self.server_state = ServerState(
             app or self._obey,
             head_limits=HeadLimits(1 << 16, 100),
             max_body_bytes=LIMIT,
@@ -94,10 +89,10 @@ class Bench:
         self.stream = FakeStream()
         self.reader = FakeReader(self.stream)
         self.connection = Connection(cast(Stream, self.stream))
-        self.carrier.watch.watch(self.connection)
-        self.exchange = Exchange(self.carrier, self.connection, cast(ConnectionReader, self.reader))
+        self.server_state.watch.watch(self.connection)
+        self.exchange = Exchange(self.server_state, self.connection, cast(ConnectionReader, self.reader))
         self.exchange.begin(head("Host: a", *(f"{name}: {value}" for name, value in headers), method=method))
-        (self.task,) = self.carrier.tasks
+        (self.task,) = self.server_state.tasks
 
     async def _obey(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -112,7 +107,7 @@ class Bench:
         await settle()
 
     def is_watched(self) -> bool:
-        return len(self.carrier.watch) == 1
+        return len(self.server_state.watch) == 1
 
 
 async def settle() -> None:
@@ -180,7 +175,7 @@ async def test_each_part_of_a_body_restarts_the_timeout() -> None:
             self.count += 1
 
     bench = Bench(CHUNKED)
-    bench.carrier.watch = watch = Counting(60, Connection.close)
+    bench.server_state.watch = watch = Counting(60, Connection.close)
     bench.exchange.data_received(b"a")
     bench.exchange.data_received(b"b")
     assert watch.count == 2
@@ -189,7 +184,7 @@ async def test_each_part_of_a_body_restarts_the_timeout() -> None:
 @bench_test
 async def test_each_part_of_an_answer_restarts_the_timeout_of_its_request() -> None:
     bench = Bench(CHUNKED)
-    bench.carrier.watch.unwatch(bench.connection)
+    bench.server_state.watch.unwatch(bench.connection)
     await bench.order(begin)
     assert bench.is_watched()  # 1. the client may take its time, but not for ever
     room = bench.exchange.data_received(bytes(HIGH_WATER_BYTES + 1))
@@ -271,7 +266,7 @@ async def test_a_client_that_keeps_sending_after_its_answer_is_disconnected() ->
     await bench.order(answer)
     assert delays == [LINGER_S]
     assert bench.reader.ends == ["finish"]
-    assert bench.carrier.limits.hits["linger"] == 1
+    assert bench.server_state.limits.hits["linger"] == 1
 
 
 @bench_test
@@ -361,14 +356,6 @@ async def test_small_parts_are_one_write_and_large_ones_are_not_copied() -> None
     assert any(part is large for part in rest)
 
 
-@bench_test
-async def test_streams_are_sent_without_delay() -> None:
-    whole, streamed = Bench(method="GET"), Bench(method="GET")
-    await whole.order(answer)
-    await streamed.order(begin)
-    assert (whole.stream.is_nodelay, streamed.stream.is_nodelay) == (False, True)
-
-
 def test_a_closed_stream_is_a_disconnected_client(caplog: pytest.LogCaptureFixture) -> None:
     async def test() -> None:
         before = Bench(method="GET")
@@ -377,7 +364,7 @@ def test_a_closed_stream_is_a_disconnected_client(caplog: pytest.LogCaptureFixtu
         while_waiting = Bench(method="GET")
         while_waiting.stream.is_slow = True
         await while_waiting.order(answer)
-        while_waiting.stream.pending[0].set_exception(StreamClosedError())
+        while_waiting.stream.pending[0].set_exception(ConnectionResetError("gone"))
         await settle()
         between = Bench(method="GET")
         between.stream.closes_after = 1
@@ -406,7 +393,7 @@ def test_the_date_is_formatted_once_a_second() -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None: ...
 
     clock = SetClock()
-    carrier = Carrier(
+    server_state = ServerState(
         app,
         head_limits=HeadLimits(1 << 16, 100),
         max_body_bytes=1,
@@ -414,16 +401,16 @@ def test_the_date_is_formatted_once_a_second() -> None:
         idle_timeout_s=1,
         clock=clock,
     )
-    midnight = carrier.date.line()
+    midnight = server_state.date.line()
     assert midnight == b"date: Fri, 02 Jan 1970 00:00:00 GMT"
     clock.seconds = 0.75
-    assert carrier.date.line() is midnight
+    assert server_state.date.line() is midnight
     clock.seconds = 1.0
-    assert carrier.date.line() == b"date: Fri, 02 Jan 1970 00:00:01 GMT"
+    assert server_state.date.line() == b"date: Fri, 02 Jan 1970 00:00:01 GMT"
 
 
 def test_the_fakes_have_only_methods_of_the_real_classes() -> None:
-    for fake, real in ((FakeStream, IOStream), (FakeReader, TornadoConnection)):
+    for fake, real in ((FakeStream, Stream), (FakeReader, HTTPConnection)):
         methods = [name for name in vars(fake) if not name.startswith("_") and callable(vars(fake)[name])]
         assert methods
         for name in methods:
@@ -437,4 +424,4 @@ async def test_a_client_that_leaves_before_the_application_has_begun_leaves_no_t
     await settle()
     assert bench.task.cancelled()
     assert bench.ended == ""  # it never began
-    assert not bench.carrier.tasks
+    assert not bench.server_state.tasks

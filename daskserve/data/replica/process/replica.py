@@ -7,15 +7,25 @@ import gc
 import sys
 from collections import deque
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from daskserve.cluster.protocols.base import ActorSpec, ContextWith, verb, verbs_of
+from daskserve.cluster.protocols.base import ActorSpec, ContextWith, TaskRequest, verb, verbs_of
 from daskserve.cluster.worker.child_view import ChildView
 from daskserve.common import settings
 from daskserve.common.clock import LoopClock, system_rng
-from daskserve.common.types import ActorKind, Envelope, EnvelopeKind, Load, Payload, Receive, Send
-from daskserve.context import HasLink
+from daskserve.common.types import (
+    ActorKind,
+    ActorRequest,
+    Envelope,
+    EnvelopeKind,
+    Load,
+    Payload,
+    Receive,
+    Send,
+)
+from daskserve.context import HasConnection
 from daskserve.data.replica.environment.kept_folders import hold
 from daskserve.data.replica.environment.working_dir import archives_folder
 from daskserve.data.replica.process.metrics import tell
@@ -28,18 +38,18 @@ from daskserve.payload.pickling import load_bytes
 class ChildReplica(Replica):
     """A replica that reports when the code of a cancelled request has ended."""
 
-    def __init__(self, context: ContextWith[HasLink]) -> None:
+    def __init__(self, context: ContextWith[HasConnection]) -> None:
         super().__init__(context)
         self._slots.on_free = self._note_free
         #: The requests within `handle`, by number, each with a future that is done when it leaves.
         self._inside: dict[int, asyncio.Future[None]] = {}
         self._left: deque[asyncio.Future[None]] = deque()
 
-    async def answer(self, number: int, envelope: Envelope, receive: Receive, send: Send) -> Load:
+    async def respond(self, number: int, envelope: Envelope, receive: Receive, send: Send) -> Load:
         """Answer a request; its number identifies it for `ended`."""
         self._inside[number] = asyncio.get_running_loop().create_future()
         try:
-            return await self.handle(envelope, receive, send)
+            return await self.handle(envelope).respond(receive, send)
         finally:
             self._inside.pop(number).set_result(None)
             self._release()
@@ -47,7 +57,7 @@ class ChildReplica(Replica):
     @verb
     async def statistics(self, has_stats: bool = False) -> dict[str, Any]:
         """Return the replica's counts, the metrics of this process, and custom autoscaling metrics."""
-        stats = {"custom": self.figures().get("custom", {})} if has_stats else {}
+        stats = {"custom": self.metrics().get("custom", {})} if has_stats else {}
         stats["routing_stats"] = self._code.routing_stats()
         return {**await super().statistics(), **tell(self.samples(), self.user_samples()), **stats}
 
@@ -89,16 +99,17 @@ class ReplicaServer:
         self._own_verbs = verbs_of(self)
         self._leaves = asyncio.Event()
 
-    async def dispatch(
-        self, name: str, number: int, envelope: Envelope, receive: Receive, send: Send
-    ) -> Load:
-        """Answer a verb or a request of the actor."""
+    def dispatch(self, name: str, number: int, envelope: Envelope) -> ActorRequest:
+        """Take a verb or a request of the actor."""
         if envelope.kind is EnvelopeKind.CONTROL:
-            head = envelope.head
-            value = await self._run(head["verb"], envelope.payload, head["message"])
-            await send({"type": "control.result", "value": value})
-            return Load()
-        return await self._started().answer(number, envelope, receive, send)
+            return TaskRequest(partial(self._respond, envelope))
+        return TaskRequest(partial(self._started().respond, number, envelope))
+
+    async def _respond(self, envelope: Envelope, receive: Receive, send: Send) -> Load:
+        head = envelope.head
+        value = await self._run(head["verb"], envelope.payload, head["message"])
+        await send({"type": "control.result", "value": value})
+        return Load()
 
     def leave(self) -> None:
         """See `daskserve.cluster.worker.child_main.Served.leave`."""

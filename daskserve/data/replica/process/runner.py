@@ -14,7 +14,7 @@ from contextvars import Context
 from typing import Any
 
 from daskserve.cluster.worker.child import ChildProcess
-from daskserve.common.types import Message, Send
+from daskserve.common.types import ActorRequest, Message, Send
 from daskserve.data.replica.execution.runner import CodeRun, RunListener, Runs
 from daskserve.errors import ActorLostError, RequestTimeoutError, ServeError
 from daskserve.loops.tasks import TaskSet
@@ -28,12 +28,12 @@ class ChildRun(CodeRun):
     Cancelling that task cancels the request; its code may end later.
     """
 
-    __slots__ = ("_number", "_runner", "passage")
+    __slots__ = ("_number", "_runner", "forwarder")
 
     def __init__(
         self,
         runner: ChildRunner,
-        function: Callable[..., Awaitable[Any]],
+        function: Callable[..., ActorRequest],
         args: tuple[Any, ...],
         context: Context,
         listener: RunListener,
@@ -43,20 +43,21 @@ class ChildRun(CodeRun):
         number, envelope, receive, send = args
         self._number: int = number
         #: Receives what the child sends.
-        self.passage = Passage(send)
-        self._args = (number, envelope, receive, self.passage.send)
+        self.forwarder = ResponseForwarder(send)
+        self._args = (number, envelope, receive)
 
     def drive(self) -> Awaitable[None]:
         return self._carry()
 
     async def _carry(self) -> None:
         try:
-            load = await self._function(*self._args)
+            number, envelope, receive = self._args
+            load = await self._function(number, envelope).respond(receive, self.forwarder.send)
         except ActorLostError as error:
             lost = error
         except BaseException as error:
             # After a deadline, too, code may still run in the child.
-            if self.passage.is_broken or isinstance(error, (asyncio.CancelledError, RequestTimeoutError)):
+            if self.forwarder.is_broken or isinstance(error, (asyncio.CancelledError, RequestTimeoutError)):
                 self._runner.settle(self._number, self)
                 raise
             if not isinstance(error, Exception):
@@ -125,7 +126,7 @@ class ChildRunner:
             run.settled()
 
 
-class Passage:
+class ResponseForwarder:
     """Passes on the messages of one request from the child."""
 
     __slots__ = ("_send", "is_broken")

@@ -1,0 +1,51 @@
+"""Large answers to calls that stay in the process of their actor.
+
+Problem: a caller often passes a result on without reading it, and a large one should not travel through the
+caller's process. Choice: the answering end of a channel offers an answer of
+`daskserve.common.types.KEPT_BYTES` or more. The other end asks for it at once if the caller waits to read it,
+which costs one trip of a small frame. Otherwise the answer stays: the caller may read it later, or pass it on
+to other processes, and all of them fetch it by its token. It is dropped when the caller closes its stream, or
+when the connection ends.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+
+from daskserve.common.types import Payload, WorkerAddress
+from daskserve.errors import UnavailableError
+
+
+class KeptResults:
+    """The answers that stay in one worker's process, by token."""
+
+    def __init__(self, worker: WorkerAddress) -> None:
+        self.worker = worker
+        self._payloads: dict[str, Payload] = {}
+        # A worker that restarts at the same address has other tokens.
+        self._prefix = secrets.token_hex(4)
+        self._numbers = itertools.count(1)
+
+    def __len__(self) -> int:
+        return len(self._payloads)
+
+    def add(self, payload: Payload) -> str:
+        """Keep an answer and return its token."""
+        token = f"{self._prefix}-{next(self._numbers)}"
+        self._payloads[token] = payload
+        return token
+
+    def find(self, token: str) -> Payload:
+        """Return an answer; raise `UnavailableError` if it was dropped."""
+        payload = self._payloads.get(token)
+        if payload is None:
+            raise UnavailableError(
+                f"A result that was to be fetched from worker {self.worker} is not there any more: the "
+                "process that made the call has ended, or dropped its response."
+            )
+        return payload
+
+    def drop(self, token: str) -> Payload:
+        """Remove an answer and return it."""
+        return self._payloads.pop(token)

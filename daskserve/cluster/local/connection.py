@@ -1,0 +1,142 @@
+"""The connection of handles and clients in a process of a `daskserve.cluster.local.cluster.LocalCluster`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from daskserve.cluster.local.values import LocalTransfer
+from daskserve.cluster.local.world import LocalWorld
+from daskserve.cluster.protocols.base import Process
+from daskserve.cluster.protocols.ended import ended_error
+from daskserve.common.clock import RequestIds
+from daskserve.common.types import InstanceName
+from daskserve.errors import BadRequestError, BlockingCallError, NotRunningError, ServeError
+from daskserve.loops.thread_calls import CallInbox, CallsByLoop, ThreadCalls
+
+T = TypeVar("T")
+
+
+class LocalInstances:
+    """The instances that this process started: all that there are, and no other program reaches them."""
+
+    def __contains__(self, instance: object) -> bool:
+        return True
+
+    async def is_alone(self, instance: InstanceName) -> bool:
+        return True
+
+
+class LocalConnection:
+    """The part of `daskserve.cluster.dask.connection.DaskConnection` that handles and clients use."""
+
+    scheduler_address = "local"
+    dashboard_link = None
+    default_instance: Any = None
+    started = LocalInstances()
+
+    def __init__(self, world: LocalWorld, process: Process) -> None:
+        self.clock = world.clock
+        self.rng = world.rng
+        self.request_ids = RequestIds(self.rng)
+        self.calls_by_loop = CallsByLoop()
+        self.values = LocalTransfer()
+        self._inbox: CallInbox | None = None
+        self._world = world
+        self._process = process
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The event loop of the whole cluster."""
+        return self._world.loop
+
+    @property
+    def inbox(self) -> CallInbox:
+        """The point at which calls from other threads arrive; created on first use, once there is a loop."""
+        if self._inbox is None:
+            self._inbox = CallInbox(self.loop)
+        return self._inbox
+
+    @property
+    def thread_calls(self) -> ThreadCalls:
+        """Calls to that loop from other threads."""
+        return self.calls_by_loop.onto(self.loop, self.inbox)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether blocking calls are possible."""
+        return self.loop.is_running()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the loop is closed, so that all calls fail."""
+        return self.loop.is_closed()
+
+    def closed_error(self) -> ServeError:
+        """Return the error to raise if `is_closed`."""
+        return ended_error()
+
+    def runs_here(self) -> bool:
+        """Return whether the caller is on the cluster's own loop."""
+        try:
+            return asyncio.get_running_loop() is self.loop
+        except RuntimeError:
+            return False
+
+    def cluster(self, instance: InstanceName) -> Process:
+        """Return this process's view of the cluster's only instance; raise `NotRunningError` for others."""
+        if instance != self._world.instance:
+            raise NotRunningError(f"Instance {instance!r} does not run on this cluster.")
+        return self._process
+
+    async def drop_cluster(self, instance: InstanceName) -> None:
+        """Stop listening to the instance."""
+        await self._process.listener.stop()
+
+    async def ask(self, verb: str, **message: Any) -> Any:
+        """Call one of the supervisor's verbs that a client needs."""
+        if verb == "drain_instance":
+            await self._world.drain()
+            return True
+        if verb == "end_instance":
+            await self._world.end()
+            return None
+        raise BadRequestError(f"A local cluster has no verb {verb!r}.")
+
+    def sync(self, coroutine: Coroutine[Any, Any, T], *, timeout_s: float | None = None) -> T:
+        """Run a coroutine on the cluster's loop and return its result to this thread."""
+        if self.runs_here():
+            coroutine.close()
+            raise BlockingCallError(
+                "A blocking call was made on the event loop that would have to run it; await its "
+                "asynchronous form, or call it from another thread."
+            )
+        future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        try:
+            return future.result(timeout_s)
+        except BaseException:
+            future.cancel()
+            raise
+
+    async def wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the cluster's loop and return its result to a coroutine on any loop."""
+        if self.runs_here():
+            return await coroutine
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self.loop))
+
+    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Run a coroutine without waiting for it; call on the loop only."""
+        self._world.spawn(coroutine)
+
+    def release_default(self, instance: InstanceName) -> None:
+        """Do nothing: a local instance is never the default."""
+
+    async def disconnect(self, instance: InstanceName = "", *, asynchronous: bool) -> None:
+        """Do nothing: the creator of a local cluster closes it."""
+
+    async def instance_ended(self, instance: InstanceName, *, asynchronous: bool) -> None:
+        """Let the creator of the local cluster close it, if it wants to know."""
+        close = self._world.program.when_ended
+        if close is not None:
+            await asyncio.to_thread(close) if asynchronous else close()

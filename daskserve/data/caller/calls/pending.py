@@ -1,0 +1,111 @@
+"""Calls in progress on the loop of a process's connection, for callers on any thread or loop.
+
+These functions do the same as `asyncio.run_coroutine_threadsafe` and `asyncio.wrap_future`. For 64 calls at a
+time they cost less than half, and a third if both loops are the same. One wake-up of a loop serves all calls
+that have arrived in the meantime; calls on the same loop need none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from contextvars import Context
+from functools import partial
+from typing import Any, TypeVar
+
+from daskserve.cluster.protocols.base import ClusterConnection
+from daskserve.loops.event_loop import running_loop
+from daskserve.loops.pending_call import PendingCall
+from daskserve.loops.tasks import pause
+
+T = TypeVar("T")
+
+
+def start_call(
+    connection: ClusterConnection, coroutine: Coroutine[Any, Any, T], call: PendingCall[T] | None = None
+) -> PendingCall[T]:
+    """Run a coroutine on the connection's loop and return its call; cancelling one cancels the other.
+
+    The coroutine does not see the caller's context variables.
+
+    Raises
+    ------
+    ClusterUnreachableError
+        The Dask client was closed.
+    """
+    if connection.is_closed:
+        coroutine.close()
+        raise connection.closed_error()
+    if call is None:
+        call = PendingCall()
+    if connection.runs_here():
+        begin_call(connection, coroutine, call)
+    else:
+        connection.thread_calls.post(begin_call, connection, coroutine, call)
+    return call
+
+
+def waiter_for(connection: ClusterConnection, call: PendingCall[Any]) -> asyncio.Future[None]:
+    """Return a future of the running loop that completes when a call ends, with or without success.
+
+    If the task that awaits it is cancelled, that task should cancel the call.
+    """
+    loop = asyncio.get_running_loop()
+    waiter: asyncio.Future[None] = loop.create_future()
+
+    def wake(_: PendingCall[Any]) -> None:
+        # The call may be cancelled from any thread.
+        running = running_loop()
+        if running is loop:
+            _settle(waiter)
+        elif running is connection.loop:
+            connection.calls_by_loop.onto(loop).post_soon(_settle, waiter)
+        else:
+            connection.calls_by_loop.onto(loop).post(_settle, waiter)
+
+    call.add_done_callback(wake)
+    return waiter
+
+
+def begin_call(
+    connection: ClusterConnection,
+    coroutine: Coroutine[Any, Any, T],
+    call: PendingCall[T],
+    *,
+    pauses_itself: bool = False,
+) -> None:
+    """Run a coroutine whose result ends a call; must run on the connection's loop.
+
+    A coroutine that must run its cleanup in any case begins with `pause` and sets ``pauses_itself``.
+    """
+    if call.cancelled() and not pauses_itself:
+        coroutine.close()
+        return
+    running = _run(coroutine, call, pauses_itself)
+    # Start it here: its cleanup must run even if the loop cancels the task before its first step.
+    running.send(None)
+    task = connection.loop.create_task(running, context=Context())
+    call.on_cancel(partial(_cancel, connection, task))
+
+
+async def _run(coroutine: Coroutine[Any, Any, T], call: PendingCall[T], pauses_itself: bool) -> None:
+    try:
+        if not pauses_itself:
+            await pause()
+        call.set_result(await coroutine)
+    except asyncio.CancelledError:
+        coroutine.close()
+        call.cancel()
+        raise
+    except Exception as error:
+        call.set_error(error)
+
+
+def _cancel(connection: ClusterConnection, task: asyncio.Task[None]) -> None:
+    if not task.done():
+        connection.thread_calls.post(task.cancel)
+
+
+def _settle(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)

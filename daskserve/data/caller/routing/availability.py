@@ -1,0 +1,75 @@
+"""Whether a backend has, or may soon have, a replica for waiting requests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from daskserve.common.types import BackendTag, described
+from daskserve.data.caller.routing.contact import ControllerContact
+from daskserve.errors import (
+    CodeUnavailableError,
+    DeploymentIsBeingDeletedError,
+    DeploymentUnavailableError,
+    UnavailableError,
+)
+
+
+class ReplicaAvailability:
+    """See the module."""
+
+    def __init__(self, tag: BackendTag, contact: ControllerContact) -> None:
+        self._tag = tag
+        #: Whether there is a controller that could start a replica.
+        self.contact = contact
+        #: Whether the backend is gone.
+        self.is_deleted = False
+        #: Whether the target capacity is 0 %, so that no replica will start.
+        self._is_off = False
+        #: Why no replica can load its code; empty if one can, as far as is known.
+        self._unloadable = ""
+        #: Why the backend is being deleted: the error of its deploy, or nothing. None if it is not.
+        self._ending: str | None = None
+
+    def update(self, value: Any) -> None:
+        """Apply the state of the backend that the controller published."""
+        self.is_deleted = value is None
+        if value is not None:
+            self._is_off = value.get("off", False)
+            self._unloadable = value.get("unloadable", "")
+            self._ending = value.get("ending")
+
+    def may_wait(self, *, has_replicas: bool) -> bool:
+        """Return whether there is, or may soon be, a replica for the requests that wait."""
+        if self.is_deleted or self._ending is not None:
+            return False
+        return has_replicas or not (self._is_off or self._unloadable or self.contact.is_lost)
+
+    def ending_error(self) -> UnavailableError | None:
+        """Return the error of requests to a backend that failed to deploy or is being deleted; else None."""
+        what = described(self._tag, "Deployment")
+        if self._ending:
+            why, _, user_traceback = self._ending.partition("\n")
+            error = DeploymentUnavailableError(f"{what} is unavailable because it failed to deploy: {why}")
+            if user_traceback:
+                error.user_traceback = user_traceback
+            return error
+        if self._ending is not None and not self.is_deleted:
+            return DeploymentIsBeingDeletedError(f"{what} is being deleted.", is_public=True)
+        return None
+
+    def error(self) -> UnavailableError:
+        """Return the error of requests that may not wait."""
+        ending, what = self.ending_error(), described(self._tag, "Backend")
+        if ending is not None:
+            return ending
+        if self.is_deleted:
+            return UnavailableError(f"{what} was deleted.", is_public=True)
+        if self._unloadable:
+            return CodeUnavailableError(
+                f"{what} is unavailable because its code is lost or cannot be loaded: {self._unloadable}"
+            )
+        if not self._is_off:
+            return self.contact.error(self._tag)
+        return UnavailableError(
+            f"{what} has no replicas because the target capacity of its instance is 0 %.", is_public=True
+        )

@@ -1,0 +1,69 @@
+"""Counts calls that wait for the routes of their endpoint, which a process fetches with its first call.
+
+A graceful deletion lets requests finish. The replicas cannot know of a request that has not left the program
+which asks for the deletion; so that program waits until its calls have left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from contextlib import suppress
+from types import TracebackType
+from typing import TypeVar
+
+from daskserve.cluster.protocols.base import Process
+from daskserve.loops.tasks import pause
+
+T = TypeVar("T")
+
+#: How long a deletion waits for calls that learn where to go; these give up after a similar time.
+WAITING_CALLS_S = 10.0
+
+
+class WaitingCalls:
+    """Counts the calls of a process that wait for the state of their endpoint, or for a connection.
+
+    Use it as a context manager around each wait. Runs on one event loop.
+    """
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._changed = asyncio.Event()
+
+    def __enter__(self) -> None:
+        self._count += 1
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._count -= 1
+        self._changed.set()
+
+    async def during(self, waiting: Awaitable[T]) -> T:
+        """Await what a call learns from."""
+        with self:
+            return await waiting
+
+    async def wait_until_over(self) -> None:
+        """Return when no call waits, although each may wait for several things in turn."""
+        for _ in range(2):
+            await pause()  # calls that were made before take their first step
+        while self._count:
+            self._changed.clear()
+            await self._changed.wait()
+            await pause()
+
+
+def learning_of(cluster: Process) -> WaitingCalls:
+    """Return the counter of a process for an instance; runs on the connection's loop."""
+    learning: WaitingCalls | None = cluster.shared.get("learning")
+    if learning is None:
+        learning = cluster.shared["learning"] = WaitingCalls()
+    return learning
+
+
+async def wait_until_sent(cluster: Process) -> None:
+    """Return when all calls that this process has begun are on their way, or after `WAITING_CALLS_S`."""
+    with suppress(TimeoutError):  # the calls fail, and say why
+        await cluster.clock.wait_for(learning_of(cluster).wait_until_over(), WAITING_CALLS_S)

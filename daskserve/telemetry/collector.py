@@ -1,0 +1,265 @@
+"""The Prometheus collector of a process, which turns counters into metrics at the time of a scrape.
+
+Counting must cost almost no time per request, and a scrape must be correct while replicas come and go.
+Components therefore keep plain numbers and return them as samples on request (`Source.samples`). The
+collector adds up samples with the same labels, because several workers may share a process. It keeps the
+totals of removed sources, because counters must not decrease. It never blocks, and any thread may call it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from daskserve._version import __version__
+from daskserve.telemetry.error_log import ErrorLog
+from daskserve.telemetry.histogram import HistogramCounts
+from daskserve.telemetry.table import METRICS, MetricKind, MetricSample, MetricSpec
+from daskserve.telemetry.user import UserMetric, UserMetrics, UserSample
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+    from prometheus_client.core import Metric
+
+logger = logging.getLogger("daskserve.metrics")
+
+#: Maximum number of totals kept for removed sources. The least recently updated ones are dropped first.
+MAX_FOLDED = 10_000
+
+Key = tuple[str, tuple[str, ...]]
+
+
+class Source(Protocol):
+    """Something that is measured. Any thread may call it, also while it starts or stops."""
+
+    def samples(self) -> Iterable[MetricSample]:
+        """Return the present values without blocking; histograms may still be written to."""
+
+
+class _Known:
+    """A source and the log of its errors."""
+
+    __slots__ = ("metrics_errors", "ref", "user_errors")
+
+    def __init__(self, source: Source, forget: Callable[[weakref.ref[Source]], None]) -> None:
+        self.ref = weakref.ref(source, forget)
+        self.metrics_errors = ErrorLog(logger)
+        self.user_errors = ErrorLog(logger)
+
+    def samples(self) -> list[MetricSample]:
+        """Return the samples of the source; none if it is gone or raises."""
+        source = self.ref()
+        try:
+            return [] if source is None else list(source.samples())
+        except Exception as error:
+            # One broken source must not break the scrape of all others and of Dask's own metrics.
+            self.metrics_errors.log(error, "Could not read the metrics of %r", source)
+            return []
+
+    def user_samples(self) -> list[UserSample]:
+        """Return the user metrics of the source; none if it is gone or raises."""
+        source = self.ref()
+        try:
+            return list(getattr(source, "user_samples", list)())
+        except Exception as error:
+            self.user_errors.log(error, "Could not read the user metrics of %r", source)
+            return []
+
+
+class ProcessMetrics:
+    """The collector, registered with Prometheus' default registry while there is something to collect.
+
+    It holds weak references to its sources.
+    """
+
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        #: The user metrics of code outside replicas.
+        self.user = UserMetrics()
+        self._own_registry = registry
+        self._lock = threading.Lock()
+        self._sources: dict[int, _Known] = {}
+        self._folded: OrderedDict[Key, float | HistogramCounts] = OrderedDict()
+        self._is_registered = False
+
+    def add(self, source: Source) -> None:
+        """Start collecting from a source; idempotent."""
+        number = id(source)
+
+        def forget(ref: weakref.ref[Source]) -> None:
+            # Without the lock: garbage collection may run this in a thread that holds it.
+            known = self._sources.get(number)
+            if known is not None and known.ref is ref:
+                self._sources.pop(number, None)
+
+        with self._lock:
+            known = self._sources.get(number)
+            if known is None or known.ref() is not source:
+                self._sources[number] = _Known(source, forget)
+            self._register()
+
+    def remove(self, source: Source) -> None:
+        """Stop collecting from a source, and keep its totals; idempotent."""
+        with self._lock:
+            known = self._sources.get(id(source))
+            if known is None or known.ref() is not source:
+                return
+            for name, labels, value in known.samples():
+                if METRICS[name].is_folded:
+                    _merge(self._folded, (name, labels), value)
+                    self._folded.move_to_end((name, labels))
+            while len(self._folded) > MAX_FOLDED:
+                self._folded.popitem(last=False)
+            del self._sources[id(source)]
+            self._unregister_if_idle()
+
+    def forget(self, instance: str) -> None:
+        """Drop the kept totals of an instance that has ended."""
+        with self._lock:
+            for key in [key for key in self._folded if _instance_of(key) == instance]:
+                del self._folded[key]
+
+    def keep_user_metrics(self) -> None:
+        """Export the user metrics of code outside replicas."""
+        if not self._is_registered:
+            with self._lock:
+                self._register()
+
+    def _register(self) -> None:
+        if not self._is_registered:
+            self._is_registered = True
+            self._registry.register(self)
+
+    @property
+    def _registry(self) -> CollectorRegistry:
+        from prometheus_client import REGISTRY  # takes long, and child processes are not scraped
+
+        return self._own_registry or REGISTRY
+
+    def _unregister_if_idle(self) -> None:
+        if self._is_registered and not self._sources and self.user.is_empty:
+            self._is_registered = False
+            self._folded.clear()
+            self._registry.unregister(self)
+
+    # ---- called by Prometheus' client
+
+    def describe(self) -> Iterable[Metric]:
+        """Return no metrics, because the names of user metrics are not known beforehand."""
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield every metric with its present values."""
+        with self._lock:
+            sources = list(self._sources.values())
+            found: dict[Key, float | HistogramCounts] = {
+                key: value.copy() if isinstance(value, HistogramCounts) else value
+                for key, value in self._folded.items()
+            }
+        users = self.user.samples()
+        found[("build_info", (__version__,))] = 1.0
+        for source in sources:
+            for name, labels, value in source.samples():
+                _merge(found, (name, labels), value)
+            users += source.user_samples()
+        yield from _families(found)
+        yield from _user_families(users)
+
+    def samples(self) -> list[MetricSample]:
+        """Return the samples of all sources, for a process that cannot be scraped directly."""
+        with self._lock:
+            sources = list(self._sources.values())
+        return [sample for source in sources for sample in source.samples()]
+
+
+#: The collector of this process. It is module-level state because Prometheus' registry is, too.
+PROCESS = ProcessMetrics()
+
+
+def plain_sample(sample: MetricSample) -> list[Any]:
+    """Return a sample as plain values."""
+    name, labels, value = sample
+    return [
+        name,
+        list(labels),
+        [list(value.counts), value.sum] if isinstance(value, HistogramCounts) else value,
+    ]
+
+
+def sample_of(plain: Sequence[Any]) -> MetricSample:
+    """Return the sample that `plain_sample` converted."""
+    name, labels, metrics = plain
+    spec = METRICS[name]
+    if spec.kind is not MetricKind.HISTOGRAM:
+        return name, tuple(labels), metrics
+    value = HistogramCounts(spec.bounds)
+    value.add(*metrics)
+    return name, tuple(labels), value
+
+
+def _merge(found: dict[Key, float | HistogramCounts], key: Key, value: float | HistogramCounts) -> None:
+    known = found.get(key)
+    if known is None:
+        found[key] = value.copy() if isinstance(value, HistogramCounts) else value
+    elif isinstance(known, HistogramCounts):
+        assert isinstance(value, HistogramCounts)
+        known.add(value.counts, value.sum)
+    else:
+        assert not isinstance(value, HistogramCounts)
+        found[key] = known + value
+
+
+def _instance_of(key: Key) -> str | None:
+    name, labels = key
+    return labels[0] if METRICS[name].labels[:1] == ("serve_instance",) else None
+
+
+def _families(found: dict[Key, float | HistogramCounts]) -> Iterator[Metric]:
+    from prometheus_client.core import Metric
+
+    by_name: dict[str, Metric] = {}
+    for (name, labels), value in found.items():
+        spec: MetricSpec = METRICS[name]
+        family = by_name.get(name)
+        if family is None:
+            family = by_name[name] = Metric(spec.name, spec.meaning, spec.kind.value)
+        _add(family, dict(zip(spec.labels, labels, strict=True)), value)
+    yield from by_name.values()
+
+
+def _user_families(samples: Iterable[UserSample]) -> Iterator[Metric]:
+    from prometheus_client.core import Metric
+
+    by_name: dict[str, tuple[UserMetric, Metric]] = {}
+    for sample in samples:
+        metric = sample.metric
+        if metric.name not in by_name:
+            family = Metric(metric.name, metric.description, metric.kind.value)
+            by_name[metric.name] = (metric, family)
+        known, family = by_name[metric.name]
+        # If replicas declare one name with different kinds, only the first kind is exported.
+        if known.kind is metric.kind:
+            _add(family, dict(sample.labels), sample.value)
+    for _, family in by_name.values():
+        yield family
+
+
+def _add(family: Metric, labels: dict[str, str], value: float | HistogramCounts) -> None:
+    if not isinstance(value, HistogramCounts):
+        ending = "_total" if family.type == MetricKind.COUNTER.value else ""
+        family.add_sample(family.name + ending, labels, value)
+        return
+    # A copy of the counts, so that all lines are consistent while other threads count.
+    counts, at_most = list(value.counts), 0
+    for bound, count in zip((*value.bounds, float("inf")), counts, strict=True):
+        at_most += count
+        family.add_sample(f"{family.name}_bucket", {**labels, "le": _bound_text(bound)}, at_most)
+    family.add_sample(f"{family.name}_count", labels, at_most)
+    family.add_sample(f"{family.name}_sum", labels, value.sum)
+
+
+def _bound_text(bound: float) -> str:
+    return "+Inf" if bound == float("inf") else repr(float(bound))

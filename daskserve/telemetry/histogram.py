@@ -1,0 +1,121 @@
+"""Counters of the request path: plain integers that take a fraction of a microsecond to increment.
+
+This module does not know Prometheus; `daskserve.telemetry.collector` turns counters into metrics at a scrape.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+
+from daskserve.common.formatting import shown
+from daskserve.errors import (
+    ActorLostError,
+    BackPressureError,
+    BadRequestError,
+    BodyTooLargeError,
+    NotFoundError,
+    RequestTimeoutError,
+    ServeError,
+    UnavailableError,
+    UserCodeError,
+)
+
+#: Upper bounds of the buckets of durations, in seconds, without the last bucket, which is unbounded.
+LATENCY_BUCKETS_S: Sequence[float] = (
+    0.0001,
+    0.00025,
+    0.0005,
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+    30.0,
+    60.0,
+)
+#: Upper bounds of the buckets of batch sizes.
+SIZE_BUCKETS: Sequence[float] = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+
+#: The cause of all errors that are not daskserve's own.
+USER_CODE = "user_code"
+TIMEOUT = "timeout"
+#: Values of the label ``cause`` by class of error; the first class that matches counts.
+CAUSES: Mapping[type[BaseException], str] = {
+    BackPressureError: "back_pressure",
+    RequestTimeoutError: TIMEOUT,
+    ActorLostError: "replica_lost",
+    UnavailableError: "unavailable",
+    NotFoundError: "not_found",
+    BodyTooLargeError: "max_body_bytes",
+    BadRequestError: "bad_request",
+    UserCodeError: USER_CODE,
+    ServeError: "internal",
+}
+
+
+class HistogramCounts:
+    """Counts values in buckets. One thread may write at a time, while others read.
+
+    Parameters
+    ----------
+    bounds : sequence of float
+        The largest value of each bucket except the last, in ascending order.
+    """
+
+    __slots__ = ("bounds", "counts", "sum")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = bounds
+        #: Number of values per bucket, not cumulative; the last bucket holds the values above all bounds.
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self.count} values, sum {shown(self.sum)}>"
+
+    @property
+    def count(self) -> int:
+        """Number of observed values."""
+        return sum(self.counts)
+
+    def observe(self, value: float) -> None:
+        """Count one value."""
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+    def add(self, counts: Iterable[int], total: float) -> None:
+        """Add the counts of another histogram with the same bounds."""
+        self.counts = [mine + theirs for mine, theirs in zip(self.counts, counts, strict=True)]
+        self.sum += total
+
+    def copy(self) -> HistogramCounts:
+        """Return a copy of the histogram."""
+        twin = HistogramCounts(self.bounds)
+        twin.add(self.counts, self.sum)
+        return twin
+
+
+class LatencyHistogram(HistogramCounts):
+    """Counts durations in seconds, in `LATENCY_BUCKETS_S`."""
+
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        super().__init__(LATENCY_BUCKETS_S)
+
+
+def cause_of(error: BaseException) -> str:
+    """Return the cause of a failed request, one of the values of `CAUSES`."""
+    for kind, cause in CAUSES.items():
+        if isinstance(error, kind):
+            return cause
+    return USER_CODE

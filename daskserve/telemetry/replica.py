@@ -1,0 +1,186 @@
+"""The counters of a replica and the samples that it exports."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from daskserve.common.types import Load, ReplicaTag
+from daskserve.errors import ReplicaBusyError
+from daskserve.telemetry.histogram import SIZE_BUCKETS, HistogramCounts, LatencyHistogram
+from daskserve.telemetry.table import MetricSample
+from daskserve.telemetry.user import UserMetrics, UserSample
+
+
+class MeteredQueue(Protocol):
+    """A queue for calls that user code makes."""
+
+    @property
+    def queued(self) -> int:
+        """Number of waiting calls; any thread may read it."""
+
+
+class BatchMetrics:
+    """The sizes of one method's batches, and the waiting times of their items."""
+
+    __slots__ = ("sizes", "waits")
+
+    def __init__(self) -> None:
+        self.sizes = HistogramCounts(SIZE_BUCKETS)
+        self.waits = LatencyHistogram()
+
+    def observe(self, waits_s: Sequence[float]) -> None:
+        """Count one batch, given the waiting times of its items."""
+        self.sizes.observe(len(waits_s))
+        for wait_s in waits_s:
+            self.waits.observe(wait_s)
+
+
+class ReplicaMetrics:
+    """The counters of a replica's requests."""
+
+    __slots__ = (
+        "batches",
+        "cancelled",
+        "failed",
+        "handled",
+        "latency",
+        "refused",
+        "start_failures",
+        "started_at",
+        "startup_s",
+        "timed_out",
+        "user",
+        "user_queues",
+    )
+
+    def __init__(self) -> None:
+        #: Requests that began.
+        self.handled = 0
+        #: Requests that user code answered with an error.
+        self.failed = 0
+        #: Requests that arrived while every slot was taken.
+        self.refused = 0
+        #: Requests that were cancelled by their callers or at their deadline.
+        self.cancelled = 0
+        #: Requests that were cancelled at their deadline.
+        self.timed_out = 0
+        self.latency = LatencyHistogram()
+        self.batches: dict[str, BatchMetrics] = {}
+        #: When the replica had started, in seconds since the epoch, and how long that took; 0 until then.
+        self.started_at = self.startup_s = 0.0
+        self.start_failures = 0
+        #: The metrics of user code.
+        self.user = UserMetrics()
+        #: The queues of batched methods, by id. The references are weak.
+        self.user_queues: weakref.WeakValueDictionary[int, MeteredQueue] = weakref.WeakValueDictionary()
+
+    def batches_of(self, method: str) -> BatchMetrics:
+        """Return the counters of one method's batches, created on first use; any thread may call this."""
+        found = self.batches.get(method)
+        if found is None:
+            found = self.batches.setdefault(method, BatchMetrics())
+        return found
+
+    def watch_queue(self, queue: MeteredQueue) -> None:
+        """Include a user-code queue in the queue length while it exists; any thread may call this."""
+        self.user_queues[id(queue)] = queue
+
+    def _queued_calls(self) -> int:
+        queues = [ref() for ref in self.user_queues.valuerefs()]
+        return sum(queue.queued for queue in queues if queue is not None)
+
+    def record_start(self, took_s: float, wall_time: float) -> None:
+        """Record that the replica has started."""
+        self.startup_s, self.started_at = took_s, wall_time
+
+    def refusal(self, replica_tag: ReplicaTag, ongoing: int) -> ReplicaBusyError:
+        """Count a request that found no free slot in time, and return the error to raise."""
+        self.refused += 1
+        return ReplicaBusyError(f"Replica {replica_tag!r} runs {ongoing} requests already.", ongoing=ongoing)
+
+    def give_up(self, *, is_late: bool) -> None:
+        """Count a cancelled request; ``is_late`` if its deadline had passed."""
+        self.cancelled += 1
+        self.timed_out += is_late
+
+    def plain(self) -> dict[str, Any]:
+        """Return the counters as plain values."""
+        return {
+            "handled_total": self.handled,
+            "failed_total": self.failed,
+            "refused_total": self.refused,
+            "cancelled_total": self.cancelled,
+            "timed_out_total": self.timed_out,
+            "latency_counts": list(self.latency.counts),
+            "latency_sum_s": self.latency.sum,
+        }
+
+    def brief(self, load: Callable[[], Load], more: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return the running and ended requests, their latencies and ``more``, as plain values."""
+        ongoing = load().ongoing
+        return {
+            "ongoing": ongoing,
+            "ended": self.handled - ongoing,
+            "latency_counts": list(self.latency.counts),
+            **more(),
+        }
+
+    def samples(self, labels: tuple[str, str, str]) -> list[MetricSample]:
+        """Return all samples except user metrics; ``labels`` are instance, deployment and replica."""
+        deployment = labels[:2]
+        found: list[MetricSample] = [
+            ("deployment_requests", deployment, self.handled),
+            ("deployment_errors", deployment, self.failed),
+            ("deployment_cancellations", deployment, self.cancelled),
+            ("deployment_timeouts", deployment, self.timed_out),
+            ("deployment_rejections", deployment, self.refused),
+            ("deployment_request_duration_seconds", deployment, self.latency),
+            ("deployment_replica_start_failures", deployment, self.start_failures),
+            ("deployment_replica_starts", deployment, int(self.started_at > 0)),
+        ]
+        if self.started_at:
+            found += [
+                ("replica_requests", labels, self.handled),
+                ("replica_errors", labels, self.failed),
+                ("replica_request_duration_seconds", labels, self.latency),
+                ("replica_start_time_seconds", labels, self.started_at),
+                ("replica_startup_duration_seconds", labels, self.startup_s),
+            ]
+        for method, each in list(self.batches.items()):
+            found.append(("batch_size", (*deployment, method), each.sizes))
+            found.append(("batch_wait_seconds", (*deployment, method), each.waits))
+        return found
+
+    def states(
+        self,
+        labels: tuple[str, str, str],
+        *,
+        load: Load,
+        concurrency: int,
+        abandoned: int,
+        loop_blocks: int,
+        probe_failures: int,
+        is_healthy: bool,
+    ) -> list[MetricSample]:
+        """Return the samples of state that is kept elsewhere; only counters before the replica is up."""
+        deployment = labels[:2]
+        counts: list[MetricSample] = [
+            ("deployment_loop_blocks", deployment, loop_blocks),
+            ("deployment_health_check_failures", deployment, probe_failures),
+        ]
+        if not self.started_at:
+            return counts
+        return [
+            *counts,
+            ("replica_ongoing_requests", labels, load.ongoing),
+            ("replica_queued_requests", labels, load.queued + self._queued_calls()),
+            ("replica_abandoned_requests", labels, abandoned),
+            ("replica_max_ongoing_requests", labels, concurrency),
+            ("replica_healthy", labels, int(is_healthy)),
+        ]
+
+    def user_samples(self, labels: tuple[str, str, str]) -> list[UserSample]:
+        """Return the samples of user metrics; ``labels`` as for `samples`."""
+        return self.user.samples(*zip(("serve_instance", "deployment", "replica"), labels, strict=True))

@@ -1,0 +1,223 @@
+"""State that the requests of one server share, and that the requests of one connection share."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from daskserve.common.clock import Clock
+from daskserve.common.types import ALL_HTTP_METHODS
+from daskserve.proxies.asgi import ASGI_VERSIONS, ASGIApp, Headers
+from daskserve.proxies.exchange.idle import IdleWatch
+from daskserve.proxies.exchange.limits import BODY_RATE, BODY_SIZE, BUFFERS, IDLE, Limits
+from daskserve.proxies.exchange.request_body import RequestBody
+from daskserve.proxies.exchange.request_head import MALFORMED, HeadLimits, check_host
+from daskserve.proxies.exchange.response_head import DateHeader, HeadCache
+from daskserve.proxies.exchange.stream import Stream, addresses_of, can_tell_hangups
+from daskserve.proxies.exchange.websocket.session import WebSocketSession
+
+#: Why a body is refused, by the status of the response.
+_CAUSES: Mapping[int, str] = {400: MALFORMED, 408: BODY_RATE, 413: BODY_SIZE, 503: BUFFERS}
+#: Longer hosts are not kept, because idle connections would hold their memory.
+_KEPT_HOST = 255
+
+
+class Ongoing(Protocol):
+    """The request on a connection: a `daskserve.proxies.exchange.exchange.Exchange`."""
+
+    @property
+    def body(self) -> RequestBody:
+        """The body."""
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether a part of the response was written."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the whole response was written."""
+
+    @property
+    def unread(self) -> Stream | None:
+        """The stream, if nothing reads from it now."""
+
+    #: Whether the connection waits for the next request.
+    is_over: bool
+
+    @property
+    def wants_body(self) -> bool:
+        """Whether the body is incomplete and still needed, and the client sends it unasked or was asked."""
+
+    def refuse(self, status: int, text: str, headers: Headers = ()) -> None:
+        """Answer in place of the application, and close the connection."""
+
+    def probe_client(self, *, is_late: bool) -> None:
+        """Have the operating system find out whether a client that sends no more is still there."""
+
+    def on_connection_close(self) -> None:
+        """Cancel the request because its client has disconnected."""
+
+
+class Refusals:
+    """Counts the requests that the server refuses in place of the application.
+
+    Attributes
+    ----------
+    causes : Counter
+        How many there were, by cause.
+    bodies : Counter
+        How many of them had a body that was refused before the response began, by method and status.
+    """
+
+    def __init__(self) -> None:
+        self.causes: Counter[str] = Counter()
+        self.bodies: Counter[tuple[str, str]] = Counter()
+
+    def count_body(self, method: str, status: int, *, is_cut: bool) -> None:
+        """Count a request that ends because of its body: with a response of this status, or cut off."""
+        self.causes[_CAUSES[status]] += 1
+        if not is_cut:
+            self.bodies[method if method in ALL_HTTP_METHODS else "OTHER", str(status)] += 1
+
+
+class ServerState:
+    """State that all requests of one server share.
+
+    Attributes
+    ----------
+    tasks : set
+        The tasks of requests whose application is running.
+    connections : set
+        The open connections that carry HTTP.
+    sockets : set
+        The open WebSockets.
+    is_draining : bool
+        Whether each response is the last on its connection.
+    refusals : Refusals
+        The requests that the server has refused.
+    limits : Limits
+        The limits of clients that stand still, and of memory.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        head_limits: HeadLimits,
+        max_body_bytes: int,
+        idle_timeout_s: float,
+        clock: Clock,
+        max_message_bytes: int,
+        deflates_messages: bool = False,
+        tls: ssl.SSLContext | None = None,
+        limits: Limits | None = None,
+    ) -> None:
+        self.app = app
+        self.limits = Limits() if limits is None else limits
+        self.tls = tls
+        self.idle_timeout_s = idle_timeout_s
+        self.head_limits = head_limits
+        self.max_message_bytes = max_message_bytes
+        self.deflates_messages = deflates_messages
+        self.tasks: set[asyncio.Task[None]] = set()
+        self.connections: set[Connection] = set()
+        self.sockets: set[WebSocketSession] = set()
+        self.is_draining = False
+        self.refusals = Refusals()
+        #: Called with a connection that stays open although the client's data has ended.
+        self.note_end: Callable[[Connection], None] = _ignore
+        #: Returns the size that no body may exceed; the application may set a lower limit for each.
+        self.largest_body_bytes: Callable[[], int] = lambda: max_body_bytes
+        #: Returns whether requests of the endpoint of a path wait for a slot.
+        self.is_crowded: Callable[[str], bool] = lambda path: False
+        #: Ends another body to make room for one that exceeds the budget; returns whether it did.
+        self.make_room: Callable[[RequestBody], bool] = lambda body: False
+        self.watch = IdleWatch(idle_timeout_s, self._end_idle)
+        self.clock = clock
+        self.date = DateHeader(clock)
+        self.heads = HeadCache(self.date)
+
+    def _end_idle(self, connection: Connection) -> None:
+        self.limits.hit(IDLE)
+        connection.close()
+
+    def keep(self, task: asyncio.Task[None]) -> None:
+        """Have a task cancelled with the server."""
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+    def cancel(self, task: asyncio.Task[None]) -> None:
+        """Cancel a task, unless it is cleaning up after an earlier cancellation."""
+        if not task.cancelling():
+            task.cancel()
+            # A task that is cancelled before its first step does not remove itself.
+            task.add_done_callback(self.tasks.discard)
+
+
+def _ignore(connection: Connection) -> None: ...
+
+
+class Connection:
+    """One open connection: its stream, its addresses and its current request."""
+
+    __slots__ = ("awaits_head", "client", "exchange", "host", "path", "scope", "stream")
+
+    def __init__(self, stream: Stream, *, is_encrypted: bool = False) -> None:
+        self.stream = stream
+        self.client, server = addresses_of(stream.socket)
+        #: The scope of a request, to copy and fill in, which takes half as long as building it.
+        self.scope: dict[str, Any] = {
+            "type": "http",
+            "asgi": ASGI_VERSIONS,
+            "scheme": "https" if is_encrypted else "http",
+            "root_path": "",
+            "client": self.client,
+            "server": server,
+            **dict.fromkeys(("http_version", "method", "path", "raw_path", "query_string", "headers")),
+        }
+        self.exchange: Ongoing | None = None
+        #: Whether the client has sent a part of a request's head, or has yet to send its first one.
+        self.awaits_head = True
+        #: The path of the last request.
+        self.path = ""
+        #: A host that was checked: most clients never change it.
+        self.host: str | None = None
+
+    def check_host(self, framing: Mapping[str, str], version: str) -> None:
+        """Check the host of a request, and keep it; raises `RefusedRequestError`."""
+        check_host(framing, version)
+        host = framing.get("Host", "")
+        self.host = host if len(host) <= _KEPT_HOST else None
+
+    def is_idle(self) -> bool:
+        """Return whether the connection has neither a complete head of a request nor a response to send."""
+        return (self.exchange is None or self.exchange.is_over) and not self.stream.writing()
+
+    def is_incomplete(self) -> bool:
+        """Return whether the client takes its time over the head of a request."""
+        return self.awaits_head and self.is_idle()
+
+    def await_head(self, watch: IdleWatch[Connection]) -> None:
+        """Note that a part of a head was received: its time begins with its first byte."""
+        if not self.awaits_head:
+            self.awaits_head = True
+            watch.watch(self)
+
+    def stays_open(self, server_state: ServerState) -> bool:
+        """Return whether the connection stays open for a response when the client ends its side."""
+        waits = can_tell_hangups() and self.exchange is not None and self.exchange.unread is not None
+        if waits:
+            server_state.note_end(self)
+        return waits
+
+    def close(self) -> None:
+        """Close the connection, and cancel its request."""
+        if self.exchange is not None:
+            self.exchange.on_connection_close()
+        self.stream.close()
+
+    def __str__(self) -> str:
+        return "{}:{}".format(*self.client) if self.client else "unknown client"

@@ -1,0 +1,102 @@
+"""Metrics of the ingress: responses by route, method and status, their durations, and the causes of errors.
+
+Clients cannot create new time series: paths without a route are counted together, and so are all methods that
+are not registered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from daskserve.proxies.ingress.routes import Route
+from daskserve.telemetry.histogram import LatencyHistogram
+from daskserve.telemetry.table import MetricSample
+
+#: The registered methods; see RFC 9110 and RFC 5789. A WebSocket is counted as a method.
+METHODS = frozenset(
+    ("GET", "HEAD", "POST", "PUT", "DELETE", "CONNECT", "OPTIONS", "TRACE", "PATCH", "WEBSOCKET")
+)
+OTHER_METHOD = "OTHER"
+#: The status of requests whose client disconnected before the response, as other servers log it.
+CLIENT_GONE = 499
+#: Above this number of routes, the metrics of deleted ones are dropped.
+MAX_ROUTES = 1000
+
+#: The paths at which a proxy answers whether it can take requests, and whether all that should run does.
+HEALTHZ, READYZ = "/-/healthz", "/-/readyz"
+#: The routes of requests that match none, and of those that the ingress answers.
+NO_ROUTE = Route("", "", frozenset())
+SYSTEM_ROUTES: Mapping[str, Route] = {
+    path: Route(path, "", frozenset(("GET", "HEAD"))) for path in (HEALTHZ, READYZ, "/-/routes")
+}
+
+
+class RouteMetrics:
+    """The counts of one route."""
+
+    __slots__ = ("errors", "latency", "responses")
+
+    def __init__(self) -> None:
+        #: By method and status.
+        self.responses: dict[tuple[str, int], int] = {}
+        #: By cause: those of `daskserve.telemetry.histogram.cause_of`, and some of the ingress.
+        self.errors: dict[str, int] = {}
+        self.latency = LatencyHistogram()
+
+
+class IngressMetrics:
+    """The counts of one ingress."""
+
+    def __init__(self) -> None:
+        self._routes: dict[tuple[str, str], RouteMetrics] = {}
+        #: Requests whose own id is not used.
+        self.bad_ids = 0
+        #: The durations of dropped routes.
+        self._dropped = LatencyHistogram()
+
+    @property
+    def latency(self) -> LatencyHistogram:
+        """The durations of all requests, of dropped routes too."""
+        total = LatencyHistogram()
+        for each in [self._dropped, *(metrics.latency for metrics in self._routes.values())]:
+            total.add(each.counts, each.sum)
+        return total
+
+    def observe(self, route: Route, method: str, status: int, seconds: float, cause: str) -> None:
+        """Count a request that has ended; ``cause`` is empty if the ingress saw no error."""
+        metrics = self._routes.get((route.route, route.endpoint))
+        if metrics is None:
+            metrics = self._routes[(route.route, route.endpoint)] = RouteMetrics()
+        responses = metrics.responses
+        key = (method, status)
+        if key not in responses:  # the method may be unregistered, or the status unusual
+            if not 100 <= status <= 599:
+                status = CLIENT_GONE if not status else 599
+            key = (method if method in METHODS else OTHER_METHOD, status)
+            responses.setdefault(key, 0)
+        responses[key] += 1
+        if cause:
+            metrics.errors[cause] = metrics.errors.get(cause, 0) + 1
+        if method != "WEBSOCKET":  # a connection may be open for days
+            metrics.latency.observe(seconds)
+
+    def keep(self, routes: Mapping[str, str]) -> None:
+        """Drop the metrics of routes that no longer exist, if there are many."""
+        if len(self._routes) > MAX_ROUTES:
+            known = {*routes.items(), *((path, "") for path in ("", *SYSTEM_ROUTES))}
+            for key, each in list(self._routes.items()):
+                if key not in known:
+                    del self._routes[key]
+                    self._dropped.add(each.latency.counts, each.latency.sum)
+
+    def samples(self, instance: str) -> list[MetricSample]:
+        """Return all metrics."""
+        found: list[MetricSample] = [("http_limited_requests", (instance, "request_id"), self.bad_ids)]
+        for (route, endpoint), metrics in list(self._routes.items()):
+            labels = (instance, route, endpoint)
+            found.append(("http_request_duration_seconds", labels, metrics.latency))
+            for (method, status), count in list(metrics.responses.items()):
+                found.append(("http_requests", (*labels, method, str(status)), count))
+            for cause, count in list(metrics.errors.items()):
+                found.append(("http_errors", (*labels, cause), count))
+        return found

@@ -1,0 +1,314 @@
+"""The state machine of an answer: which event is allowed when, what is counted, and when the slot is free."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import itertools
+import pickle
+import re
+from collections.abc import Callable
+from typing import Any, get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from daskserve.common.types import DONE as SENT
+from daskserve.common.types import Envelope, EnvelopeKind, Load, Message, QueueTimeout
+from daskserve.data.replica.execution.runner import CodeRun
+from daskserve.data.replica.requests import states
+from daskserve.data.replica.requests.replica_request import InvalidRequestTransition, ReplicaRequest
+from daskserve.data.replica.requests.slots import Slots
+from daskserve.data.replica.requests.states import (
+    CANCELLED,
+    DONE,
+    OPEN_STATES,
+    RUNNING,
+    STREAMING,
+    TRANSITIONS,
+    WAITING,
+    RequestEvent,
+    RequestState,
+)
+from daskserve.data.replica.user_code.responses import Unfinished
+from daskserve.errors import ActorLostError, ReplicaBusyError
+from daskserve.telemetry.replica import ReplicaMetrics
+from daskserve.testing import run_virtual
+
+
+class ScriptedRun(CodeRun):
+    """Code that ends when the test says so."""
+
+    def __init__(self, listener: Any, *, ends_when_cancelled: bool = False) -> None:
+        super().__init__(set(), print, (), contextvars.copy_context(), listener)
+        self.stops = 0
+        self._ends_when_cancelled = ends_when_cancelled
+
+    def end(self, value: Any = None, error: Exception | None = None) -> None:
+        self._end(value, error)
+
+    def _stop(self) -> None:
+        self.stops += 1
+        if self._ends_when_cancelled:
+            self._end(None, None)
+
+
+class ScriptedRequest(ReplicaRequest):
+    """An answer whose user code is a `ScriptedRun`."""
+
+    def __init__(self, deadline: float | None = None, **options: Any) -> None:
+        metrics = ReplicaMetrics()
+        slots = Slots("b#AAAAAA", 1, metrics)
+        slots.is_open = True
+        super().__init__(Envelope(EnvelopeKind.CALL, {}, deadline=deadline), slots, metrics)
+        self.options = options
+        self.code: ScriptedRun
+
+    def begin(self, receive: Any = None, send: Any = None) -> None:
+        self.run = self.code = ScriptedRun(self, **self.options)
+
+    def go_on(self, unfinished: Unfinished) -> None:
+        self.begin()
+
+    def message(self, value: Any) -> Message | None:
+        return {"type": "call.result", "payload": value}
+
+    def needs_task(self) -> bool:
+        return False
+
+    def run_code(self) -> ScriptedRun:
+        """Begin, having a slot."""
+        self.slots.ongoing += 1
+        self.granted()
+        self.begin()
+        return self.code
+
+    @property
+    def counts(self) -> tuple[int, int, int, int, int]:
+        """What was handled, failed, cancelled, of that late, and how many durations were observed."""
+        metrics = self.metrics
+        return (
+            metrics.handled,
+            metrics.failed,
+            metrics.cancelled,
+            metrics.timed_out,
+            metrics.latency.count,
+        )
+
+
+# ---- the table
+
+
+def test_the_table_in_the_documentation_is_the_table_that_holds() -> None:
+    lines = (states.__doc__ or "").splitlines()
+    rows = [re.split(r"  +", line)[:3] for line in lines if re.match(r"[A-Z]+  ", line)]
+    documented = {
+        (state.lower(), event.lower()): after.lower()
+        for state, events, after in rows
+        for event in events.split(", ")
+    }
+    assert documented == dict(TRANSITIONS)
+
+
+def test_every_state_but_done_has_a_way_out_and_done_has_none() -> None:
+    assert {state for state, _ in TRANSITIONS} == set(get_args(RequestState)) - {DONE}
+    assert set(TRANSITIONS.values()) == set(get_args(RequestState)) - {WAITING}
+    assert {event for _, event in TRANSITIONS} == set(get_args(RequestEvent))
+
+
+@pytest.mark.parametrize(
+    ("state", "event"), list(itertools.product(get_args(RequestState), get_args(RequestEvent)))
+)
+def test_an_event_moves_as_the_table_says_or_raises(state: RequestState, event: RequestEvent) -> None:
+    answer = ScriptedRequest()
+    answer.state = state
+    after = TRANSITIONS.get((state, event))
+    if after is not None:
+        answer._move(event)
+        assert answer.state == after
+        return
+    with pytest.raises(InvalidRequestTransition, match=f"{state}.*{event!r}"):
+        answer._move(event)
+    assert answer.state == state
+
+
+def test_an_invalid_event_names_the_state_of_the_answer() -> None:
+    answer = ScriptedRequest()
+    answer.run_code()
+    answer.partial()
+    answer.leave()
+    expected = "<ScriptedRequest cancelled> cannot take the event 'granted'"
+    with pytest.raises(InvalidRequestTransition, match=re.escape(expected)) as caught:
+        answer.granted()
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+# ---- what is counted, and when the slot is free
+
+
+def test_an_answered_request_gives_its_slot_back_and_counts_once() -> None:
+    answer = ScriptedRequest()
+    answer.run_code().end("value")
+    assert (answer.state, answer.slots.load()) == (RUNNING, Load(1, 0))
+    answer.answered()
+    assert (answer.state, answer.slots.load(), answer.counts) == (DONE, Load(0, 0), (1, 0, 0, 0, 1))
+
+
+def test_a_request_whose_code_failed_counts_as_failed() -> None:
+    answer = ScriptedRequest()
+    answer.run_code().end(None, KeyError("k"))
+    answer.fail()
+    answer.leave()
+    answer.fail()
+    assert (answer.state, answer.slots.load(), answer.counts) == (DONE, Load(0, 0), (1, 1, 0, 0, 1))
+
+
+@pytest.mark.parametrize(("now", "late"), [(None, 0), (6.9, 0), (7.0, 1)])
+def test_a_caller_that_leaves_cancels_the_code_once_and_the_slot_waits_for_its_end(
+    now: float | None, late: int
+) -> None:
+    answer = ScriptedRequest(deadline=7.0)
+    code = answer.run_code()
+    for _ in range(2):
+        answer.leave(now)
+        answer.fail()
+        answer.run_aborted(ActorLostError("stopped"))
+    assert (answer.state, code.stops, answer.slots.load()) == (CANCELLED, 1, Load(1, 0))
+    code.end("too late for anybody")
+    assert (answer.state, answer.slots.load(), answer.counts) == (DONE, Load(0, 0), (1, 0, 1, late, 1))
+
+
+def test_code_that_ends_at_once_when_cancelled_gives_the_slot_back_once() -> None:
+    answer = ScriptedRequest(ends_when_cancelled=True)
+    answer.run_code()
+    answer.leave()
+    assert (answer.state, answer.slots.ongoing) == (DONE, 0)
+
+
+def test_a_batch_holds_the_slots_of_its_requests_until_it_has_ended() -> None:
+    answer = ScriptedRequest()
+    answer.slots.ongoing += 1
+    answer.granted()
+    answer.hold()
+    answer.leave()
+    assert (answer.state, answer.slots.ongoing) == (CANCELLED, 1)
+    answer.unhold()
+    assert (answer.state, answer.slots.ongoing) == (DONE, 0)
+
+
+def test_a_request_that_left_before_its_batch_ran_gives_its_slot_back_once() -> None:
+    answer = ScriptedRequest()
+    answer.slots.ongoing += 1
+    answer.granted()
+    answer.leave()
+    answer.hold()
+    answer.unhold()
+    assert (answer.state, answer.slots.ongoing) == (DONE, 0)
+
+
+@pytest.mark.parametrize("end", ["leave", "fail"])
+def test_a_request_without_a_slot_counts_nothing_and_frees_nothing(end: str) -> None:
+    answer = ScriptedRequest()
+    answer.slots.ongoing = 1  # of another request
+    getattr(answer, end)()
+    assert (answer.state, answer.slots.ongoing, answer.counts) == (DONE, 1, (0, 0, 0, 0, 0))
+
+
+EVENTS: dict[str, Callable[[ScriptedRequest], None]] = {
+    "partial": lambda answer: answer.partial(),
+    "value": lambda answer: answer.code.end("value"),
+    "error": lambda answer: answer.code.end(None, KeyError("k")),
+    "abort": lambda answer: answer.code.abort(ActorLostError("stopped")),
+    "leave": lambda answer: answer.leave(),
+    "fail": lambda answer: answer.fail(),
+    "hold": lambda answer: answer.hold(),
+    "unhold": lambda answer: answer.unhold() if answer.holds else None,
+}
+
+
+@given(st.lists(st.sampled_from(sorted(EVENTS))), st.booleans())
+def test_whatever_happens_the_slot_is_freed_once_and_each_request_counts_once(
+    names: list[str], ends_when_cancelled: bool
+) -> None:
+    answer = ScriptedRequest(ends_when_cancelled=ends_when_cancelled)
+    code = answer.run_code()
+    for name in names:
+        EVENTS[name](answer)
+        # The slot is held as long as the caller waits or user code runs.
+        assert answer.slots.ongoing == (answer.state != DONE)
+        assert code.stops <= 1
+        if answer.state == CANCELLED:
+            assert answer.holds or not code.is_ended
+    code.end()
+    for _ in range(answer.holds):
+        answer.unhold()
+    if answer.state in OPEN_STATES:
+        answer.answered()
+    assert (answer.state, answer.slots.ongoing) == (DONE, 0)
+    handled, failed, cancelled, _, observed = answer.counts
+    assert (handled, observed) == (1, 1)
+    assert failed + cancelled <= 1
+
+
+# ---- both ways to the caller
+
+
+def test_a_task_takes_the_steps_of_user_code_and_sends_its_answer() -> None:
+    async def main() -> None:
+        answer, sent = ScriptedRequest(), []
+
+        def send(message: Message) -> Any:
+            sent.append(message)
+            return SENT
+
+        carrying = asyncio.create_task(answer.respond(None, send))  # type: ignore[arg-type]
+        await asyncio.sleep(0)
+        first = answer.code
+        first.end(Unfinished("rest"))
+        await asyncio.sleep(0)
+        assert (answer.state, answer.code is first) == (STREAMING, False)
+        answer.code.end("value")
+        assert await carrying == Load(0, 0)
+        assert sent == [{"type": "call.result", "payload": "value"}]
+        assert answer.state == DONE
+
+    run_virtual(main)
+
+
+def test_a_task_that_gets_no_slot_leaves_no_trace() -> None:
+    async def main() -> None:
+        answer = ScriptedRequest()
+        answer.slots.ongoing = 1
+        with pytest.raises(ReplicaBusyError):
+            await answer.respond(None, None)  # type: ignore[arg-type]
+        assert (answer.state, answer.metrics.refused, answer.counts) == (DONE, 1, (0, 0, 0, 0, 0))
+
+        waiting = ScriptedRequest()
+        waiting.envelope.queue_timeout = QueueTimeout(60.0)
+        waiting.slots.ongoing = 1
+        carrying = asyncio.create_task(waiting.respond(None, None))  # type: ignore[arg-type]
+        await asyncio.sleep(1)
+        assert waiting.slots.load() == Load(1, 1)
+        carrying.cancel()
+        await asyncio.wait([carrying])
+        assert (waiting.state, waiting.slots.load(), waiting.counts) == (DONE, Load(1, 0), (0, 0, 0, 0, 0))
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize("end", ["value", "error", "abort"])
+def test_a_caller_without_a_task_is_told_once(end: str) -> None:
+    error = LookupError("it")  # not the module's own: its traceback keeps the answer
+    told: list[Any] = []
+    answer = ScriptedRequest(ends_when_cancelled=True)
+    give_up = answer.start(lambda *how: told.append(how))
+    assert give_up is not None
+    if end == "abort":
+        answer.code.abort(error)
+    else:
+        answer.code.end("value", error if end == "error" else None)
+    give_up()
+    message = {"type": "call.result", "payload": "value"}
+    assert told == [(message, Load(0, 0)) if end == "value" else (None, error)]
+    assert answer.state == DONE
