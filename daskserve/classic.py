@@ -3,6 +3,10 @@
 Its names are those of Ray Serve before applications. They work beside `daskserve.run`, on the same instance.
 """
 
+from __future__ import annotations
+
+from typing import Any
+
 from daskserve.client.client import AsyncClient, Client
 from daskserve.client.functions.classic import (
     create_backend,
@@ -50,6 +54,7 @@ from daskserve.options.actor import ActorOptions
 from daskserve.options.backend import BackendConfig
 from daskserve.options.environment import CondaEnv
 from daskserve.options.http import HTTPOptions
+from daskserve.options.ray_names import missing_name
 
 __all__ = [
     "ActorOptions",
@@ -105,3 +110,7 @@ __all__ = [
     "wait_for_goal",
     "wait_for_goal_async",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    raise missing_name(__name__, name)
