@@ -102,8 +102,8 @@ def create_backend(state: State, spec: BackendSpec, *, goal_id: GoalId, now: flo
         if existing.request_id == spec.request_id:
             return Outcome({}, existing.goal)
         raise AlreadyRegisteredError(
-            f"Cannot create backend. {described(spec.tag, 'Backend')} is already registered. Delete it first, "
-            "or use update_backend_config to change its options."
+            f"Cannot create backend. {described(spec.tag, 'Backend')} is already registered. Delete it "
+            "first, or use update_backend_config to change its options."
         )
     record, code = _new_record(state, spec, now, is_deployment=False)
     change: Change = {code.key: code}
