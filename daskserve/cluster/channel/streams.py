@@ -38,6 +38,7 @@ from daskserve.common.types import (
     Receive,
     Send,
 )
+from daskserve.errors import ActorLostError
 from daskserve.payload.pickling import message_bytes
 
 #: How many bytes of a body may be in flight. A reader grants credit in steps of half a window, so that short
@@ -177,7 +178,13 @@ class Opened:
         """Send the request; the callback gets its one answer, and an `ActorLostError` if the connection ends.
 
         This is for requests without a deadline or a body, and costs half of what `respond` costs.
+
+        Raises
+        ------
+        ActorLostError
+            The connection has ended.
         """
+        self._check_open()
         self._on_answer = on_answer
         self._streams[self._number] = self
         self._outlet.post(self._frame(), CALL_WORK)
@@ -193,6 +200,7 @@ class Opened:
         Exception
             The error that the actor's handler raised.
         """
+        self._check_open()
         inbox = self._inbox = Inbox()
         self._streams[self._number] = self
         pump = None
@@ -226,6 +234,12 @@ class Opened:
             self._streams.pop(self._number, None)
             if pump is not None:
                 pump.cancel()
+
+    def _check_open(self) -> None:
+        """Raise `ActorLostError` if the connection has ended since the request was made."""
+        if self._outlet.is_closed:
+            closed = f"The connection to {self._address.worker} is closed."
+            raise ActorLostError(closed, begun=False, is_disconnected=True)
 
     def put(self, *items: Any) -> None:
         """Take what has arrived."""
