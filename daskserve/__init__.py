@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from daskserve._version import __version__
 
 if TYPE_CHECKING:
-    from daskserve import config, context, errors, exceptions, handle, metrics, schema
+    from daskserve import classic, context, errors, metrics
     from daskserve.autoscaling.context import AutoscalingContext, Decision
     from daskserve.client.client import AsyncClient, Client
     from daskserve.client.definitions.deployments import Application, Deployment
@@ -25,40 +25,6 @@ if TYPE_CHECKING:
         run_async,
         run_many,
         run_many_async,
-    )
-    from daskserve.client.functions.classic import (
-        create_backend,
-        create_backend_async,
-        create_endpoint,
-        create_endpoint_async,
-        delete_backend,
-        delete_backend_async,
-        delete_deployment,
-        delete_deployment_async,
-        delete_endpoint,
-        delete_endpoint_async,
-        get_backend_config,
-        get_backend_config_async,
-        get_deployment,
-        get_deployment_async,
-        get_deployment_info,
-        get_deployment_info_async,
-        get_handle,
-        get_handle_async,
-        list_backends,
-        list_backends_async,
-        list_deployments,
-        list_deployments_async,
-        list_endpoints,
-        list_endpoints_async,
-        set_traffic,
-        set_traffic_async,
-        shadow_traffic,
-        shadow_traffic_async,
-        update_backend_config,
-        update_backend_config_async,
-        wait_for_goal,
-        wait_for_goal_async,
     )
     from daskserve.client.functions.deployment import deployment
     from daskserve.client.functions.finding import connect, connect_async
@@ -85,8 +51,6 @@ if TYPE_CHECKING:
         PlacementBundle,
         PlacementGroup,
         ReplicaContext,
-        get_current_backend_tag,
-        get_current_replica_tag,
         get_deployment_actor_context,
         get_replica_context,
     )
@@ -95,15 +59,13 @@ if TYPE_CHECKING:
     from daskserve.data.caller.calls.handle import Handle
     from daskserve.data.caller.calls.response import Response
     from daskserve.data.caller.calls.response_stream import ResponseGenerator
-    from daskserve.data.replica.requests.accept_batch import accept_batch
     from daskserve.data.replica.user_code.class_app import ingress
-    from daskserve.data.replica.user_code.request_objects import ServeRequest
     from daskserve.errors import ServeError
     from daskserve.options.actor import ActorOptions
     from daskserve.options.autoscaling import AutoscalingConfig
     from daskserve.options.backend import BackendConfig
     from daskserve.options.deployment_actor import DeploymentActorConfig
-    from daskserve.options.environment import CondaEnv, Environment
+    from daskserve.options.environment import Environment
     from daskserve.options.gang import GangSchedulingConfig
     from daskserve.options.http import HTTPOptions
 
@@ -145,38 +107,7 @@ _HOMES: Mapping[str, str] = {
     "Deployment": "client.definitions.deployments",
     "Application": "client.definitions.deployments",
     # the classic system
-    "create_backend": "client.functions.classic",
-    "create_backend_async": "client.functions.classic",
-    "update_backend_config": "client.functions.classic",
-    "update_backend_config_async": "client.functions.classic",
-    "get_backend_config": "client.functions.classic",
-    "get_backend_config_async": "client.functions.classic",
-    "list_backends": "client.functions.classic",
-    "list_backends_async": "client.functions.classic",
-    "delete_backend": "client.functions.classic",
-    "delete_backend_async": "client.functions.classic",
-    "create_endpoint": "client.functions.classic",
-    "create_endpoint_async": "client.functions.classic",
-    "list_endpoints": "client.functions.classic",
-    "list_endpoints_async": "client.functions.classic",
-    "set_traffic": "client.functions.classic",
-    "set_traffic_async": "client.functions.classic",
-    "shadow_traffic": "client.functions.classic",
-    "shadow_traffic_async": "client.functions.classic",
-    "delete_endpoint": "client.functions.classic",
-    "delete_endpoint_async": "client.functions.classic",
-    "get_handle": "client.functions.classic",
-    "get_handle_async": "client.functions.classic",
-    "get_deployment": "client.functions.classic",
-    "get_deployment_async": "client.functions.classic",
-    "list_deployments": "client.functions.classic",
-    "list_deployments_async": "client.functions.classic",
-    "get_deployment_info": "client.functions.classic",
-    "get_deployment_info_async": "client.functions.classic",
-    "delete_deployment": "client.functions.classic",
-    "delete_deployment_async": "client.functions.classic",
-    "wait_for_goal": "client.functions.classic",
-    "wait_for_goal_async": "client.functions.classic",
+    "classic": "",
     # options
     "HTTPOptions": "options.http",
     "BackendConfig": "options.backend",
@@ -184,7 +115,6 @@ _HOMES: Mapping[str, str] = {
     "AutoscalingConfig": "options.autoscaling",
     "DeploymentActorConfig": "options.deployment_actor",
     "GangSchedulingConfig": "options.gang",
-    "CondaEnv": "options.environment",
     "Environment": "options.environment",
     # policies
     "AutoscalingContext": "autoscaling",
@@ -193,14 +123,10 @@ _HOMES: Mapping[str, str] = {
     "Handle": "data.caller.calls.handle",
     "Response": "data.caller.calls.response",
     "ResponseGenerator": "data.caller.calls.response_stream",
-    "ServeRequest": "data.replica.user_code.request_objects",
     "handle": "",
-    "accept_batch": "data.replica.requests.accept_batch",
     "batch": "data.batching.decorator",
     # inside a backend
     "context": "",
-    "get_current_backend_tag": "context",
-    "get_current_replica_tag": "context",
     "get_replica_context": "context",
     "ReplicaContext": "context",
     "GangContext": "context",
@@ -230,7 +156,6 @@ __all__ = [
     "AutoscalingContext",
     "BackendConfig",
     "Client",
-    "CondaEnv",
     "Decision",
     "Deployment",
     "DeploymentActorConfig",
@@ -248,57 +173,27 @@ __all__ = [
     "ResponseGenerator",
     "RunTarget",
     "ServeError",
-    "ServeRequest",
     "Status",
     "__version__",
-    "accept_batch",
     "batch",
-    "config",
+    "classic",
     "connect",
     "connect_async",
     "context",
-    "create_backend",
-    "create_backend_async",
-    "create_endpoint",
-    "create_endpoint_async",
     "delete",
     "delete_async",
-    "delete_backend",
-    "delete_backend_async",
-    "delete_deployment",
-    "delete_deployment_async",
-    "delete_endpoint",
-    "delete_endpoint_async",
     "deployment",
     "errors",
-    "exceptions",
     "explain",
     "explain_async",
     "get_app_handle",
     "get_app_handle_async",
-    "get_backend_config",
-    "get_backend_config_async",
-    "get_current_backend_tag",
-    "get_current_replica_tag",
-    "get_deployment",
     "get_deployment_actor",
     "get_deployment_actor_context",
-    "get_deployment_async",
     "get_deployment_handle",
     "get_deployment_handle_async",
-    "get_deployment_info",
-    "get_deployment_info_async",
-    "get_handle",
-    "get_handle_async",
     "get_replica_context",
-    "handle",
     "ingress",
-    "list_backends",
-    "list_backends_async",
-    "list_deployments",
-    "list_deployments_async",
-    "list_endpoints",
-    "list_endpoints_async",
     "metrics",
     "run",
     "run_async",
@@ -306,23 +201,14 @@ __all__ = [
     "run_many_async",
     "scale",
     "scale_async",
-    "schema",
     "set_target_capacity",
     "set_target_capacity_async",
-    "set_traffic",
-    "set_traffic_async",
-    "shadow_traffic",
-    "shadow_traffic_async",
     "shutdown",
     "shutdown_async",
     "start",
     "start_async",
     "status",
     "status_async",
-    "update_backend_config",
-    "update_backend_config_async",
-    "wait_for_goal",
-    "wait_for_goal_async",
 ]
 
 
@@ -330,6 +216,11 @@ def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is None and name in _PRIVATE_NAMES:
         return getattr(importlib.import_module(__name__), name.removeprefix("_"))
+    if home is None and not name.startswith("_"):
+        # The classic functions were here before they had a module; programs may go on using them here.
+        classic = importlib.import_module("daskserve.classic")
+        if name in classic.__all__:
+            return getattr(classic, name)
     if home is None:
         from daskserve.options.ray_names import missing_name
 

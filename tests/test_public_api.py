@@ -18,7 +18,6 @@ PUBLIC = {
     "AutoscalingContext",
     "BackendConfig",
     "Client",
-    "CondaEnv",
     "Decision",
     "Deployment",
     "DeploymentActorConfig",
@@ -34,56 +33,26 @@ PUBLIC = {
     "ResponseGenerator",
     "RunTarget",
     "ServeError",
-    "ServeRequest",
     "Status",
     "__version__",
-    "accept_batch",
     "batch",
-    "config",
+    "classic",
     "connect",
     "connect_async",
-    "create_backend",
-    "create_backend_async",
-    "create_endpoint",
-    "create_endpoint_async",
     "delete",
     "delete_async",
-    "delete_backend",
-    "delete_backend_async",
-    "delete_deployment",
-    "delete_deployment_async",
-    "delete_endpoint",
-    "delete_endpoint_async",
     "context",
     "deployment",
     "errors",
-    "exceptions",
     "explain",
     "explain_async",
     "get_app_handle",
     "get_app_handle_async",
-    "get_backend_config",
-    "get_backend_config_async",
-    "get_current_backend_tag",
-    "get_current_replica_tag",
-    "get_deployment",
     "get_deployment_actor",
     "get_deployment_actor_context",
-    "get_deployment_async",
     "get_deployment_handle",
     "get_deployment_handle_async",
-    "get_deployment_info",
-    "get_deployment_info_async",
-    "get_handle",
-    "get_handle_async",
-    "list_backends",
-    "list_backends_async",
-    "list_deployments",
-    "list_deployments_async",
-    "list_endpoints",
-    "list_endpoints_async",
     "ingress",
-    "handle",
     "get_replica_context",
     "ReplicaContext",
     "ReplicaRank",
@@ -94,23 +63,14 @@ PUBLIC = {
     "run_many_async",
     "scale",
     "scale_async",
-    "schema",
     "set_target_capacity",
     "set_target_capacity_async",
-    "set_traffic",
-    "set_traffic_async",
-    "shadow_traffic",
-    "shadow_traffic_async",
     "shutdown",
     "shutdown_async",
     "start",
     "start_async",
     "status",
     "status_async",
-    "update_backend_config",
-    "update_backend_config_async",
-    "wait_for_goal",
-    "wait_for_goal_async",
 }
 
 
@@ -124,6 +84,28 @@ def test_every_public_name_exists_and_is_documented(name: str) -> None:
     value = getattr(serve, name)
     assert value is getattr(serve, name)
     assert name == "__version__" or value.__doc__
+
+
+def test_the_classic_names_are_in_a_module_and_go_on_working_from_the_package(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    assert {"create_backend", "set_traffic", "get_handle", "accept_batch", "CondaEnv", "ServeRequest"} <= set(
+        serve.classic.__all__
+    )
+    for name in serve.classic.__all__:
+        value = getattr(serve.classic, name)
+        assert value.__doc__
+        assert getattr(serve, name) is value
+    assert not recwarn.list
+
+
+def test_ray_serves_modules_are_attributes() -> None:
+    assert serve.config.AutoscalingConfig is serve.AutoscalingConfig
+    assert [serve.exceptions.__name__, serve.handle.__name__, serve.schema.__name__] == [
+        "daskserve.exceptions",
+        "daskserve.handle",
+        "daskserve.schema",
+    ]
 
 
 def test_an_unknown_name_raises_attribute_error() -> None:
@@ -207,9 +189,7 @@ def test_no_public_name_is_hidden_by_a_submodule() -> None:
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
     )
-    assert (
-        done.stdout.strip() == "['config', 'context', 'errors', 'exceptions', 'handle', 'metrics', 'schema']"
-    )
+    assert done.stdout.strip() == "['classic', 'context', 'errors', 'metrics']"
 
 
 def test_errors_say_whether_a_retry_may_help() -> None:

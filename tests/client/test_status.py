@@ -95,6 +95,14 @@ def test_a_status_is_a_table_of_backends_and_one_of_actors() -> None:
     ]
 
 
+def test_a_traceback_names_its_actor_and_deployment_as_the_user_did() -> None:
+    message = "a replica failed to start\nTraceback of it"
+    status = Status(
+        instance="a", backends={"fa/fa:ba::f0911e86": BackendStatus("FAILED", 1, 0, "v", message)}
+    )
+    assert "Actor 'ba' of deployment 'fa' of application 'fa':\nTraceback of it" in str(status)
+
+
 def test_in_a_notebook_a_status_is_tables_and_what_users_wrote_is_text() -> None:
     evil = "<img src=x onerror='alert(1)'>&"
     status = Status(

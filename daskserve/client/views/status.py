@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from daskserve.client.views.table import Table, html_table, table
 from daskserve.common.formatting import shown
-from daskserve.common.types import short_tag
+from daskserve.common.types import described, short_tag
 from daskserve.internals.ipython import with_cell_lines
 from daskserve.payload.shown_errors import shortened
 
@@ -320,7 +320,7 @@ class Status:
             for name, app in self.applications.items()
             for part, each in app.deployments.items()
         ]
-        named += [(f"Backend {short_tag(name)!r}", each.message) for name, each in self.backends.items()]
+        named += [(described(name, "Backend"), each.message) for name, each in self.backends.items()]
         found: dict[str, str] = {}
         for name, message in named:
             more = with_cell_lines(shortened(message.partition("\n")[2]))

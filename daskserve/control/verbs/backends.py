@@ -102,8 +102,8 @@ def create_backend(state: State, spec: BackendSpec, *, goal_id: GoalId, now: flo
         if existing.request_id == spec.request_id:
             return Outcome({}, existing.goal)
         raise AlreadyRegisteredError(
-            f"Cannot create backend. Backend '{spec.tag}' is already registered. Delete it first, or use "
-            "update_backend_config to change its options."
+            f"Cannot create backend. {described(spec.tag, 'Backend')} is already registered. Delete it "
+            "first, or use update_backend_config to change its options."
         )
     record, code = _new_record(state, spec, now, is_deployment=False)
     change: Change = {code.key: code}
@@ -299,7 +299,7 @@ def delete_backend(
     users = [each for each in state.endpoints_of(tag) if each != leaving]
     if users:
         raise BadRequestError(
-            f"Backend '{tag}' is used by endpoint {', '.join(repr(each) for each in sorted(users))} and "
+            f"{described(tag, 'Backend')} is used by endpoint {', '.join(map(repr, sorted(users)))} and "
             "cannot be deleted. Please remove the backend from all endpoints (traffic and shadows) and "
             "try again."
         )
