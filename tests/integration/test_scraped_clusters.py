@@ -220,7 +220,7 @@ def test_workers_in_one_process_are_one_target() -> None:
     program = """
 import urllib.request, daskserve as serve
 from distributed import Client, LocalCluster
-from scraping import Figures
+from scraping import Metrics
 options = {"n_workers": 2, "processes": False, "dashboard_address": "127.0.0.1:0"}
 with LocalCluster(**options) as cluster, Client(cluster) as dask:
     with serve.start(dask_client=dask, http_options={"port": 0}) as client:
@@ -228,7 +228,7 @@ with LocalCluster(**options) as cluster, Client(cluster) as dask:
         client.create_endpoint("e", backend="b", route="/e")
         for _ in range(6):
             urllib.request.urlopen(client.http_urls()[0] + "/e").read()
-        found = Figures(dask)
+        found = Metrics(dask)
         counted = [found.total(f"daskserve_{name}_requests_total") for name in ("http", "deployment")]
         print(len(found.by_target), *counted, found.values("daskserve_replica_healthy"))
 """

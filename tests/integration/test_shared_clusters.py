@@ -110,7 +110,7 @@ def test_a_change_that_does_not_come_about_leaves_what_was_there(
     with pytest.raises(AlreadyRegisteredError, match="Add --replace to replace it, --restore"):
         run(external, version("2"))
     with pytest.raises(
-        BadRequestError, match=r"port is 0 instead of 1, server is 'tornado' instead of 'uvic"
+        BadRequestError, match=r"port is 0 instead of 1, server is 'tornado' instead of 'asyn"
     ):
         run(external, version("2"), http={"port": 1, "server": "asyncio"}, is_blocking=False)
     port = int(serve.connect(dask_client=external.client).http_urls()[0].rpartition(":")[2])

@@ -160,7 +160,7 @@ class ActorRegistry:
         self._verbs = verbs_of(self)
 
     def __repr__(self) -> str:
-        return f"<ActorBook of {self.worker} actors={len(self.entries)}>"
+        return f"<ActorRegistry of {self.worker} actors={len(self.entries)}>"
 
     def dispatch(self, name: str, incarnation: int, envelope: Envelope) -> ActorRequest:
         """Take a request: of the registry itself, a control call, or a request to an actor."""

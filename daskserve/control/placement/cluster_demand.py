@@ -1,4 +1,4 @@
-"""Growth: how many workers an adaptive cluster has to add for the replicas that wait. Pure."""
+"""How many workers an adaptive cluster has to add for the replicas that wait. Pure."""
 
 from __future__ import annotations
 

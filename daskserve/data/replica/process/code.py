@@ -154,7 +154,7 @@ class ChildCode:
         child.on_end = self._note_end
         facts = await self._start_child(child)
         keep_asking = keep_asking_for_metrics(self.statistics, start.replica_tag, self._context.clock)
-        self._asking = asyncio.create_task(keep_asking, name=f"daskserve-figures-{start.replica_tag}")
+        self._asking = asyncio.create_task(keep_asking, name=f"daskserve-metrics-{start.replica_tag}")
         self._waiting = asyncio.create_task(
             _note_leaving(self, child), name=f"daskserve-leaving-{start.replica_tag}"
         )
