@@ -121,7 +121,10 @@ class ProxyActor:
             dispatch=self._dispatch,
             rng=self._context.rng,
             takes_whole=not middlewares,
-            bodies=BodyGate(self._routers.router, options.max_body_bytes),
+            bodies=BodyGate(
+                lambda endpoint: self._routers.router(endpoint).body_rules(options.max_body_bytes),
+                lambda endpoint: self._routers.router(endpoint).check_queue(),
+            ),
             unready=lambda: self._unready,
             is_store_taken=lambda: self._is_store_taken,
         )
@@ -200,7 +203,7 @@ class ProxyActor:
         }
 
     def samples(self) -> list[MetricSample]:
-        """Return the metrics; see `daskserve.figures.collector.Source`."""
+        """Return the metrics; see `daskserve.figures.table.Source`."""
         if self._ingress is None:
             return []
         instance = self._context.spec.instance

@@ -52,7 +52,7 @@ class Controller:
         await self._core.stop(grace_s)
 
     def samples(self) -> list[MetricSample]:
-        """Return the figures as metrics; see `daskserve.figures.collector.Source`."""
+        """Return the figures as metrics; see `daskserve.figures.table.Source`."""
         return self._core.samples()
 
 

@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable, Collection, Coroutine, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from daskserve.cluster.channel.kept import KeptAnswers
 from daskserve.cluster.protocols.base import (
@@ -24,6 +24,7 @@ from daskserve.cluster.protocols.base import (
     Hosted,
     ReportsFigures,
     ReportsHealth,
+    ReportsStart,
     verb,
     verbs_of,
 )
@@ -59,14 +60,6 @@ HOST_ACTOR = "host"
 
 def _nothing() -> None:
     pass
-
-
-@runtime_checkable
-class ReportsStart(Protocol):
-    """An actor whose start has stages, as that of a replica has."""
-
-    def stage(self) -> tuple[str, float]:
-        """Return what its start does now, such as "loading its code", and since when."""
 
 
 @dataclass(slots=True, eq=False)

@@ -270,7 +270,7 @@ class ChannelPool:
         return channel
 
     def samples(self) -> list[MetricSample]:
-        """Return the metrics; see `daskserve.figures.collector.Source`."""
+        """Return the metrics; see `daskserve.figures.table.Source`."""
         return [
             ("channels", (), len(self._serving)),
             ("channel_connections", (), self._opened),

@@ -10,9 +10,10 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from daskserve.cluster.channel.wire.frames import ANSWER, CREDIT, DATA, END, is_last, wire_message
+from daskserve.cluster.channel.wire.transport import Transport
 from daskserve.common.types import DONE, KeptPayload, Load, MayLeaveAnswer, Message, OnAnswer, Receive
 from daskserve.payload.pickling import message_bytes
 
@@ -121,20 +122,20 @@ class Opened:
 class Asked:
     """A single-answer stream that this side opened. The answer goes to a callback; no task waits."""
 
-    __slots__ = ("_message", "_number", "_on_answer", "_outlet", "_streams", "call")
+    __slots__ = ("_message", "_number", "_on_answer", "_streams", "_transport", "call")
 
     def __init__(
         self,
         number: int,
         streams: MutableMapping[int, Any],
-        outlet: Outlet,
+        transport: Transport,
         on_answer: OnAnswer,
         call: MayLeaveAnswer | None,
     ) -> None:
         self.call = call
         self._number = number
         self._streams = streams
-        self._outlet = outlet
+        self._transport = transport
         self._on_answer = on_answer
         self._message: Message | None = None
 
@@ -159,7 +160,7 @@ class Asked:
             self._message = item
             size_bytes = message_bytes(item)
             if size_bytes >= WINDOW_BYTES // 2:
-                self._outlet.post((CREDIT, self._number, size_bytes))
+                self._transport.post((CREDIT, self._number, size_bytes))
 
     def answer(self, messages: Sequence[Message], load: Load) -> None:
         """Take the last messages and end the stream, without granting credit."""
@@ -168,14 +169,6 @@ class Asked:
     def _end(self, message: Message | None, outcome: Load | Exception) -> None:
         self._streams.pop(self._number, None)
         self._on_answer(message, outcome)
-
-
-class Outlet(Protocol):
-    """The part of a `daskserve.cluster.channel.wire.transport.Transport` that streams send through."""
-
-    @property
-    def turn(self) -> int: ...
-    def post(self, frame: Any) -> None: ...
 
 
 class Accepted:
@@ -188,8 +181,8 @@ class Accepted:
         "_frame",
         "_inbox",
         "_number",
-        "_outlet",
         "_taken_bytes",
+        "_transport",
         "_turn",
         "has_body",
         "task",
@@ -198,9 +191,9 @@ class Accepted:
 
     task: asyncio.Task[None]
 
-    def __init__(self, number: int, outlet: Outlet, *, has_body: bool | Literal[2]) -> None:
+    def __init__(self, number: int, transport: Transport, *, has_body: bool | Literal[2]) -> None:
         self._number = number
-        self._outlet = outlet
+        self._transport = transport
         # The last frame; messages are added to it until it is sent.
         self._frame: list[Any] = []
         self._turn = -1
@@ -225,28 +218,28 @@ class Accepted:
         message: Message = await self.inbox.get()
         self._taken_bytes += message_bytes(message)
         if self._taken_bytes >= WINDOW_BYTES // 2 and not is_last(message):
-            self._outlet.post((CREDIT, self._number, self._taken_bytes))
+            self._transport.post((CREDIT, self._number, self._taken_bytes))
             self._taken_bytes = 0
         return message
 
     def send(self, message: Message) -> Awaitable[None]:
         """Send a message to the client; the result waits while the client reads too slowly."""
-        if self._turn == self._outlet.turn:
+        if self._turn == self._transport.turn:
             self._frame[2].append(wire_message(message))
         else:
-            self._turn = self._outlet.turn
+            self._turn = self._transport.turn
             self._frame = [DATA, self._number, [wire_message(message)]]
-            self._outlet.post(self._frame)
+            self._transport.post(self._frame)
         return DONE if self.window.take(message_bytes(message)) else self.window.wait()
 
     def end(self, load: Load) -> None:
         """Send the end of the stream with the actor's load."""
-        if self._turn == self._outlet.turn:
+        if self._turn == self._transport.turn:
             self._frame[0] = ANSWER
             self._frame += (load.ongoing, load.queued)
             self._turn = -1
         else:
-            self._outlet.post((END, self._number, load.ongoing, load.queued))
+            self._transport.post((END, self._number, load.ongoing, load.queued))
 
 
 class AcceptedOnDemand(Accepted):
@@ -256,5 +249,5 @@ class AcceptedOnDemand(Accepted):
 
     async def receive(self) -> Message:
         if self._inbox is None:  # the first call
-            self._outlet.post((CREDIT, self._number, 1))
+            self._transport.post((CREDIT, self._number, 1))
         return await super().receive()

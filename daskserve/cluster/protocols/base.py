@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar, runtime_checkable
 
@@ -35,7 +35,7 @@ from daskserve.common.types import (
 )
 from daskserve.context import HasLink
 from daskserve.errors import ServeError
-from daskserve.figures.table import MetricSample
+from daskserve.figures.table import Source
 from daskserve.loops.hops import Hop, Hops, Landing
 from daskserve.loops.threads import StartThread, start_daemon
 from daskserve.payload.parcels import Parcel
@@ -55,7 +55,7 @@ class ActorSpec:
     incarnation: int
     instance: InstanceName
     payload: bytes = field(default=b"", repr=False)  # may hold passwords
-    start_timeout_s: float | None = None  # of each stage of its start, see `actor_book.ReportsStart`
+    start_timeout_s: float | None = None  # of each stage of its start, see `ReportsStart`
 
     @property
     def epoch(self) -> int:
@@ -106,7 +106,7 @@ def verbs_of(*parts: object) -> Mapping[str, Verb]:
     }
 
 
-class Hosted(Protocol):
+class Hosted(Source, Protocol):
     """An actor that a Host can run."""
 
     @property
@@ -122,9 +122,6 @@ class Hosted(Protocol):
     async def stop(self, grace_s: float) -> None:
         """Stop; running requests may finish for up to ``grace_s``. Idempotent; cancelled only if late."""
 
-    def samples(self) -> Iterable[MetricSample]:
-        """Return the actor's metrics; see `daskserve.figures.collector.Source`."""
-
 
 @runtime_checkable
 class HandlesNowait(Protocol):
@@ -132,6 +129,14 @@ class HandlesNowait(Protocol):
 
     def handle_nowait(self, envelope: Envelope, on_answer: OnAnswer) -> Callable[[], None] | None:
         """Start to answer a request, and return a function that cancels it; None if it needs `handle`."""
+
+
+@runtime_checkable
+class ReportsStart(Protocol):
+    """An actor whose start has stages, as that of a replica has."""
+
+    def stage(self) -> tuple[str, float]:
+        """Return what its start does now, such as "loading its code", and since when."""
 
 
 @runtime_checkable

@@ -12,7 +12,7 @@ from daskserve.figures.table import MetricSample
 
 
 class SupervisorFigures:
-    """A `daskserve.figures.collector.Source`."""
+    """A `daskserve.figures.table.Source`."""
 
     def __init__(
         self, instances: Mapping[InstanceName, Instance], hosts: HostRegistry, guard: SiteGuard

@@ -153,7 +153,7 @@ class _BatchRunner:
             on_batch=None if figures is None else figures.batches_of(self.function.__name__).observe,
         )
         if figures is not None:
-            figures.watch_queue(queue)
+            figures.watch_queue(queue.queued)
         return queue
 
     def warn_if_unreachable(self, limits: BatchLimits) -> None:

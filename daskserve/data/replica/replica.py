@@ -80,7 +80,7 @@ class Replica:
     def stage(self) -> tuple[str, float]:
         """Return what the start does now, and since when.
 
-        See `daskserve.cluster.actors.registry.ReportsStart`.
+        See `daskserve.cluster.protocols.base.ReportsStart`.
         """
         return self._code.stage.doing, self._code.stage_since
 
@@ -210,7 +210,7 @@ class Replica:
     # ---- figures
 
     def samples(self) -> list[MetricSample]:
-        """Return the replica's metrics; see `daskserve.figures.collector.Source`."""
+        """Return the replica's metrics; see `daskserve.figures.table.Source`."""
         code, slots = self._code, self._slots
         own = self._figures.samples(self._labels) + self._figures.states(
             self._labels,
