@@ -51,13 +51,13 @@ PROTOCOL_EXCEPTIONS: Mapping[str, str] = dict.fromkeys(
         "Caller",
         "SlotHolder",
         "HasQueued",
-        "LineOwner",
+        "WebSocketOwner",
     ),
     "its room is being rebuilt",
 )
 #: ``"daskserve/x.py:NAME": "why this module-level object may change"``
 STATE_EXCEPTIONS: Mapping[str, str] = {
-    "daskserve/figures/collector.py:PROCESS": "it is part of Prometheus' registry, which is per process",
+    "daskserve/telemetry/collector.py:PROCESS": "it is part of Prometheus' registry, which is per process",
     "daskserve/common/types.py:DONE": "it is an empty tuple of an awaitable class",
 }
 #: ``"daskserve/x.py": "why this file reads or passes on the environment"``

@@ -42,8 +42,8 @@ REPLACES: Final = "a change replaces the replicas"
 
 
 @dataclass(frozen=True, slots=True)
-class Concealed:
-    """Marks a field with secrets, as ``Annotated[..., Concealed(hidden)]``.
+class Masked:
+    """Marks a field with secrets, as ``Annotated[..., Masked(hidden)]``.
 
     Attributes
     ----------
@@ -121,22 +121,22 @@ class Options(BaseModel):
         except ValidationError as error:
             others = [each for each in Options.__subclasses__() if each is not cls and each.place]
             places = [(name, each.place) for each in others for name in each.model_fields]
-            raise explained(error, cls, places, cls._concealed()) from None
+            raise explained(error, cls, places, cls._masked_field()) from None
 
     @classmethod
-    def _concealed(cls) -> dict[str, Callable[[Any], Any]]:
+    def _masked_field(cls) -> dict[str, Callable[[Any], Any]]:
         """Return what is shown of the values of options with secrets, by the option's name."""
         return {
             name: each.show
             for name, field in cls.model_fields.items()
             for each in field.metadata
-            if isinstance(each, Concealed)
+            if isinstance(each, Masked)
         }
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
-        concealed = self._concealed()
+        masked_field = self._masked_field()
         for name, value in super().__repr_args__():
-            yield name, concealed[name](value) if name in concealed else value
+            yield name, masked_field[name](value) if name in masked_field else value
 
     def to_plain(self) -> dict[str, Any]:
         """Return the options that were set, as plain values from which the model can be restored."""
@@ -254,19 +254,19 @@ def explained(
     error: ValidationError,
     model: type[BaseModel],
     places: Iterable[tuple[str, str]],
-    concealed: Mapping[str, Callable[[Any], Any]],
+    masked_field: Mapping[str, Callable[[Any], Any]],
 ) -> Exception:
     """Return a validation error whose unknown options are explained, without secrets.
 
     Parameters
     ----------
-    concealed : mapping
+    masked_field : mapping
         The options with secrets, each with a function that returns what is shown of a value.
     """
     listed = list(places)
 
     def explain(found: Any) -> InitErrorDetails:
-        found = {**found, "input": _without_secrets(found["loc"], found["input"], concealed)}
+        found = {**found, "input": _without_secrets(found["loc"], found["input"], masked_field)}
         if found["type"] != "extra_forbidden" or len(found["loc"]) != 1:
             return as_details(found)
         text = describe_unknown(str(found["loc"][0]), model.__name__, names_of(model), listed)
@@ -276,18 +276,20 @@ def explained(
 
 
 def _without_secrets(
-    place: tuple[int | str, ...], given: Any, concealed: Mapping[str, Callable[[Any], Any]]
+    place: tuple[int | str, ...], given: Any, masked_field: Mapping[str, Callable[[Any], Any]]
 ) -> Any:
     """Return the input that an error shows, which is that of one option or of the whole model."""
     if not place:
         if not isinstance(given, Mapping):
             return given
-        return {name: concealed[name](each) if name in concealed else each for name, each in given.items()}
+        return {
+            name: masked_field[name](each) if name in masked_field else each for name, each in given.items()
+        }
     name = str(place[0])
-    if name in concealed:
-        return concealed[name](given) if len(place) == 1 else HIDDEN
+    if name in masked_field:
+        return masked_field[name](given) if len(place) == 1 else HIDDEN
     # It may be a misspelled one.
-    return HIDDEN if difflib.get_close_matches(name, concealed, 1) else given
+    return HIDDEN if difflib.get_close_matches(name, masked_field, 1) else given
 
 
 def wrong_type(text: str) -> PydanticCustomError:

@@ -48,7 +48,7 @@ def method(
     @functools.wraps(verb)
     def form(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
         async def call() -> T:
-            if self._connection.link.runs_here():
+            if self._connection.cluster_connection.runs_here():
                 raise BlockingCallError
             return await verb(self._verbs, *args, **kwargs)
 

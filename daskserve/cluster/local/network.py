@@ -72,7 +72,7 @@ class LocalNetwork:
         if is_cut and directly:
             raise OSError("the network between them is cut")
         ours, theirs = connect((caller, when_awake), (worker, state.when_awake), self._latency_s)
-        ours.is_detour = is_cut
+        ours.is_relayed = is_cut
         self._spawn(channels.serve(theirs))
         return ours
 

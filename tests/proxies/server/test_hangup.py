@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from daskserve.proxies.exchange.carrier import Connection
+from daskserve.proxies.exchange.server_state import Connection
 from daskserve.proxies.server.hangup import LATE_S, QUICK_S, SOON_S, HangupWatch
 from daskserve.testing import run_virtual
 
@@ -48,12 +48,12 @@ class Waiting(Connection):
 
 async def watched(*ends: tuple[float, Waiting]) -> None:
     """Watch connections whose data ends at these times, for a second."""
-    carrier: Any = SimpleNamespace(connections=set(), sockets=set())
-    watch = HangupWatch(carrier)
+    server_state: Any = SimpleNamespace(connections=set(), sockets=set())
+    watch = HangupWatch(server_state)
     watch.start()
     loop = asyncio.get_running_loop()
     for at, connection in ends:
-        loop.call_at(at, carrier.note_end, connection)
+        loop.call_at(at, server_state.note_end, connection)
     await asyncio.sleep(1)
     watch.stop()
     for _, connection in ends:

@@ -8,12 +8,12 @@ from typing import Any
 
 from daskserve.common.types import Load, ReplicaTag
 from daskserve.errors import ReplicaBusyError
-from daskserve.figures.histogram import SIZE_BUCKETS, HistogramCounts, LatencyHistogram
-from daskserve.figures.table import MetricSample
-from daskserve.figures.user import UserFigures, UserSample
+from daskserve.telemetry.histogram import SIZE_BUCKETS, HistogramCounts, LatencyHistogram
+from daskserve.telemetry.table import MetricSample
+from daskserve.telemetry.user import UserMetrics, UserSample
 
 
-class BatchFigures:
+class BatchMetrics:
     """The sizes of one method's batches, and the waiting times of their items."""
 
     __slots__ = ("sizes", "waits")
@@ -29,7 +29,7 @@ class BatchFigures:
             self.waits.observe(wait_s)
 
 
-class ReplicaFigures:
+class ReplicaMetrics:
     """The counters of a replica's requests."""
 
     __slots__ = (
@@ -59,20 +59,20 @@ class ReplicaFigures:
         #: Requests that were cancelled at their deadline.
         self.timed_out = 0
         self.latency = LatencyHistogram()
-        self.batches: dict[str, BatchFigures] = {}
+        self.batches: dict[str, BatchMetrics] = {}
         #: When the replica had started, in seconds since the epoch, and how long that took; 0 until then.
         self.started_at = self.startup_s = 0.0
         self.start_failures = 0
         #: The metrics of user code.
-        self.user = UserFigures()
+        self.user = UserMetrics()
         #: The methods that return the lengths of the queues of batched methods.
         self.user_queues: list[weakref.WeakMethod[Callable[[], int]]] = []
 
-    def batches_of(self, method: str) -> BatchFigures:
+    def batches_of(self, method: str) -> BatchMetrics:
         """Return the counters of one method's batches, created on first use; any thread may call this."""
         found = self.batches.get(method)
         if found is None:
-            found = self.batches.setdefault(method, BatchFigures())
+            found = self.batches.setdefault(method, BatchMetrics())
         return found
 
     def watch_queue(self, length: Callable[[], int]) -> None:

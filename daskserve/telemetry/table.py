@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
-from daskserve.figures.histogram import LATENCY_BUCKETS_S, SIZE_BUCKETS, HistogramCounts
+from daskserve.telemetry.histogram import LATENCY_BUCKETS_S, SIZE_BUCKETS, HistogramCounts
 
 
 class MetricKind(Enum):
