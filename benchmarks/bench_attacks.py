@@ -152,7 +152,7 @@ def limits_met(dask_worker: Any) -> dict[str, float]:
         str(labels[-1]): value
         for actor in dask_worker.state.actors.values()
         if type(actor).__name__ == "Host"
-        for name, entry in actor.book.entries.items()
+        for name, entry in actor.registry.entries.items()
         if "/proxy/" in name
         for sample, labels, value in entry.actor._server.samples("")
         if sample in ("http_limited_requests", "http_accept_pauses") and value

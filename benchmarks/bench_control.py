@@ -34,7 +34,7 @@ from daskserve.common.clock import LoopClock
 from daskserve.common.types import ActorKind, Location, WorkerInfo
 from daskserve.control.backend import step as backend_state
 from daskserve.control.backend.actions import StartReplica
-from daskserve.control.backend.inputs import World as StepInputs
+from daskserve.control.backend.inputs import StepInputs
 from daskserve.control.controller import Controller
 from daskserve.control.observed.observed import Observed
 from daskserve.control.records import checkpoint
@@ -147,14 +147,14 @@ async def tick_s(world: World) -> float:
     from daskserve.control.reconcile import TICK_SLICE
 
     names = sorted(world.state.backends)
-    figures = []
+    metrics = []
     for start in range(0, min(len(names), RUNS * TICK_SLICE), TICK_SLICE):
         began = time.process_time()
         for name in names[start : start + TICK_SLICE]:
             world.step(name)
         sorted(world.state.workers_in_use())
-        figures.append(time.process_time() - began)
-    return statistics.median(figures)
+        metrics.append(time.process_time() - began)
+    return statistics.median(metrics)
 
 
 def recovery_s(world: World) -> float:

@@ -68,7 +68,7 @@ class Called:
         return float(array[0])
 
 
-class Caller:
+class Responder:
     """Calls another deployment and measures the time."""
 
     def __init__(self, handle: Any) -> None:
@@ -90,7 +90,7 @@ class Caller:
         return statistics.median(alone), IN_FLIGHT * CALLS_OF_EACH / (time.perf_counter() - began)
 
 
-class Link:
+class ClusterConnection:
     """Calls the next deployment of a chain."""
 
     def __init__(self, following: Any = None) -> None:
@@ -162,7 +162,9 @@ def deployed(config: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
         with serve.start(http_options={"location": "NoServer"}, dask_client=dask) as client:
             one, other = dask.scheduler_info(n_workers=-1)["workers"]
             called = serve.deployment(name="echo", config=config, actor_options={"workers": [other]})(Called)
-            caller = serve.deployment(name="caller", config=config, actor_options={"workers": [one]})(Caller)
+            caller = serve.deployment(name="caller", config=config, actor_options={"workers": [one]})(
+                Responder
+            )
             application = caller.bind(called.bind())
             yield serve.run(application, route_prefix=None), serve.get_deployment_handle("echo", "default")
             assert {each.worker for each in client.status().replicas("echo")} == {other}
@@ -234,8 +236,10 @@ def measure_chain(runs: int) -> None:
 def _chain(config: dict[str, Any], *workers: str) -> serve.Application:
     bound = None
     for worker in workers:
-        link = serve.deployment(name="link", config=config, actor_options={"workers": [worker]})(Link)
-        bound = link.bind() if bound is None else link.bind(bound)
+        connection = serve.deployment(name="link", config=config, actor_options={"workers": [worker]})(
+            ClusterConnection
+        )
+        bound = connection.bind() if bound is None else connection.bind(bound)
     assert bound is not None
     return bound
 

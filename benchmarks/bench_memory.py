@@ -140,9 +140,9 @@ async def gauges(dask_worker: Any) -> int:
     ongoing = 0
     for actor in dask_worker.state.actors.values():
         if isinstance(actor, Host):
-            for entry in actor.book.entries.values():
-                figures = await getattr(entry.actor, "statistics", lambda: _nothing())()
-                ongoing += figures.get("ongoing", 0) + figures.get("queued", 0)
+            for entry in actor.registry.entries.values():
+                metrics = await getattr(entry.actor, "statistics", lambda: _nothing())()
+                ongoing += metrics.get("ongoing", 0) + metrics.get("queued", 0)
     gc.collect()
     return ongoing
 

@@ -24,16 +24,16 @@ from daskserve.context import ReplicaContext, current_replica
 from daskserve.control.observed.observed import Observed
 from daskserve.control.records.records import BackendRecord, Change, ReplicaRecord
 from daskserve.control.records.state import State
-from daskserve.control.views.metrics import ControlFigures
+from daskserve.control.views.metrics import ControlMetrics
 from daskserve.data.caller.routing.metrics import ReplicaSetMetrics
-from daskserve.figures.collector import ProcessMetrics
-from daskserve.figures.histogram import LATENCY_BUCKETS_S
-from daskserve.figures.replica import ReplicaFigures
-from daskserve.figures.table import MetricSample
 from daskserve.options.actor import ActorOptions
 from daskserve.options.backend import BackendConfig
-from daskserve.proxies.ingress.figures import IngressFigures
+from daskserve.proxies.ingress.metrics import IngressMetrics
 from daskserve.proxies.ingress.routes import Route
+from daskserve.telemetry.collector import ProcessMetrics
+from daskserve.telemetry.histogram import LATENCY_BUCKETS_S
+from daskserve.telemetry.replica import ReplicaMetrics
+from daskserve.telemetry.table import MetricSample
 
 REQUESTS = 50_000
 ROUNDS = 9
@@ -42,7 +42,7 @@ DEPLOYMENTS, REPLICAS = 1000, 10
 
 
 def a_request() -> Callable[[], object]:
-    ingress, router, replica, traffic = IngressFigures(), ReplicaSetMetrics(), ReplicaFigures(), Traffic()
+    ingress, router, replica, traffic = IngressMetrics(), ReplicaSetMetrics(), ReplicaMetrics(), Traffic()
     route = Route("/a", "e", frozenset(("GET",)))
 
     def count() -> None:
@@ -81,7 +81,7 @@ def by_prometheus_client() -> Callable[[], object]:
 
 
 def a_users_count() -> Callable[[], object]:
-    current_replica.set(ReplicaContext("i", "d", "d#1", figures=ReplicaFigures()))
+    current_replica.set(ReplicaContext("i", "d", "d#1", metrics=ReplicaMetrics()))
     hits = metrics.Counter("hits", tag_keys=("model",))
     tags = {"model": "a"}
     return lambda: hits.inc(tags=tags)
@@ -91,23 +91,23 @@ class Worker:
     """The metrics of a worker with ten deployments of ten replicas each, and a proxy with their routes."""
 
     def __init__(self) -> None:
-        self._ingress = IngressFigures()
+        self._ingress = IngressMetrics()
         self._replicas = {
-            ("i", f"d{number}", f"d{number}#{other}"): ReplicaFigures()
+            ("i", f"d{number}", f"d{number}#{other}"): ReplicaMetrics()
             for number in range(10)
             for other in range(10)
         }
         for number in range(10):
             for status in (200, 404, 500):
                 self._ingress.observe(Route(f"/{number}", "e", frozenset()), "GET", status, 0.01, "")
-        for figures in self._replicas.values():
-            figures.record_start(1.0, 1.0)
+        for replica_metrics in self._replicas.values():
+            replica_metrics.record_start(1.0, 1.0)
 
     def samples(self) -> list[MetricSample]:
         found = self._ingress.samples("i")
-        for labels, figures in self._replicas.items():
-            found += figures.samples(labels)
-            found += figures.states(
+        for labels, replica_metrics in self._replicas.items():
+            found += replica_metrics.samples(labels)
+            found += replica_metrics.states(
                 labels,
                 load=Load(),
                 concurrency=8,
@@ -124,7 +124,7 @@ class Controller:
 
     def __init__(self) -> None:
         self._state = State()
-        self._figures = ControlFigures()
+        self._metrics = ControlMetrics()
         for number in range(DEPLOYMENTS):
             tag = f"d{number}"
             backend = BackendRecord(
@@ -149,7 +149,7 @@ class Controller:
             self._state.apply(change)
 
     def samples(self) -> list[MetricSample]:
-        return self._figures.counts("i") + self._figures.states("i", 1, self._state, Observed())
+        return self._metrics.counts("i") + self._metrics.states("i", 1, self._state, Observed())
 
 
 def seconds(function: Callable[[], object], times: int) -> float:

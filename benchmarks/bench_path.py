@@ -24,7 +24,7 @@ from typing import Any, cast
 import uvloop
 from uvicorn import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-from uvicorn.server import ServerState
+from uvicorn.server import ServerState as UvicornState
 
 from daskserve.cluster.channel.channel import Channel
 from daskserve.cluster.channel.wire.transport import SocketTransport
@@ -40,21 +40,21 @@ from daskserve.common.types import (
     Load,
     Message,
     OnAnswer,
-    Reach,
+    Reachability,
     Receive,
     Send,
 )
 from daskserve.data.caller.calls.handle import Handle
 from daskserve.data.caller.routing.router import Routers
 from daskserve.data.replica.replica import Replica
-from daskserve.loops.hops import Hops
+from daskserve.loops.thread_calls import CallsByLoop
 from daskserve.options.backend import BackendConfig
 from daskserve.options.http import HTTPOptions
 from daskserve.options.start_messages import ReplicaStart
 from daskserve.payload.pickling import dump, dump_bytes
 from daskserve.proxies.asgi import ASGIApp, Scope
-from daskserve.proxies.exchange.carrier import Carrier
 from daskserve.proxies.exchange.request_head import HeadLimits
+from daskserve.proxies.exchange.server_state import ServerState
 from daskserve.proxies.ingress.app import IngressApp
 from daskserve.proxies.ingress.routes import RouteTable
 from daskserve.proxies.server.uvicorn_connection import SharedState, UvicornConnection
@@ -106,15 +106,15 @@ class Published:
     def on_ended(self, close: Callable[[], None]) -> None: ...
 
 
-class OneLink:
+class OneConnection:
     """A link for a process with the running event loop."""
 
     is_closed = False
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
-        self.hops = Hops()
-        self.hop = self.hops.onto(loop)
+        self.calls_by_loop = CallsByLoop()
+        self.thread_calls = self.calls_by_loop.onto(loop)
         self.rng = random.Random(0)
         self.request_ids = RequestIds(self.rng)
 
@@ -125,8 +125,8 @@ class OneLink:
 class OneRoute:
     """The routes to the one worker, which is always reached directly."""
 
-    def to(self, worker: str) -> Reach:
-        return Reach.DIRECT
+    def to(self, worker: str) -> Reachability:
+        return Reachability.DIRECT
 
     def watch(self, note: object, is_used: object) -> None:
         pass
@@ -147,7 +147,7 @@ class Seam:
         self._is_local = is_local
         self.shared: dict[str, Any] = {}
         self.channel: Channel | None = None
-        self.link = OneLink(loop)
+        self.connection = OneConnection(loop)
         self.clock = OneLoopClock(loop)
         self.listener = Published(is_legacy=is_legacy)
         self.routes = OneRoute()
@@ -205,13 +205,13 @@ def floor_protocols() -> Callable[[], Any]:
     config = Config(three_lines, loop="none", http="httptools", ws="none", lifespan="off", log_config=None)
     config.access_log = False
     config.load()
-    state = ServerState()
+    state = UvicornState()
     return lambda: HttpToolsProtocol(config, state, {}, asyncio.get_running_loop())
 
 
 def our_protocols(app: ASGIApp) -> Callable[[], Any]:
     clock = OneLoopClock(asyncio.get_running_loop())
-    carrier = Carrier(
+    server_state = ServerState(
         app,
         head_limits=HeadLimits(1 << 16, 100),
         max_body_bytes=1 << 30,
@@ -219,7 +219,7 @@ def our_protocols(app: ASGIApp) -> Callable[[], Any]:
         idle_timeout_s=60,
         clock=clock,
     )
-    state = SharedState(carrier)
+    state = SharedState(server_state)
     return lambda: UvicornConnection(state)
 
 
@@ -272,7 +272,7 @@ class Bench:
             debug=False,
             is_async=False,
             code_name="b@1",
-            standing=(0, 0, 0, 1),
+            rank_info=(0, 0, 0, 1),
             actors={},
             actor_of=(),
             gang=(),

@@ -81,7 +81,7 @@ def run(policy: str, trace: Trace, service: Service, first: int, target: float =
     return simulate(trace, config, service, name=policy)
 
 
-def figures(outcome: SimulationResult, rate: Callable[[int], float]) -> list[str]:
+def metrics(outcome: SimulationResult, rate: Callable[[int], float]) -> list[str]:
     """Return the table row of one outcome."""
     history, service = outcome.history, outcome.service
     seconds = range(len(history.target))
@@ -206,7 +206,7 @@ def main() -> None:
         trace = made(seconds, rate)
         first = max(1, math.ceil(rate(0) * service.duration_s / TARGET - 1e-9))
         for policy in POLICIES:
-            rows.append([name, policy, *figures(run(policy, trace, service, first), rate)])
+            rows.append([name, policy, *metrics(run(policy, trace, service, first), rate)])
     print(table(rows))
     print(f"\n{time.perf_counter() - begin:.1f} s")
 

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from daskserve.data.caller.routing.replica_pool import ReplicaEntry, Roster
+from daskserve.data.caller.routing.replica_pool import PooledReplica, ReplicaPool
 
 FEW, MANY = 10, 1000
 REQUESTS = 20_000
@@ -23,48 +23,48 @@ BOUND = 1.3
 NOW = 0.5
 
 
-def idle(size: int, concurrency: int = 4) -> Roster:
-    roster = Roster(lambda address: False)
-    roster.update({str(number): (f"tcp://{number}", 1) for number in range(size)}, concurrency, str)
-    return roster
+def idle(size: int, concurrency: int = 4) -> ReplicaPool:
+    pool = ReplicaPool(lambda address: False)
+    pool.update({str(number): (f"tcp://{number}", 1) for number in range(size)}, concurrency, str)
+    return pool
 
 
-def fill(roster: Roster) -> list[ReplicaEntry]:
+def fill(pool: ReplicaPool) -> list[PooledReplica]:
     rng = random.Random(0)
     taken = []
-    while (entry := roster.take(NOW, rng)) is not None:
+    while (entry := pool.take(NOW, rng)) is not None:
         taken.append(entry)
     return taken
 
 
-def all_full_but_one(size: int) -> Roster:
-    roster = idle(size, 1)
-    roster.release(fill(roster)[size // 2])
-    return roster
+def all_full_but_one(size: int) -> ReplicaPool:
+    pool = idle(size, 1)
+    pool.release(fill(pool)[size // 2])
+    return pool
 
 
-def half_set_aside(size: int) -> Roster:
-    roster = idle(size, 1)
-    taken = fill(roster)
+def half_set_aside(size: int) -> ReplicaPool:
+    pool = idle(size, 1)
+    taken = fill(pool)
     for entry in taken[: size // 2]:
-        roster.suspend(entry, NOW + 1)
+        pool.suspend(entry, NOW + 1)
     for entry in taken:
-        roster.release(entry)
-    return roster
+        pool.release(entry)
+    return pool
 
 
-def seconds(roster: Roster) -> float:
+def seconds(pool: ReplicaPool) -> float:
     rng = random.Random(1)
     began = time.process_time()
     for _ in range(REQUESTS):
-        entry = roster.take(NOW, rng)
+        entry = pool.take(NOW, rng)
         assert entry is not None
-        roster.release(entry)
+        pool.release(entry)
     return time.process_time() - began
 
 
 def main() -> int:
-    cases: dict[str, Callable[[int], Roster]] = {
+    cases: dict[str, Callable[[int], ReplicaPool]] = {
         "all idle": idle,
         "all full but one": all_full_but_one,
         "half of them set aside": half_set_aside,

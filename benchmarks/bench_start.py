@@ -79,8 +79,8 @@ def held_by(name: str) -> float:
 
 def medians(measure: Callable[[str], float], runs: int, *names: str) -> list[float]:
     """Return each program's median; programs run in turns, so that drift affects all equally."""
-    figures = [[measure(name) for name in names] for _ in range(runs)]
-    return [statistics.median(column) for column in zip(*figures, strict=True)]
+    metrics = [[measure(name) for name in names] for _ in range(runs)]
+    return [statistics.median(column) for column in zip(*metrics, strict=True)]
 
 
 def show_busy(runs: int) -> bool:

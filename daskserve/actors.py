@@ -18,7 +18,6 @@ from daskserve.data.replica.local_code import LocalCode
 from daskserve.data.replica.process.code import ChildCode
 from daskserve.data.replica.replica import Replica
 from daskserve.errors import BadRequestError, ServeError
-from daskserve.figures.table import MetricSample
 from daskserve.options.secrets import read_secret
 from daskserve.options.start_messages import ProxyStart, ReplicaStart
 from daskserve.payload.importing import call_imported
@@ -32,6 +31,7 @@ from daskserve.proxies.server.health import health_server
 from daskserve.proxies.server.life import HTTPServer
 from daskserve.proxies.server.listen import can_share_ports, check_ports
 from daskserve.proxies.server.tls import server_context
+from daskserve.telemetry.table import MetricSample
 
 if TYPE_CHECKING:
     from daskserve.options.http import HTTPOptions
@@ -190,7 +190,7 @@ class ProxyActor:
         if self._ingress is None:
             raise ServeError("The proxy is still starting.")
         counts = self._ingress.statistics()
-        latency = self._ingress.figures.latency
+        latency = self._ingress.metrics.latency
         return {
             "ongoing": counts.ongoing,
             "responses": dict(counts.responses),
@@ -200,7 +200,7 @@ class ProxyActor:
         }
 
     def samples(self) -> list[MetricSample]:
-        """Return the metrics; see `daskserve.figures.collector.Source`."""
+        """Return the metrics; see `daskserve.telemetry.collector.Source`."""
         if self._ingress is None:
             return []
         instance = self._context.spec.instance
@@ -211,7 +211,7 @@ class ProxyActor:
             ("http_cancellations", (instance,), counts.unanswered),
             *([] if self._server is None else self._server.samples(instance)),
             *([] if self._health is None else self._health.samples(instance)),
-            *self._ingress.figures.samples(instance),
+            *self._ingress.metrics.samples(instance),
         ]
 
     def _is_crowded(self, path: str) -> bool:
@@ -223,7 +223,7 @@ class ProxyActor:
             return
         self._routes = RouteTable(value)
         if self._ingress is not None:
-            self._ingress.figures.keep(self._routes.endpoints())
+            self._ingress.metrics.keep(self._routes.endpoints())
         # Create the routers now, so that the first request of a new route does not wait for its router.
         for fields in value.values():
             self._routers.router(fields["endpoint"])

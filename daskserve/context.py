@@ -15,26 +15,26 @@ from daskserve.common.types import (
     DEFAULT_APPLICATION,
     BackendTag,
     InstanceName,
+    RankInfo,
     ReplicaRank,
     ReplicaTag,
-    Standing,
     WorkerAddress,
     split_deployment_tag,
 )
 from daskserve.errors import NotInReplicaError
-from daskserve.figures.replica import ReplicaFigures
 from daskserve.loops.event_loop import running_loop
 from daskserve.loops.pending_call import PendingCall
+from daskserve.telemetry.replica import ReplicaMetrics
 
 
-class HasLink(Protocol):
+class HasConnection(Protocol):
     """A view of the cluster, as far as this module knows it.
 
     See `daskserve.cluster.protocols.base.Process`.
     """
 
     @property
-    def link(self) -> Any: ...
+    def connection(self) -> Any: ...
 
     async def fetch_parcel(self, code: str, parcel: Any) -> Any: ...
 
@@ -129,11 +129,11 @@ class PlacementGroup:
     bundles: tuple[PlacementBundle, ...]
 
 
-class StandingHolder:
+class RankHolder:
     """Holds a replica's rank, so that code that has run for long sees the current one."""
 
-    def __init__(self, standing: Standing = (0, 0, 0, 1)) -> None:
-        self.standing = standing
+    def __init__(self, rank_info: RankInfo = (0, 0, 0, 1)) -> None:
+        self.rank_info = rank_info
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,14 +153,14 @@ class ReplicaContext:
     replica_tag: ReplicaTag
     servable_object: Any = None
     #: The process's view of the cluster; None in a fake replica.
-    cluster: HasLink | None = None
+    cluster: HasConnection | None = None
     #: Maximum number of concurrent requests of the replica; 0 if unknown.
     max_concurrent_queries: int = 0
     #: The replica's counters; None in a fake replica.
-    figures: ReplicaFigures | None = None
+    metrics: ReplicaMetrics | None = None
     code_version: str = ""
     #: The rank, which changes while the replica lives.
-    holder: StandingHolder = field(default_factory=StandingHolder)
+    holder: RankHolder = field(default_factory=RankHolder)
     #: The tags of the deployment's actors, by name.
     actors: Mapping[str, BackendTag] = field(default_factory=dict)
     #: For a deployment actor: the names of its deployment and of the actor.
@@ -201,12 +201,12 @@ class ReplicaContext:
     @property
     def rank(self) -> ReplicaRank:
         """The replica's place among the running replicas of its deployment, at this moment."""
-        return ReplicaRank(*self.holder.standing[:3])
+        return ReplicaRank(*self.holder.rank_info[:3])
 
     @property
     def world_size(self) -> int:
         """The number of replicas that the deployment should have, at this moment."""
-        return self.holder.standing[3]
+        return self.holder.rank_info[3]
 
 
 @dataclass

@@ -22,9 +22,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from daskserve.context import current_replica, current_request
-from daskserve.figures.collector import PROCESS
-from daskserve.figures.table import MetricKind
-from daskserve.figures.user import UserFigures, UserMetric
+from daskserve.telemetry.collector import PROCESS
+from daskserve.telemetry.table import MetricKind
+from daskserve.telemetry.user import UserMetric, UserMetrics
 
 __all__ = ["Counter", "Gauge", "Histogram"]
 
@@ -70,7 +70,7 @@ class Metric:
         )
         self._default_tags: dict[str, str] = {}
         # For threads that user code starts, which have no replica in their context.
-        self._maker = _figures_here()
+        self._maker = _metrics_here()
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._metric.name} tags={self._metric.tag_keys}>"
@@ -113,19 +113,19 @@ class Metric:
             if not isinstance(value, str):
                 raise TypeError(f"The value of tag {key!r} must be a string, not {value!r}.")
 
-    def _place(self, tags: Mapping[str, str] | None) -> tuple[UserFigures, tuple[str, ...]]:
+    def _place(self, tags: Mapping[str, str] | None) -> tuple[UserMetrics, tuple[str, ...]]:
         """Return the store of the value, and the values of all tags."""
-        figures = _figures_here() or self._maker
-        if figures is None:
-            figures = PROCESS.user
+        metrics = _metrics_here() or self._maker
+        if metrics is None:
+            metrics = PROCESS.user
             PROCESS.keep_user_metrics()
         keys = self._metric.tag_keys
         if not keys and not tags:
-            return figures, ()
+            return metrics, ()
         if tags:
             self._check_tags(tags)
             if len(tags) == len(keys):
-                return figures, tuple([tags[key] for key in keys])
+                return metrics, tuple([tags[key] for key in keys])
         found = {**self._default_tags, **(tags or {})}
         if ROUTE in keys and ROUTE not in found:
             request = current_request.get()
@@ -136,7 +136,7 @@ class Metric:
                 f"Metric {self._metric.name} has no value for the tags: {', '.join(missing)}; give them in "
                 "tags or with set_default_tags()."
             )
-        return figures, tuple(found[key] for key in keys)
+        return metrics, tuple(found[key] for key in keys)
 
 
 class Counter(Metric):
@@ -154,8 +154,8 @@ class Counter(Metric):
         """
         if not value > 0:
             raise ValueError(f"The increment of a counter is {value!r}; give a number above 0.")
-        figures, place = self._place(tags)
-        figures.add(self._metric, place, float(value))
+        metrics, place = self._place(tags)
+        metrics.add(self._metric, place, float(value))
 
 
 class Gauge(Metric):
@@ -165,8 +165,8 @@ class Gauge(Metric):
 
     def set(self, value: float, tags: Mapping[str, str] | None = None) -> None:
         """Set the value; raise `ValueError` if a tag is missing, unknown or reserved."""
-        figures, place = self._place(tags)
-        figures.set(self._metric, place, float(value))
+        metrics, place = self._place(tags)
+        metrics.set(self._metric, place, float(value))
 
 
 class Histogram(Metric):
@@ -198,8 +198,8 @@ class Histogram(Metric):
 
     def observe(self, value: float, tags: Mapping[str, str] | None = None) -> None:
         """Count a value; raise `ValueError` if a tag is missing, unknown or reserved."""
-        figures, place = self._place(tags)
-        figures.observe(self._metric, place, float(value))
+        metrics, place = self._place(tags)
+        metrics.observe(self._metric, place, float(value))
 
 
 def _checked_name(name: str, kind: MetricKind) -> str:
@@ -230,15 +230,15 @@ def _checked_keys(tag_keys: tuple[str, ...] | None) -> tuple[str, ...]:
     return tag_keys
 
 
-def _figures_here() -> UserFigures | None:
+def _metrics_here() -> UserMetrics | None:
     # Only the values, so that a module-level metric does not keep a replica's objects alive.
     replica = current_replica.get()
-    return None if replica is None or replica.figures is None else replica.figures.user
+    return None if replica is None or replica.metrics is None else replica.metrics.user
 
 
 def _rebuild(kind: type[Metric], metric: UserMetric, default_tags: dict[str, str]) -> Metric:
     copy = kind.__new__(kind)
     copy._metric = metric
     copy._default_tags = dict(default_tags)
-    copy._maker = _figures_here()
+    copy._maker = _metrics_here()
     return copy

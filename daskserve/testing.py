@@ -278,4 +278,4 @@ async def _running_instance(
     from daskserve.client.instance.connection import InstanceConnection
 
     async with running_cluster(workers, http_options, timeout_s) as cluster:
-        yield InstanceConnection(cluster.program.link, cluster.instance)
+        yield InstanceConnection(cluster.program.connection, cluster.instance)

@@ -9,7 +9,7 @@ import sys
 
 from generated_tables import GeneratedTables
 
-from daskserve.figures.table import SECTIONS, MetricSpec
+from daskserve.telemetry.table import SECTIONS, MetricSpec
 
 
 def row(spec: MetricSpec) -> str:

@@ -36,7 +36,7 @@ CAPTIONS: Mapping[str, tuple[str, str]] = {
     "cluster": ("everything Dask", YELLOW),
     "context": ("the current request", GRAY),
     "options": ("what users may ask for", GRAY),
-    "figures": ("what is measured", GRAY),
+    "telemetry": ("what is measured", GRAY),
     "loops": ("event loops and threads", GRAY),
     "internals": ("private parts of libraries", GRAY),
     "payload": ("pickles", GRAY),

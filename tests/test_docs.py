@@ -12,9 +12,9 @@ from xml.etree import ElementTree
 import pytest
 
 from daskserve.dashboards.grafana import DASHBOARDS
-from daskserve.figures.histogram import CAUSES
 from daskserve.options.backend import BackendConfig
 from daskserve.options.http import HTTPOptions
+from daskserve.telemetry.histogram import CAUSES
 
 ROOT = Path(__file__).parent.parent
 

@@ -15,7 +15,6 @@ from daskserve.common.settings import ChannelSettings, Timeouts
 from daskserve.control.scaling import fetching
 from daskserve.data.caller.routing import replay
 from daskserve.data.replica.environment import working_dir
-from daskserve.figures.table import SECTIONS, MetricKind
 from daskserve.options import secrets
 from daskserve.options.autoscaling import AutoscalingConfig
 from daskserve.options.backend import BackendConfig
@@ -29,6 +28,7 @@ from daskserve.proxies.exchange.limits import LIMITS
 from daskserve.proxies.exchange.websocket import connection as websocket_line
 from daskserve.proxies.exchange.websocket import inbox as websocket_inbox
 from daskserve.proxies.exchange.websocket import session as websocket
+from daskserve.telemetry.table import SECTIONS, MetricKind
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "docs/limits.md").read_text()

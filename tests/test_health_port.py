@@ -12,8 +12,8 @@ from starlette.middleware import Middleware
 from starlette.responses import PlainTextResponse
 
 from daskserve.errors import PortInUseError
-from daskserve.figures.collector import PROCESS
 from daskserve.options.http import HTTPOptions
+from daskserve.telemetry.collector import PROCESS
 from daskserve.testing import local_instance
 
 

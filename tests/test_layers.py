@@ -34,7 +34,7 @@ LAYERS: Mapping[str, int] = {
 ROOMS: Mapping[str, str] = {
     "common": "values",
     "options": "values",
-    "figures": "values",
+    "telemetry": "values",
     "loops": "values",
     "internals": "values",
     "payload": "values",
@@ -414,7 +414,7 @@ TYPES_ONLY = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    "
             {
                 "daskserve/data/caller/routing/router.py": "import daskserve.cluster.protocols.base",
                 "daskserve/data/caller/calls/handle.py": TYPES_ONLY
-                + "from daskserve.cluster.dask.connection import DaskLink",
+                + "from daskserve.cluster.dask.connection import DaskConnection",
             },
             "daskserve/data/caller/calls/handle.py:3",
         ),

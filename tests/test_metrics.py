@@ -15,9 +15,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 import daskserve as serve
 from daskserve import metrics
 from daskserve.context import ReplicaContext, RequestContext, current_replica, current_request
-from daskserve.figures.collector import ProcessMetrics
-from daskserve.figures.replica import ReplicaFigures
-from daskserve.figures.user import UserSample
+from daskserve.telemetry.collector import ProcessMetrics
+from daskserve.telemetry.replica import ReplicaMetrics
+from daskserve.telemetry.user import UserSample
 
 
 @pytest.fixture(autouse=True)
@@ -32,20 +32,20 @@ def exported(process: ProcessMetrics) -> list[str]:
     return [line for line in text.splitlines() if not line.startswith(("#", "daskserve_build_info"))]
 
 
-def in_replica(function: Callable[[], Any], figures: ReplicaFigures, request: Any = None) -> Any:
+def in_replica(function: Callable[[], Any], metrics: ReplicaMetrics, request: Any = None) -> Any:
     """Run a function as user code of a replica."""
 
     def run() -> Any:
-        current_replica.set(ReplicaContext("i", "d", "d#1", figures=figures))
+        current_replica.set(ReplicaContext("i", "d", "d#1", metrics=metrics))
         current_request.set(request)
         return function()
 
     return copy_context().run(run)
 
 
-def values(figures: ReplicaFigures) -> dict[str, float]:
+def values(metrics: ReplicaMetrics) -> dict[str, float]:
     found = {}
-    for sample in figures.user_samples(("i", "d", "d#1")):
+    for sample in metrics.user_samples(("i", "d", "d#1")):
         assert isinstance(sample.value, float)
         found[" ".join(f"{key}={value}" for key, value in sample.labels)] = sample.value
     return found
@@ -56,12 +56,12 @@ def test_metrics_are_public_names() -> None:
     assert serve.metrics.__all__ == ["Counter", "Gauge", "Histogram"]
 
 
-def test_values_in_a_replica_get_its_labels_and_stay_in_its_figures(process: ProcessMetrics) -> None:
-    figures = ReplicaFigures()
+def test_values_in_a_replica_get_its_labels_and_stay_in_its_metrics(process: ProcessMetrics) -> None:
+    metrics = ReplicaMetrics()
     hits = metrics.Counter("hits", "Hits.", tag_keys=("model",))
-    in_replica(lambda: hits.inc(tags={"model": "a"}), figures)
-    in_replica(lambda: hits.inc(2, tags={"model": "a"}), figures)
-    assert values(figures) == {"serve_instance=i deployment=d replica=d#1 model=a": 3.0}
+    in_replica(lambda: hits.inc(tags={"model": "a"}), metrics)
+    in_replica(lambda: hits.inc(2, tags={"model": "a"}), metrics)
+    assert values(metrics) == {"serve_instance=i deployment=d replica=d#1 model=a": 3.0}
     assert exported(process) == []
 
 
@@ -95,49 +95,49 @@ def test_default_tags_apply_unless_a_call_overrides_them(process: ProcessMetrics
 
 
 def test_a_declared_route_tag_gets_the_route_of_the_request() -> None:
-    figures = ReplicaFigures()
+    metrics = ReplicaMetrics()
     hits = metrics.Counter("hits", tag_keys=("route",))
-    in_replica(hits.inc, figures, RequestContext("r", "/a"))
-    in_replica(hits.inc, figures)
-    assert set(values(figures)) == {
+    in_replica(hits.inc, metrics, RequestContext("r", "/a"))
+    in_replica(hits.inc, metrics)
+    assert set(values(metrics)) == {
         "serve_instance=i deployment=d replica=d#1 route=/a",
         "serve_instance=i deployment=d replica=d#1 route=",
     }
 
 
 def test_a_user_thread_measures_for_the_replica_that_created_the_metric() -> None:
-    figures = ReplicaFigures()
-    hits: metrics.Counter = in_replica(lambda: metrics.Counter("hits"), figures)
+    metrics = ReplicaMetrics()
+    hits: metrics.Counter = in_replica(lambda: metrics.Counter("hits"), metrics)
     thread = threading.Thread(target=hits.inc)
     thread.start()
     thread.join()
-    assert list(values(figures).values()) == [1.0]
+    assert list(values(metrics).values()) == [1.0]
 
 
 def test_threads_lose_no_counts() -> None:
-    figures = ReplicaFigures()
+    metrics = ReplicaMetrics()
     hits = metrics.Counter("hits")
 
     def count() -> None:
         for _ in range(2000):
-            in_replica(hits.inc, figures)
+            in_replica(hits.inc, metrics)
 
     threads = [threading.Thread(target=count) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert list(values(figures).values()) == [8000.0]
+    assert list(values(metrics).values()) == [8000.0]
 
 
 @pytest.mark.parametrize("dumps", [pickle.dumps, cloudpickle.dumps])
 def test_an_unpickled_metric_measures_where_it_is_used(dumps: Callable[[Any], bytes]) -> None:
-    figures = ReplicaFigures()
+    metrics = ReplicaMetrics()
     sizes = metrics.Histogram("sizes", "Sizes.", [1.0], ("kind",)).set_default_tags({"kind": "a"})
     copy = pickle.loads(dumps(sizes))
     assert copy.info == sizes.info
-    in_replica(lambda: copy.observe(2), figures)
-    (sample,) = figures.user_samples(("i", "d", "d#1"))
+    in_replica(lambda: copy.observe(2), metrics)
+    (sample,) = metrics.user_samples(("i", "d", "d#1"))
     assert UserSample.from_plain(sample.plain()).plain() == sample.plain()
     assert sample.plain()[-1] == [[0, 1], 2.0]
 

@@ -58,12 +58,12 @@ def poll_for(condition: Callable[[], Any], what: Callable[[], Any] = lambda: "")
 
 def gauges(client: Client) -> dict[str, int]:
     """Return all gauges of the instance, summed over its processes."""
-    cluster: LocalCluster = client._connection.link._world  # type: ignore[attr-defined]
+    cluster: LocalCluster = client._connection.cluster_connection._world  # type: ignore[attr-defined]
 
     async def count() -> dict[str, int]:
         return gauges_of(cluster)  # on the loop, where nothing changes concurrently
 
-    return client._connection.link.sync(count())
+    return client._connection.cluster_connection.sync(count())
 
 
 def gauges_of(cluster: LocalCluster) -> dict[str, int]:
@@ -73,8 +73,8 @@ def gauges_of(cluster: LocalCluster) -> dict[str, int]:
         if "/replica/" in address.name:
             found["ongoing"] += actor.load().ongoing
             found["queued"] += actor.load().queued
-            found["abandoned"] += actor._code._wall.abandoned
-            found["calls"] += len(actor._code._wall.runs)
+            found["abandoned"] += actor._code._executor.abandoned
+            found["calls"] += len(actor._code._executor.runs)
         elif "/proxy/" in address.name:
             found["ingress"] += actor._ingress.statistics().ongoing
     for process in [cluster.program, *(cluster.process(info.address) for info in cluster.workers())]:

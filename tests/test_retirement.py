@@ -67,8 +67,8 @@ def test_a_proxy_that_leaves_ends_with_its_last_request(server: Any, location: L
         health_port = free.getsockname()[1]
     options = HTTPOptions(port=0, server=server, location=location, health_port=health_port)
     with local_instance(http_options=options) as client, ThreadPoolExecutor() as pool:
-        cluster: LocalCluster = client._connection.link._world  # type: ignore[attr-defined]
-        link = client._connection.link
+        cluster: LocalCluster = client._connection.cluster_connection._world  # type: ignore[attr-defined]
+        connection = client._connection.cluster_connection
         client.create_backend("b", answer)
         client.create_endpoint("e", backend="b", route="/e")
         (url,) = client.http_urls()
@@ -84,9 +84,9 @@ def test_a_proxy_that_leaves_ends_with_its_last_request(server: Any, location: L
             (actor,) = [each for each in cluster.actors() if each.worker == worker and "/proxy/" in each.name]
             return cluster.spawn(cluster.program.destroy(actor, PATIENCE_S))
 
-        worker = link.sync(retire())
+        worker = connection.sync(retire())
         poll_for(lambda: "DRAINING" in proxies(client).values() and "RUNNING" in proxies(client).values())
-        stopping = link.sync(stop_again(worker))
+        stopping = connection.sync(stop_again(worker))
         for _ in range(20):
             assert get(f"{url}/e") == "ok"
             assert get(f"http://127.0.0.1:{health_port}/-/healthz") == "success"

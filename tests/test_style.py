@@ -41,7 +41,7 @@ SIZE_EXCEPTIONS: Mapping[str, str] = {
 NAME_EXCEPTIONS: Mapping[str, str] = {}
 #: ``"daskserve/x.py:NAME": "why this module-level object may change"``
 STATE_EXCEPTIONS: Mapping[str, str] = {
-    "daskserve/figures/collector.py:PROCESS": "it is part of Prometheus' registry, which is per process",
+    "daskserve/telemetry/collector.py:PROCESS": "it is part of Prometheus' registry, which is per process",
     "daskserve/common/types.py:DONE": "it is an empty tuple of an awaitable class",
 }
 #: ``"daskserve/x.py": "why this file reads or passes on the environment"``

@@ -19,7 +19,7 @@ BATCH_SIZE, BATCH_WAIT_MS = 16, 2
 START_S = 4
 
 
-class Answer(Worker):
+class ReplicaRequest(Worker):
     def forward(self, data: Any) -> Any:
         return "ok"
 
@@ -52,5 +52,5 @@ if __name__ == "__main__":
     if has_model:
         server.append_worker(Digits, num=2, max_batch_size=BATCH_SIZE, max_wait_time=BATCH_WAIT_MS)
     else:
-        server.append_worker(Answer, num=1)
+        server.append_worker(ReplicaRequest, num=1)
     server.run()

@@ -42,7 +42,7 @@ class Echo:
 
 
 @serve.deployment(num_replicas=1, max_ongoing_requests=100)
-class Caller:
+class Responder:
     def __init__(self, handle: Any) -> None:
         self._handle = handle
 
@@ -127,7 +127,7 @@ def large_calls(array: Any, send: Callable[[Any], float]) -> float:
 def main() -> None:
     # Logical: both deployments take one, and those of the chains a hundredth each.
     ray.init(num_cpus=3, log_to_driver=False, include_dashboard=False)
-    handle = serve.run(Caller.bind(Echo.bind()), route_prefix=None)
+    handle = serve.run(Responder.bind(Echo.bind()), route_prefix=None)
     echo = serve.get_deployment_handle("Echo", "default")
     chains: list[Any] = []
     array = np.random.default_rng(0).random(LARGE_BYTES // 8)

@@ -17,7 +17,7 @@ from ray import serve
 
 
 @serve.deployment(num_replicas=1, max_ongoing_requests=100)
-class Answer:
+class ReplicaRequest:
     async def __call__(self, request: Any) -> str:
         return "ok"
 
@@ -27,7 +27,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
     ray.init(num_cpus=2, log_to_driver=False, include_dashboard=False)
     serve.start(http_options={"port": 8123})
-    serve.run(Answer.bind())
+    serve.run(ReplicaRequest.bind())
     print("http://127.0.0.1:8123/", flush=True)
     ended.wait()
     serve.shutdown()

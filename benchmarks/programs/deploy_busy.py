@@ -59,12 +59,12 @@ def make_empty_actor():
     from daskserve.cluster.protocols.base import ActorSpec
     from daskserve.common.types import ActorKind
 
-    link = client._connection.link
-    view = link.cluster(client.instance_name)
+    connection = client._connection.cluster_connection
+    view = connection.cluster(client.instance_name)
     worker = sorted(dask.scheduler_info()["workers"])[0]
     spec = ActorSpec(ActorKind.PROXY, f"{client.instance_name}/empty/{time.time()}", 1, client.instance_name)
     began = time.perf_counter()
-    link.sync(view.create(spec, worker))
+    connection.sync(view.create(spec, worker))
     return time.perf_counter() - began
 
 

@@ -21,11 +21,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from daskserve.autoscaling.answers import as_decision
 from daskserve.autoscaling.context import AutoscalingContext, Decision, Sample
 from daskserve.autoscaling.custom import CustomMetrics, CustomViews, PerReplica
 from daskserve.autoscaling.damping import Damping, Delays
 from daskserve.autoscaling.loading import CallablePolicy, load_policy
+from daskserve.autoscaling.results import as_decision
 from daskserve.common.types import BackendTag, ReplicaTag
 from daskserve.options.autoscaling import AutoscalingConfig
 from daskserve.options.bounds import Bounds

@@ -6,9 +6,9 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from daskserve.autoscaling.answers import as_decision
 from daskserve.autoscaling.context import AutoscalingContext, Decision
 from daskserve.autoscaling.loading import CallablePolicy
+from daskserve.autoscaling.results import as_decision
 from daskserve.common.types import BackendTag
 
 LEFT_OUT = "the group's policy does not change this backend"

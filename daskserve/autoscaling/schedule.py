@@ -8,9 +8,9 @@ from datetime import UTC, datetime
 from typing import Any
 from zoneinfo import ZoneInfo
 
-from daskserve.autoscaling.answers import as_decision
 from daskserve.autoscaling.context import AutoscalingContext, Decision, Policy
 from daskserve.autoscaling.cron import CronLine
+from daskserve.autoscaling.results import as_decision
 from daskserve.common.formatting import as_whole
 
 BOUNDS = ("min_replicas", "max_replicas")

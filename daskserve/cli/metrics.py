@@ -19,7 +19,7 @@ import dask.config
 from daskserve.cli.grafana import grafana
 from daskserve.common.formatting import shown
 from daskserve.errors import ServeError
-from daskserve.figures.table import SECTIONS
+from daskserve.telemetry.table import SECTIONS
 
 #: Timeout of requests to the scheduler.
 TIMEOUT_S = 10.0

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from daskserve.client.client import Client
 from daskserve.client.definitions.targets import factory_application
 from daskserve.client.functions.finding import connect
-from daskserve.client.hosting.hosting import Stay, host
+from daskserve.client.hosting.hosting import HostingMode, host
 from daskserve.client.verbs.applications import RunTarget
 from daskserve.client.views.status import Status
 from daskserve.common.types import DEFAULT_APPLICATION
@@ -129,7 +129,7 @@ def run(
             else RunTarget(target, name, route_prefix, pairs),
             given,
             address=address or dask.config.get("scheduler-address", None),
-            stay=Stay(blocking, replace, restore),
+            stay=HostingMode(blocking, replace, restore),
             report=click.echo,
             timeout_s=timeout_s,
         )

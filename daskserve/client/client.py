@@ -56,12 +56,12 @@ class InstanceClient:
     def dashboard_link(self) -> str | None:
         """The address of the Dask dashboard; None if the scheduler has none."""
         self._connection.check_open()
-        return self._connection.link.dashboard_link
+        return self._connection.cluster_connection.dashboard_link
 
     @property
     def scheduler_address(self) -> str:
         """The address of the Dask scheduler, with which other programs reach a detached instance."""
-        return self._connection.link.scheduler_address
+        return self._connection.cluster_connection.scheduler_address
 
 
 class ClientVerbs(BackendVerbs, EndpointVerbs, DeploymentVerbs, ApplicationVerbs):
@@ -126,7 +126,9 @@ class ClientVerbs(BackendVerbs, EndpointVerbs, DeploymentVerbs, ApplicationVerbs
         connection = self._connection
         connection.check_open()
         leave = partial(leave_instance, self, started)
-        await serve_until_ended(connection.link, connection.instance, leave, asynchronous=self._asynchronous)
+        await serve_until_ended(
+            connection.cluster_connection, connection.instance, leave, asynchronous=self._asynchronous
+        )
 
     async def _leave(self) -> None:
         await self._connection.leave(asynchronous=self._asynchronous)

@@ -214,8 +214,8 @@ def scheduler_id(client: Client) -> str | None:
     return None if found is None else str(found)
 
 
-class Fate(enum.Enum):
-    """What becomes of a worker that has lost its scheduler."""
+class WorkerOutcome(enum.Enum):
+    """What a worker does after it has lost its scheduler."""
 
     #: It is registered again.
     STAYS = enum.auto()
@@ -225,7 +225,7 @@ class Fate(enum.Enum):
     CLOSES = enum.auto()
 
 
-def answer_lost_scheduler(worker: Worker, survive: Callable[[], Awaitable[Fate]]) -> None:
+def answer_lost_scheduler(worker: Worker, survive: Callable[[], Awaitable[WorkerOutcome]]) -> None:
     """Let a function decide what a worker does when its connection to the scheduler breaks.
 
     A worker that the scheduler tells to close closes all the same.
@@ -249,9 +249,9 @@ def answer_lost_scheduler(worker: Worker, survive: Callable[[], Awaitable[Fate]]
                 raise
             finally:
                 is_surviving = False
-            if fate is Fate.STAYS:
+            if fate is WorkerOutcome.STAYS:
                 return None
-            if fate is Fate.RESTARTS:
+            if fate is WorkerOutcome.RESTARTS:
                 executor_wait = nanny = False  # what runs in its threads may run for long
         return await original(timeout, executor_wait, nanny, reason)
 

@@ -22,9 +22,9 @@ from daskserve.cluster.protocols.base import Cluster
 from daskserve.common.clock import Clock
 from daskserve.common.types import SnapshotId
 from daskserve.errors import NotRunningError, ServeError, UnavailableError
-from daskserve.figures.collector import PROCESS
-from daskserve.figures.histogram import LatencyHistogram
-from daskserve.figures.table import MetricSample
+from daskserve.telemetry.collector import PROCESS
+from daskserve.telemetry.histogram import LatencyHistogram
+from daskserve.telemetry.table import MetricSample
 
 logger = logging.getLogger("daskserve.long_poll")
 
@@ -153,7 +153,7 @@ class LongPollClient:
         self._fetches = self._fetch_failures = 0
 
     def samples(self) -> list[MetricSample]:
-        """Return the metrics; see `daskserve.figures.collector.Source`."""
+        """Return the metrics; see `daskserve.telemetry.collector.Source`."""
         labels = (self._cluster.instance,)
         return [
             ("long_poll_delay_seconds", labels, self._delays),

@@ -12,10 +12,10 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from daskserve.cluster.channel.connect.detours import pause_s
+from daskserve.cluster.channel.connect.relayed import pause_s
 from daskserve.cluster.channel.pool import ChannelPool
 from daskserve.common.clock import Clock
-from daskserve.common.types import Reach, WorkerAddress
+from daskserve.common.types import Reachability, WorkerAddress
 from daskserve.errors import ServeError
 
 logger = logging.getLogger("daskserve.channel")
@@ -27,7 +27,7 @@ PATIENCE_S = 0.25
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0
 
 #: Gets a worker and its new route.
-NoteRoute = Callable[[WorkerAddress, Reach], object]
+NoteRoute = Callable[[WorkerAddress, Reachability], object]
 
 
 class WorkerRoutes:
@@ -48,9 +48,9 @@ class WorkerRoutes:
         """Report changes of routes; a lost worker is dialled again as long as it is used."""
         self._watchers.append((note, is_used))
 
-    def to(self, worker: WorkerAddress) -> Reach | None:
+    def to(self, worker: WorkerAddress) -> Reachability | None:
         """Return the route to a worker; None if it is not known yet."""
-        return Reach.NONE if worker in self._aside else self._channels.route_to(worker)
+        return Reachability.NONE if worker in self._aside else self._channels.route_to(worker)
 
     async def connect(self, worker: WorkerAddress) -> None:
         """Connect to a worker, if necessary.
@@ -66,10 +66,10 @@ class WorkerRoutes:
         """Fail the requests that are under way at a worker, because it does not answer."""
         self._channels.break_off(worker)
 
-    def broken(self) -> dict[WorkerAddress, Reach]:
+    def broken(self) -> dict[WorkerAddress, Reachability]:
         """Return the workers that are not reached directly, each with its route."""
-        detours = dict.fromkeys(self._channels.detours, Reach.SCHEDULER)
-        return {**detours, **dict.fromkeys(self._aside, Reach.NONE)}
+        relayed = dict.fromkeys(self._channels.relayed, Reachability.SCHEDULER)
+        return {**relayed, **dict.fromkeys(self._aside, Reachability.NONE)}
 
     def close(self) -> None:
         """Forget everything, and report no more changes. Idempotent."""
@@ -82,8 +82,8 @@ class WorkerRoutes:
     def _is_used(self, worker: WorkerAddress) -> bool:
         return any(is_used(worker) for _, is_used in self._watchers)
 
-    def _note(self, worker: WorkerAddress, route: Reach) -> None:
-        if route is not Reach.NONE:
+    def _note(self, worker: WorkerAddress, route: Reachability) -> None:
+        if route is not Reachability.NONE:
             self._take_back(worker)
         elif worker not in self._aside and self._is_used(worker):
             self._aside[worker] = asyncio.create_task(self._dial_again(worker), name="daskserve-dial-again")

@@ -214,11 +214,11 @@ class ReplicaRank:
 
 
 #: The three numbers of a `ReplicaRank`, and how many replicas are wanted, as they travel to a replica.
-Standing: TypeAlias = tuple[int, int, int, int]
+RankInfo: TypeAlias = tuple[int, int, int, int]
 
 
-def as_standing(values: Iterable[int]) -> Standing:
-    """Return a standing that travelled as a list."""
+def as_rank_info(values: Iterable[int]) -> RankInfo:
+    """Return a rank info that arrived as a list."""
     rank, node_rank, local_rank, world_size = values
     return rank, node_rank, local_rank, world_size
 
@@ -233,7 +233,7 @@ STORE_TAKEN: Final = "store_taken"
 EVERY_ADDRESS: Final = frozenset(("", "0.0.0.0", "::", "[::]"))
 
 
-class Reach(enum.StrEnum):
+class Reachability(enum.StrEnum):
     """How a process reaches a worker: through the scheduler if they do not reach each other directly."""
 
     DIRECT = "direct"
@@ -299,7 +299,7 @@ class WorkerInfo:
         return not {self.address, self.name, self.host, *self.resources}.isdisjoint(names)
 
 
-class Leave(enum.StrEnum):
+class RetirementStatus(enum.StrEnum):
     """What a worker that got SIGTERM is told."""
 
     #: Ask again.
@@ -311,7 +311,7 @@ class Leave(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class UseReport:
+class UsageReport:
     """A controller's report to the scheduler about the workers that its instance uses.
 
     Attributes
@@ -419,13 +419,13 @@ class EnvelopeKind(enum.StrEnum):
     CONTROL = "control"
 
 
-#: Type of the message with which a replica informs a router that a request with `Patience` has got a slot.
-#: The message carries the replica's load: ``ongoing`` and ``queued``, as in `Load`.
+#: Type of the message with which a replica informs a router that a request with `QueueTimeout` has got a
+#: slot. The message carries the replica's load: ``ongoing`` and ``queued``, as in `Load`.
 SLOT_TAKEN = "slot.taken"
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class QueueTimeout:
     """How long a request may wait in the queue of a full replica, and how long it has already waited."""
 
     left_s: float
@@ -449,7 +449,7 @@ class Envelope:
     ``deadline`` is the time by which it must be answered, on the clock of this process's event loop.
     ``has_body`` says whether messages of the caller follow; if not, the handler reads one message with an
     empty body. If it is `ON_DEMAND`, the caller's ``receive`` is called only once user code reads. Without
-    ``patience``, a full replica refuses the request at once. In a WebSocket that ``is_direct``, nothing
+    ``queue_timeout``, a full replica refuses the request at once. In a WebSocket that ``is_direct``, nothing
     between the server and a replica in its process needs to see the messages. ``note_turn`` is called, from
     any thread, with the seconds for which user code worked on each message of a WebSocket. Neither crosses a
     channel.
@@ -460,7 +460,7 @@ class Envelope:
     payload: Payload | None = None
     deadline: float | None = None
     has_body: bool | Literal[2] = True
-    patience: Patience | None = None
+    queue_timeout: QueueTimeout | None = None
     is_direct: bool = False
     note_turn: Callable[[float], object] | None = None
     #: The call that the answer is for; stays in this process.
@@ -475,17 +475,17 @@ class Load:
     queued: int = 0
 
 
-class Rest(Protocol):
+class RemainingResponse(Protocol):
     """The remainder of a single-answer request that needs more than one answer; a task carries it."""
 
-    def carry(self, receive: Receive, send: Send) -> Coroutine[Any, Any, Load]:
+    def respond(self, receive: Receive, send: Send) -> Coroutine[Any, Any, Load]:
         """Answer the rest of the request."""
 
     def drop(self) -> None:
-        """Release the request, unless `carry` was entered or has released it."""
+        """Release the request, unless `respond` was entered or has released it."""
 
 
 #: Called once at the end of a single-answer request, with the answer, if there is one, and the actor's load
-#: or an error. For an HTTP request that needs more than one answer, it gets a `Rest` instead. It must not
-#: raise.
-OnAnswer: TypeAlias = Callable[[Message | None, Load | Exception | Rest], None]
+#: or an error. For an HTTP request that needs more than one answer, it gets a `RemainingResponse` instead. It
+#: must not raise.
+OnAnswer: TypeAlias = Callable[[Message | None, Load | Exception | RemainingResponse], None]

@@ -16,9 +16,9 @@ from typing import Any, TypeAlias
 from daskserve.cluster.protocols.base import STOP_MARGIN_S, ActorSpec, Cluster
 from daskserve.common.clock import Clock
 from daskserve.common.formatting import shown
-from daskserve.common.types import ActorKind, Standing, UseReport, as_standing, described, short_tag
+from daskserve.common.types import ActorKind, RankInfo, UsageReport, as_rank_info, described, short_tag
 from daskserve.control.backend.actions import ReconfigureReplica, StartReplica, StopReplica
-from daskserve.control.backend.ranks import standing_of
+from daskserve.control.backend.ranks import rank_info_of
 from daskserve.control.observed.observed import Observed
 from daskserve.control.proxies.step import StartProxy, StopProxy
 from daskserve.control.records.bundles import places_of
@@ -86,14 +86,14 @@ class Acting:
         self.announce = announce
         self._debug = debug
         self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
-        self._told: UseReport | None = None
+        self._told: UsageReport | None = None
 
-    def tell_scheduler(self, epoch: int, report: UseReport) -> None:
+    def tell_scheduler(self, epoch: int, report: UsageReport) -> None:
         """Report what the instance uses if it has changed; retry on failure."""
         if report != self._told:
             self._spawn("report", "", self._tell_scheduler(epoch, report), "")
 
-    async def _tell_scheduler(self, epoch: int, report: UseReport) -> None:
+    async def _tell_scheduler(self, epoch: int, report: UsageReport) -> None:
         try:
             self._observed.is_adaptive = await self._cluster.report(epoch, report)
         except (ServeError, OSError) as error:
@@ -179,8 +179,8 @@ class Acting:
         else:
             # The config it runs with is the one in its record: it may have been there before this call.
             self._observed.ready[replica.tag] = dict(facts)
-            if facts.get("standing"):
-                self._observed.standings[replica.tag] = as_standing(facts["standing"])
+            if facts.get("rank_info"):
+                self._observed.rank_infos[replica.tag] = as_rank_info(facts["rank_info"])
 
     def _replica_spec(self, replica: ReplicaRecord) -> ActorSpec:
         backend = self._state.backends[replica.backend]
@@ -207,7 +207,7 @@ class Acting:
                 debug=self._debug,
                 is_async=not backend.config.internal_metadata.is_blocking,
                 code_name=code.name,
-                standing=self._standing_of(replica),
+                rank_info=self._rank_info_of(replica),
                 actors=backend.actors,
                 actor_of=backend.actor_of,
                 gang=replica.gang,
@@ -216,11 +216,11 @@ class Acting:
             ).encode(),
         )
 
-    def _standing_of(self, replica: ReplicaRecord) -> Standing:
-        standing = standing_of(self._state.backends[replica.backend], replica)
-        if standing is None:
+    def _rank_info_of(self, replica: ReplicaRecord) -> RankInfo:
+        rank_info = rank_info_of(self._state.backends[replica.backend], replica)
+        if rank_info is None:
             raise InstanceError(f"Replica {replica.tag} has been placed without a rank.")
-        return standing
+        return rank_info
 
     async def _stop_replica(self, replica: ReplicaRecord, grace_s: float) -> None:
         address = replica.address(self._cluster.instance)
@@ -238,7 +238,7 @@ class Acting:
 
     async def _reconfigure(self, replica: ReplicaRecord) -> None:
         backend = self._state.backends[replica.backend]
-        standing = self._standing_of(replica)
+        rank_info = self._rank_info_of(replica)
         patience_s = backend.config.experimental_graceful_shutdown_timeout_s
         try:
             call = self._cluster.call(
@@ -247,7 +247,7 @@ class Acting:
                 user_config=backend.user_config,
                 concurrency=backend.config.concurrency(),
                 config=dump_config(backend.config),
-                standing=standing,
+                rank_info=rank_info,
                 patience_s=patience_s,
             )
             await self._clock.wait_for(call, patience_s + backend.config.start_timeout_s)
@@ -271,7 +271,7 @@ class Acting:
                 self._observed.reconfigure_failed[replica.tag] = error
         else:
             self._observed.configured[replica.tag] = backend.config_id
-            self._observed.standings[replica.tag] = standing
+            self._observed.rank_infos[replica.tag] = rank_info
 
     async def _start_proxy(self, proxy: ProxyRecord) -> None:
         address = proxy.address(self._cluster.instance)

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from daskserve.cluster.protocols.base import verb
-from daskserve.cluster.protocols.stores import Hold
+from daskserve.cluster.protocols.stores import StoreOwnership
 from daskserve.common.types import GoalId
 from daskserve.control.core import ControllerCore
 from daskserve.control.records.records import BackendRecord
@@ -55,7 +55,7 @@ class ChangingVerbs:
         from such a controller's outdated state, so the controller first checks that it is the newest.
         """
         store = self._core.cluster.store
-        if store.hold is Hold.TAKEN:
+        if store.hold is StoreOwnership.TAKEN:
             raise StoreTakenError(store.problems()["store"])
         try:
             async with self._core.writer:

@@ -27,10 +27,10 @@ from daskserve.control.views import explanation as explaining
 from daskserve.control.views import views
 from daskserve.control.views.deployments import stored_application, stored_deployments
 from daskserve.errors import DeployError, NotFoundError, RequestTimeoutError
-from daskserve.figures.table import MetricSample
 from daskserve.options.actor import ActorOptions
 from daskserve.options.start_messages import dump_http
 from daskserve.payload.packed_errors import load_error
+from daskserve.telemetry.table import MetricSample
 
 #: Interval of the checks in `Controller.wait_for_http`, which runs once, at the start of an instance.
 HTTP_POLL_S = 0.005
@@ -52,7 +52,7 @@ class Controller:
         await self._core.stop(grace_s)
 
     def samples(self) -> list[MetricSample]:
-        """Return the figures as metrics; see `daskserve.figures.collector.Source`."""
+        """Return the metrics as metrics; see `daskserve.telemetry.collector.Source`."""
         return self._core.samples()
 
 

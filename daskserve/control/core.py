@@ -15,7 +15,7 @@ from typing import Any
 
 from daskserve.cluster.long_poll import WORKERS, LongPollHost
 from daskserve.cluster.protocols.base import ActorContext, Cluster
-from daskserve.cluster.protocols.stores import Hold
+from daskserve.cluster.protocols.stores import StoreOwnership
 from daskserve.common.clock import Clock
 from daskserve.common.types import (
     SILENT_WORKERS,
@@ -44,10 +44,10 @@ from daskserve.control.verbs import goals
 from daskserve.control.views import views
 from daskserve.control.views.readiness import unready
 from daskserve.errors import InstanceError, ServeError, StaleEpochError
-from daskserve.figures.table import MetricSample
 from daskserve.options.http import HTTPOptions
 from daskserve.options.start_messages import ControllerStart, ProxyStart
 from daskserve.payload.importing import call_imported
+from daskserve.telemetry.table import MetricSample
 
 logger = logging.getLogger("daskserve.controller")
 
@@ -115,7 +115,7 @@ class ControllerCore:
             asyncio.create_task(self.scaler.run(), name="daskserve-scale"),
         ]
         self.trial.begin()
-        reconciler.figures.started_at = self.clock.wall()
+        reconciler.metrics.started_at = self.clock.wall()
         return {"epoch": self.epoch}
 
     def _make_parts(self) -> Reconciler:
@@ -159,17 +159,17 @@ class ControllerCore:
         )
 
     def samples(self) -> list[MetricSample]:
-        """Return the figures as metrics; see `daskserve.figures.collector.Source`."""
+        """Return the metrics as metrics; see `daskserve.telemetry.collector.Source`."""
         if self._reconciler is None:
             return []
-        figures = self._reconciler.figures
-        counts = figures.counts(self.cluster.instance)
+        metrics = self._reconciler.metrics
+        counts = metrics.counts(self.cluster.instance)
         # A controller that has ended or was replaced has outdated values.
         if not self._tasks or any(task.done() for task in self._tasks):
             return counts
         is_ours = self.cluster.store.hold.is_ours
         owned = [("store_owned", (self.cluster.instance,), int(is_ours))]
-        return counts + owned + figures.states(self.cluster.instance, self.epoch, self.state, self.observed)
+        return counts + owned + metrics.states(self.cluster.instance, self.epoch, self.state, self.observed)
 
     async def stop(self, grace_s: float) -> None:
         """Stop the loop. The actors keep running; their Hosts stop them."""
@@ -316,7 +316,7 @@ class ControllerCore:
             elif record is None and key.startswith("backend/"):
                 self.observed.dead.pop(key.removeprefix("backend/"), None)
             elif isinstance(record, GoalRecord) and record.state is not GoalState.PENDING:
-                self.loop.figures.goals[record.state] += 1
+                self.loop.metrics.goals[record.state] += 1
                 self.observed.deadlines.pop(record.goal_id, None)
         keys = self._keys_touched(change)
         tags = {key.removeprefix("backend/") for key in keys if key.startswith("backend/")}
@@ -364,7 +364,7 @@ class ControllerCore:
             elif kind == UNREADY:
                 values[key] = sorted(map(short_tag, self.observed.unready))
             elif kind == STORE_TAKEN:
-                values[key] = self.cluster.store.hold is Hold.TAKEN or None
+                values[key] = self.cluster.store.hold is StoreOwnership.TAKEN or None
             elif kind == "system":
                 values[key] = views.published_system(self.state, self.worker)
             elif kind == "endpoint":

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from daskserve.cluster.protocols.base import StoreChange, verb
-from daskserve.cluster.protocols.stores import Hold
+from daskserve.cluster.protocols.stores import StoreOwnership
 from daskserve.control import shutdown_order as departure
 from daskserve.control.core import ControllerCore
 from daskserve.control.observed.watch import ANSWER_S
@@ -77,7 +77,7 @@ class DrainingVerbs:
             return True
         except (ServeError, OSError, TimeoutError) as error:
             logger.warning("The store did not answer before the end of the instance: %s", error)
-        return core.cluster.store.hold is Hold.TAKEN
+        return core.cluster.store.hold is StoreOwnership.TAKEN
 
     async def _drain(self) -> None:
         """Stop the proxies, which finish what they have taken, then the replicas, the callers first."""

@@ -16,21 +16,21 @@ from typing import Any
 
 from daskserve.cluster.protocols.base import EPOCH_BITS
 from daskserve.common.clock import Clock, stopwatch
-from daskserve.common.types import Location, UseReport, WorkerAddress, described
+from daskserve.common.types import Location, UsageReport, WorkerAddress, described
 from daskserve.control import shutdown_order as departure
 from daskserve.control.acting import ACTION_RETRY_S, Acting, Commit
 from daskserve.control.backend import application as app_state
 from daskserve.control.backend import gangs
 from daskserve.control.backend import step as backend_state
-from daskserve.control.backend.inputs import Step, World
+from daskserve.control.backend.inputs import Step, StepInputs
 from daskserve.control.observed.observed import Observed
 from daskserve.control.placement.cluster_demand import workers_needed
-from daskserve.control.placement.rebalancing import Spreader
+from daskserve.control.placement.rebalancing import Rebalancer
 from daskserve.control.proxies import step as http_state
 from daskserve.control.proxies.take_over import Listening, ListenRules
 from daskserve.control.records.records import BackendRecord, Change
 from daskserve.control.records.state import State
-from daskserve.control.views.metrics import ControlFigures
+from daskserve.control.views.metrics import ControlMetrics
 from daskserve.errors import (
     ServeError,
     StaleEpochError,
@@ -90,17 +90,17 @@ class Reconciler:
         self._dirty: set[str] = set()
         self._dirty_all = True
         self._to_tick: list[str] = []
-        self._spreader = Spreader()
+        self._spreader = Rebalancer()
         self._wake = asyncio.Event()
         self._wake_at: dict[str, float] = {}
         self._listen_rules = listen_rules
         self._listening = listen_rules.first
-        self.figures = ControlFigures()
+        self.metrics = ControlMetrics()
 
     @property
     def steps(self) -> int:
         """The number of iterations of the loop that have begun."""
-        return self.figures.steps
+        return self.metrics.steps
 
     def poke(self, backends: Iterable[str] | None = None) -> None:
         """Check these backends (None: everything) as soon as possible."""
@@ -123,7 +123,7 @@ class Reconciler:
             began = stopwatch()
             try:
                 await self.step()
-                self.figures.rounds.observe(stopwatch() - began)
+                self.metrics.rounds.observe(stopwatch() - began)
                 pause_s = self._pause_s()
             except StaleEpochError:
                 logger.warning("A newer controller has taken over; this one ends")
@@ -131,7 +131,7 @@ class Reconciler:
             except Exception:
                 # This is the top-level loop: a faulty backend or an unreachable store must not end it.
                 logger.exception("A control step failed; it is retried in %s s", ACTION_RETRY_S)
-                self.figures.failures += 1
+                self.metrics.failures += 1
                 self._dirty_all = True
                 self._wake.set()
                 await self._clock.sleep(ACTION_RETRY_S)
@@ -156,7 +156,7 @@ class Reconciler:
     async def step(self) -> None:
         """Check everything that is marked once, and do what is due."""
         self._wake.clear()
-        self.figures.steps += 1
+        self.metrics.steps += 1
         now = self._clock.now()
         dirty, self._dirty = self._dirty, set()
         if self._dirty_all:
@@ -175,7 +175,7 @@ class Reconciler:
                 "Moving replica %s: other workers are less crowded than %s", moving.tag, moving.worker
             )
             self._observed.moving = moving.tag
-            self.figures.moves += 1
+            self.metrics.moves += 1
             dirty.add(moving.backend)
         tags = sorted(dirty)
         while tags:
@@ -199,7 +199,7 @@ class Reconciler:
             return []
 
     def _failed_step(self, tag: str, error: Exception) -> None:
-        self.figures.failures += 1
+        self.metrics.failures += 1
         what = "the proxies" if tag == PROXIES else described(tag)
         is_expected = isinstance(error, (ServeError, OSError))
         text = "A control step of %s failed; trying again in %s s: %r"
@@ -216,7 +216,7 @@ class Reconciler:
         ]
         more = workers_needed(waiting, self._observed.workers.values()) if waiting else 0
         retiring = self._observed.retiring()
-        report = UseReport(
+        report = UsageReport(
             frozenset(self._state.workers_in_use()),
             frozenset(retiring),
             more,
@@ -279,7 +279,7 @@ class Reconciler:
 
     def _decide(self, backend: BackendRecord, undone: Change) -> Step | None:
         """Return the step of a backend, given changes that are not applied yet; None if it fails."""
-        world = World(
+        world = StepInputs(
             state=self._state,
             observed=self._observed,
             now=self._clock.now(),

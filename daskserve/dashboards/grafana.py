@@ -19,7 +19,7 @@ from daskserve.dashboards.alerts import AlertThresholds, rules
 from daskserve.dashboards.deployment_page import DEPLOYMENT
 from daskserve.dashboards.overview import OVERVIEW
 from daskserve.dashboards.panels import Dashboard, GridPosition, Panel, PanelKind, Query, Row, placed
-from daskserve.figures.table import METRICS
+from daskserve.telemetry.table import METRICS
 
 DASHBOARDS: Sequence[Dashboard] = (OVERVIEW, DEPLOYMENT)
 #: The format version of Grafana 10.0. Later versions of Grafana read and upgrade it.

@@ -1,7 +1,7 @@
 """Build PromQL expressions over daskserve's own metrics.
 
-Names and labels come from `daskserve.figures.table`. After a metric is renamed, expressions with its old name
-fail at import.
+Names and labels come from `daskserve.telemetry.table`. After a metric is renamed, expressions with its old
+name fail at import.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypedDict, Unpack
 
-from daskserve.figures.table import METRICS, MetricKind
+from daskserve.telemetry.table import METRICS, MetricKind
 
 #: Labels that a dashboard filters by, if a metric has them. Grafana fills in the selected values.
 VARIABLES: Sequence[str] = ("serve_instance", "deployment")
@@ -20,7 +20,7 @@ RUNNING = 'state="RUNNING"'
 SERVER_ERRORS = 'code=~"5.."'
 
 
-class Growth(TypedDict, total=False):
+class RateOptions(TypedDict, total=False):
     """Options of growth expressions; the defaults are those of dashboards."""
 
     window: str
@@ -50,7 +50,7 @@ def gauge(
     )
 
 
-def rate(short_name: str, by: Sequence[str] = (), where: str = "", **growth: Unpack[Growth]) -> str:
+def rate(short_name: str, by: Sequence[str] = (), where: str = "", **growth: Unpack[RateOptions]) -> str:
     """Return an expression for the growth of a counter, or of a histogram's count, by labels."""
     _check(short_name, by)
     kind = METRICS[short_name].kind
@@ -59,13 +59,13 @@ def rate(short_name: str, by: Sequence[str] = (), where: str = "", **growth: Unp
 
 
 def quantile(
-    share: float, short_name: str, by: Sequence[str] = (), where: str = "", **growth: Unpack[Growth]
+    share: float, short_name: str, by: Sequence[str] = (), where: str = "", **growth: Unpack[RateOptions]
 ) -> str:
     """Return an expression for a quantile of a histogram within the window, by labels."""
     return f"histogram_quantile({share:g}, {buckets(short_name, by, where, **growth)})"
 
 
-def buckets(short_name: str, by: Sequence[str] = (), where: str = "", **growth: Unpack[Growth]) -> str:
+def buckets(short_name: str, by: Sequence[str] = (), where: str = "", **growth: Unpack[RateOptions]) -> str:
     """Return an expression for the growth of a histogram's buckets within the window, by labels."""
     _check(short_name, by)
     assert METRICS[short_name].kind is MetricKind.HISTOGRAM
@@ -78,7 +78,7 @@ def mean(short_name: str, by: Sequence[str] = ()) -> str:
     return f"{_grown(short_name, '_sum', by, '', {})} / {rate(short_name, by)}"
 
 
-def _grown(short_name: str, ending: str, by: Sequence[str], where: str, growth: Growth) -> str:
+def _grown(short_name: str, ending: str, by: Sequence[str], where: str, growth: RateOptions) -> str:
     name = METRICS[short_name].exported_name + ending
     chosen = selector(short_name, where, filters=growth.get("filters", True))
     window, function = growth.get("window", RATE_WINDOW), growth.get("function", "rate")

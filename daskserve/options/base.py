@@ -27,8 +27,8 @@ REPLACES: Final = "a change replaces the replicas"
 
 
 @dataclass(frozen=True, slots=True)
-class Concealed:
-    """Marks a field with secrets, as ``Annotated[..., Concealed(hidden)]``.
+class Masked:
+    """Marks a field with secrets, as ``Annotated[..., Masked(hidden)]``.
 
     Attributes
     ----------
@@ -103,22 +103,22 @@ class Options(BaseModel):
         except ValidationError as error:
             others = [each for each in Options.__subclasses__() if each is not cls and each.place]
             places = [(name, each.place) for each in others for name in each.model_fields]
-            raise explained(error, cls, places, cls._concealed()) from None
+            raise explained(error, cls, places, cls._masked_field()) from None
 
     @classmethod
-    def _concealed(cls) -> dict[str, Callable[[Any], Any]]:
+    def _masked_field(cls) -> dict[str, Callable[[Any], Any]]:
         """Return what is shown of the values of options with secrets, by the option's name."""
         return {
             name: each.show
             for name, field in cls.model_fields.items()
             for each in field.metadata
-            if isinstance(each, Concealed)
+            if isinstance(each, Masked)
         }
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
-        concealed = self._concealed()
+        masked_field = self._masked_field()
         for name, value in super().__repr_args__():
-            yield name, concealed[name](value) if name in concealed else value
+            yield name, masked_field[name](value) if name in masked_field else value
 
     def to_plain(self) -> dict[str, Any]:
         """Return the options that were set, as plain values from which the model can be restored."""

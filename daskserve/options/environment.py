@@ -17,7 +17,7 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import AliasChoices, Field, field_validator, model_validator
 
 from daskserve.errors import BadRequestError
-from daskserve.options.base import Concealed, Options, parse_typed
+from daskserve.options.base import Masked, Options, parse_typed
 from daskserve.options.credentials import Secret
 from daskserve.options.secrets import each_hidden
 
@@ -67,7 +67,7 @@ class Environment(Options):
         "if it is there, otherwise with pip.",
         validation_alias=AliasChoices("packages", "pip", "uv"),
     )
-    env_vars: Annotated[dict[str, Secret], Concealed(each_hidden)] = Field(
+    env_vars: Annotated[dict[str, Secret], Masked(each_hidden)] = Field(
         default_factory=dict,
         description="Environment variables: values, or [references](SECURITY.md#secrets) to secrets.",
     )

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 
 from daskserve.common.types import EVERY_ADDRESS, Location
-from daskserve.options.base import ByteCount, Concealed, Options
+from daskserve.options.base import ByteCount, Masked, Options
 from daskserve.options.credentials import Secret
 from daskserve.options.secrets import hidden
 
@@ -164,7 +164,7 @@ class HTTPOptions(Options):
     ssl_keyfile: str | None = Field(
         None, description="Path of the private key in PEM. None: the key is in ``ssl_certfile``."
     )
-    ssl_keyfile_password: Annotated[Secret | None, Concealed(hidden)] = Field(
+    ssl_keyfile_password: Annotated[Secret | None, Masked(hidden)] = Field(
         None,
         repr=False,
         description="Password of the private key, if it is encrypted, or a "

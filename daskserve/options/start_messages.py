@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
 import msgpack
 
-from daskserve.common.types import Standing
+from daskserve.common.types import RankInfo
 
 if TYPE_CHECKING:
     from daskserve.options.backend import BackendConfig
@@ -87,7 +87,7 @@ class ReplicaStart(StartMessage):
         (`daskserve.data.replica.environment.working_dir.PackedFolder`).
     code_name : str
         The name of the code's record, ``tag@version``, by which its parcel is found.
-    standing : tuple of int
+    rank_info : tuple of int
         The replica's rank, and how many replicas are wanted.
     config : BackendConfig
         After decoding, the options that a replica reads, as attributes.
@@ -126,7 +126,7 @@ class ReplicaStart(StartMessage):
     debug: bool
     is_async: bool
     code_name: str
-    standing: Standing
+    rank_info: RankInfo
     actors: Mapping[str, str]
     actor_of: Sequence[str]
     gang: Sequence[str]

@@ -77,19 +77,19 @@ def explained(
     error: ValidationError,
     model: type[BaseModel],
     places: Iterable[tuple[str, str]],
-    concealed: Mapping[str, Callable[[Any], Any]],
+    masked_field: Mapping[str, Callable[[Any], Any]],
 ) -> Exception:
     """Return a validation error whose unknown options are explained, without secrets.
 
     Parameters
     ----------
-    concealed : mapping
+    masked_field : mapping
         The options with secrets, each with a function that returns what is shown of a value.
     """
     listed = list(places)
 
     def explain(found: Any) -> InitErrorDetails:
-        found = {**found, "input": _without_secrets(found["loc"], found["input"], concealed)}
+        found = {**found, "input": _without_secrets(found["loc"], found["input"], masked_field)}
         if found["type"] != "extra_forbidden" or len(found["loc"]) != 1:
             return as_details(found)
         text = describe_unknown(str(found["loc"][0]), model.__name__, names_of(model), listed)
@@ -99,18 +99,20 @@ def explained(
 
 
 def _without_secrets(
-    place: tuple[int | str, ...], given: Any, concealed: Mapping[str, Callable[[Any], Any]]
+    place: tuple[int | str, ...], given: Any, masked_field: Mapping[str, Callable[[Any], Any]]
 ) -> Any:
     """Return the input that an error shows, which is that of one option or of the whole model."""
     if not place:
         if not isinstance(given, Mapping):
             return given
-        return {name: concealed[name](each) if name in concealed else each for name, each in given.items()}
+        return {
+            name: masked_field[name](each) if name in masked_field else each for name, each in given.items()
+        }
     name = str(place[0])
-    if name in concealed:
-        return concealed[name](given) if len(place) == 1 else HIDDEN
+    if name in masked_field:
+        return masked_field[name](given) if len(place) == 1 else HIDDEN
     # It may be a misspelled one.
-    return HIDDEN if difflib.get_close_matches(name, concealed, 1) else given
+    return HIDDEN if difflib.get_close_matches(name, masked_field, 1) else given
 
 
 def wrong_type(text: str) -> PydanticCustomError:

@@ -7,7 +7,7 @@ import math
 import random
 from collections import deque
 
-from daskserve.simulation.queueing import QueueLimits, Tally
+from daskserve.simulation.queueing import QueueLimits, RequestCounts
 
 
 def drawn_duration_s(mean_s: float, cv: float, rng: random.Random) -> float:
@@ -22,7 +22,7 @@ class EventQueue:
     """Simulates single requests, which arrive at random times within each tick."""
 
     def __init__(self, limits: QueueLimits, rng: random.Random, *, duration_cv: float = 1.0) -> None:
-        self.tally = Tally()
+        self.request_counts = RequestCounts()
         self._limits = limits
         self._rng = rng
         self._cv = duration_cv
@@ -45,22 +45,22 @@ class EventQueue:
         self._fraction -= count
         times = sorted(now + tick_s * self._rng.random() for _ in range(count))
         times.append(now + tick_s)
-        before = self.tally.completed
+        before = self.request_counts.completed
         self._fill(now, slots, duration_s)
         for at in times:
             while self._ends and self._ends[0] <= at:
                 ended = heapq.heappop(self._ends)
-                self.tally.completed += 1
+                self.request_counts.completed += 1
                 self._fill(ended, slots, duration_s)
             if at < now + tick_s:
                 self._arrive(at, slots, duration_s)
         self._expire(now + tick_s)
-        if self.tally.completed == before and not self._arrived:
-            self.tally.last_wait_s = 0.0
+        if self.request_counts.completed == before and not self._arrived:
+            self.request_counts.last_wait_s = 0.0
 
     def _arrive(self, at: float, slots: int, duration_s: float) -> None:
         if len(self._ends) >= slots and len(self._arrived) + 1 > self._limits.max_queued:
-            self.tally.rejected += 1
+            self.request_counts.rejected += 1
             return
         self._arrived.append(at)
         self._fill(at, slots, duration_s)
@@ -69,11 +69,11 @@ class EventQueue:
         self._expire(now)
         while self._arrived and len(self._ends) < slots:
             wait_s = now - self._arrived.popleft()
-            self.tally.began(wait_s, 1.0)
-            self.tally.last_wait_s = wait_s
+            self.request_counts.began(wait_s, 1.0)
+            self.request_counts.last_wait_s = wait_s
             heapq.heappush(self._ends, now + drawn_duration_s(duration_s, self._cv, self._rng))
 
     def _expire(self, now: float) -> None:
         while self._arrived and now - self._arrived[0] > self._limits.deadline_s:
             self._arrived.popleft()
-            self.tally.expired += 1
+            self.request_counts.expired += 1

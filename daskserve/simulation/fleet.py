@@ -143,13 +143,13 @@ class SimulationResult:
 
     def wait_quantile_s(self, share: float) -> float:
         """Return a quantile of the waiting times of requests that began."""
-        return _quantile(self.queue.tally.waits_ms, share)
+        return _quantile(self.queue.request_counts.waits_ms, share)
 
     def latency_quantile_s(self, share: float) -> float:
         """Return a quantile of latencies, which are waiting time plus duration."""
         parts = duration_parts_s(self.trace.mean_duration_s or self.service.duration_s, self.duration_cv)
         found: dict[int, float] = {}
-        for wait_ms, count in self.queue.tally.waits_ms.items():
+        for wait_ms, count in self.queue.request_counts.waits_ms.items():
             for part_s in parts:
                 key = wait_ms + round(1000 * part_s)
                 found[key] = found.get(key, 0.0) + count / PARTS
@@ -246,7 +246,7 @@ class _Run:
         history.running.append(fleet.running)
         history.target.append(fleet.target)
         history.queued.append(queue.queued)
-        history.wait_s.append(queue.tally.last_wait_s)
+        history.wait_s.append(queue.request_counts.last_wait_s)
         end = now + TICK_S
         # The first request for a backend without replicas is reported to the controller at once.
         is_first = fleet.target == 0 and queue.queued > 0
@@ -255,16 +255,16 @@ class _Run:
 
     def _look(self, now: float, slots: int, duration_s: float) -> None:
         queue, fleet = self._queue, self._fleet
-        ended = queue.tally.completed - self._completed
+        ended = queue.request_counts.completed - self._completed
         rate = ended / (now - self._looked_at)
-        self._completed, self._looked_at = queue.tally.completed, now
+        self._completed, self._looked_at = queue.request_counts.completed, now
         ongoing = queue.ongoing
         if self._is_noisy and 0 < ongoing < slots:
             # A sample sees the number that happens to run at its time.
             ongoing = min(slots, max(0.0, self._rng.gauss(ongoing, math.sqrt(ongoing))))
         counts: Sequence[int] = ()
         if self._counts_latencies and ended > 0:
-            counts = latency_counts(queue.tally.last_wait_s, ended, duration_s, self._parts_s)
+            counts = latency_counts(queue.request_counts.last_wait_s, ended, duration_s, self._parts_s)
         self._scaler.observe(Sample(now, ongoing, queue.queued, rate, counts))
         step: ScalingStep = self._scaler.step(
             now=now, wall=self._wall_s + now, current=fleet.running, target=fleet.target

@@ -46,7 +46,7 @@ class QueueLimits:
 
 
 @dataclass(slots=True)
-class Tally:
+class RequestCounts:
     """Counts of all requests so far, by outcome."""
 
     completed: float = 0.0
@@ -66,7 +66,7 @@ class Tally:
 class SimulatedQueue(Protocol):
     """The waiting and running requests of one backend."""
 
-    tally: Tally
+    request_counts: RequestCounts
 
     @property
     def ongoing(self) -> float:
@@ -84,7 +84,7 @@ class FluidQueue:
     """Models requests as a fluid; see the module."""
 
     def __init__(self, limits: QueueLimits, *, duration_cv: float = 1.0) -> None:
-        self.tally = Tally()
+        self.request_counts = RequestCounts()
         self._limits = limits
         self._spread = (1 + duration_cv**2) / 2
         self._running = 0.0
@@ -113,7 +113,7 @@ class FluidQueue:
             self._level += min(1.0, tick_s / CHANCE_PERIOD_S) * (arrivals / tick_s * duration_s - self._level)
         eased = level + (self._running - level) * math.exp(-tick_s / duration_s)
         if eased <= slots:
-            self.tally.completed += self._running + inflow - eased
+            self.request_counts.completed += self._running + inflow - eased
             self._began_all(now, tick_s, arrivals, slots, duration_s)
             self._running = eased
             return
@@ -122,7 +122,7 @@ class FluidQueue:
             self._cohorts.append((now, now + tick_s, arrivals))
         self._waiting = inflow
         self._running += self._begin(now, tick_s, began, self._limits.deadline_s) - ended
-        self.tally.completed += ended
+        self.request_counts.completed += ended
         self._expire(now + tick_s - self._limits.deadline_s)
         self._refuse()
 
@@ -135,28 +135,28 @@ class FluidQueue:
 
     def _began_all(self, now: float, tick_s: float, arrivals: float, slots: int, duration_s: float) -> None:
         """Begin all requests: first the waiting ones, as slots become free, then the arriving ones."""
-        tally, backlog = self.tally, self._waiting
-        tally.last_wait_s = 0.0
+        request_counts, backlog = self.request_counts, self._waiting
+        request_counts.last_wait_s = 0.0
         if backlog > 0:
             pace = slots / duration_s
             self._begin(now, min(tick_s, backlog / pace), backlog, math.inf)
             rest = max(pace - arrivals / tick_s, 1e-9)
             behind = arrivals * min(1.0, backlog / rest / tick_s)
-            tally.began(min(tick_s, backlog / pace / 2), behind)
+            request_counts.began(min(tick_s, backlog / pace / 2), behind)
             arrivals -= behind
         if arrivals <= 0:
             return
         use = min(self._level / slots, 0.98) if slots else 0.0
         chance = use ** (math.sqrt(2 * (slots + 1)) - 1) if slots else 0.0
         if chance < LEAST_CHANCE:
-            tally.waits_ms[0] = tally.waits_ms.get(0, 0.0) + arrivals
+            request_counts.waits_ms[0] = request_counts.waits_ms.get(0, 0.0) + arrivals
             return
         # Longer waits come from a queue, which the fluid model already contains.
         mean_s = min(self._spread * duration_s / (slots * (1 - use)), CHANCE_PERIOD_S)
-        tally.began(0.0, arrivals * (1 - chance))
+        request_counts.began(0.0, arrivals * (1 - chance))
         for part in CHANCES:
-            tally.began(part * mean_s, arrivals * chance / len(CHANCES))
-        tally.last_wait_s = max(tally.last_wait_s, chance * mean_s)
+            request_counts.began(part * mean_s, arrivals * chance / len(CHANCES))
+        request_counts.last_wait_s = max(request_counts.last_wait_s, chance * mean_s)
 
     def _begin(self, now: float, span_s: float, count: float, deadline_s: float) -> float:
         """Begin up to ``count`` waiting requests, oldest first, evenly over a time; return how many began."""
@@ -170,14 +170,14 @@ class FluidQueue:
             taken = min(size, count - begun, max(count / PIECES, LEAST))
             came = since + (until - since) * taken / size
             wait_s = max(0.0, at + span_s * taken / count / 2 - (since + came) / 2)
-            self.tally.began(wait_s, taken)
+            self.request_counts.began(wait_s, taken)
             waited += wait_s * taken
             begun += taken
             if taken >= size - LEAST:
                 self._cohorts.popleft()
             else:
                 self._cohorts[0] = (came, until, size - taken)
-        self.tally.last_wait_s = waited / begun if begun > 0 else 0.0
+        self.request_counts.last_wait_s = waited / begun if begun > 0 else 0.0
         self._waiting = max(0.0, self._waiting - begun) if self._cohorts else 0.0
         return begun
 
@@ -187,7 +187,7 @@ class FluidQueue:
         while cohorts and cohorts[0][0] < oldest:
             since, until, size = cohorts.popleft()
             late = size * min(1.0, (oldest - since) / (until - since)) if until > since else size
-            self.tally.expired += late
+            self.request_counts.expired += late
             self._waiting = max(0.0, self._waiting - late)
             if until > oldest:
                 cohorts.appendleft((oldest, until, size - late))
@@ -199,7 +199,7 @@ class FluidQueue:
         while self._cohorts and self._waiting > self._limits.max_queued:
             since, until, size = self._cohorts.pop()
             refused = min(size, self._waiting - self._limits.max_queued)
-            self.tally.rejected += refused
+            self.request_counts.rejected += refused
             self._waiting -= refused
             if refused < size:
                 self._cohorts.append((since, until, size - refused))

@@ -18,13 +18,13 @@ MOST_CHANGES = 12
 
 def as_dict(outcome: SimulationResult, price: float = 0.0) -> dict[str, Any]:
     """Return an outcome as plain values for JSON."""
-    history, tally = outcome.history, outcome.queue.tally
+    history, request_counts = outcome.history, outcome.queue.request_counts
     return {
         "policy": outcome.name,
         "requests": round(outcome.trace.requests, 3),
-        "completed": round(tally.completed, 3),
-        "rejected": round(tally.rejected, 3),
-        "expired": round(tally.expired, 3),
+        "completed": round(request_counts.completed, 3),
+        "rejected": round(request_counts.rejected, 3),
+        "expired": round(request_counts.expired, 3),
         "wait_p50_s": outcome.wait_quantile_s(0.5),
         "wait_p99_s": outcome.wait_quantile_s(0.99),
         "latency_p50_s": outcome.latency_quantile_s(0.5),

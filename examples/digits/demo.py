@@ -35,7 +35,7 @@ TIMEOUT_S = 30.0
 ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-class Answer(NamedTuple):
+class ReplicaRequest(NamedTuple):
     """The answer to one image: a label, or a problem."""
 
     label: int | None
@@ -153,9 +153,9 @@ def compare(served: list[int | None], offline: list[int], truth: list[int], fail
     return problems
 
 
-def post_all(url: str, pngs: list[bytes]) -> list[Answer]:
+def post_all(url: str, pngs: list[bytes]) -> list[ReplicaRequest]:
     """Post the images over several connections, and return the answers in order."""
-    answers: dict[int, Answer] = {}
+    answers: dict[int, ReplicaRequest] = {}
 
     def post_share(first: int) -> None:
         connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=TIMEOUT_S)
@@ -168,7 +168,7 @@ def post_all(url: str, pngs: list[bytes]) -> list[Answer]:
     return [answers[index] for index in range(len(pngs))]
 
 
-def post(connection: http.client.HTTPConnection, path: str, png: bytes) -> Answer:
+def post(connection: http.client.HTTPConnection, path: str, png: bytes) -> ReplicaRequest:
     """Post one image and return the answer."""
     start = time.perf_counter()
     try:
@@ -177,11 +177,11 @@ def post(connection: http.client.HTTPConnection, path: str, png: bytes) -> Answe
         body = response.read()
     except (OSError, http.client.HTTPException) as error:
         connection.close()
-        return Answer(None, f"{type(error).__name__}: {error}", time.perf_counter() - start)
+        return ReplicaRequest(None, f"{type(error).__name__}: {error}", time.perf_counter() - start)
     latency_s = time.perf_counter() - start
     if response.status != 200:
-        return Answer(None, f"{response.status} {body[:200].decode(errors='replace')}", latency_s)
-    return Answer(json.loads(body)["label"], "", latency_s)
+        return ReplicaRequest(None, f"{response.status} {body[:200].decode(errors='replace')}", latency_s)
+    return ReplicaRequest(json.loads(body)["label"], "", latency_s)
 
 
 def seven_path() -> Path:

@@ -31,7 +31,6 @@ from daskserve.common.types import DONE, WHOLE_RESPONSE, Message
 from daskserve.errors import http_status_of
 from daskserve.payload.packed_errors import is_logged
 from daskserve.proxies.asgi import Headers, Scope, begin_response
-from daskserve.proxies.exchange.carrier import Carrier, Connection
 from daskserve.proxies.exchange.limits import LINGER
 from daskserve.proxies.exchange.request_body import BodyOnDemand, RequestBody
 from daskserve.proxies.exchange.request_head import (
@@ -45,6 +44,7 @@ from daskserve.proxies.exchange.request_head import (
     split_target,
 )
 from daskserve.proxies.exchange.response_head import BodyPart, ResponseWriter, as_buffer, plain_text
+from daskserve.proxies.exchange.server_state import Connection, ServerState
 from daskserve.proxies.exchange.stream import ConnectionReader, Stream
 from daskserve.proxies.exchange.unsent import UnsentParts
 from daskserve.proxies.exchange.websocket.session import BadHandshakeError, WebSocketSession
@@ -67,8 +67,8 @@ class Exchange:
 
     body: RequestBody  # set by `begin`
 
-    def __init__(self, carrier: Carrier, connection: Connection, reader: ConnectionReader) -> None:
-        self._carrier = carrier
+    def __init__(self, server_state: ServerState, connection: Connection, reader: ConnectionReader) -> None:
+        self._server_state = server_state
         self._connection = connection
         self._reader = reader
         self._stream = connection.stream
@@ -126,7 +126,7 @@ class Exchange:
         is_on_demand = length != 0 and "Expect" in framing and asks_to_continue(framing, version)
         self.body = BodyOnDemand(self._ask_for_body) if is_on_demand else RequestBody(is_ended=length == 0)
         if length != 0:
-            self.body.expect(length, self._carrier.largest_body_bytes(), self._carrier.limits)
+            self.body.expect(length, self._server_state.largest_body_bytes(), self._server_state.limits)
         if length is not None and self.body.excess is not None:
             self.refuse(*self.body.excess, is_coming="Expect" not in framing)
             return length
@@ -148,9 +148,9 @@ class Exchange:
                 self.refuse(400, "The handshake of a WebSocket has no body.")
             return length
         self._task = asyncio.get_running_loop().create_task(self._run(scope))
-        self._carrier.tasks.add(self._task)
+        self._server_state.tasks.add(self._task)
         if is_on_demand:
-            self._carrier.watch.unwatch(connection)  # the client waits for the application
+            self._server_state.watch.unwatch(connection)  # the client waits for the application
         return length
 
     def data_received(self, chunk: bytes, *, is_last: bool = False) -> asyncio.Future[None] | None:
@@ -158,11 +158,11 @@ class Exchange:
 
         After the last part, the reader calls `finish` at once.
         """
-        watch = self._carrier.watch
+        watch = self._server_state.watch
         room = self.body.feed(chunk)
         if self._is_gone or self.is_whole:
             return None  # lingering
-        if self.body.excess is not None and not self._carrier.make_room(self.body):
+        if self.body.excess is not None and not self._server_state.make_room(self.body):
             self.refuse(*self.body.excess)
             return None
         if room is not None:
@@ -175,7 +175,7 @@ class Exchange:
 
     def finish(self) -> None:
         """Note that the request is complete."""
-        self._carrier.watch.unwatch(self._connection)
+        self._server_state.watch.unwatch(self._connection)
         if not self.body.is_ended:
             self.body.end()
         if self.is_whole:
@@ -184,7 +184,7 @@ class Exchange:
     def refuse_head(self, error: RefusedRequestError) -> int:
         """Refuse a request without reading on: where its body ends, or whether it has one, is unclear."""
         log.info("Refused a request from %s: %s", self._connection, error)
-        self._carrier.refusals.causes[error.cause] += 1
+        self._server_state.refusals.causes[error.cause] += 1
         self._method = error.method or self._method
         self.body = RequestBody(is_ended=True)
         self._closes = self._is_refused = True
@@ -196,7 +196,7 @@ class Exchange:
         log.info("Refused the body of a request from %s: %s", self._connection, reason)
         self._is_refused = True
         if self.is_whole:
-            self._carrier.refusals.causes[MALFORMED] += 1
+            self._server_state.refusals.causes[MALFORMED] += 1
             self._go_on()
         else:
             self.refuse(400, f"The request body is malformed: {reason}", is_coming=False)
@@ -204,7 +204,7 @@ class Exchange:
     def on_connection_close(self) -> None:
         """Cancel the request because its client has disconnected. Idempotent, and valid in every state."""
         self._is_gone = self.is_over = True
-        self._carrier.watch.unwatch(self._connection)
+        self._server_state.watch.unwatch(self._connection)
         if self._linger is not None:
             self._linger.cancel()
         if self._task is None:
@@ -212,7 +212,7 @@ class Exchange:
         self.body.close()
         # An application may send the end of its response late, for example after its background tasks.
         if not self.is_whole and not (self._writer is not None and self._writer.is_filled):
-            self._carrier.cancel(self._task)
+            self._server_state.cancel(self._task)
 
     def probe_client(self, *, is_late: bool) -> None:
         """Have the operating system find out whether a client that sends no more is still there.
@@ -233,12 +233,12 @@ class Exchange:
 
     def refuse(self, status: int, text: str, headers: Headers = (), *, is_coming: bool = True) -> None:
         """Answer in place of the application, or cut the connection if a response has begun."""
-        self._carrier.refusals.count_body(self._method, status, is_cut=self.is_begun)
+        self._server_state.refusals.count_body(self._method, status, is_cut=self.is_begun)
         self.body.is_refused = True
         self.body.close()  # the application must not take the part that was received for all
-        self._carrier.watch.unwatch(self._connection)
+        self._server_state.watch.unwatch(self._connection)
         if self._task is not None:
-            self._carrier.cancel(self._task)
+            self._server_state.cancel(self._task)
         if self.is_begun:
             return self._cut()
         self._closes = True
@@ -300,11 +300,11 @@ class Exchange:
 
     def _send_whole(self, message: Message) -> Awaitable[None] | None:
         """Write a whole response in one piece; return None if it needs the general writer."""
-        carrier, body = self._carrier, self.body
+        server_state, body = self._server_state, self.body
         is_usual = self._is_http11 and body.is_ended and self._method != "HEAD" and not self._closes
-        if not is_usual or len(message["body"]) > _JOIN_BYTES or carrier.is_draining:
+        if not is_usual or len(message["body"]) > _JOIN_BYTES or server_state.is_draining:
             return None
-        data = carrier.heads.write(message)
+        data = server_state.heads.write(message)
         if data is None:
             return None
         self._start = message
@@ -326,7 +326,7 @@ class Exchange:
     ) -> Awaitable[None]:
         """Return what the application has to wait for before it continues."""
         if self._unsent is None:
-            self._unsent = UnsentParts(self._carrier.limits)
+            self._unsent = UnsentParts(self._server_state.limits)
         room = self._unsent.add(flushed, size_bytes, is_last=not more_body)
         if room is not None:
             return self._flush(room, more_body)
@@ -334,7 +334,7 @@ class Exchange:
             self.is_whole = self._is_unsent = True
             self.body.close()
             sending = self._unsent.send_rest(self._complete)
-            self._carrier.keep(asyncio.get_running_loop().create_task(sending))
+            self._server_state.keep(asyncio.get_running_loop().create_task(sending))
         return DONE
 
     async def _flush(self, room: asyncio.Future[None], more_body: bool) -> None:
@@ -350,7 +350,7 @@ class Exchange:
         """Top loop of one request: failures of the application end here, in the log."""
         body = self.body
         try:
-            await self._carrier.app(scope, body, self.send)
+            await self._server_state.app(scope, body, self.send)
         except asyncio.CancelledError:
             if not self._is_gone and not self.is_whole:
                 self._fail()  # cancelled by the application itself, or with the whole loop
@@ -369,8 +369,8 @@ class Exchange:
                 log.error("%s was left without a whole response", _request_line(scope))
                 self._fail()
         finally:
-            # A callback would cost a turn of the event loop; `Carrier.cancel` handles the other case.
-            self._carrier.tasks.discard(self._task)
+            # A callback would cost a turn of the event loop; `ServerState.cancel` handles the other case.
+            self._server_state.tasks.discard(self._task)
             if body.held_bytes:
                 body.release()
 
@@ -379,36 +379,36 @@ class Exchange:
         del scope["method"]
         scope |= {"type": "websocket", "scheme": "ws" + scope["scheme"].removeprefix("http")}
         scope["extensions"] = {"websocket.http.response": {}}
-        carrier = self._carrier
+        server_state = self._server_state
         try:
             session = WebSocketSession(
-                carrier.app,
+                server_state.app,
                 scope,
                 self._stream,
-                max_message_bytes=carrier.max_message_bytes,
-                deflates_messages=carrier.deflates_messages,
-                limits=carrier.limits,
-                clock=carrier.clock,
-                on_end=carrier.sockets.discard,
+                max_message_bytes=server_state.max_message_bytes,
+                deflates_messages=server_state.deflates_messages,
+                limits=server_state.limits,
+                clock=server_state.clock,
+                on_end=server_state.sockets.discard,
             )
         except BadHandshakeError as error:
             self._closes = True
             self._answer(error.status, str(error), headers=error.headers)
             return
         self.is_over = True
-        carrier.watch.unwatch(self._connection)
+        server_state.watch.unwatch(self._connection)
         self._reader.detach()
-        carrier.sockets.add(session)
-        if carrier.is_draining:
+        server_state.sockets.add(session)
+        if server_state.is_draining:
             session.leave()
-        carrier.keep(session.start())
+        server_state.keep(session.start())
 
     def _ask_for_body(self) -> None:
         """Send 100 Continue, unless the response has begun."""
         if not (self._is_gone or self.is_begun or self._stream.closed()):
             self._stream.write(_CONTINUE)
         if self.wants_body:
-            self._carrier.watch.watch(self._connection)
+            self._server_state.watch.watch(self._connection)
 
     def _write(self, body: BodyPart, more_body: bool) -> asyncio.Future[None] | None:
         writer = self._writer
@@ -419,9 +419,9 @@ class Exchange:
                 self._start,
                 method=self._method,
                 is_http11=self._is_http11,
-                closes=self._closes or self._carrier.is_draining,
+                closes=self._closes or self._server_state.is_draining,
             )
-            parts = writer.first(body, more_body, self._carrier.date.line())
+            parts = writer.first(body, more_body, self._server_state.date.line())
             self._writer = writer  # only now: if the head is invalid, a 500 can still be sent
             self.is_begun = True
             self._closes = writer.closes
@@ -432,7 +432,7 @@ class Exchange:
             parts = writer.next(body, more_body)
         if not self.body.is_ended and not self.body.is_full and not self.body.is_withheld:
             # A client may send its body slowly while it receives the response. If neither moves, it is idle.
-            self._carrier.watch.watch(self._connection)
+            self._server_state.watch.watch(self._connection)
         if not parts:
             return None
         if len(body) <= _JOIN_BYTES:
@@ -454,7 +454,7 @@ class Exchange:
             return
         self.is_over = True
         if is_late:
-            self._carrier.limits.hit(LINGER)
+            self._server_state.limits.hit(LINGER)
         if self._linger is not None:
             self._linger.cancel()
         if self._is_refused:
@@ -465,7 +465,7 @@ class Exchange:
 
     def _expect_more(self, _: asyncio.Future[None]) -> None:
         if not self._is_gone and not self.is_whole and not self.body.is_ended:
-            self._carrier.watch.watch(self._connection)
+            self._server_state.watch.watch(self._connection)
 
     def _fail(self) -> None:
         if self.is_begun:

@@ -10,9 +10,9 @@ import asyncio
 import logging
 from operator import itemgetter
 
-from daskserve.proxies.exchange.carrier import Carrier, Connection, Ongoing
 from daskserve.proxies.exchange.limits import BODY_RATE, BUFFERS, BUSY_WRITE_STALL, WRITE_STALL
 from daskserve.proxies.exchange.request_body import NO_MEMORY, SMALL_BYTES, RequestBody
+from daskserve.proxies.exchange.server_state import Connection, Ongoing, ServerState
 
 log = logging.getLogger("daskserve.proxies")
 
@@ -55,13 +55,13 @@ class BodyPace:
 class PaceWatch:
     """Looks at the connections of one server."""
 
-    def __init__(self, carrier: Carrier) -> None:
-        self._carrier = carrier
-        self._limits = limits = carrier.limits
+    def __init__(self, server_state: ServerState) -> None:
+        self._server_state = server_state
+        self._limits = limits = server_state.limits
         shortest_s = min(limits.body_grace_s, limits.write_stall_timeout_s, limits.busy_write_stall_timeout_s)
         self._period_s = min(PERIOD_S, shortest_s / _CHECKS)
         self._timer: asyncio.TimerHandle | None = None
-        carrier.make_room = self.make_room
+        server_state.make_room = self.make_room
         self._bodies: dict[Ongoing, BodyPace] = {}
         #: What was sent of a response that waits for its client, and since when it has been no more.
         self._unsent: dict[Connection, tuple[int, float]] = {}
@@ -86,7 +86,7 @@ class PaceWatch:
         """Look at all connections, and end the requests that stand still."""
         bodies, self._bodies = self._bodies, {}
         unsent, self._unsent = self._unsent, {}
-        for connection in list(self._carrier.connections):
+        for connection in list(self._server_state.connections):
             exchange = connection.exchange
             # What comes within a response may come as slowly as both sides like.
             if exchange is not None and exchange.wants_body and not exchange.is_begun:
@@ -154,4 +154,6 @@ class PaceWatch:
     def _is_missed(self, connection: Connection) -> bool:
         """Return whether others wait for the slot that the request on a connection holds."""
         exchange = connection.exchange
-        return exchange is not None and not exchange.is_whole and self._carrier.is_crowded(connection.path)
+        return (
+            exchange is not None and not exchange.is_whole and self._server_state.is_crowded(connection.path)
+        )

@@ -19,13 +19,12 @@ from daskserve.common.clock import RequestIds, stopwatch
 from daskserve.common.formatting import shown
 from daskserve.common.types import Envelope, EnvelopeKind, Receive, Send
 from daskserve.errors import ActorLostError, RequestTimeoutError
-from daskserve.figures.histogram import cause_of
 from daskserve.loops.deadlines import until
 from daskserve.payload.packed_errors import is_logged, known_of
 from daskserve.proxies.asgi import JSON, ASGIApp, Headers, Scope, send_whole
 from daskserve.proxies.ingress.bodies import BodyGate, BodyKeeper, is_refused
 from daskserve.proxies.ingress.errors import reply_to
-from daskserve.proxies.ingress.figures import READYZ, SYSTEM_ROUTES, IngressFigures
+from daskserve.proxies.ingress.metrics import READYZ, SYSTEM_ROUTES, IngressMetrics
 from daskserve.proxies.ingress.request import (
     TRUSTED_TIMEOUT,
     IngressRequest,
@@ -33,6 +32,7 @@ from daskserve.proxies.ingress.request import (
     parse_timeout,
 )
 from daskserve.proxies.ingress.routes import Route, RouteTable, normalize_prefix
+from daskserve.telemetry.histogram import cause_of
 
 log = logging.getLogger("daskserve.proxies")
 
@@ -170,7 +170,7 @@ class IngressApp:
         self._responses = [0] * 10
         self._unanswered = 0
         self._timed_out = 0
-        self.figures = IngressFigures()
+        self.metrics = IngressMetrics()
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         kind = scope["type"]
@@ -202,7 +202,7 @@ class IngressApp:
     async def _serve(self, request: IngressRequest, scope: Scope, receive: Receive) -> None:
         if not request.request_id:
             request.request_id = self._request_ids.next().encode()
-            self.figures.bad_ids += request.has_bad_id
+            self.metrics.bad_ids += request.has_bad_id
         started = stopwatch()
         self._ongoing += 1
         try:
@@ -216,7 +216,7 @@ class IngressApp:
             if request.status or not (request.has_body and is_refused(receive)):  # else the server counts it
                 seconds = stopwatch() - started
                 method = "WEBSOCKET" if scope["type"] == "websocket" else scope["method"]
-                self.figures.observe(request.route, method, request.status, seconds, request.cause)
+                self.metrics.observe(request.route, method, request.status, seconds, request.cause)
                 if request.status:
                     self._responses[request.status // 100 % 10] += 1
                 else:

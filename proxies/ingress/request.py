@@ -8,7 +8,7 @@ from typing import Literal
 
 from daskserve.common.types import DONE, ON_DEMAND, WHOLE_RESPONSE, Message, Send
 from daskserve.proxies.asgi import REQUEST_ID, begin_response
-from daskserve.proxies.ingress.figures import NO_ROUTE
+from daskserve.proxies.ingress.metrics import NO_ROUTE
 
 REQUEST_TIMEOUT = b"x-request-timeout-seconds"
 #: The key of a scope whose `REQUEST_TIMEOUT` was sent by a trusted forwarder.

@@ -23,8 +23,8 @@ from functools import partial
 from typing import TypeAlias
 
 from daskserve.common.formatting import shown
-from daskserve.figures.error_log import SparseLog
-from daskserve.proxies.exchange.carrier import Carrier, Connection
+from daskserve.proxies.exchange.server_state import Connection, ServerState
+from daskserve.telemetry.error_log import SparseLog
 
 log = logging.getLogger("daskserve.proxies")
 
@@ -95,7 +95,7 @@ class Acceptor:
 
     Parameters
     ----------
-    carrier : Carrier
+    server_state : ServerState
         Has the open connections.
     max_connections : int
         How many there may be, WebSockets included.
@@ -111,11 +111,12 @@ class Acceptor:
     _loop: asyncio.AbstractEventLoop
     _take: Take
 
-    def __init__(self, carrier: Carrier, max_connections: int) -> None:
-        self._carrier = carrier
+    def __init__(self, server_state: ServerState, max_connections: int) -> None:
+        self._server_state = server_state
         self._max_connections = max_connections
         self._sockets: list[socket.socket] = []
-        #: The connections that are not among the carrier's yet: the task that sets each up, and since when.
+        #: The connections that are not among the server state's yet: the task that sets each up, and since
+        #: when.
         self._setups: dict[socket.socket, tuple[asyncio.Task[None], float]] = {}
         #: How many connections there may be while descriptors are scarce, and until when they are.
         self._fitting = max_connections
@@ -129,7 +130,7 @@ class Acceptor:
     @property
     def open(self) -> int:
         """The number of open connections."""
-        return len(self._carrier.connections) + len(self._carrier.sockets) + len(self._setups)
+        return len(self._server_state.connections) + len(self._server_state.sockets) + len(self._setups)
 
     @property
     def is_paused(self) -> bool:
@@ -240,7 +241,7 @@ class Acceptor:
                 break
             if not setup.cancelling():
                 return setup.cancel
-        watch = self._carrier.watch
+        watch = self._server_state.watch
         idle = watch.longest(IDLE_S, Connection.is_incomplete) or watch.longest(IDLE_S, _is_unused)
         if idle is None:
             return None

@@ -16,7 +16,7 @@ import asyncio
 import select
 from collections.abc import Container, Iterable
 
-from daskserve.proxies.exchange.carrier import Carrier, Connection
+from daskserve.proxies.exchange.server_state import Connection, ServerState
 from daskserve.proxies.exchange.stream import can_tell_hangups
 from daskserve.proxies.exchange.websocket.session import WebSocketSession
 
@@ -34,13 +34,13 @@ LATE_CHECKS = 4
 class HangupWatch:
     """Cancels the requests of clients that have disconnected, with two timers for a server."""
 
-    def __init__(self, carrier: Carrier) -> None:
-        self._carrier = carrier
+    def __init__(self, server_state: ServerState) -> None:
+        self._server_state = server_state
         self._timer: asyncio.TimerHandle | None = None
         self._soon_timer: asyncio.TimerHandle | None = None
         #: The connections whose data has ended, with the number of checks that are left.
         self._ended: dict[Connection, int] = {}
-        carrier.note_end = self.check_soon
+        server_state.note_end = self.check_soon
 
     def start(self) -> None:
         """Start the timer. Does nothing where the operating system cannot tell."""
@@ -75,7 +75,10 @@ class HangupWatch:
 
     def _check(self) -> None:
         self.start()
-        holders: list[Connection | WebSocketSession] = [*self._carrier.connections, *self._carrier.sockets]
+        holders: list[Connection | WebSocketSession] = [
+            *self._server_state.connections,
+            *self._server_state.sockets,
+        ]
         self._look_at(holders, set(holders) - self._ended.keys())
 
     def _look_at(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from daskserve.common.types import Receive, Send
 from daskserve.proxies.asgi import ASGIApp, Scope, send_whole
-from daskserve.proxies.ingress.figures import HEALTHZ, READYZ
+from daskserve.proxies.ingress.metrics import HEALTHZ, READYZ
 from daskserve.proxies.server.choice import server_type
 from daskserve.proxies.server.life import HTTPServer
 

@@ -17,12 +17,11 @@ from typing import TYPE_CHECKING, Protocol
 from daskserve.common.clock import Clock, LoopClock
 from daskserve.common.formatting import shown
 from daskserve.common.types import EVERY_ADDRESS
-from daskserve.figures.table import MetricSample
 from daskserve.proxies.asgi import ASGIApp
-from daskserve.proxies.exchange.carrier import Carrier
 from daskserve.proxies.exchange.limits import Limits
 from daskserve.proxies.exchange.pace import PaceWatch
 from daskserve.proxies.exchange.request_head import HeadLimits
+from daskserve.proxies.exchange.server_state import ServerState
 from daskserve.proxies.server.accepting import (
     Acceptor,
     default_max_connections,
@@ -31,6 +30,7 @@ from daskserve.proxies.server.accepting import (
 )
 from daskserve.proxies.server.hangup import HangupWatch
 from daskserve.proxies.server.listen import bind_sockets
+from daskserve.telemetry.table import MetricSample
 
 if TYPE_CHECKING:
     from daskserve.options.http import HTTPOptions
@@ -51,12 +51,12 @@ class ServerListener(Protocol):
     def take(self, sock: socket.socket, made: Callable[[], object]) -> asyncio.Task[None] | None:
         """Set up a connection.
 
-        Return the task that does so, which calls ``made`` when the connection is among the carrier's. None if
-        it is there already.
+        Return the task that does so, which calls ``made`` when the connection is among the server state's.
+        None if it is there already.
         """
 
     async def wait_made(self) -> None:
-        """Return once all accepted connections are among the carrier's."""
+        """Return once all accepted connections are among the server state's."""
 
     async def wait_closed(self) -> None:
         """Return once all connections have ended, after they were closed."""
@@ -104,7 +104,7 @@ class HTTPServer(abc.ABC):
         self._claims_port = claims_port
         self._public_host = public_host
         self._clock: Clock = clock or LoopClock()
-        self._carrier = Carrier(
+        self._server_state = ServerState(
             app,
             head_limits=HeadLimits(options.max_header_bytes, options.max_headers),
             max_body_bytes=options.max_body_bytes,
@@ -115,16 +115,16 @@ class HTTPServer(abc.ABC):
             tls=tls,
             limits=Limits(options),
         )
-        self._hangups = HangupWatch(self._carrier)
+        self._hangups = HangupWatch(self._server_state)
         self._acceptor = Acceptor(
-            self._carrier, options.max_connections or default_max_connections(descriptor_limit())
+            self._server_state, options.max_connections or default_max_connections(descriptor_limit())
         )
-        self._paces = PaceWatch(self._carrier)
+        self._paces = PaceWatch(self._server_state)
         self._sockets: list[socket.socket] = []
         self._listener: ServerListener | None = None
 
     @abc.abstractmethod
-    def _make_listener(self, carrier: Carrier) -> ServerListener:
+    def _make_listener(self, server_state: ServerState) -> ServerListener:
         """Return the listener of this kind of server."""
 
     @property
@@ -138,7 +138,7 @@ class HTTPServer(abc.ABC):
         host = self._public_host if self._host in EVERY_ADDRESS else self._host
         if ":" in host and not host.startswith("["):
             host = f"[{host}]"
-        scheme = "http" if self._carrier.tls is None else "https"
+        scheme = "http" if self._server_state.tls is None else "https"
         return (f"{scheme}://{host}:{self._port}",)
 
     def samples(self, instance: str) -> list[MetricSample]:
@@ -146,7 +146,7 @@ class HTTPServer(abc.ABC):
 
         Any thread may call it.
         """
-        acceptor, limits, refusals = self._acceptor, self._carrier.limits, self._carrier.refusals
+        acceptor, limits, refusals = self._acceptor, self._server_state.limits, self._server_state.refusals
         causes, bodies = refusals.causes.copy(), refusals.bodies.copy()
         return [
             ("http_connections", (instance,), acceptor.open),
@@ -169,8 +169,8 @@ class HTTPServer(abc.ABC):
         is_crowded : callable
             Returns whether requests of the endpoint of a path wait for a slot.
         """
-        self._carrier.largest_body_bytes = largest_body_bytes
-        self._carrier.is_crowded = is_crowded
+        self._server_state.largest_body_bytes = largest_body_bytes
+        self._server_state.is_crowded = is_crowded
 
     async def bind(self) -> None:
         """Take the port.
@@ -193,7 +193,7 @@ class HTTPServer(abc.ABC):
 
     def start(self) -> None:
         """Start to accept connections."""
-        self._listener = self._make_listener(self._carrier)
+        self._listener = self._make_listener(self._server_state)
         self._acceptor.start(self._sockets, self._listener.take)
         self._hangups.start()
         self._paces.start()
@@ -205,39 +205,39 @@ class HTTPServer(abc.ABC):
         Responses close their connections from now on. Connections in the backlog are accepted first, because
         closing the socket would reset them.
         """
-        self._carrier.is_draining = True
+        self._server_state.is_draining = True
         deadline = self._clock.now() + grace_s
         if self._listener is not None:
             while self._clock.now() < deadline and is_readable(self._sockets):
                 await self._clock.sleep(_PAUSED_S if self._acceptor.is_paused else 0)
         await self._close_sockets(accepts=True)
-        for session in list(self._carrier.sockets):
+        for session in list(self._server_state.sockets):
             session.leave()
         while (left_s := deadline - self._clock.now()) > 0 and (
-            self._carrier.connections or self._carrier.sockets
+            self._server_state.connections or self._server_state.sockets
         ):
-            if self._carrier.tasks:
-                await asyncio.wait(self._carrier.tasks, timeout=left_s)
+            if self._server_state.tasks:
+                await asyncio.wait(self._server_state.tasks, timeout=left_s)
             else:
                 # A client may be about to send another request on its connection.
                 await self._clock.sleep(min(left_s, _QUIET_S))
-                if not self._carrier.tasks:
+                if not self._server_state.tasks:
                     break
 
     async def stop(self) -> None:
         """Stop listening, cancel all requests and close all connections. Idempotent."""
-        self._carrier.is_draining = True
+        self._server_state.is_draining = True
         await self._close_sockets()
-        self._carrier.watch.stop()
+        self._server_state.watch.stop()
         self._hangups.stop()
         self._paces.stop()
-        tasks = set(self._carrier.tasks)
-        for connection in list(self._carrier.connections):
+        tasks = set(self._server_state.tasks)
+        for connection in list(self._server_state.connections):
             connection.close()
-        for session in list(self._carrier.sockets):
+        for session in list(self._server_state.sockets):
             session.close()
         for task in tasks:
-            self._carrier.cancel(task)
+            self._server_state.cancel(task)
         if tasks:
             _, stuck = await asyncio.wait(tasks, timeout=_CANCEL_S)
             if stuck:
@@ -250,11 +250,11 @@ class HTTPServer(abc.ABC):
             await self._listener.wait_closed()
 
     def __repr__(self) -> str:
-        carrier = self._carrier
-        state = "draining" if carrier.is_draining else "open"
+        server_state = self._server_state
+        state = "draining" if server_state.is_draining else "open"
         return (
-            f"<{type(self).__name__} {self.urls[0]} {state}, {len(carrier.connections)} connections, "
-            f"{len(carrier.tasks)} tasks>"
+            f"<{type(self).__name__} {self.urls[0]} {state}, {len(server_state.connections)} connections, "
+            f"{len(server_state.tasks)} tasks>"
         )
 
     async def _close_sockets(self, *, accepts: bool = False) -> None:

@@ -11,7 +11,7 @@ import socket
 from collections.abc import Callable
 
 from daskserve.loops.tasks import TaskSet
-from daskserve.proxies.exchange.carrier import Carrier
+from daskserve.proxies.exchange.server_state import ServerState
 from daskserve.proxies.server.life import HTTPServer, ServerListener
 from daskserve.proxies.server.tornado_connection import RequestStream, TLSRequestStream, TornadoConnection
 
@@ -21,19 +21,19 @@ log = logging.getLogger("daskserve.proxies")
 class TornadoServer(HTTPServer):
     """Carries the application on Tornado."""
 
-    def _make_listener(self, carrier: Carrier) -> ServerListener:
-        return _TornadoListener(carrier)
+    def _make_listener(self, server_state: ServerState) -> ServerListener:
+        return _TornadoListener(server_state)
 
 
 class _TornadoListener:
     """Sets up connections, which Tornado's streams read."""
 
-    def __init__(self, carrier: Carrier) -> None:
-        self._carrier = carrier
+    def __init__(self, server_state: ServerState) -> None:
+        self._server_state = server_state
         self._serving = TaskSet(log)
 
     def take(self, sock: socket.socket, made: Callable[[], object]) -> None:
-        tls = self._carrier.tls
+        tls = self._server_state.tls
         try:
             if tls is None:
                 stream = RequestStream(sock)
@@ -45,7 +45,7 @@ class _TornadoListener:
             log.debug("A client disconnected before its connection was set up: %r", error)
             sock.close()
             return
-        self._serving.spawn(TornadoConnection(self._carrier, stream).serve())
+        self._serving.spawn(TornadoConnection(self._server_state, stream).serve())
 
     async def wait_made(self) -> None:
         """Return: connections are set up when they are accepted."""

@@ -25,11 +25,11 @@ from tornado.ioloop import IOLoop
 from tornado.iostream import IOStream, SSLIOStream, StreamClosedError
 
 from daskserve.common.clock import LoopClock
-from daskserve.proxies.exchange.carrier import Carrier, Connection
 from daskserve.proxies.exchange.chunks import ChunkReader
 from daskserve.proxies.exchange.exchange import LINGER_S, Exchange
 from daskserve.proxies.exchange.limits import LINGER
 from daskserve.proxies.exchange.request_head import RefusedRequestError, RequestHead, read_head
+from daskserve.proxies.exchange.server_state import Connection, ServerState
 from daskserve.proxies.exchange.stream import READ_BYTES, duplicate
 from daskserve.proxies.exchange.turns import SLICE_BYTES, SLOW
 
@@ -148,13 +148,13 @@ class TLSRequestStream(RequestStream, SSLIOStream):
 class TornadoConnection:
     """Reads the requests of one connection, one by one: the `ConnectionReader` of their exchanges."""
 
-    def __init__(self, carrier: Carrier, stream: RequestStream) -> None:
-        self._carrier = carrier
+    def __init__(self, server_state: ServerState, stream: RequestStream) -> None:
+        self._server_state = server_state
         self._stream = stream
-        self._connection = Connection(stream, is_encrypted=carrier.tls is not None)
-        if carrier.tls is None:
-            stream.stays_open = partial(self._connection.stays_open, carrier)
-        carrier.connections.add(self._connection)
+        self._connection = Connection(stream, is_encrypted=server_state.tls is not None)
+        if server_state.tls is None:
+            stream.stays_open = partial(self._connection.stays_open, server_state)
+        server_state.connections.add(self._connection)
         self._reading: Awaitable[bytes] | None = None  # of the next request
         self._rest = b""  # received and not read yet
         self._is_read = False  # the current request is complete
@@ -167,7 +167,7 @@ class TornadoConnection:
         try:
             # A closed stream still returns what it has buffered: that is not served.
             while not self._is_detached and not self._is_leaving and not self._stream.closed():
-                self._carrier.watch.watch(self._connection)
+                self._server_state.watch.watch(self._connection)
                 await self._serve_request()
             if self._is_leaving:
                 await self._drop_rest()
@@ -177,8 +177,8 @@ class TornadoConnection:
             log.exception("The connection of %s failed", self._connection)
             self._connection.close()
         finally:
-            self._carrier.connections.discard(self._connection)
-            self._carrier.watch.unwatch(self._connection)
+            self._server_state.connections.discard(self._connection)
+            self._server_state.watch.unwatch(self._connection)
             if self._connection.exchange is not None:
                 self._connection.exchange.on_connection_close()
                 self._connection.exchange = None
@@ -211,7 +211,7 @@ class TornadoConnection:
     def _begin_exchange(self) -> Exchange:
         self._is_read = False
         self._answered = asyncio.get_running_loop().create_future()
-        return Exchange(self._carrier, self._connection, self)
+        return Exchange(self._server_state, self._connection, self)
 
     def _has_answered(self) -> bool:
         return self._answered is not None and self._answered.done()
@@ -220,13 +220,13 @@ class TornadoConnection:
         searched = 0
         while True:
             if self._rest:
-                found = read_head(self._rest, searched, self._carrier.head_limits)
+                found = read_head(self._rest, searched, self._server_state.head_limits)
                 if found is not None:
                     head, end = found
                     self._rest = self._rest[end:]
                     self._connection.awaits_head = False
                     return head
-                self._connection.await_head(self._carrier.watch)
+                self._connection.await_head(self._server_state.watch)
                 searched = len(self._rest)
             reading, self._reading = self._reading, None
             data = await (self._receive() if reading is None else reading)
@@ -249,7 +249,7 @@ class TornadoConnection:
                 await room
             if work_bytes >= _TURN_BYTES:
                 work_bytes = 0
-                await self._carrier.clock.sleep(0)
+                await self._server_state.clock.sleep(0)
 
     async def _read_chunks(self, exchange: Exchange) -> None:
         chunks = ChunkReader()
@@ -263,22 +263,22 @@ class TornadoConnection:
             if room is not None:
                 await room
             if self._rest and not chunks.is_ended:  # there are very many
-                await self._carrier.limits.turns.here().turn(SLOW * SLICE_BYTES)
+                await self._server_state.limits.turns.here().turn(SLOW * SLICE_BYTES)
             elif work_bytes >= _TURN_BYTES and not chunks.is_ended:
                 work_bytes = 0
-                await self._carrier.clock.sleep(0)
+                await self._server_state.clock.sleep(0)
 
     async def _drop_rest(self) -> None:
-        self._carrier.watch.unwatch(self._connection)
-        if self._carrier.tls is None:
+        self._server_state.watch.unwatch(self._connection)
+        if self._server_state.tls is None:
             self._stream.write_eof()
             try:
                 async with asyncio.timeout(LINGER_S):
                     while True:
                         await self._receive()
-                        await self._carrier.clock.sleep(0)  # what is buffered already is not waited for
+                        await self._server_state.clock.sleep(0)  # what is buffered already is not waited for
             except TimeoutError:
-                self._carrier.limits.hit(LINGER)
+                self._server_state.limits.hit(LINGER)
         self._connection.close()
 
     # ---- called by the exchange

@@ -14,8 +14,8 @@ import socket
 from collections.abc import Callable
 
 from daskserve.loops.tasks import TaskSet
-from daskserve.proxies.exchange.carrier import Carrier
 from daskserve.proxies.exchange.limits import IDLE
+from daskserve.proxies.exchange.server_state import ServerState
 from daskserve.proxies.server.life import HTTPServer, ServerListener
 from daskserve.proxies.server.uvicorn_connection import SharedState, UvicornConnection
 
@@ -28,44 +28,44 @@ _HANDSHAKES_S = 0.5
 class UvicornServer(HTTPServer):
     """Carries the application on uvicorn's protocol classes."""
 
-    def _make_listener(self, carrier: Carrier) -> ServerListener:
-        return _UvicornListener(carrier)
+    def _make_listener(self, server_state: ServerState) -> ServerListener:
+        return _UvicornListener(server_state)
 
 
 class _UvicornListener:
     """Sets up connections, which uvicorn's protocol reads."""
 
-    def __init__(self, carrier: Carrier) -> None:
-        self._carrier = carrier
+    def __init__(self, server_state: ServerState) -> None:
+        self._server_state = server_state
         self._loop = asyncio.get_running_loop()
         self._setups = TaskSet(log)
-        self._state = SharedState(carrier)
+        self._state = SharedState(server_state)
 
     def take(self, sock: socket.socket, made: Callable[[], object]) -> asyncio.Task[None]:
         return self._setups.spawn(self._set_up(sock, made))
 
     async def wait_made(self) -> None:
         # The duration of a TLS handshake is up to the client.
-        await self._setups.wait(None if self._carrier.tls is None else _HANDSHAKES_S)
+        await self._setups.wait(None if self._server_state.tls is None else _HANDSHAKES_S)
 
     async def wait_closed(self) -> None:
         self._setups.cancel()
         await self._setups.wait()
         while self._state.open_streams:
-            await self._carrier.clock.sleep(0)
+            await self._server_state.clock.sleep(0)
 
     async def _set_up(self, sock: socket.socket, made: Callable[[], object]) -> None:
-        carrier = self._carrier
-        timeout_s = None if carrier.tls is None else carrier.idle_timeout_s
+        server_state = self._server_state
+        timeout_s = None if server_state.tls is None else server_state.idle_timeout_s
         connection = UvicornConnection(self._state)
         self._state.on_made[connection] = made
         try:
             await self._loop.connect_accepted_socket(
-                lambda: connection, sock, ssl=carrier.tls, ssl_handshake_timeout=timeout_s
+                lambda: connection, sock, ssl=server_state.tls, ssl_handshake_timeout=timeout_s
             )
         except OSError as error:
             if isinstance(error, ConnectionAbortedError):  # the handshake took too long
-                carrier.limits.hit(IDLE)
+                server_state.limits.hit(IDLE)
             log.debug("A client disconnected before its connection was set up: %r", error)
             sock.close()
         finally:

@@ -16,11 +16,11 @@ import logging
 from collections.abc import Callable
 
 from daskserve.internals.uvicorn import HTTPProtocol, ProtocolState
-from daskserve.proxies.exchange.carrier import Carrier, Connection
 from daskserve.proxies.exchange.chunks import ChunkReader
 from daskserve.proxies.exchange.exchange import LINGER_S, Exchange
 from daskserve.proxies.exchange.limits import LINGER
 from daskserve.proxies.exchange.request_head import RefusedRequestError, RequestHead, read_head
+from daskserve.proxies.exchange.server_state import Connection, ServerState
 from daskserve.proxies.exchange.stream import TransportStream
 from daskserve.proxies.exchange.turns import SLICE_BYTES, SLOW
 
@@ -33,11 +33,11 @@ _PIECE_BYTES = 64 * 1024
 class SharedState(ProtocolState):
     """State that the connections of one server share."""
 
-    def __init__(self, carrier: Carrier) -> None:
-        super().__init__(carrier.app)
-        self.carrier = carrier
+    def __init__(self, server_state: ServerState) -> None:
+        super().__init__(server_state.app)
+        self.server_state = server_state
         self.open_streams: set[TransportStream] = set()
-        #: What to call when a connection is among the carrier's.
+        #: What to call when a connection is among the server state's.
         self.on_made: dict[HTTPProtocol, Callable[[], object]] = {}
 
 
@@ -50,7 +50,7 @@ class UvicornConnection(HTTPProtocol):
 
     def __init__(self, state: SharedState) -> None:
         super().__init__(state)
-        self._carrier = state.carrier
+        self._server_state = state.server_state
         self._exchange: Exchange | None = None
         self._is_busy = False  # the exchange is not finished
         self._is_read = True  # its request is complete
@@ -68,9 +68,9 @@ class UvicornConnection(HTTPProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._stream = TransportStream(transport, self.server_state.open_streams)
-        self._connection = Connection(self._stream, is_encrypted=self._carrier.tls is not None)
-        self._carrier.connections.add(self._connection)
-        self._carrier.watch.watch(self._connection)
+        self._connection = Connection(self._stream, is_encrypted=self._server_state.tls is not None)
+        self._server_state.connections.add(self._connection)
+        self._server_state.watch.watch(self._connection)
         on_made = self.server_state.on_made.pop(self, None)
         if on_made is not None:
             on_made()
@@ -83,7 +83,7 @@ class UvicornConnection(HTTPProtocol):
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Return whether the connection stays open: the client may have closed only its own side."""
-        if self._carrier.tls is not None or not self._connection.stays_open(self._carrier):
+        if self._server_state.tls is not None or not self._connection.stays_open(self._server_state):
             return False
         self._has_ended = True
         return True
@@ -101,8 +101,8 @@ class UvicornConnection(HTTPProtocol):
         if self._linger is not None:
             self._linger.cancel()
         connection = self._connection
-        self._carrier.connections.discard(connection)
-        self._carrier.watch.unwatch(connection)
+        self._server_state.connections.discard(connection)
+        self._server_state.watch.unwatch(connection)
         if connection.exchange is not None:
             connection.exchange.on_connection_close()
             connection.exchange = None
@@ -117,7 +117,7 @@ class UvicornConnection(HTTPProtocol):
         if not self._is_read:
             self.close()
             return
-        self._carrier.watch.watch(self._connection)
+        self._server_state.watch.watch(self._connection)
         if self._rest or self._has_ended:
             self.loop.call_soon(self._read_on)
 
@@ -131,7 +131,7 @@ class UvicornConnection(HTTPProtocol):
             return
         self.transport.close()
         if self._stream.writing():
-            self._carrier.watch.watch(self._connection)  # the client may not read
+            self._server_state.watch.watch(self._connection)  # the client may not read
 
     def leave(self) -> None:
         """End this side of the connection, and drop what the client sends."""
@@ -148,17 +148,17 @@ class UvicornConnection(HTTPProtocol):
             self._stream.close()  # the client has reset the connection
             return
         self.flow.resume_reading()
-        self._carrier.watch.unwatch(self._connection)
+        self._server_state.watch.unwatch(self._connection)
         self._linger = self.loop.call_later(LINGER_S, self._end_linger)
 
     def _end_linger(self) -> None:
-        self._carrier.limits.hit(LINGER)
+        self._server_state.limits.hit(LINGER)
         self._stream.close()
 
     def detach(self) -> TransportStream:
         """Leave the stream to a WebSocket."""
         self.connections.discard(self)
-        self._carrier.connections.discard(self._connection)
+        self._server_state.connections.discard(self._connection)
         self._connection.exchange = None
         self._exchange = None
         self._drops_data = True
@@ -197,15 +197,15 @@ class UvicornConnection(HTTPProtocol):
     def _read_head(self) -> bool:
         """Begin the next request, or refuse it; return False if its head is incomplete."""
         try:
-            found = read_head(self._rest, self._searched, self._carrier.head_limits)
+            found = read_head(self._rest, self._searched, self._server_state.head_limits)
         except RefusedRequestError as error:
             self._is_busy = True
-            self._exchange = Exchange(self._carrier, self._connection, self)
+            self._exchange = Exchange(self._server_state, self._connection, self)
             self._exchange.refuse_head(error)
             return True
         if found is None:
             self._searched = len(self._rest)
-            self._connection.await_head(self._carrier.watch)
+            self._connection.await_head(self._server_state.watch)
             return False
         head, end = found
         self._rest = self._rest[end:]
@@ -217,7 +217,7 @@ class UvicornConnection(HTTPProtocol):
         self._connection.awaits_head = False
         self._is_busy = True
         self._is_read = False
-        self._exchange = exchange = Exchange(self._carrier, self._connection, self)
+        self._exchange = exchange = Exchange(self._server_state, self._connection, self)
         length = exchange.begin(head)
         if self._connection.exchange is None:  # a WebSocket now
             rest, self._rest = self._rest, b""
@@ -231,7 +231,7 @@ class UvicornConnection(HTTPProtocol):
             self._left = length or 0
             self._chunks = ChunkReader() if length is None else None
             if not (self._left and self._rest) and exchange.wants_body:  # else: see `_read_body`
-                self._carrier.watch.watch(self._connection)
+                self._server_state.watch.watch(self._connection)
 
     def _read_body(self, exchange: Exchange) -> None:
         chunks = self._chunks
@@ -251,7 +251,7 @@ class UvicornConnection(HTTPProtocol):
             is_ended = chunks.is_ended
             if self._rest and not is_ended:
                 self._wait_for(
-                    self._carrier.limits.turns.here().turn(SLOW * SLICE_BYTES)
+                    self._server_state.limits.turns.here().turn(SLOW * SLICE_BYTES)
                 )  # there are very many chunks
         if part:
             room = exchange.data_received(part, is_last=is_ended)

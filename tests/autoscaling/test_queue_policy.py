@@ -374,7 +374,7 @@ def test_any_other_answer_of_rabbitmq_is_an_error_with_a_remedy(body: bytes, mes
 def test_credentials_are_sent_to_their_address_only() -> None:
     seen: list[tuple[str, str | None]] = []
 
-    class Answer(RequestHandler):
+    class ReplicaRequest(RequestHandler):
         def get(self) -> None:
             seen.append((self.request.path, self.request.headers.get("Authorization")))
             if self.request.path == "/elsewhere":
@@ -383,7 +383,7 @@ def test_credentials_are_sent_to_their_address_only() -> None:
                 self.write({"messages": 1})
 
     async def scenario() -> None:
-        server = HTTPServer(Application([("/.*", Answer)]))
+        server = HTTPServer(Application([("/.*", ReplicaRequest)]))
         sock, port = bind_unused_port()
         server.add_socket(sock)
         fetch = HTTPFetcher()

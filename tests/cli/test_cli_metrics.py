@@ -19,7 +19,7 @@ from click.testing import CliRunner, Result
 
 from daskserve.cli.main import main
 from daskserve.cli.metrics import replace
-from daskserve.figures.table import METRICS
+from daskserve.telemetry.table import METRICS
 
 pytestmark = pytest.mark.smoke
 

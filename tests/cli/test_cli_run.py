@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 import daskserve as serve
 from daskserve.cli import run
 from daskserve.cli.main import main
-from daskserve.client.hosting.hosting import Stay
+from daskserve.client.hosting.hosting import HostingMode
 from daskserve.client.verbs.applications import RunTarget
 from daskserve.errors import (
     BadRequestError,
@@ -57,7 +57,7 @@ def test_a_target_is_not_imported_by_the_command(hosted: dict[str, Any]) -> None
     result = call("nowhere:build", "a=1", "b=x=y", "--name", "n", "--route-prefix", "/r")
     assert result.exit_code == 0, result.output
     assert hosted["target"] == RunTarget("nowhere:build", "n", "/r", {"a": "1", "b": "x=y"})
-    assert (hosted["options"], hosted["address"], hosted["stay"]) == ({}, None, Stay())
+    assert (hosted["options"], hosted["address"], hosted["stay"]) == ({}, None, HostingMode())
 
 
 def test_only_given_http_options_are_set(hosted: dict[str, Any]) -> None:
@@ -65,7 +65,7 @@ def test_only_given_http_options_are_set(hosted: dict[str, Any]) -> None:
     assert call("m:app", *arguments, "--non-blocking", "--address", "tcp://h:1").exit_code == 0
     assert hosted["options"] == {"port": 0, "server": "uvicorn", "request_timeout_s": 2.5}
     assert (hosted["address"], hosted["timeout_s"]) == ("tcp://h:1", 90.0)
-    assert hosted["stay"] == Stay(is_blocking=False)
+    assert hosted["stay"] == HostingMode(is_blocking=False)
 
 
 def test_a_factory_is_not_imported_by_the_command(hosted: dict[str, Any]) -> None:

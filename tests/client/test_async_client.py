@@ -170,7 +170,7 @@ def test_a_cancelled_creation_leaves_no_backend() -> None:
 def test_a_blocking_verb_on_that_loop_names_the_awaitable_one() -> None:
     async def scenario() -> None:
         async with local_instance_async() as client:
-            blocking = Client(InstanceConnection(client._connection.link, client.instance_name))
+            blocking = Client(InstanceConnection(client._connection.cluster_connection, client.instance_name))
             with pytest.raises(BlockingCallError, match=r"`await client.list_backends\(...\)`"):
                 blocking.list_backends()
             with pytest.raises(RuntimeError, match=r"`await client.shutdown\(...\)`"):

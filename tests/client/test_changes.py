@@ -118,21 +118,21 @@ def test_changes_are_reported_as_they_are_notified() -> None:
 
     with local_instance() as client:
         client.deploy("echo", lambda value: value)
-        link, instance = client._connection.link, client.instance_name
-        reports = ChangeReports(ControllerCalls(link, instance), lines.put)
+        connection, instance = client._connection.cluster_connection, client.instance_name
+        reports = ChangeReports(ControllerCalls(connection, instance), lines.put)
 
         async def start() -> asyncio.Task[None]:
-            await link.cluster(instance).listener.start()
+            await connection.cluster(instance).listener.start()
             return asyncio.create_task(reports.run())
 
         async def end(task: asyncio.Task[None]) -> None:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
-        task = link.sync(start())
+        task = connection.sync(start())
         wait_for("echo: HEALTHY, 1 of 1")
         client.deploy("echo", lambda value: value, config={"num_replicas": 2})
         wait_for("2 of 2 replicas run")
         client.delete_deployment("echo")
         wait_for("echo was deleted")
-        link.sync(end(task))
+        connection.sync(end(task))

@@ -330,11 +330,11 @@ def test_large_code_that_the_instance_has_dropped() -> None:
     async def fetch_parcel(code_name: str, parcel: Any) -> Any:
         raise InstanceError(f"The store has lost the constructor arguments of {code_name}.")
 
-    link = SimpleNamespace(
+    connection = SimpleNamespace(
         cluster=lambda instance: SimpleNamespace(fetch_parcel=fetch_parcel), sync=asyncio.run, runs_here=bool
     )
     code, _ = pack_code(np.ones(SHARED_BYTES, np.uint8))
-    stored = StoredCode("d", code, "d@1", SimpleNamespace(link=link, instance="i"))  # type: ignore[arg-type]
+    stored = StoredCode("d", code, "d@1", SimpleNamespace(connection=connection, instance="i"))  # type: ignore[arg-type]
     with pytest.raises(NotFoundError, match="'d' is no longer stored"):
         finish(stored.load(asynchronous=False))
 

@@ -21,7 +21,7 @@ class Echo:
 
 
 @serve.deployment
-class Caller:
+class Responder:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.args = args
 
@@ -32,9 +32,9 @@ class Caller:
 @pytest.mark.parametrize(
     "bind",
     [
-        lambda other: Caller.bind(other),
-        lambda other: Caller.bind(1, echo=other),
-        lambda other: Caller.bind([{"echo": (other,)}]),
+        lambda other: Responder.bind(other),
+        lambda other: Responder.bind(1, echo=other),
+        lambda other: Responder.bind([{"echo": (other,)}]),
     ],
 )
 def test_bind_rejects_a_deployment_that_is_not_bound(bind: Callable[[Any], Any]) -> None:
@@ -60,7 +60,7 @@ def test_large_arguments_arrive_read_only_at_every_replica() -> None:
 def test_other_arguments_do_not_change() -> None:
     contains_itself: list[Any] = []
     contains_itself.append(contains_itself)
-    application = Caller.bind(contains_itself, range(10**12), a={"b": "c"})
+    application = Responder.bind(contains_itself, range(10**12), a={"b": "c"})
     assert application.args[0] is contains_itself
     assert application.kwargs == {"a": {"b": "c"}}
 
@@ -84,7 +84,7 @@ def test_deploy_takes_the_options_of_the_actor_under_ray_serves_name() -> None:
 
 def test_the_options_of_a_deployment_are_attributes_under_all_names() -> None:
     made = serve.deployment(max_ongoing_requests=7, graceful_shutdown_timeout_s=3, num_replicas=2)(
-        Caller.definition
+        Responder.definition
     )
     assert made.max_ongoing_requests == made.max_concurrent_queries == 7
     assert made.graceful_shutdown_timeout_s == made.experimental_graceful_shutdown_timeout_s == 3

@@ -38,7 +38,7 @@ class Model:
 
 
 @serve.deployment
-class Caller:
+class Responder:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.args, self.kwargs = args, kwargs
 
@@ -79,8 +79,8 @@ def endpoint(handle: Handle) -> tuple[str, str]:
 
 def test_deployments_come_after_those_that_they_need() -> None:
     low = Model.bind()
-    middle = Caller.options(name="middle").bind(low)
-    found = spec(Caller.options(name="top").bind(middle, low), "shop")
+    middle = Responder.options(name="middle").bind(low)
+    found = spec(Responder.options(name="top").bind(middle, low), "shop")
     assert [each.name for each in found.deployments] == ["Model", "middle", "top"]
     assert [each.needs for each in found.deployments] == [(), ("shop/Model",), ("shop/middle", "shop/Model")]
     assert found.ingress.spec.tag == "shop/top"
@@ -89,12 +89,12 @@ def test_deployments_come_after_those_that_they_need() -> None:
 
 def test_one_application_is_deployed_once_and_two_of_a_name_are_numbered() -> None:
     one = Model.bind()
-    found = spec(Caller.bind(one, Model.bind(), [one], other=Model.bind()))
+    found = spec(Responder.bind(one, Model.bind(), [one], other=Model.bind()))
     assert [each.name for each in found.deployments] == ["Model", "Model_1", "Model_2", "Caller"]
 
 
 def test_a_numbered_name_that_is_taken_is_passed_over() -> None:
-    found = spec(Caller.bind(Model.options(name="Model_1").bind(), Model.bind(), Model.bind()))
+    found = spec(Responder.bind(Model.options(name="Model_1").bind(), Model.bind(), Model.bind()))
     assert [each.name for each in found.deployments] == ["Model_1", "Model", "Model_2", "Caller"]
 
 
@@ -102,7 +102,7 @@ def test_handles_arrive_wherever_an_application_was_bound() -> None:
     model = Model.bind()
     shared = [model]
     args, kwargs = arguments(
-        spec(Caller.bind([shared, (model,)], shared, {"k": {model}}, config=Config(model), m=model.greet))
+        spec(Responder.bind([shared, (model,)], shared, {"k": {model}}, config=Config(model), m=model.greet))
     )
     assert args[0][0] is args[1]
     (in_a_set,) = args[2]["k"]
@@ -115,27 +115,27 @@ def test_handles_arrive_wherever_an_application_was_bound() -> None:
 
 def test_a_handle_calls_methods_that_it_does_not_know_yet() -> None:
     """The bytes say nothing of the other deployment: its callers need no restart when it gains methods."""
-    ((handle,), _) = arguments(spec(Caller.bind(Model.bind())))
+    ((handle,), _) = arguments(spec(Responder.bind(Model.bind())))
     assert endpoint(handle.anything) == ("Model", "anything")
     with pytest.raises(AttributeError):
         _ = handle._private
 
 
 def test_arguments_unpickled_outside_of_replicas_can_be_deployed_again() -> None:
-    first = spec(Caller.bind(Model.bind()))
+    first = spec(Responder.bind(Model.bind()))
     _, args, _ = unpack_code(first.ingress.spec.code, ())
     with pytest.raises(ClosedError, match="'Model' belongs to the arguments of a deployment"):
         args[0].remote()
-    again = spec(Caller.bind(*args))
+    again = spec(Responder.bind(*args))
     assert versions(again) == {"Caller": versions(first)["Caller"]}
 
 
 def test_a_handle_among_the_arguments_travels_without_its_instance() -> None:
     handle = Handle("mine", "elsewhere", is_legacy=False).options(timeout_s=3)
-    ((arrived,), _) = arguments(spec(Caller.bind(handle), instance="mine"))
+    ((arrived,), _) = arguments(spec(Responder.bind(handle), instance="mine"))
     assert (arrived._instance, arrived._endpoint) == ("instance", "elsewhere")
     assert arrived._options.timeout_s == 3
-    ((foreign,), _) = arguments(spec(Caller.bind(handle), instance="other"))
+    ((foreign,), _) = arguments(spec(Responder.bind(handle), instance="other"))
     assert foreign._instance == "mine"
 
 
@@ -143,7 +143,7 @@ def test_a_handle_among_the_arguments_travels_without_its_instance() -> None:
 
 
 def made(value: Any = 1) -> serve.Application:
-    return Caller.bind(Model.bind(value), ["text", b"bytes", 1.5, ("text",)], key=Config(Model.bind(2)))
+    return Responder.bind(Model.bind(value), ["text", b"bytes", 1.5, ("text",)], key=Config(Model.bind(2)))
 
 
 def test_what_did_not_change_has_the_same_version() -> None:
@@ -253,8 +253,8 @@ def test_two_classes_of_one_code_stay_two_classes() -> None:
 
 def cycle() -> serve.Application:
     inside: list[Any] = []
-    application = Caller.options(name="first").bind(inside)
-    inside.append(Caller.options(name="second").bind(application))
+    application = Responder.options(name="first").bind(inside)
+    inside.append(Responder.options(name="second").bind(application))
     return application
 
 
@@ -271,7 +271,7 @@ def uses_a_global() -> serve.Application:
     [
         (cycle, BadRequestError, "cycle: 'first' needs 'second' needs 'first'"),
         (
-            lambda: Caller.bind(Config(Model)),
+            lambda: Responder.bind(Config(Model)),
             TypeError,
             r"'Caller' has the deployment 'Model' as an argument, which is not bound; pass Model.bind",
         ),
@@ -280,13 +280,17 @@ def uses_a_global() -> serve.Application:
             BadRequestError,
             r"refers to application 'Model' \(code -> global 'GLOBAL_APPL",
         ),
-        (lambda: Caller.bind(Model.bind(), lambda: GLOBAL_APPLICATION), BadRequestError, "Pass it to bind"),
         (
-            lambda: Caller.bind(Model.bind(threading.Lock())),
+            lambda: Responder.bind(Model.bind(), lambda: GLOBAL_APPLICATION),
+            BadRequestError,
+            "Pass it to bind",
+        ),
+        (
+            lambda: Responder.bind(Model.bind(threading.Lock())),
             UnpicklableError,
             "The callable of backend 'Model', or one of its arguments, cannot be pickled",
         ),
-        (lambda: Caller.bind(Model.options(name="").bind()), BadRequestError, "name must not be empty"),
+        (lambda: Responder.bind(Model.options(name="").bind()), BadRequestError, "name must not be empty"),
     ],
     ids=["cycle", "unbound", "global", "lambda", "lock", "empty"],
 )
@@ -312,6 +316,6 @@ def test_an_application_has_the_methods_of_its_class() -> None:
 
 
 def test_an_application_can_be_copied_and_pickled() -> None:
-    application = Caller.bind("x", Model.bind())
+    application = Responder.bind("x", Model.bind())
     for copied in (copy.deepcopy(application), cloudpickle.loads(cloudpickle.dumps(application))):
         assert [each.name for each in spec(copied).deployments] == ["Model", "Caller"]

@@ -10,7 +10,7 @@ import pytest
 
 from daskserve.client.client import Client
 from daskserve.client.instance.connection import InstanceConnection
-from daskserve.data.caller.routing.learning import learning_of
+from daskserve.data.caller.routing.waiting_calls import learning_of
 from daskserve.errors import ClosedError, NotFoundError
 from daskserve.testing import local_instance, local_instance_async
 
@@ -67,7 +67,7 @@ def test_a_handle_is_cached_until_its_endpoint_changes(client: Client, calls: li
 
 def test_clients_of_an_instance_share_cached_handles(client: Client) -> None:
     client.create_endpoint("shared", backend="echo")
-    other = Client(InstanceConnection(client._connection.link, client.instance_name))
+    other = Client(InstanceConnection(client._connection.cluster_connection, client.instance_name))
     assert client.get_handle("shared") is other.get_handle("shared")
 
 
@@ -88,7 +88,7 @@ def test_a_new_version_with_other_methods_has_another_handle(client: Client) -> 
 
 def test_a_closed_client_returns_no_cached_handle(client: Client) -> None:
     client.create_endpoint("closed", backend="echo")
-    other = Client(InstanceConnection(client._connection.link, client.instance_name))
+    other = Client(InstanceConnection(client._connection.cluster_connection, client.instance_name))
     assert other.get_handle("closed") is other.get_handle("closed")
     other.disconnect()
     with pytest.raises(ClosedError):
@@ -113,9 +113,11 @@ def test_a_deletion_waits_for_calls_that_learn_where_to_go(
             connection = client._connection
             calls: list[str] = []
             monkeypatch.setattr(connection.calls, "call", _noting(calls, connection.calls.call))
-            monkeypatch.setattr(connection.link, "ask", _noting(calls, connection.link.ask))
+            monkeypatch.setattr(
+                connection.cluster_connection, "ask", _noting(calls, connection.cluster_connection.ask)
+            )
             delete = client.shutdown if what == "instance" else getattr(client, f"delete_{what}")
-            with learning_of(connection.link.cluster(client.instance_name)):
+            with learning_of(connection.cluster_connection.cluster(client.instance_name)):
                 deleting = asyncio.create_task(delete(*([] if what == "instance" else ["name"])))
                 await asyncio.sleep(0.02)
                 assert calls == []

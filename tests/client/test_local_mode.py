@@ -57,7 +57,7 @@ class Adder:
 
 
 @serve.deployment
-class Caller:
+class Responder:
     def __init__(self, *handles: serve.Handle, name: str = "") -> None:
         self.handles, self.name = handles, name
 
@@ -79,19 +79,19 @@ class Caller:
 
 def test_an_application_runs_in_this_process() -> None:
     adder = Adder.bind(10)
-    handle = serve.run(Caller.bind(adder, Adder.bind(20), adder), local=True)
+    handle = serve.run(Responder.bind(adder, Adder.bind(20), adder), local=True)
     assert handle.remote(1).result(10) == [11, 21, 11]
     assert handle.total.remote(5).result(10) == 10
     assert serve.get_deployment_handle("Adder", "default").count.remote().result(10) == 2
     with pytest.raises(KeyError, match="boom"):
-        serve.run(Caller.bind(name="boom"), name="b", route_prefix=None, local=True).raising.remote().result(
-            10
-        )
+        serve.run(
+            Responder.bind(name="boom"), name="b", route_prefix=None, local=True
+        ).raising.remote().result(10)
 
 
 def test_handles_work_in_any_event_loop() -> None:
     async def scenario() -> None:
-        handle = await serve.run_async(Caller.bind(Adder.bind()), local=True)
+        handle = await serve.run_async(Responder.bind(Adder.bind()), local=True)
         assert await handle.remote(1) == [2]
         assert serve.get_app_handle() is not None
         adder = await serve.get_deployment_handle_async("Adder", "default")
@@ -103,12 +103,14 @@ def test_handles_work_in_any_event_loop() -> None:
 
 
 def test_running_it_again_changes_nothing_and_another_one_replaces_it() -> None:
-    handle = serve.run(Caller.bind(Adder.bind()), local=True)
+    handle = serve.run(Responder.bind(Adder.bind()), local=True)
     handle.remote(1).result(10)
-    serve.run(Caller.bind(Adder.bind()), _local_testing_mode=True)
+    serve.run(Responder.bind(Adder.bind()), _local_testing_mode=True)
     adder = serve.get_deployment_handle("Adder", "default")
     assert adder.count.remote().result(10) == 1
-    assert serve.run(Caller.bind(Adder.options(name="Other").bind(5)), local=True).remote(1).result(10) == [6]
+    assert serve.run(Responder.bind(Adder.options(name="Other").bind(5)), local=True).remote(1).result(
+        10
+    ) == [6]
     with pytest.raises(NotFoundError, match="Deployment 'Adder' in application 'default' does not exist"):
         serve.get_deployment_handle("Adder", "default")
 
@@ -135,8 +137,8 @@ def test_with_ray_serves_private_argument_a_call_returns_at_once(run: Any, tmp_p
 def test_applications_of_one_deployment_name_are_apart() -> None:
     one, two = serve.run_many(
         [
-            serve.RunTarget(Caller.bind(Adder.bind(1)), name="one", route_prefix="/one"),
-            serve.RunTarget(Caller.bind(Adder.bind(2)), name="two", route_prefix="/two"),
+            serve.RunTarget(Responder.bind(Adder.bind(1)), name="one", route_prefix="/one"),
+            serve.RunTarget(Responder.bind(Adder.bind(2)), name="two", route_prefix="/two"),
         ],
         local=True,
     )
@@ -207,7 +209,7 @@ def test_a_handle_of_a_deployment_that_goes_is_refused() -> None:
         def __call__(self, number: int) -> int:
             return handle.remote(number).result()
 
-    for target in (Caller.bind(handle), serve.deployment(Uses).bind()):
+    for target in (Responder.bind(handle), serve.deployment(Uses).bind()):
         with pytest.raises(
             BadRequestError, match=r"refers to a handle of 'Adder'.*Pass the bound deployment"
         ):

@@ -44,10 +44,10 @@ def test_an_instance_whose_client_was_never_used_stays_for_the_functions_of_the_
     thread: LocalInstance,
 ) -> None:
     client = taken_client(thread)
-    link, instance = client._connection.link, client.instance_name
+    connection, instance = client._connection.cluster_connection, client.instance_name
     del client
     gc.collect()
-    kept = link.default_instance
+    kept = connection.default_instance
     assert isinstance(kept, InstanceConnection)
     assert kept.is_owner
     assert Client(kept).list_backends() == {}
@@ -59,7 +59,7 @@ def test_an_instance_whose_client_was_never_used_stays_for_the_functions_of_the_
 
 def test_an_unused_second_instance_ends_with_its_client(thread: LocalInstance) -> None:
     client = taken_client(thread)
-    other = InstanceConnection(client._connection.link, "other")
+    other = InstanceConnection(client._connection.cluster_connection, "other")
     other.become_default()
     del client
     gc.collect()

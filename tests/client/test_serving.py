@@ -116,16 +116,16 @@ def test_http_options_of_an_instance_that_runs_are_only_compared() -> None:
             serve.run(app, http_options=serve.HTTPOptions(port=port + 1))
 
 
-class LosableLink:
+class LosableConnection:
     """The link of a local instance, whose connection can be lost."""
 
     is_open, is_closed = True, False
 
-    def __init__(self, link: Any) -> None:
-        self._link = link
+    def __init__(self, connection: Any) -> None:
+        self._connection = connection
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._link, name)
+        return getattr(self._connection, name)
 
 
 def test_a_lost_connection_is_an_error_after_dask_has_given_up(capsys: pytest.CaptureFixture[str]) -> None:
@@ -136,18 +136,18 @@ def test_a_lost_connection_is_an_error_after_dask_has_given_up(capsys: pytest.Ca
         left.append(signal_name)
 
     with local_instance() as client:
-        link: Any = LosableLink(client._connection.link)
+        connection: Any = LosableConnection(client._connection.cluster_connection)
 
         def lose() -> None:
-            link.is_open = False
+            connection.is_open = False
             until = time.monotonic() + 10
             while "is lost; waiting" not in capsys.readouterr().out and time.monotonic() < until:
                 time.sleep(0.01)
-            link.is_closed = True
+            connection.is_closed = True
 
         losing = threading.Thread(target=lose)
         losing.start()
         with pytest.raises(ClusterUnreachableError, match="local was lost"):
-            finish(serve_until_ended(link, client.instance_name, leave, asynchronous=False))
+            finish(serve_until_ended(connection, client.instance_name, leave, asynchronous=False))
         losing.join()
         assert left == [""]

@@ -35,8 +35,8 @@ class Client:
 
 def view(client: Any) -> DaskCluster:
     channels: Any = SimpleNamespace(watchers=[])
-    link: Any = None
-    return DaskCluster("a", client, channels, clock=LoopClock(), link=link)
+    connection: Any = None
+    return DaskCluster("a", client, channels, clock=LoopClock(), connection=connection)
 
 
 def fail_with(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:

@@ -15,7 +15,7 @@ from distributed.comm.core import Comm
 from distributed.core import Status
 
 from daskserve.cluster.distributed_internals import (
-    Fate,
+    WorkerOutcome,
     agree,
     answer_lost_scheduler,
     answer_signal,
@@ -223,10 +223,16 @@ BROKE = "worker-handle-scheduler-connection-broken"
 
 @pytest.mark.parametrize(
     ("fate", "closed"),
-    [(Fate.STAYS, []), (Fate.RESTARTS, [(False, False, BROKE)]), (Fate.CLOSES, [(True, True, BROKE)])],
+    [
+        (WorkerOutcome.STAYS, []),
+        (WorkerOutcome.RESTARTS, [(False, False, BROKE)]),
+        (WorkerOutcome.CLOSES, [(True, True, BROKE)]),
+    ],
 )
-def test_a_function_decides_what_becomes_of_a_worker_whose_stream_breaks(fate: Fate, closed: Any) -> None:
-    async def survive() -> Fate:
+def test_a_function_decides_what_becomes_of_a_worker_whose_stream_breaks(
+    fate: WorkerOutcome, closed: Any
+) -> None:
+    async def survive() -> WorkerOutcome:
         return fate
 
     async def main() -> None:
@@ -245,9 +251,9 @@ def test_a_worker_that_is_told_to_close_closes_while_its_scheduler_is_away() -> 
         worker: Any = ClosingWorker()
         back = asyncio.Event()
 
-        async def survive() -> Fate:
+        async def survive() -> WorkerOutcome:
             await back.wait()
-            return Fate.STAYS
+            return WorkerOutcome.STAYS
 
         answer_lost_scheduler(worker, survive)
         waiting = asyncio.create_task(worker.close(reason=BROKE))
@@ -266,7 +272,7 @@ def test_a_worker_whose_survival_fails_closes_and_its_nanny_starts_another() -> 
     async def main() -> None:
         worker: Any = ClosingWorker()
 
-        async def survive() -> Fate:
+        async def survive() -> WorkerOutcome:
             raise ValueError("refused")
 
         answer_lost_scheduler(worker, survive)

@@ -8,11 +8,11 @@ from __future__ import annotations
 from typing import Any, cast
 
 from daskserve.cluster.dask.cluster import DaskCluster, RemoteStore
-from daskserve.cluster.dask.connection import DaskLink
-from daskserve.cluster.local.link import LocalLink
+from daskserve.cluster.dask.connection import DaskConnection
+from daskserve.cluster.local.connection import LocalConnection
 from daskserve.cluster.local.process import LocalProcess
 from daskserve.cluster.long_poll import LongPollClient
-from daskserve.cluster.protocols.base import ClientLink, InstanceStore, Listener, Process, Store
+from daskserve.cluster.protocols.base import ClientConnection, InstanceStore, Listener, Process, Store
 from daskserve.cluster.store.opening import MemoryStore
 
 
@@ -20,7 +20,7 @@ def processes(real: DaskCluster, local: LocalProcess) -> tuple[Process, Process]
     return real, local
 
 
-def links(real: DaskLink, local: LocalLink) -> tuple[ClientLink, ClientLink]:
+def links(real: DaskConnection, local: LocalConnection) -> tuple[ClientConnection, ClientConnection]:
     return real, local
 
 
@@ -33,7 +33,10 @@ def listeners(client: LongPollClient) -> Listener:
 
 
 def test_the_real_and_the_local_cluster_implement_the_protocols() -> None:
-    for protocol, kinds in {Process: (DaskCluster, LocalProcess), ClientLink: (DaskLink, LocalLink)}.items():
+    for protocol, kinds in {
+        Process: (DaskCluster, LocalProcess),
+        ClientConnection: (DaskConnection, LocalConnection),
+    }.items():
         names = {name for each in protocol.__mro__ for name in vars(each) if not name.startswith("_")}
         for kind in kinds:
             # What `__init__` sets is no attribute of the class.

@@ -9,7 +9,7 @@ from typing import Any, cast
 from daskserve.cluster.channel.pool import ChannelPool
 from daskserve.cluster.routes import FIRST_PAUSE_S, LONGEST_PAUSE_S, WorkerRoutes
 from daskserve.common.clock import LoopClock
-from daskserve.common.types import Reach, WorkerAddress
+from daskserve.common.types import Reachability, WorkerAddress
 from daskserve.errors import ActorLostError
 from daskserve.testing import run_virtual
 
@@ -20,12 +20,12 @@ class Channels:
     """A pool whose connections fail until the test says otherwise."""
 
     def __init__(self) -> None:
-        self.watchers: list[Callable[[WorkerAddress, Reach], object]] = []
-        self.detours: list[WorkerAddress] = []
-        self.route: Reach | None = None
+        self.watchers: list[Callable[[WorkerAddress, Reachability], object]] = []
+        self.relayed: list[WorkerAddress] = []
+        self.route: Reachability | None = None
         self.dials: list[float] = []
 
-    def route_to(self, worker: WorkerAddress) -> Reach | None:
+    def route_to(self, worker: WorkerAddress) -> Reachability | None:
         return self.route
 
     async def connect(self, worker: WorkerAddress, patience_s: float | None = None) -> None:
@@ -34,7 +34,7 @@ class Channels:
             raise ActorLostError("nothing answers", begun=False)
         self.tell(self.route)
 
-    def tell(self, route: Reach) -> None:
+    def tell(self, route: Reachability) -> None:
         for watcher in list(self.watchers):
             watcher(WORKER, route)
 
@@ -43,7 +43,7 @@ class Stage:
     def __init__(self) -> None:
         self.channels = Channels()
         self.routes = WorkerRoutes(cast(ChannelPool, self.channels), LoopClock())
-        self.told: list[Reach] = []
+        self.told: list[Reachability] = []
         self.used = {WORKER}
         self.routes.watch(lambda worker, route: self.told.append(route), self.used.__contains__)
 
@@ -62,18 +62,18 @@ def play(scenario: Callable[[Stage], Coroutine[Any, Any, None]]) -> None:
 
 def test_a_lost_worker_is_dialled_with_growing_pauses_until_it_answers() -> None:
     async def scenario(stage: Stage) -> None:
-        stage.channels.tell(Reach.NONE)
-        assert stage.routes.to(WORKER) is Reach.NONE
-        assert stage.routes.broken() == {WORKER: Reach.NONE}
+        stage.channels.tell(Reachability.NONE)
+        assert stage.routes.to(WORKER) is Reachability.NONE
+        assert stage.routes.broken() == {WORKER: Reachability.NONE}
         await asyncio.sleep(20)
         dials = stage.channels.dials
         pauses = [round(after - before, 3) for before, after in zip([0.0, *dials], dials, strict=False)]
         assert pauses[:3] == [FIRST_PAUSE_S, 2 * FIRST_PAUSE_S, 4 * FIRST_PAUSE_S]
         assert pauses[-2:] == [LONGEST_PAUSE_S] * 2
-        stage.channels.route = Reach.SCHEDULER
+        stage.channels.route = Reachability.SCHEDULER
         await asyncio.sleep(LONGEST_PAUSE_S)
-        assert stage.told == [Reach.NONE, Reach.SCHEDULER]
-        assert stage.routes.to(WORKER) is Reach.SCHEDULER
+        assert stage.told == [Reachability.NONE, Reachability.SCHEDULER]
+        assert stage.routes.to(WORKER) is Reachability.SCHEDULER
         count = len(dials)
         await asyncio.sleep(60)
         assert len(dials) == count
@@ -83,12 +83,12 @@ def test_a_lost_worker_is_dialled_with_growing_pauses_until_it_answers() -> None
 
 def test_a_worker_that_is_not_used_any_more_is_not_dialled() -> None:
     async def scenario(stage: Stage) -> None:
-        stage.channels.tell(Reach.NONE)
+        stage.channels.tell(Reachability.NONE)
         stage.used.clear()
         await asyncio.sleep(60)
         assert len(stage.channels.dials) <= 1
         assert stage.routes.broken() == {}
-        stage.channels.tell(Reach.NONE)
+        stage.channels.tell(Reachability.NONE)
         await asyncio.sleep(60)
         assert len(stage.channels.dials) <= 1
 
@@ -97,8 +97,11 @@ def test_a_worker_that_is_not_used_any_more_is_not_dialled() -> None:
 
 def test_the_workers_behind_the_scheduler_count_as_broken_routes() -> None:
     async def scenario(stage: Stage) -> None:
-        stage.channels.detours = ["tcp://10.0.0.3:4000"]
-        stage.channels.tell(Reach.NONE)
-        assert stage.routes.broken() == {"tcp://10.0.0.3:4000": Reach.SCHEDULER, WORKER: Reach.NONE}
+        stage.channels.relayed = ["tcp://10.0.0.3:4000"]
+        stage.channels.tell(Reachability.NONE)
+        assert stage.routes.broken() == {
+            "tcp://10.0.0.3:4000": Reachability.SCHEDULER,
+            WORKER: Reachability.NONE,
+        }
 
     play(scenario)

@@ -15,7 +15,7 @@ from controller_harness import ScriptedReplica, Stage, hang, play
 from daskserve.common.types import ReplicaState as S
 from daskserve.control.backend.actions import StartReplica
 from daskserve.control.backend.progress import SETTLE_S, TELL_S, has_moved
-from daskserve.control.observed.observed import Busy, Notes
+from daskserve.control.observed.observed import Activity, Notes
 from daskserve.control.records.records import Change, GoalState
 from daskserve.errors import ActorLostError, DeployError, NoCapacityError, RequestTimeoutError, ServeError
 from daskserve.payload.packed_errors import load_error
@@ -95,7 +95,7 @@ def test_a_replica_that_drains_at_the_deadline_makes_room_for_the_one_that_waits
     (stop,) = bench.step().actions
     for is_draining in (True, False):
         bench.now += 60
-        bench.observed.busy = {stop.replica.tag: Busy("draining", 60.0)} if is_draining else {}
+        bench.observed.busy = {stop.replica.tag: Activity("draining", 60.0)} if is_draining else {}
         bench.step()
         assert (bench.goal(goal).state is GoalState.PENDING) is is_draining
 
@@ -182,7 +182,7 @@ def test_a_change_fails_once_nothing_has_progressed() -> None:
     first, _ = bench.step().actions
     for seconds in (59, 59):
         bench.now += seconds
-        bench.observed.busy[first.replica.tag] = Busy("running its constructor", seconds)
+        bench.observed.busy[first.replica.tag] = Activity("running its constructor", seconds)
         bench.step()
     bench.now += 60
     bench.observed.busy.clear()

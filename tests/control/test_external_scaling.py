@@ -43,7 +43,7 @@ def test_a_number_is_recorded_with_its_reason_and_outlives_the_controller() -> N
         config_id = recorded(stage).config_id
         await scale(stage, 4)
         await stage.until(lambda: count(stage) == 4)
-        await stage.until(lambda: {each.standing[3] for each in stage.running.values()} == {4})
+        await stage.until(lambda: {each.rank_info[3] for each in stage.running.values()} == {4})
         await scale(stage, 4)
         await stage.crash_controller()
         await stage.until(lambda: count(stage) == 4)

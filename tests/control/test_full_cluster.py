@@ -14,7 +14,7 @@ from daskserve.common.types import ReplicaState as S
 from daskserve.control.backend.actions import StartReplica, StopReplica
 from daskserve.control.backend.rollout import replicas_to_drain
 from daskserve.control.backend.step import NEW_WORKER_S
-from daskserve.control.placement.placement import Trial, demand_of
+from daskserve.control.placement.placement import TentativeUsage, demand_of
 from daskserve.control.records.records import GoalState
 from daskserve.errors import NoCapacityError
 from daskserve.payload.packed_errors import load_error
@@ -194,7 +194,7 @@ def test_an_old_replica_whose_room_does_not_help_is_not_drained() -> None:
     bench.state.apply({"replica/x#1": replica("x#1", demand={"CPU": 1.0})})
     deploy(bench, "2", 1, num_cpus=2, max_surge=0)
     here, there = (bench.state.replicas_on(each)[0] for each in ("w1", "w2"))
-    trial, workers = Trial(bench.state, {}), bench.observed.cleared_workers()
+    trial, workers = TentativeUsage(bench.state, {}), bench.observed.cleared_workers()
     found = replicas_to_drain(
         bench.state.backends["b"], [here, there], trial, workers, demand_of(bench.state.backends["b"]), {}
     )

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from daskserve.common.types import ReplicaState as S
 from daskserve.control.backend import gangs
 from daskserve.control.backend.actions import StartReplica, StopReplica
-from daskserve.control.placement.eviction_order import Burdens
-from daskserve.control.placement.placement import Trial, place
+from daskserve.control.placement.eviction_order import EvictionCriteria
+from daskserve.control.placement.placement import TentativeUsage, place
 from daskserve.control.records.records import GoalState, ReplicaRecord
 from daskserve.options.actor import ActorOptions
 
@@ -253,7 +253,7 @@ def test_a_gang_is_placed_if_and_only_if_there_is_room(
         "max_replicas_per_node": most,
     }
     wanted = backend(config=config, actor_options=ActorOptions(num_cpus=1))
-    trial = Trial(state_of(wanted), {})
+    trial = TentativeUsage(state_of(wanted), {})
     hosts: dict[str, int] = {}
     for each in workers:
         hosts[each.host] = hosts.get(each.host, 0) + each.threads
@@ -268,6 +268,6 @@ def test_a_gang_is_placed_if_and_only_if_there_is_room(
 
 def test_replicas_without_gangs_are_decided_as_before() -> None:
     wanted = backend(num_replicas=2)
-    steps = gangs.next_steps(wanted, [replica("b#1")], max_surge=1, leaving=(), burdens=Burdens())
+    steps = gangs.next_steps(wanted, [replica("b#1")], max_surge=1, leaving=(), criteria=EvictionCriteria())
     assert (steps.start, steps.stop) == (1, ())
     assert gangs.broken({"b#1": replica("b#1")}) == []

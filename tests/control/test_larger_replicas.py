@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from daskserve.common.types import ReplicaState as S
 from daskserve.control.backend.actions import StartReplica, StopReplica
 from daskserve.control.backend.rollout import replicas_to_drain
-from daskserve.control.placement.placement import Trial, demand_of
+from daskserve.control.placement.placement import TentativeUsage, demand_of
 from daskserve.control.records.records import GoalState
 
 
@@ -87,27 +87,34 @@ def test_as_few_old_replicas_as_possible_are_drained(busy: dict[str, float], dra
 
 
 def test_of_two_workers_with_as_many_to_drain_the_less_busy_one_is_drained() -> None:
-    crowds = {"w1": {"a": 1.5, "b": 1.5}, "w2": {"c": 1.5, "d": 1.5}}
-    assert drain(crowds, {"a": 1, "b": 1, "c": 0, "d": 1}) == ["c", "d"]
+    worker_loads = {"w1": {"a": 1.5, "b": 1.5}, "w2": {"c": 1.5, "d": 1.5}}
+    assert drain(worker_loads, {"a": 1, "b": 1, "c": 0, "d": 1}) == ["c", "d"]
 
 
 def test_an_idle_old_replica_too_small_to_help_is_not_drained_with_the_one_that_does() -> None:
     assert drain({"w1": {"idle": 0.5, "large": 2.5}}, {"large": 5}, num_cpus=2) == ["large"]
 
 
-def drain(crowds: dict[str, dict[str, float]], busy: dict[str, float], num_cpus: float = 3) -> list[str]:
+def drain(
+    worker_loads: dict[str, dict[str, float]], busy: dict[str, float], num_cpus: float = 3
+) -> list[str]:
     """Return the old replicas, by worker and with their demand, that make room for a new one."""
-    bench = Bench([worker(number + 1, threads=3) for number in range(len(crowds))])
+    bench = Bench([worker(number + 1, threads=3) for number in range(len(worker_loads))])
     deploy(bench, "2", 1, num_cpus=num_cpus)
     old = [
         replica(tag, version="1", worker=address, demand={"CPU": demand}, backend="b")
-        for address, crowd in crowds.items()
+        for address, crowd in worker_loads.items()
         for tag, demand in crowd.items()
     ]
     bench.state.apply({each.key: each for each in old})
     record = bench.state.backends["b"]
     found = replicas_to_drain(
-        record, old, Trial(bench.state, {}), bench.observed.cleared_workers(), demand_of(record), busy
+        record,
+        old,
+        TentativeUsage(bench.state, {}),
+        bench.observed.cleared_workers(),
+        demand_of(record),
+        busy,
     )
     return [each.tag for each in found]
 

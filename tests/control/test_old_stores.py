@@ -54,7 +54,7 @@ def test_everything_in_an_earlier_store_runs_and_can_be_changed(url: str) -> Non
         )
         async with cluster:
             await cluster.start(message.encode())
-            async with AsyncClient(InstanceConnection(cluster.program.link, "old")) as client:
+            async with AsyncClient(InstanceConnection(cluster.program.connection, "old")) as client:
                 await check(client)
         await store.close()
 

@@ -18,7 +18,7 @@ from daskserve.control.backend import gangs
 from daskserve.control.backend.actions import StartReplica, StopReplica
 from daskserve.control.backend.ranks import ranks_to_change
 from daskserve.control.observed.observed import Observed
-from daskserve.control.placement.placement import Trial, demand_of
+from daskserve.control.placement.placement import TentativeUsage, demand_of
 from daskserve.control.records.bundles import places_of
 from daskserve.control.records.checkpoint import restore
 from daskserve.control.records.encoding import encode
@@ -213,7 +213,7 @@ def test_a_trial_counts_the_bundles_of_others() -> None:
     bench = Bench(apart(2))
     deploy(bench, strategy="STRICT_SPREAD")
     bench.settle()
-    trial = Trial(bench.state, {})
+    trial = TentativeUsage(bench.state, {})
     before = [dict(trial.used(at)) for at in ("w1", "w2")]
     with trial.without(bench.state.replicas_of("b")):
         assert [trial.used(at)["CPU"] for at in ("w1", "w2")] == [0, 0]
@@ -277,7 +277,7 @@ def test_an_old_group_that_does_not_help_is_not_drained_with_those_that_do() -> 
     bench.state.apply({each.key: each for each in (*old, other)})
     record, ongoing = bench.state.backends["b"], {"b#busy": 1.0, "b#busier": 2.0}
     workers = bench.observed.cleared_workers()
-    found = gangs.to_drain(record, old, Trial(bench.state, {}), workers, demand_of(record), ongoing)
+    found = gangs.to_drain(record, old, TentativeUsage(bench.state, {}), workers, demand_of(record), ongoing)
     assert [each.tag for each in found] == ["b#busy", "b#busier"]
 
 

@@ -16,7 +16,7 @@ from daskserve.cluster.protocols.base import StoreChange
 from daskserve.cluster.store.opening import MemoryStore
 from daskserve.common.types import Location, ReplicaState
 from daskserve.control.backend import step as backend_state
-from daskserve.control.backend.inputs import World
+from daskserve.control.backend.inputs import StepInputs
 from daskserve.control.backend.step import START_RETRY_S
 from daskserve.control.observed.observed import Observed, Scaling
 from daskserve.control.proxies import step as http_state
@@ -108,7 +108,7 @@ def test_a_backend_s_step_is_repeatable_and_changes_nothing(
     state: State, observed: Observed, seed: int
 ) -> None:
     before = pickle.dumps((state, observed))
-    world = World(state, observed, 100.0, seed, 7, {"w1"}, 1e9)
+    world = StepInputs(state, observed, 100.0, seed, 7, {"w1"}, 1e9)
     answer = backend_state.step(world, state.backends["b"])
     assert pickle.dumps((state, observed)) == before
     assert backend_state.step(world, state.backends["b"]) == answer

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from daskserve.common.types import ReplicaState as S
 from daskserve.control.backend.actions import ReconfigureReplica, StartReplica
-from daskserve.control.backend.ranks import are_right, new_ranks, standing_of
+from daskserve.control.backend.ranks import are_right, new_ranks, rank_info_of
 from daskserve.control.observed.lifecycle import PLACED_STATES
 from daskserve.control.records.records import GoalState, ReplicaRecord
 from daskserve.control.verbs import backends as backend_verbs
@@ -33,9 +33,9 @@ def take(bench: Bench) -> None:
     for action in bench.step().actions:
         tag = action.replica.tag
         if isinstance(action, StartReplica | ReconfigureReplica):
-            standing = standing_of(bench.state.backends["b"], bench.state.replicas[tag])
-            assert standing is not None
-            bench.observed.standings[tag] = standing
+            rank_info = rank_info_of(bench.state.backends["b"], bench.state.replicas[tag])
+            assert rank_info is not None
+            bench.observed.rank_infos[tag] = rank_info
         bench.succeed(action)
 
 
@@ -113,9 +113,9 @@ def test_a_lost_message_or_a_new_controller_repeats_what_a_replica_does_not_know
     bench.create(num_replicas=2)
     rest(bench)
     tag = placed(bench)[0].tag
-    del bench.observed.standings[tag]  # a new controller knows nothing, and asks before it tells
+    del bench.observed.rank_infos[tag]  # a new controller knows nothing, and asks before it tells
     assert bench.step().actions == []
-    bench.observed.standings[tag] = (7, 0, 0, 9)
+    bench.observed.rank_infos[tag] = (7, 0, 0, 9)
     (action,) = bench.step().actions
     assert isinstance(action, ReconfigureReplica)
     assert action.replica.tag == tag
@@ -169,7 +169,8 @@ def test_ranks_are_different_always_stable_in_life_and_without_gaps_at_rest(even
     hosts = {each.worker: bench.observed.host_of(each.worker or "") for each in running}
     assert {each.rank[1] for each in running} == set(range(len(set(hosts.values()))))
     assert all(
-        bench.observed.standings[each.tag] == standing_of(bench.state.backends["b"], each) for each in running
+        bench.observed.rank_infos[each.tag] == rank_info_of(bench.state.backends["b"], each)
+        for each in running
     )
 
 

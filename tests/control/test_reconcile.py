@@ -374,12 +374,12 @@ def break_looks(process: LocalProcess, refused: dict[str, int]) -> None:
     inspect = process.inspect
 
     async def broken(
-        worker: str, *, figures_of: Collection[str] = (), by_scheduler: bool = False
+        worker: str, *, metrics_of: Collection[str] = (), by_scheduler: bool = False
     ) -> Sequence[Mapping[str, Any]]:
         if refused.get(worker, MISSES) < MISSES - 1:
             refused[worker] += 1
             raise ActorLostError("cannot be reached", begun=False)
-        return await inspect(worker, figures_of=figures_of, by_scheduler=by_scheduler)
+        return await inspect(worker, metrics_of=metrics_of, by_scheduler=by_scheduler)
 
     process.inspect = broken  # type: ignore[method-assign]
 
@@ -433,7 +433,7 @@ def test_a_replica_that_cannot_be_told_to_stop_is_told_again() -> None:
             await stop(grace_s)
 
         replica.stop = refuse  # type: ignore[method-assign]
-        entries = stage.cluster._hosts[replica.worker].book.entries
+        entries = stage.cluster._hosts[replica.worker].registry.entries
         name = f"local/replica/{replica.tag}"
         held = entries[name]
         deleting = asyncio.create_task(stage.delete())

@@ -13,7 +13,7 @@ from daskserve.common.types import ReplicaState as S
 from daskserve.control.backend import rollout
 from daskserve.control.backend.rollout import Steps
 from daskserve.control.observed.lifecycle import STOP_ORDER, WANTED_STATES
-from daskserve.control.placement.eviction_order import Burdens
+from daskserve.control.placement.eviction_order import EvictionCriteria
 from daskserve.control.records.records import ReplicaRecord
 
 next_steps = partial(rollout.next_steps, max_surge=1, max_unavailable=0)
@@ -130,27 +130,27 @@ def spread(*workers: str) -> list[ReplicaRecord]:
     return [replica(f"b#{number}", worker=worker) for number, worker in enumerate(workers)]
 
 
-def stopped(wanted: int, replicas: list[ReplicaRecord], burdens: Burdens) -> list[str]:
-    return [each.tag for each in next_steps(wanted, "v1", replicas, burdens=burdens).stop]
+def stopped(wanted: int, replicas: list[ReplicaRecord], criteria: EvictionCriteria) -> list[str]:
+    return [each.tag for each in next_steps(wanted, "v1", replicas, criteria=criteria).stop]
 
 
 def test_scaling_down_keeps_replicas_spread_and_the_busy_ones_last() -> None:
     replicas = spread("w1", "w1", "w1", "w2", "w3", "w3")
-    burdens = Burdens(ongoing={"b#0": 5.0, "b#4": 5.0})
-    assert stopped(3, replicas, burdens) == ["b#2", "b#5", "b#1"]
-    assert stopped(2, replicas, burdens) == ["b#2", "b#5", "b#1", "b#3"]
+    criteria = EvictionCriteria(ongoing={"b#0": 5.0, "b#4": 5.0})
+    assert stopped(3, replicas, criteria) == ["b#2", "b#5", "b#1"]
+    assert stopped(2, replicas, criteria) == ["b#2", "b#5", "b#1", "b#3"]
 
 
 def test_where_workers_are_given_back_the_emptiest_are_emptied_first() -> None:
     replicas = spread("w1", "w1", "w2", "w2", "w3")
     held = {"w1": 0, "w2": 3, "w3": 1}
-    burdens = Burdens(others=held.__getitem__, empties_workers=True)
-    assert stopped(2, replicas, burdens) == ["b#1", "b#0", "b#4"]
+    criteria = EvictionCriteria(others=held.__getitem__, empties_workers=True)
+    assert stopped(2, replicas, criteria) == ["b#1", "b#0", "b#4"]
 
 
 def test_what_does_not_run_yet_goes_before_what_serves_wherever_it_is() -> None:
     replicas = [*spread("w1", "w1"), replica("b#9", S.STARTING, worker="w2")]
-    assert stopped(2, replicas, Burdens()) == ["b#9"]
+    assert stopped(2, replicas, EvictionCriteria()) == ["b#9"]
 
 
 @given(
@@ -167,7 +167,7 @@ def test_replicas_to_stop_are_chosen_one_at_a_time(
         for number, (worker, state, _) in enumerate(given_replicas)
     ]
     ongoing = {f"b#{number}": float(load) for number, (_, _, load) in enumerate(given_replicas)}
-    burdens = Burdens(ongoing, held.__getitem__, empties_workers)
+    criteria = EvictionCriteria(ongoing, held.__getitem__, empties_workers)
     left, expected = list(reversed(replicas)), []
 
     def rank(each: ReplicaRecord) -> tuple[float, ...]:
@@ -180,7 +180,7 @@ def test_replicas_to_stop_are_chosen_one_at_a_time(
         least = min(left, key=rank)
         left.remove(least)
         expected.append(least.tag)
-    assert stopped(wanted, replicas, burdens) == expected
+    assert stopped(wanted, replicas, criteria) == expected
 
 
 def test_as_many_old_replicas_stop_first_as_may_be_missing() -> None:

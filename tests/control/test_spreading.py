@@ -12,7 +12,7 @@ from controller_harness import Stage, boom, play
 
 from daskserve.common.types import Location, ReplicaState, WorkerInfo
 from daskserve.control.observed.observed import Observed
-from daskserve.control.placement.rebalancing import COMPARISONS, SEARCH_S, Spreader
+from daskserve.control.placement.rebalancing import COMPARISONS, SEARCH_S, Rebalancer
 from daskserve.control.records.state import State
 from daskserve.options.http import HTTPOptions
 
@@ -29,7 +29,7 @@ def crowd(count: int, tag: str = "b", on: str = "w1", **fields: Any) -> State:
 
 def moves(state: State, seen: Observed, avoid: tuple[str, ...] = ()) -> str | None:
     """Return the replica that moves once the time is over."""
-    spreader = Spreader()
+    spreader = Rebalancer()
     assert spreader.next_move(state, seen, avoid, 0.0) is None
     found = spreader.next_move(state, seen, avoid, 31.0)
     return None if found is None else found.tag
@@ -71,7 +71,7 @@ def test_an_empty_new_worker_takes_over_from_one_with_several_deployments() -> N
 
 
 def test_a_worker_that_was_emptied_takes_over_from_nobody() -> None:
-    spreader, seen = Spreader(), observed(W1, W2)
+    spreader, seen = Rebalancer(), observed(W1, W2)
     records = [each for tag in ("a", "b") for each in (backend(tag), replica(f"{tag}#1"))]
     before = state_of(*records, backend("c"), replica("c#1", worker="w2"))
     assert spreader.next_move(before, seen, (), 0.0) is None
@@ -128,7 +128,7 @@ def test_a_search_compares_few_backends_and_gets_to_all() -> None:
         *(backend(tag, num_replicas=2) for tag in tags),
         *(replica(f"{tag}#{n}") for tag in tags for n in range(2)),
     )
-    spreader, seen = Spreader(), observed(W1, W2)
+    spreader, seen = Rebalancer(), observed(W1, W2)
     found = (spreader.next_move(state, seen, (), SEARCH_S * n) for n in itertools.count())
     waits = list(itertools.takewhile(lambda each: each is None, found))
     assert 30 / SEARCH_S <= len(waits) <= 30 / SEARCH_S + 4

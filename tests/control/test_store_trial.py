@@ -8,7 +8,7 @@ import pytest
 from controller_harness import ScriptedStore, Stage, play
 
 from daskserve.cluster.protocols.base import StoreChange
-from daskserve.cluster.protocols.stores import Hold
+from daskserve.cluster.protocols.stores import StoreOwnership
 from daskserve.errors import RequestTimeoutError, StoreTakenError
 from daskserve.options.http import HTTPOptions
 from daskserve.testing import run_virtual
@@ -17,7 +17,9 @@ from daskserve.testing import run_virtual
 class SharedRecords(ScriptedStore):
     """A store that a test takes and gives; the other cluster has changed ``changed`` meanwhile."""
 
-    def __init__(self, records: Mapping[str, bytes] | None = None, hold: Hold = Hold.TRIAL) -> None:
+    def __init__(
+        self, records: Mapping[str, bytes] | None = None, hold: StoreOwnership = StoreOwnership.TRIAL
+    ) -> None:
         super().__init__()
         self._records = dict(records or {})
         self.held = hold
@@ -26,11 +28,11 @@ class SharedRecords(ScriptedStore):
         self.asked: list[bool] = []
 
     @property
-    def hold(self) -> Hold:
+    def hold(self) -> StoreOwnership:
         return self.held
 
     def problems(self) -> Mapping[str, str]:
-        return {"store": "Another cluster has it."} if self.held is Hold.TAKEN else {}
+        return {"store": "Another cluster has it."} if self.held is StoreOwnership.TAKEN else {}
 
     async def take_over(
         self, epoch: int, *, is_complete: bool, own: Sequence[str]
@@ -41,7 +43,7 @@ class SharedRecords(ScriptedStore):
             raise self.refusal
         if not is_complete:
             return None
-        self.held = Hold.HELD
+        self.held = StoreOwnership.HELD
         await super().commit(epoch, StoreChange(self.changed))
         return self.changed
 
@@ -110,11 +112,11 @@ def test_a_start_says_what_it_waits_for() -> None:
 
 
 def test_an_instance_whose_store_was_taken_refuses_changes_and_replaces_what_dies() -> None:
-    store = SharedRecords(hold=Hold.HELD)
+    store = SharedRecords(hold=StoreOwnership.HELD)
 
     async def scenario(stage: Stage) -> None:
         await stage.create("b")
-        store.held = Hold.TAKEN
+        store.held = StoreOwnership.TAKEN
         began = stage.clock.now()
         with pytest.raises(StoreTakenError, match="Another cluster has it"):
             await stage.create("c")
@@ -132,7 +134,7 @@ def test_an_instance_whose_store_was_taken_refuses_changes_and_replaces_what_die
         controller = await stage.cluster.program.controller()
         await stage.cluster.program.call(controller, "ping", store={})
         assert await stage.published("store_taken") is True
-        store.held = Hold.HELD
+        store.held = StoreOwnership.HELD
         await stage.cluster.program.call(controller, "ping", store={})
         assert await stage.published("store_taken") is None
         await stage.create("c")

@@ -31,7 +31,7 @@ def test_a_replica_that_vanished_is_replaced_by_a_new_one() -> None:
     async def scenario(stage: Stage) -> None:
         await stage.create(num_replicas=2)
         victim = await not_on_the_controllers_worker(stage)
-        entries = stage.cluster._hosts[victim.worker].book.entries
+        entries = stage.cluster._hosts[victim.worker].registry.entries
         del entries[f"local/replica/{victim.tag}"], stage.running[victim.tag]
         await stage.clock.sleep(2 * PERIOD_S)
         # Under its own name it might be made twice, should it be there after all: the new one has a new name.
@@ -68,7 +68,7 @@ def test_a_replica_whose_own_process_got_sigterm_is_replaced_first() -> None:
     play(scenario)
 
 
-def test_only_replicas_of_autoscaled_backends_are_asked_for_figures() -> None:
+def test_only_replicas_of_autoscaled_backends_are_asked_for_metrics() -> None:
     async def scenario(stage: Stage) -> None:
         asked: list[str] = []
 
@@ -79,7 +79,7 @@ def test_only_replicas_of_autoscaled_backends_are_asked_for_figures() -> None:
         await stage.create("plain", num_replicas=2)
         await stage.create("b", autoscaling_config={"min_replicas": 2, "max_replicas": 3})
         for each in stage.running.values():
-            each.figures = partial(note, each)  # type: ignore[attr-defined]
+            each.metrics = partial(note, each)  # type: ignore[attr-defined]
         await stage.clock.sleep(3 * PERIOD_S)
         assert set(asked) == {each.tag for each in stage.running_of("b")}
 

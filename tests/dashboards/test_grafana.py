@@ -15,7 +15,7 @@ from daskserve.cli.main import main
 from daskserve.dashboards.grafana import DASHBOARDS, as_json, files
 from daskserve.dashboards.panels import GRID_COLUMNS, Dashboard, Panel, PanelKind, Query, Row, placed
 from daskserve.dashboards.promql import gauge, mean, quantile, rate
-from daskserve.figures.table import METRICS
+from daskserve.telemetry.table import METRICS
 
 #: Metrics that Prometheus and prometheus_client export in addition.
 FOREIGN = {"up", "ALERTS", "process_cpu_seconds_total", "process_resident_memory_bytes"}

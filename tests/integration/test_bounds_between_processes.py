@@ -87,18 +87,18 @@ def gauges(dask_worker: Any) -> dict[str, int]:
     """Return the gauges of a worker; Dask's client runs this there."""
     (host,) = (each for each in dask_worker.state.actors.values() if type(each).__name__ == "Host")
     found = dict.fromkeys(("ingress", "ongoing", "calls", "abandoned", "in flight", "waiting", "streams"), 0)
-    for name, entry in host.book.entries.items():
+    for name, entry in host.registry.entries.items():
         if "/replica/" in name:
             found["ongoing"] += entry.actor.load().ongoing
-            found["abandoned"] += entry.actor._code._wall.abandoned
-            found["calls"] += len(entry.actor._code._wall.runs)
+            found["abandoned"] += entry.actor._code._executor.abandoned
+            found["calls"] += len(entry.actor._code._executor.runs)
         elif "/proxy/" in name:
             found["ingress"] += entry.actor._ingress.statistics().ongoing
-    for cluster in host.link._clusters.values():
+    for cluster in host.connection._clusters.values():
         for backend in cluster.shared["routers"]._sets.values() if "routers" in cluster.shared else ():
             found["in flight"] += backend.in_flight
             found["waiting"] += backend.waiting
-    for channel in host.link.channels._serving:
+    for channel in host.connection.channels._serving:
         found["streams"] += len(channel._opened) + len(channel._accepted)
     return found
 

@@ -15,7 +15,7 @@ from dask_processes import ExternalCluster, Reply, fetch, poll_for, within
 from distributed import Client
 
 import daskserve as serve
-from daskserve.cluster.dask.connection import link_of
+from daskserve.cluster.dask.connection import connection_of
 from daskserve.errors import ActorLostError
 
 #: How long a broken connection may delay a request: far less than the time that a dead worker is avoided.
@@ -52,7 +52,7 @@ class HoldsOneCall:
 def cut(dask_worker: Any) -> int:
     """Break the connections of all channels of this worker, without closing them on either side."""
     (host,) = dask_worker.state.actors.values()
-    channels = list(host.link.channels._serving)
+    channels = list(host.connection.channels._serving)
     for channel in channels:
         channel._transport._socket.shutdown(socket.SHUT_RDWR)
     return len(channels)
@@ -141,12 +141,12 @@ def test_another_worker_at_the_same_address_is_detected(
     controller = next(each for each in client.status().actors if each.kind == "controller")
     with dask.config.set({"daskserve.channel.route": route}):
         with Client(external.address, set_as_default=False) as dask_client:
-            link = link_of(dask_client)
-            cluster = link.cluster(client.instance_name)
-            here = link.sync(cluster.controller())
+            connection = connection_of(dask_client)
+            cluster = connection.cluster(client.instance_name)
+            here = connection.sync(cluster.controller())
             assert here.worker == controller.worker
             for wrong in (replace(here, incarnation=here.incarnation + 1), replace(here, name="nobody")):
                 with pytest.raises(ActorLostError, match="is not on") as caught:
-                    link.sync(cluster.call(wrong, "ping"))
+                    connection.sync(cluster.call(wrong, "ping"))
                 assert not caught.value.begun
-            assert link.sync(cluster.call(here, "ping")) == here.incarnation
+            assert connection.sync(cluster.call(here, "ping")) == here.incarnation

@@ -47,8 +47,8 @@ class Reader:
 
 
 def kept_here(dask_worker: Any) -> int:
-    links: list[Any] = [actor.link for actor in actors_on(dask_worker) if hasattr(actor, "link")]
-    return sum(len(link._book.kept) for link in links)
+    links: list[Any] = [actor.connection for actor in actors_on(dask_worker) if hasattr(actor, "link")]
+    return sum(len(connection._registry.kept) for connection in links)
 
 
 def kept(dask: Client) -> int:
@@ -75,14 +75,14 @@ def client(dask: Client) -> Iterator[serve.Client]:
 def test_a_large_result_reaches_all_replicas_but_not_the_caller(dask: Client, client: serve.Client) -> None:
     maker, reader = client.get_handle("maker"), client.get_handle("reader")
     assert reader.remote(maker.remote(1)).result(20)[1] == 1  # both workers are connected
-    link: Any = client._connection.link
-    before = link.channels._traffic.received_bytes
+    connection: Any = client._connection.cluster_connection
+    before = connection.channels._traffic.received_bytes
     made = maker.remote(LARGE_BYTES)
     found = reader.broadcast("__call__", made).results(20)
     assert {pid for pid, _ in found} == set(pids(dask).values())
     assert [total for _, total in found] == [LARGE_BYTES] * 2
     assert client.get_handle("isolated").remote(made).result(20)[1] == LARGE_BYTES
-    assert link.channels._traffic.received_bytes - before < MIB
+    assert connection.channels._traffic.received_bytes - before < MIB
     assert kept(dask) == 1
     del made
     gc.collect()

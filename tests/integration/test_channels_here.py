@@ -24,7 +24,7 @@ from daskserve.cluster.channel.wire.frames import OPEN
 from daskserve.cluster.channel.wire.packing import pack
 from daskserve.cluster.channel.wire.parts import HEAD, SIZE
 from daskserve.cluster.channel.wire.transport import MAGIC
-from daskserve.cluster.dask.connection import link_of
+from daskserve.cluster.dask.connection import connection_of
 from daskserve.cluster.scheduler.supervisor import PLUGIN_NAME
 from daskserve.common.types import ActorAddress
 
@@ -90,9 +90,9 @@ def test_connections_end_with_their_dask_client_even_if_its_loop_runs_on(route: 
         assert "daskserve_channel" in before
         with dask.config.set({"daskserve.channel.route": route}):
             with Client(cluster, set_as_default=False) as other:
-                link = link_of(other)
-                view = link.cluster(client.instance_name)
-                link.sync(view.call(link.sync(view.controller()), "ping"))
+                connection = connection_of(other)
+                view = connection.cluster(client.instance_name)
+                connection.sync(view.call(connection.sync(view.controller()), "ping"))
                 assert connections().count("daskserve_channel") == before.count("daskserve_channel") + 1
         ours = [each for each in before if "daskserve" in each]
         poll_for(lambda: [each for each in connections() if "daskserve" in each] == ours, 5, what=connections)
@@ -136,8 +136,8 @@ async def ping_as_a_stranger(address: str, message: dict[str, Any], actor: Actor
 @pytest.mark.parametrize("route", ["direct", "scheduler"])
 def test_a_stranger_who_reaches_a_port_gets_no_channel(route: str) -> None:
     with cluster_here() as (cluster, client):
-        link = link_of(client._connection.link.client)
-        actor = link.sync(link.cluster(client.instance_name).controller())
+        connection = connection_of(client._connection.cluster_connection.client)
+        actor = connection.sync(connection.cluster(client.instance_name).controller())
         address, message = actor.worker, {"op": CHANNEL_OP, "by_socket": True}
         if route == "scheduler":
             address = cluster.scheduler.address
@@ -169,8 +169,8 @@ def test_the_secret_stands_in_no_log_and_no_status(caplog: pytest.LogCaptureFixt
 
 def refused(dask_worker: Any) -> list[float]:
     """Return how many connections a worker has refused, by cause; runs in the worker."""
-    links = [each.link for each in dask_worker.state.actors.values() if type(each).__name__ == "Host"]
-    samples = [sample for link in links for sample in link.channels.samples()]
+    links = [each.connection for each in dask_worker.state.actors.values() if type(each).__name__ == "Host"]
+    samples = [sample for connection in links for sample in connection.channels.samples()]
     return [value for name, _, value in samples if name == "channel_refusals"]
 
 

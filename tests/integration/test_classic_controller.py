@@ -22,7 +22,7 @@ def batch_size(requests: list[Any]) -> list[int]:
     return [len(requests)] * len(requests)
 
 
-class Tally:
+class RequestCounts:
     def __init__(self, path: str) -> None:
         self.path = path
 
@@ -72,7 +72,7 @@ def test_shadows_get_their_share_and_do_not_affect_callers(
     path = tmp_path / "tally"
     path.touch()
     client.create_backend("b", hello)
-    client.create_backend("shadow", Tally, str(path))
+    client.create_backend("shadow", RequestCounts, str(path))
     client.create_endpoint("e", backend="b", route="/e")
     client.shadow_traffic("e", "shadow", 1.0)
     assert [fetch(f"{url}/e").status for _ in range(20)] == [200] * 20

@@ -124,7 +124,7 @@ def test_the_dask_configuration_is_enough_to_connect(encrypted: Client, security
         with serve.start(address=encrypted.scheduler.address, http_options={"location": "NoServer"}) as other:
             other.deploy("d", Doubler)
             assert other.get_handle("d").remote(21).result(20) == 42
-            other._connection.link.client.close()
+            other._connection.cluster_connection.client.close()
 
 
 @pytest.mark.nightly

@@ -16,7 +16,7 @@ import pytest
 from dask_processes import PATIENCE_S, ExternalCluster, Program, poll_for, wait_until_gone
 
 import daskserve as serve
-from daskserve.cluster.dask.connection import DaskLink, link_of
+from daskserve.cluster.dask.connection import DaskConnection, connection_of
 from daskserve.common.types import Location
 from daskserve.errors import InstanceError
 from daskserve.options.http import HTTPOptions
@@ -189,30 +189,30 @@ def test_interrupted_start_of_a_local_cluster_leaves_no_process(
 
 def test_a_start_that_arrives_after_its_cancellation_is_refused(external: ExternalCluster) -> None:
     """Both use separate connections, so the message that cancels the start may arrive first."""
-    link = link_of(external.client)
+    connection = connection_of(external.client)
     with serve.start(http_options={"port": 0}, dask_client=external.client) as client:
-        assert link.sync(link.ask("end_instance", instance="late", start_id="cancelled")) is True
+        assert connection.sync(connection.ask("end_instance", instance="late", start_id="cancelled")) is True
         with pytest.raises(InstanceError, match="cancelled before it began"):
-            link.sync(start_late(link))
-        assert list(link.sync(link.ask("instances"))) == [client.instance_name]
+            connection.sync(start_late(connection))
+        assert list(connection.sync(connection.ask("instances"))) == [client.instance_name]
 
 
 def test_ending_an_instance_during_its_start_leaves_nothing(external: ExternalCluster) -> None:
     """Ending waits for the start, which fails; nothing is left."""
-    link = link_of(external.client)
+    connection = connection_of(external.client)
     with serve.start(http_options={"port": 0}, dask_client=external.client) as client:
 
         async def both() -> Any:
-            starting = asyncio.ensure_future(start_late(link))
+            starting = asyncio.ensure_future(start_late(connection))
             async with asyncio.timeout(10):
-                while "late" not in await link.ask("instances"):  # noqa: ASYNC110 (there is no event for it)
+                while "late" not in await connection.ask("instances"):  # noqa: ASYNC110 (there is no event for it)
                     await asyncio.sleep(0)
-                await link.ask("end_instance", instance="late", start_id="cancelled")
+                await connection.ask("end_instance", instance="late", start_id="cancelled")
             return await asyncio.gather(starting, return_exceptions=True)
 
-        (outcome,) = link.sync(both())
+        (outcome,) = connection.sync(both())
         assert outcome is None or isinstance(outcome, InstanceError)
-        assert list(link.sync(link.ask("instances"))) == [client.instance_name]
+        assert list(connection.sync(connection.ask("instances"))) == [client.instance_name]
         assert any(name.startswith(f"{client.instance_name}/") for name in actors_of(external))
         poll_for(lambda: not [name for name in actors_of(external) if name.startswith("late/")], 5)
 
@@ -222,14 +222,14 @@ def actors_of(external: ExternalCluster) -> list[str]:
 
     def look(dask_worker: Any) -> list[str]:
         hosts = [each for each in dask_worker.state.actors.values() if type(each).__name__ == "Host"]
-        return [name for host in hosts for name in host.book.entries]
+        return [name for host in hosts for name in host.registry.entries]
 
     found = external.client.run(look)
     return [name for names in found.values() for name in names]
 
 
-async def start_late(link: DaskLink) -> None:
-    await link.ask(
+async def start_late(connection: DaskConnection) -> None:
+    await connection.ask(
         "start_instance",
         instance="late",
         owner=None,
@@ -251,7 +251,7 @@ async def start_late(link: DaskLink) -> None:
 def test_an_interrupt_before_the_call_is_known_to_have_begun(
     external: ExternalCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    link = link_of(external.client)
+    connection = connection_of(external.client)
     begun, ended = threading.Event(), threading.Event()
 
     async def never() -> None:
@@ -271,5 +271,5 @@ def test_an_interrupt_before_the_call_is_known_to_have_begun(
     with monkeypatch.context() as patch:
         patch.setattr("asyncio.run_coroutine_threadsafe", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            link.sync(never())
+            connection.sync(never())
     assert ended.wait(PATIENCE_S)

@@ -41,7 +41,7 @@ class Answers:
             await asyncio.sleep(0.03)
 
 
-class Callers:
+class Responders:
     """POSTs and streams, one after another on new connections in each of some threads."""
 
     def __init__(self, url: str) -> None:
@@ -53,7 +53,7 @@ class Callers:
         kinds = ["post", "stream", "stream", "stream"]
         self._threads = [threading.Thread(target=self._call, args=(kind,)) for kind in kinds]
 
-    def __enter__(self) -> Callers:
+    def __enter__(self) -> Responders:
         for thread in self._threads:
             thread.start()
         poll_for(lambda: self.answered["post"])
@@ -101,7 +101,7 @@ def served(dask: Client, **http_options: Any) -> Iterator[tuple[serve.Client, st
 @contextmanager
 def loaded(url: str) -> Iterator[None]:
     """Call the endpoint in all ways while a block runs; none may fail."""
-    with Load(url) as load, Callers(url) as callers:
+    with Load(url) as load, Responders(url) as callers:
         yield
         load.more()
         callers.more_streams()

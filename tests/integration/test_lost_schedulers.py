@@ -17,7 +17,7 @@ from dask_processes import Program, Reply, dask_command, dask_worker, fetch, pol
 from distributed import Client
 
 import daskserve as serve
-from daskserve.cluster.dask.connection import link_of
+from daskserve.cluster.dask.connection import connection_of
 
 GRACE_S = 0.5
 SHORT_GRACE = f"import dask; dask.config.set({{'daskserve.scheduler.grace-s': {GRACE_S}}})"
@@ -97,9 +97,9 @@ def test_the_loss_of_the_scheduler_fails_no_request_and_costs_no_replica(tmp_pat
             assert first.items() <= found.items()
             # A program that starts now knows only the secret of this scheduler, and the workers have another.
             with Client(f"tcp://127.0.0.1:{port}", set_as_default=False) as other:
-                link = link_of(other)
-                view = link.cluster(client.instance_name)
-                link.sync(view.call(link.sync(view.controller()), "ping"))
+                connection = connection_of(other)
+                view = connection.cluster(client.instance_name)
+                connection.sync(view.call(connection.sync(view.controller()), "ping"))
         scheduler.kill()
 
 

@@ -219,10 +219,10 @@ SLOW_HEARTBEATS = """
 import asyncio, threading
 from distributed import default_client
 import daskserve as serve
-from daskserve.cluster.dask.connection import link_of
+from daskserve.cluster.dask.connection import connection_of
 
 client = serve.start(http_options={"location": "NoServer"}, dashboard=False)
-handlers = link_of(default_client()).started.cluster.scheduler.handlers
+handlers = connection_of(default_client()).started.cluster.scheduler.handlers
 answer, asked = handlers["heartbeat_worker"], threading.Event()
 
 async def slow(**message):

@@ -154,7 +154,7 @@ def _actors_on(dask_worker: Any) -> list[str]:
         name
         for actor in dask_worker.state.actors.values()
         if type(actor).__name__ == "Host"
-        for name in actor.book.entries
+        for name in actor.registry.entries
     ]
 
 

@@ -14,7 +14,7 @@ import pytest
 from clusters import nannied_cluster, pids, running, serve_pids, worker_of
 from dask_processes import HERE, ExternalCluster, dask_worker, fetch, poll_for
 from scraping import (
-    Figures,
+    Metrics,
     assert_monotone,
     dashboard,
     needs_prometheus,
@@ -69,30 +69,30 @@ def test_every_process_counts_its_events(client: serve.Client, external: Externa
         assert fetch(f"{url}x{number}/nothing").status == 404
     assert client.get_handle("model").remote().result(5)
 
-    figures = Figures(external.client)
+    metrics = Metrics(external.client)
     on_model = {**me, "route": "/model", "endpoint": "model"}
     for code, count in (("200", 8), ("500", 1), ("408", 1), ("405", 1)):
-        assert figures.total("daskserve_http_requests_total", **on_model, code=code) == count
-    assert figures.values("daskserve_http_requests_total", **me, code="404") == [20]
-    assert figures.total("daskserve_http_request_duration_seconds_count", **on_model) == 11
-    assert figures.total("daskserve_http_errors_total", **on_model, cause="timeout") == 1
-    assert figures.total("daskserve_http_errors_total", **me, cause="no_route") == 20
-    assert figures.total("daskserve_http_timeouts_total", **me) == 1
+        assert metrics.total("daskserve_http_requests_total", **on_model, code=code) == count
+    assert metrics.values("daskserve_http_requests_total", **me, code="404") == [20]
+    assert metrics.total("daskserve_http_request_duration_seconds_count", **on_model) == 11
+    assert metrics.total("daskserve_http_errors_total", **on_model, cause="timeout") == 1
+    assert metrics.total("daskserve_http_errors_total", **me, cause="no_route") == 20
+    assert metrics.total("daskserve_http_timeouts_total", **me) == 1
     deployment = {**me, "deployment": "model"}
-    assert figures.total("daskserve_deployment_requests_total", **deployment) == 11
-    assert figures.total("daskserve_deployment_errors_total", **deployment) == 1
-    poll_for(lambda: Figures(external.client).total("daskserve_deployment_timeouts_total", **deployment) == 1)
-    assert figures.values("daskserve_deployment_wanted_replicas", **deployment) == [2]
-    assert figures.values("daskserve_deployment_status", **deployment, status="HEALTHY") == [1]
-    assert figures.values("daskserve_replica_healthy", **deployment) == [1, 1]
-    assert figures.total("daskserve_deployment_replica_starts_total", **deployment) == 2
-    assert figures.values("daskserve_proxy_status", **me, status="RUNNING") == [1]
-    assert figures.values("daskserve_supervisor_controller_starts_total", **me) == [1]
-    assert figures.total("my_calls_total", **deployment, kind="good") == 9
+    assert metrics.total("daskserve_deployment_requests_total", **deployment) == 11
+    assert metrics.total("daskserve_deployment_errors_total", **deployment) == 1
+    poll_for(lambda: Metrics(external.client).total("daskserve_deployment_timeouts_total", **deployment) == 1)
+    assert metrics.values("daskserve_deployment_wanted_replicas", **deployment) == [2]
+    assert metrics.values("daskserve_deployment_status", **deployment, status="HEALTHY") == [1]
+    assert metrics.values("daskserve_replica_healthy", **deployment) == [1, 1]
+    assert metrics.total("daskserve_deployment_replica_starts_total", **deployment) == 2
+    assert metrics.values("daskserve_proxy_status", **me, status="RUNNING") == [1]
+    assert metrics.values("daskserve_supervisor_controller_starts_total", **me) == [1]
+    assert metrics.total("my_calls_total", **deployment, kind="good") == 9
     replicas = {actor.name for actor in client.status().replicas("model")}
-    assert set(figures.labels("my_calls_total", "replica")) <= replicas
+    assert set(metrics.labels("my_calls_total", "replica")) <= replicas
     assert "instance" not in {
-        label for series in figures.by_target.values() for _, pairs in series for label, _ in pairs
+        label for series in metrics.by_target.values() for _, pairs in series for label, _ in pairs
     }
 
 
@@ -101,10 +101,10 @@ def test_a_disconnected_client_is_counted(client: serve.Client, external: Extern
     with pytest.raises(TimeoutError):
         fetch(f"{url}?kind=slow", timeout_s=0.3)
     me = {"serve_instance": client.instance_name}
-    poll_for(lambda: Figures(external.client).total("daskserve_http_cancellations_total", **me) == 1)
-    figures = Figures(external.client)
-    assert figures.total("daskserve_http_requests_total", **me, code="499") == 1
-    poll_for(lambda: Figures(external.client).total("daskserve_deployment_cancellations_total", **me) == 1)
+    poll_for(lambda: Metrics(external.client).total("daskserve_http_cancellations_total", **me) == 1)
+    metrics = Metrics(external.client)
+    assert metrics.total("daskserve_http_requests_total", **me, code="499") == 1
+    poll_for(lambda: Metrics(external.client).total("daskserve_deployment_cancellations_total", **me) == 1)
 
 
 def test_series_of_ended_replicas_disappear_and_totals_stay(
@@ -113,17 +113,17 @@ def test_series_of_ended_replicas_disappear_and_totals_stay(
     url = serve_model(client)
     for _ in range(10):
         fetch(url)
-    before = Figures(external.client)
+    before = Metrics(external.client)
     client.update_backend_config("model", {"num_replicas": 1})
     poll_for(lambda: len(client.status().replicas("model")) == 1)
-    poll_for(lambda: len(Figures(external.client).values("daskserve_replica_healthy")) == 1)
-    after = Figures(external.client)
+    poll_for(lambda: len(Metrics(external.client).values("daskserve_replica_healthy")) == 1)
+    after = Metrics(external.client)
     assert len(after.values("my_calls_total")) == 1
     assert after.total("daskserve_deployment_requests_total", deployment="model") == 10
     assert_monotone(before.by_target, after)
     client.update_backend_config("model", {"num_replicas": 3})
     fetch(url)
-    last = Figures(external.client)
+    last = Metrics(external.client)
     assert_monotone(after.by_target, last)
     assert last.total("daskserve_deployment_replica_starts_total", deployment="model") == 4
 
@@ -136,18 +136,18 @@ def test_isolated_replicas_are_counted_by_their_workers(
         assert fetch(url).status == 200
     fetch(f"{url}?kind=bad")
     mine = {"serve_instance": client.instance_name, "deployment": "model"}
-    poll_for(lambda: Figures(external.client).total("my_calls_total", **mine, kind="good") == 5)
-    figures = Figures(external.client)
-    assert figures.total("my_calls_total", **mine, kind="bad") == 1
-    assert figures.total("daskserve_deployment_requests_total", **mine) == 6
-    assert figures.total("daskserve_deployment_errors_total", **mine) == 1
-    assert figures.total("daskserve_deployment_request_duration_seconds_count", **mine) == 6
-    assert figures.values("daskserve_replica_healthy", **mine) == [1]
-    before = figures.by_target
+    poll_for(lambda: Metrics(external.client).total("my_calls_total", **mine, kind="good") == 5)
+    metrics = Metrics(external.client)
+    assert metrics.total("my_calls_total", **mine, kind="bad") == 1
+    assert metrics.total("daskserve_deployment_requests_total", **mine) == 6
+    assert metrics.total("daskserve_deployment_errors_total", **mine) == 1
+    assert metrics.total("daskserve_deployment_request_duration_seconds_count", **mine) == 6
+    assert metrics.values("daskserve_replica_healthy", **mine) == [1]
+    before = metrics.by_target
     client.update_backend_config("model", {"num_replicas": 2})
     client.update_backend_config("model", {"num_replicas": 1})
-    poll_for(lambda: len(Figures(external.client).values("daskserve_replica_healthy", **mine)) == 1)
-    assert_monotone(before, Figures(external.client))
+    poll_for(lambda: len(Metrics(external.client).values("daskserve_replica_healthy", **mine)) == 1)
+    assert_monotone(before, Metrics(external.client))
 
 
 @pytest.mark.nightly
@@ -156,14 +156,14 @@ def test_counters_never_decrease_when_the_controller_dies() -> None:
         url = serve_pids(client)
         for _ in range(20):
             assert fetch(f"{url}/e").status == 200
-        before = Figures(dask)
+        before = Metrics(dask)
         assert before.values("daskserve_controller_epoch") == [1]
         os.kill(pids(dask)[worker_of(client, "controller")], signal.SIGKILL)
         poll_for(lambda: client.status().epoch > 1)
         poll_for(lambda: len(running(client, "b")) == 2)
         for _ in range(20):
             assert fetch(f"{url}/e").status == 200
-        after = Figures(dask)
+        after = Metrics(dask)
         (epoch,) = after.values("daskserve_controller_epoch")
         assert epoch > 1
         assert after.values("daskserve_supervisor_controller_starts_total") == [2]

@@ -16,7 +16,7 @@ from dask_processes import ExternalCluster, fetch, poll_for
 from distributed import Client
 
 import daskserve as serve
-from daskserve.client.hosting.hosting import Stay, host
+from daskserve.client.hosting.hosting import HostingMode, host
 from daskserve.client.verbs.applications import RunTarget
 from daskserve.errors import AlreadyRegisteredError, BadRequestError, NoCapacityError, ReplicaStartError
 
@@ -24,8 +24,9 @@ from daskserve.errors import AlreadyRegisteredError, BadRequestError, NoCapacity
 OTHER = """
 import sys
 from daskserve.client.verbs.applications import RunTarget
-from daskserve.client.hosting.hosting import Stay, host
-host(RunTarget("served:asgi", "other", "/other"), {"port": 0}, address=sys.argv[1], stay=Stay(), report=print)
+from daskserve.client.hosting.hosting import HostingMode, host
+host(RunTarget("served:asgi", "other", "/other"), {"port": 0}, address=sys.argv[1], stay=HostingMode(),
+report=print)
 """
 
 
@@ -53,7 +54,7 @@ def run(
     lines: list[str] = []
     timeout_s = how.pop("timeout_s", None)
     target = RunTarget(application, name, f"/{name}")
-    stay = Stay(**how)
+    stay = HostingMode(**how)
     host(target, http or {}, address=external.address, stay=stay, report=lines.append, timeout_s=timeout_s)
     return lines
 

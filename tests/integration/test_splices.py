@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
-from cut_off import MIB, Caller, cut_off_caller
+from cut_off import MIB, Responder, cut_off_caller
 from dask_processes import ExternalCluster, dask_worker, poll_for, within
 from tornado.iostream import IOStream
 
@@ -24,7 +24,7 @@ from daskserve.cluster.scheduler.splice import LARGE_BYTES, _carry_bytes
 
 
 @pytest.fixture(scope="module")
-def caller(clean_cluster: ExternalCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Caller]:
+def caller(clean_cluster: ExternalCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Responder]:
     """Yield a program that has deployed ``m`` on one worker."""
     with cut_off_caller(clean_cluster.address, tmp_path_factory.mktemp("caller")) as caller:
         assert caller.ask("deploy", "m", ["worker-0"], 1) == ["RUNNING"]
@@ -43,22 +43,22 @@ def noop() -> None:
     """Do nothing on the scheduler, to measure its response time."""
 
 
-def test_calls_work_and_an_unreachable_worker_is_dialled_once(caller: Caller) -> None:
+def test_calls_work_and_an_unreachable_worker_is_dialled_once(caller: Responder) -> None:
     assert caller.ask("call", "m", 41) == 42
     assert len(caller.ask("refused")) == 1
 
 
-def test_a_generator_yields_in_order_through_a_splice(caller: Caller) -> None:
+def test_a_generator_yields_in_order_through_a_splice(caller: Responder) -> None:
     assert caller.ask("items", "m", 1000) == list(range(1000))
 
 
 @pytest.mark.smoke
-def test_arrays_pass_through_a_splice_unchanged(caller: Caller) -> None:
+def test_arrays_pass_through_a_splice_unchanged(caller: Responder) -> None:
     assert caller.ask("arrays", "m", 16, 1) == 1
 
 
 def test_the_scheduler_responds_while_many_large_calls_pass(
-    caller: Caller, clean_cluster: ExternalCluster
+    caller: Responder, clean_cluster: ExternalCluster
 ) -> None:
     number = caller.begin("arrays", "m", 2, 64)
     taken_s: list[float] = []
@@ -75,7 +75,7 @@ def test_the_scheduler_responds_while_many_large_calls_pass(
     assert max(taken_s) < 2  # with a margin for a busy machine
 
 
-def test_a_cancelled_call_is_cancelled_in_the_replica(caller: Caller) -> None:
+def test_a_cancelled_call_is_cancelled_in_the_replica(caller: Responder) -> None:
     caller.ask("begin_waiting", "m")
     poll_for(lambda: caller.ask("ask_model", "m", "counts") == [1, 0])
     caller.ask("cancel_waiting")
@@ -83,7 +83,7 @@ def test_a_cancelled_call_is_cancelled_in_the_replica(caller: Caller) -> None:
     poll_for(lambda: caller.ask("ask_model", "m", "counts") == [1, 1])
 
 
-def test_a_slow_reader_blocks_the_stream(caller: Caller, clean_cluster: ExternalCluster) -> None:
+def test_a_slow_reader_blocks_the_stream(caller: Responder, clean_cluster: ExternalCluster) -> None:
     """The reader stops midway: only one window of the replica's answer is ever in flight."""
     scheduler = psutil.Process(clean_cluster.client.run_on_scheduler(os.getpid))
     before = scheduler.memory_info().rss
@@ -93,7 +93,7 @@ def test_a_slow_reader_blocks_the_stream(caller: Caller, clean_cluster: External
 
 @pytest.mark.smoke
 def test_a_lost_worker_fails_only_begun_requests(
-    caller: Caller, clean_cluster: ExternalCluster, tmp_path: Path
+    caller: Responder, clean_cluster: ExternalCluster, tmp_path: Path
 ) -> None:
     with dask_worker(clean_cluster.address, tmp_path, name="short-lived") as worker:
         poll_for(lambda: len(clean_cluster.client.scheduler_info(n_workers=-1)["workers"]) == 3)

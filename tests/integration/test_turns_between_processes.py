@@ -29,8 +29,8 @@ def refusals(client: serve.Client, external: ExternalCluster) -> float:
 
     def count(dask_worker: Any) -> int:
         (host,) = (each for each in dask_worker.state.actors.values() if type(each).__name__ == "Host")
-        replicas = [entry.actor for name, entry in host.book.entries.items() if "/replica/" in name]
-        return sum(each._figures.refused for each in replicas)
+        replicas = [entry.actor for name, entry in host.registry.entries.items() if "/replica/" in name]
+        return sum(each._metrics.refused for each in replicas)
 
     return sum(external.client.run(count).values())
 
@@ -150,7 +150,7 @@ def queued_at_replicas(external: ExternalCluster) -> int:
 
     def count(dask_worker: Any) -> int:
         (host,) = (each for each in dask_worker.state.actors.values() if type(each).__name__ == "Host")
-        replicas = [entry.actor for name, entry in host.book.entries.items() if "/replica/" in name]
+        replicas = [entry.actor for name, entry in host.registry.entries.items() if "/replica/" in name]
         return sum(each._slots.waiting for each in replicas)
 
     return sum(external.client.run(count).values())

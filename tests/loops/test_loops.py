@@ -14,7 +14,7 @@ from daskserve.cluster.dask.server_process import command
 from daskserve.data.replica.execution.user_loop import UserLoop
 from daskserve.data.replica.execution.user_threads import UserThreads
 from daskserve.loops import event_loop as loops
-from daskserve.loops.hops import Hop
+from daskserve.loops.thread_calls import ThreadCalls
 from daskserve.loops.threads import start_daemon
 
 uvloop = pytest.importorskip("uvloop")
@@ -35,7 +35,7 @@ def test_uvloop_can_be_disabled() -> None:
 
 
 async def _loop_of_user_code() -> object:
-    to_worker = Hop(asyncio.get_running_loop())
+    to_worker = ThreadCalls(asyncio.get_running_loop())
     user_loop = UserLoop("test", contextvars.copy_context(), to_worker, set())
     user_loop.run_in_thread(UserThreads("test", 1, to_worker, set()), start_daemon)
     await user_loop.close(5.0)

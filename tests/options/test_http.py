@@ -41,7 +41,7 @@ def test_a_start_warns_of_them_in_the_line_of_the_program(monkeypatch: pytest.Mo
     async def find_none(*_: object) -> None:
         raise ClusterUnreachableError("none")
 
-    monkeypatch.setattr(api, "find_link", find_none)
+    monkeypatch.setattr(api, "find_connection", find_none)
     options = {**OPEN, "debug": True}
     with pytest.warns(UserWarning, match="debug=True|host=") as warned:
         with pytest.raises(ClusterUnreachableError):

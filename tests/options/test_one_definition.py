@@ -22,7 +22,7 @@ from daskserve.options.start_messages import (
     dump_http,
     read_config,
 )
-from daskserve.proxies.exchange.carrier import Carrier
+from daskserve.proxies.exchange.server_state import ServerState
 from daskserve.proxies.server.life import HTTPServer
 
 ROOT = Path(__file__).parent.parent.parent
@@ -100,7 +100,7 @@ def test_what_carries_options_has_no_defaults(message: type) -> None:
 def test_servers_take_their_options_as_the_model() -> None:
     assert "options" in inspect.signature(HTTPServer).parameters
     limits = {"max_body_bytes", "max_message_bytes", "idle_timeout_s"}
-    defaults = {name: inspect.signature(Carrier).parameters[name].default for name in limits}
+    defaults = {name: inspect.signature(ServerState).parameters[name].default for name in limits}
     assert set(defaults.values()) == {inspect.Parameter.empty}
 
 

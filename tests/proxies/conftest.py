@@ -6,22 +6,22 @@ import inspect
 from collections.abc import Iterator
 
 import pytest
-from http_harness import CARRIER, CARRIERS
+from http_harness import SERVER_STATE, SERVER_STATES
 
 from daskserve.proxies.server import hangup
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "carrier" in metafunc.fixturenames:
+    if "server_state" in metafunc.fixturenames:
         # The clock of uvloop cannot be moved.
         needs_asyncio = "advance(" in inspect.getsource(metafunc.function)
         only = getattr(metafunc.module, "SERVER", "")
-        carriers = [
+        server_states = [
             each
-            for each in CARRIERS
+            for each in SERVER_STATES
             if each.startswith(only) and not (needs_asyncio and each.endswith("uvloop"))
         ]
-        metafunc.parametrize("carrier", carriers, indirect=True)
+        metafunc.parametrize("server_state", server_states, indirect=True)
 
 
 @pytest.fixture(autouse=True)
@@ -32,8 +32,8 @@ def impatience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def carrier(request: pytest.FixtureRequest) -> Iterator[str]:
+def server_state(request: pytest.FixtureRequest) -> Iterator[str]:
     """Have `http_harness.serving` and `run` use one server, and one event loop, after the other."""
-    token = CARRIER.set(request.param)
+    token = SERVER_STATE.set(request.param)
     yield request.param
-    CARRIER.reset(token)
+    SERVER_STATE.reset(token)

@@ -32,7 +32,7 @@ def load(seconds: int, rate: Callable[[int], float] | float) -> Trace:
 
 
 def mean_wait_s(outcome: SimulationResult) -> float:
-    waits = outcome.queue.tally.waits_ms
+    waits = outcome.queue.request_counts.waits_ms
     return sum(key * count for key, count in waits.items()) / sum(waits.values()) / 1000
 
 
@@ -80,7 +80,9 @@ def test_a_load_step_gives_about_the_same_replicas() -> None:
 
 def test_long_requests_fill_slots_equally_slowly() -> None:
     fluid, exact = both(load(2000, 1), Service(concurrency=4, duration_s=20.0), max_replicas=1)
-    assert fluid.queue.tally.completed == pytest.approx(exact.queue.tally.completed, rel=0.1)
+    assert fluid.queue.request_counts.completed == pytest.approx(
+        exact.queue.request_counts.completed, rel=0.1
+    )
     assert mean_wait_s(fluid) == pytest.approx(mean_wait_s(exact), rel=0.1)
 
 
@@ -88,9 +90,9 @@ def test_long_requests_fill_slots_equally_slowly() -> None:
 def test_equally_many_requests_are_rejected_and_expire(limits: QueueLimits) -> None:
     fluid, exact = both(load(300, 70), Service(4, 0.1, limits=limits), max_replicas=1)
     for name in ("completed", "rejected", "expired"):
-        found, truth = getattr(fluid.queue.tally, name), getattr(exact.queue.tally, name)
+        found, truth = getattr(fluid.queue.request_counts, name), getattr(exact.queue.request_counts, name)
         assert found == pytest.approx(truth, rel=0.02, abs=1)
-    assert fluid.queue.tally.rejected + fluid.queue.tally.expired > 5000
+    assert fluid.queue.request_counts.rejected + fluid.queue.request_counts.expired > 5000
     assert fluid.wait_quantile_s(0.5) == pytest.approx(exact.wait_quantile_s(0.5), rel=0.1)
 
 
@@ -112,14 +114,20 @@ def test_no_request_is_lost_or_created(
         arrivals = float(math.floor(arrivals)) if is_exact else arrivals
         came += arrivals
         queue.advance(float(second), 1.0, arrivals, slots, duration_s)
-        tally = queue.tally
-        there = tally.completed + tally.rejected + tally.expired + queue.ongoing + queue.queued
+        request_counts = queue.request_counts
+        there = (
+            request_counts.completed
+            + request_counts.rejected
+            + request_counts.expired
+            + queue.ongoing
+            + queue.queued
+        )
         assert there == pytest.approx(came, abs=1e-6 * (1 + came))
         assert queue.queued >= 0
         assert queue.queued <= limits.max_queued + 1e-6
-    assert all(wait >= 0 for wait in queue.tally.waits_ms)
-    began = queue.tally.completed + queue.ongoing
-    assert sum(queue.tally.waits_ms.values()) == pytest.approx(began, abs=1e-6 * (1 + came))
+    assert all(wait >= 0 for wait in queue.request_counts.waits_ms)
+    began = queue.request_counts.completed + queue.ongoing
+    assert sum(queue.request_counts.waits_ms.values()) == pytest.approx(began, abs=1e-6 * (1 + came))
 
 
 def test_slots_of_stopping_replicas_finish_their_requests() -> None:
@@ -132,7 +140,7 @@ def test_slots_of_stopping_replicas_finish_their_requests() -> None:
             assert fluid.ongoing == pytest.approx(40, abs=1)
         if second in (70, 90, 119):
             assert fluid.ongoing == pytest.approx(exact.ongoing, abs=6)
-    assert fluid.tally.completed == pytest.approx(exact.tally.completed, rel=0.1)
+    assert fluid.request_counts.completed == pytest.approx(exact.request_counts.completed, rel=0.1)
 
 
 def test_durations_have_the_given_mean_and_spread() -> None:
@@ -165,7 +173,7 @@ def test_from_zero_the_first_requests_wait_only_for_the_start() -> None:
     outcome = simulate(trace, config, Service(concurrency=4, duration_s=0.5, start_up_s=8))
     change = outcome.history.changes[0]
     assert (change.at, change.before, change.after) == (31, 0, 25)
-    assert outcome.queue.tally.completed == pytest.approx(50)
+    assert outcome.queue.request_counts.completed == pytest.approx(50)
     assert outcome.wait_quantile_s(1) == pytest.approx(8.8, abs=0.8)
 
 
@@ -245,7 +253,7 @@ def test_the_result_depends_on_the_seed_only() -> None:
         )
         for seed in (1, 1, 2)
     ]
-    first, again, other = (outcome.queue.tally.waits_ms for outcome in outcomes)
+    first, again, other = (outcome.queue.request_counts.waits_ms for outcome in outcomes)
     assert first == again
     assert first != other
 

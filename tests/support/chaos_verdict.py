@@ -228,7 +228,7 @@ def _felt_together_s(damages: Sequence[Damage]) -> float:
 
 
 @dataclass(frozen=True)
-class Silence:
+class AckProgress:
     """The time between two answers to one kind of request."""
 
     kind: str
@@ -240,7 +240,7 @@ class Silence:
         return self.until - self.at
 
 
-def _silences(run: Run) -> Iterator[Silence]:
+def _silences(run: Run) -> Iterator[AckProgress]:
     """Yield all silences, those before the first answer and after the last one included."""
     samples = [each for each in run.samples if each.began >= run.load_began]
     if not samples:
@@ -249,10 +249,10 @@ def _silences(run: Run) -> Iterator[Silence]:
     for kind in sorted({each.kind for each in samples}):
         ends = sorted(each.ended for each in samples if each.kind == kind and each.is_good)
         for at, until in pairwise([first, *ends, last]):
-            yield Silence(kind, at, until)
+            yield AckProgress(kind, at, until)
 
 
-def _is_felt(run: Run, damage: Damage, silence: Silence) -> bool:
+def _is_felt(run: Run, damage: Damage, silence: AckProgress) -> bool:
     return damage.began < silence.until and silence.at < _felt_until(run, damage)
 
 
@@ -300,7 +300,7 @@ def report(run: Run) -> str:
     return "\n".join(lines)
 
 
-def _round_of(silence: Silence, begins: Mapping[int, float]) -> int | None:
+def _round_of(silence: AckProgress, begins: Mapping[int, float]) -> int | None:
     """Return the first round that began in a silence, or else the last one before it."""
     within = [number for number, began in begins.items() if silence.at <= began < silence.until]
     before = [number for number, began in begins.items() if began < silence.at]

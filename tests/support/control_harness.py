@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from daskserve.common.types import ReplicaState, WorkerInfo
-from daskserve.control.backend.inputs import Step, World
+from daskserve.control.backend.inputs import Step, StepInputs
 from daskserve.control.backend.step import step
 from daskserve.control.observed.observed import Observed
 from daskserve.control.records.records import (
@@ -176,7 +176,7 @@ class Bench:
 
     def decide(self, tag: str = "b") -> Step:
         """Return the next step without taking it."""
-        world = World(
+        world = StepInputs(
             self.state,
             self.observed,
             self.now,

@@ -23,16 +23,16 @@ from daskserve.common.types import (
     ReplicaState,
     Send,
     WorkerAddress,
-    as_standing,
+    as_rank_info,
 )
 from daskserve.control.controller import Controller
 from daskserve.control.records.encoding import CorruptRecordError, decode
 from daskserve.control.records.records import Record, ReplicaRecord
 from daskserve.errors import ReplicaStartError
-from daskserve.figures.table import MetricSample
 from daskserve.options.app_spec import ApplicationSpec
 from daskserve.options.http import HTTPOptions
 from daskserve.options.start_messages import ControllerStart, ProxyStart, ReplicaStart
+from daskserve.telemetry.table import MetricSample
 from daskserve.testing import run_virtual, wait_until
 
 
@@ -77,7 +77,7 @@ class ScriptedReplica:
         self.worker = context.worker
         self.user_config = self.message.user_config
         self.concurrency = self.message.concurrency
-        self.standing = as_standing(self.message.standing)
+        self.rank_info = as_rank_info(self.message.rank_info)
         self._reconfigures_since: float | None = None
 
     @property
@@ -92,7 +92,7 @@ class ScriptedReplica:
         if stage.start is not None:
             await stage.start(self)
         stage.running[self.tag] = self
-        return {"standing": self.standing}
+        return {"rank_info": self.rank_info}
 
     async def handle(self, envelope: Envelope, receive: Receive, send: Send) -> Load:
         return Load()
@@ -112,7 +112,7 @@ class ScriptedReplica:
         user_config: bytes | None,
         concurrency: int,
         config: Mapping[str, Any],
-        standing: Sequence[int],
+        rank_info: Sequence[int],
         patience_s: float,
     ) -> None:
         self._stage.reconfigured.append(self.tag)
@@ -124,7 +124,7 @@ class ScriptedReplica:
                 self._reconfigures_since = None
         self.user_config = user_config
         self.concurrency = concurrency
-        self.standing = as_standing(standing)
+        self.rank_info = as_rank_info(rank_info)
 
     async def stop(self, grace_s: float) -> None:
         if self._stage.running.get(self.tag) is self:
@@ -200,7 +200,7 @@ class Stage:
         #: The start of the instance; another one stands for a new cluster on the same store.
         self.start_id = "first"
         self.opens_with_route = opens_with_route
-        self.calls = ControllerCalls(self.cluster.program.link, self.cluster.instance)
+        self.calls = ControllerCalls(self.cluster.program.connection, self.cluster.instance)
         #: What replicas do in their start and their reconfigure, how long they take and how long they drain.
         self.start: Callable[[ScriptedReplica], Awaitable[None]] | None = None
         self.reconfigure: Callable[[ScriptedReplica], Awaitable[None]] | None = None

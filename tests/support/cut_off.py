@@ -1,7 +1,7 @@
 """A user program that can reach only the scheduler, and runs a test's commands.
 
-`Caller` is the test's side; the functions in `COMMANDS` run in the program. The program's connections to any
-other address are refused before they are made, as by a firewall.
+`Responder` is the test's side; the functions in `COMMANDS` run in the program. The program's connections to
+any other address are refused before they are made, as by a firewall.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from daskserve.errors import ActorLostError
 MIB = 1 << 20
 
 
-class Caller:
+class Responder:
     """The test's side."""
 
     def __init__(self, program: Program) -> None:
@@ -51,12 +51,12 @@ class Caller:
 
 
 @contextmanager
-def cut_off_caller(address: str, folder: Path, *, security: Any = None) -> Iterator[Caller]:
+def cut_off_caller(address: str, folder: Path, *, security: Any = None) -> Iterator[Responder]:
     """Run a program that starts an instance on a free port."""
     (folder / "security.pickle").write_bytes(pickle.dumps(security))
     program = Program(["-c", "import cut_off; cut_off.main()", address], folder, keeps_stdin=True)
     try:
-        yield Caller(program)
+        yield Responder(program)
         assert program.process.stdin is not None
         program.process.stdin.close()
         assert program.wait() == 0, program.report()
@@ -164,7 +164,7 @@ def read_some(state: State, name: str, size_mib: int) -> int:
     # It never notices that its client has left, so the end of the instance must not wait for it.
     state.client.create_backend(name, endless, config={"experimental_graceful_shutdown_timeout_s": 0.1})
     state.client.create_endpoint(name, backend=name)
-    link = state.client._connection.link
+    connection = state.client._connection.cluster_connection
 
     async def read() -> int:
         count, is_enough = 0, asyncio.Event()
@@ -179,7 +179,7 @@ def read_some(state: State, name: str, size_mib: int) -> int:
         async def receive() -> Message:
             return {"type": "http.request", "body": b"", "more_body": False}
 
-        routers = await routers_of(link.cluster(state.client.instance_name))
+        routers = await routers_of(connection.cluster(state.client.instance_name))
         scope = {"type": "http", "method": "GET", "path": "/", "headers": [], "query_string": b""}
         request = asyncio.ensure_future(
             routers.router(name).send(Envelope(EnvelopeKind.HTTP, scope), receive, send)
@@ -188,7 +188,7 @@ def read_some(state: State, name: str, size_mib: int) -> int:
         request.cancel()
         return count
 
-    return link.sync(read())
+    return connection.sync(read())
 
 
 def close(state: State) -> None:

@@ -170,7 +170,7 @@ class Traffic:
 def cut(dask_worker: Any) -> None:
     """Break the connections of all channels of this worker."""
     for host in set(dask_worker.state.actors.values()):
-        for channel in list(host.link.channels._serving):
+        for channel in list(host.connection.channels._serving):
             with suppress(OSError):  # the other end may have closed it already
                 channel._transport._socket.shutdown(socket.SHUT_RDWR)
 

@@ -365,13 +365,13 @@ class ExternalCluster:
         """End every instance that is left."""
         # Imported here, because schedulers and workers without daskserve import this module too.
         from daskserve.client.instance.ending import abandon_instance
-        from daskserve.cluster.dask.connection import link_of
+        from daskserve.cluster.dask.connection import connection_of
         from daskserve.errors import NotRunningError
 
-        link = link_of(self.client)
+        connection = connection_of(self.client)
         with suppress(NotRunningError):
-            for instance in link.sync(link.ask("instances"), timeout_s=PATIENCE_S):
-                abandon_instance(link, instance)
+            for instance in connection.sync(connection.ask("instances"), timeout_s=PATIENCE_S):
+                abandon_instance(connection, instance)
 
     def run_program(self, source: str, *arguments: str, **variables: str) -> Program:
         """Start a Python program; ``sys.argv[1]`` is the scheduler's address."""

@@ -237,9 +237,9 @@ class FuzzedServer:
         if ongoing := self._ingress.statistics().ongoing:
             begun.append(f"{ongoing} ongoing requests")
         if isinstance(self._server, HTTPServer):
-            carrier = self._server._carrier
-            begun += [*carrier.tasks, *carrier.connections, *carrier.sockets]
-            begun += [f"{len(carrier.watch)} watched"] if len(carrier.watch) else []
+            server_state = self._server._server_state
+            begun += [*server_state.tasks, *server_state.connections, *server_state.sockets]
+            begun += [f"{len(server_state.watch)} watched"] if len(server_state.watch) else []
         return begun
 
     def _holdings(self) -> int:

@@ -25,9 +25,9 @@ from daskserve.proxies.server.life import HTTPServer
 
 DEADLINE_S = 10.0
 
-#: The server, and perhaps the event loop, that tests run on; the fixture ``carrier`` chooses.
-CARRIERS = ("tornado", "uvicorn", "uvicorn on uvloop")
-CARRIER: contextvars.ContextVar[str] = contextvars.ContextVar("CARRIER", default="tornado")
+#: The server, and perhaps the event loop, that tests run on; the fixture ``server_state`` chooses.
+SERVER_STATES = ("tornado", "uvicorn", "uvicorn on uvloop")
+SERVER_STATE: contextvars.ContextVar[str] = contextvars.ContextVar("CARRIER", default="tornado")
 
 
 def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -37,7 +37,7 @@ def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
         async with asyncio.timeout(DEADLINE_S):
             await test()
 
-    factory = uvloop.new_event_loop if CARRIER.get().endswith("uvloop") else None
+    factory = uvloop.new_event_loop if SERVER_STATE.get().endswith("uvloop") else None
     with asyncio.Runner(loop_factory=factory) as runner:
         runner.run(bounded())
 
@@ -46,7 +46,7 @@ def make_server(app: ASGIApp, **options: Any) -> HTTPServer:
     """Return a server on a free port; ``options`` are those of `HTTPOptions` and arguments of the server."""
     names = options.keys() & HTTPOptions.model_fields.keys()
     http = HTTPOptions(**{"port": 0, **{name: options.pop(name) for name in names}})
-    return server_type(CARRIER.get().partition(" ")[0])(app, http, **options)
+    return server_type(SERVER_STATE.get().partition(" ")[0])(app, http, **options)
 
 
 async def poll_for(condition: Callable[[], object]) -> None:

@@ -56,8 +56,8 @@ class Machines:
             )
             self._ip(namespace, *wire)
             self._ip(namespace, "addr", "add", f"{self.addresses[name]}/24", "dev", "wire")
-            for link in ("wire", "lo"):
-                self._ip(namespace, "link", "set", link, "up")
+            for connection in ("wire", "lo"):
+                self._ip(namespace, "link", "set", connection, "up")
             self.plug(name)
             _run("ip", "netns", "exec", namespace, "iptables", "-S")  # it may be forbidden all the same
 

@@ -13,7 +13,7 @@ from replica_starts import replica_start
 
 from daskserve.cluster.protocols.base import ActorContext, ActorSpec
 from daskserve.common.clock import LoopClock
-from daskserve.common.types import ActorKind, Envelope, Load, Message, Rest
+from daskserve.common.types import ActorKind, Envelope, Load, Message, RemainingResponse
 from daskserve.data.replica.replica import Replica
 
 DEADLINE_S = 10.0
@@ -27,7 +27,7 @@ class Answers:
     def __init__(self) -> None:
         self.ends: list[tuple[Message | None, Any]] = []
 
-    def __call__(self, message: Message | None, outcome: Load | Exception | Rest) -> None:
+    def __call__(self, message: Message | None, outcome: Load | Exception | RemainingResponse) -> None:
         self.ends.append((message, outcome))
 
     async def end(self) -> tuple[Message | None, Any]:

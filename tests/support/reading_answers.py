@@ -10,7 +10,7 @@ FIELD = re.compile(rb"([!#$%&'*+\-.^_`|~0-9A-Za-z]+):[ \t]*([\t \x21-\x7e\x80-\x
 
 
 @dataclass
-class Answer:
+class ReplicaRequest:
     """One response; ``is_cut`` if the connection ended within it."""
 
     status: int
@@ -19,7 +19,7 @@ class Answer:
     is_cut: bool = False
 
 
-def read_answers(data: bytes, methods: list[bytes]) -> list[Answer]:
+def read_answers(data: bytes, methods: list[bytes]) -> list[ReplicaRequest]:
     """Return the final responses to requests of these methods, in order.
 
     Raises
@@ -27,7 +27,7 @@ def read_answers(data: bytes, methods: list[bytes]) -> list[Answer]:
     AssertionError
         These bytes are not what a server may send.
     """
-    answers: list[Answer] = []
+    answers: list[ReplicaRequest] = []
     position = 0
     while position < len(data):
         method = methods[len(answers)] if len(answers) < len(methods) else b""
@@ -39,14 +39,14 @@ def read_answers(data: bytes, methods: list[bytes]) -> list[Answer]:
     return answers
 
 
-def _read_answer(data: bytes, start: int, method: bytes) -> tuple[Answer, int]:
+def _read_answer(data: bytes, start: int, method: bytes) -> tuple[ReplicaRequest, int]:
     end = data.find(b"\r\n\r\n", start)
     if end < 0:
-        return Answer(200, is_cut=True), len(data)
+        return ReplicaRequest(200, is_cut=True), len(data)
     status_line, *lines = data[start:end].split(b"\r\n")
     matched = STATUS_LINE.fullmatch(status_line)
     assert matched is not None, f"this is no status line: {data[start : start + 100]!r}"
-    answer = Answer(int(matched[1]))
+    answer = ReplicaRequest(int(matched[1]))
     for line in lines:
         matched = FIELD.fullmatch(line)
         assert matched is not None, f"this is no header: {line!r}"
@@ -68,7 +68,7 @@ def _read_answer(data: bytes, start: int, method: bytes) -> tuple[Answer, int]:
     return answer, min(until, len(data))
 
 
-def _read_chunks(answer: Answer, data: bytes, start: int) -> int:
+def _read_chunks(answer: ReplicaRequest, data: bytes, start: int) -> int:
     position = start
     while True:
         end = data.find(b"\r\n", position)

@@ -33,7 +33,7 @@ def replica_start(
         debug=debug,
         is_async=is_async,
         code_name="b@1",
-        standing=(0, 0, 0, 1),
+        rank_info=(0, 0, 0, 1),
         actors={},
         actor_of=(),
         gang=(),
@@ -45,9 +45,9 @@ def replica_start(
 def reconfiguration(
     concurrency: int = 4,
     user_config: bytes | None = None,
-    standing: tuple[int, int, int, int] = (0, 0, 0, 1),
+    rank_info: tuple[int, int, int, int] = (0, 0, 0, 1),
     **options: Any,
 ) -> dict[str, Any]:
     """Return the message of the verb ``reconfigure``."""
     config = dump_config(BackendConfig(**options))
-    return {"concurrency": concurrency, "user_config": user_config, "config": config, "standing": standing}
+    return {"concurrency": concurrency, "user_config": user_config, "config": config, "rank_info": rank_info}

@@ -9,14 +9,14 @@ from typing import Any
 
 from daskserve.common.clock import LoopClock
 from daskserve.common.types import Envelope, EnvelopeKind, Message, Receive, Send
-from daskserve.data.replica.execution.executor import Wall
+from daskserve.data.replica.execution.executor import UserExecutor
 from daskserve.data.replica.execution.message_pipe import MessagePipe
 from daskserve.data.replica.execution.runner import CodeRun, RunResult
 from daskserve.data.replica.execution.user_threads import UserThreads
-from daskserve.data.replica.requests.answer import Answer
-from daskserve.data.replica.requests.responders import carry
+from daskserve.data.replica.requests.replica_request import ReplicaRequest
+from daskserve.data.replica.requests.responders import respond
 from daskserve.data.replica.requests.slots import Slots
-from daskserve.figures.replica import ReplicaFigures
+from daskserve.telemetry.replica import ReplicaMetrics
 
 
 class Started(RunResult):
@@ -49,19 +49,19 @@ class Started(RunResult):
 
 
 def start_async(
-    wall: Wall,
+    executor: UserExecutor,
     function: Callable[..., Awaitable[Any]],
     *args: Any,
     context: Context | None = None,
     on_end: Callable[[], None] | None = None,
 ) -> Started:
     started = Started(on_end)
-    started.run = wall.start(True, function, args, context or wall.context.copy(), started)
+    started.run = executor.start(True, function, args, context or executor.context.copy(), started)
     return started
 
 
 def start_sync(
-    wall: Wall,
+    executor: UserExecutor,
     function: Callable[..., Any],
     *args: Any,
     context: Context | None = None,
@@ -69,8 +69,8 @@ def start_sync(
     threads: UserThreads | None = None,
 ) -> Started:
     started = Started(on_end)
-    runner = wall.threads if threads is None else threads
-    started.run = runner.start(function, args, context or wall.context.copy(), started)
+    runner = executor.threads if threads is None else threads
+    started.run = runner.start(function, args, context or executor.context.copy(), started)
     return started
 
 
@@ -78,39 +78,41 @@ class NoQueue:
     queued = 0
 
 
-class PipedAnswer(Answer):
+class PipedRequest(ReplicaRequest):
     """An answer whose messages are those that one function puts into a pipe."""
 
-    def __init__(self, wall: Wall, pipe: MessagePipe, is_async: bool, function: Callable[..., Any]) -> None:
-        figures = ReplicaFigures()
-        super().__init__(Envelope(EnvelopeKind.HTTP, {}), Slots("b#AAAAAA", 1, NoQueue(), figures), figures)
+    def __init__(
+        self, executor: UserExecutor, pipe: MessagePipe, is_async: bool, function: Callable[..., Any]
+    ) -> None:
+        metrics = ReplicaMetrics()
+        super().__init__(Envelope(EnvelopeKind.HTTP, {}), Slots("b#AAAAAA", 1, NoQueue(), metrics), metrics)
         self.slots.is_open = True
-        self._wall = wall
+        self._executor = executor
         self._function = function
         self._is_async = is_async
         self.pipe = pipe
         pipe.owner = self
 
     def begin(self, receive: Receive | None = None, send: Send | None = None) -> None:
-        context = self._wall.context.copy()
-        self.run = self._wall.start(self._is_async, self._function, (), context, self)
+        context = self._executor.context.copy()
+        self.run = self._executor.start(self._is_async, self._function, (), context, self)
 
     def message(self, value: Any) -> Message | None:
         return None
 
 
-async def carry_piped(
-    wall: Wall, pipe: MessagePipe, function: Callable[..., Any], *, is_async: bool = True
+async def respond_piped(
+    executor: UserExecutor, pipe: MessagePipe, function: Callable[..., Any], *, is_async: bool = True
 ) -> Any:
     """Have user code end while a task passes on what it sends; return or raise what it came to."""
-    return await carry_answer(PipedAnswer(wall, pipe, is_async, function))
+    return await respond_to(PipedRequest(executor, pipe, is_async, function))
 
 
-async def carry_answer(answer: PipedAnswer) -> Any:
+async def respond_to(answer: PipedRequest) -> Any:
     async def unused(*args: Any) -> Message:
         raise AssertionError("the pipe has its own")
 
-    await carry(answer, unused, unused, LoopClock())  # type: ignore[arg-type]
+    await respond(answer, unused, unused, LoopClock())  # type: ignore[arg-type]
     return answer.value
 
 

@@ -56,7 +56,7 @@ def scrape(url: str) -> dict[Series, float]:
     return found
 
 
-class Figures:
+class Metrics:
     """The result of a scrape of a whole cluster."""
 
     def __init__(self, dask: Client) -> None:
@@ -84,7 +84,7 @@ class Figures:
         ]
 
 
-def assert_monotone(before: Mapping[str, Mapping[Series, float]], after: Figures) -> None:
+def assert_monotone(before: Mapping[str, Mapping[Series, float]], after: Metrics) -> None:
     """Fail if a counter of a live process decreased, or disappeared before its replica ended."""
     for url, earlier in before.items():
         now = after.by_target.get(url)

@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from daskserve.cluster.protocols.base import ActorContext, verb, verbs_of
-from daskserve.common.types import Envelope, Load, Receive, Send, as_standing
+from daskserve.common.types import Envelope, Load, Receive, Send, as_rank_info
 from daskserve.errors import ReplicaStartError
-from daskserve.figures.table import MetricSample
 from daskserve.options.start_messages import ProxyStart, ReplicaStart
+from daskserve.telemetry.table import MetricSample
 
 #: Durations of slow and of normal operations.
 SLOW_S, QUICK_S = 3.0, 0.01
@@ -66,7 +66,7 @@ class ScriptedReplica:
         self.worker = context.worker
         self.user_config = self.message.user_config
         self.concurrency = self.message.concurrency
-        self.standing = as_standing(self.message.standing)
+        self.rank_info = as_rank_info(self.message.rank_info)
 
     @property
     def is_reconfiguring(self) -> bool:
@@ -86,12 +86,12 @@ class ScriptedReplica:
             raise ReplicaStartError(f"{self.tag} is scripted to fail", user_traceback="Traceback ...")
         if outcome == "hang":
             await asyncio.Event().wait()
-        return {"standing": self.standing}
+        return {"rank_info": self.rank_info}
 
     def health(self) -> dict[str, Any]:
         is_healthy = self.tag not in self._script.sick
         detail = "" if is_healthy else "its health check fails"
-        return {"is_healthy": is_healthy, "detail": detail, "standing": self.standing}
+        return {"is_healthy": is_healthy, "detail": detail, "rank_info": self.rank_info}
 
     async def handle(self, envelope: Envelope, receive: Receive, send: Send) -> Load:
         return Load()
@@ -105,7 +105,7 @@ class ScriptedReplica:
         user_config: bytes | None,
         concurrency: int,
         config: Any,
-        standing: Sequence[int],
+        rank_info: Sequence[int],
         patience_s: float,
     ) -> None:
         async with self._reconfiguring:
@@ -121,7 +121,7 @@ class ScriptedReplica:
                 await self._clock.sleep(SLOW_S)
             self.user_config = user_config
             self.concurrency = concurrency
-            self.standing = as_standing(standing)
+            self.rank_info = as_rank_info(rank_info)
             if outcome == "late":
                 await self._clock.sleep(SLOW_S)
             if outcome == "half":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from daskserve.common.types import Reach, WorkerAddress
+from daskserve.common.types import Reachability, WorkerAddress
 from daskserve.errors import ActorLostError
 
 
@@ -12,34 +12,34 @@ class ScriptedRoutes:
     """Every worker is reached directly, unless the test says otherwise."""
 
     def __init__(self) -> None:
-        self.known: dict[WorkerAddress, Reach | None] = {}
+        self.known: dict[WorkerAddress, Reachability | None] = {}
         #: The workers to which a connection was requested, and those that were broken off.
         self.dialled: list[WorkerAddress] = []
         self.broken_off: list[WorkerAddress] = []
-        self._note: Callable[[WorkerAddress, Reach], object] | None = None
+        self._note: Callable[[WorkerAddress, Reachability], object] | None = None
 
     def watch(
-        self, note: Callable[[WorkerAddress, Reach], object], is_used: Callable[[WorkerAddress], bool]
+        self, note: Callable[[WorkerAddress, Reachability], object], is_used: Callable[[WorkerAddress], bool]
     ) -> None:
         self._note, self.is_used = note, is_used
 
-    def tell(self, worker: WorkerAddress, route: Reach) -> None:
+    def tell(self, worker: WorkerAddress, route: Reachability) -> None:
         self.known[worker] = route
         assert self._note is not None
         self._note(worker, route)
 
-    def to(self, worker: WorkerAddress) -> Reach | None:
-        return self.known.get(worker, Reach.DIRECT)
+    def to(self, worker: WorkerAddress) -> Reachability | None:
+        return self.known.get(worker, Reachability.DIRECT)
 
     async def connect(self, worker: WorkerAddress) -> None:
         self.dialled.append(worker)
-        self.tell(worker, Reach.NONE)
+        self.tell(worker, Reachability.NONE)
         raise ActorLostError(f"Worker {worker} cannot be reached", begun=False, is_disconnected=True)
 
     def break_off(self, worker: WorkerAddress) -> None:
         self.broken_off.append(worker)
 
-    def broken(self) -> dict[WorkerAddress, Reach]:
+    def broken(self) -> dict[WorkerAddress, Reachability]:
         return {}
 
     def close(self) -> None:

@@ -271,9 +271,9 @@ class SimulatedCluster(LocalCluster):
 
     def drop_actor(self, address: ActorAddress) -> None:
         """Remove an actor from its worker silently."""
-        self._hosts[address.worker].book.entries.pop(address.name, None)
+        self._hosts[address.worker].registry.entries.pop(address.name, None)
 
     def entry_is_ready(self, address: ActorAddress) -> bool:
         host = self._hosts.get(address.worker)
-        entry = None if host is None else host.book.entries.get(address.name)
+        entry = None if host is None else host.registry.entries.get(address.name)
         return entry is not None and entry.spec.incarnation == address.incarnation and entry.is_ready

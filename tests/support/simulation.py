@@ -20,7 +20,7 @@ from witness import Call, Witness, listing
 
 from daskserve.client.instance.calls import ControllerCalls
 from daskserve.cluster.protocols.base import ActorContext
-from daskserve.common.types import ActorAddress, ActorKind, Location, ReplicaState, UseReport, WorkerInfo
+from daskserve.common.types import ActorAddress, ActorKind, Location, ReplicaState, UsageReport, WorkerInfo
 from daskserve.control.controller import Controller
 from daskserve.control.placement.placement import capacity
 from daskserve.control.records.config_ids import is_pausing
@@ -170,7 +170,7 @@ class Simulation:
         self.reports = LoadReports(
             cast(Any, self.cluster.program), self.cluster.program.clock, cast(Any, self.queues)
         )
-        self.client = ControllerCalls(self.cluster.program.link, "local")
+        self.client = ControllerCalls(self.cluster.program.connection, "local")
         listener = self.cluster.program.listener
         await listener.start()
         keys = [f"backend/{tag}" for tag in BACKENDS] + [f"endpoint/{name}" for name in ENDPOINTS]
@@ -654,8 +654,8 @@ class Simulation:
             yield f"{replica} does not have the config of {backend}"
         if (actor.user_config, actor.concurrency) != (backend.user_config, backend.config.concurrency()):
             yield f"{actor.tag} runs with {actor.user_config!r}, wanted is {backend.user_config!r}"
-        if actor.standing != (*replica.rank, backend.num_replicas):
-            yield f"{actor.tag} has the rank {actor.standing}, wanted is {replica.rank} of {backend}"
+        if actor.rank_info != (*replica.rank, backend.num_replicas):
+            yield f"{actor.tag} has the rank {actor.rank_info}, wanted is {replica.rank} of {backend}"
         if actor.message.code != code.code:
             yield f"{actor.tag} runs {actor.message.code!r}, wanted is {code.code!r}"
 
@@ -688,7 +688,9 @@ class Simulation:
         in_use = held | with_proxies
         if self.location is Location.HEAD_ONLY:
             held = in_use
-        if self.cluster.reported != UseReport(frozenset(in_use), proxies=with_proxies, held=frozenset(held)):
+        if self.cluster.reported != UsageReport(
+            frozenset(in_use), proxies=with_proxies, held=frozenset(held)
+        ):
             yield f"the reported use is {self.cluster.reported}, but in use are {in_use}, held {held}"
 
     def _wrong_updates(self) -> Iterator[str]:

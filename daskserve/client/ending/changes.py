@@ -85,7 +85,7 @@ def is_settled(status: Status) -> bool:
 
 
 class ChangeReports:
-    """Reports the changes of an instance; runs on the link's loop.
+    """Reports the changes of an instance; runs on the connection's loop.
 
     Notifications say when to look, and the status says what has changed.
     """
@@ -98,8 +98,8 @@ class ChangeReports:
 
     async def run(self) -> None:
         """Report changes until cancelled or until the instance ends."""
-        link = self._calls.link
-        listener = link.cluster(self._calls.instance).listener
+        cluster_connection = self._calls.cluster_connection
+        listener = cluster_connection.cluster(self._calls.instance).listener
         listener.on_worker_left(lambda _: self._woken.set())
         self._watch("routes")
         before: Status | None = None
@@ -120,9 +120,11 @@ class ChangeReports:
                 before = after
                 pause_s = SETTLED_S if is_settled(after) else UNSETTLED_S
             with suppress(TimeoutError):
-                await link.clock.wait_for(self._woken.wait(), pause_s)
+                await cluster_connection.clock.wait_for(self._woken.wait(), pause_s)
 
     def _watch(self, key: str) -> None:
         if key not in self._watched:
             self._watched.add(key)
-            self._calls.link.cluster(self._calls.instance).listener.watch(key, lambda _: self._woken.set())
+            self._calls.cluster_connection.cluster(self._calls.instance).listener.watch(
+                key, lambda _: self._woken.set()
+            )

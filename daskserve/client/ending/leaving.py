@@ -32,12 +32,14 @@ async def leave_instance(verbs: ApplicationVerbs, started: Mapping[str, str], si
         The signal that ends the program, if one does: a line then says what the end waits for.
     """
     connection, asynchronous = verbs._connection, verbs._asynchronous
-    link, instance = connection.link, connection.instance
-    is_own = instance in link.started and not connection.is_guest
-    ends = is_own and (not link.is_open or await verbs._run(link.started.is_alone(instance)))
-    if signal_name and link.is_open:
+    cluster_connection, instance = connection.cluster_connection, connection.instance
+    is_own = instance in cluster_connection.started and not connection.is_guest
+    ends = is_own and (
+        not cluster_connection.is_open or await verbs._run(cluster_connection.started.is_alone(instance))
+    )
+    if signal_name and cluster_connection.is_open:
         await _tell(verbs, signal_name, None if ends else started)
-    if not ends and link.is_open and not connection.is_guest:
+    if not ends and cluster_connection.is_open and not connection.is_guest:
         try:
             for name, request_id in started.items():
                 await verbs._delete_application(name, request_id)
@@ -71,13 +73,13 @@ async def _tell(verbs: ApplicationVerbs, signal_name: str, names: Container[str]
             f"Stopping ({signal_name}): waiting up to {shown(answer['limit_s'])} s for open requests and "
             f"streams ({open_requests}). Ctrl-C or another SIGTERM ends them at once."
         )
-    print_line(verbs._connection.link, line)
+    print_line(verbs._connection.cluster_connection, line)
 
 
 async def _is_left_over(verbs: ApplicationVerbs, *, is_own: bool) -> bool:
     """Return whether an instance belongs to no program any more, and serves nothing."""
     instance = verbs._connection.instance
-    facts = (await verbs._run(verbs._connection.link.ask("instances"))).get(instance)
+    facts = (await verbs._run(verbs._connection.cluster_connection.ask("instances"))).get(instance)
     is_detached = instance == DEFAULT_INSTANCE and not is_own
     if facts is None or facts["owner"] is not None or is_detached:
         return False

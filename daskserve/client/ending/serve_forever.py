@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from daskserve.client.ending.changes import ChangeReports
 from daskserve.client.instance.calls import ControllerCalls
-from daskserve.cluster.protocols.base import ClientLink
+from daskserve.cluster.protocols.base import ClientConnection
 from daskserve.common.types import InstanceName
 from daskserve.errors import ClusterUnreachableError
 
@@ -53,7 +53,11 @@ class _Lines:
 
 
 async def serve_until_ended(
-    link: ClientLink, instance: InstanceName, leave: Callable[[str], Awaitable[None]], *, asynchronous: bool
+    cluster_connection: ClientConnection,
+    instance: InstanceName,
+    leave: Callable[[str], Awaitable[None]],
+    *,
+    asynchronous: bool,
 ) -> None:
     """Wait until an instance has ended, or SIGINT or SIGTERM arrives, then leave it; print what happens.
 
@@ -71,7 +75,7 @@ async def serve_until_ended(
     signals = _Signals()
     try:
         with signals.handled_by(lambda: lines.put(None)):
-            await _serve(link, instance, lines, asynchronous=asynchronous)
+            await _serve(cluster_connection, instance, lines, asynchronous=asynchronous)
     finally:
         with signals.handled_by(signals.interrupt):
             await leave(signals.name)
@@ -113,17 +117,21 @@ class _Signals:
             raise KeyboardInterrupt
 
 
-async def _serve(link: ClientLink, instance: InstanceName, lines: _Lines, *, asynchronous: bool) -> None:
+async def _serve(
+    cluster_connection: ClientConnection, instance: InstanceName, lines: _Lines, *, asynchronous: bool
+) -> None:
     """Print lines until one is None; raise `ClusterUnreachableError` once the connection is closed."""
 
     async def run(coroutine: Coroutine[Any, Any, T]) -> T:
-        return await link.wait(coroutine) if asynchronous else link.sync(coroutine)
+        return (
+            await cluster_connection.wait(coroutine) if asynchronous else cluster_connection.sync(coroutine)
+        )
 
     async def listen() -> asyncio.Task[None]:
-        listener = link.cluster(instance).listener
+        listener = cluster_connection.cluster(instance).listener
         listener.on_ended(lambda: lines.put(None))
         await listener.start()
-        reports = ChangeReports(ControllerCalls(link, instance), lines.put)
+        reports = ChangeReports(ControllerCalls(cluster_connection, instance), lines.put)
         return asyncio.create_task(reports.run(), name="daskserve-changes")
 
     async def end(reporting: asyncio.Task[None]) -> None:
@@ -134,27 +142,31 @@ async def _serve(link: ClientLink, instance: InstanceName, lines: _Lines, *, asy
     try:
         reporting = await run(listen())
         was_open = True
-        while not link.is_closed:
+        while not cluster_connection.is_closed:
             with suppress(queue.Empty):
                 line = await lines.get(CHECK_S)
                 if line is None:
                     return
-                print_line(link, line)
-            if was_open and not link.is_open:
-                print_line(link, f"The connection to {link.scheduler_address} is lost; waiting for it")
-            was_open = link.is_open
+                print_line(cluster_connection, line)
+            if was_open and not cluster_connection.is_open:
+                print_line(
+                    cluster_connection,
+                    f"The connection to {cluster_connection.scheduler_address} is lost; waiting for it",
+                )
+            was_open = cluster_connection.is_open
         raise ClusterUnreachableError(
-            f"The connection to the Dask scheduler {link.scheduler_address} was lost. What other programs "
+            f"The connection to the Dask scheduler {cluster_connection.scheduler_address} was lost. "
+            "What other programs "
             "started there is not affected."
         )
     finally:
-        if reporting is not None and link.is_open:
+        if reporting is not None and cluster_connection.is_open:
             await run(end(reporting))
 
 
-def print_line(link: ClientLink, line: str) -> None:
+def print_line(cluster_connection: ClientConnection, line: str) -> None:
     """Print a line with the time of day."""
     # A closed output must not end the serving.
     with suppress(OSError, ValueError):
-        sys.stdout.write(f"{datetime.fromtimestamp(link.clock.wall()):%H:%M:%S} {line}\n")
+        sys.stdout.write(f"{datetime.fromtimestamp(cluster_connection.clock.wall()):%H:%M:%S} {line}\n")
         sys.stdout.flush()

@@ -9,11 +9,11 @@ from typing import Any
 import dask.config
 
 from daskserve.client.client import ClientVerbs
+from daskserve.client.functions.connecting import dial_connection, find_connection
 from daskserve.client.functions.forms import ClientT, Form, awaitable, blocking
-from daskserve.client.functions.links import dial_link, find_link
 from daskserve.client.functions.local import current_block, running_instance
 from daskserve.client.instance.connection import InstanceConnection
-from daskserve.cluster.dask.connection import DaskLink
+from daskserve.cluster.dask.connection import DaskConnection
 from daskserve.common import settings
 from daskserve.common.types import DEFAULT_INSTANCE, InstanceName
 from daskserve.context import current_replica
@@ -55,22 +55,22 @@ async def _connect(
     """
     near = _near_instance() if dask_client is None and address is None and name is None else None
     if near is not None:
-        return form.client(InstanceConnection(near.link, near.instance, is_guest=True))
-    link = await find_link(form, dask_client, address)
-    if link is None:
+        return form.client(InstanceConnection(near.cluster_connection, near.instance, is_guest=True))
+    cluster_connection = await find_connection(form, dask_client, address)
+    if cluster_connection is None:
         address = dask.config.get("scheduler-address", None)
         if address is None:
             raise NotRunningError(
                 "This process is not connected to a Dask cluster; pass address=..., create a "
                 "distributed.Client, or start an instance with serve.start(detached=True)."
             )
-        link = await dial_link(form, address)
+        cluster_connection = await dial_connection(form, address)
     try:
-        found = await _find_instance(form, link, lambda running: named_instance(running, name))
-        return form.client(InstanceConnection(link, found, is_guest=True))
+        found = await _find_instance(form, cluster_connection, lambda running: named_instance(running, name))
+        return form.client(InstanceConnection(cluster_connection, found, is_guest=True))
     except BaseException:
         if address is not None:
-            await link.disconnect(asynchronous=form.asynchronous)
+            await cluster_connection.disconnect(asynchronous=form.asynchronous)
         raise
 
 
@@ -85,33 +85,37 @@ def _near_instance(*, may_be_local: bool = True) -> InstanceConnection | None:
     """
     replica = current_replica.get()
     if replica is not None and replica.cluster is not None:
-        return InstanceConnection(replica.cluster.link, replica.instance)
+        return InstanceConnection(replica.cluster.connection, replica.instance)
     block = current_block.get()
     if block is not None and not block.is_closed:
-        return InstanceConnection(block.link, block.instance)
+        return InstanceConnection(block.cluster_connection, block.instance)
     local = running_instance() if may_be_local else None
-    return None if local is None else InstanceConnection(local.link, local.instance)
+    return None if local is None else InstanceConnection(local.cluster_connection, local.instance)
 
 
 async def _find_instance(
-    form: Form[Any], link: DaskLink, choose: Callable[[Mapping[InstanceName, Any]], InstanceName | None]
+    form: Form[Any],
+    cluster_connection: DaskConnection,
+    choose: Callable[[Mapping[InstanceName, Any]], InstanceName | None],
 ) -> InstanceName:
     """Return the instance that a function chooses among those that run; raise `NotRunningError` if none."""
     no_instance = NotRunningError(
-        f"No such instance runs on the cluster {link.scheduler_address}; start one with "
+        f"No such instance runs on the cluster {cluster_connection.scheduler_address}; start one with "
         "serve.start(detached=True), or run an application with serve.run()."
     )
-    if not await form.run(link, link.check_scheduler(settings.timeouts().connect_s)):
+    if not await form.run(
+        cluster_connection, cluster_connection.check_scheduler(settings.timeouts().connect_s)
+    ):
         raise no_instance
     try:
-        running = await form.run(link, link.ask("instances"))
+        running = await form.run(cluster_connection, cluster_connection.ask("instances"))
     except NotRunningError:
         raise no_instance from None
     found = choose(running)
     if found is None:
         raise no_instance
     if running[found]["owns_cluster"]:
-        link.owning_instances.add(found)
+        cluster_connection.owning_instances.add(found)
     return found
 
 
@@ -156,15 +160,17 @@ async def find_default(
     near = _near_instance(may_be_local=may_be_local)
     if near is not None:
         return near
-    link = await find_link(form, None, None)
-    if link is None:
+    cluster_connection = await find_connection(form, None, None)
+    if cluster_connection is None:
         return None
-    found: InstanceConnection | None = link.default_instance
+    found: InstanceConnection | None = cluster_connection.default_instance
     if found is not None:
         return found
-    started = link.started.latest
+    started = cluster_connection.started.latest
     try:
-        return InstanceConnection(link, started or await _find_instance(form, link, choose))
+        return InstanceConnection(
+            cluster_connection, started or await _find_instance(form, cluster_connection, choose)
+        )
     except NotRunningError:
         return None
 

@@ -14,7 +14,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from daskserve.client.client import AsyncClient, Client, ClientVerbs
 from daskserve.client.instance.connection import InstanceConnection
-from daskserve.cluster.protocols.base import ClientLink
+from daskserve.cluster.protocols.base import ClientConnection
 from daskserve.errors import BlockingCallError
 from daskserve.loops.blocking import finish
 from daskserve.options.ray_names import INSTEAD
@@ -32,9 +32,13 @@ class Form(Generic[ClientT]):
     asynchronous: bool
     client: Callable[[InstanceConnection], ClientT]
 
-    async def run(self, link: ClientLink, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on the link's loop and return its result."""
-        return await link.wait(coroutine) if self.asynchronous else link.sync(coroutine)
+    async def run(self, cluster_connection: ClientConnection, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the connection's loop and return its result."""
+        return (
+            await cluster_connection.wait(coroutine)
+            if self.asynchronous
+            else cluster_connection.sync(coroutine)
+        )
 
     def verbs(self, connection: InstanceConnection) -> ClientVerbs:
         """Return the verbs of an instance, which wait in this form."""

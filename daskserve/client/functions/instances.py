@@ -13,9 +13,9 @@ from functools import partial
 from typing import Any
 
 from daskserve.client.definitions.specs import check_name, packed_middlewares
+from daskserve.client.functions.connecting import find_connection, launch
 from daskserve.client.functions.finding import default_verbs, find_default, named_instance
 from daskserve.client.functions.forms import ClientT, Form, awaitable, blocking
-from daskserve.client.functions.links import find_link, launch
 from daskserve.client.functions.local import running_instance
 from daskserve.client.instance.calls import ControllerCalls, wait_for_http
 from daskserve.client.instance.connection import InstanceConnection
@@ -23,7 +23,7 @@ from daskserve.client.instance.ending import end_instance
 from daskserve.client.views.explanation import Explanation
 from daskserve.client.views.status import Status
 from daskserve.client.warning import warn_caller
-from daskserve.cluster.dask.connection import DaskLink
+from daskserve.cluster.dask.connection import DaskConnection
 from daskserve.cluster.scheduler.install import start_instance
 from daskserve.common import settings
 from daskserve.common.types import DEFAULT_INSTANCE, InstanceName
@@ -141,27 +141,31 @@ async def start_with(
     for risk in options.risks():
         warn_caller(risk)
     middlewares = packed_middlewares(options)
-    found = await find_link(form, dask_client, address)
-    link = await launch(form, detached=detached, dashboard=dashboard) if found is None else found
-    instance = name or (DEFAULT_INSTANCE if detached else _new_name(link))
-    owner = None if detached else link.owner_id
+    found = await find_connection(form, dask_client, address)
+    cluster_connection = (
+        await launch(form, detached=detached, dashboard=dashboard) if found is None else found
+    )
+    instance = name or (DEFAULT_INSTANCE if detached else _new_name(cluster_connection))
+    owner = None if detached else cluster_connection.owner_id
     owns_cluster = detached and found is None
     start_id = uuid.uuid4().hex
     message = {"owner": owner, "owns_cluster": owns_cluster, "store": store, "start_id": start_id}
     message["is_default"] = is_default
     try:
         if owns_cluster:
-            link.owning_instances.add(instance)
-        link.started.add(instance, is_owned=not detached)
-        starting = _start_on(link, instance, options, middlewares, message, opens_with_route=opens_with_route)
-        await form.run(link, starting)
-        return form.client(InstanceConnection(link, instance, is_owner=not detached))
+            cluster_connection.owning_instances.add(instance)
+        cluster_connection.started.add(instance, is_owned=not detached)
+        starting = _start_on(
+            cluster_connection, instance, options, middlewares, message, opens_with_route=opens_with_route
+        )
+        await form.run(cluster_connection, starting)
+        return form.client(InstanceConnection(cluster_connection, instance, is_owner=not detached))
     except BaseException as error:
         # Clean up a partial start, also on Ctrl-C, but leave an instance that was already running.
         if found is None or not isinstance(error, AlreadyRunningError):
-            await _end_failed_start(form, link, instance, start_id)
+            await _end_failed_start(form, cluster_connection, instance, start_id)
         if address is not None:
-            await link.disconnect(instance, asynchronous=form.asynchronous)
+            await cluster_connection.disconnect(instance, asynchronous=form.asynchronous)
         raise
 
 
@@ -180,9 +184,11 @@ def _check_instance_name(name: str | None, detached: bool, store: str) -> None:
         )
 
 
-async def _end_failed_start(form: Form[Any], link: DaskLink, instance: InstanceName, start_id: str) -> None:
+async def _end_failed_start(
+    form: Form[Any], cluster_connection: DaskConnection, instance: InstanceName, start_id: str
+) -> None:
     try:
-        await end_instance(link, instance, start_id=start_id, asynchronous=form.asynchronous)
+        await end_instance(cluster_connection, instance, start_id=start_id, asynchronous=form.asynchronous)
     except Exception:
         # The caller must see the error of the start.
         logger.exception("Instance %s failed to start, and its cleanup failed", instance)
@@ -230,7 +236,7 @@ def given_http_options(
 
 
 async def _start_on(
-    link: DaskLink,
+    cluster_connection: DaskConnection,
     instance: InstanceName,
     options: HTTPOptions,
     middlewares: bytes | None,
@@ -247,7 +253,7 @@ async def _start_on(
         opens_with_route=opens_with_route,
     )
     await start_instance(
-        link,
+        cluster_connection,
         instance,
         timeout_s=timeouts.proxy_s,
         grace_s=timeouts.grace_s,
@@ -256,11 +262,11 @@ async def _start_on(
         **message,
     )
     if not opens_with_route:
-        await wait_for_http(ControllerCalls(link, instance), timeouts.proxy_s)
+        await wait_for_http(ControllerCalls(cluster_connection, instance), timeouts.proxy_s)
 
 
-def _new_name(link: DaskLink) -> InstanceName:
-    return f"{DEFAULT_INSTANCE}-{''.join(link.rng.choices(string.ascii_letters, k=6))}"
+def _new_name(cluster_connection: DaskConnection) -> InstanceName:
+    return f"{DEFAULT_INSTANCE}-{''.join(cluster_connection.rng.choices(string.ascii_letters, k=6))}"
 
 
 async def _shutdown(form: Form[Any]) -> None:

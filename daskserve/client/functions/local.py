@@ -63,7 +63,7 @@ async def running_cluster(
     cluster = LocalCluster(factories, workers=workers, instance=instance)
     try:
         await cluster.start(message.encode())
-        await wait_for_http(ControllerCalls(cluster.program.link, cluster.instance), timeout_s)
+        await wait_for_http(ControllerCalls(cluster.program.connection, cluster.instance), timeout_s)
         yield cluster
     finally:
         await cluster.close()
@@ -136,7 +136,7 @@ class LocalInstance(threading.Thread):
             ended = asyncio.Event()
             loop = asyncio.get_running_loop()
             cluster.program.when_ended = lambda: self._end(loop, ended)
-            self.connection = InstanceConnection(cluster.program.link, cluster.instance, is_owner=True)
+            self.connection = InstanceConnection(cluster.program.connection, cluster.instance, is_owner=True)
             self._begun.set()
             await ended.wait()
 

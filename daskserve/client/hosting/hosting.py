@@ -9,23 +9,23 @@ from typing import Any
 
 from daskserve.client.ending.leaving import leave_instance
 from daskserve.client.ending.serve_forever import serve_until_ended
+from daskserve.client.functions.connecting import dial_connection
 from daskserve.client.functions.finding import find_default
 from daskserve.client.functions.forms import Form, blocking
 from daskserve.client.functions.http_differences import differences
 from daskserve.client.functions.instances import checked_http, start_with
-from daskserve.client.functions.links import dial_link
 from daskserve.client.hosting.building import build_in_worker, build_path
 from daskserve.client.hosting.restoring import KeptApplication, kept_application
 from daskserve.client.instance.calls import wait_for_http
 from daskserve.client.instance.connection import InstanceConnection
 from daskserve.client.verbs.applications import BuiltApplication, RunTarget, check_targets
-from daskserve.cluster.dask.connection import DaskLink
+from daskserve.cluster.dask.connection import DaskConnection
 from daskserve.common import settings
 from daskserve.errors import AlreadyRegisteredError, BadRequestError
 
 
 @dataclass(frozen=True)
-class Stay:
+class HostingMode:
     """What becomes of the application, and of one that runs under its name.
 
     Attributes
@@ -50,7 +50,7 @@ async def _host(
     http_options: Mapping[str, Any],
     *,
     address: str | None,
-    stay: Stay,
+    stay: HostingMode,
     report: Callable[[str], Any],
     timeout_s: float | None = None,
 ) -> None:
@@ -71,22 +71,22 @@ async def _host(
     """
     check_targets([target])
     options = checked_http(http_options)
-    link = None if address is None else await dial_link(form, address)
+    cluster_connection = None if address is None else await dial_connection(form, address)
     instance = ""
     try:
-        running = None if link is None else await find_default(form)
+        running = None if cluster_connection is None else await find_default(form)
         if running is not None:
             hosting = _Hosting(form, running, target, stay, report)
             await hosting.check(http_options)
             await hosting.run(build_path(target, running.instance, timeout_s))
             return
-        if link is None:
+        if cluster_connection is None:
             # Imported here, because all other programs leave the proxies to the workers.
             from daskserve.actors import check_ports
 
             check_ports(options)  # the proxy starts much later
         # A mistake in a module that this process imports starts nothing.
-        built = None if link is None else build_path(target, "", timeout_s)
+        built = None if cluster_connection is None else build_path(target, "", timeout_s)
         client = await start_with(
             form, options, detached=not stay.is_blocking, is_default=True, opens_with_route=True
         )
@@ -94,8 +94,8 @@ async def _host(
         hosting = _Hosting(form, client._connection, target, stay, report)
         await hosting.run_first(built, timeout_s)
     finally:
-        if link is not None and link.is_open:
-            await link.disconnect(instance, asynchronous=form.asynchronous)
+        if cluster_connection is not None and cluster_connection.is_open:
+            await cluster_connection.disconnect(instance, asynchronous=form.asynchronous)
 
 
 class _Hosting:
@@ -106,7 +106,7 @@ class _Hosting:
         form: Form[Any],
         connection: InstanceConnection,
         target: RunTarget,
-        stay: Stay,
+        stay: HostingMode,
         report: Callable[[str], Any],
     ) -> None:
         self._form = form
@@ -143,14 +143,16 @@ class _Hosting:
 
     async def run_first(self, built: BuiltApplication | None, timeout_s: float | None) -> None:
         """Run the application on an instance that this call has started, and end that unless it stays."""
-        link: DaskLink = self._connection.link  # type: ignore[assignment]
+        cluster_connection: DaskConnection = self._connection.cluster_connection  # type: ignore[assignment]
         is_left = False
         try:
             if built is None:
-                self._report(f"Started a Dask cluster at {link.scheduler_address}.")
+                self._report(f"Started a Dask cluster at {cluster_connection.scheduler_address}.")
                 built = await self._built(timeout_s)
             await self._deploy(built)
-            await self._form.run(link, wait_for_http(self._connection.calls, settings.timeouts().proxy_s))
+            await self._form.run(
+                cluster_connection, wait_for_http(self._connection.calls, settings.timeouts().proxy_s)
+            )
             is_left = True
             if self._stay.is_blocking:
                 await self._serve(built.spec.request_id)
@@ -190,7 +192,7 @@ class _Hosting:
 
     async def _serve(self, request_id: str) -> None:
         await serve_until_ended(
-            self._connection.link,
+            self._connection.cluster_connection,
             self._connection.instance,
             partial(self._leave, request_id),
             asynchronous=self._form.asynchronous,
@@ -200,7 +202,7 @@ class _Hosting:
         """End what this call has started; whatever it has only replaced stays, or is given back."""
         name = self._target.name
         is_new = not (self._expected or {}).get(name)
-        if not is_new and self._connection.link.is_open:
+        if not is_new and self._connection.cluster_connection.is_open:
             is_ours = await self._verbs._request_of(name) == request_id
             if is_ours and self._kept is not None:
                 self._report(f"Giving back the version of application {name!r} from before.")

@@ -54,7 +54,7 @@ async def kept_application(verbs: ApplicationVerbs, name: str) -> KeptApplicatio
     found = await verbs._call("stored_application", name=name)
     spec = ApplicationSpec.from_plain(found["spec"])
     codes: Mapping[BackendTag, str] = found["codes"]
-    cluster: Any = verbs._connection.link.cluster(verbs._connection.instance)
+    cluster: Any = verbs._connection.cluster_connection.cluster(verbs._connection.instance)
     deployments = []
     for each in spec.deployments:
         parcel = Parcel.labelled(each.spec.code)

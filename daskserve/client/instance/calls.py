@@ -7,7 +7,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
 from daskserve.cluster.actors.controller_calls import call_controller
-from daskserve.cluster.protocols.base import ClientLink
+from daskserve.cluster.protocols.base import ClientConnection
 from daskserve.common.formatting import shown
 from daskserve.common.types import ActorAddress, GoalId, InstanceName
 from daskserve.errors import (
@@ -35,11 +35,11 @@ CHECK_S = 1.0
 class ControllerCalls:
     """Calls to an instance's controller, retried while it is being replaced.
 
-    Runs on the link's loop. Retries are safe because every verb is idempotent.
+    Runs on the connection's loop. Retries are safe because every verb is idempotent.
     """
 
-    def __init__(self, link: ClientLink, instance: InstanceName) -> None:
-        self.link = link
+    def __init__(self, cluster_connection: ClientConnection, instance: InstanceName) -> None:
+        self.cluster_connection = cluster_connection
         self.instance = instance
 
     async def call(self, verb: str, **message: Any) -> Any:
@@ -47,7 +47,7 @@ class ControllerCalls:
 
         The message holds plain values, and may hold a ``spec``, or several in ``apps``.
         """
-        cluster = self.link.cluster(self.instance)
+        cluster = self.cluster_connection.cluster(self.instance)
         specs = _specs_in(message)
         message = {name: _plain(value) for name, value in message.items()}
 
@@ -57,7 +57,7 @@ class ControllerCalls:
         try:
             await self.send_parcels(specs)
             return await call_controller(
-                cluster, call, clock=self.link.clock, check_s=CHECK_S, patience_s=CONTROLLER_S
+                cluster, call, clock=self.cluster_connection.clock, check_s=CHECK_S, patience_s=CONTROLLER_S
             )
         except NotRunningError as error:
             raise ClosedError(f"Instance {self.instance!r} has been shut down.") from error
@@ -65,7 +65,8 @@ class ControllerCalls:
             if isinstance(error, ServeError):
                 raise
             raise ClusterUnreachableError(
-                f"The connection to the Dask scheduler {self.link.scheduler_address} was lost: {error}"
+                f"The connection to the Dask scheduler {self.cluster_connection.scheduler_address} "
+                f"was lost: {error}"
             ) from error
 
     async def send_parcels(self, specs: Sequence[BackendSpec]) -> None:
@@ -73,7 +74,7 @@ class ControllerCalls:
         for spec in specs:
             parcel = Parcel.labelled(spec.code)
             if parcel is not None and spec.parts:
-                await self.link.cluster(self.instance).send_parcel(parcel, spec.parts)
+                await self.cluster_connection.cluster(self.instance).send_parcel(parcel, spec.parts)
 
     async def complete(self, answer: Mapping[str, Any], *, blocking: bool = True) -> GoalId | None:
         """Return when the change that a verb's answer accepts is complete and visible here.
@@ -113,24 +114,26 @@ class ControllerCalls:
         return True
 
     def _deadline(self, timeout_s: float | None) -> float | None:
-        return None if timeout_s is None else self.link.clock.now() + timeout_s
+        return None if timeout_s is None else self.cluster_connection.clock.now() + timeout_s
 
     async def _end_of(self, goal: GoalId, deadline: float | None) -> Mapping[str, Any] | None:
         """Return the controller's answer about a goal that has ended; None if it has not in time."""
         while True:
-            left_s = POLL_S if deadline is None else min(POLL_S, deadline - self.link.clock.now())
+            left_s = (
+                POLL_S if deadline is None else min(POLL_S, deadline - self.cluster_connection.clock.now())
+            )
             answer: Mapping[str, Any] = await self.call(
                 "wait_for_goal", goal_id=goal, timeout_s=max(0.0, left_s)
             )
             if answer["is_done"]:
                 await self.wait_until_applied(answer.get("snapshot"))
                 return answer
-            if deadline is not None and self.link.clock.now() >= deadline:
+            if deadline is not None and self.cluster_connection.clock.now() >= deadline:
                 return None
 
     async def wait_until_applied(self, snapshot: Sequence[int] | None) -> None:
         """Wait until this process's routers, if it has any, have applied a change."""
-        cluster = self.link.cluster(self.instance)
+        cluster = self.cluster_connection.cluster(self.instance)
         if snapshot is not None and "routers" in cluster.shared:
             try:
                 await cluster.listener.wait_for_snapshot((snapshot[0], snapshot[1]), POLL_S)

@@ -18,10 +18,10 @@ from daskserve.client.instance.calls import ControllerCalls
 from daskserve.client.instance.ending import abandon_instance, end_instance
 from daskserve.client.views.progress import find_display, wait_visibly, waits_for
 from daskserve.client.views.status import Status
-from daskserve.cluster.protocols.base import ClientLink
+from daskserve.cluster.protocols.base import ClientConnection
 from daskserve.common.types import GoalId, InstanceName
 from daskserve.context import current_replica
-from daskserve.data.caller.routing.learning import wait_until_sent
+from daskserve.data.caller.routing.waiting_calls import wait_until_sent
 from daskserve.errors import ClosedError, NotRunningError, ServeError
 
 T = TypeVar("T")
@@ -46,15 +46,20 @@ class InstanceConnection:
     """
 
     def __init__(
-        self, link: ClientLink, instance: InstanceName, *, is_owner: bool = False, is_guest: bool = False
+        self,
+        cluster_connection: ClientConnection,
+        instance: InstanceName,
+        *,
+        is_owner: bool = False,
+        is_guest: bool = False,
     ) -> None:
-        self.link = link
+        self.cluster_connection = cluster_connection
         self.instance = instance
         self.is_guest = is_guest
         self.is_closed = False
         #: Whether the instance is known to outlive the program that started it, or this program is that.
-        self.is_shared = instance in link.started
-        self.calls = ControllerCalls(link, instance)
+        self.is_shared = instance in cluster_connection.started
+        self.calls = ControllerCalls(cluster_connection, instance)
         self._ownership: _Ownership | None = None
         if is_owner:
             self._ownership = _Ownership(self)
@@ -83,7 +88,7 @@ class InstanceConnection:
 
     def become_default(self) -> None:
         """Let `daskserve.run` use this instance in this process; it lives as long as the process."""
-        self.link.default_instance = self
+        self.cluster_connection.default_instance = self
 
     async def shutdown(self, *, asynchronous: bool) -> None:
         """End the instance and close the connection. Idempotent."""
@@ -92,11 +97,15 @@ class InstanceConnection:
         self.is_closed = True
         if self._ownership is not None:
             self._ownership.detach()
-        await end_instance(self.link, self.instance, asynchronous=asynchronous, drains=True)
+        await end_instance(self.cluster_connection, self.instance, asynchronous=asynchronous, drains=True)
 
     async def _is_alone(self, *, asynchronous: bool) -> bool:
-        asking = self.link.started.is_alone(self.instance)
-        return await self.link.wait(asking) if asynchronous else self.link.sync(asking)
+        asking = self.cluster_connection.started.is_alone(self.instance)
+        return (
+            await self.cluster_connection.wait(asking)
+            if asynchronous
+            else self.cluster_connection.sync(asking)
+        )
 
     async def disconnect(self, *, asynchronous: bool) -> None:
         """Close the connection, and its Dask client if daskserve created it.
@@ -104,21 +113,21 @@ class InstanceConnection:
         An owned instance ends, unless other programs have deployed something on it.
         """
         if self._ownership is not None and not self.is_closed:
-            if not self.link.is_open or await self._is_alone(asynchronous=asynchronous):
+            if not self.cluster_connection.is_open or await self._is_alone(asynchronous=asynchronous):
                 await self.shutdown(asynchronous=asynchronous)
             else:
                 self._ownership.detach()
         if not self.is_closed:
             self.is_closed = True
-            self.link.release_default(self.instance)
-            await self.link.disconnect(self.instance, asynchronous=asynchronous)
+            self.cluster_connection.release_default(self.instance)
+            await self.cluster_connection.disconnect(self.instance, asynchronous=asynchronous)
 
 
 class _Ownership:
     """Ends an instance when its owner is garbage collected or the program ends."""
 
     def __init__(self, owner: InstanceConnection) -> None:
-        self._link = owner.link
+        self._cluster_connection = owner.cluster_connection
         self._instance = owner.instance
         #: Whether a client has used the owner.
         self.is_used = False
@@ -134,14 +143,18 @@ class _Ownership:
 
     def _collected(self) -> None:
         atexit.unregister(self._end)
-        if self.is_used or not self._link.is_open or self._link.default_instance is not None:
-            abandon_instance(self._link, self._instance, if_alone=True)
+        if (
+            self.is_used
+            or not self._cluster_connection.is_open
+            or self._cluster_connection.default_instance is not None
+        ):
+            abandon_instance(self._cluster_connection, self._instance, if_alone=True)
         else:
-            InstanceConnection(self._link, self._instance, is_owner=True).become_default()
+            InstanceConnection(self._cluster_connection, self._instance, is_owner=True).become_default()
 
     def _end(self) -> None:
         self.detach()
-        abandon_instance(self._link, self._instance, if_alone=True)
+        abandon_instance(self._cluster_connection, self._instance, if_alone=True)
 
 
 def this_program() -> str:
@@ -164,9 +177,13 @@ class Verbs:
         self._asynchronous = asynchronous
 
     async def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on the link's loop and return its result."""
-        link = self._connection.link
-        return await link.wait(coroutine) if self._asynchronous else link.sync(coroutine)
+        """Run a coroutine on the connection's loop and return its result."""
+        cluster_connection = self._connection.cluster_connection
+        return (
+            await cluster_connection.wait(coroutine)
+            if self._asynchronous
+            else cluster_connection.sync(coroutine)
+        )
 
     async def _call(self, verb: str, **message: Any) -> Any:
         """Return the controller's answer to a verb."""
@@ -179,14 +196,16 @@ class Verbs:
         connection.check_open()
         if not connection.is_shared and current_replica.get() is None:
             with suppress(NotRunningError, OSError):  # the call that follows raises the right error
-                await self._run(connection.link.ask("share_instance", instance=connection.instance))
+                await self._run(
+                    connection.cluster_connection.ask("share_instance", instance=connection.instance)
+                )
             connection.is_shared = True
 
     async def _let_calls_leave(self) -> None:
         """Let calls reach the replicas that this process has begun, before these are told to stop."""
         connection = self._connection
         connection.check_open()
-        await self._run(wait_until_sent(connection.link.cluster(connection.instance)))
+        await self._run(wait_until_sent(connection.cluster_connection.cluster(connection.instance)))
 
     async def _withdraw(self, requests: Sequence[str]) -> None:
         """Take back what interrupted calls have asked for, unless it is complete."""
@@ -195,7 +214,7 @@ class Verbs:
             async with asyncio.timeout(WITHDRAW_S):
                 await self._connection.calls.call("withdraw", requests=list(requests), by=this_program())
 
-        if self._connection.is_closed or not self._connection.link.is_open:
+        if self._connection.is_closed or not self._connection.cluster_connection.is_open:
             return
         try:
             await self._run(withdraw())

@@ -7,9 +7,9 @@ import logging
 from collections.abc import Coroutine
 from typing import Any
 
-from daskserve.cluster.protocols.base import ClientLink
+from daskserve.cluster.protocols.base import ClientConnection
 from daskserve.common.types import InstanceName
-from daskserve.data.caller.routing.learning import wait_until_sent
+from daskserve.data.caller.routing.waiting_calls import wait_until_sent
 from daskserve.errors import NotRunningError
 from daskserve.loops.blocking import finish
 
@@ -20,7 +20,7 @@ SHUTDOWN_S = 15.0
 
 
 async def end_instance(
-    link: ClientLink,
+    cluster_connection: ClientConnection,
     instance: InstanceName,
     *,
     asynchronous: bool,
@@ -40,59 +40,65 @@ async def end_instance(
     if_alone
         Whether to leave an instance that other programs use.
     """
-    link.release_default(instance)
+    cluster_connection.release_default(instance)
 
     async def run(coroutine: Coroutine[Any, Any, None]) -> None:
-        await link.wait(coroutine) if asynchronous else link.sync(coroutine)
+        await cluster_connection.wait(coroutine) if asynchronous else cluster_connection.sync(coroutine)
 
     try:
-        if link.is_open and drains:
-            await run(_drain(link, instance))
-        if link.is_open:
-            await run(_end(link, instance, start_id, if_alone=if_alone))
+        if cluster_connection.is_open and drains:
+            await run(_drain(cluster_connection, instance))
+        if cluster_connection.is_open:
+            await run(_end(cluster_connection, instance, start_id, if_alone=if_alone))
     except (KeyboardInterrupt, asyncio.CancelledError):
         # A second Ctrl-C does not wait, but it leaves nothing behind either.
-        if link.is_open:
-            await run(_end(link, instance, start_id, if_alone=if_alone))
+        if cluster_connection.is_open:
+            await run(_end(cluster_connection, instance, start_id, if_alone=if_alone))
         raise
     finally:
-        await link.instance_ended(instance, asynchronous=asynchronous)
+        await cluster_connection.instance_ended(instance, asynchronous=asynchronous)
 
 
-def abandon_instance(link: ClientLink, instance: InstanceName, *, if_alone: bool = False) -> None:
+def abandon_instance(
+    cluster_connection: ClientConnection, instance: InstanceName, *, if_alone: bool = False
+) -> None:
     """End an instance whose owner is gone, from any thread."""
-    if link.runs_here():
-        # An owner collected by the garbage collector on the link's own loop must not block it.
-        link.spawn(end_instance(link, instance, asynchronous=True, if_alone=if_alone))
+    if cluster_connection.runs_here():
+        # An owner collected by the garbage collector on the connection's own loop must not block it.
+        cluster_connection.spawn(
+            end_instance(cluster_connection, instance, asynchronous=True, if_alone=if_alone)
+        )
     else:
-        finish(end_instance(link, instance, asynchronous=False, if_alone=if_alone))
+        finish(end_instance(cluster_connection, instance, asynchronous=False, if_alone=if_alone))
 
 
-async def _end(link: ClientLink, instance: InstanceName, start_id: str | None, *, if_alone: bool) -> None:
+async def _end(
+    cluster_connection: ClientConnection, instance: InstanceName, start_id: str | None, *, if_alone: bool
+) -> None:
     message = {} if start_id is None else {"start_id": start_id}
     if start_id is None:
-        await link.drop_cluster(instance)
+        await cluster_connection.drop_cluster(instance)
     try:
         async with asyncio.timeout(SHUTDOWN_S):
-            if if_alone and not await link.started.is_alone(instance):
+            if if_alone and not await cluster_connection.started.is_alone(instance):
                 return
-            has_ended = await link.ask("end_instance", instance=instance, **message)
+            has_ended = await cluster_connection.ask("end_instance", instance=instance, **message)
     except NotRunningError:
         pass
     except (OSError, TimeoutError) as error:
         logger.warning("Instance %s did not end cleanly: %r", instance, error)
     else:
         if has_ended:
-            await link.drop_cluster(instance)
+            await cluster_connection.drop_cluster(instance)
 
 
-async def _drain(link: ClientLink, instance: InstanceName) -> None:
+async def _drain(cluster_connection: ClientConnection, instance: InstanceName) -> None:
     try:
-        await wait_until_sent(link.cluster(instance))
+        await wait_until_sent(cluster_connection.cluster(instance))
         is_drained = False
         while not is_drained:
             async with asyncio.timeout(SHUTDOWN_S):
-                is_drained = await link.ask("drain_instance", instance=instance)
+                is_drained = await cluster_connection.ask("drain_instance", instance=instance)
     except NotRunningError:
         pass
     except (OSError, TimeoutError) as error:

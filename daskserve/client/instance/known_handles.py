@@ -44,7 +44,7 @@ class KnownHandles:
 
 
 async def open_router(cluster: Process, endpoint: EndpointTag, *, exists: bool) -> Router:
-    """Return the router of an endpoint, which knows the endpoint if it exists; runs on the link's loop.
+    """Return the router of an endpoint, which knows the endpoint if it exists; runs on the connection's loop.
 
     Started here and not at the first call, so that the handle sees later changes by this program.
     """

@@ -38,7 +38,7 @@ def method(
 
     @functools.wraps(verb)
     def form(self: HasVerbs[VerbsT], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        if self._connection.link.runs_here():
+        if self._connection.cluster_connection.runs_here():
             raise BlockingCallError(
                 f"client.{name}() would block the event loop that has to run it; use `await "
                 f"client.{name}(...)` of the client that serve.start_async() or serve.connect_async() "

@@ -24,11 +24,11 @@ class HandleVerbs(Verbs):
         NotFoundError
             A `KeyError`: there is no such endpoint.
         """
-        link, instance = self._connection.link, self._connection.instance
+        cluster_connection, instance = self._connection.cluster_connection, self._connection.instance
         self._connection.check_open()
-        if link.is_closed:
-            raise link.closed_error()
-        cluster = link.cluster(instance)
+        if cluster_connection.is_closed:
+            raise cluster_connection.closed_error()
+        cluster = cluster_connection.cluster(instance)
         handles = handles_of(cluster)
         known = handles.get(endpoint_name)
         if known is not None:

@@ -60,16 +60,18 @@ class StoredCode:
         return dict(zip(CODE_FIELDS, values, strict=True))
 
     async def _fetch(self, parcel: Parcel, *, asynchronous: bool) -> Any:
-        link = self.connection.link
-        if not asynchronous and link.runs_here():
+        cluster_connection = self.connection.cluster_connection
+        if not asynchronous and cluster_connection.runs_here():
             raise BlockingCallError(
                 f"The code of deployment '{self.deployment}' is large and not here yet, and waiting for it "
                 "would block the event loop that has to fetch it; use `await deployment.deploy_async(...)`, "
                 "or do this in another thread (asyncio.to_thread)."
             )
-        fetching = link.cluster(self.connection.instance).fetch_parcel(self.code_name, parcel)
+        fetching = cluster_connection.cluster(self.connection.instance).fetch_parcel(self.code_name, parcel)
         try:
-            return await link.wait(fetching) if asynchronous else link.sync(fetching)
+            return (
+                await cluster_connection.wait(fetching) if asynchronous else cluster_connection.sync(fetching)
+            )
         except (KeyError, CodeLoadError, InstanceError) as error:
             raise NotFoundError(
                 f"The code of deployment '{self.deployment}' is no longer stored: the deployment was deleted "

@@ -1,4 +1,4 @@
-"""How one process calls actors: those in its own `ActorBook` directly, all others over channels.
+"""How one process calls actors: those in its own `ActorRegistry` directly, all others over channels.
 
 `ActorCalls` is shared by `daskserve.cluster.dask.cluster.DaskCluster` and
 `daskserve.cluster.local.process.LocalProcess`, so that the in-process cluster takes the same paths as a real
@@ -12,7 +12,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any, TypeAlias
 
-from daskserve.cluster.actors.registry import HOST_ACTOR, ActorBook
+from daskserve.cluster.actors.registry import HOST_ACTOR, ActorRegistry
 from daskserve.cluster.channel.pool import ChannelPool
 from daskserve.cluster.protocols.base import ActorSpec
 from daskserve.common.types import (
@@ -76,11 +76,11 @@ async def destroy_actor(call: Call, address: ActorAddress, grace_s: float) -> No
 
 
 async def list_actors(
-    call: Call, worker: WorkerAddress, instance: InstanceName, figures_of: Collection[str] = ()
+    call: Call, worker: WorkerAddress, instance: InstanceName, metrics_of: Collection[str] = ()
 ) -> Sequence[Mapping[str, Any]]:
     """Return an instance's actors on a worker; see `daskserve.cluster.protocols.base.Cluster.inspect`."""
     actors: Sequence[Mapping[str, Any]] = await call(
-        host_of(worker), "actors", instance=instance, figures_of=list(figures_of)
+        host_of(worker), "actors", instance=instance, metrics_of=list(metrics_of)
     )
     return actors
 
@@ -90,15 +90,15 @@ class ActorCalls:
 
     Parameters
     ----------
-    book : ActorBook, optional
+    registry : ActorRegistry, optional
         The actors of this process, if it is a worker.
     """
 
-    def __init__(self, instance: InstanceName, channels: ChannelPool, book: ActorBook | None) -> None:
+    def __init__(self, instance: InstanceName, channels: ChannelPool, registry: ActorRegistry | None) -> None:
         self.instance = instance
         self._channels = channels
-        self._book = book
-        self._here: WorkerAddress | None = None if book is None else book.worker
+        self._registry = registry
+        self._here: WorkerAddress | None = None if registry is None else registry.worker
 
     async def create(self, spec: ActorSpec, worker: WorkerAddress) -> Mapping[str, Any]:
         return await create_actor(self.call, spec, worker)
@@ -107,9 +107,9 @@ class ActorCalls:
         await destroy_actor(self.call, address, grace_s)
 
     async def inspect(
-        self, worker: WorkerAddress, *, figures_of: Collection[str] = ()
+        self, worker: WorkerAddress, *, metrics_of: Collection[str] = ()
     ) -> Sequence[Mapping[str, Any]]:
-        return await list_actors(self.call, worker, self.instance, figures_of)
+        return await list_actors(self.call, worker, self.instance, metrics_of)
 
     async def call(self, address: ActorAddress, verb: str, **message: Any) -> Any:
         def request(envelope: Envelope, receive: Receive, send: Send) -> Coroutine[Any, Any, Load]:
@@ -132,15 +132,15 @@ class ActorCalls:
     def request(
         self, address: ActorAddress, envelope: Envelope, receive: Receive, send: Send
     ) -> Coroutine[Any, Any, Load]:
-        if self._book is not None and address.worker == self._here:
-            return self._book.dispatch(address.name, address.incarnation, envelope, receive, send)
+        if self._registry is not None and address.worker == self._here:
+            return self._registry.dispatch(address.name, address.incarnation, envelope, receive, send)
         return self._channels.request(address, envelope, receive, send)
 
     def ask(
         self, address: ActorAddress, envelope: Envelope, on_answer: OnAnswer
     ) -> Callable[[], None] | None:
-        if self._book is not None and address.worker == self._here:
-            return self._book.dispatch_nowait(address.name, address.incarnation, envelope, on_answer)
+        if self._registry is not None and address.worker == self._here:
+            return self._registry.dispatch_nowait(address.name, address.incarnation, envelope, on_answer)
         return self._channels.ask(address, envelope, on_answer)
 
     def is_local(self, address: ActorAddress) -> bool:

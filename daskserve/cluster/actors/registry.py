@@ -1,10 +1,11 @@
 """The actors of one worker: creates, finds, calls and stops them.
 
-`daskserve.cluster.worker.host.Host` has one book for its Dask worker, `daskserve.cluster.local` one for each
-simulated worker. The book knows its actors only as `Hosted`, and knows neither Dask nor the local cluster.
+`daskserve.cluster.worker.host.Host` has one registry for its Dask worker, `daskserve.cluster.local` one for
+each simulated worker. The registry knows its actors only as `Hosted`, and knows neither Dask nor the local
+cluster.
 
-Requests reach an actor through `ActorBook.dispatch`, which needs a task, or `dispatch_nowait`, which does
-not; see `daskserve.cluster.channel.channel`. The book itself has the name `HOST_ACTOR`.
+Requests reach an actor through `ActorRegistry.dispatch`, which needs a task, or `dispatch_nowait`, which does
+not; see `daskserve.cluster.channel.channel`. The registry itself has the name `HOST_ACTOR`.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from daskserve.cluster.channel.kept import KeptAnswers
+from daskserve.cluster.channel.kept_results import KeptResults
 from daskserve.cluster.protocols.base import (
     STOP_MARGIN_S,
     ActorSpec,
     HandlesNowait,
     Hosted,
-    ReportsFigures,
     ReportsHealth,
+    ReportsMetrics,
     verb,
     verbs_of,
 )
@@ -37,15 +38,15 @@ from daskserve.common.types import (
     Load,
     OnAnswer,
     Payload,
-    Reach,
+    Reachability,
     Receive,
     Send,
     WorkerAddress,
     described_actor,
 )
 from daskserve.errors import ActorLostError, BadRequestError, RequestTimeoutError, UnavailableError
-from daskserve.figures.collector import PROCESS
 from daskserve.loops.tasks import TaskSet, is_cancelling
+from daskserve.telemetry.collector import PROCESS
 
 logger = logging.getLogger("daskserve.host")
 
@@ -53,7 +54,7 @@ logger = logging.getLogger("daskserve.host")
 RESOLUTION_S = 0.001
 #: The share of the time to drain after which replicas begin, even if proxies still have requests.
 PROXY_SHARE = 0.5
-#: The actor name that addresses a worker's book itself.
+#: The actor name that addresses a worker's registry itself.
 HOST_ACTOR = "host"
 
 
@@ -105,13 +106,13 @@ class Entry:
         what, since = actor.stage() if isinstance(actor, ReportsStart) else ("starting", 0.0)
         return what, now - max(since, self.began_at)
 
-    def figures(self) -> dict[str, Any]:
+    def metrics(self) -> dict[str, Any]:
         """Return the actor's metrics for autoscaling, if it has any."""
         actor = self.actor
-        return {"figures": actor.figures()} if isinstance(actor, ReportsFigures) and self.is_ready else {}
+        return {"metrics": actor.metrics()} if isinstance(actor, ReportsMetrics) and self.is_ready else {}
 
 
-class ActorBook:
+class ActorRegistry:
     """See the module.
 
     Parameters
@@ -131,7 +132,7 @@ class ActorBook:
     ----------
     entries : dict
         The actors by name, ready or not.
-    kept : KeptAnswers
+    kept : KeptResults
         The large answers of the actors that stay here for other processes.
     """
 
@@ -144,11 +145,11 @@ class ActorBook:
         *,
         surroundings: Callable[[], AbstractContextManager[None]] = nullcontext,
         on_change: Callable[[], None] = _nothing,
-        broken_routes: Callable[[InstanceName], Mapping[WorkerAddress, Reach]] = lambda _: {},
+        broken_routes: Callable[[InstanceName], Mapping[WorkerAddress, Reachability]] = lambda _: {},
     ) -> None:
         self.worker = worker
         self.entries: dict[str, Entry] = {}
-        self.kept = KeptAnswers(worker)
+        self.kept = KeptResults(worker)
         self._pid = pid
         self._clock = clock
         self._make = make
@@ -165,7 +166,7 @@ class ActorBook:
     def dispatch(
         self, name: str, incarnation: int, envelope: Envelope, receive: Receive, send: Send
     ) -> Coroutine[Any, Any, Load]:
-        """Answer one request stream: of the book itself, a control call, or a request to an actor."""
+        """Answer one request stream: of the registry itself, a control call, or a request to an actor."""
         if envelope.kind is EnvelopeKind.CONTROL:
             return self._control(name, incarnation, envelope, send)
         entry = self.entries.get(name)
@@ -275,9 +276,9 @@ class ActorBook:
             self._on_change()
 
     @verb
-    async def actors(self, instance: InstanceName, figures_of: Collection[str] = ()) -> list[dict[str, Any]]:
+    async def actors(self, instance: InstanceName, metrics_of: Collection[str] = ()) -> list[dict[str, Any]]:
         """Return an instance's actors; see `Cluster.inspect`."""
-        named = set(figures_of)
+        named = set(metrics_of)
         routes = {worker: route.value for worker, route in self._broken_routes(instance).items()}
         broken = {"broken_routes": routes} if routes else {}
         now = self._clock.now()
@@ -289,7 +290,7 @@ class ActorBook:
                 "is_ready": entry.is_ready,
                 **entry.health(),
                 **({} if (work := entry.work(now)) is None else {"busy": work}),
-                **(entry.figures() if entry.spec.name in named else {}),
+                **(entry.metrics() if entry.spec.name in named else {}),
                 **broken,
                 "worker": self.worker,
                 "pid": self._pid,
@@ -299,7 +300,7 @@ class ActorBook:
         ]
 
     @verb
-    async def kept_answer(self, token: str) -> Payload:
+    async def kept_result(self, token: str) -> Payload:
         """Return an answer that stays here; raise `UnavailableError` if its caller has dropped it."""
         return self.kept.find(token)
 
@@ -359,7 +360,7 @@ class ActorBook:
             logger.exception("Actor %s failed to stop", entry.spec.name)
 
     async def call(self, name: str, incarnation: int, verb: str, message: Mapping[str, Any]) -> Any:
-        """Call a verb of an actor, or of the book itself; see `Cluster.call`."""
+        """Call a verb of an actor, or of the registry itself; see `Cluster.call`."""
         verbs = self._verbs if name == HOST_ACTOR else self.ready_actor(name, incarnation).verbs
         if verb not in verbs:
             raise BadRequestError(f"{name} has no verb {verb!r}; known: {', '.join(sorted(verbs))}")

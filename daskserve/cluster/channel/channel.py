@@ -16,7 +16,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Literal
 
-from daskserve.cluster.channel.kept import KeptAnswers, is_large
+from daskserve.cluster.channel.kept_results import KeptResults, is_large
 from daskserve.cluster.channel.streams import WINDOW_BYTES, Accepted, AcceptedOnDemand, Asked, Offer, Opened
 from daskserve.cluster.channel.wire.frames import (
     ANSWER,
@@ -47,16 +47,16 @@ from daskserve.common.types import (
     Load,
     Message,
     OnAnswer,
-    Patience,
     Payload,
+    QueueTimeout,
     Receive,
-    Rest,
+    RemainingResponse,
     Send,
     described_actor,
 )
 from daskserve.errors import ActorLostError
 from daskserve.loops.deadlines import until
-from daskserve.loops.hops import Landing
+from daskserve.loops.thread_calls import CallInbox
 from daskserve.payload.packed_errors import dump_error, received_error
 from daskserve.payload.pickling import message_bytes
 
@@ -83,8 +83,8 @@ class Channel:
         *,
         first_stream: int,
         dispatch_nowait: DispatchNowait | None = None,
-        landing: Landing | None = None,
-        kept: KeptAnswers | None = None,
+        inbox: CallInbox | None = None,
+        kept: KeptResults | None = None,
     ) -> None:
         self._transport = transport
         self._post = transport.post
@@ -100,7 +100,7 @@ class Channel:
         #: The streams whose large answers the other side keeps for callers of this one.
         self._held: set[int] = set()
         self._dispatch_nowait = dispatch_nowait
-        self._landing = landing
+        self._inbox = inbox
         self.is_closed = False
 
     def __repr__(self) -> str:
@@ -214,10 +214,10 @@ class Channel:
             self._post((ERROR, frame[1], dump_error(problem)))
 
     def _receive(self, frames: Frames) -> None:
-        if self._landing is not None:
+        if self._inbox is not None:
             # Send what other threads have ready: the other side then works on it while this side handles
             # the frames that have just arrived.
-            self._landing.catch_up()
+            self._inbox.catch_up()
             self._transport.flush()
         for frame in frames:
             self._receive_frame(frame)
@@ -312,7 +312,7 @@ class Channel:
         payload: Any,
         has_body: bool | Literal[2],
         left_s: float | None,
-        patience: tuple[float, float] | None,
+        queue_timeout: tuple[float, float] | None,
     ) -> None:
         deadline = None if left_s is None else asyncio.get_running_loop().time() + left_s
         envelope = Envelope(
@@ -321,10 +321,10 @@ class Channel:
             unwire_payload(payload),
             deadline,
             has_body,
-            None if patience is None else Patience(*patience),
+            None if queue_timeout is None else QueueTimeout(*queue_timeout),
         )
         is_for_one = kind == EnvelopeKind.CALL or (kind == EnvelopeKind.HTTP and not has_body)
-        if is_for_one and deadline is None and patience is None and self._dispatch_nowait is not None:
+        if is_for_one and deadline is None and queue_timeout is None and self._dispatch_nowait is not None:
             on_answer = partial(self._answered, number, name, incarnation, envelope)
             try:
                 give_up = self._dispatch_nowait(name, incarnation, envelope, on_answer)
@@ -337,7 +337,12 @@ class Channel:
         self._begin(number, name, incarnation, envelope)
 
     def _begin(
-        self, number: int, name: str, incarnation: int, envelope: Envelope, rest: Rest | None = None
+        self,
+        number: int,
+        name: str,
+        incarnation: int,
+        envelope: Envelope,
+        rest: RemainingResponse | None = None,
     ) -> None:
         accepted = AcceptedOnDemand if envelope.has_body == ON_DEMAND else Accepted
         stream = self._accepted[number] = accepted(number, self._transport, has_body=envelope.has_body)
@@ -357,7 +362,7 @@ class Channel:
         incarnation: int,
         envelope: Envelope,
         message: Message | None,
-        outcome: Load | Exception | Rest,
+        outcome: Load | Exception | RemainingResponse,
     ) -> None:
         if self._taskless.pop(number, None) is None:
             return  # cancelled
@@ -382,7 +387,7 @@ class Channel:
         incarnation: int,
         envelope: Envelope,
         stream: Accepted,
-        rest: Rest | None,
+        rest: RemainingResponse | None,
     ) -> None:
         send, large = stream.send, []
         if self._kept is not None and envelope.kind is EnvelopeKind.CALL:
@@ -397,7 +402,7 @@ class Channel:
             if rest is None:
                 answering: Any = self._dispatch(name, incarnation, envelope, stream.receive, send)
             else:
-                answering = rest.carry(stream.receive, stream.send)
+                answering = rest.respond(stream.receive, stream.send)
             if envelope.deadline is not None:
                 answering = until(
                     envelope.deadline, answering, f"The deadline of a request to {name} passed."
@@ -447,7 +452,7 @@ class Channel:
 
 
 def _open_frame(stream: int, address: ActorAddress, envelope: Envelope) -> tuple[Any, ...]:
-    deadline, patience = envelope.deadline, envelope.patience
+    deadline, queue_timeout = envelope.deadline, envelope.queue_timeout
     return (
         OPEN,
         stream,
@@ -458,5 +463,5 @@ def _open_frame(stream: int, address: ActorAddress, envelope: Envelope) -> tuple
         wire_payload(envelope.payload),
         envelope.has_body,
         None if deadline is None else deadline - asyncio.get_running_loop().time(),
-        None if patience is None else (patience.left_s, patience.waited_s),
+        None if queue_timeout is None else (queue_timeout.left_s, queue_timeout.waited_s),
     )

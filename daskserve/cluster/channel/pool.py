@@ -8,20 +8,29 @@ from typing import Any
 
 from daskserve.cluster.channel.channel import Channel, Dispatch, DispatchNowait
 from daskserve.cluster.channel.connect.comm_transport import take_over, wire_of
-from daskserve.cluster.channel.connect.detours import Detours
 from daskserve.cluster.channel.connect.dialling import READY
 from daskserve.cluster.channel.connect.handshake import Admission
 from daskserve.cluster.channel.connect.keyring import ChannelSecret, Keyring
+from daskserve.cluster.channel.connect.relayed import RelayedWorkers
 from daskserve.cluster.channel.connect.vanishing import PeerWatch
-from daskserve.cluster.channel.kept import KeptAnswers
+from daskserve.cluster.channel.kept_results import KeptResults
 from daskserve.cluster.channel.wire.segments import Segments
 from daskserve.cluster.channel.wire.transport import Traffic, Transport
 from daskserve.common.formatting import shown
-from daskserve.common.types import ActorAddress, Envelope, Load, OnAnswer, Reach, Receive, Send, WorkerAddress
+from daskserve.common.types import (
+    ActorAddress,
+    Envelope,
+    Load,
+    OnAnswer,
+    Reachability,
+    Receive,
+    Send,
+    WorkerAddress,
+)
 from daskserve.errors import ActorLostError
-from daskserve.figures.table import MetricSample
-from daskserve.loops.hops import Landing
 from daskserve.loops.tasks import is_cancelling
+from daskserve.loops.thread_calls import CallInbox
+from daskserve.telemetry.table import MetricSample
 
 #: Opens a connection that a worker has taken over as a channel.
 Connect = Callable[[WorkerAddress], Awaitable[Transport]]
@@ -46,18 +55,18 @@ class ChannelPool:
         dispatch: Dispatch,
         connect: Connect,
         dispatch_nowait: DispatchNowait | None = None,
-        landing: Landing | None = None,
+        inbox: CallInbox | None = None,
         *,
         keyring: Keyring | None = None,
         lost_after_s: float = 0.0,
-        kept: KeptAnswers | None = None,
+        kept: KeptResults | None = None,
         connect_directly: Connect | None = None,
         retry_direct_s: float = 0.0,
         on_silent: Callable[[WorkerAddress], object] = lambda _: None,
     ) -> None:
         self._dispatch = dispatch
         self._dispatch_nowait = dispatch_nowait
-        self._landing = landing
+        self._inbox = inbox
         self._admission = Admission(keyring or Keyring())
         self._lost_after_s = lost_after_s
         self._kept = kept
@@ -67,9 +76,9 @@ class ChannelPool:
         self._dialling: dict[WorkerAddress, asyncio.Task[Channel]] = {}
         #: The channels that were dialled and are open.
         self._open_to: dict[WorkerAddress, Channel] = {}
-        self._detours = Detours(connect_directly, retry_direct_s)
+        self._relayed = RelayedWorkers(connect_directly, retry_direct_s)
         #: Called with a worker and its route, each time that it was dialled or its connection was lost.
-        self.watchers: list[Callable[[WorkerAddress, Reach], object]] = []
+        self.watchers: list[Callable[[WorkerAddress, Reachability], object]] = []
         self._serving: dict[Channel, asyncio.Task[None]] = {}
         self._is_closed = False
         self._segments = Segments()
@@ -134,19 +143,19 @@ class ChannelPool:
                 await self._channel(worker)
         except TimeoutError:
             if worker in self._dialling:
-                self._tell(worker, Reach.NONE)
+                self._tell(worker, Reachability.NONE)
             raise _unreached(worker, f"it did not answer within {shown(patience_s or 0.0)} s") from None
 
-    def route_to(self, worker: WorkerAddress) -> Reach | None:
+    def route_to(self, worker: WorkerAddress) -> Reachability | None:
         """Return the route of the open channel to a worker; None if there is none."""
         if worker not in self._open_to:
             return None
-        return Reach.SCHEDULER if worker in self._detours else Reach.DIRECT
+        return Reachability.SCHEDULER if worker in self._relayed else Reachability.DIRECT
 
     @property
-    def detours(self) -> Iterable[WorkerAddress]:
+    def relayed(self) -> Iterable[WorkerAddress]:
         """The workers that are reached through the scheduler."""
-        return self._detours.workers
+        return self._relayed.workers
 
     @property
     def peers(self) -> Collection[WorkerAddress]:
@@ -156,7 +165,7 @@ class ChannelPool:
     def drop(self, worker: WorkerAddress) -> None:
         """Close the channel to a worker that is gone, so that its requests fail at once."""
         self._reached.discard(worker)
-        self._detours.end(worker)
+        self._relayed.end(worker)
         channel = self._open_to.pop(worker, None)
         if channel is not None:
             channel.close()
@@ -167,9 +176,9 @@ class ChannelPool:
     def break_off(self, worker: WorkerAddress) -> None:
         """Close the channel to a worker that does not answer, so that its requests fail at once."""
         self.drop(worker)
-        self._tell(worker, Reach.NONE)
+        self._tell(worker, Reachability.NONE)
 
-    def _tell(self, worker: WorkerAddress, route: Reach) -> None:
+    def _tell(self, worker: WorkerAddress, route: Reachability) -> None:
         if not self._is_closed:
             for watcher in list(self.watchers):
                 watcher(worker, route)
@@ -215,7 +224,7 @@ class ChannelPool:
         except Exception:
             self._failed += 1
             self._end_dial(worker, task)
-            self._tell(worker, Reach.NONE)
+            self._tell(worker, Reachability.NONE)
             raise
         self._end_dial(worker, task)
         return self._adopt(worker, transport)
@@ -235,9 +244,9 @@ class ChannelPool:
         self._open_to[worker] = channel
         if before is not None:
             self._retire(before)
-        if transport.is_detour:
-            self._detours.begin(worker, lambda direct: self._adopt(worker, direct))
-        self._tell(worker, Reach.SCHEDULER if transport.is_detour else Reach.DIRECT)
+        if transport.is_relayed:
+            self._relayed.begin(worker, lambda direct: self._adopt(worker, direct))
+        self._tell(worker, Reachability.SCHEDULER if transport.is_relayed else Reachability.DIRECT)
         return channel
 
     def _retire(self, channel: Channel) -> None:
@@ -256,12 +265,12 @@ class ChannelPool:
             self._dispatch,
             first_stream=first_stream,
             dispatch_nowait=self._dispatch_nowait,
-            landing=self._landing,
+            inbox=self._inbox,
             kept=self._kept,
         )
 
         def lose() -> None:
-            if worker and not transport.is_detour:
+            if worker and not transport.is_relayed:
                 self._on_silent(worker)
             channel.close()
 
@@ -270,7 +279,7 @@ class ChannelPool:
         return channel
 
     def samples(self) -> list[MetricSample]:
-        """Return the metrics; see `daskserve.figures.collector.Source`."""
+        """Return the metrics; see `daskserve.telemetry.collector.Source`."""
         return [
             ("channels", (), len(self._serving)),
             ("channel_connections", (), self._opened),
@@ -289,8 +298,8 @@ class ChannelPool:
             self._serving.pop(channel, None)
             if self._open_to.get(worker) is channel:
                 del self._open_to[worker]
-                self._detours.end(worker)
-                self._tell(worker, Reach.NONE)
+                self._relayed.end(worker)
+                self._tell(worker, Reachability.NONE)
 
 
 def _unreached(worker: WorkerAddress, why: str) -> ActorLostError:

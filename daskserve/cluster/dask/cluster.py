@@ -14,17 +14,17 @@ from distributed import Client, Worker
 
 from daskserve._version import PROTOCOL, __version__
 from daskserve.cluster.actors.calls import ActorCalls
-from daskserve.cluster.actors.registry import ActorBook
+from daskserve.cluster.actors.registry import ActorRegistry
 from daskserve.cluster.channel.pool import ChannelPool
 from daskserve.cluster.dask.subscription import TopicSubscription
 from daskserve.cluster.distributed_internals import call_scheduler, until_connected
 from daskserve.cluster.long_poll import LongPollClient
 from daskserve.cluster.parcel_memory import ParcelCarrier
-from daskserve.cluster.protocols.base import Link, TopicHandler
-from daskserve.cluster.protocols.stores import Hold, StoreChange
+from daskserve.cluster.protocols.base import ClusterConnection, TopicHandler
+from daskserve.cluster.protocols.stores import StoreChange, StoreOwnership
 from daskserve.cluster.routes import WorkerRoutes
 from daskserve.common.clock import Clock
-from daskserve.common.types import ActorAddress, InstanceName, UseReport, WorkerAddress, WorkerInfo
+from daskserve.common.types import ActorAddress, InstanceName, UsageReport, WorkerAddress, WorkerInfo
 from daskserve.errors import (
     InstanceError,
     NotRunningError,
@@ -33,9 +33,9 @@ from daskserve.errors import (
     StoreTakenError,
     UnavailableError,
 )
-from daskserve.figures.collector import PROCESS
 from daskserve.payload.packed_errors import load_error
 from daskserve.payload.parcels import Parcel
+from daskserve.telemetry.collector import PROCESS
 
 #: The scheduler handler that the supervisor plugin adds.
 SUPERVISOR_OP = "daskserve"
@@ -103,7 +103,7 @@ class RemoteStore:
         self._instance = instance
 
         self._problems: Mapping[str, str] = {}
-        self._hold = Hold.HELD
+        self._hold = StoreOwnership.HELD
 
     async def load(self) -> Mapping[str, bytes]:
         found = await ask_supervisor(self._client, "load_records", instance=self._instance)
@@ -115,14 +115,14 @@ class RemoteStore:
         return dict(self._problems)
 
     @property
-    def hold(self) -> Hold:
+    def hold(self) -> StoreOwnership:
         return self._hold
 
     def learn(self, condition: Mapping[str, Any]) -> None:
         self._note(condition)
 
     def _note(self, condition: Mapping[str, Any]) -> None:
-        self._problems, self._hold = condition["problems"], Hold(condition["hold"])
+        self._problems, self._hold = condition["problems"], StoreOwnership(condition["hold"])
 
     async def commit(self, epoch: int, change: StoreChange) -> None:
         try:
@@ -133,7 +133,7 @@ class RemoteStore:
             self._problems = {**self._problems, "store": str(error)}
             raise
         except StoreTakenError as error:
-            self._problems, self._hold = {**self._problems, "store": str(error)}, Hold.TAKEN
+            self._problems, self._hold = {**self._problems, "store": str(error)}, StoreOwnership.TAKEN
             raise
 
     async def rewrite(self, epoch: int, change: StoreChange, unreadable: Sequence[str] = ()) -> None:
@@ -174,9 +174,9 @@ class DaskCluster(ActorCalls):
     ----------
     client : distributed.Client
         The process's Dask client; every method runs on the client's own loop.
-    link
-        The `daskserve.cluster.dask.connection.DaskLink` to which this view belongs.
-    local_worker, book
+    connection
+        The `daskserve.cluster.dask.connection.DaskConnection` to which this view belongs.
+    local_worker, registry
         The worker of this process, and its actors; None outside workers.
     """
 
@@ -187,15 +187,15 @@ class DaskCluster(ActorCalls):
         channels: ChannelPool,
         *,
         clock: Clock,
-        link: Link,
+        connection: ClusterConnection,
         local_worker: Any = None,
-        book: ActorBook | None = None,
+        registry: ActorRegistry | None = None,
     ) -> None:
-        super().__init__(instance, channels, book)
+        super().__init__(instance, channels, registry)
         self.clock = clock
         self.routes = WorkerRoutes(channels, clock)
         self.store = RemoteStore(client, instance)
-        self.link = link
+        self.connection = connection
         #: Objects that the layers above keep once per process and instance, by name.
         self.shared: dict[str, Any] = {}
         self._client = client
@@ -228,7 +228,7 @@ class DaskCluster(ActorCalls):
         self._topic.end()  # the scheduler keeps the topic while this process listens
 
     async def close(self) -> None:
-        """Stop listening. The Dask client and the channels stay open: the link owns them."""
+        """Stop listening. The Dask client and the channels stay open: the connection owns them."""
         has_ended = self.is_ended
         self._mark_ended()
         if self._listener is not None:
@@ -248,15 +248,15 @@ class DaskCluster(ActorCalls):
         return refused
 
     async def inspect(
-        self, worker: WorkerAddress, *, figures_of: Collection[str] = (), by_scheduler: bool = False
+        self, worker: WorkerAddress, *, metrics_of: Collection[str] = (), by_scheduler: bool = False
     ) -> Sequence[Mapping[str, Any]]:
         if not by_scheduler:
-            return await super().inspect(worker, figures_of=figures_of)
-        message = {"instance": self.instance, "worker": worker, "figures_of": list(figures_of)}
+            return await super().inspect(worker, metrics_of=metrics_of)
+        message = {"instance": self.instance, "worker": worker, "metrics_of": list(metrics_of)}
         actors: Sequence[Mapping[str, Any]] = await ask_supervisor(self._client, "inspect", **message)
         return actors
 
-    async def report(self, epoch: int, report: UseReport) -> bool:
+    async def report(self, epoch: int, report: UsageReport) -> bool:
         is_adaptive: bool = await ask_supervisor(
             self._client,
             "report",

@@ -1,9 +1,9 @@
-"""The link: one process's connection to a Dask cluster, shared by all instances it uses.
+"""The connection: one process's connection to a Dask cluster, shared by all instances it uses.
 
-A link runs on one event loop, that of its Dask client. User code calls it from other threads through
-`DaskLink.sync`, and from any event loop through `DaskLink.wait`. In a worker, the Host owns the link. In a
-user program, the link is an attribute of its
-`distributed.Client`, so that it ends with the client.
+A connection runs on one event loop, that of its Dask client. User code calls it from other threads through
+`DaskConnection.sync`, and from any event loop through `DaskConnection.wait`. In a worker, the Host owns the
+connection. In a user program, the connection is an attribute of its `distributed.Client`, so that it ends
+with the client.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar
 from distributed import Client, Security, Worker
 from distributed.comm import connect
 
-from daskserve.cluster.actors.registry import ActorBook
+from daskserve.cluster.actors.registry import ActorRegistry
 from daskserve.cluster.channel.connect.dialling import Dialler
 from daskserve.cluster.channel.connect.keyring import Keyring
 from daskserve.cluster.channel.pool import ChannelPool
@@ -47,10 +47,10 @@ from daskserve.errors import (
     ServeError,
     VersionMismatchError,
 )
-from daskserve.figures.collector import PROCESS
 from daskserve.loops.event_loop import on_loop, running_loop
-from daskserve.loops.hops import Hops, Landing
 from daskserve.loops.tasks import TaskSet
+from daskserve.loops.thread_calls import CallInbox, CallsByLoop
+from daskserve.telemetry.collector import PROCESS
 
 T = TypeVar("T")
 
@@ -89,13 +89,13 @@ class _InterruptibleCall(Generic[T]):
             self._task.cancel()
 
 
-class DaskLink:
+class DaskConnection:
     """See the module.
 
     Parameters
     ----------
     client : distributed.Client
-    worker, book
+    worker, registry
         In a worker: the worker and its actors.
     """
 
@@ -105,18 +105,18 @@ class DaskLink:
         *,
         role: str = "client",
         worker: Worker | None = None,
-        book: ActorBook | None = None,
+        registry: ActorRegistry | None = None,
     ) -> None:
         self.client = client
         # Tornado's IOLoop type does not declare that every IOLoop wraps an asyncio loop.
         io_loop: Any = client.loop
-        #: The event loop that this link runs on.
+        #: The event loop that this connection runs on.
         self.loop: asyncio.AbstractEventLoop = io_loop.asyncio_loop
         self.clock = OneLoopClock(self.loop)
-        #: Hops onto event loops: this link's own, and those of its callers.
-        self.hops = Hops()
-        self.landing = Landing(self.loop)
-        self.hop = self.hops.onto(self.loop, self.landing)
+        #: Calls to event loops: this connection's own, and those of its callers.
+        self.calls_by_loop = CallsByLoop()
+        self.inbox = CallInbox(self.loop)
+        self.thread_calls = self.calls_by_loop.onto(self.loop, self.inbox)
         self.rng = system_rng()
         self.request_ids = RequestIds(self.rng)
         channel = settings.channel() if worker is None else settings.worker_channel()
@@ -124,22 +124,22 @@ class DaskLink:
         keyring = Keyring(partial(ask_supervisor, client, "channel_secret"))
         dialler = Dialler(connection_args, lambda: scheduler_address(client), channel, self.clock, keyring)
         self.channels = ChannelPool(
-            _refuse if book is None else book.dispatch,
+            _refuse if registry is None else registry.dispatch,
             dialler.dial,
-            None if book is None else book.dispatch_nowait,
-            self.landing,
+            None if registry is None else registry.dispatch_nowait,
+            self.inbox,
             keyring=keyring,
             lost_after_s=channel.lost_after_s,
             connect_directly=None if channel.route == "scheduler" else dialler.dial_directly,
             retry_direct_s=channel.retry_direct_s,
             on_silent=dialler.note_silence,
-            kept=None if book is None else book.kept,
+            kept=None if registry is None else registry.kept,
         )
         PROCESS.add(self.channels)
         self.values = DaskTransfer(client)
         #: The worker of this process; None in a program.
         self.worker = worker
-        self._book = book
+        self._registry = registry
         self._clusters: dict[InstanceName, DaskCluster] = {}
         self.started = StartedInstances(self.owner_id, self.ask)
         self._tasks = TaskSet(logger)
@@ -184,9 +184,9 @@ class DaskLink:
                 self.client,
                 self.channels,
                 clock=self.clock,
-                link=self,
+                connection=self,
                 local_worker=self.worker,
-                book=self._book,
+                registry=self._registry,
             )
         return self._clusters[instance]
 
@@ -197,7 +197,7 @@ class DaskLink:
             await cluster.close()
 
     def sync(self, coroutine: Coroutine[Any, Any, T], *, timeout_s: float | None = None) -> T:
-        """Run a coroutine on the link's loop and return its result to this thread.
+        """Run a coroutine on the connection's loop and return its result to this thread.
 
         Raises
         ------
@@ -226,7 +226,7 @@ class DaskLink:
             raise
 
     async def wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on the link's loop and return its result to a coroutine on any loop.
+        """Run a coroutine on the connection's loop and return its result to a coroutine on any loop.
 
         Raises
         ------
@@ -253,7 +253,7 @@ class DaskLink:
         )
 
     def runs_here(self) -> bool:
-        """Return whether the caller is on the link's own loop."""
+        """Return whether the caller is on the connection's own loop."""
         return running_loop() is self.loop
 
     async def ask(self, verb: str, **message: Any) -> Any:
@@ -292,7 +292,7 @@ class DaskLink:
         self._tasks.spawn(coroutine)
 
     async def instance_ended(self, instance: InstanceName, *, asynchronous: bool) -> None:
-        """Close what daskserve created for this link, if this was its last instance: a cluster or client."""
+        """Close the cluster or client that daskserve created, if this was the connection's last instance."""
         self.started.forget(instance)
         if self.runs_here() and not is_asynchronous(self.client):
             return  # Dask can stop the thread of this loop only from another thread
@@ -309,7 +309,7 @@ class DaskLink:
     async def _close_client(
         self, cluster: Any = None, *, ends_scheduler: bool = False, asynchronous: bool
     ) -> None:
-        """Close the link and its Dask client, together with the scheduler or the cluster object if given."""
+        """Close the connection and its Dask client, and the scheduler or the cluster object if given."""
 
         def close_client() -> Any:
             return self.client.shutdown() if ends_scheduler else self.client.close()
@@ -341,13 +341,13 @@ class DaskLink:
             self.default_instance = None
 
     async def disconnect(self, instance: InstanceName = "", *, asynchronous: bool) -> None:
-        """Close the link and its Dask client if daskserve created that and no other instance needs it."""
+        """Close the connection; also its Dask client if daskserve created it and nothing else needs it."""
         self.started.forget(instance)
         if self.owns_client and self.is_open and not self.started:
             await self._close_client(asynchronous=asynchronous)
 
     def follow_client(self) -> None:
-        """End what this link owns when the Dask client closes; its loop may keep running for others."""
+        """End what this connection owns when the Dask client closes; its loop may keep running for others."""
         call_before_close(self.client, self.started.end_owned)
         call_when_closed(self.client, self._release)
 
@@ -363,18 +363,18 @@ class DaskLink:
         PROCESS.remove(self.channels)
 
 
-def link_of(client: Client) -> DaskLink:
-    """Return the link of a Dask client, created on first use."""
-    link: DaskLink | None = getattr(client, _ATTRIBUTE, None)
-    if link is None:
-        link = DaskLink(client)
-        link.follow_client()
-        logger.debug("daskserve uses Dask client %s of %s", client.id, link.scheduler_address)
-        setattr(client, _ATTRIBUTE, link)
-    return link
+def connection_of(client: Client) -> DaskConnection:
+    """Return the connection of a Dask client, created on first use."""
+    connection: DaskConnection | None = getattr(client, _ATTRIBUTE, None)
+    if connection is None:
+        connection = DaskConnection(client)
+        connection.follow_client()
+        logger.debug("daskserve uses Dask client %s of %s", client.id, connection.scheduler_address)
+        setattr(client, _ATTRIBUTE, connection)
+    return connection
 
 
-async def dial(address: str, timeout_s: float, *, asynchronous: bool) -> DaskLink:
+async def dial(address: str, timeout_s: float, *, asynchronous: bool) -> DaskConnection:
     """Connect to a Dask scheduler.
 
     Raises
@@ -405,9 +405,9 @@ async def dial(address: str, timeout_s: float, *, asynchronous: bool) -> DaskLin
             f"No Dask scheduler answers at {address!r} ({error}); pass the address of a running scheduler, "
             f"such as tcp://host:8786, or none to start a local cluster.{hint if needs_tls else ''}"
         ) from error
-    link = link_of(client)
-    link.owns_client = True
-    return link
+    connection = connection_of(client)
+    connection.owns_client = True
+    return connection
 
 
 async def connected(client: Client) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from distributed import Worker
 
-from daskserve.cluster.dask.connection import DaskLink
+from daskserve.cluster.dask.connection import DaskConnection
 from daskserve.cluster.distributed_internals import actors_on
 from daskserve.common.types import WorkerAddress
 from daskserve.errors import ActorLostError, UnavailableError
@@ -16,9 +16,9 @@ from daskserve.payload.packed_errors import dump_error, load_error
 
 
 async def call_in_worker(
-    link: DaskLink, worker: WorkerAddress, function: Callable[..., Any], **arguments: Any
+    connection: DaskConnection, worker: WorkerAddress, function: Callable[..., Any], **arguments: Any
 ) -> Any:
-    """Return what a function returns in a thread of a worker's process; its first argument is that link.
+    """Call a function with the connection in a thread of a worker's process, and return its result.
 
     The thread is none of those that run Dask's tasks, so the call does not wait for tasks.
 
@@ -29,7 +29,7 @@ async def call_in_worker(
     Exception
         What the function raises there.
     """
-    answers = await link.client.run(_call_in_thread, function, arguments, workers=[worker])
+    answers = await connection.client.run(_call_in_thread, function, arguments, workers=[worker])
     if worker not in answers:
         raise ActorLostError(f"Worker {worker} has left the cluster.", begun=False)
     answer = answers[worker]
@@ -41,13 +41,13 @@ async def call_in_worker(
 async def _call_in_thread(
     function: Callable[..., Any], arguments: dict[str, Any], dask_worker: Worker
 ) -> dict[str, Any]:
-    links = (getattr(actor, "link", None) for actor in actors_on(dask_worker))
-    link = next((each for each in links if isinstance(each, DaskLink)), None)
+    links = (getattr(actor, "connection", None) for actor in actors_on(dask_worker))
+    connection = next((each for each in links if isinstance(each, DaskConnection)), None)
 
     try:
-        if link is None:
+        if connection is None:
             raise UnavailableError(f"Worker {dask_worker.address} does not run daskserve yet.")
-        return {"value": await asyncio.to_thread(function, link, **arguments)}
+        return {"value": await asyncio.to_thread(function, connection, **arguments)}
     except Exception as error:
         # Every error goes back to the caller, which raises it.
         return {"error": dump_error(error)}

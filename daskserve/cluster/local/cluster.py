@@ -25,7 +25,7 @@ from functools import partial
 from typing import Any, Self, TypeVar
 
 from daskserve.cluster.actors.draining import drain
-from daskserve.cluster.actors.registry import ActorBook
+from daskserve.cluster.actors.registry import ActorRegistry
 from daskserve.cluster.local.network import LocalNetwork
 from daskserve.cluster.local.process import LocalProcess
 from daskserve.cluster.local.run_state import RunState
@@ -35,7 +35,14 @@ from daskserve.cluster.long_poll import CONTROLLER, ENDED, WORKERS
 from daskserve.cluster.protocols.base import ActorContext, ActorFactory, ActorSpec, Hosted, InstanceStore
 from daskserve.cluster.store.opening import MemoryStore
 from daskserve.common.clock import Clock, LoopClock
-from daskserve.common.types import ActorAddress, ActorKind, InstanceName, UseReport, WorkerAddress, WorkerInfo
+from daskserve.common.types import (
+    ActorAddress,
+    ActorKind,
+    InstanceName,
+    UsageReport,
+    WorkerAddress,
+    WorkerInfo,
+)
 from daskserve.errors import (
     ActorLostError,
     AlreadyRunningError,
@@ -65,19 +72,19 @@ class LocalHost:
         def make(spec: ActorSpec) -> Hosted:
             process = self.process
             return factories[spec.kind](
-                ActorContext(spec, process, process.clock, world.rng, info.address, process.link.landing)
+                ActorContext(spec, process, process.clock, world.rng, info.address, process.connection.inbox)
             )
 
         state = RunState(world.clock)
         self.info = info
-        self.book = ActorBook(
+        self.registry = ActorRegistry(
             info.address, info.pid, state.clock, make, broken_routes=lambda _: self.process.routes.broken()
         )
-        self.process = LocalProcess(world, state, self.book)
+        self.process = LocalProcess(world, state, self.registry)
 
     async def stop(self) -> None:
         """Stop all actors and the listener."""
-        await self.book.end_instance(self.process.instance)
+        await self.registry.end_instance(self.process.instance)
         await self.process.stop_listening()
 
 
@@ -106,7 +113,7 @@ class LocalCluster:
         The network between the processes, which may be cut.
     topic : LocalTopic
         The instance's topic; set ``topic.deliver`` to change its delivery.
-    reported : UseReport
+    reported : UsageReport
         The controller's last report to the scheduler.
     is_adaptive : bool
         The result of the controller's reports: whether the cluster is adaptive.
@@ -151,7 +158,7 @@ class LocalCluster:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._payload: bytes | None = None
         self.epoch = 0
-        self.reported = UseReport()
+        self.reported = UsageReport()
         self._controller: ActorAddress | None = None
         self._controller_up = asyncio.Event()
         self._replacing: asyncio.Task[None] | None = None
@@ -164,7 +171,7 @@ class LocalCluster:
             self._join(each)
 
     def __repr__(self) -> str:
-        actors = sum(len(host.book.entries) for host in self._hosts.values())
+        actors = sum(len(host.registry.entries) for host in self._hosts.values())
         return f"<LocalCluster {self.instance} workers={len(self._hosts)} actors={actors} epoch={self.epoch}>"
 
     async def __aenter__(self) -> Self:
@@ -320,7 +327,7 @@ class LocalCluster:
         return [
             ActorAddress(entry.spec.name, host.info.address, entry.spec.incarnation)
             for host in self._hosts.values()
-            for entry in host.book.entries.values()
+            for entry in host.registry.entries.values()
         ]
 
     def actor(self, address: ActorAddress) -> Hosted:
@@ -334,7 +341,7 @@ class LocalCluster:
         host = self._hosts.get(address.worker)
         if host is None:
             raise ActorLostError(f"Worker {address.worker} cannot be reached.", begun=False)
-        return host.book.ready_actor(address.name, address.incarnation)
+        return host.registry.ready_actor(address.name, address.incarnation)
 
     async def find_controller(self) -> ActorAddress:
         """Return the controller's address; wait briefly if it is being replaced."""
@@ -392,14 +399,14 @@ class LocalCluster:
     # Called by the processes
 
     async def inspect(
-        self, worker: WorkerAddress, figures_of: Collection[str]
+        self, worker: WorkerAddress, metrics_of: Collection[str]
     ) -> Sequence[Mapping[str, Any]]:
         """Return the actors on a worker, as the scheduler asks for them."""
         host = self._hosts.get(worker)
         if host is None:
             raise ActorLostError(f"Worker {worker} has left the cluster.", begun=False)
         await host.process.state.wait_until_running()
-        return await host.book.actors(self.instance, figures_of)
+        return await host.registry.actors(self.instance, metrics_of)
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run a coroutine without waiting for it; `close` cancels it."""

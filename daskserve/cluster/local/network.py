@@ -84,6 +84,6 @@ class LocalNetwork:
             raise OSError("the network between them is cut")
         process = host.process
         ours, theirs = connect((caller, when_awake), (worker, process.state.when_awake), self._latency_s)
-        ours.is_detour = is_cut
+        ours.is_relayed = is_cut
         self._spawn(process.channels.serve(theirs))
         return ours

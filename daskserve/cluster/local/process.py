@@ -12,16 +12,16 @@ from functools import partial
 from typing import Any
 
 from daskserve.cluster.actors.calls import ActorCalls
-from daskserve.cluster.actors.registry import ActorBook
+from daskserve.cluster.actors.registry import ActorRegistry
 from daskserve.cluster.channel.pool import ChannelPool
 from daskserve.cluster.channel.wire.transport import Transport
-from daskserve.cluster.local.link import LocalLink
+from daskserve.cluster.local.connection import LocalConnection
 from daskserve.cluster.local.run_state import RunState
 from daskserve.cluster.local.topic import plain_copy
 from daskserve.cluster.local.world import LocalWorld
 from daskserve.cluster.long_poll import LongPollClient
 from daskserve.cluster.protocols.base import Store, StoreChange, TopicHandler
-from daskserve.cluster.protocols.stores import Hold
+from daskserve.cluster.protocols.stores import StoreOwnership
 from daskserve.cluster.routes import WorkerRoutes
 from daskserve.common.types import (
     ActorAddress,
@@ -30,7 +30,7 @@ from daskserve.common.types import (
     OnAnswer,
     Receive,
     Send,
-    UseReport,
+    UsageReport,
     WorkerAddress,
     WorkerInfo,
 )
@@ -52,7 +52,7 @@ class LocalProcess(ActorCalls):
     ----------
     state : RunState
         Whether the process runs.
-    book : ActorBook, optional
+    registry : ActorRegistry, optional
         The actors of a simulated worker; None for the user's program.
 
     Attributes
@@ -61,13 +61,13 @@ class LocalProcess(ActorCalls):
         The cluster's clock, except that no timer fires while the process is suspended.
     shared : dict
         Objects that the layers above keep once per process.
-    link : LocalLink
-        The link for handles and clients.
+    connection : LocalConnection
+        The connection for handles and clients.
     channels : ChannelPool
         The connections to other processes.
     """
 
-    def __init__(self, world: LocalWorld, state: RunState, book: ActorBook | None = None) -> None:
+    def __init__(self, world: LocalWorld, state: RunState, registry: ActorRegistry | None = None) -> None:
         self.state = state
         self.clock = state.clock
         self.is_ended = False
@@ -76,18 +76,18 @@ class LocalProcess(ActorCalls):
         self.parcels: dict[str, Sequence[Any]] = {}
         #: Called in the thread of whoever has shut the instance down, and may block it.
         self.when_ended: Callable[[], None] | None = None
-        self.link = LocalLink(world, self)
+        self.connection = LocalConnection(world, self)
         self.store: Store = _ProcessStore(world, state)
         self._world = world
         self.channels = ChannelPool(
-            _refuse if book is None else book.dispatch,
+            _refuse if registry is None else registry.dispatch,
             self._connect,
-            None if book is None else book.dispatch_nowait,
-            kept=None if book is None else book.kept,
+            None if registry is None else registry.dispatch_nowait,
+            kept=None if registry is None else registry.kept,
             connect_directly=partial(self._connect, directly=True),
             retry_direct_s=RETRY_DIRECT_S,
         )
-        super().__init__(world.instance, self.channels, book)
+        super().__init__(world.instance, self.channels, registry)
         self.routes = WorkerRoutes(self.channels, self.clock)
         self._listener: LongPollClient | None = None
         self._subscriptions: list[Callable[[], None]] = []
@@ -150,18 +150,18 @@ class LocalProcess(ActorCalls):
         return super().ask(address, envelope, on_answer) if self.state.is_running else None
 
     async def inspect(
-        self, worker: WorkerAddress, *, figures_of: Collection[str] = (), by_scheduler: bool = False
+        self, worker: WorkerAddress, *, metrics_of: Collection[str] = (), by_scheduler: bool = False
     ) -> Sequence[Mapping[str, Any]]:
         if by_scheduler:
             await self.state.wait_until_running()
-            return list(plain_copy(await self._world.inspect(worker, figures_of)))
-        return await super().inspect(worker, figures_of=figures_of)
+            return list(plain_copy(await self._world.inspect(worker, metrics_of)))
+        return await super().inspect(worker, metrics_of=metrics_of)
 
     async def _connect(self, worker: WorkerAddress, *, directly: bool = False) -> Transport:
         here = self._here or "program"
         return self._world.network.connect(here, self.state.when_awake, worker, directly=directly)
 
-    async def report(self, epoch: int, report: UseReport) -> bool:
+    async def report(self, epoch: int, report: UsageReport) -> bool:
         await self.state.wait_until_running()
         if epoch == self._world.epoch:
             self._world.reported = report
@@ -220,7 +220,7 @@ class _ProcessStore:
         return self._world.store.problems()
 
     @property
-    def hold(self) -> Hold:
+    def hold(self) -> StoreOwnership:
         return self._world.store.hold
 
     def learn(self, condition: Mapping[str, Any]) -> None:

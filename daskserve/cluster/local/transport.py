@@ -33,7 +33,7 @@ class MemoryTransport(Outbox):
 
     def __init__(self, peer_address: str, delay_s: Callable[[], float], when_awake: WhenAwake) -> None:
         super().__init__()
-        self.is_detour = False
+        self.is_relayed = False
         self.peer_address = peer_address
         self.traffic = Traffic()
         self._delay_s = delay_s

@@ -11,7 +11,7 @@ from daskserve.cluster.local.network import LocalNetwork
 from daskserve.cluster.local.topic import LocalTopic
 from daskserve.cluster.protocols.base import Store
 from daskserve.common.clock import Clock
-from daskserve.common.types import ActorAddress, InstanceName, UseReport, WorkerAddress, WorkerInfo
+from daskserve.common.types import ActorAddress, InstanceName, UsageReport, WorkerAddress, WorkerInfo
 
 
 class UserProgram(Protocol):
@@ -26,7 +26,7 @@ class UserProgram(Protocol):
 class LocalWorld(Protocol):
     """See `daskserve.cluster.local.cluster.LocalCluster`, which implements it."""
 
-    reported: UseReport
+    reported: UsageReport
 
     @property
     def program(self) -> UserProgram: ...
@@ -57,5 +57,5 @@ class LocalWorld(Protocol):
     async def end(self) -> None: ...
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> object: ...
     async def inspect(
-        self, worker: WorkerAddress, figures_of: Collection[str]
+        self, worker: WorkerAddress, metrics_of: Collection[str]
     ) -> Sequence[Mapping[str, Any]]: ...

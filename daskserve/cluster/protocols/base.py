@@ -26,19 +26,19 @@ from daskserve.common.types import (
     Load,
     OnAnswer,
     Payload,
-    Reach,
+    Reachability,
     Receive,
     Send,
-    UseReport,
+    UsageReport,
     WorkerAddress,
     WorkerInfo,
 )
-from daskserve.context import HasLink
+from daskserve.context import HasConnection
 from daskserve.errors import ServeError
-from daskserve.figures.table import MetricSample
-from daskserve.loops.hops import Hop, Hops, Landing
+from daskserve.loops.thread_calls import CallInbox, CallsByLoop, ThreadCalls
 from daskserve.loops.threads import StartThread, start_daemon
 from daskserve.payload.parcels import Parcel
+from daskserve.telemetry.table import MetricSample
 
 T = TypeVar("T")
 
@@ -63,12 +63,12 @@ class ActorSpec:
         return self.incarnation if self.kind is ActorKind.CONTROLLER else self.incarnation >> EPOCH_BITS
 
 
-ViewT_co = TypeVar("ViewT_co", bound=HasLink, covariant=True)
+ViewT_co = TypeVar("ViewT_co", bound=HasConnection, covariant=True)
 
 
 @dataclass(frozen=True)  # without slots, which the alias `ActorContext` could not be called with
 class ContextWith(Generic[ViewT_co]):
-    """An actor's spec and its view of the cluster, of which a replica in a child process has only a link."""
+    """An actor's spec and its view of the cluster; a replica in a child process has only a connection."""
 
     spec: ActorSpec
     cluster: ViewT_co
@@ -76,7 +76,7 @@ class ContextWith(Generic[ViewT_co]):
     rng: random.Random
     worker: WorkerAddress = ""
     #: Where calls from user threads arrive on this loop; None means no fixed place.
-    landing: Landing | None = None
+    inbox: CallInbox | None = None
     #: Starts the first thread of user code; in a child process, that is its main thread.
     start_thread: StartThread = start_daemon
 
@@ -123,7 +123,7 @@ class Hosted(Protocol):
         """Stop; running requests may finish for up to ``grace_s``. Idempotent; cancelled only if late."""
 
     def samples(self) -> Iterable[MetricSample]:
-        """Return the actor's metrics; see `daskserve.figures.collector.Source`."""
+        """Return the actor's metrics; see `daskserve.telemetry.collector.Source`."""
 
 
 @runtime_checkable
@@ -143,10 +143,10 @@ class ReportsHealth(Protocol):
 
 
 @runtime_checkable
-class ReportsFigures(Protocol):
+class ReportsMetrics(Protocol):
     """An actor with metrics for autoscaling, as replicas have."""
 
-    def figures(self) -> dict[str, Any]:
+    def metrics(self) -> dict[str, Any]:
         """Return the metrics, in plain values."""
 
 
@@ -198,18 +198,18 @@ class Cluster(Protocol):
         """
 
     async def inspect(
-        self, worker: WorkerAddress, *, figures_of: Collection[str] = (), by_scheduler: bool = False
+        self, worker: WorkerAddress, *, metrics_of: Collection[str] = (), by_scheduler: bool = False
     ) -> Sequence[Mapping[str, Any]]:
         """Return the current actors of the instance on a worker, asked directly or by the scheduler.
 
         Each is ``{"name", "kind", "incarnation", "is_ready", "is_healthy", "detail", "worker", "pid"}``, with
-        ``"figures"`` if the actor has any and is named in ``figures_of``, ``"broken_routes"`` if there are
+        ``"metrics"`` if the actor has any and is named in ``metrics_of``, ``"broken_routes"`` if there are
         workers that its process does not reach directly, ``"busy"`` while it starts or stops (what it does,
         and for how many seconds), and further facts of its health.
         Raises `ActorLostError` if the worker is gone, and never returns if its process is stopped.
         """
 
-    async def report(self, epoch: int, report: UseReport) -> bool:
+    async def report(self, epoch: int, report: UsageReport) -> bool:
         """Report what the instance uses to the scheduler, which ignores reports of older controllers.
 
         Returns whether the cluster is adaptive: it adds workers for waiting replicas and removes empty ones.
@@ -257,11 +257,11 @@ class Routes(Protocol):
     """The routes from one process to the workers; see `daskserve.cluster.routes.WorkerRoutes`."""
 
     def watch(
-        self, note: Callable[[WorkerAddress, Reach], object], is_used: Callable[[WorkerAddress], bool]
+        self, note: Callable[[WorkerAddress, Reachability], object], is_used: Callable[[WorkerAddress], bool]
     ) -> None:
         """Call ``note(worker, route)`` when a route changes; a lost worker is dialled while it is used."""
 
-    def to(self, worker: WorkerAddress) -> Reach | None:
+    def to(self, worker: WorkerAddress) -> Reachability | None:
         """Return the route to a worker; None if it is not known yet."""
 
     async def connect(self, worker: WorkerAddress) -> None:
@@ -270,7 +270,7 @@ class Routes(Protocol):
     def break_off(self, worker: WorkerAddress) -> None:
         """Fail the requests that are under way at a worker, because it does not answer."""
 
-    def broken(self) -> Mapping[WorkerAddress, Reach]:
+    def broken(self) -> Mapping[WorkerAddress, Reachability]:
         """Return the workers that are not reached directly, each with its route."""
 
     def close(self) -> None:
@@ -284,7 +284,7 @@ class Process(Cluster, Protocol):
     def clock(self) -> Clock: ...
 
     @property
-    def link(self) -> Link: ...
+    def connection(self) -> ClusterConnection: ...
 
     @property
     def listener(self) -> Listener:
@@ -329,10 +329,10 @@ class ValueTransfer(Protocol):
         """Return the values that `take` took out in another process."""
 
 
-class Link(Protocol):
-    """The event loop of a process's connections, and the hops onto it from other threads.
+class ClusterConnection(Protocol):
+    """The event loop of a process's connections, and the calls to it from other threads.
 
-    See `daskserve.cluster.dask.connection.DaskLink`.
+    See `daskserve.cluster.dask.connection.DaskConnection`.
     """
 
     @property
@@ -348,12 +348,12 @@ class Link(Protocol):
     def request_ids(self) -> RequestIds: ...
 
     @property
-    def hops(self) -> Hops:
-        """Hops onto event loops: this link's own, and those of its callers."""
+    def calls_by_loop(self) -> CallsByLoop:
+        """Calls to event loops: this connection's own, and those of its callers."""
 
     @property
-    def hop(self) -> Hop:
-        """The hop onto the link's loop from other threads."""
+    def thread_calls(self) -> ThreadCalls:
+        """Calls to the connection's loop from other threads."""
 
     @property
     def is_closed(self) -> bool:
@@ -363,7 +363,7 @@ class Link(Protocol):
         """Return the error to raise if `is_closed`."""
 
     def runs_here(self) -> bool:
-        """Return whether the caller is on the link's own loop."""
+        """Return whether the caller is on the connection's own loop."""
 
     @property
     def values(self) -> ValueTransfer:
@@ -373,7 +373,7 @@ class Link(Protocol):
         """Return this process's view of an instance."""
 
 
-class ClientLink(Link, Protocol):
+class ClientConnection(ClusterConnection, Protocol):
     """The additional methods that a `daskserve.client.client.Client` needs."""
 
     #: The connection to the instance that `daskserve.run` uses in this process, if there is one.
@@ -394,13 +394,13 @@ class ClientLink(Link, Protocol):
         """Whether blocking calls are possible."""
 
     def sync(self, coroutine: Coroutine[Any, Any, T], *, timeout_s: float | None = None) -> T:
-        """Run a coroutine on the link's loop and return its result to this thread."""
+        """Run a coroutine on the connection's loop and return its result to this thread."""
 
     async def wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on the link's loop and return its result to a coroutine on any loop."""
+        """Run a coroutine on the connection's loop and return its result to a coroutine on any loop."""
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Run a coroutine on the link's loop without waiting for it; call on the loop only."""
+        """Run a coroutine on the connection's loop without waiting for it; call on the loop only."""
 
     async def ask(self, verb: str, **message: Any) -> Any:
         """Call a verb of the supervisor."""
@@ -412,7 +412,7 @@ class ClientLink(Link, Protocol):
         """Clear the default instance if it is this one."""
 
     async def instance_ended(self, instance: InstanceName, *, asynchronous: bool) -> None:
-        """Close what daskserve created for this link, if this was its last instance: a cluster or client."""
+        """Close the cluster or client that daskserve created, if this was the connection's last instance."""
 
     async def disconnect(self, instance: InstanceName = "", *, asynchronous: bool) -> None:
-        """Close the link and its Dask client if daskserve created that and no other instance needs it."""
+        """Close the connection; also its Dask client if daskserve created it and nothing else needs it."""

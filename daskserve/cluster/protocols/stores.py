@@ -1,7 +1,7 @@
 """The records of an instance: what its controller sees of them, and the place that keeps them.
 
-Several clusters may use one place, and at most one of them owns an instance's records. `Hold` says where an
-instance stands, `TURNS` how that changes; `daskserve.cluster.scheduler.holding` carries it out.
+Several clusters may use one place, and at most one of them owns an instance's records. `StoreOwnership` says
+where an instance stands, `TURNS` how that changes; `daskserve.cluster.scheduler.holding` carries it out.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 
-class Hold(enum.StrEnum):
+class StoreOwnership(enum.StrEnum):
     """Whether an instance owns its records in the store."""
 
     #: It starts, and nothing is written: another instance may own the records, and keeps them until this one
@@ -31,10 +31,10 @@ class Hold(enum.StrEnum):
     @property
     def is_ours(self) -> bool:
         """Whether changes of others are refused by the store."""
-        return self in (Hold.CLAIMED, Hold.HELD)
+        return self in (StoreOwnership.CLAIMED, StoreOwnership.HELD)
 
 
-class Turn(enum.Enum):
+class OwnershipEvent(enum.Enum):
     """What changes a hold."""
 
     CLAIM = enum.auto()
@@ -45,19 +45,19 @@ class Turn(enum.Enum):
 
 
 #: All changes; any other turn leaves a hold as it is.
-TURNS: Mapping[tuple[Hold, Turn], Hold] = {
-    (Hold.TRIAL, Turn.CLAIM): Hold.CLAIMED,
-    (Hold.TRIAL, Turn.OVERTAKEN): Hold.REFUSED,
-    (Hold.CLAIMED, Turn.WRITE): Hold.HELD,
-    (Hold.CLAIMED, Turn.OVERTAKEN): Hold.TAKEN,
-    (Hold.CLAIMED, Turn.RELEASE): Hold.RELEASED,
-    (Hold.HELD, Turn.OVERTAKEN): Hold.TAKEN,
-    (Hold.HELD, Turn.RELEASE): Hold.RELEASED,
-    (Hold.TAKEN, Turn.GIVEN_BACK): Hold.CLAIMED,
+TURNS: Mapping[tuple[StoreOwnership, OwnershipEvent], StoreOwnership] = {
+    (StoreOwnership.TRIAL, OwnershipEvent.CLAIM): StoreOwnership.CLAIMED,
+    (StoreOwnership.TRIAL, OwnershipEvent.OVERTAKEN): StoreOwnership.REFUSED,
+    (StoreOwnership.CLAIMED, OwnershipEvent.WRITE): StoreOwnership.HELD,
+    (StoreOwnership.CLAIMED, OwnershipEvent.OVERTAKEN): StoreOwnership.TAKEN,
+    (StoreOwnership.CLAIMED, OwnershipEvent.RELEASE): StoreOwnership.RELEASED,
+    (StoreOwnership.HELD, OwnershipEvent.OVERTAKEN): StoreOwnership.TAKEN,
+    (StoreOwnership.HELD, OwnershipEvent.RELEASE): StoreOwnership.RELEASED,
+    (StoreOwnership.TAKEN, OwnershipEvent.GIVEN_BACK): StoreOwnership.CLAIMED,
 }
 
 
-def turned(hold: Hold, turn: Turn) -> Hold:
+def turned(hold: StoreOwnership, turn: OwnershipEvent) -> StoreOwnership:
     """Return the hold after a turn."""
     return TURNS.get((hold, turn), hold)
 
@@ -117,7 +117,7 @@ class Store(Protocol):
         """
 
     @property
-    def hold(self) -> Hold:
+    def hold(self) -> StoreOwnership:
         """Whether the instance owns its records, as far as this process knows."""
 
     def learn(self, condition: Mapping[str, Any]) -> None:

@@ -25,7 +25,7 @@ from distributed import Scheduler
 
 from daskserve.cluster.distributed_internals import replace_idle_timeout, replace_method, restore_method
 from daskserve.cluster.scheduler.hosts import HOST_KEY
-from daskserve.common.types import InstanceName, UseReport, WorkerAddress
+from daskserve.common.types import InstanceName, UsageReport, WorkerAddress
 
 logger = logging.getLogger("daskserve.supervisor")
 
@@ -63,7 +63,7 @@ class Capacity:
         self._became_adaptive = became_adaptive
         #: When an adaptive cluster last requested its target.
         self._requested_at = -math.inf
-        self._reports: dict[InstanceName, UseReport] = {}
+        self._reports: dict[InstanceName, UsageReport] = {}
         self._idle_timeout: float | None = None
         self._originals: dict[str, Any] = {}
 
@@ -93,7 +93,7 @@ class Capacity:
             replace_idle_timeout(scheduler, self._idle_timeout)
         self._originals = {}
 
-    def report(self, instance: InstanceName, report: UseReport) -> None:
+    def report(self, instance: InstanceName, report: UsageReport) -> None:
         """Store an instance's report."""
         self._reports[instance] = report
 
@@ -120,7 +120,7 @@ class Capacity:
         Every instance must have reported that it knows of the retirement: an earlier report may be older than
         a replica that was just being placed.
         """
-        reports = [self._reports.get(instance, UseReport()) for instance in instances]
+        reports = [self._reports.get(instance, UsageReport()) for instance in instances]
         is_known = all(leaving <= report.retiring for report in reports)
         return is_known and leaving.isdisjoint(self.in_use())
 

@@ -19,7 +19,7 @@ from daskserve.cluster.scheduler.capacity import Capacity
 from daskserve.cluster.scheduler.controllers import ControllerKeeper, Instance
 from daskserve.cluster.scheduler.hosts import HostRegistry
 from daskserve.common.formatting import shown
-from daskserve.common.types import InstanceName, Leave, WorkerAddress
+from daskserve.common.types import InstanceName, RetirementStatus, WorkerAddress
 
 logger = logging.getLogger("daskserve.supervisor")
 
@@ -58,7 +58,7 @@ class Evacuations:
         self._changed = asyncio.Event()
         self._is_closed = False
         #: The workers that got SIGTERM.
-        self._leaving: dict[WorkerAddress, asyncio.Task[Leave]] = {}
+        self._leaving: dict[WorkerAddress, asyncio.Task[RetirementStatus]] = {}
 
     def wake(self) -> None:
         """Look again, after a report of a controller or the end of a worker or an instance."""
@@ -91,12 +91,12 @@ class Evacuations:
         self._changed.set()
 
     async def leave(self, worker: WorkerAddress, within_s: float) -> str:
-        """Retire a worker whose process ends within some seconds; return a `Leave`."""
+        """Retire a worker whose process ends within some seconds; return a `RetirementStatus`."""
         task = self._leaving.get(worker)
         if task is None:
             task = self._leaving[worker] = self._spawn(self._leave(worker, within_s))
         done, _ = await asyncio.wait({task}, timeout=ANSWER_S)
-        return task.result() if done else Leave.MOVING
+        return task.result() if done else RetirementStatus.MOVING
 
     async def depart(self, worker: WorkerAddress) -> None:
         """Tell all routers and controllers that a worker, which has no actors any more, is about to end.
@@ -106,9 +106,9 @@ class Evacuations:
         for instance in list(self._instances):
             self._publish(instance, {"kind": WORKERS, "joined": [], "left": [worker]})
 
-    async def _leave(self, worker: WorkerAddress, within_s: float) -> Leave:
+    async def _leave(self, worker: WorkerAddress, within_s: float) -> RetirementStatus:
         if not self._hosts.has(worker):
-            return Leave.STAYED
+            return RetirementStatus.STAYED
         retire = self._capacity.retire  # `uninstall` may run before it is called
         self._hosts.retiring.add(worker)
         self._changed.set()
@@ -125,11 +125,11 @@ class Evacuations:
             logger.log(
                 level, "Worker %s got SIGTERM and ends before all its actors have another place", worker
             )
-            return Leave.STAYED
+            return RetirementStatus.STAYED
         await self._hosts.release(worker)
         # Its process decides when it ends, and its nanny whether another one starts.
         await retire(workers=[worker], close_workers=False, remove=False)
-        return Leave.MOVED
+        return RetirementStatus.MOVED
 
     async def _begin(self, leaving: set[WorkerAddress]) -> None:
         self._hosts.retiring |= leaving

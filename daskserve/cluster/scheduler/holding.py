@@ -25,11 +25,11 @@ from typing import Any
 
 from daskserve.cluster.protocols.stores import (
     Claim,
-    Hold,
     InstanceStore,
+    OwnershipEvent,
     SharedStore,
     StoreChange,
-    Turn,
+    StoreOwnership,
     turned,
 )
 from daskserve.cluster.scheduler.parcels import is_row
@@ -55,8 +55,8 @@ def is_same_instance(owner: str | None, other: str | None) -> bool:
     return (owner or "").partition(".")[0] == (other or "").partition(".")[0]
 
 
-def _refused(hold: Hold) -> ServeError:
-    if hold in (Hold.TAKEN, Hold.REFUSED):
+def _refused(hold: StoreOwnership) -> ServeError:
+    if hold in (StoreOwnership.TAKEN, StoreOwnership.REFUSED):
         return StoreTakenError(REFUSAL)
     return UnavailableError(
         "The instance is still starting or has ended: the store is not its own; try again."
@@ -116,7 +116,7 @@ class HeldStore:
         self.shared = shared
         self._owner = owner
         self._clock = clock
-        self._hold: Hold | None = None  # before `begin`
+        self._hold: StoreOwnership | None = None  # before `begin`
         self._lock = asyncio.Lock()
         #: The epoch that commits are written with; those of controllers go on without the store.
         self._claimed = 0
@@ -130,12 +130,12 @@ class HeldStore:
         self._lacks_rows = False
 
     @property
-    def hold(self) -> Hold:
-        return Hold.HELD if self._hold is None else self._hold
+    def hold(self) -> StoreOwnership:
+        return StoreOwnership.HELD if self._hold is None else self._hold
 
     def problems(self) -> Mapping[str, str]:
         found = dict(self.shared.problems())
-        if self._hold is Hold.TAKEN:
+        if self._hold is StoreOwnership.TAKEN:
             found["store"] = REFUSAL
         return found
 
@@ -167,14 +167,14 @@ class HeldStore:
         self._epoch = max(found.epoch, epoch)
         self._lived_at = self._clock.now()
         if not returns:
-            self._hold, self._before = Hold.TRIAL, found
+            self._hold, self._before = StoreOwnership.TRIAL, found
             self._base = stored
             self._mirror.know(stored, rows=True)
         elif not found.owner or is_same_instance(found.owner, self._owner):
-            self._hold, self._claimed = Hold.HELD, found.epoch
+            self._hold, self._claimed = StoreOwnership.HELD, found.epoch
             self._mirror.know(stored)
         else:
-            self._hold = Hold.TAKEN
+            self._hold = StoreOwnership.TAKEN
             self._mirror.know(stored if records is None else records, rows=True)
             self._mirror.keep_rows(stored)
             logger.error("Store %r: %s", self.shared, REFUSAL)
@@ -185,13 +185,13 @@ class HeldStore:
             if self.hold.is_ours and self._hold is not None:
                 owner = (self._before.owner or "") if gives_back else ""
                 await self.shared.claim_epoch(self._claimed, owner)
-                self._turn(Turn.RELEASE)
-            elif self._hold in (Hold.TRIAL, Hold.REFUSED):
+                self._turn(OwnershipEvent.RELEASE)
+            elif self._hold in (StoreOwnership.TRIAL, StoreOwnership.REFUSED):
                 await self.shared.forget_knock(self._owner)
 
     async def watch(self) -> None:
         """Look at the store again and again; return if the trial has failed."""
-        while self._hold is not Hold.REFUSED:
+        while self._hold is not StoreOwnership.REFUSED:
             await self._clock.sleep(LOOK_S)
             try:
                 await self.look()
@@ -201,11 +201,11 @@ class HeldStore:
     async def look(self) -> None:
         """Look once: answer others, or ask the owner, or find out that the store changes hands."""
         async with self._lock:
-            if self.hold is Hold.TRIAL:
+            if self.hold is StoreOwnership.TRIAL:
                 if self._before.owner and await self.shared.knock(self._owner):
                     self._lived_at = self._clock.now()
                     await self.shared.forget_knock(self._owner)  # asked anew the next time
-            elif self.hold is Hold.TAKEN:
+            elif self.hold is StoreOwnership.TAKEN:
                 if self._lacks_rows:
                     await self._fetch_rows()
                 await self._come_back()
@@ -213,7 +213,7 @@ class HeldStore:
                 found = await self.shared.look(answers=True)
                 if found.epoch != self._claimed:
                     await self._overtaken()
-                elif self.hold is Hold.CLAIMED and not self._base:
+                elif self.hold is StoreOwnership.CLAIMED and not self._base:
                     await self._write()  # what was given back
 
     # Records
@@ -223,7 +223,7 @@ class HeldStore:
         if self._hold is None:
             return await self.shared.load()
         async with self._lock:
-            if self._hold is Hold.HELD:
+            if self._hold is StoreOwnership.HELD:
                 stored = await self.shared.load()
                 if (await self.shared.look()).epoch == self._claimed:
                     self._mirror.know(stored)
@@ -237,7 +237,7 @@ class HeldStore:
             return await self.shared.commit(epoch, change)
         async with self._lock:
             self._check_epoch(epoch)
-            if self._hold is Hold.HELD and await self._is_written(
+            if self._hold is StoreOwnership.HELD and await self._is_written(
                 lambda: self.shared.commit(self._claimed, change)
             ):
                 self._mirror.apply(change.records, rows=False)
@@ -252,7 +252,7 @@ class HeldStore:
             return await self.shared.rewrite(epoch, change, unreadable)
         async with self._lock:
             self._check_epoch(epoch)
-            if self._hold is not Hold.HELD or not await self._is_written(
+            if self._hold is not StoreOwnership.HELD or not await self._is_written(
                 lambda: self.shared.rewrite(self._claimed, change, unreadable)
             ):
                 raise _refused(self.hold)
@@ -267,7 +267,7 @@ class HeldStore:
                 await write()
             except StaleEpochError:
                 await self._overtaken()
-                if self._hold is not Hold.HELD:
+                if self._hold is not StoreOwnership.HELD:
                     return False
             else:
                 return True
@@ -301,13 +301,13 @@ class HeldStore:
         """See `Store.take_over`."""
         async with self._lock:
             self._check_epoch(epoch)
-            if self._hold is Hold.TRIAL and not await self._is_claimed(is_complete):
+            if self._hold is StoreOwnership.TRIAL and not await self._is_claimed(is_complete):
                 return None
-            if self._hold in (Hold.TAKEN, Hold.REFUSED):
+            if self._hold in (StoreOwnership.TAKEN, StoreOwnership.REFUSED):
                 raise StoreTakenError(
                     "Another cluster has taken over the store since this instance began to start."
                 )
-            if self._hold is not Hold.CLAIMED:
+            if self._hold is not StoreOwnership.CLAIMED:
                 return {}
             # Whoever had the store before cannot change it any more.
             latest = await self.shared.load()
@@ -325,7 +325,7 @@ class HeldStore:
         found = await self.shared.look()
         is_another = found.owner != "" and not is_same_instance(found.owner, self._before.owner)
         if found.epoch != self._before.epoch and is_another:
-            self._turn(Turn.OVERTAKEN)
+            self._turn(OwnershipEvent.OVERTAKEN)
             return True
         may_live = bool(found.owner) and self._clock.now() < self._lived_at + PATIENCE_S
         if may_live and not is_complete:
@@ -334,7 +334,7 @@ class HeldStore:
             await self._claim(found.epoch)
         except StaleEpochError:
             return False  # by a new controller of the owner, or by another cluster; look again
-        self._turn(Turn.CLAIM)
+        self._turn(OwnershipEvent.CLAIM)
         return True
 
     async def _claim(self, after: int) -> None:
@@ -348,15 +348,15 @@ class HeldStore:
         try:
             await self.shared.commit(self._claimed, StoreChange(self._mirror.difference(known)))
         except StaleEpochError:
-            self._turn(Turn.OVERTAKEN)
+            self._turn(OwnershipEvent.OVERTAKEN)
             return False
-        self._turn(Turn.WRITE)
+        self._turn(OwnershipEvent.WRITE)
         self._mirror.know(self._mirror.records)
         return True
 
     async def _overtaken(self) -> None:
         """Note that somebody else has claimed the store."""
-        self._turn(Turn.OVERTAKEN)
+        self._turn(OwnershipEvent.OVERTAKEN)
         self._lacks_rows = True
         try:
             await self._fetch_rows()
@@ -377,14 +377,14 @@ class HeldStore:
             await self._claim(found.epoch)
         except StaleEpochError:
             return
-        self._turn(Turn.GIVEN_BACK)
+        self._turn(OwnershipEvent.GIVEN_BACK)
         await self._write()
 
-    def _turn(self, turn: Turn) -> None:
+    def _turn(self, turn: OwnershipEvent) -> None:
         before, self._hold = self._hold, turned(self.hold, turn)
         if self._hold is before:
             return
-        if self._hold in (Hold.TAKEN, Hold.REFUSED):
+        if self._hold in (StoreOwnership.TAKEN, StoreOwnership.REFUSED):
             logger.error("Store %r: %s", self.shared, REFUSAL)
         else:
             logger.info("Store %r: %s, it was %s", self.shared, self._hold, before)

@@ -284,11 +284,11 @@ class HostRegistry:
         return answer["value"]
 
     async def inspect(
-        self, worker: WorkerAddress, instance: InstanceName, figures_of: Collection[str]
+        self, worker: WorkerAddress, instance: InstanceName, metrics_of: Collection[str]
     ) -> Sequence[Mapping[str, Any]]:
         """Return an instance's actors on a worker, for a caller that cannot reach the worker itself."""
         async with asyncio.timeout(INSPECT_S):
-            return await list_actors(self.call, worker, instance, figures_of)
+            return await list_actors(self.call, worker, instance, metrics_of)
 
     async def entrust(self, instance: InstanceName) -> None:
         """Have all Hosts keep the message that starts an instance."""

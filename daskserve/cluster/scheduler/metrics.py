@@ -8,11 +8,11 @@ from daskserve.cluster.scheduler.controllers import Instance
 from daskserve.cluster.scheduler.hosts import HostRegistry
 from daskserve.cluster.scheduler.http.site_guard import SiteGuard
 from daskserve.common.types import InstanceName
-from daskserve.figures.table import MetricSample
+from daskserve.telemetry.table import MetricSample
 
 
-class SupervisorFigures:
-    """A `daskserve.figures.collector.Source`."""
+class SupervisorMetrics:
+    """A `daskserve.telemetry.collector.Source`."""
 
     def __init__(
         self, instances: Mapping[InstanceName, Instance], hosts: HostRegistry, guard: SiteGuard

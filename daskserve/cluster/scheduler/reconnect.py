@@ -35,7 +35,7 @@ CHECK_S = 0.02
 
 
 @dataclass(slots=True)
-class _Return:
+class _ReturningInstance:
     """An instance that is about to start."""
 
     start: Mapping[str, Any]
@@ -80,7 +80,7 @@ class KnownInstance:
     is_trial: bool = False
 
 
-class Returns:
+class ReturningInstances:
     """See the module.
 
     Parameters
@@ -106,7 +106,7 @@ class Returns:
         self._start = start
         self._end_after = end_after
         self._spawn = spawn
-        self._returning: dict[InstanceName, _Return] = {}
+        self._returning: dict[InstanceName, _ReturningInstance] = {}
 
     @property
     def are_pending(self) -> bool:
@@ -140,7 +140,7 @@ class Returns:
         if entry is None:
             if is_in_memory(start["store"]) and records is None:
                 return False  # only the worker with the controller has the records
-            entry = self._returning[name] = _Return(start, asyncio.get_running_loop().time())
+            entry = self._returning[name] = _ReturningInstance(start, asyncio.get_running_loop().time())
             self._spawn(self._begin(name, entry))
         entry.workers |= {worker, *workers}
         entry.epoch = max(entry.epoch, epoch)
@@ -148,7 +148,7 @@ class Returns:
             entry.records, entry.records_epoch, entry.is_trial = records, epoch, is_trial
         return False
 
-    async def _begin(self, name: InstanceName, entry: _Return) -> None:
+    async def _begin(self, name: InstanceName, entry: _ReturningInstance) -> None:
         loop = asyncio.get_running_loop()
         try:
             while not entry.is_due(self._scheduler.workers, loop.time()):  # noqa: ASYNC110 - many causes

@@ -45,11 +45,11 @@ from daskserve.cluster.scheduler.hosts import HostRegistry
 from daskserve.cluster.scheduler.http.discovery import Targets
 from daskserve.cluster.scheduler.http.scale_route import ScaleRoute
 from daskserve.cluster.scheduler.http.site_guard import SiteGuard
-from daskserve.cluster.scheduler.metrics import SupervisorFigures
+from daskserve.cluster.scheduler.metrics import SupervisorMetrics
 from daskserve.cluster.scheduler.parcels import parcel_verbs
 from daskserve.cluster.scheduler.reconnect import (
     KnownInstance,
-    Returns,
+    ReturningInstances,
     check_return,
     close_records,
     open_records,
@@ -59,7 +59,7 @@ from daskserve.cluster.scheduler.sharing import share_instance
 from daskserve.cluster.scheduler.splice import Splices
 from daskserve.cluster.scheduler.topics import EndedTopics
 from daskserve.cluster.store.opening import open_store
-from daskserve.common.types import DEFAULT_INSTANCE, InstanceName, UseReport, WorkerAddress
+from daskserve.common.types import DEFAULT_INSTANCE, InstanceName, UsageReport, WorkerAddress
 from daskserve.errors import (
     AlreadyRunningError,
     InstanceError,
@@ -67,9 +67,9 @@ from daskserve.errors import (
     ServeError,
     UnavailableError,
 )
-from daskserve.figures.collector import PROCESS
 from daskserve.loops.tasks import TaskSet
 from daskserve.payload.packed_errors import dump_error
+from daskserve.telemetry.collector import PROCESS
 
 logger = logging.getLogger("daskserve.supervisor")
 
@@ -134,13 +134,13 @@ class Supervisor(SchedulerPlugin):
         self._cancelled_starts: deque[str] = deque(maxlen=MAX_CANCELLED_STARTS)
         self._is_closed = False
         self._drains = Drains(self._known, self._hosts.call, self._end_instance, self._tasks.spawn)
-        self._returns = Returns(
+        self._returns = ReturningInstances(
             scheduler, self._instances, self._start_instance, self._drains.end_after, self._tasks.spawn
         )
         self._verbs = self._make_verbs()
         self._verbs["targets"] = targets.describe
-        self._figures = SupervisorFigures(self._instances, self._hosts, guard)
-        PROCESS.add(self._figures)
+        self._metrics = SupervisorMetrics(self._instances, self._hosts, guard)
+        PROCESS.add(self._metrics)
         add_handler(scheduler, SUPERVISOR_OP, self.handle)
         add_handler(scheduler, SPLICE_OP, self._splices.accept)
         answer_signal(scheduler, self._hosts.abandon)
@@ -364,7 +364,7 @@ class Supervisor(SchedulerPlugin):
         entry = self._known(instance)
         if epoch == entry.epoch:
             entry.proxies = frozenset(proxies)
-            report = UseReport(
+            report = UsageReport(
                 frozenset(in_use),
                 frozenset(retiring),
                 waiting_workers,
@@ -447,7 +447,7 @@ class Supervisor(SchedulerPlugin):
         """Undo `start` and `_hosts_ready`, so that nothing is left in the scheduler."""
         self._is_closed = True
         self._evacuations.close()
-        PROCESS.remove(self._figures)
+        PROCESS.remove(self._metrics)
         for instance in self._instances:  # left only if the scheduler itself is closing
             PROCESS.forget(instance)
         self._unused.cancel()

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
-from daskserve.cluster.protocols.stores import Hold, StoreChange
+from daskserve.cluster.protocols.stores import StoreChange, StoreOwnership
 from daskserve.cluster.store.errors import (
     StoreError,
     StoreFormatError,
@@ -86,8 +86,8 @@ class MemoryStore:
         return {}
 
     @property
-    def hold(self) -> Hold:
-        return Hold.HELD
+    def hold(self) -> StoreOwnership:
+        return StoreOwnership.HELD
 
     def learn(self, condition: Mapping[str, Any]) -> None:
         """Do nothing; what a process is told of this store is what it says itself."""

@@ -40,7 +40,7 @@ from daskserve.cluster.actors.calls import control_call
 from daskserve.cluster.channel.channel import Channel
 from daskserve.cluster.channel.wire.segments import Segments
 from daskserve.cluster.channel.wire.transport import SocketTransport, Transport
-from daskserve.cluster.dask.connection import DaskLink
+from daskserve.cluster.dask.connection import DaskConnection
 from daskserve.cluster.distributed_internals import scheduler_address
 from daskserve.cluster.probe import can_mix
 from daskserve.cluster.protocols.base import Process
@@ -304,9 +304,9 @@ async def _refuse(name: str, number: int, envelope: Envelope, receive: Receive, 
 
 def dump_access(cluster: Process) -> bytes:
     """Return the pickled `ClusterAccess` for a child."""
-    link, timeout_s = cluster.link, settings.timeouts().connect_s
-    address = scheduler_address(link.client) if isinstance(link, DaskLink) else None
-    if not isinstance(link, DaskLink) or address is None or address.startswith("inproc"):
+    connection, timeout_s = cluster.connection, settings.timeouts().connect_s
+    address = scheduler_address(connection.client) if isinstance(connection, DaskConnection) else None
+    if not isinstance(connection, DaskConnection) or address is None or address.startswith("inproc"):
         return dump_bytes(ClusterAccess(timeout_s=timeout_s))
-    facts = {} if link.worker is None else {name: getattr(link.worker, name) for name in FACTS}
-    return dump_bytes(ClusterAccess(address, dump_bytes(link.client.security), facts, timeout_s))
+    facts = {} if connection.worker is None else {name: getattr(connection.worker, name) for name in FACTS}
+    return dump_bytes(ClusterAccess(address, dump_bytes(connection.client.security), facts, timeout_s))

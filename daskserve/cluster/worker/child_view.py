@@ -22,7 +22,7 @@ from daskserve.payload.pickling import load_bytes
 if TYPE_CHECKING:
     from distributed import Client, Security
 
-    from daskserve.cluster.dask.connection import DaskLink
+    from daskserve.cluster.dask.connection import DaskConnection
     from daskserve.cluster.worker.user_clients import UserClients
 
 
@@ -68,8 +68,8 @@ class ChildView:
         self._user_clients: UserClients | None = None
 
     @property
-    def link(self) -> DaskLink:
-        """The child's link to the cluster.
+    def connection(self) -> DaskConnection:
+        """The child's connection to the cluster.
 
         Raises
         ------
@@ -78,12 +78,12 @@ class ChildView:
         ClusterUnreachableError
             The scheduler does not answer.
         """
-        from daskserve.cluster.dask.connection import link_of
+        from daskserve.cluster.dask.connection import connection_of
 
         with self._lock:
             if self._client is None:
                 self._client = self._connect()
-            return link_of(self._client)
+            return connection_of(self._client)
 
     async def fetch_parcel(self, code: str, parcel: Parcel) -> Sequence[Any]:
         """Return the parts of the parcel that came with the start, once."""
@@ -94,7 +94,7 @@ class ChildView:
         """Let Dask's ``get_worker()`` and ``get_client()`` work in this process."""
         access, find = self._access, self._find_user_client
         if access.worker:
-            view = WorkerView(access.worker, access.address, find, lambda: self.link)
+            view = WorkerView(access.worker, access.address, find, lambda: self.connection)
             answer_get_worker(view, CurrentClient(find))
 
     def _find_user_client(self) -> Client:
@@ -136,8 +136,8 @@ class ChildView:
         with self._lock:
             client, self._client = self._client, None
         if client is not None:
-            from daskserve.cluster.dask.connection import link_of
+            from daskserve.cluster.dask.connection import connection_of
 
-            link = link_of(client)
-            link.sync(link.close())
+            connection = connection_of(client)
+            connection.sync(connection.close())
             client.close()

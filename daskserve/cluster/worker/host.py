@@ -4,7 +4,7 @@ Problem: creating an actor with ``submit`` waits for a free task thread, possibl
 Choice: submit one Host per worker, once, and create controller, proxies and replicas inside it with an
 asynchronous call, which takes milliseconds on a worker whose threads are all busy.
 
-The Host is the interface to Dask; an `ActorBook` holds its actors. It owns what a process needs once: the
+The Host is the interface to Dask; an `ActorRegistry` holds its actors. It owns what a process needs once: the
 Dask client, the channels, and one `DaskCluster` per instance. All state is in this object and none in a
 module, because test clusters run several workers in one process.
 """
@@ -22,10 +22,10 @@ from typing import Any
 from distributed import Client, Worker, get_worker
 
 from daskserve._version import __version__
-from daskserve.cluster.actors.registry import ActorBook
+from daskserve.cluster.actors.registry import ActorRegistry
 from daskserve.cluster.channel.connect.dialling import CHANNEL_OP
 from daskserve.cluster.channel.connect.keyring import ChannelSecret
-from daskserve.cluster.dask.connection import DaskLink
+from daskserve.cluster.dask.connection import DaskConnection
 from daskserve.cluster.dask.encryption import as_client
 from daskserve.cluster.distributed_internals import (
     NO_REPLY,
@@ -46,10 +46,10 @@ from daskserve.common import settings
 from daskserve.common.clock import LoopClock
 from daskserve.common.types import ACTOR_FACTORIES, ActorKind, InstanceName
 from daskserve.errors import UnavailableError
-from daskserve.figures.collector import PROCESS
 from daskserve.internals.child_processes import ChildProcesses
 from daskserve.loops.forks import ForkGuard
 from daskserve.payload.packed_errors import dump_error
+from daskserve.telemetry.collector import PROCESS
 
 logger = logging.getLogger("daskserve.host")
 
@@ -89,9 +89,9 @@ class Host:
         self._user_clients: UserClients | None = None
         view = WorkerView(self._worker, self._worker.scheduler.address, self._find_user_client)
         current_client = CurrentClient(self._find_user_client)
-        #: The link of this worker's process; None until `open`.
-        self.link: DaskLink | None = None
-        self.book = ActorBook(
+        #: The connection of this worker's process; None until `open`.
+        self.connection: DaskConnection | None = None
+        self.registry = ActorRegistry(
             self._worker.address,
             os.getpid(),
             LoopClock(),
@@ -99,11 +99,11 @@ class Host:
             # User code in an actor finds this worker with Dask's own get_worker() and get_client().
             surroundings=lambda: as_current(view, current_client),
             on_change=self._tuning.objects_changed,
-            broken_routes=lambda instance: self._open_link.cluster(instance).routes.broken(),
+            broken_routes=lambda instance: self._open_connection.cluster(instance).routes.broken(),
         )
-        self._outage = Outage(self._worker, self.book, settings.scheduler().grace_s)
+        self._outage = Outage(self._worker, self.registry, settings.scheduler().grace_s)
         grace_s = settings.process().termination_grace_s
-        self.retirement = Retirement(self._worker, self.book, LoopClock(), grace_s)
+        self.retirement = Retirement(self._worker, self.registry, LoopClock(), grace_s)
         # In this task thread, imports do not block the event loop, and later deploys do not wait for them.
         self._factories = {kind: load_factory(kind) for kind in ActorKind}
 
@@ -121,9 +121,9 @@ class Host:
         secret
             What those must know who open channels to this worker.
         """
-        if self.link is not None:
-            self.link.channels.learn(secret)
-            await self.book.end_controllers()
+        if self.connection is not None:
+            self.connection.channels.learn(secret)
+            await self.registry.end_controllers()
         else:
             client = Client(
                 self._worker.scheduler.address,
@@ -133,14 +133,18 @@ class Host:
                 direct_to_workers=True,
                 name="daskserve-host",
             )
-            self.link = DaskLink(client, role="worker", worker=self._worker, book=self.book)
-            self.link.channels.learn(secret)
+            self.connection = DaskConnection(
+                client, role="worker", worker=self._worker, registry=self.registry
+            )
+            self.connection.channels.learn(secret)
             # `close` may be called during the first await, so everything that it undoes is done before.
             add_handler(self._worker, CHANNEL_OP, self._accept)
-            self._outage.open(self.link)
+            self._outage.open(self.connection)
             setattr(self._worker, HOST_ATTRIBUTE, self)
             self._user_clients = UserClients(
-                self._worker.scheduler.address, as_client(self._worker.security, "worker"), self.link.loop
+                self._worker.scheduler.address,
+                as_client(self._worker.security, "worker"),
+                self.connection.loop,
             )
             self._tuning.open()
             has_process = is_own_process(self._worker)
@@ -158,14 +162,14 @@ class Host:
         self._outage.starts[instance] = start
 
     async def _accept(self, comm: Any, by_socket: bool) -> Any:
-        await self._open_link.channels.accept(comm, by_socket=by_socket)
+        await self._open_connection.channels.accept(comm, by_socket=by_socket)
         return NO_REPLY
 
     @property
-    def _open_link(self) -> DaskLink:
-        if self.link is None:
+    def _open_connection(self) -> DaskConnection:
+        if self.connection is None:
             raise self._not_open()
-        return self.link
+        return self.connection
 
     def _not_open(self) -> UnavailableError:
         return UnavailableError(f"The Host on {self._worker.address} is not open.")
@@ -173,7 +177,7 @@ class Host:
     async def call(self, name: str, incarnation: int, verb: str, message: dict[str, Any]) -> dict[str, Any]:
         """Call a verb for the supervisor; return errors as bytes, because foreign ones may not unpickle."""
         try:
-            return {"value": await self.book.call(name, incarnation, verb, message)}
+            return {"value": await self.registry.call(name, incarnation, verb, message)}
         except Exception as error:
             # Every error goes back to the caller, which raises it.
             return {"error": dump_error(error)}
@@ -181,28 +185,28 @@ class Host:
     async def end_instance(self, instance: InstanceName) -> None:
         """Stop an instance's actors and forget the instance."""
         self._outage.starts.pop(instance, None)
-        await self.book.end_instance(instance)
-        await self._open_link.drop_cluster(instance)
+        await self.registry.end_instance(instance)
+        await self._open_connection.drop_cluster(instance)
         PROCESS.forget(instance)
 
     async def close(self) -> None:
         """Stop all actors and remove everything of daskserve from the worker."""
-        for instance in {entry.spec.instance for entry in self.book.entries.values()}:
+        for instance in {entry.spec.instance for entry in self.registry.entries.values()}:
             await self.end_instance(instance)
         remove_handler(self._worker, CHANNEL_OP)
         self._tuning.close()
         self._forks.close()
         self._children.close()
         await asyncio.to_thread(self._logs.close)
-        if self.link is not None:
+        if self.connection is not None:
             self._outage.close()
             self.retirement.close()
             delattr(self._worker, HOST_ATTRIBUTE)
-            link, self.link = self.link, None
+            connection, self.connection = self.connection, None
             if self._user_clients is not None:
                 await self._user_clients.close()
-            await link.close()
-            await link.client.close()
+            await connection.close()
+            await connection.client.close()
 
     def _find_user_client(self) -> Client:
         if self._user_clients is None:
@@ -210,14 +214,16 @@ class Host:
         return self._user_clients.present()
 
     def _peers(self) -> list[str]:
-        channels = [] if self.link is None else list(self.link.channels.peers)
+        channels = [] if self.connection is None else list(self.connection.channels.peers)
         return [self._worker.scheduler.address, *channels]
 
     def _has_replicas(self) -> bool:
-        return any(entry.spec.kind is ActorKind.REPLICA for entry in self.book.entries.values())
+        return any(entry.spec.kind is ActorKind.REPLICA for entry in self.registry.entries.values())
 
     def _make(self, spec: ActorSpec) -> Hosted:
-        link = self._open_link
-        cluster = link.cluster(spec.instance)
-        context = ActorContext(spec, cluster, link.clock, link.rng, self._worker.address, link.landing)
+        connection = self._open_connection
+        cluster = connection.cluster(spec.instance)
+        context = ActorContext(
+            spec, cluster, connection.clock, connection.rng, self._worker.address, connection.inbox
+        )
         return self._factories[spec.kind](context)

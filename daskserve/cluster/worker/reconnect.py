@@ -19,11 +19,11 @@ from typing import Any
 
 from distributed import Worker
 
-from daskserve.cluster.actors.registry import ActorBook
-from daskserve.cluster.dask.connection import DaskLink
+from daskserve.cluster.actors.registry import ActorRegistry
+from daskserve.cluster.dask.connection import DaskConnection
 from daskserve.cluster.dask.reconnect import PERIOD_S, wait_for_scheduler
 from daskserve.cluster.distributed_internals import (
-    Fate,
+    WorkerOutcome,
     answer_lost_scheduler,
     connection_args,
     forget_tasks,
@@ -67,16 +67,16 @@ class Outage:
         The message that starts each instance, as the supervisor got it.
     """
 
-    def __init__(self, worker: Worker, book: ActorBook, grace_s: float) -> None:
+    def __init__(self, worker: Worker, registry: ActorRegistry, grace_s: float) -> None:
         self.starts: dict[InstanceName, Mapping[str, Any]] = {}
         self._worker = worker
-        self._book = book
+        self._registry = registry
         self._grace_s = grace_s
         self._tasks = TaskSet(logger)
 
-    def open(self, link: DaskLink) -> None:
+    def open(self, connection: DaskConnection) -> None:
         """Answer for the worker from now on when its scheduler is lost."""
-        self._link = link
+        self._connection = connection
         if self._grace_s > 0:
             answer_lost_scheduler(self._worker, self._survive)
 
@@ -85,11 +85,11 @@ class Outage:
         stop_answering_lost_scheduler(self._worker)
         self._tasks.cancel()
 
-    async def _survive(self) -> Fate:
+    async def _survive(self) -> WorkerOutcome:
         if not self.starts:
-            return Fate.CLOSES
-        address, lost_id = self._worker.scheduler.address, scheduler_id(self._link.client)
-        began = self._link.clock.now()
+            return WorkerOutcome.CLOSES
+        address, lost_id = self._worker.scheduler.address, scheduler_id(self._connection.client)
+        began = self._connection.clock.now()
         pause_heartbeat(self._worker)
         logger.warning(
             "The scheduler %s is lost; this worker serves without it for up to %s s",
@@ -101,34 +101,36 @@ class Outage:
         except OSError as error:
             if is_present(self._worker):
                 logger.error("%s This worker ends.", error)
-                await self._book.drain(DRAIN_S)
-            return Fate.CLOSES
+                await self._registry.drain(DRAIN_S)
+            return WorkerOutcome.CLOSES
         if found_id == lost_id or not is_present(self._worker):
-            return Fate.CLOSES  # the scheduler has replaced what was here, or somebody closes the worker
+            return (
+                WorkerOutcome.CLOSES
+            )  # the scheduler has replaced what was here, or somebody closes the worker
         left = await self._hand_over()
         if not await self._has_no_tasks():
             logger.warning("A Dask task still runs on this worker, which is replaced instead of registered")
             await asyncio.gather(*(self._ask(each, left) for each in list(self.starts)))
-            await self._book.drain(DRAIN_S)
-            return Fate.RESTARTS
+            await self._registry.drain(DRAIN_S)
+            return WorkerOutcome.RESTARTS
         await register_again(self._worker)
-        away_s = self._link.clock.now() - began
+        away_s = self._connection.clock.now() - began
         logger.warning("The scheduler is back after %s s; this worker is registered again", shown(away_s))
         for instance in list(self.starts):
             self._tasks.spawn(self._bring_back(instance, left), f"back-{instance}")
-        return Fate.STAYS
+        return WorkerOutcome.STAYS
 
     async def _has_no_tasks(self) -> bool:
-        deadline = self._link.clock.now() + TASKS_S
+        deadline = self._connection.clock.now() + TASKS_S
         while not forget_tasks(self._worker):
-            if self._link.clock.now() > deadline:
+            if self._connection.clock.now() > deadline:
                 return False
             await asyncio.sleep(PERIOD_S)
         return True
 
     async def _next_scheduler(self, address: str, lost_id: str | None) -> str:
         """Return the id of the scheduler that comes to an address; that of the lost one if it stays."""
-        clock = self._link.clock
+        clock = self._connection.clock
         closes_until = clock.now() + CLOSES_S
         while True:
             found_id = await wait_for_scheduler(
@@ -145,31 +147,31 @@ class Outage:
     async def _hand_over(self) -> dict[InstanceName, Mapping[str, Any]]:
         """Return what the controllers here know, by instance."""
         found: dict[InstanceName, Mapping[str, Any]] = {}
-        for controller in self._book.controllers():
+        for controller in self._registry.controllers():
             spec = controller.spec
             try:
-                found[spec.instance] = await self._book.call(spec.name, spec.incarnation, "hand_over", {})
+                found[spec.instance] = await self._registry.call(spec.name, spec.incarnation, "hand_over", {})
             except ServeError as error:
                 logger.warning("Controller %s does not tell what it knows: %s", spec.name, error)
         return found
 
     async def _bring_back(self, instance: InstanceName, left: Mapping[InstanceName, Any]) -> None:
         """Ask the scheduler for an instance until it runs there; end it here if it does not come back."""
-        deadline = self._link.clock.now() + self._grace_s
+        deadline = self._connection.clock.now() + self._grace_s
         while instance in self.starts and not await self._ask(instance, left):
-            if self._link.clock.now() > deadline:
+            if self._connection.clock.now() > deadline:
                 logger.error("Instance %s did not come back. Its actors here end.", instance)
-                await self._book.drain(DRAIN_S, instance)
+                await self._registry.drain(DRAIN_S, instance)
                 self.starts.pop(instance, None)
                 return
             await asyncio.sleep(ASK_S)
 
     async def _ask(self, instance: InstanceName, left: Mapping[InstanceName, Any]) -> bool:
         """Ask the scheduler to bring back an instance; return whether it runs."""
-        known = left.get(instance) or {"epoch": self._book.newest_epoch(instance)}
+        known = left.get(instance) or {"epoch": self._registry.newest_epoch(instance)}
         try:
             is_back: bool = await import_definition(BRING_BACK)(
-                self._link, self.starts[instance], self._worker.address, known
+                self._connection, self.starts[instance], self._worker.address, known
             )
         except (OSError, ServeError) as error:
             logger.info("Instance %s is not back yet: %s", instance, error)

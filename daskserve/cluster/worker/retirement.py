@@ -17,12 +17,12 @@ from collections.abc import Callable
 
 from distributed import Worker
 
-from daskserve.cluster.actors.registry import ActorBook
+from daskserve.cluster.actors.registry import ActorRegistry
 from daskserve.cluster.dask.cluster import ask_from_worker
 from daskserve.cluster.worker.nannies import watch_nanny
 from daskserve.common.clock import Clock
 from daskserve.common.formatting import shown
-from daskserve.common.types import Leave
+from daskserve.common.types import RetirementStatus
 from daskserve.errors import ServeError
 from daskserve.loops.tasks import TaskSet
 from daskserve.loops.termination import begin_on, on_sigterm
@@ -47,9 +47,9 @@ class Retirement:
         How long the sender of SIGTERM waits before it kills.
     """
 
-    def __init__(self, worker: Worker, book: ActorBook, clock: Clock, grace_s: float) -> None:
+    def __init__(self, worker: Worker, registry: ActorRegistry, clock: Clock, grace_s: float) -> None:
         self._worker = worker
-        self._book = book
+        self._registry = registry
         self._clock = clock
         self._grace_s = grace_s
         self._tasks = TaskSet(logger)
@@ -85,7 +85,7 @@ class Retirement:
         ends_at = self._clock.now() + self._grace_s - min(EXIT_S, self._grace_s * EXIT_SHARE)
         logger.info("SIGTERM: this worker retires and ends, within %s s", shown(self._grace_s))
         if not await self._move(ends_at):
-            await self._book.drain(max(0.0, ends_at - NEWS_S - self._clock.now()))
+            await self._registry.drain(max(0.0, ends_at - NEWS_S - self._clock.now()))
             await self._depart()
 
     async def _depart(self) -> None:
@@ -109,6 +109,6 @@ class Retirement:
             except (OSError, TimeoutError, ServeError) as error:
                 logger.warning("The scheduler does not move the actors of this worker: %r", error)
                 return False
-            if answer != Leave.MOVING:
-                return bool(answer == Leave.MOVED)
+            if answer != RetirementStatus.MOVING:
+                return bool(answer == RetirementStatus.MOVED)
         return False

@@ -105,8 +105,8 @@ class WorkerView:
         The worker if it is in this process, otherwise a mapping of what is known of it.
     scheduler : str
         The scheduler's address.
-    find_link : callable, optional
-        Returns the link of this process, if no worker in it has one.
+    find_connection : callable, optional
+        Returns the connection of this process, if no worker in it has one.
     """
 
     def __init__(
@@ -114,11 +114,11 @@ class WorkerView:
         worker: Any,
         scheduler: str,
         find: FindClient,
-        find_link: Callable[[], Any] | None = None,
+        find_connection: Callable[[], Any] | None = None,
     ) -> None:
         self._worker = worker
         self._find = find
-        self.find_link = find_link
+        self.find_connection = find_connection
         self.loop = CurrentLoop(find)
         self.scheduler = CurrentScheduler(scheduler, find)
 

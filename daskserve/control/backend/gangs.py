@@ -14,8 +14,8 @@ from daskserve.common.types import ReplicaState, ReplicaTag, WorkerInfo
 from daskserve.control.backend import rollout
 from daskserve.control.backend.rollout import Steps
 from daskserve.control.observed.lifecycle import STOP_ORDER, WANTED_STATES
-from daskserve.control.placement.eviction_order import Burdens
-from daskserve.control.placement.placement import Demand, Trial, demand_of, room_for
+from daskserve.control.placement.eviction_order import EvictionCriteria
+from daskserve.control.placement.placement import Demand, TentativeUsage, demand_of, room_for
 from daskserve.control.records.bundles import bundles_of
 from daskserve.control.records.records import BackendRecord, ReplicaRecord
 
@@ -40,7 +40,7 @@ def by_gang(replicas: Iterable[ReplicaRecord]) -> list[tuple[ReplicaRecord, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class _Together:
+class _Gang:
     """Replicas that start and stop together, and the record that stands for them."""
 
     members: tuple[ReplicaRecord, ...]
@@ -53,7 +53,7 @@ def next_steps(
     *,
     max_surge: int,
     leaving: Collection[ReplicaTag],
-    burdens: Burdens,
+    criteria: EvictionCriteria,
 ) -> Steps:
     """Return the next steps, as `daskserve.control.backend.rollout.next_steps` does, in whole gangs.
 
@@ -70,10 +70,10 @@ def next_steps(
             max_surge=max_surge,
             max_unavailable=max_unavailable,
             leaving=leaving,
-            burdens=burdens,
+            criteria=criteria,
         )
     units = {each.record.tag: each for each in _units(backend, replicas, leaving)}
-    ongoing = {tag: _ongoing(unit.members, burdens.ongoing) for tag, unit in units.items()}
+    ongoing = {tag: _ongoing(unit.members, criteria.ongoing) for tag, unit in units.items()}
     steps = rollout.next_steps(
         wanted,
         backend.version,
@@ -81,7 +81,7 @@ def next_steps(
         max_surge=max_surge,
         max_unavailable=max_unavailable,
         leaving=leaving,
-        burdens=replace(burdens, ongoing=ongoing),
+        criteria=replace(criteria, ongoing=ongoing),
     )
     stop = tuple(member for each in steps.stop for member in units[each.tag].members)
     return Steps(steps.start * size, stop)
@@ -89,7 +89,7 @@ def next_steps(
 
 def _units(
     backend: BackendRecord, replicas: Sequence[ReplicaRecord], leaving: Collection[ReplicaTag]
-) -> Iterable[_Together]:
+) -> Iterable[_Gang]:
     """Return the live replicas as units of at least the wanted size.
 
     Old gangs may have another size, so small ones stop together with others. One that is too large counts as
@@ -110,14 +110,14 @@ def _units(
         yield _together(members, backend.version, leaving)
 
 
-def _together(members: tuple[ReplicaRecord, ...], version: str, leaving: Collection[ReplicaTag]) -> _Together:
+def _together(members: tuple[ReplicaRecord, ...], version: str, leaving: Collection[ReplicaTag]) -> _Gang:
     states = [each.state for each in members]
     is_old = members[0].version != version
     # What still serves of old replicas is worth keeping; a new gang serves once it is complete.
     serves = (any if is_old else all)(state is ReplicaState.RUNNING for state in states)
     state = ReplicaState.RUNNING if serves else min(states, key=STOP_ORDER.index)
     on_leaving = (each for each in members if each.tag in leaving)
-    return _Together(members, replace(next(on_leaving, members[0]), state=state))
+    return _Gang(members, replace(next(on_leaving, members[0]), state=state))
 
 
 def _ongoing(members: Iterable[ReplicaRecord], ongoing: Mapping[ReplicaTag, float]) -> float:
@@ -133,7 +133,7 @@ def demand_of_gang(backend: BackendRecord, gang: Sequence[ReplicaRecord]) -> Dem
 def to_drain(
     backend: BackendRecord,
     replicas: Sequence[ReplicaRecord],
-    trial: Trial,
+    trial: TentativeUsage,
     workers: Sequence[WorkerInfo],
     demand: Demand,
     ongoing: Mapping[ReplicaTag, float],

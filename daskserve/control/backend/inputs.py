@@ -13,7 +13,7 @@ from daskserve.control.records.state import State
 
 
 @dataclass(frozen=True, slots=True)
-class World:
+class StepInputs:
     """The inputs of a step other than the backend.
 
     Attributes

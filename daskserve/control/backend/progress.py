@@ -20,9 +20,9 @@ from typing import TypeAlias
 from daskserve.common.formatting import shown
 from daskserve.common.types import BackendTag, ReplicaState, ReplicaTag, described, short_tag
 from daskserve.control.backend import application as app_state
-from daskserve.control.backend.inputs import Step, World
+from daskserve.control.backend.inputs import Step, StepInputs
 from daskserve.control.observed.lifecycle import PLACED_STATES
-from daskserve.control.observed.observed import Busy, Observed
+from daskserve.control.observed.observed import Activity, Observed
 from daskserve.control.records.config_ids import is_outdated
 from daskserve.control.records.records import BackendRecord, Change, GoalRecord, ReplicaRecord
 from daskserve.control.records.state import State
@@ -40,73 +40,75 @@ _PASSING = frozenset({ReplicaState.STARTING, ReplicaState.SHOULD_STOP, ReplicaSt
 
 
 def is_overdue(
-    world: World, step: Step, goal: GoalRecord, backend: BackendRecord, replicas: Replicas
+    inputs: StepInputs, step: Step, goal: GoalRecord, backend: BackendRecord, replicas: Replicas
 ) -> bool:
     """Return whether a change has taken too long, given what the step has changed so far."""
     limit_s, deadline, full_from = (
         goal.limit_s,
-        world.observed.deadlines.get(goal.goal_id),
+        inputs.observed.deadlines.get(goal.goal_id),
         step.notes.full_from,
     )
     if limit_s is None or deadline is None:
         return False
     if goal.timeout_s is not None:
-        return world.now >= deadline
+        return inputs.now >= deadline
     if full_from is not None:
-        return world.now >= full_from + limit_s and not makes_room(world.observed, backend, replicas)
+        return inputs.now >= full_from + limit_s and not makes_room(inputs.observed, backend, replicas)
     return (
-        world.now >= deadline
-        and not has_moved(world.state, backend, step.change)
-        and not is_at_work(world.state, world.observed, goal, backend)
+        inputs.now >= deadline
+        and not has_moved(inputs.state, backend, step.change)
+        and not is_at_work(inputs.state, inputs.observed, goal, backend)
     )
 
 
-def note(world: World, step: Step, goal: GoalRecord, backend: BackendRecord, replicas: Replicas) -> None:
+def note(
+    inputs: StepInputs, step: Step, goal: GoalRecord, backend: BackendRecord, replicas: Replicas
+) -> None:
     """Set the deadline of a change at the end of a step; say from time to time what it waits for."""
-    limit_s, deadline, notes = goal.limit_s, world.observed.deadlines.get(goal.goal_id), step.notes
+    limit_s, deadline, notes = goal.limit_s, inputs.observed.deadlines.get(goal.goal_id), step.notes
     if limit_s is not None:
         if deadline is None:
-            tags = _tags(world.state, goal, backend)
-            members = [each for tag in tags for each in world.state.replicas_of(tag)]
-            deadline = world.now + _left_s(world, goal, limit_s, members)
+            tags = _tags(inputs.state, goal, backend)
+            members = [each for tag in tags for each in inputs.state.replicas_of(tag)]
+            deadline = inputs.now + _left_s(inputs, goal, limit_s, members)
             notes.deadlines[goal.goal_id] = deadline
         elif goal.timeout_s is None and (
-            has_moved(world.state, backend, step.change)
-            or (world.now >= deadline and is_at_work(world.state, world.observed, goal, backend))
+            has_moved(inputs.state, backend, step.change)
+            or (inputs.now >= deadline and is_at_work(inputs.state, inputs.observed, goal, backend))
         ):
-            deadline = notes.deadlines[goal.goal_id] = world.now + limit_s
+            deadline = notes.deadlines[goal.goal_id] = inputs.now + limit_s
         if goal.timeout_s is None and notes.full_from is not None:
-            if makes_room(world.observed, backend, replicas):
-                notes.full_from = world.now
+            if makes_room(inputs.observed, backend, replicas):
+                notes.full_from = inputs.now
             deadline = notes.full_from + limit_s
-        if deadline > world.now:  # else it waits for another deployment
+        if deadline > inputs.now:  # else it waits for another deployment
             step.wake(deadline)
-    _tell(world, step, backend, replicas.values())
+    _tell(inputs, step, backend, replicas.values())
 
 
-def _tell(world: World, step: Step, backend: BackendRecord, replicas: Iterable[ReplicaRecord]) -> None:
+def _tell(inputs: StepInputs, step: Step, backend: BackendRecord, replicas: Iterable[ReplicaRecord]) -> None:
     notes, replicas = step.notes, list(replicas)
-    is_due = notes.told_at is not None and world.now >= notes.told_at + TELL_S
-    if is_due and app_state.is_late(world.state, world.observed, backend, replicas):
-        parts = (notes.waiting, busy_text(world.observed, backend, replicas, step_s=1.0))
+    is_due = notes.told_at is not None and inputs.now >= notes.told_at + TELL_S
+    if is_due and app_state.is_late(inputs.state, inputs.observed, backend, replicas):
+        parts = (notes.waiting, busy_text(inputs.observed, backend, replicas, step_s=1.0))
         count = f"{running(backend, replicas)} of {backend.needed_replicas} replicas run"
         step.messages.append(
             f"A change of {short_tag(backend.tag)} takes long: {'; '.join([count, *filter(None, parts)])}"
         )
     if is_due or notes.told_at is None:
-        notes.told_at = world.now
+        notes.told_at = inputs.now
     step.wake(notes.told_at + TELL_S)
 
 
-def full_from(world: World, goal: GoalRecord | None, replicas: Iterable[ReplicaRecord]) -> float:
+def full_from(inputs: StepInputs, goal: GoalRecord | None, replicas: Iterable[ReplicaRecord]) -> float:
     """Return since when replicas have waited for room, if that is noted only now."""
     limit_s = None if goal is None else goal.limit_s
     if goal is None or limit_s is None:
-        return world.now
-    return world.now + _left_s(world, goal, limit_s, replicas) - limit_s
+        return inputs.now
+    return inputs.now + _left_s(inputs, goal, limit_s, replicas) - limit_s
 
 
-def _left_s(world: World, goal: GoalRecord, limit_s: float, replicas: Iterable[ReplicaRecord]) -> float:
+def _left_s(inputs: StepInputs, goal: GoalRecord, limit_s: float, replicas: Iterable[ReplicaRecord]) -> float:
     """Return how much of a time limit is left when a controller first sees a change.
 
     That is all of it, unless an earlier controller has begun the change.
@@ -114,10 +116,10 @@ def _left_s(world: World, goal: GoalRecord, limit_s: float, replicas: Iterable[R
     began_at = goal.opened_at
     if goal.timeout_s is None:
         began_at = max([began_at, *(each.moved_at for each in replicas)])
-    if goal.goal_id not in world.observed.inherited or not began_at:  # earlier versions record no times
+    if goal.goal_id not in inputs.observed.inherited or not began_at:  # earlier versions record no times
         return limit_s
     # The clocks of two machines differ.
-    return max(limit_s - max(0.0, world.wall - began_at), min(limit_s, SETTLE_S))
+    return max(limit_s - max(0.0, inputs.wall - began_at), min(limit_s, SETTLE_S))
 
 
 def _tags(state: State, goal: GoalRecord, backend: BackendRecord) -> Sequence[BackendTag]:
@@ -158,7 +160,9 @@ def is_at_work(state: State, observed: Observed, goal: GoalRecord, backend: Back
     )
 
 
-def _busy(observed: Observed, backend: BackendRecord, replicas: Iterable[ReplicaRecord]) -> dict[str, Busy]:
+def _busy(
+    observed: Observed, backend: BackendRecord, replicas: Iterable[ReplicaRecord]
+) -> dict[str, Activity]:
     """Return what the replicas of a backend are at work on, by their tags."""
     return {
         each.tag: observed.busy[each.tag]
@@ -189,7 +193,7 @@ def busy_text(
     return f"{short_tag(tag)} has been {text}" if tag and (text := work_text(busy[tag], step_s)) else ""
 
 
-def work_text(busy: Busy, step_s: float = TELL_S) -> str:
+def work_text(busy: Activity, step_s: float = TELL_S) -> str:
     """Return what a replica does and for how long; empty if that is not long.
 
     The time is rounded down to a multiple of ``step_s``, because each change of a status is shown.

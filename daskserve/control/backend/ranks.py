@@ -11,7 +11,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from daskserve.common.types import ReplicaState, Standing
+from daskserve.common.types import RankInfo, ReplicaState
 from daskserve.control.observed.lifecycle import PLACED_STATES
 from daskserve.control.observed.observed import Observed
 from daskserve.control.records.bundles import is_on
@@ -97,7 +97,7 @@ def _numbers(current: Sequence[int | None], is_settled: bool) -> list[int]:
     return [kept[place] if place in kept else next(free) for place in range(len(current))]
 
 
-def standing_of(backend: BackendRecord, replica: ReplicaRecord) -> Standing | None:
+def rank_info_of(backend: BackendRecord, replica: ReplicaRecord) -> RankInfo | None:
     """Return the rank of a replica and the number of replicas, as it has to know them; None without one."""
     if len(replica.rank) != 3:
         return None
@@ -107,14 +107,14 @@ def standing_of(backend: BackendRecord, replica: ReplicaRecord) -> Standing | No
 
 def all_know_theirs(backend: BackendRecord, replicas: Iterable[ReplicaRecord], observed: Observed) -> bool:
     """Return whether no replica of a backend is known to run with another rank than it has."""
-    return not any(has_wrong_standing(backend, each, observed) for each in replicas)
+    return not any(has_wrong_rank_info(backend, each, observed) for each in replicas)
 
 
-def has_wrong_standing(backend: BackendRecord, replica: ReplicaRecord, observed: Observed) -> bool:
+def has_wrong_rank_info(backend: BackendRecord, replica: ReplicaRecord, observed: Observed) -> bool:
     """Return whether a replica is known to run with another rank, or another number of replicas.
 
     Those of older versions keep theirs: they have not long to live.
     """
-    known = observed.standings.get(replica.tag)
+    known = observed.rank_infos.get(replica.tag)
     is_current = replica.state is ReplicaState.RUNNING and replica.version == backend.version
-    return is_current and known is not None and known != standing_of(backend, replica)
+    return is_current and known is not None and known != rank_info_of(backend, replica)

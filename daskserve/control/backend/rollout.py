@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 from daskserve.common.types import ReplicaState, ReplicaTag, WorkerAddress, WorkerInfo
 from daskserve.control.observed.lifecycle import STOP_ORDER, WANTED_STATES
-from daskserve.control.placement.eviction_order import Burdens
-from daskserve.control.placement.placement import Demand, Trial, room_for
+from daskserve.control.placement.eviction_order import EvictionCriteria
+from daskserve.control.placement.placement import Demand, TentativeUsage, room_for
 from daskserve.control.records.records import BackendRecord, ReplicaRecord
 
 #: States that end without a further decision: a replica is about to run, or to leave room.
@@ -33,7 +33,7 @@ class Steps:
     stop: tuple[ReplicaRecord, ...]
 
 
-_NO_BURDENS = Burdens()
+_NO_CRITERIA = EvictionCriteria()
 
 
 def next_steps(
@@ -44,7 +44,7 @@ def next_steps(
     max_surge: int,
     max_unavailable: int,
     leaving: Collection[ReplicaTag] = (),
-    burdens: Burdens = _NO_BURDENS,
+    criteria: EvictionCriteria = _NO_CRITERIA,
 ) -> Steps:
     """Return the next steps towards ``wanted`` replicas of ``version``.
 
@@ -54,7 +54,7 @@ def next_steps(
     live = [each for each in replicas if each.state in WANTED_STATES]
     new = [each for each in live if each.version == version and each.tag not in leaving]
     old = [each for each in live if each.version != version or each.tag in leaving]
-    excess = _expendable(new, max(0, len(new) - wanted), burdens)
+    excess = _expendable(new, max(0, len(new) - wanted), criteria)
     given_up = {each.tag for each in excess}
     new = [each for each in new if each.tag not in given_up]
     # Old replicas that do not run yet are useless.
@@ -74,7 +74,7 @@ def next_steps(
 def replicas_to_drain(
     backend: BackendRecord,
     replicas: Sequence[ReplicaRecord],
-    trial: Trial,
+    trial: TentativeUsage,
     workers: Sequence[WorkerInfo],
     demand: Demand,
     ongoing: Mapping[ReplicaTag, float],
@@ -85,7 +85,7 @@ def replicas_to_drain(
 
     Parameters
     ----------
-    trial : Trial
+    trial : TentativeUsage
         The ledger; the same afterwards.
     """
     old, is_useful = drainable(backend, replicas, trial, workers, demand)
@@ -108,7 +108,7 @@ def replicas_to_drain(
 def drainable(
     backend: BackendRecord,
     replicas: Sequence[ReplicaRecord],
-    trial: Trial,
+    trial: TentativeUsage,
     workers: Sequence[WorkerInfo],
     demand: Demand,
 ) -> tuple[list[ReplicaRecord], bool]:
@@ -131,7 +131,7 @@ def drainable(
 
 
 def _fewest(
-    trial: Trial, workers: Sequence[WorkerInfo], demand: Demand, crowd: Sequence[ReplicaRecord]
+    trial: TentativeUsage, workers: Sequence[WorkerInfo], demand: Demand, crowd: Sequence[ReplicaRecord]
 ) -> tuple[ReplicaRecord, ...]:
     """Return the first few replicas of one worker without which another fits there, and no needless one."""
 
@@ -150,7 +150,9 @@ def _fewest(
     return ()
 
 
-def _expendable(replicas: Sequence[ReplicaRecord], count: int, burdens: Burdens) -> tuple[ReplicaRecord, ...]:
+def _expendable(
+    replicas: Sequence[ReplicaRecord], count: int, criteria: EvictionCriteria
+) -> tuple[ReplicaRecord, ...]:
     """Return the replicas to stop first: those with the least work, and among them the youngest.
 
     Running replicas stop on the workers with the most replicas of the backend, so that the rest stays spread.
@@ -160,13 +162,13 @@ def _expendable(replicas: Sequence[ReplicaRecord], count: int, burdens: Burdens)
         return ()
     chosen: list[ReplicaRecord] = []
     same = Counter(each.worker for each in replicas)
-    others = {worker: 0 if worker is None else burdens.others(worker) for worker in same}
+    others = {worker: 0 if worker is None else criteria.others(worker) for worker in same}
     youngest_first = list(enumerate(reversed(replicas)))
 
     def rank(place: int, each: ReplicaRecord) -> tuple[float, ...]:
         worker = each.worker
-        crowd = others[worker] + same[worker] if burdens.empties_workers else -same[worker]
-        return (crowd, burdens.ongoing.get(each.tag, 0.0), others[worker], place)
+        crowd = others[worker] + same[worker] if criteria.empties_workers else -same[worker]
+        return (crowd, criteria.ongoing.get(each.tag, 0.0), others[worker], place)
 
     # Only the worker that loses a replica changes, so it is enough to compare the first of each worker.
     for state in STOP_ORDER:

@@ -1,4 +1,4 @@
-"""What the start of a replica, or its failure, means for its backend. Pure."""
+"""Turns a replica's start or failure into changes of its backend. Pure."""
 
 from __future__ import annotations
 

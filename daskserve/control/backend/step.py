@@ -19,15 +19,15 @@ from daskserve.common.types import ReplicaState, ReplicaTag, WorkerAddress
 from daskserve.control.backend import application as app_state
 from daskserve.control.backend import gangs, progress
 from daskserve.control.backend.actions import ReconfigureReplica, StartReplica, StopReplica
-from daskserve.control.backend.inputs import Step, World
-from daskserve.control.backend.ranks import all_know_theirs, has_wrong_standing, ranks_to_change
+from daskserve.control.backend.inputs import Step, StepInputs
+from daskserve.control.backend.ranks import all_know_theirs, has_wrong_rank_info, ranks_to_change
 from daskserve.control.backend.reconfiguring import next_to_reconfigure
 from daskserve.control.backend.start_results import lost_error, start_error, with_facts
 from daskserve.control.observed.lifecycle import PLACED_STATES, ReplicaEvent, move
 from daskserve.control.observed.observed import DeadReplica
 from daskserve.control.placement import rebalancing as spreading
-from daskserve.control.placement.eviction_order import burdens_of
-from daskserve.control.placement.placement import Trial, demand_of, explain, place, room_for
+from daskserve.control.placement.eviction_order import criteria_of
+from daskserve.control.placement.placement import TentativeUsage, demand_of, explain, place, room_for
 from daskserve.control.records.bundles import bundles_of
 from daskserve.control.records.config_ids import in_doubt, is_outdated
 from daskserve.control.records.records import AppRecord, BackendRecord, Change, GoalRecord, ReplicaRecord
@@ -58,17 +58,17 @@ def grace_of(backend: BackendRecord, replica: ReplicaRecord) -> float:
 class _Stepper:
     """Working memory of one step of one backend."""
 
-    def __init__(self, world: World, backend: BackendRecord) -> None:
-        self.world = world
+    def __init__(self, inputs: StepInputs, backend: BackendRecord) -> None:
+        self.inputs = inputs
         self.backend = backend
-        self.notes = world.observed.notes(backend.tag)
-        self.step = Step(notes=self.notes, incarnation=world.incarnation)
-        self.replicas = {each.tag: each for each in world.state.replicas_of(backend.tag)}
+        self.notes = inputs.observed.notes(backend.tag)
+        self.step = Step(notes=self.notes, incarnation=inputs.incarnation)
+        self.replicas = {each.tag: each for each in inputs.state.replicas_of(backend.tag)}
 
     def set_replica(self, tag: str, record: ReplicaRecord | None) -> None:
         before = self.replicas.get(tag)
         if record is not None and (before is None or before.state is not record.state):
-            record = replace(record, moved_at=self.world.wall)
+            record = replace(record, moved_at=self.inputs.wall)
         self.step.change[f"replica/{tag}"] = record
         if record is None:
             del self.replicas[tag]
@@ -79,7 +79,7 @@ class _Stepper:
     def app(self) -> AppRecord | None:
         """The application of which the backend is a deployment."""
         changed = self.step.change.get(f"app/{self.backend.application}")
-        return changed if isinstance(changed, AppRecord) else self.world.state.apps.of(self.backend)
+        return changed if isinstance(changed, AppRecord) else self.inputs.state.apps.of(self.backend)
 
     @property
     def goal(self) -> GoalRecord | None:
@@ -89,7 +89,7 @@ class _Stepper:
             goal_id = app.goal
         if goal_id is None:
             return None
-        goal = self.step.change.get(f"goal/{goal_id}", self.world.state.goals.get(goal_id))
+        goal = self.step.change.get(f"goal/{goal_id}", self.inputs.state.goals.get(goal_id))
         return goal if isinstance(goal, GoalRecord) and goal.is_pending else None
 
     def apply(self, change: Change) -> None:
@@ -102,13 +102,13 @@ class _Stepper:
     # 1. process observations
 
     def take_in(self) -> None:
-        observed, lost = self.world.observed, None
+        observed, lost = self.inputs.observed, None
         for replica in list(self.replicas.values()):
             event = observed.event_of(replica)
             if event is None:
                 self.take_in_config(replica)
                 continue
-            death = observed.death_of(replica, event, self.world.wall)
+            death = observed.death_of(replica, event, self.inputs.wall)
             if death is not None:
                 self.notes.dead.append(death)
             forced = {"is_forced": True} if event is ReplicaEvent.UNWANTED else {}
@@ -130,12 +130,12 @@ class _Stepper:
             self.note_failure(*lost)
         for replica in gangs.broken(self.replicas):
             why = "another replica of its gang was lost"
-            self.notes.dead.append(DeadReplica(replica.tag, why, self.world.wall))
+            self.notes.dead.append(DeadReplica(replica.tag, why, self.inputs.wall))
             self.give_up(replica, is_forced=True)
 
     def take_in_config(self, replica: ReplicaRecord) -> None:
         """Process the answer to a reconfiguration."""
-        observed, tag = self.world.observed, replica.tag
+        observed, tag = self.inputs.observed, replica.tag
         error = observed.reconfigure_failed.get(tag)
         if error is not None and replica.state is ReplicaState.RUNNING:
             self.notes.reconfigure_failed[tag] = error
@@ -171,20 +171,20 @@ class _Stepper:
         notes.failures += 1
         notes.unloadable = str(error) if isinstance(error, CodeLoadError) else None
         pause_s = min(MAX_START_RETRY_S, START_RETRY_S * 2 ** (notes.failures - 1))
-        notes.retry_at = self.world.now + pause_s
+        notes.retry_at = self.inputs.now + pause_s
         notes.waiting = goals.text_of(
             error, f"a replica failed to start, trying again in {shown(pause_s)} s: "
         )
 
     def scale(self) -> None:
         """Set the target number to the autoscaler's decision, within the current bounds."""
-        decided = self.world.observed.scalings.get(self.backend.tag)
+        decided = self.inputs.observed.scalings.get(self.backend.tag)
         config = autoscaling_of(self.backend)
         if decided is None or config is None or not decided.is_for(self.backend):
             return
         replicas = bounds_of(self.backend, config).nearest(decided.replicas)
         if replicas != self.backend.scaled_to:
-            self.apply({self.backend.key: scaled(self.backend, replicas, decided.reason, self.world.wall)})
+            self.apply({self.backend.key: scaled(self.backend, replicas, decided.reason, self.inputs.wall)})
 
     # 2. fail a goal after too many failures or its timeout
 
@@ -193,11 +193,11 @@ class _Stepper:
         goal = self.goal
         if goal is None or self.backend.is_deleting:
             return False
-        far = progress.how_far(self.world.state, goal, self.backend, self.replicas.values())
+        far = progress.how_far(self.inputs.state, goal, self.backend, self.replicas.values())
         error = progress.with_note(error, far)
         if isinstance(error, ReplicaStartError):
             error = progress.with_note(error, goals.what_stays(goal))
-        self.apply(goals.rolled_back(self.world.state, goal, error, self.backend, self.world.wall))
+        self.apply(goals.rolled_back(self.inputs.state, goal, error, self.backend, self.inputs.wall))
         return True
 
     def check_deadline(self) -> None:
@@ -205,47 +205,49 @@ class _Stepper:
         self.notes.goal = None if goal is None else goal.goal_id
         if goal is None or self.backend.is_deleting:
             return
-        world, notes, replicas = self.world, self.notes, self.replicas
-        if goal.goal_id != world.observed.goals.get(self.backend.tag):
+        inputs, notes, replicas = self.inputs, self.notes, self.replicas
+        if goal.goal_id != inputs.observed.goals.get(self.backend.tag):
             # A new goal starts immediately, even if the previous one failed often or found no room.
-            notes.failures, notes.retry_at, notes.unloadable, notes.told_at = 0, None, None, world.now
+            notes.failures, notes.retry_at, notes.unloadable, notes.told_at = 0, None, None, inputs.now
             notes.full_since, notes.full_from, notes.drained_at_once = None, None, 1
-        if not progress.is_overdue(world, self.step, goal, self.backend, replicas):
+        if not progress.is_overdue(inputs, self.step, goal, self.backend, replicas):
             return
         if not goal.application or app_state.is_late(
-            world.state, world.observed, self.backend, replicas.values()
+            inputs.state, inputs.observed, self.backend, replicas.values()
         ):
             self.fail_goal(progress.late_error(goal, self.backend, notes.waiting))
 
     # 3. close the gap
 
     def close_gap(self) -> None:
-        if self.backend.is_deleting and not app_state.may_stop(self.world.state, self.backend):
+        if self.backend.is_deleting and not app_state.may_stop(self.inputs.state, self.backend):
             return
-        surge, world = self.surge(), self.world
-        burdens = burdens_of(world.state, world.observed, self.backend, self.replicas, world.avoid, world.now)
+        surge, inputs = self.surge(), self.inputs
+        criteria = criteria_of(
+            inputs.state, inputs.observed, self.backend, self.replicas, inputs.avoid, inputs.now
+        )
         is_busy = self.goal is not None or self.backend.is_deleting
         leaving, self.notes.stays = spreading.leaving(
-            world.observed, self.notes, self.replicas, is_busy=is_busy
+            inputs.observed, self.notes, self.replicas, is_busy=is_busy
         )
         steps = gangs.next_steps(
             self.backend,
             list(self.replicas.values()),
             max_surge=surge,
             leaving=leaving,
-            burdens=burdens,
+            criteria=criteria,
         )
         for replica in steps.stop:
             self.give_up(replica)
-        if app_state.awaited(world.state, world.observed, self.backend, world.undone):
+        if app_state.awaited(inputs.state, inputs.observed, self.backend, inputs.undone):
             return
-        if self.notes.retry_at is not None and self.notes.is_pausing(self.world.now):
+        if self.notes.retry_at is not None and self.notes.is_pausing(self.inputs.now):
             self.step.wake(self.notes.retry_at)
         else:
             for _ in range(0, steps.start, self.backend.gang_size):
                 self.begin(self.backend.gang_size)
         self.place_waiting()
-        self.drain_first(surge, burdens.ongoing)
+        self.drain_first(surge, criteria.ongoing)
 
     def give_up(self, replica: ReplicaRecord, *, is_forced: bool = False) -> None:
         if replica.state is ReplicaState.SHOULD_START:
@@ -256,8 +258,8 @@ class _Stepper:
 
     def begin(self, count: int) -> None:
         """Add replicas that start together."""
-        tags = (replica_tag(self.backend.tag, self.world.seed, number) for number in itertools.count())
-        free = (tag for tag in tags if tag not in self.world.state.replicas and tag not in self.replicas)
+        tags = (replica_tag(self.backend.tag, self.inputs.seed, number) for number in itertools.count())
+        free = (tag for tag in tags if tag not in self.inputs.state.replicas and tag not in self.replicas)
         gang = tuple(itertools.islice(free, count))
         for tag in gang:
             record = ReplicaRecord(
@@ -272,9 +274,9 @@ class _Stepper:
             )
             self.set_replica(tag, record)
 
-    def trial(self) -> Trial:
+    def trial(self) -> TentativeUsage:
         """Return the ledger after the changes so far."""
-        return Trial(self.world.state, self.world.undone | self.step.change)
+        return TentativeUsage(self.inputs.state, self.inputs.undone | self.step.change)
 
     def surge(self) -> int:
         """Return how many additional replicas may run; 0 while a rollout has no room for one."""
@@ -285,27 +287,27 @@ class _Stepper:
         elif surge and notes.full_since is not None:
             placed = sum(each.state in PLACED_STATES for each in self.replicas.values())
             more = -(-(backend.num_replicas - placed) // backend.gang_size) + 1
-            workers = self.world.observed.cleared_workers()
+            workers = self.inputs.observed.cleared_workers()
             if room_for(self.trial(), workers, demand_of(backend), more) == more:
                 notes.full_since = None
         return surge if notes.full_since is None else 0
 
     def drain_first(self, surge: int, ongoing: Mapping[ReplicaTag, float]) -> None:
         """Stop as few old replicas as possible if no new one fits beside them, or if there is no surge."""
-        world, notes = self.world, self.notes
-        if (surge and not unplaced(self.replicas.values())) or notes.is_pausing(world.now):
+        inputs, notes = self.inputs, self.notes
+        if (surge and not unplaced(self.replicas.values())) or notes.is_pausing(inputs.now):
             return
-        workers, demand = world.observed.cleared_workers(), demand_of(self.backend)
+        workers, demand = inputs.observed.cleared_workers(), demand_of(self.backend)
         replicas = list(self.replicas.values())
         found = gangs.to_drain(self.backend, replicas, self.trial(), workers, demand, ongoing)
         if not found:
             return
         notes.drained_at_once = len(found)
         if notes.full_since is None:
-            notes.full_since = world.now
-        may_grow = world.observed.is_adaptive and self.backend.config.surge(1) > 0
+            notes.full_since = inputs.now
+        may_grow = inputs.observed.is_adaptive and self.backend.config.surge(1) > 0
         due = notes.full_since + (NEW_WORKER_S if may_grow else 0)
-        if world.now < due:
+        if inputs.now < due:
             self.step.wake(due)
         else:
             for replica in found:
@@ -315,20 +317,20 @@ class _Stepper:
         notes, waiting = self.notes, unplaced(self.replicas.values())
         if not waiting:
             notes.full_from = None
-            if not self.notes.is_pausing(self.world.now):
+            if not self.notes.is_pausing(self.inputs.now):
                 notes.waiting = None
             return
-        workers = self.world.observed.cleared_workers()
+        workers = self.inputs.observed.cleared_workers()
         trial = self.trial()
         found: Sequence[WorkerAddress] | None = None
         for gang in gangs.by_gang(waiting):
             demand = gangs.demand_of_gang(self.backend, gang)
             was_placed = found is not None
-            found = place(trial, workers, demand, self.world.avoid)
+            found = place(trial, workers, demand, self.inputs.avoid)
             if found is None:
                 notes.waiting = explain(trial, workers, demand)
                 if was_placed or notes.full_from is None:
-                    notes.full_from = progress.full_from(self.world, self.goal, self.replicas.values())
+                    notes.full_from = progress.full_from(self.inputs, self.goal, self.replicas.values())
                 return
             for worker, amounts in zip(found, demand.bundles, strict=True):
                 trial.occupy(self.backend.tag, worker, amounts)
@@ -360,16 +362,16 @@ class _Stepper:
             self.notes.full_from = self.notes.told_at = None
             self.notes.most = None, 0
         else:
-            progress.note(self.world, self.step, goal, self.backend, self.replicas)
-        if app_state.is_left_over(self.world.state, self.backend):
+            progress.note(self.inputs, self.step, goal, self.backend, self.replicas)
+        if app_state.is_left_over(self.inputs.state, self.backend):
             self.apply({self.backend.key: replace(self.backend, is_deleting=True)})
         if self.backend.is_deleting:
             self.finish_deletion()
         elif self.goal is None:
-            self.step.change.update(app_state.old_codes(self.world.state, self.backend, self.step.change))
+            self.step.change.update(app_state.old_codes(self.inputs.state, self.backend, self.step.change))
 
     def finish_deletion(self) -> None:
-        state, backend = self.world.state, self.backend
+        state, backend = self.inputs.state, self.backend
         if not app_state.may_stop(state, backend):
             return
         endpoint = state.endpoints.get(backend.tag) if backend.application else None
@@ -379,7 +381,7 @@ class _Stepper:
             return
         known = state.backends.get(backend.tag)
         if known is not None and not known.is_deleting:
-            self.step.wake(self.world.now)  # first, routers learn why it is deleted
+            self.step.wake(self.inputs.now)  # first, routers learn why it is deleted
             return
         self.step.change[backend.key] = None
         self.notes.failures, self.notes.retry_at, self.notes.unloadable = 0, None, None
@@ -387,7 +389,7 @@ class _Stepper:
         self.step.change.update(app_state.removed(state, backend))
 
     def act(self) -> None:
-        observed = self.world.observed
+        observed = self.inputs.observed
         for replica, rank in ranks_to_change(self.backend, self.replicas.values(), observed):
             self.set_replica(replica.tag, replace(replica, rank=rank))
         unread = observed.reconfigure_failed.keys() - self.notes.reconfigure_failed.keys()
@@ -410,7 +412,7 @@ class _Stepper:
                 continue
             elif replica.tag in told:
                 self.step.actions.append(ReconfigureReplica(self.in_doubt(replica)))
-            elif not is_outdated(self.backend, replica) and has_wrong_standing(
+            elif not is_outdated(self.backend, replica) and has_wrong_rank_info(
                 self.backend, replica, observed
             ):
                 self.step.actions.append(ReconfigureReplica(replica))
@@ -427,15 +429,15 @@ class _Stepper:
     def finish_goal(self) -> None:
         goal, app, replicas = self.goal, self.app, self.replicas.values()
         if goal is not None and not goal.application:
-            observed = self.world.observed
+            observed = self.inputs.observed
             if goals.is_reached(self.backend, replicas) and all_know_theirs(self.backend, replicas, observed):
                 self.step.change[goal.key] = goals.finish(goal)
                 self.apply({self.backend.key: replace(self.backend, goal=None)})
             return
         if app is None or app.goal is None:
             return
-        if app_state.is_complete(self.world.state, self.world.observed, app, self.backend, replicas):
-            done = app_state.completed(self.world.state, app, self.backend)
+        if app_state.is_complete(self.inputs.state, self.inputs.observed, app, self.backend, replicas):
+            done = app_state.completed(self.inputs.state, app, self.backend)
             self.apply(done)
 
 
@@ -444,9 +446,9 @@ def unplaced(replicas: Iterable[ReplicaRecord]) -> list[ReplicaRecord]:
     return [each for each in replicas if each.state is ReplicaState.SHOULD_START]
 
 
-def step(world: World, backend: BackendRecord) -> Step:
+def step(inputs: StepInputs, backend: BackendRecord) -> Step:
     """Return the next change and actions for one backend."""
-    stepper = _Stepper(world, backend)
+    stepper = _Stepper(inputs, backend)
     stepper.take_in()
     stepper.scale()
     stepper.check_deadline()

@@ -82,12 +82,12 @@ class Loads:
                 del self._routers_of[tag]
 
     def answered(
-        self, backend: BackendTag, replica: ReplicaTag, figures: Mapping[str, Any], now: float
+        self, backend: BackendTag, replica: ReplicaTag, metrics: Mapping[str, Any], now: float
     ) -> None:
         """Record a replica's report."""
-        latency_counts = tuple(figures.get("latency_counts", ()))
-        custom = figures.get("custom", {})
-        current = _ReplicaLoad(now, int(figures["ongoing"]), int(figures["ended"]), latency_counts, custom)
+        latency_counts = tuple(metrics.get("latency_counts", ()))
+        custom = metrics.get("custom", {})
+        current = _ReplicaLoad(now, int(metrics["ongoing"]), int(metrics["ended"]), latency_counts, custom)
         before = self._replicas.get(replica)
         self._replicas[replica] = current
         total = self._ended.get(backend)

@@ -13,9 +13,9 @@ from daskserve.autoscaling.context import Sample
 from daskserve.common.types import (
     BackendTag,
     GoalId,
+    RankInfo,
     ReplicaState,
     ReplicaTag,
-    Standing,
     WorkerAddress,
     WorkerInfo,
 )
@@ -74,7 +74,7 @@ class DeadReplica:
     at: float
 
 
-class Busy(NamedTuple):
+class Activity(NamedTuple):
     """What an actor does while it starts, is reconfigured or drains, and for how many seconds."""
 
     what: str
@@ -161,13 +161,13 @@ class Observed:
     broken_routes: dict[WorkerAddress, Mapping[WorkerAddress, str]] = field(default_factory=dict)
     failed: dict[ReplicaTag, BaseException] = field(default_factory=dict)
     #: What replicas do that start, are reconfigured or drain; only of those whose process was seen to do it.
-    busy: dict[ReplicaTag, Busy] = field(default_factory=dict)
+    busy: dict[ReplicaTag, Activity] = field(default_factory=dict)
     gone: set[ReplicaTag] = field(default_factory=set)
     #: The config each replica runs with, as far as it differs from its record.
     configured: dict[ReplicaTag, str] = field(default_factory=dict)
     reconfigure_failed: dict[ReplicaTag, BaseException] = field(default_factory=dict)
     #: The rank, and the number of replicas, with which each replica runs, as far as is known.
-    standings: dict[ReplicaTag, Standing] = field(default_factory=dict)
+    rank_infos: dict[ReplicaTag, RankInfo] = field(default_factory=dict)
     #: What the user's ``record_routing_stats`` returned last.
     routing_stats: dict[ReplicaTag, Mapping[str, Any]] = field(default_factory=dict)
     #: The earliest time at which a backend whose replicas keep failing may start another one.
@@ -364,7 +364,7 @@ class Observed:
         """Drop the observations of a replica whose record is gone."""
         levels: tuple[dict[ReplicaTag, Any], ...] = (self.ready, self.failed, self.unhealthy, self.configured)
         self.busy.pop(tag, None)
-        for each in (*levels, self.reconfigure_failed, self.standings, self.routing_stats):
+        for each in (*levels, self.reconfigure_failed, self.rank_infos, self.routing_stats):
             each.pop(tag, None)
         self.gone.discard(tag)
         self.terminating.discard(tag)

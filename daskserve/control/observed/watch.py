@@ -22,10 +22,10 @@ from daskserve.common.types import (
     ActorKind,
     ReplicaState,
     WorkerAddress,
-    as_standing,
+    as_rank_info,
     short_tag,
 )
-from daskserve.control.observed.observed import Busy, Observed
+from daskserve.control.observed.observed import Activity, Observed
 from daskserve.control.records.records import ReplicaRecord
 from daskserve.control.records.state import State
 from daskserve.errors import ActorLostError, ServeError, StaleEpochError, UnavailableError
@@ -103,7 +103,7 @@ class WorkerWatch:
             each.address(instance).name for each in self._state.replicas_on(worker) if each.backend in scaled
         ]
         by_scheduler = self._misses.get(worker, 0) % 2 == 1
-        asking = self._cluster.inspect(worker, figures_of=names, by_scheduler=by_scheduler)
+        asking = self._cluster.inspect(worker, metrics_of=names, by_scheduler=by_scheduler)
         try:
             actors = await self._clock.wait_for(asking, ANSWER_S)
         except (ServeError, OSError, TimeoutError) as error:
@@ -160,9 +160,9 @@ class WorkerWatch:
                 self._look_for(replica, there)
         for replica in self._state.replicas_on(worker):
             actor = there.get((replica.address(self._cluster.instance).name, replica.incarnation))
-            if actor is not None and "figures" in actor:
+            if actor is not None and "metrics" in actor:
                 now = self._clock.now()
-                self._observed.loads.answered(replica.backend, replica.tag, actor["figures"], now)
+                self._observed.loads.answered(replica.backend, replica.tag, actor["metrics"], now)
             self._note_facts(replica, {} if actor is None else actor)
             if actor is None or actor["is_healthy"] or replica.tag in self._observed.unhealthy:
                 continue
@@ -175,13 +175,13 @@ class WorkerWatch:
     def _note_facts(self, replica: ReplicaRecord, actor: Mapping[str, Any]) -> None:
         """Record what a replica does, the rank with which it runs, and the user's statistics for routing."""
         if "busy" in actor:
-            self._observed.busy[replica.tag] = Busy(*actor["busy"])
+            self._observed.busy[replica.tag] = Activity(*actor["busy"])
         else:
             self._observed.busy.pop(replica.tag, None)
-        if actor.get("standing"):
-            standing = as_standing(actor["standing"])
-            if self._observed.standings.get(replica.tag) != standing:
-                self._observed.standings[replica.tag] = standing
+        if actor.get("rank_info"):
+            rank_info = as_rank_info(actor["rank_info"])
+            if self._observed.rank_infos.get(replica.tag) != rank_info:
+                self._observed.rank_infos[replica.tag] = rank_info
                 self._poke([replica.backend])
         if actor.get("is_leaving") and replica.tag not in self._observed.terminating:
             self._observed.terminating.add(replica.tag)

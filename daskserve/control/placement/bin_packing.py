@@ -26,7 +26,7 @@ Rank: TypeAlias = Callable[[WorkerAddress], tuple[Any, ...]]
 
 
 @dataclass(slots=True)
-class Room:
+class FreeResources:
     """What is left on some workers while bundles are placed there.
 
     Attributes
@@ -60,14 +60,14 @@ class Room:
 
 
 def fit(
-    room: Room, bundles: Sequence[Amounts], strategy: Strategy, rank: Rank
+    free_resources: FreeResources, bundles: Sequence[Amounts], strategy: Strategy, rank: Rank
 ) -> tuple[WorkerAddress, ...] | None:
     """Return a worker for each bundle, and take their room; None, and no change, without room for all."""
-    ranks = {each: rank(each) for each in room.free}
-    free = total(room.free.values())
+    ranks = {each: rank(each) for each in free_resources.free}
+    free = total(free_resources.free.values())
     order = sorted(range(len(bundles)), key=lambda place: _largest_first(bundles[place], free))
-    for area in _areas(room, bundles, strategy, ranks):
-        chosen = _Search(room, area, [bundles[place] for place in order], strategy, ranks).run()
+    for area in _areas(free_resources, bundles, strategy, ranks):
+        chosen = _Search(free_resources, area, [bundles[place] for place in order], strategy, ranks).run()
         if chosen is not None:
             by_place = dict(zip(order, chosen, strict=True))
             return tuple(by_place[place] for place in range(len(bundles)))
@@ -95,11 +95,13 @@ def total(amounts: Iterable[Amounts]) -> dict[str, float]:
     return found
 
 
-def by_host(room: Room, workers: Iterable[WorkerAddress]) -> dict[str, list[WorkerAddress]]:
+def by_host(
+    free_resources: FreeResources, workers: Iterable[WorkerAddress]
+) -> dict[str, list[WorkerAddress]]:
     """Return workers by host, in order."""
     found: dict[str, list[WorkerAddress]] = {}
     for each in workers:
-        found.setdefault(room.hosts[each], []).append(each)
+        found.setdefault(free_resources.hosts[each], []).append(each)
     return found
 
 
@@ -110,14 +112,19 @@ def _largest_first(bundle: Amounts, free: Amounts) -> tuple[Any, ...]:
 
 
 def _areas(
-    room: Room, bundles: Sequence[Amounts], strategy: Strategy, ranks: Mapping[WorkerAddress, tuple[Any, ...]]
+    free_resources: FreeResources,
+    bundles: Sequence[Amounts],
+    strategy: Strategy,
+    ranks: Mapping[WorkerAddress, tuple[Any, ...]],
 ) -> Iterator[list[WorkerAddress]]:
     """Yield the sets of workers onto which all bundles may go, the best first."""
-    workers = sorted(room.free, key=ranks.__getitem__)
+    workers = sorted(free_resources.free, key=ranks.__getitem__)
     if strategy in ("PACK", "STRICT_PACK"):
         whole = total(bundles)
-        yield from ([each] for each in workers if room.has(each, whole))
-        yield from sorted((each for each in by_host(room, workers).values() if len(each) > 1), key=len)
+        yield from ([each] for each in workers if free_resources.has(each, whole))
+        yield from sorted(
+            (each for each in by_host(free_resources, workers).values() if len(each) > 1), key=len
+        )
     if strategy != "STRICT_PACK":
         yield workers
 
@@ -127,13 +134,13 @@ class _Search:
 
     def __init__(
         self,
-        room: Room,
+        free_resources: FreeResources,
         area: Sequence[WorkerAddress],
         bundles: Sequence[Amounts],
         strategy: Strategy,
         ranks: Mapping[WorkerAddress, tuple[Any, ...]],
     ) -> None:
-        self._room = room
+        self._free_resources = free_resources
         self._area = area
         self._bundles = bundles
         self._packs = strategy in ("PACK", "STRICT_PACK")
@@ -166,9 +173,9 @@ class _Search:
 
     def _may_fit(self) -> bool:
         """Return whether there is enough for all bundles, wherever it is."""
-        if self._is_apart and len(by_host(self._room, self._area)) < len(self._bundles):
+        if self._is_apart and len(by_host(self._free_resources, self._area)) < len(self._bundles):
             return False
-        free = total(self._room.free[each] for each in self._area)
+        free = total(self._free_resources.free[each] for each in self._area)
         needed = total(self._bundles)
         return all(amount <= free.get(name, 0) + TOLERANCE for name, amount in needed.items())
 
@@ -190,24 +197,24 @@ class _Search:
 
     def _candidates(self) -> list[WorkerAddress]:
         """Return the workers that have room for the next bundle, the best first."""
-        room, mates, near, ranks = self._room, self._mates, self._near, self._ranks
+        free_resources, mates, near, ranks = self._free_resources, self._mates, self._near, self._ranks
         amounts = self._bundles[len(self._chosen)]
         able = [
             each
             for each in self._area
-            if room.has(each, amounts) and not (self._is_apart and near[room.hosts[each]])
+            if free_resources.has(each, amounts) and not (self._is_apart and near[free_resources.hosts[each]])
         ]
         if not self._packs:
-            return sorted(able, key=lambda each: (mates[each], near[room.hosts[each]], ranks[each]))
+            return sorted(able, key=lambda each: (mates[each], near[free_resources.hosts[each]], ranks[each]))
         opens = not any(mates[each] for each in able)
         fits = {each: self._count_fitting(each) if opens else 0 for each in able}
         return sorted(
-            able, key=lambda each: (-mates[each], -fits[each], -near[room.hosts[each]], ranks[each])
+            able, key=lambda each: (-mates[each], -fits[each], -near[free_resources.hosts[each]], ranks[each])
         )
 
     def _count_fitting(self, worker: WorkerAddress) -> int:
         """Return how many of the next bundles have room on a worker together."""
-        free, count = dict(self._room.free[worker]), 0
+        free, count = dict(self._free_resources.free[worker]), 0
         for amounts in self._bundles[len(self._chosen) :]:
             if all(amount <= free[name] + TOLERANCE for name, amount in amounts.items()):
                 count += 1
@@ -216,13 +223,13 @@ class _Search:
         return count
 
     def _take(self, worker: WorkerAddress) -> None:
-        self._room.take(worker, self._bundles[len(self._chosen)])
+        self._free_resources.take(worker, self._bundles[len(self._chosen)])
         self._chosen.append(worker)
         self._mates[worker] += 1
-        self._near[self._room.hosts[worker]] += 1
+        self._near[self._free_resources.hosts[worker]] += 1
 
     def _take_back(self) -> None:
         worker = self._chosen.pop()
-        self._room.take(worker, self._bundles[len(self._chosen)], -1)
+        self._free_resources.take(worker, self._bundles[len(self._chosen)], -1)
         self._mates[worker] -= 1
-        self._near[self._room.hosts[worker]] -= 1
+        self._near[self._free_resources.hosts[worker]] -= 1

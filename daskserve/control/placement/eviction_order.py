@@ -1,4 +1,4 @@
-"""What replicas and their workers have to do: the criteria by which replicas are chosen to stop. Pure."""
+"""The load of replicas and workers, used to choose which replicas to stop. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KEPT_WORKER = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Burdens:
+class EvictionCriteria:
     """The criteria by which replicas are chosen to stop.
 
     Attributes
@@ -33,14 +33,14 @@ class Burdens:
     empties_workers: bool = False
 
 
-def burdens_of(
+def criteria_of(
     state: State,
     observed: Observed,
     backend: BackendRecord,
     replicas: Iterable[ReplicaTag],
     avoid: Collection[WorkerAddress],
     now: float,
-) -> Burdens:
+) -> EvictionCriteria:
     """Return the burdens of a backend's replicas; ``avoid`` are the workers of the controller and proxies."""
 
     def others(worker: WorkerAddress) -> int:
@@ -49,4 +49,4 @@ def burdens_of(
         return fixed + state.count_on(worker) - state.count_on(worker, backend.tag)
 
     empties_workers = observed.is_adaptive or backend.config.placement == "PACK"
-    return Burdens(observed.loads.ongoing(replicas, now), others, empties_workers)
+    return EvictionCriteria(observed.loads.ongoing(replicas, now), others, empties_workers)

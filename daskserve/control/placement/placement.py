@@ -26,7 +26,15 @@ from typing import Protocol, TypeAlias
 
 from daskserve.common.formatting import shown, shown_size
 from daskserve.common.types import BackendTag, WorkerAddress, WorkerInfo
-from daskserve.control.placement.bin_packing import TOLERANCE, Amounts, Room, by_host, fill, fit, total
+from daskserve.control.placement.bin_packing import (
+    TOLERANCE,
+    Amounts,
+    FreeResources,
+    by_host,
+    fill,
+    fit,
+    total,
+)
 from daskserve.control.records.bundles import places_of
 from daskserve.control.records.records import BackendRecord, Change, ReplicaRecord
 from daskserve.control.records.state import State
@@ -72,7 +80,7 @@ class Demand:
         return len(self.bundles) > self.replicas
 
 
-class Ledger(Protocol):
+class ResourceUsage(Protocol):
     """The resources that replicas occupy; `daskserve.control.records.state.State` implements it."""
 
     def used(self, worker: WorkerAddress) -> Mapping[str, float]: ...
@@ -82,7 +90,7 @@ class Ledger(Protocol):
     def workers_of(self, backend: BackendTag) -> Mapping[WorkerAddress, int]: ...
 
 
-class Trial:
+class TentativeUsage:
     """The ledger of a state plus a change that has not been applied yet."""
 
     def __init__(self, state: State, change: Change) -> None:
@@ -158,11 +166,11 @@ def is_allowed(worker: WorkerInfo, allowed: tuple[str, ...] | None) -> bool:
 
 
 def ranks(
-    ledger: Ledger, workers: Iterable[WorkerInfo], demand: Demand, avoid: Iterable[WorkerAddress] = ()
+    usage: ResourceUsage, workers: Iterable[WorkerInfo], demand: Demand, avoid: Iterable[WorkerAddress] = ()
 ) -> Callable[[WorkerAddress], WorkerRank]:
     """Return a function that ranks workers; `place` takes the smallest rank, which ends with the address."""
     known, avoided = {each.address: each for each in workers}, set(avoid)
-    same, total_on = ledger.workers_of(demand.backend), ledger.bundles_on()
+    same, total_on = usage.workers_of(demand.backend), usage.bundles_on()
     on_hosts = _count_on_hosts(known.values(), same)
 
     def rank(worker: WorkerAddress) -> WorkerRank:
@@ -192,7 +200,7 @@ def crowding(worker: WorkerInfo, bundles: int, *, is_avoided: bool) -> tuple[int
 
 
 def place(
-    ledger: Ledger, workers: Iterable[WorkerInfo], demand: Demand, avoid: Iterable[WorkerAddress] = ()
+    usage: ResourceUsage, workers: Iterable[WorkerInfo], demand: Demand, avoid: Iterable[WorkerAddress] = ()
 ) -> tuple[WorkerAddress, ...] | None:
     """Return the best worker for each bundle, or None if they have no room together.
 
@@ -202,21 +210,21 @@ def place(
         The workers of the controller and the proxies.
     """
     known = list(workers)
-    rank = ranks(ledger, known, demand, avoid)
-    on_hosts = _count_on_hosts(known, ledger.workers_of(demand.backend))
+    rank = ranks(usage, known, demand, avoid)
+    on_hosts = _count_on_hosts(known, usage.workers_of(demand.backend))
     if len(demand.bundles) > 1:
-        return fit(_room_of(ledger, known, demand), demand.bundles, demand.strategy, rank)
+        return fit(_room_of(usage, known, demand), demand.bundles, demand.strategy, rank)
     best: WorkerRank | None = None
     for worker in known:
         ranked = rank(worker.address)
         # The rank first: it takes less time than the room, and few workers are better than all before them.
-        if (best is None or ranked < best) and _has_room(ledger, worker, demand, on_hosts):
+        if (best is None or ranked < best) and _has_room(usage, worker, demand, on_hosts):
             best = ranked
     return None if best is None else (best[-1],)
 
 
 def room_for(
-    ledger: Ledger,
+    usage: ResourceUsage,
     workers: Iterable[WorkerInfo],
     demand: Demand,
     most: int,
@@ -229,46 +237,48 @@ def room_for(
     only : str, optional
         Count the room of this worker alone; the others count as neighbors on its host.
     """
-    room = _room_of(ledger, list(workers), demand)
+    free_resources = _room_of(usage, list(workers), demand)
     if only is not None:
-        room.free = {only: room.free[only]} if only in room.free else {}
+        free_resources.free = {only: free_resources.free[only]} if only in free_resources.free else {}
     first, strategy = demand.bundles[0], demand.strategy
     are_free = len(demand.bundles) == 1 or strategy in ("PACK", "SPREAD")
     if are_free and all(each == first for each in demand.bundles):
         # Equal bundles have room in any order, wherever they lie.
-        return _count_equal(room, first, most * len(demand.bundles)) // len(demand.bundles)
+        return _count_equal(free_resources, first, most * len(demand.bundles)) // len(demand.bundles)
     found = 0
-    while found < most and fit(room, demand.bundles, strategy, lambda worker: (worker,)) is not None:
+    while (
+        found < most and fit(free_resources, demand.bundles, strategy, lambda worker: (worker,)) is not None
+    ):
         found += 1
     return found
 
 
-def _count_equal(room: Room, amounts: Amounts, most: int) -> int:
+def _count_equal(free_resources: FreeResources, amounts: Amounts, most: int) -> int:
     """Place as many equal bundles as have room, at most this many; return their number."""
     found = 0
-    for worker, free in room.free.items():
+    for worker, free in free_resources.free.items():
         wanted = most - found
-        if room.per_host is not None:
-            wanted = min(wanted, room.per_host[room.hosts[worker]])
+        if free_resources.per_host is not None:
+            wanted = min(wanted, free_resources.per_host[free_resources.hosts[worker]])
         here = fill(free, amounts, wanted)
-        if room.per_host is not None:
-            room.per_host[room.hosts[worker]] -= here
+        if free_resources.per_host is not None:
+            free_resources.per_host[free_resources.hosts[worker]] -= here
         found += here
     return found
 
 
-def _has_room(ledger: Ledger, worker: WorkerInfo, demand: Demand, on_hosts: Mapping[str, int]) -> bool:
+def _has_room(usage: ResourceUsage, worker: WorkerInfo, demand: Demand, on_hosts: Mapping[str, int]) -> bool:
     """Return whether a worker may be used and has room for the only bundle of a demand."""
-    room = _room_of(ledger, [worker], demand, on_hosts)
-    return worker.address in room.free and room.has(worker.address, demand.bundles[0])
+    free_resources = _room_of(usage, [worker], demand, on_hosts)
+    return worker.address in free_resources.free and free_resources.has(worker.address, demand.bundles[0])
 
 
 def _room_of(
-    ledger: Ledger,
+    usage: ResourceUsage,
     workers: Sequence[WorkerInfo],
     demand: Demand,
     on_hosts: Mapping[str, int] | None = None,
-) -> Room:
+) -> FreeResources:
     """Return what is left on the workers that may be used.
 
     ``on_hosts`` are the numbers of the backend's bundles by host, if there are others than these workers.
@@ -277,15 +287,15 @@ def _room_of(
     free = {}
     for worker in workers:
         if worker.is_available and not worker.is_system and is_allowed(worker, demand.allowed_workers):
-            offered, used = capacity(worker), ledger.used(worker.address)
+            offered, used = capacity(worker), usage.used(worker.address)
             free[worker.address] = {name: offered.get(name, 0) - used.get(name, 0) for name in names}
     hosts = {worker.address: worker.host for worker in workers}
     if demand.most_per_host is None:
-        return Room(free, hosts)
+        return FreeResources(free, hosts)
     if on_hosts is None:
-        on_hosts = _count_on_hosts(workers, ledger.workers_of(demand.backend))
+        on_hosts = _count_on_hosts(workers, usage.workers_of(demand.backend))
     left = {host: demand.most_per_host - on_hosts.get(host, 0) for host in hosts.values()}
-    return Room(free, hosts, Counter(left))
+    return FreeResources(free, hosts, Counter(left))
 
 
 def _count_on_hosts(workers: Iterable[WorkerInfo], bundles: Mapping[WorkerAddress, int]) -> dict[str, int]:
@@ -313,7 +323,7 @@ def demand_of(backend: BackendRecord) -> Demand:
     )
 
 
-def explain(ledger: Ledger, workers: Iterable[WorkerInfo], demand: Demand) -> str:
+def explain(usage: ResourceUsage, workers: Iterable[WorkerInfo], demand: Demand) -> str:
     """Return the reason why no worker has room, with the numbers."""
     everyone = list(workers)
     known = [worker for worker in everyone if not worker.is_system]
@@ -328,16 +338,16 @@ def explain(ledger: Ledger, workers: Iterable[WorkerInfo], demand: Demand) -> st
     if not allowed:
         names = ", ".join(sorted(demand.allowed_workers or ()))
         return f"actor_options['workers'] allows only {names}, and none of these is in the cluster"
-    room = _room_of(ledger, known, demand)
-    if not room.free:
+    free_resources = _room_of(usage, known, demand)
+    if not free_resources.free:
         return f"all {len(allowed)} allowed workers are paused or closing"
     if len(demand.bundles) == 1:
-        return _missing(room, list(room.free), demand, demand.bundles[0])
-    placed = _most_that_fit(ledger, known, demand)
+        return _missing(free_resources, list(free_resources.free), demand, demand.bundles[0])
+    placed = _most_that_fit(usage, known, demand)
     if demand.strategy == "STRICT_PACK":
-        reason = _missing_on_one_host(room, demand)
+        reason = _missing_on_one_host(free_resources, demand)
     else:
-        reason = _missing_beside(room, placed, demand)
+        reason = _missing_beside(free_resources, placed, demand)
     where = {"STRICT_PACK": " on one host", "STRICT_SPREAD": " on different hosts"}.get(demand.strategy, "")
     if demand.has_groups:
         whose = "a gang" if demand.replicas > 1 else "a placement group"
@@ -348,15 +358,15 @@ def explain(ledger: Ledger, workers: Iterable[WorkerInfo], demand: Demand) -> st
 
 
 def _most_that_fit(
-    ledger: Ledger, workers: Sequence[WorkerInfo], demand: Demand
+    usage: ResourceUsage, workers: Sequence[WorkerInfo], demand: Demand
 ) -> tuple[WorkerAddress, ...]:
     """Return the workers of as many of the first bundles as have room together."""
     least, most = 0, len(demand.bundles) - 1
     found: tuple[WorkerAddress, ...] = ()
     while least < most:
         count = (least + most + 1) // 2
-        room = _room_of(ledger, workers, demand)
-        placed = fit(room, demand.bundles[:count], demand.strategy, lambda worker: (worker,))
+        free_resources = _room_of(usage, workers, demand)
+        placed = fit(free_resources, demand.bundles[:count], demand.strategy, lambda worker: (worker,))
         if placed is None:
             most = count - 1
         else:
@@ -364,35 +374,39 @@ def _most_that_fit(
     return found
 
 
-def _missing_beside(room: Room, placed: Sequence[WorkerAddress], demand: Demand) -> str:
+def _missing_beside(free_resources: FreeResources, placed: Sequence[WorkerAddress], demand: Demand) -> str:
     """Return why the next bundle has no room beside those that were placed."""
     for worker, amounts in zip(placed, demand.bundles, strict=False):
-        room.take(worker, amounts)
-    workers = list(room.free)
+        free_resources.take(worker, amounts)
+    workers = list(free_resources.free)
     if demand.strategy == "STRICT_SPREAD":
-        hosts = {room.hosts[each] for each in placed}
-        workers = [each for each in workers if room.hosts[each] not in hosts]
+        hosts = {free_resources.hosts[each] for each in placed}
+        workers = [each for each in workers if free_resources.hosts[each] not in hosts]
         if not workers:
             return f"there are only {len(hosts)} usable hosts"
-    return _missing(room, workers, demand, demand.bundles[len(placed)])
+    return _missing(free_resources, workers, demand, demand.bundles[len(placed)])
 
 
-def _missing_on_one_host(room: Room, demand: Demand) -> str:
+def _missing_on_one_host(free_resources: FreeResources, demand: Demand) -> str:
     """Return why no host has room for all bundles."""
-    hosts = by_host(room, room.free).values()
-    lacks = _lacks(total(demand.bundles), [total(room.free[each] for each in here) for here in hosts], "host")
+    hosts = by_host(free_resources, free_resources.free).values()
+    lacks = _lacks(
+        total(demand.bundles), [total(free_resources.free[each] for each in here) for here in hosts], "host"
+    )
     return f"together they need {lacks}" if lacks else "no host has workers on which all of them fit"
 
 
-def _missing(room: Room, workers: Sequence[WorkerAddress], demand: Demand, amounts: Amounts) -> str:
+def _missing(
+    free_resources: FreeResources, workers: Sequence[WorkerAddress], demand: Demand, amounts: Amounts
+) -> str:
     """Return why one bundle has no room on some workers."""
-    if room.per_host is not None:
-        hosts = len({room.hosts[each] for each in workers})
-        workers = [each for each in workers if room.per_host[room.hosts[each]] > 0]
+    if free_resources.per_host is not None:
+        hosts = len({free_resources.hosts[each] for each in workers})
+        workers = [each for each in workers if free_resources.per_host[free_resources.hosts[each]] > 0]
         if not workers:
             limit = demand.most_per_host
             return f"max_replicas_per_node is {limit}, and each of the {hosts} usable hosts has as many"
-    lacks = _lacks(amounts, [room.free[each] for each in workers], "worker")
+    lacks = _lacks(amounts, [free_resources.free[each] for each in workers], "worker")
     if lacks:
         who = "a bundle" if demand.has_groups else "a replica"
         return f"{who} needs {lacks}; {len(workers)} workers were looked at"

@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from daskserve.common.types import BackendTag, ReplicaState, ReplicaTag, WorkerAddress, WorkerInfo
 from daskserve.control.observed.observed import Notes, Observed
-from daskserve.control.placement.placement import Trial, crowding, demand_of, place, ranks
+from daskserve.control.placement.placement import TentativeUsage, crowding, demand_of, place, ranks
 from daskserve.control.records.bundles import is_on
 from daskserve.control.records.records import BackendRecord, ReplicaRecord
 from daskserve.control.records.state import State
@@ -27,7 +27,7 @@ SEARCH_S = 5.0
 LOOKS, COMPARISONS = 50, 5
 
 
-class Spreader:
+class Rebalancer:
     """Searches for the next move, in turn through the backends; remembers how long each could be better."""
 
     def __init__(self) -> None:
@@ -59,12 +59,16 @@ class Spreader:
             self._since.clear()
             return None
         fresh = {each.address for each in workers} - self._used
-        crowds = _Crowds(state, workers, avoid, fresh)
+        worker_loads = _WorkerLoads(state, workers, avoid, fresh)
         comparisons = 0
         for tag in self._next_turns(state):
             backend, found = state.backends[tag], None
             wait_s = backend.config.rebalance_after_s
-            if wait_s is not None and _is_at_rest(state, observed, backend) and crowds.may_be_better(tag):
+            if (
+                wait_s is not None
+                and _is_at_rest(state, observed, backend)
+                and worker_loads.may_be_better(tag)
+            ):
                 comparisons += 1
                 found = _misplaced(state, workers, backend, avoid, fresh)
             if found is None or wait_s is None:
@@ -123,7 +127,7 @@ def _is_at_rest(state: State, observed: Observed, backend: BackendRecord) -> boo
     )
 
 
-class _Crowds:
+class _WorkerLoads:
     """How crowded the workers are, for a quick look at many backends."""
 
     def __init__(
@@ -162,7 +166,7 @@ def _misplaced(
     fresh: Collection[WorkerAddress],
 ) -> ReplicaRecord | None:
     """Return the replica of a backend on its worst worker, if another one is better; None otherwise."""
-    trial, demand = Trial(state, {}), demand_of(backend)
+    trial, demand = TentativeUsage(state, {}), demand_of(backend)
     found = place(trial, workers, demand, avoid)
     known = {each.address for each in workers}
     replicas = [each for each in state.replicas_of(backend.tag) if each.worker in known]

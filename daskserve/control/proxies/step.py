@@ -142,7 +142,7 @@ def step(state: State, observed: Observed, rules: ProxyRules, *, incarnation: in
     usable = system_workers(observed.cleared_workers())
     slots = wanted_slots(rules.location, usable, state, rules.avoid)
     found, leaving = _found(state, observed, result)
-    placing = _Placing(state, observed, rules, {each.address for each in usable}, now, result)
+    placing = _ProxyPlacement(state, observed, rules, {each.address for each in usable}, now, result)
     for name in sorted(found.keys() - slots.keys()):
         placing.release(found.pop(name), slots)
     wanted = [placing.place(found.get(name), name, workers) for name, workers in slots.items()]
@@ -226,7 +226,7 @@ def _begin(observed: Observed, wanted: Iterable[ProxyRecord], result: HttpStep) 
             result.actions.append(StartProxy(proxy))
 
 
-class _Placing:
+class _ProxyPlacement:
     """Places the proxies of one step."""
 
     def __init__(

@@ -11,7 +11,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from daskserve.cluster.protocols.base import Store
-from daskserve.cluster.protocols.stores import Hold
+from daskserve.cluster.protocols.stores import StoreOwnership
 from daskserve.common.clock import Clock
 from daskserve.control.observed.observed import Observed
 from daskserve.control.proxies.take_over import all_run, listens
@@ -79,7 +79,7 @@ class StoreTrial:
     @property
     def is_over(self) -> bool:
         """Whether the store is the instance's own."""
-        return self._store.hold not in (Hold.TRIAL, Hold.CLAIMED, Hold.REFUSED)
+        return self._store.hold not in (StoreOwnership.TRIAL, StoreOwnership.CLAIMED, StoreOwnership.REFUSED)
 
     @property
     def waits_for(self) -> str:

@@ -23,10 +23,10 @@ from daskserve.common.clock import Clock
 from daskserve.common.types import BackendTag
 from daskserve.control.scaling.importing import thread_location
 from daskserve.errors import UserCodeError
-from daskserve.figures.histogram import LATENCY_BUCKETS_S
 from daskserve.options.autoscaling import BUILT_IN_POLICIES, AutoscalingConfig
 from daskserve.payload.error_text import summary_of
 from daskserve.payload.pickling import load_bytes
+from daskserve.telemetry.histogram import LATENCY_BUCKETS_S
 
 T = TypeVar("T")
 

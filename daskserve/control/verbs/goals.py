@@ -210,7 +210,7 @@ def _named(state: State, wanted: Sequence[BackendRecord | AppRecord]) -> Backend
 def overtaken(
     state: State, goal: GoalRecord, successor: GoalId, by: str, now_wanted: BackendRecord | None
 ) -> GoalRecord:
-    """Return a pending goal as done, because a later change decides what becomes of what it covers.
+    """Mark a pending goal as superseded by a later change.
 
     ``now_wanted`` names the version that the later change deploys; None if it deletes. A deletion that
     another one replaces has no error: whoever waits for it waits for its successor.

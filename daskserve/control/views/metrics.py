@@ -14,15 +14,15 @@ from daskserve.control.observed.observed import Observed
 from daskserve.control.records.records import GoalState
 from daskserve.control.records.state import State
 from daskserve.control.views import views
-from daskserve.figures.histogram import LatencyHistogram
-from daskserve.figures.table import MetricSample
+from daskserve.telemetry.histogram import LatencyHistogram
+from daskserve.telemetry.table import MetricSample
 
 #: Numbers in the autoscaler's reasons; as part of a label, each would create a new series.
 _NUMBER = re.compile(r"\d+(\.\d+)?")
 MAX_REASON = 80
 
 
-class ControlFigures:
+class ControlMetrics:
     """The counts of one controller."""
 
     def __init__(self) -> None:

@@ -10,11 +10,11 @@ from dataclasses import asdict
 from typing import Any
 
 from daskserve.common.formatting import shown
-from daskserve.common.types import ActorKind, BackendTag, Reach, ReplicaState, WorkerAddress
+from daskserve.common.types import ActorKind, BackendTag, Reachability, ReplicaState, WorkerAddress
 from daskserve.control.backend import application as app_state
 from daskserve.control.backend import progress
 from daskserve.control.backend.step import NEW_WORKER_S
-from daskserve.control.observed.observed import Busy, Observed
+from daskserve.control.observed.observed import Activity, Observed
 from daskserve.control.proxies.step import is_ready
 from daskserve.control.records.config_ids import is_pausing
 from daskserve.control.records.proxy import ProxyRecord
@@ -176,7 +176,7 @@ def actors(state: State, observed: Observed, instance: str, controller: Mapping[
                 **where(replica.worker),
                 "pid": ready.get("pid") if ready is not None else None,
                 "message": observed.unhealthy.get(replica.tag)
-                or progress.work_text(observed.busy.get(replica.tag, Busy(""))),
+                or progress.work_text(observed.busy.get(replica.tag, Activity(""))),
                 "rank": replica.rank[0] if replica.rank else None,
                 "metadata": dict(replica.metadata),
                 "routing_stats": dict(observed.routing_stats.get(replica.tag, {})),
@@ -293,7 +293,7 @@ def published_backend(state: State, tag: str, unloadable: str | None = None) -> 
 
 
 def broken_routes(
-    observed: Observed, here: WorkerAddress, from_here: Mapping[WorkerAddress, Reach]
+    observed: Observed, here: WorkerAddress, from_here: Mapping[WorkerAddress, Reachability]
 ) -> dict[WorkerAddress, dict[WorkerAddress, str]]:
     """Return the workers that other workers do not reach directly, each with its route.
 

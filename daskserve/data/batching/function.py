@@ -144,16 +144,16 @@ class _BatchRunner:
     def make_queue(self, limits: BatchLimits) -> RequestQueue:
         """Return a queue for the running loop and the current replica."""
         replica = current_replica.get()
-        figures = None if replica is None else replica.figures
+        metrics = None if replica is None else replica.metrics
         queue: RequestQueue = BatchQueue(
             self._run_streams if self.is_generator else self._run,
             limits,
             max_running=self.max_running,
             size_of=None if self.size_fn is None else self._size_of,
-            on_batch=None if figures is None else figures.batches_of(self.function.__name__).observe,
+            on_batch=None if metrics is None else metrics.batches_of(self.function.__name__).observe,
         )
-        if figures is not None:
-            figures.watch_queue(queue)
+        if metrics is not None:
+            metrics.watch_queue(queue)
         return queue
 
     def warn_if_unreachable(self, limits: BatchLimits) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from daskserve.common.types import Envelope, Standing
-from daskserve.data.replica.requests.answer import Answer
+from daskserve.common.types import Envelope, RankInfo
+from daskserve.data.replica.requests.replica_request import ReplicaRequest
 from daskserve.data.replica.requests.slots import Slots
 from daskserve.data.replica.user_code.construction import Stage
-from daskserve.figures.table import MetricSample
-from daskserve.figures.user import UserSample
+from daskserve.telemetry.table import MetricSample
+from daskserve.telemetry.user import UserSample
 
 #: The time for user code to handle its cancellation, and again for the end of its threads. Its destructor has
 #: as long, or what is left of the grace period.
@@ -44,7 +44,7 @@ class UserCode(Protocol):
     async def start(self) -> Mapping[str, Any]:
         """Load, construct and probe the user code, and return facts about it; raise if that fails."""
 
-    def answer(self, envelope: Envelope) -> Answer:
+    def request(self, envelope: Envelope) -> ReplicaRequest:
         """Return the answer to a request, not begun; raise `BadRequestError` for one of an unknown kind."""
 
     def needs_task(self, envelope: Envelope) -> bool:
@@ -55,7 +55,7 @@ class UserCode(Protocol):
         user_config: bytes | None,
         concurrency: int,
         config: Mapping[str, Any],
-        standing: Standing,
+        rank_info: RankInfo,
         patience_s: float,
     ) -> None:
         """Take over changed options, and the rank.
@@ -69,7 +69,7 @@ class UserCode(Protocol):
     async def statistics(self) -> dict[str, Any]:
         """Return the counts that only the user code's side has."""
 
-    def figures(self) -> dict[str, Any]:
+    def metrics(self) -> dict[str, Any]:
         """Return what the controller reads every second for autoscaling."""
 
     def routing_stats(self) -> Mapping[str, Any]:

@@ -17,7 +17,7 @@ from typing import Any
 from daskserve.common.clock import Clock
 from daskserve.common.formatting import shown
 from daskserve.common.types import short_tag
-from daskserve.data.replica.execution.executor import Wall
+from daskserve.data.replica.execution.executor import UserExecutor
 from daskserve.data.replica.user_code.servable import Servable
 from daskserve.errors import UnavailableError
 
@@ -112,17 +112,19 @@ class HealthWatch:
         logger.log(level, "Health probe %d of %s failed: %s", self._failures, self._name, detail)
 
 
-async def probe_liveness(wall: Wall, servable: Servable, replica_tag: str, concurrency: int) -> None:
+async def probe_liveness(
+    executor: UserExecutor, servable: Servable, replica_tag: str, concurrency: int
+) -> None:
     """Return if user code can run where it runs; raise `UnavailableError`, or never return, if not."""
     if servable.is_plain_at_all:
-        if wall.abandoned >= concurrency:
+        if executor.abandoned >= concurrency:
             raise UnavailableError(
                 f"All {concurrency} slots of replica {short_tag(replica_tag)!r} are held by abandoned calls "
                 "and run on."
             )
-        await wall.run_sync(_do_nothing, threads=wall.reserved)
-    if servable.is_async_at_all and not wall.is_on_worker_loop:
-        await wall.run_async(_do_nothing_async)
+        await executor.run_sync(_do_nothing, threads=executor.reserved)
+    if servable.is_async_at_all and not executor.is_on_worker_loop:
+        await executor.run_async(_do_nothing_async)
 
 
 def _do_nothing() -> None:

@@ -1,4 +1,4 @@
-"""User code in the replica's own process, behind the wall."""
+"""User code in the replica's own process, behind the executor."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from daskserve.common.types import (
     Envelope,
     EnvelopeKind,
     Payload,
+    RankInfo,
     ReplicaRank,
-    Standing,
-    as_standing,
+    as_rank_info,
     described,
     short_tag,
 )
-from daskserve.context import HasLink, PlacementBundle, ReplicaContext, StandingHolder, current_replica
+from daskserve.context import HasConnection, PlacementBundle, RankHolder, ReplicaContext, current_replica
 from daskserve.data.replica.app_threads import add_threads
 from daskserve.data.replica.code_protocol import CLOSE_GRACE_S
 from daskserve.data.replica.errors.log import FailureLog, keep_loggers_enabled, log_error
 from daskserve.data.replica.errors.rules import rule_in
-from daskserve.data.replica.execution.executor import Wall
+from daskserve.data.replica.execution.executor import UserExecutor
 from daskserve.data.replica.health import probe_liveness
-from daskserve.data.replica.requests.answer import Answer
 from daskserve.data.replica.requests.batches import ReplicaBatches
-from daskserve.data.replica.requests.calls import CallAnswer, call_answer_for
+from daskserve.data.replica.requests.calls import CallRequest, call_answer_for
 from daskserve.data.replica.requests.chained_values import filled
-from daskserve.data.replica.requests.http import HTTPAnswer
-from daskserve.data.replica.requests.serving import LocalAnswer, ServingCode
+from daskserve.data.replica.requests.http import LocalHTTPRequest
+from daskserve.data.replica.requests.replica_request import ReplicaRequest
+from daskserve.data.replica.requests.serving import LocalRequest, ServingCode
 from daskserve.data.replica.requests.slots import Slots
-from daskserve.data.replica.user_code.autoscaling_stats import AUTOSCALING, autoscaling_figures
+from daskserve.data.replica.user_code.autoscaling_stats import AUTOSCALING, autoscaling_metrics
 from daskserve.data.replica.user_code.class_app import enter_app
 from daskserve.data.replica.user_code.construction import (
     LOADING,
@@ -54,12 +54,12 @@ from daskserve.errors import (
     ServeError,
     UserCodeError,
 )
-from daskserve.figures.replica import ReplicaFigures
-from daskserve.figures.table import MetricSample
-from daskserve.figures.user import UserSample
 from daskserve.options.start_messages import ReplicaStart, read_config
 from daskserve.payload.packed_errors import PackedError, known_of, packed_here
 from daskserve.payload.parcels import Parcel
+from daskserve.telemetry.replica import ReplicaMetrics
+from daskserve.telemetry.table import MetricSample
+from daskserve.telemetry.user import UserSample
 
 logger = logging.getLogger("daskserve.replica")
 
@@ -67,27 +67,29 @@ RECORDING = Stage(f"running {METADATA}()", f"failed in {METADATA}()")
 CHECKING = Stage("running its first health check", "failed its first health check")
 
 
-async def parts_of(start: ReplicaStart, cluster: HasLink) -> Sequence[Any]:
+async def parts_of(start: ReplicaStart, cluster: HasConnection) -> Sequence[Any]:
     """Return the parts of the parcel that stands for a replica's code; nothing without a parcel."""
     parcel = Parcel.labelled(start.code)
     return () if parcel is None else await cluster.fetch_parcel(start.code_name, parcel)
 
 
 class LocalCode:
-    """A `daskserve.data.replica.code_protocol.UserCode` that runs behind a wall in this process."""
+    """A `daskserve.data.replica.code_protocol.UserCode` that runs behind an executor in this process."""
 
     loss = ""
     is_leaving = False
     stage_since = 0.0
 
-    def __init__(self, context: ContextWith[HasLink], start: ReplicaStart, figures: ReplicaFigures) -> None:
+    def __init__(
+        self, context: ContextWith[HasConnection], start: ReplicaStart, metrics: ReplicaMetrics
+    ) -> None:
         self._context = context
         self._start = start
-        self._figures = figures
-        self._wall: Wall | None = None
+        self._metrics = metrics
+        self._executor: UserExecutor | None = None
         self._servable: Servable | None = None
         self._serving: ServingCode | None = None
-        self._holder = StandingHolder(as_standing(start.standing))
+        self._holder = RankHolder(as_rank_info(start.rank_info))
         self._has_liveness_probe = start.config.liveness is not None
         self.stage = LOADING
         #: How many threads the application's event loop has for this replica, beside its own.
@@ -98,17 +100,17 @@ class LocalCode:
         self._stats = StatsRecorder(start.replica_tag, self._parts, context.clock, AUTOSCALING)
         self._failures = FailureLog(start.replica_tag)
         self._batches = ReplicaBatches(
-            self._parts, start.config.max_batch_size, start.config.batch_wait_timeout, figures, self._failures
+            self._parts, start.config.max_batch_size, start.config.batch_wait_timeout, metrics, self._failures
         )
-        self.slots = Slots(start.replica_tag, start.concurrency, self._batches, figures)
+        self.slots = Slots(start.replica_tag, start.concurrency, self._batches, metrics)
 
     @property
     def abandoned(self) -> int:
-        return self._wall.abandoned if self._wall else 0
+        return self._executor.abandoned if self._executor else 0
 
     @property
     def loop_blocks(self) -> int:
-        return self._wall.blocked_count if self._wall else 0
+        return self._executor.blocked_count if self._executor else 0
 
     # ---- start
 
@@ -121,16 +123,16 @@ class LocalCode:
             The user's code failed; it carries the traceback.
         """
         start = self._start
-        wall = self._wall = Wall(
+        executor = self._executor = UserExecutor(
             short_tag(start.replica_tag),
             contextvars.copy_context(),
             threads=_threads(start.concurrency),
             event_loop=start.config.event_loop,
             is_loop_shared=not start.config.run_sync_in_threadpool,
-            landing=self._context.landing,
+            inbox=self._context.inbox,
             start_thread=self._context.start_thread,
         )
-        wall.is_watched = False
+        executor.is_watched = False
         keep_loggers_enabled()
         self._set_current_replica(None)
         failure: ReplicaStartError | None = None
@@ -139,23 +141,23 @@ class LocalCode:
             parts = await parts_of(start, self._context.cluster)
             load = partial(_load, start, parts)
             construction = Construction(
-                wall, load, is_async=start.is_async, enter=partial(setattr, self, "stage")
+                executor, load, is_async=start.is_async, enter=partial(setattr, self, "stage")
             )
             try:
                 servable = await construction.run()
             finally:
                 self._servable = construction.servable
-            await self._allow_app_threads(wall, servable, start.concurrency)
+            await self._allow_app_threads(executor, servable, start.concurrency)
             self._set_current_replica(servable.target)
             if start.user_config is not None:
                 self.stage = RECONFIGURING
-                await self._run_reconfigure(wall, servable, start.user_config)
+                await self._run_reconfigure(executor, servable, start.user_config)
                 self._user_config = start.user_config
             if servable.has_hook(METADATA):
                 self.stage = RECORDING
-                answer = await self._run(wall, servable.hook(METADATA))
-                metadata = await wall.run_sync(as_plain, answer)
-            wall.is_watched = True
+                request = await self._run(executor, servable.hook(METADATA))
+                metadata = await executor.run_sync(as_plain, request)
+            executor.is_watched = True
             self.stage = CHECKING
             check = self.probe(construction)
             await self._context.clock.wait_for(check, start.config.health_check_timeout_s)
@@ -164,7 +166,7 @@ class LocalCode:
         if failure is not None:
             # Raised outside of the handler: the traceback of the user's error refers to the user's object.
             raise failure
-        self._serve(wall, servable, metadata)
+        self._serve(executor, servable, metadata)
         facts = servable.facts
         return {
             "is_blocking": facts.is_blocking,
@@ -175,9 +177,11 @@ class LocalCode:
             **({"metadata": metadata} if metadata else {}),
         }
 
-    def _serve(self, wall: Wall, servable: Servable, metadata: Mapping[str, Any]) -> None:
+    def _serve(self, executor: UserExecutor, servable: Servable, metadata: Mapping[str, Any]) -> None:
         start = self._start
-        self._serving = ServingCode(wall, servable, self._batches, self.slots, self._figures, self._failures)
+        self._serving = ServingCode(
+            executor, servable, self._batches, self.slots, self._metrics, self._failures
+        )
         self._serving.fill = self._fill
         self._serving.place = {
             "replica_tag": start.replica_tag,
@@ -190,7 +194,7 @@ class LocalCode:
         self._serving.on_disconnect = start.config.on_disconnect
 
     def _set_current_replica(self, servable_object: Any) -> None:
-        assert self._wall is not None
+        assert self._executor is not None
         replica = ReplicaContext(
             self._context.spec.instance,
             self._start.backend_tag,
@@ -198,7 +202,7 @@ class LocalCode:
             servable_object,
             self._context.cluster,
             self.slots.concurrency,
-            self._figures,
+            self._metrics,
             self._start.code_name.removeprefix(f"{self._start.backend_tag}@"),
             self._holder,
             actors=self._start.actors,
@@ -206,8 +210,8 @@ class LocalCode:
             gang=tuple(self._start.gang),
             bundles=tuple(PlacementBundle(*each) for each in self._start.bundles),
         )
-        self._wall.context.run(current_replica.set, replica)
-        self._wall.context.run(enter_app, servable_object)
+        self._executor.context.run(current_replica.set, replica)
+        self._executor.context.run(enter_app, servable_object)
 
     def _user_error(self, stage: Stage, error: Exception) -> ReplicaStartError:
         raised = error.__cause__ if isinstance(error, UserCodeError) else error
@@ -222,33 +226,33 @@ class LocalCode:
         kind = CodeLoadError if is_code else ReplicaStartError
         return kind(f"{what} {stage.failed}: {summary}{rule_in(text)}", user_traceback=text)
 
-    async def _allow_app_threads(self, wall: Wall, servable: Servable, concurrency: int) -> None:
+    async def _allow_app_threads(self, executor: UserExecutor, servable: Servable, concurrency: int) -> None:
         more = concurrency - self._app_threads
         if servable.facts.is_asgi_app and more:
-            await wall.run_async(add_threads, more)
+            await executor.run_async(add_threads, more)
             self._app_threads = concurrency
 
     # ---- requests
 
-    def answer(self, envelope: Envelope) -> Answer:
+    def request(self, envelope: Envelope) -> ReplicaRequest:
         """Return the answer to a request, in the state WAITING."""
         serving = self._serving
         if serving is None:
             raise self.slots.not_running()
-        kind: type[LocalAnswer]
+        kind: type[LocalRequest]
         if envelope.kind is EnvelopeKind.HTTP:
-            kind = HTTPAnswer
+            kind = LocalHTTPRequest
         elif envelope.kind is EnvelopeKind.CALL:
-            kind = call_answer_for(envelope.head) if "stream" in envelope.head else CallAnswer
+            kind = call_answer_for(envelope.head) if "stream" in envelope.head else CallRequest
         else:
             raise BadRequestError(f"A replica takes no requests of kind {envelope.kind!r}.")
-        answer = kind(envelope, serving.slots, serving.figures)
-        answer.code = serving
-        return answer
+        request = kind(envelope, serving.slots, serving.metrics)
+        request.code = serving
+        return request
 
     async def _fill(self, payload: Payload, keys: Any) -> Payload:
         context = self._context
-        return await filled(payload, keys, lambda: context.cluster.link, context.spec.instance)
+        return await filled(payload, keys, lambda: context.cluster.connection, context.spec.instance)
 
     def needs_task(self, envelope: Envelope) -> bool:
         """Whether a request can only be answered from a task."""
@@ -261,34 +265,34 @@ class LocalCode:
         user_config: bytes | None,
         concurrency: int,
         config: Mapping[str, Any],
-        standing: Standing,
+        rank_info: RankInfo,
         patience_s: float,
     ) -> None:
         """Apply changed options without a restart; see `daskserve.data.replica.replica.Replica`."""
-        wall, servable = self._parts()
+        executor, servable = self._parts()
         options = read_config(config)
         servable.check_batching(options.max_batch_size)
         failure: ReplicaStartError | None = None
         if user_config is not None and (
-            user_config != self._user_config or _wants_rank(servable, self._holder.standing, standing)
+            user_config != self._user_config or _wants_rank(servable, self._holder.rank_info, rank_info)
         ):
             servable.hook("reconfigure")
             async with self.slots.quiet(self._context.clock, patience_s):
                 self._user_config = None  # after a failure, nobody knows which one is in effect
-                before, self._holder.standing = self._holder.standing, standing
+                before, self._holder.rank_info = self._holder.rank_info, rank_info
                 try:
-                    await self._run_reconfigure(wall, servable, user_config)
+                    await self._run_reconfigure(executor, servable, user_config)
                     self._user_config = user_config
                 except Exception as error:
-                    self._holder.standing = before
+                    self._holder.rank_info = before
                     failure = self._user_error(RECONFIGURING, error)
         if failure is not None:
             raise failure  # outside of the handler, as in start()
-        self._holder.standing = standing
+        self._holder.rank_info = rank_info
         self._has_liveness_probe = options.liveness is not None
         self.slots.resize(concurrency)
-        wall.threads.limit = _threads(concurrency)
-        await self._allow_app_threads(wall, servable, concurrency)
+        executor.threads.limit = _threads(concurrency)
+        await self._allow_app_threads(executor, servable, concurrency)
         self._set_current_replica(servable.target)
         self._batches.reconfigure(options.max_batch_size, options.batch_wait_timeout)
         if self._serving is not None:
@@ -308,15 +312,15 @@ class LocalCode:
         UserCodeError
             ``check_health`` raised.
         """
-        wall, servable = self._parts()
+        executor, servable = self._parts()
         if self._has_liveness_probe:
             if construction is not None:
                 await construction.turned.wait()
             else:
-                await probe_liveness(wall, servable, self._start.replica_tag, self.slots.concurrency)
+                await probe_liveness(executor, servable, self._start.replica_tag, self.slots.concurrency)
         if servable.is_class and hasattr(servable.target, "check_health"):
             try:
-                await self._run(wall, servable.hook("check_health"), is_reserved=True)
+                await self._run(executor, servable.hook("check_health"), is_reserved=True)
             except Exception as error:
                 raise UserCodeError(
                     f"check_health() of {described(self._start.backend_tag)} raised "
@@ -324,16 +328,16 @@ class LocalCode:
                 ) from error
 
     async def statistics(self) -> dict[str, Any]:
-        """Return the counts of the wall."""
+        """Return the counts of the executor."""
         return {
             "abandoned": self.abandoned,
-            "threads": len(self._wall.threads) if self._wall else 0,
+            "threads": len(self._executor.threads) if self._executor else 0,
             "blocked_loop_total": self.loop_blocks,
         }
 
-    def figures(self) -> dict[str, Any]:
+    def metrics(self) -> dict[str, Any]:
         """Return what the controller reads every second for autoscaling."""
-        return self._figures.brief(self.slots.load, partial(autoscaling_figures, self._stats))
+        return self._metrics.brief(self.slots.load, partial(autoscaling_metrics, self._stats))
 
     def routing_stats(self) -> Mapping[str, Any]:
         """Return what the user's ``record_routing_stats`` returned last."""
@@ -346,25 +350,25 @@ class LocalCode:
     def user_samples(self) -> list[UserSample]:
         """Return the metrics of user code."""
         start = self._start
-        return self._figures.user_samples((self._context.spec.instance, start.backend_tag, start.replica_tag))
+        return self._metrics.user_samples((self._context.spec.instance, start.backend_tag, start.replica_tag))
 
-    def _parts(self) -> tuple[Wall, Servable]:
-        if self._wall is None or self._servable is None:
+    def _parts(self) -> tuple[UserExecutor, Servable]:
+        if self._executor is None or self._servable is None:
             raise ActorLostError(f"Replica {short_tag(self._start.replica_tag)!r} was stopped.", begun=False)
-        return self._wall, self._servable
+        return self._executor, self._servable
 
-    async def _run_reconfigure(self, wall: Wall, servable: Servable, user_config: bytes) -> None:
+    async def _run_reconfigure(self, executor: UserExecutor, servable: Servable, user_config: bytes) -> None:
         hook = servable.hook("reconfigure")
-        rank = {"rank": ReplicaRank(*self._holder.standing[:3])} if takes_rank(hook) else {}
-        await self._run(wall, partial(hook, **rank), user_config)
+        rank = {"rank": ReplicaRank(*self._holder.rank_info[:3])} if takes_rank(hook) else {}
+        await self._run(executor, partial(hook, **rank), user_config)
 
     async def _run(
-        self, wall: Wall, hook: Callable[..., Any], *pickles: bytes, is_reserved: bool = False
+        self, executor: UserExecutor, hook: Callable[..., Any], *pickles: bytes, is_reserved: bool = False
     ) -> Any:
         if is_async(hook):
-            return await wall.run_async(run_hook, hook, *pickles)
-        threads = wall.reserved if is_reserved else None
-        return await wall.run_sync(run_hook_in_thread, hook, *pickles, threads=threads)
+            return await executor.run_async(run_hook, hook, *pickles)
+        threads = executor.reserved if is_reserved else None
+        return await executor.run_sync(run_hook_in_thread, hook, *pickles, threads=threads)
 
     # ---- stop
 
@@ -381,26 +385,26 @@ class LocalCode:
 
     async def destruct(self, grace_s: float, *, is_planned: bool) -> None:
         """Cancel the requests that still run, and destruct the user's object."""
-        wall, servable = self._wall, self._servable
-        if wall is None:
+        executor, servable = self._executor, self._servable
+        if executor is None:
             return
         stopped = f"Replica {short_tag(self._start.replica_tag)!r} was stopped."
-        wall.abort_runs(ActorLostError(stopped, is_planned=is_planned))
+        executor.abort_runs(ActorLostError(stopped, is_planned=is_planned))
         self._set_current_replica(None)
         # Cancelled code may clean up.
         await self._context.clock.wait_for(self.slots.wait_until_idle(), CLOSE_GRACE_S)
         if servable is not None:
             try:
-                if wall.is_on_worker_loop:  # which others use
-                    await self._allow_app_threads(wall, servable, 0)
-                await destruct(wall, servable)
+                if executor.is_on_worker_loop:  # which others use
+                    await self._allow_app_threads(executor, servable, 0)
+                await destruct(executor, servable)
             except PackedError as error:
                 log_error(error, "The destructor of %r failed", self)
 
     async def close(self) -> None:
         """End the threads."""
-        if self._wall is not None:
-            await self._wall.close(CLOSE_GRACE_S)
+        if self._executor is not None:
+            await self._executor.close(CLOSE_GRACE_S)
         self._servable = None
 
     def __repr__(self) -> str:
@@ -413,7 +417,7 @@ def _load(start: ReplicaStart, parts: Sequence[Any]) -> Servable:
     return servable
 
 
-def _wants_rank(servable: Servable, before: Standing, after: Standing) -> bool:
+def _wants_rank(servable: Servable, before: RankInfo, after: RankInfo) -> bool:
     """Return whether the user's ``reconfigure`` has to learn of a changed rank."""
     return before[:3] != after[:3] and takes_rank(servable.hook("reconfigure"))
 

@@ -4,11 +4,11 @@ A replica lives on the worker's loop and consists of:
 
 - `Slots`: how many requests run and wait;
 - `HealthWatch`: whether user code can still run;
-- `ReplicaFigures`: its metrics;
+- `ReplicaMetrics`: its metrics;
 - a `UserCode`: the code itself, in this process (`LocalCode`) or in a child process (`ChildCode`).
 
-Each request is a `daskserve.data.replica.requests.answer.Answer`, which holds a slot until its user code has
-ended.
+Each request is a `daskserve.data.replica.requests.replica_request.ReplicaRequest`, which holds a slot until
+its user code has ended.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from typing import Any
 
 from daskserve.cluster.protocols.base import ContextWith, verb, verbs_of
 from daskserve.common.clock import stopwatch
-from daskserve.common.types import Envelope, Load, OnAnswer, Receive, Send, as_standing, short_tag
-from daskserve.context import HasLink
+from daskserve.common.types import Envelope, Load, OnAnswer, Receive, Send, as_rank_info, short_tag
+from daskserve.context import HasConnection
 from daskserve.data.replica.code_protocol import CLOSE_GRACE_S, UserCode
 from daskserve.data.replica.health import HealthWatch
 from daskserve.data.replica.local_code import LocalCode
-from daskserve.data.replica.requests.responders import TasklessCaller, carry
+from daskserve.data.replica.requests.responders import TasklessResponder, respond
 from daskserve.data.replica.user_code.construction import RECONFIGURING
-from daskserve.figures.replica import ReplicaFigures
-from daskserve.figures.table import MetricSample
-from daskserve.figures.user import UserSample
 from daskserve.options.start_messages import ReplicaStart, read_config
+from daskserve.telemetry.replica import ReplicaMetrics
+from daskserve.telemetry.table import MetricSample
+from daskserve.telemetry.user import UserSample
 
 logger = logging.getLogger("daskserve.replica")
 
@@ -44,14 +44,16 @@ class Replica:
         The `UserCode` to make: where user code runs.
     """
 
-    def __init__(self, context: ContextWith[HasLink], place: Callable[..., UserCode] = LocalCode) -> None:
+    def __init__(
+        self, context: ContextWith[HasConnection], place: Callable[..., UserCode] = LocalCode
+    ) -> None:
         self._context = context
         self._start = start = ReplicaStart.decode(context.spec.payload)
-        self._figures = ReplicaFigures()
+        self._metrics = ReplicaMetrics()
         self._labels = (context.spec.instance, start.backend_tag, start.replica_tag)
-        self._code = place(context, start, self._figures)
+        self._code = place(context, start, self._metrics)
         self._slots = self._code.slots
-        self._standing = as_standing(start.standing)
+        self._rank_info = as_rank_info(start.rank_info)
         self._reconfiguring = asyncio.Lock()
         #: Since when `reconfigure` runs; None while it does not.
         self._reconfigures_since: float | None = None
@@ -96,25 +98,25 @@ class Replica:
         try:
             facts = await self._code.start()
         except BaseException as error:
-            self._figures.start_failures += isinstance(error, Exception)
+            self._metrics.start_failures += isinstance(error, Exception)
             await self._end(self._context.clock.now())
             raise
         self._slots.is_open = True
         self._health.start()
-        self._figures.record_start(stopwatch() - began, self._context.clock.wall())
-        return {**facts, "standing": self._standing}
+        self._metrics.record_start(stopwatch() - began, self._context.clock.wall())
+        return {**facts, "rank_info": self._rank_info}
 
     # ---- requests
 
     def handle(self, envelope: Envelope, receive: Receive, send: Send) -> Coroutine[Any, Any, Load]:
         """Answer one request with user code; see `daskserve.data.replica.requests.responders.carry`."""
-        return carry(self._code.answer(envelope), receive, send, self._context.clock)
+        return respond(self._code.request(envelope), receive, send, self._context.clock)
 
     def handle_nowait(self, envelope: Envelope, on_answer: OnAnswer) -> Callable[[], None] | None:
         """Answer a request without a task, and return what gives it up; None if it is one for `handle`."""
         if self._code.needs_task(envelope):
             return None
-        caller = TasklessCaller(self._code.answer(envelope), self._context.clock, on_answer)
+        caller = TasklessResponder(self._code.request(envelope), self._context.clock, on_answer)
         if not self._slots.take_nowait():
             return None
         caller.start()
@@ -132,7 +134,7 @@ class Replica:
         user_config: bytes | None,
         concurrency: int,
         config: Mapping[str, Any],
-        standing: Sequence[int],
+        rank_info: Sequence[int],
         patience_s: float = 0.0,
     ) -> None:
         """Apply changed options without a restart.
@@ -144,7 +146,7 @@ class Replica:
         ----------
         config
             The options of the backend, as `daskserve.options.start_messages.dump_config` returns them.
-        standing
+        rank_info
             The replica's rank, and how many replicas are wanted.
         patience_s
             How long ``reconfigure`` waits for the running requests.
@@ -161,11 +163,11 @@ class Replica:
             self._reconfigures_since = self._context.clock.now()
             try:
                 await self._code.reconfigure(
-                    user_config, concurrency, config, as_standing(standing), patience_s
+                    user_config, concurrency, config, as_rank_info(rank_info), patience_s
                 )
             finally:
                 self._reconfigures_since = None
-            self._standing = as_standing(standing)
+            self._rank_info = as_rank_info(rank_info)
             options = read_config(config)
             if self._slots.is_open:  # it may have been stopped meanwhile
                 await self._health.configure(
@@ -183,7 +185,7 @@ class Replica:
             "ongoing": load.ongoing,
             "queued": load.queued,
             "concurrency": self._slots.concurrency,
-            **self._figures.plain(),
+            **self._metrics.plain(),
         }
         return {**own, **await self._code.statistics()}
 
@@ -207,12 +209,12 @@ class Replica:
         if not self._slots.is_open:
             raise self._slots.not_running()
 
-    # ---- figures
+    # ---- metrics
 
     def samples(self) -> list[MetricSample]:
-        """Return the replica's metrics; see `daskserve.figures.collector.Source`."""
+        """Return the replica's metrics; see `daskserve.telemetry.collector.Source`."""
         code, slots = self._code, self._slots
-        own = self._figures.samples(self._labels) + self._figures.states(
+        own = self._metrics.samples(self._labels) + self._metrics.states(
             self._labels,
             load=self.load(),
             concurrency=slots.concurrency,
@@ -227,14 +229,14 @@ class Replica:
         """Return the metrics of user code; see `daskserve.metrics`."""
         return self._code.user_samples()
 
-    def figures(self) -> dict[str, Any]:
+    def metrics(self) -> dict[str, Any]:
         """Return what the controller reads every second for autoscaling."""
-        return self._code.figures()
+        return self._code.metrics()
 
     def health(self) -> dict[str, Any]:
         """Return the results of the replica's probes, its rank and requests, and the user's statistics."""
         load, loss = self.load(), self._code.loss
-        facts = {**self._health.facts(), "standing": self._standing}
+        facts = {**self._health.facts(), "rank_info": self._rank_info}
         # Cancelled calls that run on have no caller who waits.
         facts["ongoing"] = max(0, load.ongoing - self._code.abandoned) + load.queued
         if self._code.is_leaving:

@@ -1,14 +1,14 @@
 """The connection of a WebSocket: its protocol, its timers, and the messages in both directions.
 
-A line lives on one event loop. It begins on the server's, with the handshake. If user code runs in this
-process on a loop of its own, the line moves there when the handshake is accepted (see
+A connection lives on one event loop. It begins on the server's, with the handshake. If user code runs in this
+process on a loop of its own, the connection moves there when the handshake is accepted (see
 `daskserve.common.types.SocketPlace`). From then on a message crosses no threads and passes nothing on its
 way; with a crossing in each direction it took twice the CPU time, and as long again to arrive. Where nothing
-is in between on the server's own loop, user code uses the line there.
+is in between on the server's own loop, user code uses the connection there.
 
 The `daskserve.proxies.exchange.websocket.session.WebSocketSession` stays on the server's loop, and calls a
-line that has moved by posts. While user code blocks its loop, its lines and these posts wait;
-`WebSocketLine.cut` ends the connection from any thread.
+line that has moved by posts. While user code blocks its loop, its connections and these posts wait;
+`WebSocketConnection.cut` ends the connection from any thread.
 """
 
 from __future__ import annotations
@@ -57,16 +57,16 @@ GOING_AWAY = (1001, "going away")
 _GONE = "the client has disconnected"
 
 
-class LineOwner(Protocol):
-    """Is notified of what happens to a line, on the line's loop; see `WebSocketSession`."""
+class WebSocketOwner(Protocol):
+    """Is notified of what happens to a connection, on the connection's loop; see `WebSocketSession`."""
 
-    def line_moves(self, place: SocketPlace) -> None:
-        """Note that the line leaves the present loop."""
+    def connection_moves(self, place: SocketPlace) -> None:
+        """Note that the connection leaves the present loop."""
 
-    def line_disconnected(self) -> None:
+    def connection_disconnected(self) -> None:
         """Note that the application is told of the end."""
 
-    def line_closed(self) -> None:
+    def connection_closed(self) -> None:
         """Note that the connection is closed. May be called more than once."""
 
 
@@ -144,7 +144,7 @@ class WebSocketWriter:
         self.stream.write(b"").add_done_callback(written)
 
 
-class WebSocketLine:
+class WebSocketConnection:
     """The connection of one WebSocket, and a `daskserve.common.types.OpenSocket` once it is accepted.
 
     Parameters
@@ -161,7 +161,7 @@ class WebSocketLine:
         self,
         stream: Stream,
         protocol: WSConnection,
-        owner: LineOwner,
+        owner: WebSocketOwner,
         *,
         max_message_bytes: int,
         deflates_messages: bool,
@@ -187,7 +187,7 @@ class WebSocketLine:
         self._denial: Message | None = None
         self._sent_bytes_at_ping: int | None = None
         self._ping_timer: asyncio.TimerHandle | None = None
-        #: The place to which the line has moved, or where user code uses it directly.
+        #: The place to which the connection has moved, or where user code uses it directly.
         self._place: SocketPlace | None = None
         #: The socket between two streams, and the calls that wait for the second.
         self._arriving: socket.socket | None = None
@@ -281,11 +281,11 @@ class WebSocketLine:
         if place is None or loop is here:
             await self._arrive(data, unread)
         else:
-            self._owner.line_moves(place)
+            self._owner.connection_moves(place)
             # The task is held by what it waits for, and ends with the loop at the latest.
             place.post(lambda: loop.create_task(self._arrive(data, unread)))
 
-    # ---- where the line moves to
+    # ---- where the connection moves to
 
     async def _arrive(self, data: bytes, unread: bytes) -> None:
         """Open the connection on the running loop, and accept the handshake with ``data``."""
@@ -383,7 +383,7 @@ class WebSocketLine:
     def _disconnect(self, code: int, reason: str) -> None:
         if self.inbox.disconnect is None:
             self.inbox.end({"type": "websocket.disconnect", "code": code, "reason": reason})
-            self._owner.line_disconnected()
+            self._owner.connection_disconnected()
 
     def _tell_closed(self) -> None:
         if self._ping_timer is not None:
@@ -391,12 +391,12 @@ class WebSocketLine:
         place, self._place = self._place, None  # it refers to this object
         if place is not None:
             place.drop_socket(self)
-        self._owner.line_closed()
+        self._owner.connection_closed()
 
-    # ---- called by the session, on the line's loop, by `call`
+    # ---- called by the session, on the connection's loop, by `call`
 
     def call(self, function: Callable[[], None]) -> None:
-        """Call a method of this line, as soon as it has arrived on its loop."""
+        """Call a method of this connection, as soon as it has arrived on its loop."""
         if self._arriving is None:
             function()
         else:

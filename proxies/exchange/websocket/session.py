@@ -1,8 +1,8 @@
 """A WebSocket session between a client and the ASGI application, for both servers.
 
 The server hands over the connection when a request's headers ask for a WebSocket (RFC 6455). From then on
-a `WebSocketLine` carries the messages, and the `WebSocketSession` runs the application. A session ends in one
-of these ways:
+a `WebSocketConnection` carries the messages, and the `WebSocketSession` runs the application. A session ends
+in one of these ways:
 
 1. The application closes it: with its own code, or with 403 if it never accepted the handshake.
 2. The application answers the handshake with a response of its own (for example a 404 of the ingress).
@@ -29,12 +29,12 @@ from wsproto.utilities import RemoteProtocolError
 
 from daskserve.common.clock import Clock
 from daskserve.common.types import SocketPlace
-from daskserve.loops.hops import Hop
+from daskserve.loops.thread_calls import ThreadCalls
 from daskserve.payload.packed_errors import is_logged
 from daskserve.proxies.asgi import ASGIApp, Headers, Scope
 from daskserve.proxies.exchange.limits import WEBSOCKET_CLOSE, WEBSOCKET_END, WEBSOCKET_OFFERS, Limits
 from daskserve.proxies.exchange.stream import Stream
-from daskserve.proxies.exchange.websocket.connection import WebSocketLine
+from daskserve.proxies.exchange.websocket.connection import WebSocketConnection
 
 log = logging.getLogger("daskserve.proxies")
 
@@ -54,7 +54,8 @@ _KEY = re.compile(rb"[A-Za-z0-9+/]{22}==")
 
 #: How long an application may run after its client has disconnected; then it is cancelled.
 DISCONNECT_GRACE_S = 5.0
-#: How long a client may take to answer a close, and user code that blocks its loop to let the line close.
+#: How long a client may take to answer a close, and user code that blocks its loop to let the connection
+#: close.
 CLOSE_TIMEOUT_S = 2.0
 
 
@@ -98,7 +99,7 @@ OnEnd: TypeAlias = Callable[["WebSocketSession"], None]
 
 
 class WebSocketSession:
-    """Runs the application for one WebSocket. It stays on the server's loop when its line moves.
+    """Runs the application for one WebSocket. It stays on the server's loop when its connection moves.
 
     Parameters
     ----------
@@ -137,7 +138,7 @@ class WebSocketSession:
         self._app = app
         self._scope = scope
         self._on_end: OnEnd | None = on_end
-        self.line = WebSocketLine(
+        self.connection = WebSocketConnection(
             stream,
             protocol,
             self,
@@ -146,56 +147,56 @@ class WebSocketSession:
             clock=clock,
             limits=limits,
         )
-        #: How to call the line after it has moved, and how it calls this object.
+        #: How to call the connection after it has moved, and how it calls this object.
         self._place: SocketPlace | None = None
-        self._here: Hop | None = None
+        self._here: ThreadCalls | None = None
         self._is_closed = False
         self._code = 1001
         self._task: asyncio.Task[None] | None = None
         self._timers: list[asyncio.TimerHandle] = []
 
     def __repr__(self) -> str:
-        return f"<WebSocketSession {self._scope['path']} {self.line!r}>"
+        return f"<WebSocketSession {self._scope['path']} {self.connection!r}>"
 
     @property
     def unread(self) -> Stream | None:
         """The connection, if nothing reads from it because the handshake is not accepted; otherwise None."""
-        line = self.line
-        return None if line.is_accepted or line.is_gone else line.stream
+        connection = self.connection
+        return None if connection.is_accepted or connection.is_gone else connection.stream
 
     def start(self) -> asyncio.Task[None]:
         """Start the application; the session ends with the returned task."""
-        self.line.start()
+        self.connection.start()
         self._task = asyncio.get_running_loop().create_task(self._run())
         return self._task
 
     def leave(self) -> None:
         """Close the connection with code 1001 as soon as it is open. Idempotent."""
-        self._call(self.line.leave)
+        self._call(self.connection.leave)
 
     def close(self) -> None:
         """End the connection at once; an open one with 1001, if that can be sent without waiting."""
-        self._call(self.line.abort)
+        self._call(self.connection.abort)
 
     def _call(self, function: Callable[[], None]) -> None:
-        """Call a method of the line on its loop."""
+        """Call a method of the connection on its loop."""
         if self._place is None:
-            self.line.call(function)
+            self.connection.call(function)
         else:
-            self._place.post(self.line.call, function)
+            self._place.post(self.connection.call, function)
 
-    # ---- called by the line, on its loop
+    # ---- called by the connection, on its loop
 
-    def line_moves(self, place: SocketPlace) -> None:
-        """Note that the line leaves this loop."""
-        self._here = Hop(asyncio.get_running_loop())
+    def connection_moves(self, place: SocketPlace) -> None:
+        """Note that the connection leaves this loop."""
+        self._here = ThreadCalls(asyncio.get_running_loop())
         self._place = place
 
-    def line_disconnected(self) -> None:
+    def connection_disconnected(self) -> None:
         """Note that the application is told of the end; it has some time to return."""
         self._note(self._limit_application)
 
-    def line_closed(self) -> None:
+    def connection_closed(self) -> None:
         """Note that the connection is closed."""
         self._note(self._set_closed)
 
@@ -223,14 +224,14 @@ class WebSocketSession:
 
     async def _run(self) -> None:
         """Top loop of one session: errors of the application end here, in the log."""
-        line = self.line
+        connection = self.connection
         try:
-            await self._app(self._scope, line.receive, line.send)
+            await self._app(self._scope, connection.receive, connection.send)
         except asyncio.CancelledError:
-            self._call(line.leave)
+            self._call(connection.leave)
             raise
         except Exception as error:
-            if line.is_gone or line.is_closing:
+            if connection.is_gone or connection.is_closing:
                 log.debug(
                     "The application of a WebSocket failed after its client had disconnected", exc_info=error
                 )
@@ -238,31 +239,31 @@ class WebSocketSession:
                 if not is_logged(error):
                     log.exception("WebSocket %s failed", self._scope["path"])
                 self._code = 1011
-                self._call(line.fail)
+                self._call(connection.fail)
         else:
             self._code = 1000
-            self._call(line.end)
+            self._call(connection.end)
         finally:
             self._finish()
 
     def _finish(self) -> None:
-        """Let the line end; the client gets some time to read the remaining data and to answer the close."""
+        """End the connection; the client gets some time to read the rest and to answer the close."""
         self._task = None
-        self._call(self.line.inbox.release)
+        self._call(self.connection.inbox.release)
         self._stop_timers()
         if self._is_closed:
             self._end()
         else:
             self._timers = [asyncio.get_running_loop().call_later(CLOSE_TIMEOUT_S, self._cut)]
-            self._call(self.line.finish)
+            self._call(self.connection.finish)
 
     def _cut(self) -> None:
         self._limits.hit(WEBSOCKET_CLOSE)
         if self._place is None:
-            self.line.stream.close()
+            self.connection.stream.close()
         else:
-            self.line.cut(self._code)
-            self._end()  # the line's loop may be blocked
+            self.connection.cut(self._code)
+            self._end()  # the connection's loop may be blocked
 
     def _end(self) -> None:
         self._stop_timers()

@@ -19,8 +19,8 @@ from daskserve.common.types import (
     EnvelopeKind,
     Load,
     Message,
-    Patience,
     Payload,
+    QueueTimeout,
     Receive,
     Send,
 )
@@ -603,15 +603,15 @@ def test_the_patience_of_a_request_travels() -> None:
         found = []
 
         async def dispatch(_: str, __: int, envelope: Envelope, receive: Receive, send: Send) -> Load:
-            found.append(envelope.patience)
+            found.append(envelope.queue_timeout)
             return Load()
 
         pair.there._dispatch = dispatch
         serving = [asyncio.create_task(side.serve()) for side in (pair.here, pair.there)]
-        for patience in (None, Patience(0.5, 2.0)):
-            envelope = Envelope(EnvelopeKind.CALL, {}, patience=patience)
+        for queue_timeout in (None, QueueTimeout(0.5, 2.0)):
+            envelope = Envelope(EnvelopeKind.CALL, {}, queue_timeout=queue_timeout)
             await pair.here.request(ADDRESS, envelope, nothing, nothing)
-        assert found == [None, Patience(0.5, 2.0)]
+        assert found == [None, QueueTimeout(0.5, 2.0)]
         pair.here.close()
         pair.there.close()
         await asyncio.gather(*serving)

@@ -252,11 +252,11 @@ def test_a_silent_machine_is_reached_through_the_scheduler_without_another_try()
 
     async def main() -> None:
         dialler = network.dialler()
-        assert not (await dialler.dial(WORKER)).is_detour
+        assert not (await dialler.dial(WORKER)).is_relayed
         dialler.note_silence(WORKER)
-        assert (await dialler.dial(NEIGHBOUR)).is_detour
+        assert (await dialler.dial(NEIGHBOUR)).is_relayed
         assert network.tried == [WORKER, SCHEDULER]
-        assert not (await dialler.dial_directly(WORKER)).is_detour
+        assert not (await dialler.dial_directly(WORKER)).is_relayed
         await dialler.dial(WORKER)
         assert network.tried[2:] == [WORKER, WORKER], "its host is reached again"
 

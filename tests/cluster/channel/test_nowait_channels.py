@@ -25,13 +25,13 @@ from daskserve.common.types import (
     Load,
     Message,
     OnAnswer,
-    Patience,
     Payload,
+    QueueTimeout,
     Receive,
     Send,
 )
 from daskserve.errors import ActorLostError, BadRequestError
-from daskserve.loops.hops import Hop, Landing
+from daskserve.loops.thread_calls import CallInbox, ThreadCalls
 
 DEADLINE_S = 10.0
 ADDRESS = ActorAddress("local/replica/b#AAAAAA", "there", 1)
@@ -148,7 +148,7 @@ def test_the_answer_carries_the_load() -> None:
                 assert load == Load(3, 4)
             assert set(ends.kinds) == {frames.OPEN}
             assert ends.begun[0].kind is EnvelopeKind.CALL
-            assert ends.begun[0].deadline is ends.begun[0].patience is None
+            assert ends.begun[0].deadline is ends.begun[0].queue_timeout is None
 
     play(scenario)
 
@@ -515,13 +515,13 @@ def test_a_lost_connection_cancels_all_its_taskless_answers() -> None:
 
 
 class Remainder:
-    """A `daskserve.common.types.Rest` under the control of the test."""
+    """A `daskserve.common.types.RemainingResponse` under the control of the test."""
 
     def __init__(self) -> None:
         self.may_end = asyncio.Event()
         self.happened: list[str] = []
 
-    async def carry(self, receive: Receive, send: Send) -> Load:
+    async def respond(self, receive: Receive, send: Send) -> Load:
         self.happened.append("entered")
         try:
             await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -606,10 +606,10 @@ def test_an_unwanted_rest_is_dropped(is_entered: bool, by: str) -> None:
     [
         replace(get(), has_body=True),
         replace(get(), deadline=1e9),
-        replace(get(), patience=Patience(1.0)),
+        replace(get(), queue_timeout=QueueTimeout(1.0)),
         replace(get(), kind=EnvelopeKind.CONTROL, head={"verb": "look", "message": {}}),
     ],
-    ids=["body", "deadline", "patience", "control"],
+    ids=["body", "deadline", "queue_timeout", "control"],
 )
 def test_requests_that_may_wait_are_not_answered_without_a_task(envelope: Envelope) -> None:
     nowait = Nowait()
@@ -646,13 +646,13 @@ def test_posts_of_other_threads_are_sent_before_received_frames_are_handled() ->
             did.append("begun")
             return lambda: None
 
-        landing = Landing(asyncio.get_running_loop())
+        inbox = CallInbox(asyncio.get_running_loop())
         outlet = Outlet()
         channel = Channel(
-            cast(Any, outlet), cast(Any, None), first_stream=1, dispatch_nowait=answer, landing=landing
+            cast(Any, outlet), cast(Any, None), first_stream=1, dispatch_nowait=answer, inbox=inbox
         )
-        hop = Hop(asyncio.get_running_loop(), landing)
-        poster = threading.Thread(target=hop.post, args=(outlet.post, "ready"))
+        thread_calls = ThreadCalls(asyncio.get_running_loop(), inbox)
+        poster = threading.Thread(target=thread_calls.post, args=(outlet.post, "ready"))
         poster.start()
         poster.join()  # the loop has not run since
         channel._receive([_open_frame(0, ADDRESS, call())])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from daskserve.cluster.channel.kept import KeptAnswers
+from daskserve.cluster.channel.kept_results import KeptResults
 from daskserve.cluster.channel.pool import RETIRED_S, ChannelPool
 from daskserve.cluster.channel.wire.transport import Transport
 from daskserve.cluster.local.transport import connect
@@ -21,7 +21,7 @@ from daskserve.common.types import (
     Load,
     Message,
     Payload,
-    Reach,
+    Reachability,
     Receive,
     Send,
     nothing_to_receive,
@@ -46,8 +46,8 @@ class Network:
         #: How long a direct dial takes; None if nothing answers, so that it goes through the scheduler.
         self.dial_s: float | None = 0.0
         self.dials: list[tuple[str, float]] = []
-        self.told: list[Reach] = []
-        self.far = ChannelPool(self._answer, self._dial, kept=KeptAnswers(WORKER))
+        self.told: list[Reachability] = []
+        self.far = ChannelPool(self._answer, self._dial, kept=KeptResults(WORKER))
         self.pool = ChannelPool(
             self._answer, self._dial, connect_directly=self._dial_directly, retry_direct_s=8.0
         )
@@ -67,7 +67,7 @@ class Network:
         if self.dial_s is not None:
             return await self._dial_directly(worker)
         transport = self._connected()
-        transport.is_detour = True
+        transport.is_relayed = True
         return transport
 
     async def _dial_directly(self, worker: str) -> Transport:
@@ -118,11 +118,11 @@ def test_a_worker_that_does_not_answer_the_dial_at_once_is_told_and_dialled_on()
         with pytest.raises(ActorLostError, match=r"not answer within 0\.25 s") as caught:
             await network.pool.connect(WORKER, 0.25)
         assert (caught.value.begun, caught.value.is_disconnected) == (False, True)
-        assert network.told == [Reach.NONE]
+        assert network.told == [Reachability.NONE]
         await network.pool.connect(WORKER)
-        assert network.told == [Reach.NONE, Reach.DIRECT]
+        assert network.told == [Reachability.NONE, Reachability.DIRECT]
         assert network.dials == [(WORKER, 0.0)]
-        assert network.pool.route_to(WORKER) is Reach.DIRECT
+        assert network.pool.route_to(WORKER) is Reachability.DIRECT
 
     play(scenario)
 
@@ -134,7 +134,7 @@ def test_a_lost_connection_is_told() -> None:
         network.far.abort()
         with pytest.raises(ActorLostError, match="was lost"):
             await request
-        assert network.told == [Reach.DIRECT, Reach.NONE]
+        assert network.told == [Reachability.DIRECT, Reachability.NONE]
         assert network.pool.route_to(WORKER) is None
 
     play(scenario)
@@ -148,24 +148,24 @@ def test_breaking_off_fails_what_is_under_way() -> None:
         with pytest.raises(ActorLostError) as caught:
             await request
         assert caught.value.begun, "user code may have seen it"
-        assert network.told[-1] is Reach.NONE
+        assert network.told[-1] is Reachability.NONE
 
     play(scenario)
 
 
-def test_the_direct_way_is_tried_again_with_growing_pauses_and_replaces_the_detour() -> None:
+def test_a_direct_channel_is_tried_again_with_growing_pauses_and_replaces_the_relayed_one() -> None:
     async def scenario(network: Network) -> None:
         network.dial_s = None
         request = network.request()
         await asyncio.sleep(24)
-        assert network.told == [Reach.SCHEDULER]
-        assert list(network.pool.detours) == [WORKER]
+        assert network.told == [Reachability.SCHEDULER]
+        assert list(network.pool.relayed) == [WORKER]
         assert [at for _, at in network.dials] == [1, 3, 7, 15, 23]
         network.dial_s = 0.0
         await asyncio.sleep(8)
-        assert network.told == [Reach.SCHEDULER, Reach.DIRECT]
-        assert network.pool.route_to(WORKER) is Reach.DIRECT
-        assert not list(network.pool.detours)
+        assert network.told == [Reachability.SCHEDULER, Reachability.DIRECT]
+        assert network.pool.route_to(WORKER) is Reachability.DIRECT
+        assert not list(network.pool.relayed)
         # What was under way ends on the detour, which is then closed.
         assert ("channels", (), 2) in network.pool.samples()
         network.go.set()
@@ -176,7 +176,7 @@ def test_the_direct_way_is_tried_again_with_growing_pauses_and_replaces_the_deto
     play(scenario)
 
 
-def test_a_detour_stays_as_long_as_the_worker_keeps_an_answer_for_it() -> None:
+def test_a_relayed_channel_stays_as_long_as_the_worker_keeps_a_result_for_it() -> None:
     async def scenario(network: Network) -> None:
         network.dial_s = None
         network.answer = Payload(b"", (bytes(KEPT_BYTES),))
@@ -201,6 +201,6 @@ def test_a_worker_that_left_is_not_dialled_again() -> None:
         network.pool.drop(WORKER)
         await asyncio.sleep(60)
         assert network.dials == []
-        assert network.told == [Reach.SCHEDULER]
+        assert network.told == [Reachability.SCHEDULER]
 
     play(scenario)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from daskserve.cluster.channel.connect import vanishing
-from daskserve.cluster.channel.connect.vanishing import PeerWatch, Silence
+from daskserve.cluster.channel.connect.vanishing import AckProgress, PeerWatch
 
 DEADLINE_S = 10
 
@@ -84,7 +84,7 @@ def test_two_consecutive_silent_checks_are_a_loss(infos: list[bytes], times: int
 
 def silences(*infos: bytes) -> list[float]:
     """Return the silence at each of these checks, one a second."""
-    silence = Silence(now=0.0)
+    silence = AckProgress(now=0.0)
     return [silence.at(each, now) for now, each in enumerate(infos, start=1)]
 
 
@@ -160,7 +160,7 @@ def test_the_kernel_fills_the_fields_that_are_read(connected: Any, is_read: bool
             break
         assert time.monotonic() < deadline, (unacked, last_ack_ms, not_sent_bytes)
     assert acked_bytes == 2 or not is_read  # the handshake counts as a byte
-    assert Silence(5.0).at(raw, 5.0) == (last_ack_ms / 1000 if is_read else 0)
+    assert AckProgress(5.0).at(raw, 5.0) == (last_ack_ms / 1000 if is_read else 0)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux reports this")

@@ -24,7 +24,7 @@ from daskserve.common.types import (
     OnAnswer,
     Receive,
     Send,
-    UseReport,
+    UsageReport,
     WorkerInfo,
 )
 from daskserve.errors import (
@@ -37,7 +37,7 @@ from daskserve.errors import (
     StaleEpochError,
     UnavailableError,
 )
-from daskserve.figures.table import MetricSample
+from daskserve.telemetry.table import MetricSample
 from daskserve.testing import run_virtual, wait_until
 
 W1, W2 = "local://worker-1", "local://worker-2"
@@ -805,7 +805,7 @@ def test_the_rng_and_the_instance_name_can_be_given() -> None:
     async def scenario(cluster: LocalCluster) -> None:
         address = await make(cluster)
         context = actor(cluster, address).context
-        assert context.rng is cluster.rng is cluster.program.link.rng
+        assert context.rng is cluster.rng is cluster.program.connection.rng
         assert (context.worker, context.cluster) == (W1, cluster.process(W1))
         assert cluster.program.instance == "mine"
         assert "mine" in repr(cluster)
@@ -883,9 +883,9 @@ def test_inspect_returns_the_actors_of_a_worker() -> None:
 def test_only_reports_of_the_newest_controller_count() -> None:
     async def scenario(cluster: LocalCluster) -> None:
         await cluster.start(b"")
-        await cluster.process(W1).report(1, UseReport(frozenset({W1}), waiting_workers=2))
-        await cluster.process(W2).report(0, UseReport())
-        assert cluster.reported == UseReport(frozenset({W1}), waiting_workers=2)
+        await cluster.process(W1).report(1, UsageReport(frozenset({W1}), waiting_workers=2))
+        await cluster.process(W2).report(0, UsageReport())
+        assert cluster.reported == UsageReport(frozenset({W1}), waiting_workers=2)
 
     run(scenario)
 
@@ -901,24 +901,26 @@ def test_a_restarted_worker_is_lost_first() -> None:
 # ---- the link
 
 
-def test_a_link_knows_its_loop_its_instance_and_its_thread() -> None:
+def test_a_connection_knows_its_loop_its_instance_and_its_thread() -> None:
     async def scenario(cluster: LocalCluster) -> None:
-        link = cluster.process(W1).link
-        assert link.loop is asyncio.get_running_loop()
-        assert link.runs_here()
-        assert not await asyncio.to_thread(link.runs_here)
-        assert link.cluster("local") is cluster.process(W1)
+        connection = cluster.process(W1).connection
+        assert connection.loop is asyncio.get_running_loop()
+        assert connection.runs_here()
+        assert not await asyncio.to_thread(connection.runs_here)
+        assert connection.cluster("local") is cluster.process(W1)
         with pytest.raises(NotRunningError):
-            link.cluster("other")
+            connection.cluster("other")
         coroutine = cluster.program.workers()
         with pytest.raises(RuntimeError, match="event loop that would have to run it"):
-            link.sync(coroutine)
-        assert await asyncio.to_thread(lambda: link.sync(cluster.program.workers())) == cluster.workers()
-        await link.ask("end_instance", instance="local")
+            connection.sync(coroutine)
+        assert (
+            await asyncio.to_thread(lambda: connection.sync(cluster.program.workers())) == cluster.workers()
+        )
+        await connection.ask("end_instance", instance="local")
         with pytest.raises(NotRunningError):
             await cluster.program.controller()
         with pytest.raises(BadRequestError):
-            await link.ask("dance")
+            await connection.ask("dance")
 
     run(scenario)
 

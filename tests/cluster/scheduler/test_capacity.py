@@ -10,7 +10,7 @@ import pytest
 
 from daskserve.cluster.scheduler.capacity import ADAPTIVE_S, REQUEST_WAIT_S, Capacity
 from daskserve.cluster.scheduler.hosts import HOST_KEY
-from daskserve.common.types import UseReport
+from daskserve.common.types import UsageReport
 from daskserve.testing import run_virtual
 
 W1, W2 = "tcp://w1", "tcp://w2"
@@ -73,18 +73,18 @@ def test_a_retiring_worker_is_free_once_every_instance_knows_and_has_no_actors_t
 ) -> None:
     """A report from before it knew may be older than a replica that it was just placing."""
     assert not capacity.is_free({W1}, ["a"])
-    capacity.report("a", UseReport(in_use=frozenset({W2})))
+    capacity.report("a", UsageReport(in_use=frozenset({W2})))
     assert not capacity.is_free({W1}, ["a"])
-    capacity.report("a", UseReport(in_use=frozenset({W1, W2}), retiring=frozenset({W1})))
+    capacity.report("a", UsageReport(in_use=frozenset({W1, W2}), retiring=frozenset({W1})))
     assert not capacity.is_free({W1}, ["a"])
-    capacity.report("a", UseReport(in_use=frozenset({W2}), retiring=frozenset({W1})))
+    capacity.report("a", UsageReport(in_use=frozenset({W2}), retiring=frozenset({W1})))
     assert capacity.is_free({W1}, ["a"])
     assert not capacity.is_free({W1}, ["a", "b"])
     assert not capacity.is_free({W1, W2}, ["a"])
 
 
 def test_the_report_of_an_instance_without_a_controller_still_counts(capacity: Capacity) -> None:
-    capacity.report("a", UseReport(in_use=frozenset({W1})))
+    capacity.report("a", UsageReport(in_use=frozenset({W1})))
     assert not capacity.is_free({W1}, [])
     assert capacity.is_free({W2}, [])
 
@@ -94,9 +94,9 @@ def test_the_target_covers_the_workers_of_all_instances_and_waiting_replicas(
 ) -> None:
     scheduler.unrunnable = {"a task": None}
     assert capacity.adaptive_target() == 1
-    capacity.report("a", UseReport(in_use=frozenset({W1}), held=frozenset({W1})))
+    capacity.report("a", UsageReport(in_use=frozenset({W1}), held=frozenset({W1})))
     both = frozenset({W1, W2})
-    capacity.report("b", UseReport(in_use=both, held=both, waiting_workers=2))
+    capacity.report("b", UsageReport(in_use=both, held=both, waiting_workers=2))
     assert capacity.in_use() == {W1, W2}
     assert capacity.adaptive_target() == 2 + 2
     capacity.forget("b")
@@ -107,7 +107,7 @@ def test_the_target_covers_the_workers_of_all_instances_and_waiting_replicas(
 def test_a_worker_that_holds_only_a_host_may_be_closed(capacity: Capacity, scheduler: Any) -> None:
     """Dask counts the Host as data and would keep one worker too many."""
     scheduler.held, scheduler.by_tasks = {W1}, 2
-    capacity.report("a", UseReport(in_use=frozenset({W1})))
+    capacity.report("a", UsageReport(in_use=frozenset({W1})))
     assert capacity.adaptive_target() == 1
     scheduler.workers[W2].has_what.append(SimpleNamespace(key=("data of a user", 1)))
     assert capacity.adaptive_target() == 2
@@ -122,7 +122,7 @@ def test_an_instance_needs_a_worker_even_before_it_has_a_controller(
     scheduler.instances.append("a")
     assert capacity.adaptive_target() == 1
     both = frozenset({W1, W2})
-    capacity.report("a", UseReport(in_use=both, held=both))
+    capacity.report("a", UsageReport(in_use=both, held=both))
     assert capacity.adaptive_target() == 2
 
 
@@ -132,10 +132,10 @@ def test_a_worker_in_use_that_is_not_held_may_leave_once_it_is_free(
     """A proxy with others like it: an adaptive cluster may take its worker, after its requests have ended."""
     scheduler.held, scheduler.by_tasks = {W1}, 2
     both = frozenset({W1, W2})
-    capacity.report("a", UseReport(in_use=both, held=frozenset({W1})))
+    capacity.report("a", UsageReport(in_use=both, held=frozenset({W1})))
     assert capacity.adaptive_target() == 1
     assert capacity.held() == {W1}
-    capacity.report("a", UseReport(in_use=both, held=frozenset({W1}), retiring=frozenset({W2}), grace_s=20))
+    capacity.report("a", UsageReport(in_use=both, held=frozenset({W1}), retiring=frozenset({W2}), grace_s=20))
     assert not capacity.is_free({W2}, ["a"])
     assert capacity.grace_s == 20
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from daskserve.cluster.actors.registry import ActorBook
+from daskserve.cluster.actors.registry import ActorRegistry
 from daskserve.cluster.protocols.base import ActorSpec, Hosted, verb, verbs_of
-from daskserve.cluster.protocols.stores import Hold
+from daskserve.cluster.protocols.stores import StoreOwnership
 from daskserve.cluster.scheduler.controllers import ControllerKeeper, Instance, best_worker
 from daskserve.cluster.scheduler.holding import HeldStore
 from daskserve.cluster.store.opening import MemoryStore, open_store
@@ -72,29 +72,29 @@ class Hosts:
     def __init__(self, *workers: WorkerAddress) -> None:
         self.suspects: set[WorkerAddress] = set()
         self.made: list[Controller] = []
-        self._books = {each: ActorBook(each, 1, LoopClock(), self._make) for each in workers}
+        self._registries = {each: ActorRegistry(each, 1, LoopClock(), self._make) for each in workers}
 
     def _make(self, spec: ActorSpec) -> Hosted:
         self.made.append(Controller(spec))
         return self.made[-1]  # type: ignore[return-value]
 
     def has(self, worker: WorkerAddress) -> bool:
-        return worker in self._books
+        return worker in self._registries
 
     def infos(self) -> list[dict[str, Any]]:
-        return [_info(worker) for worker in self._books]
+        return [_info(worker) for worker in self._registries]
 
     def join(self, worker: WorkerAddress) -> None:
-        self._books[worker] = ActorBook(worker, 1, LoopClock(), self._make)
+        self._registries[worker] = ActorRegistry(worker, 1, LoopClock(), self._make)
 
     async def call(self, address: ActorAddress, verb: str, **message: Any) -> Any:
-        if address.worker not in self._books:
+        if address.worker not in self._registries:
             raise ActorLostError(f"{address.worker} is gone.")
-        book = self._books[address.worker]
-        return await book.call(address.name, address.incarnation, verb, message)
+        registry = self._registries[address.worker]
+        return await registry.call(address.name, address.incarnation, verb, message)
 
     def lose(self, worker: WorkerAddress) -> None:
-        del self._books[worker]
+        del self._registries[worker]
 
 
 class Site:
@@ -172,9 +172,9 @@ def test_a_lost_controller_is_replaced_once_another_cluster_has_taken_over(tmp_p
         await site.keeper.replace(site.entry, {"w2"})
         await site.tasks.wait()
         assert site.entry.controller == ActorAddress("shop/controller", "w1", 3)
-        assert ours.hold is Hold.TAKEN
+        assert ours.hold is StoreOwnership.TAKEN
         await others.look()
-        assert others.hold is Hold.HELD
+        assert others.hold is StoreOwnership.HELD
         for store in (ours, others):
             await store.close()
 

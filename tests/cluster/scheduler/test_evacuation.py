@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from daskserve.cluster.scheduler.evacuation import EVACUATION_S, REPLACING_SHARE, Evacuations
-from daskserve.common.types import Leave
+from daskserve.common.types import RetirementStatus
 from daskserve.testing import run_virtual
 
 
@@ -78,7 +78,7 @@ class Cluster:
 
         async def ask() -> list[str]:
             answers = []
-            while not answers or answers[-1] == Leave.MOVING:
+            while not answers or answers[-1] == RetirementStatus.MOVING:
                 answers.append(await self.evacuations.leave(worker, within_s))
             return answers
 
@@ -106,11 +106,11 @@ def test_a_worker_that_got_sigterm_is_told_when_all_has_moved() -> None:
     async def main() -> None:
         cluster = Cluster(["w1", "w2"], free_after_s=3)
         answers = await cluster.until(cluster.leaving("w1", 30))
-        assert answers == [Leave.MOVING] * (len(answers) - 1) + [Leave.MOVED]
+        assert answers == [RetirementStatus.MOVING] * (len(answers) - 1) + [RetirementStatus.MOVED]
         assert (cluster.released, cluster.replaced) == ([pytest.approx(3)], ["i"])
         options = {"workers": ["w1"], "close_workers": False, "remove": False}
         assert cluster.retired == [(pytest.approx(3), options)]
-        assert await cluster.evacuations.leave("w1", 30) == Leave.MOVED
+        assert await cluster.evacuations.leave("w1", 30) == RetirementStatus.MOVED
         assert len(cluster.released) == 1
 
     run_virtual(main)
@@ -123,7 +123,7 @@ def test_its_requests_have_their_time_even_if_its_actors_have_no_other_place(
     async def main() -> None:
         cluster = Cluster(["w1", "w2"], free_after_s=1000, grace_s=grace_s)
         began = cluster.loop.time()
-        assert (await cluster.leaving("w1", 30))[-1] == Leave.STAYED
+        assert (await cluster.leaving("w1", 30))[-1] == RetirementStatus.STAYED
         assert cluster.loop.time() - began == pytest.approx(after_s, abs=0.1)
         assert cluster.released == cluster.retired == []
 
@@ -137,7 +137,7 @@ def test_all_workers_of_a_host_are_known_before_anything_moves() -> None:
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         assert (cluster.hosts.retiring, cluster.told) == ({"w1", "w2"}, [])
-        assert [answers[-1] for answers in await cluster.until(both)] == [Leave.MOVED] * 2
+        assert [answers[-1] for answers in await cluster.until(both)] == [RetirementStatus.MOVED] * 2
         assert [sorted(told) for _, told in cluster.told] == [["w1"], ["w2"]]
 
     run_virtual(main)
@@ -150,7 +150,7 @@ def test_the_last_workers_do_not_wait_for_a_place(late_s: float) -> None:
         one = cluster.leaving("w1", 30)
         await asyncio.sleep(late_s)
         other = cluster.leaving("w2", 30)
-        assert [(await each)[-1] for each in (one, other)] == [Leave.STAYED] * 2
+        assert [(await each)[-1] for each in (one, other)] == [RetirementStatus.STAYED] * 2
         assert cluster.loop.time() < late_s + 1
 
     run_virtual(main)
@@ -164,7 +164,7 @@ def test_a_worker_without_a_host_yet_and_one_that_an_adaptive_cluster_may_start_
         cluster = Cluster(["w1"] if is_adaptive else ["w1", "w2"], free_after_s=3)
         cluster.capacity.is_adaptive = is_adaptive
         cluster.hosts.has = lambda worker: worker == "w1"
-        assert (await cluster.until(cluster.leaving("w1", 30)))[-1] == Leave.MOVED
+        assert (await cluster.until(cluster.leaving("w1", 30)))[-1] == RetirementStatus.MOVED
 
     run_virtual(main)
 
@@ -173,7 +173,7 @@ def test_a_worker_without_daskserve_is_no_place() -> None:
     async def main() -> None:
         cluster = Cluster(["w1", "w2"], free_after_s=1000)
         cluster.hosts.refused = lambda: {"w2": "it has no daskserve"}
-        assert await cluster.leaving("w1", 30) == [Leave.STAYED]
+        assert await cluster.leaving("w1", 30) == [RetirementStatus.STAYED]
 
     run_virtual(main)
 
@@ -181,7 +181,7 @@ def test_a_worker_without_daskserve_is_no_place() -> None:
 def test_a_worker_of_which_a_new_scheduler_knows_nothing_yet_lets_its_requests_complete_itself() -> None:
     async def main() -> None:
         cluster = Cluster(["w2"], free_after_s=0)
-        assert await cluster.evacuations.leave("w1", 30) == Leave.STAYED
+        assert await cluster.evacuations.leave("w1", 30) == RetirementStatus.STAYED
 
     run_virtual(main)
 
@@ -198,10 +198,10 @@ def test_everybody_is_told_of_a_worker_that_has_nothing_any_more_before_it_ends(
 def test_an_address_that_is_used_again_leaves_again() -> None:
     async def main() -> None:
         cluster = Cluster(["w1", "w2"], free_after_s=0)
-        assert await cluster.leaving("w1", 30) == [Leave.MOVED]
+        assert await cluster.leaving("w1", 30) == [RetirementStatus.MOVED]
         cluster.evacuations.forget("w1")
         cluster.hosts.retiring.clear()
-        assert await cluster.leaving("w1", 30) == [Leave.MOVED]
+        assert await cluster.leaving("w1", 30) == [RetirementStatus.MOVED]
         assert len(cluster.retired) == 2
 
     run_virtual(main)

@@ -20,7 +20,14 @@ from store_harness import (
     place,
 )
 
-from daskserve.cluster.protocols.stores import TURNS, Claim, Hold, StoreChange, Turn, turned
+from daskserve.cluster.protocols.stores import (
+    TURNS,
+    Claim,
+    OwnershipEvent,
+    StoreChange,
+    StoreOwnership,
+    turned,
+)
 from daskserve.cluster.scheduler.holding import PATIENCE_S, HeldStore, holding
 from daskserve.cluster.store.opening import MemoryStore
 from daskserve.common.clock import LoopClock
@@ -108,26 +115,26 @@ async def stored(instances: Instances) -> Mapping[str, bytes]:
 
 def test_the_table_of_holds() -> None:
     ways = {
-        (Hold.TRIAL, Turn.CLAIM): Hold.CLAIMED,
-        (Hold.TRIAL, Turn.OVERTAKEN): Hold.REFUSED,
-        (Hold.CLAIMED, Turn.WRITE): Hold.HELD,
-        (Hold.CLAIMED, Turn.OVERTAKEN): Hold.TAKEN,
-        (Hold.HELD, Turn.OVERTAKEN): Hold.TAKEN,
-        (Hold.TAKEN, Turn.GIVEN_BACK): Hold.CLAIMED,
-        (Hold.CLAIMED, Turn.RELEASE): Hold.RELEASED,
-        (Hold.HELD, Turn.RELEASE): Hold.RELEASED,
+        (StoreOwnership.TRIAL, OwnershipEvent.CLAIM): StoreOwnership.CLAIMED,
+        (StoreOwnership.TRIAL, OwnershipEvent.OVERTAKEN): StoreOwnership.REFUSED,
+        (StoreOwnership.CLAIMED, OwnershipEvent.WRITE): StoreOwnership.HELD,
+        (StoreOwnership.CLAIMED, OwnershipEvent.OVERTAKEN): StoreOwnership.TAKEN,
+        (StoreOwnership.HELD, OwnershipEvent.OVERTAKEN): StoreOwnership.TAKEN,
+        (StoreOwnership.TAKEN, OwnershipEvent.GIVEN_BACK): StoreOwnership.CLAIMED,
+        (StoreOwnership.CLAIMED, OwnershipEvent.RELEASE): StoreOwnership.RELEASED,
+        (StoreOwnership.HELD, OwnershipEvent.RELEASE): StoreOwnership.RELEASED,
     }
     assert ways == TURNS
-    for hold, turn in product(Hold, Turn):
+    for hold, turn in product(StoreOwnership, OwnershipEvent):
         assert turned(hold, turn) is ways.get((hold, turn), hold)
     # Only who has claimed the store may write, and nobody gets there from a trial without a claim.
-    assert [hold for hold in Hold if hold.is_ours] == [Hold.CLAIMED, Hold.HELD]
+    assert [hold for hold in StoreOwnership if hold.is_ours] == [StoreOwnership.CLAIMED, StoreOwnership.HELD]
 
 
 def test_a_store_in_memory_is_nobody_elses() -> None:
     store = MemoryStore()
     assert holding(store, "start") is store
-    assert store.hold is Hold.HELD
+    assert store.hold is StoreOwnership.HELD
 
 
 # ---- a start
@@ -143,10 +150,10 @@ def test_a_trial_leaves_the_store_to_the_instance_that_has_it(make: MakeShared) 
         with pytest.raises(UnavailableError, match="still starting"):
             await new.commit(epoch, change({"backend_b": b"1"}))
         assert (await new.load())["replica/a"] == b"new"
-        assert new.hold is Hold.TRIAL
+        assert new.hold is StoreOwnership.TRIAL
         await old.commit(1, change({"backend_a": b"2"}))
         await old.look()
-        assert old.hold is Hold.HELD
+        assert old.hold is StoreOwnership.HELD
         await new.release(gives_back=True)  # its start has failed
         assert await stored(instances) == {"backend/a": b"2", "replica/a": b"old"}
         await old.commit(await old.claim_epoch(), change({"backend_a": b"3"}))
@@ -168,7 +175,7 @@ def test_a_start_that_serves_takes_over_with_what_has_changed_meanwhile(make: Ma
             "backend/c": b"1",
             "parcel/c": b"p",
         }
-        assert new.hold is Hold.HELD
+        assert new.hold is StoreOwnership.HELD
         expected = {"backend/a": b"2", "backend/c": b"1", "replica/a": b"new", "replica/n": b"new"}
         assert await stored(instances) == {**expected, "parcel/a": b"p", "parcel/c": b"p"}
         assert await take_over(new, epoch) == {}, "it may be asked for again"
@@ -209,7 +216,7 @@ def test_a_dead_owner_is_not_waited_for_long(make: MakeShared) -> None:
         instances.clock.at += PATIENCE_S
         await new.look()
         assert await take_over(new, epoch, is_complete=False) == {}
-        assert new.hold is Hold.HELD
+        assert new.hold is StoreOwnership.HELD
 
     play(make, scenario)
 
@@ -220,7 +227,7 @@ def test_a_store_that_is_nobodys_is_taken_at_once(make: MakeShared, is_new: bool
         if not is_new:
             old = await instances.running("old", backend_a=b"1")
             await old.release()
-            assert old.hold is Hold.RELEASED
+            assert old.hold is StoreOwnership.RELEASED
         new = await instances.new("new")
         assert await take_over(new, await new.claim_epoch(), is_complete=False) == {}
 
@@ -294,7 +301,7 @@ def test_of_two_starts_at_once_one_wins_and_the_other_fails(make: MakeShared, ha
         outcomes = await asyncio.gather(*map(until_decided, stores, epochs))
         assert sorted(outcomes) == [False, False, True]
         for store, epoch, has_won in zip(stores, epochs, outcomes, strict=True):
-            assert store.hold is (Hold.HELD if has_won else Hold.REFUSED)
+            assert store.hold is (StoreOwnership.HELD if has_won else StoreOwnership.REFUSED)
             if has_won:
                 await store.commit(epoch, change({"backend_w": b"1"}))
                 continue
@@ -304,7 +311,7 @@ def test_of_two_starts_at_once_one_wins_and_the_other_fails(make: MakeShared, ha
             await store.release(gives_back=True)
         winner = stores[outcomes.index(True)]
         await winner.look()
-        assert winner.hold is Hold.HELD
+        assert winner.hold is StoreOwnership.HELD
         assert "backend/l" not in await stored(instances)
 
     play(make, scenario)
@@ -335,7 +342,7 @@ def test_an_instance_that_was_overtaken_goes_on_from_its_own_records(make: MakeS
             epoch = await old.claim_epoch()
             assert epoch > 1
         await old.commit(epoch, change({"replica_b": b"old"}, must_last=False))
-        assert old.hold is Hold.TAKEN
+        assert old.hold is StoreOwnership.TAKEN
         assert "Another cluster" in old.problems()["store"]
         with pytest.raises(StoreTakenError):
             await old.commit(epoch, change({"backend_a": b"2"}))
@@ -349,7 +356,7 @@ def test_an_instance_that_was_overtaken_goes_on_from_its_own_records(make: MakeS
         records = {"backend/a": b"1", "replica/a": b"old", "replica/b": b"old", "parcel/a": b"p"}
         assert await old.load() == records
         await new.look()
-        assert new.hold is Hold.HELD
+        assert new.hold is StoreOwnership.HELD
         assert await stored(instances) == {"replica/a": b"new"}
         await old.release()
         assert (await new.shared.look()).owner == "new.1", "its end changes nothing"
@@ -367,7 +374,7 @@ def test_a_start_that_fails_after_it_has_taken_over_gives_the_store_back(make: M
         await old.commit(epoch, change({"replica_a": b"replaced"}, must_last=False))
         await new.release(gives_back=True)
         await old.look()
-        assert old.hold is Hold.HELD
+        assert old.hold is StoreOwnership.HELD
         assert "store" not in old.problems()
         records = {"backend/a": b"1", "replica/a": b"replaced", "parcel/a": b"p"}
         assert await stored(instances) == records
@@ -409,7 +416,7 @@ def test_an_instance_that_comes_back_has_its_store_at_once(make: MakeShared) -> 
         instances.opened.append(back)
         await back.open()
         await back.begin(returns=True, epoch=1, records={"backend/a": b"known"})
-        assert back.hold is Hold.HELD
+        assert back.hold is StoreOwnership.HELD
         epoch = await back.claim_epoch()
         assert await back.load() == {"backend/a": b"1"}
         await back.commit(epoch, change({"backend_a": b"2"}))
@@ -428,14 +435,14 @@ def test_an_instance_that_comes_back_does_not_take_the_store_from_another(
         await back.open()
         known = {"backend/a": b"1", "replica/a": b"old"} if knows else None
         await back.begin(returns=True, epoch=9, records=known)
-        assert back.hold is Hold.TAKEN
+        assert back.hold is StoreOwnership.TAKEN
         epoch = await back.claim_epoch()
         assert epoch == 10
         await back.commit(epoch, change({"replica_b": b"old"}, must_last=False))
         here = known or {"backend/a": b"1", "replica/a": b"new"}
         assert await back.load() == {**here, "replica/b": b"old", "parcel/a": b"p"}
         await new.look()
-        assert new.hold is Hold.HELD
+        assert new.hold is StoreOwnership.HELD
 
     play(make, scenario)
 
@@ -514,14 +521,16 @@ def test_a_start_that_is_killed_at_any_moment_leaves_an_instance_that_goes_on(tm
                 epoch = await old.claim_epoch()
                 await old.commit(epoch, change({"replica_b": b"old"}, must_last=False))
                 assert await old.load() == {"backend/a": b"1", "replica/a": b"old", "replica/b": b"old"}
-                if old.hold is Hold.HELD:
+                if old.hold is StoreOwnership.HELD:
                     await old.commit(epoch, change({"backend_a": b"2"}))
                 else:
-                    assert old.hold is Hold.TAKEN
+                    assert old.hold is StoreOwnership.TAKEN
                     assert "list snapshot" in " ".join(trap.steps), "it had claimed, and so it served"
             async with _opened(HeldStore(folder_store(path), "next.1", clock)) as later:
                 await take_over(later, await later.claim_epoch())
-                assert (await later.load())["backend/a"] == (b"2" if old.hold is Hold.HELD else b"1")
+                assert (await later.load())["backend/a"] == (
+                    b"2" if old.hold is StoreOwnership.HELD else b"1"
+                )
 
         asyncio.run(main())
         return trap.has_sprung

@@ -30,12 +30,12 @@ class SwallowsCancellation:
 
 def test_a_swallowed_cancellation_does_not_start_an_instance() -> None:
     async def main() -> None:
-        link: Any = SwallowsCancellation()
-        starting = asyncio.create_task(start_instance(link, "local", timeout_s=1.0))
+        connection: Any = SwallowsCancellation()
+        starting = asyncio.create_task(start_instance(connection, "local", timeout_s=1.0))
         await asyncio.sleep(0)
         starting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await starting
-        assert not link.is_asked
+        assert not connection.is_asked
 
     asyncio.run(main())

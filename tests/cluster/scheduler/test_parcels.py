@@ -139,9 +139,9 @@ def test_processes_of_one_machine_share_the_memory() -> None:
     async def main() -> None:
         async with scheduler() as here:
             await deploy(here)
-            carrier = ParcelCarrier(here.ask)
-            first = await carrier.fetch("b@1", PARCEL)
-            second = await carrier.fetch("b@1", PARCEL)
+            server_state = ParcelCarrier(here.ask)
+            first = await server_state.fetch("b@1", PARCEL)
+            second = await server_state.fetch("b@1", PARCEL)
             assert here.asked == ["offer_parcel", "offer_parcel", "find_parcel"]
             assert all(each.readonly for each in (*first, *second))
             assert len({each.obj for each in (*first, *second)}) == 1

@@ -12,7 +12,13 @@ import pytest
 
 from daskserve.cluster.protocols.base import StoreChange
 from daskserve.cluster.scheduler.controllers import Instance
-from daskserve.cluster.scheduler.reconnect import KNOWN_S, UNKNOWN_S, KnownInstance, Returns, restore
+from daskserve.cluster.scheduler.reconnect import (
+    KNOWN_S,
+    UNKNOWN_S,
+    KnownInstance,
+    ReturningInstances,
+    restore,
+)
 from daskserve.cluster.store.opening import open_store
 from daskserve.errors import InstanceError
 from daskserve.loops.tasks import TaskSet
@@ -35,7 +41,7 @@ class NextScheduler:
         self.fails = False
         self.owner: str | None = None
         scheduler: Any = self
-        self.returns = Returns(
+        self.returns = ReturningInstances(
             scheduler,
             self.instances,
             self._start,

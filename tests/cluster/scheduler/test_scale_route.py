@@ -25,7 +25,7 @@ from daskserve.cluster.store.errors import StoreUnavailableError
 from daskserve.common.types import ActorAddress
 from daskserve.errors import ActorLostError, ExternalScalerDisabledError, NotFoundError, StaleEpochError
 
-Answer = Callable[[int], Awaitable[Any]]
+ReplicaRequest = Callable[[int], Awaitable[Any]]
 GOOD = json.dumps({"target_num_replicas": 3}).encode()
 
 
@@ -34,7 +34,7 @@ class Hosts:
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, int, Mapping[str, Any]]] = []
-        self.answer: Answer = self.echo_number
+        self.answer: ReplicaRequest = self.echo_number
 
     async def echo_number(self, incarnation: int) -> Any:
         return self.calls[-1][2]["number"]

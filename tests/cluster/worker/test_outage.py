@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from daskserve.cluster.actors.registry import ActorBook
-from daskserve.cluster.distributed_internals import Fate
+from daskserve.cluster.actors.registry import ActorRegistry
+from daskserve.cluster.distributed_internals import WorkerOutcome
 from daskserve.cluster.protocols.base import EPOCH_BITS, ActorSpec, Hosted, verb, verbs_of
 from daskserve.cluster.worker import reconnect as outage
 from daskserve.cluster.worker.reconnect import DRAIN_S, Outage
@@ -86,24 +86,24 @@ class Lost:
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
 
-    async def survive(self, then_s: float = 0.0, serves: bool = True) -> Fate:
+    async def survive(self, then_s: float = 0.0, serves: bool = True) -> WorkerOutcome:
         def make(spec: ActorSpec) -> Hosted:
             actor: Any = Actor(spec, self.stops)
             return actor
 
         worker: Any = SimpleNamespace(address="here", scheduler=SimpleNamespace(address="there"))
-        link: Any = SimpleNamespace(client=None, clock=LoopClock())
-        book = ActorBook("here", 1, LoopClock(), make)
+        connection: Any = SimpleNamespace(client=None, clock=LoopClock())
+        registry = ActorRegistry("here", 1, LoopClock(), make)
         for kind in self.kinds:
             incarnation = 4 if kind is ActorKind.CONTROLLER else (3 << EPOCH_BITS) + 1
             spec = {"kind": kind.value, "name": f"a/{kind.value}", "incarnation": incarnation}
             spec["instance"] = "a"
-            await book.create({**spec, "payload": b""})
-        found = Outage(worker, book, GRACE_S)
-        found.open(link)
+            await registry.create({**spec, "payload": b""})
+        found = Outage(worker, registry, GRACE_S)
+        found.open(connection)
         if serves:
             found.starts["a"] = {"instance": "a", "store": "sqlite:///a.db"}
-        fate: Fate = await worker.survive()
+        fate: WorkerOutcome = await worker.survive()
         await asyncio.sleep(then_s)
         self.starts = dict(found.starts)
         return fate
@@ -113,7 +113,7 @@ def test_a_worker_keeps_its_actors_and_registers_with_the_next_scheduler(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     lost = Lost(monkeypatch, back_after_s=50)
-    assert run_virtual(lost.survive, 1.0) is Fate.STAYS
+    assert run_virtual(lost.survive, 1.0) is WorkerOutcome.STAYS
     assert lost.registered_at == 50
     assert lost.asked == [(50, LEFT)]
     assert lost.stops == []
@@ -145,7 +145,7 @@ def test_a_worker_asks_until_the_instance_runs(monkeypatch: pytest.MonkeyPatch) 
 def test_an_instance_that_does_not_come_back_ends_after_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     lost = Lost(monkeypatch, back_after_s=1)
     lost.answer = lambda: False
-    assert run_virtual(lost.survive, GRACE_S + 5) is Fate.STAYS
+    assert run_virtual(lost.survive, GRACE_S + 5) is WorkerOutcome.STAYS
     assert [name for name, _ in lost.stops] == ["a/controller", "a/proxy", "a/replica"]
     assert lost.starts == {}
 
@@ -154,33 +154,33 @@ def test_a_worker_whose_scheduler_stays_away_lets_its_requests_complete(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     lost = Lost(monkeypatch, back_after_s=100)
-    assert run_virtual(lost.survive) is Fate.CLOSES
+    assert run_virtual(lost.survive) is WorkerOutcome.CLOSES
     assert lost.stops == [("a/controller", DRAIN_S), ("a/proxy", DRAIN_S), ("a/replica", DRAIN_S)]
 
 
 def test_a_worker_that_is_closed_meanwhile_does_not_drain(monkeypatch: pytest.MonkeyPatch) -> None:
     lost = Lost(monkeypatch, back_after_s=5)
     lost.is_present = False
-    assert run_virtual(lost.survive) is Fate.CLOSES
+    assert run_virtual(lost.survive) is WorkerOutcome.CLOSES
     assert lost.stops == []
 
 
 def test_a_worker_without_an_instance_closes_as_dask_wants(monkeypatch: pytest.MonkeyPatch) -> None:
     lost = Lost(monkeypatch, back_after_s=0)
-    assert run_virtual(lost.survive, 0.0, False) is Fate.CLOSES
+    assert run_virtual(lost.survive, 0.0, False) is WorkerOutcome.CLOSES
     assert lost.registered_at is None
 
 
 def test_a_worker_that_a_living_scheduler_has_dropped_closes(monkeypatch: pytest.MonkeyPatch) -> None:
     lost = Lost(monkeypatch, back_after_s=0)
     lost.next_id = "lost"
-    assert run_virtual(lost.survive) is Fate.CLOSES
+    assert run_virtual(lost.survive) is WorkerOutcome.CLOSES
     assert lost.registered_at is None
 
 
 def test_a_worker_waits_a_moment_for_a_running_task(monkeypatch: pytest.MonkeyPatch) -> None:
     lost = Lost(monkeypatch, back_after_s=5, task_s=0.6)
-    assert run_virtual(lost.survive) is Fate.STAYS
+    assert run_virtual(lost.survive) is WorkerOutcome.STAYS
 
 
 def test_a_worker_with_a_long_task_asks_for_its_instance_and_is_replaced(
@@ -188,7 +188,7 @@ def test_a_worker_with_a_long_task_asks_for_its_instance_and_is_replaced(
 ) -> None:
     lost = Lost(monkeypatch, back_after_s=5, task_s=100)
     lost.answer = lambda: False
-    assert run_virtual(lost.survive) is Fate.RESTARTS
+    assert run_virtual(lost.survive) is WorkerOutcome.RESTARTS
     assert len(lost.asked) == 1
     assert lost.stops[0] == ("a/controller", DRAIN_S)
     assert lost.registered_at is None

@@ -10,7 +10,7 @@ import pytest
 
 from daskserve.cluster.worker.retirement import ANSWER_S, EXIT_SHARE, NEWS_S, Retirement
 from daskserve.common.clock import LoopClock
-from daskserve.common.types import Leave
+from daskserve.common.types import RetirementStatus
 from daskserve.testing import run_virtual
 
 
@@ -24,8 +24,8 @@ class Bench:
         self.asked: list[dict[str, Any]] = []
         scheduler = SimpleNamespace(daskserve=self._answer)
         worker: Any = SimpleNamespace(address="w1", scheduler=scheduler, nanny=None)
-        book: Any = SimpleNamespace(drain=self._drain)
-        self.retirement = Retirement(worker, book, LoopClock(), grace_s)
+        registry: Any = SimpleNamespace(drain=self._drain)
+        self.retirement = Retirement(worker, registry, LoopClock(), grace_s)
 
     async def _answer(self, *, verb: str, message: dict[str, Any], **versions: Any) -> Any:
         self.asked.append({"verb": verb, **message})
@@ -52,7 +52,7 @@ class Bench:
 
 def test_it_ends_when_the_scheduler_has_moved_everything() -> None:
     async def main() -> None:
-        bench = Bench(Leave.MOVING, Leave.MOVING, Leave.MOVED)
+        bench = Bench(RetirementStatus.MOVING, RetirementStatus.MOVING, RetirementStatus.MOVED)
         assert await bench.retire() == 3
         assert bench.drained == []
         assert bench.asked[0] == {"verb": "leave", "worker": "w1", "within_s": 28.0}
@@ -61,7 +61,8 @@ def test_it_ends_when_the_scheduler_has_moved_everything() -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "after_s"), [(Leave.STAYED, 1), (OSError("it is gone"), 1), (None, 1), ("hangs", ANSWER_S)]
+    ("answer", "after_s"),
+    [(RetirementStatus.STAYED, 1), (OSError("it is gone"), 1), (None, 1), ("hangs", ANSWER_S)],
 )
 def test_its_requests_complete_here_if_the_scheduler_moves_nothing(answer: Any, after_s: float) -> None:
     async def main() -> None:
@@ -87,7 +88,7 @@ def test_without_a_scheduler_it_refuses_requests_before_it_ends() -> None:
 @pytest.mark.parametrize(("grace_s", "ends_s"), [(30.0, 28.0), (5.0, 5 * (1 - EXIT_SHARE))])
 def test_dask_has_the_rest_of_the_time_for_its_end(grace_s: float, ends_s: float) -> None:
     async def main() -> None:
-        bench = Bench(Leave.MOVING, grace_s=grace_s)
+        bench = Bench(RetirementStatus.MOVING, grace_s=grace_s)
         await bench.retire()
         assert bench.drained == [(pytest.approx(ends_s), 0.0)]
 
@@ -96,7 +97,7 @@ def test_dask_has_the_rest_of_the_time_for_its_end(grace_s: float, ends_s: float
 
 def test_a_worker_and_its_nanny_that_both_get_sigterm_retire_the_worker_once() -> None:
     async def main() -> None:
-        bench = Bench(Leave.MOVED)
+        bench = Bench(RetirementStatus.MOVED)
         await asyncio.gather(bench.retirement.begin(), bench.retirement.begin())
         assert len(bench.asked) == 1
 

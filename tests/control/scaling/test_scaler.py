@@ -211,8 +211,8 @@ def test_custom_metrics_of_replicas_decide() -> None:
     async def scenario(stage: Stage) -> None:
         def report_value(value: float) -> None:
             for each in stage.running_of("b"):
-                figures = {"ongoing": 0, "ended": 0, "custom": {"tokens": value}}
-                each.figures = lambda figures=figures: figures  # type: ignore[attr-defined]
+                metrics = {"ongoing": 0, "ended": 0, "custom": {"tokens": value}}
+                each.metrics = lambda metrics=metrics: metrics  # type: ignore[attr-defined]
 
         kwargs = {"metric": "tokens", "target": 10}
         config = {**QUICK, "min_replicas": 1, "policy": "custom_metric", "policy_kwargs": kwargs}

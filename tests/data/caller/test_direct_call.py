@@ -27,10 +27,10 @@ from daskserve.errors import (
     ServeError,
     UnavailableError,
 )
-from daskserve.figures.histogram import HistogramCounts
-from daskserve.loops.hops import Hops
+from daskserve.loops.thread_calls import CallsByLoop
 from daskserve.payload.packed_errors import pack_now
 from daskserve.payload.pickling import dump
+from daskserve.telemetry.histogram import HistogramCounts
 from daskserve.testing import run_virtual
 
 
@@ -82,12 +82,12 @@ class Process:
         #: What `ask` does before it returns.
         self.on_ask: Callable[[Asked], None] = lambda asked: None
         self.loop = asyncio.get_running_loop()
-        self.hops = Hops()
-        self.hop = self.hops.onto(self.loop)
+        self.calls_by_loop = CallsByLoop()
+        self.thread_calls = self.calls_by_loop.onto(self.loop)
         self.clock = Clock()
         self.request_ids = SimpleNamespace(next=lambda: "id")
         self.listener = Listener()
-        self.link = self
+        self.connection = self
         self.routers = Routers(
             cast(Cluster, self),
             cast(LongPollClient, self.listener),
@@ -133,7 +133,7 @@ class Process:
         self.publish(*tags, **options)
         return Handle("i", "e", cluster=self)
 
-    def figures(self) -> dict[str, Any]:
+    def metrics(self) -> dict[str, Any]:
         """Return what is counted, without what is 0."""
         found = {}
         for name, labels, value in self.routers.samples():
@@ -144,8 +144,8 @@ class Process:
 
     def idle_replicas(self) -> dict[str, int]:
         """Return what is in flight at each replica."""
-        roster = self.routers.replica_set("b").roster
-        return {entry.tag: entry.in_flight for entry in roster._entries.values()}
+        pool = self.routers.replica_set("b").pool
+        return {entry.tag: entry.in_flight for entry in pool._entries.values()}
 
 
 class Listener:
@@ -199,7 +199,7 @@ def test_an_answer_ends_the_call_where_it_arrives() -> None:
         assert asked.envelope.head["request_id"] == "id"
         asked.answer({"a": 1}, Load(ongoing=2))
         assert response.result() == {"a": 1}  # before any task has run
-        assert process.figures() == ONE
+        assert process.metrics() == ONE
         assert process.requested == []
         assert process.idle_replicas() == {"r1": 0}
         # What the replica said of its load is known: it is full, and nothing is sent straight there.
@@ -224,7 +224,7 @@ def test_an_error_of_user_code_comes_with_its_remote_traceback() -> None:
                 response.result()
             if outcome is packed:
                 assert isinstance(info.value.__cause__, RemoteTraceback)
-        assert process.figures() == {
+        assert process.metrics() == {
             "handle_requests": 2,
             "handle_request_duration_seconds": 2,
             "handle_errors user_code": 2,
@@ -241,7 +241,7 @@ def test_an_end_without_an_answer_is_an_error() -> None:
         process.asked[0].end(None, Load())
         with pytest.raises(ServeError, match="ended request id without an answer"):
             response.result()
-        assert process.figures()["handle_request_duration_seconds"] == 1
+        assert process.metrics()["handle_request_duration_seconds"] == 1
         assert process.idle_replicas() == {"r1": 0}
 
     play(scenario)
@@ -266,7 +266,7 @@ def test_a_call_that_had_not_begun_is_retried_on_another_replica(refusal: Except
         assert process.routers.replica_set("b").in_flight == 1
         process.outcome.set_result(Load())
         assert await response == "by task"
-        assert process.figures() == {**ONE, f"router_retries {cause}": 1}
+        assert process.metrics() == {**ONE, f"router_retries {cause}": 1}
         assert process.idle_replicas() == {"r1": 0, "r2": 0}
 
     play(scenario)
@@ -306,7 +306,7 @@ def test_a_refused_call_counts_as_ended_if_its_loop_cancels_all_tasks() -> None:
         assert process.requested == []
         with pytest.raises(CancelledError):
             response.result(0)
-        assert process.figures() == {
+        assert process.metrics() == {
             "router_requests": 1,
             "handle_requests": 1,
             "handle_request_duration_seconds": 1,
@@ -378,7 +378,7 @@ def test_a_call_that_had_begun_is_not_retried() -> None:
         with pytest.raises(ActorLostError, match="gone"):
             response.result()
         assert process.requested == []
-        assert process.figures() == {**ONE, "handle_errors replica_lost": 1}
+        assert process.metrics() == {**ONE, "handle_errors replica_lost": 1}
         assert process.idle_replicas() == {"r1": 0, "r2": 0}
         # It is left alone for a while.
         tag = process.asked.pop().tag
@@ -398,7 +398,7 @@ def test_a_cancelled_call_is_cancelled_once_at_its_replica() -> None:
         assert asked.given_up == 1
         with pytest.raises(CancelledError):
             response.result()
-        assert process.figures() == {**ONE, "handle_errors cancelled": 1}
+        assert process.metrics() == {**ONE, "handle_errors cancelled": 1}
         assert process.idle_replicas() == {"r1": 0}
         asked.answer(1)  # too late
         assert process.routers.replica_set("b").in_flight == 0
@@ -414,7 +414,7 @@ def test_an_answered_call_cannot_be_cancelled() -> None:
         await quiet()
         assert response.result() == 1
         assert process.asked[0].given_up == 0
-        assert process.figures() == ONE
+        assert process.metrics() == ONE
 
     play(scenario)
 
@@ -440,10 +440,10 @@ def test_an_outcome_that_crosses_a_cancellation_counts_once(outcome: Any) -> Non
             response.result()
         assert process.asked[0].given_up == 0
         assert process.requested == []
-        figures = process.figures()
-        assert {key: figures[key] for key in ONE} == ONE
+        metrics = process.metrics()
+        assert {key: metrics[key] for key in ONE} == ONE
         if isinstance(outcome, ReplicaBusyError):
-            assert figures["handle_errors cancelled"] == 1
+            assert metrics["handle_errors cancelled"] == 1
         assert process.idle_replicas() == {"r1": 0, "r2": 0}
         assert process.routers.replica_set("b").in_flight == 0
 
@@ -458,7 +458,7 @@ def test_a_retried_call_is_cancelled_at_its_current_replica() -> None:
         assert response.cancel()
         await quiet()
         assert process.asked[0].given_up == 0
-        assert process.figures() == {**ONE, "router_retries busy": 1, "handle_errors cancelled": 1}
+        assert process.metrics() == {**ONE, "router_retries busy": 1, "handle_errors cancelled": 1}
         assert process.idle_replicas() == {"r1": 0, "r2": 0}
 
     play(scenario)
@@ -503,7 +503,7 @@ def test_a_request_that_cannot_be_sent_fails_at_once_and_frees_its_slot() -> Non
         response = handle.remote()
         with pytest.raises(TypeError, match="a set"):
             response.result(0)
-        assert process.figures() == {**ONE, "handle_errors user_code": 1}
+        assert process.metrics() == {**ONE, "handle_errors user_code": 1}
         assert process.idle_replicas() == {"r1": 0}
 
         # Given up on another thread in that very moment.
@@ -564,7 +564,7 @@ def test_a_call_falls_back_to_a_task_if_it_cannot_be_sent_directly() -> None:
         process.listener.tell("endpoint/e", {"traffic": {"b": 1.0, "c": 1e-9}, "shadows": {}, "legacy": True})
         assert await handle.remote() == "by task"
         assert process.asked == []
-        assert process.figures()["router_requests"] == process.figures()["handle_requests"] == 5
+        assert process.metrics()["router_requests"] == process.metrics()["handle_requests"] == 5
         assert process.idle_replicas() == {"r1": 0}
         process.routers.close()
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import daskserve as serve
-from daskserve.figures.histogram import HistogramCounts
+from daskserve.telemetry.histogram import HistogramCounts
 from daskserve.testing import local_instance
 
 
@@ -21,8 +21,8 @@ def answer(request: Any) -> Any:
 
 
 def series(client: serve.Client) -> dict[tuple[str, ...], float]:
-    link: Any = client._connection.link
-    routers = link.cluster(client.instance_name).shared["routers"]
+    connection: Any = client._connection.cluster_connection
+    routers = connection.cluster(client.instance_name).shared["routers"]
     return {
         (name, *labels[1:]): value.count if isinstance(value, HistogramCounts) else value
         for name, labels, value in routers.samples()

@@ -196,7 +196,7 @@ class FullReplica(Controller):
     """One replica with one slot, which another process holds."""
 
     async def request(self, address: ActorAddress, envelope: Envelope, receive: Any, send: Any) -> Load:
-        if envelope.patience is None:
+        if envelope.queue_timeout is None:
             raise ReplicaBusyError("full", ongoing=1)
         await asyncio.get_running_loop().create_future()
         raise AssertionError

@@ -10,24 +10,24 @@ from typing import Any, cast
 
 import pytest
 
-from daskserve.cluster.dask.connection import DaskLink
+from daskserve.cluster.dask.connection import DaskConnection
 from daskserve.data.caller.calls.response import Response
 from daskserve.data.caller.routing.pending import start_call, waiter_for
 from daskserve.loops.event_loop import running_loop
-from daskserve.loops.hops import Hops
+from daskserve.loops.thread_calls import CallsByLoop
 
 DEADLINE_S = 10.0
 
 
-class LoopLink:
+class LoopConnection:
     """A link's loop, in a thread of its own."""
 
     is_closed = False
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
-        self.hops = Hops()
-        self.hop = self.hops.onto(self.loop)
+        self.calls_by_loop = CallsByLoop()
+        self.thread_calls = self.calls_by_loop.onto(self.loop)
         self.thread = threading.Thread(target=self.loop.run_forever)
         self.thread.start()
 
@@ -41,10 +41,10 @@ class LoopLink:
 
 
 @pytest.fixture
-def link() -> Iterator[DaskLink]:
-    link = LoopLink()
-    yield cast(DaskLink, link)
-    link.close()
+def connection() -> Iterator[DaskConnection]:
+    connection = LoopConnection()
+    yield cast(DaskConnection, connection)
+    connection.close()
 
 
 async def answer(value: Any) -> Any:
@@ -53,13 +53,15 @@ async def answer(value: Any) -> Any:
     return value
 
 
-def test_results_and_errors_cross_threads(link: DaskLink) -> None:
-    assert start_call(link, answer(7)).result(DEADLINE_S) == 7
+def test_results_and_errors_cross_threads(connection: DaskConnection) -> None:
+    assert start_call(connection, answer(7)).result(DEADLINE_S) == 7
     with pytest.raises(KeyError):
-        start_call(link, answer(KeyError("k"))).result(DEADLINE_S)
+        start_call(connection, answer(KeyError("k"))).result(DEADLINE_S)
 
 
-def test_a_waiter_on_another_loop_is_woken_and_its_cancellation_cancels_the_call(link: DaskLink) -> None:
+def test_a_waiter_on_another_loop_is_woken_and_its_cancellation_cancels_the_call(
+    connection: DaskConnection,
+) -> None:
     cancelled = threading.Event()
 
     async def hang() -> None:
@@ -69,27 +71,27 @@ def test_a_waiter_on_another_loop_is_woken_and_its_cancellation_cancels_the_call
             cancelled.set()
 
     async def main() -> None:
-        call = start_call(link, answer(1))
-        await waiter_for(link, call)
+        call = start_call(connection, answer(1))
+        await waiter_for(connection, call)
         assert call.result() == 1
-        call = start_call(link, hang())
+        call = start_call(connection, hang())
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.05):
-                await Response(call, link, "id", cast(Any, None))
+                await Response(call, connection, "id", cast(Any, None))
         assert call.cancelled()
 
     asyncio.run(main())
     assert cancelled.wait(DEADLINE_S)
 
 
-def test_a_task_that_its_loop_cancels_before_its_first_step_ends_its_call(link: DaskLink) -> None:
+def test_a_task_that_its_loop_cancels_before_its_first_step_ends_its_call(connection: DaskConnection) -> None:
     async def begin() -> Any:
         before = asyncio.all_tasks()
-        call = start_call(link, answer(1))
+        call = start_call(connection, answer(1))
         (task,) = asyncio.all_tasks() - before
         task.cancel()
         return call
 
-    call = asyncio.run_coroutine_threadsafe(begin(), link.loop).result(DEADLINE_S)
+    call = asyncio.run_coroutine_threadsafe(begin(), connection.loop).result(DEADLINE_S)
     with pytest.raises(CancelledError):
         call.result(DEADLINE_S)

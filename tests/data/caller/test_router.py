@@ -24,13 +24,12 @@ from daskserve.common.types import (
     EnvelopeKind,
     Load,
     Message,
-    Patience,
-    Reach,
+    QueueTimeout,
+    Reachability,
     Receive,
     Send,
 )
 from daskserve.data.caller.routing.contact import CHECK_S, CONTROLLER_S
-from daskserve.data.caller.routing.learning import Learning
 from daskserve.data.caller.routing.queued_request import MIN_PATIENCE_S, PATIENCE_S
 from daskserve.data.caller.routing.replay import KEPT_BYTES
 from daskserve.data.caller.routing.replica_pool import BUSY_BACKOFF_S, REPORT_S
@@ -40,6 +39,7 @@ from daskserve.data.caller.routing.replica_set import (
     ReplicaSet,
 )
 from daskserve.data.caller.routing.router import ENDPOINT_TIMEOUT_S, Router, Routers
+from daskserve.data.caller.routing.waiting_calls import WaitingCalls
 from daskserve.data.replica.requests.slots import Slots
 from daskserve.errors import (
     ActorLostError,
@@ -51,8 +51,8 @@ from daskserve.errors import (
     UnavailableError,
     http_status_of,
 )
-from daskserve.figures.histogram import HistogramCounts
-from daskserve.figures.replica import ReplicaFigures
+from daskserve.telemetry.histogram import HistogramCounts
+from daskserve.telemetry.replica import ReplicaMetrics
 from daskserve.testing import run_virtual
 
 CALL = Envelope(EnvelopeKind.CALL, {})
@@ -149,7 +149,7 @@ class Stage:
         self.clock = LoopClock()
         self.sent: list[asyncio.Task[None]] = []
         self.routes = ScriptedRoutes()
-        self.learning = Learning()
+        self.learning = WaitingCalls()
         self.routers = Routers(
             cast(Cluster, self.replicas),
             cast(LongPollClient, self.listener),
@@ -417,23 +417,27 @@ def test_a_busy_replica_is_skipped_for_a_moment() -> None:
 def test_if_all_replicas_are_full_a_request_queues_at_each_in_turn() -> None:
     async def scenario(stage: Stage) -> None:
         backend = stage.backend("r1", "r2")
-        patience: list[Patience | None] = []
+        queue_timeout: list[QueueTimeout | None] = []
 
         async def answer(tag: str, envelope: Envelope, *_: Any) -> Load:
-            patience.append(envelope.patience)
-            if envelope.patience is None:
+            queue_timeout.append(envelope.queue_timeout)
+            if envelope.queue_timeout is None:
                 raise ReplicaBusyError("full", ongoing=1)
-            if len(patience) < 5:
-                await asyncio.sleep(envelope.patience.left_s)
+            if len(queue_timeout) < 5:
+                await asyncio.sleep(envelope.queue_timeout.left_s)
                 raise ReplicaBusyError("full", ongoing=1)
             return Load()
 
         stage.replicas.handler = answer
         await stage.send(backend, POST)
         assert {*stage.replicas.asked[:2]} == {*stage.replicas.asked[2:4]} == {"r1", "r2"}
-        assert patience == [None, None, *(Patience(PATIENCE_S / 2, n * PATIENCE_S / 2) for n in range(3))]
+        assert queue_timeout == [
+            None,
+            None,
+            *(QueueTimeout(PATIENCE_S / 2, n * PATIENCE_S / 2) for n in range(3)),
+        ]
         assert now() == PATIENCE_S
-        assert POST.patience is None
+        assert POST.queue_timeout is None
 
     run(scenario)
 
@@ -449,8 +453,8 @@ class OnlyReplica:
 
     def __init__(self, took_s: float, routers: int = 2, slots: int = 1, jitter: float = 0.0) -> None:
         self._rng, self._jitter = random.Random(1), jitter
-        self.figures = ReplicaFigures()
-        self.slots = Slots("r1", slots, NoQueue(), self.figures)
+        self.metrics = ReplicaMetrics()
+        self.slots = Slots("r1", slots, NoQueue(), self.metrics)
         self.slots.is_open = True
         self.took_s = took_s
         self.stages = [Stage() for _ in range(routers)]
@@ -465,7 +469,7 @@ class OnlyReplica:
     async def _answer(self, router: int, tag: str, envelope: Envelope, receive: Receive, send: Send) -> Load:
         await asyncio.sleep(self.TRANSIT_S)
         slots = self.slots
-        if slots.ongoing >= slots.concurrency or envelope.patience is not None:
+        if slots.ongoing >= slots.concurrency or envelope.queue_timeout is not None:
             await slots.take(envelope, send)
         else:
             slots.ongoing += 1
@@ -508,7 +512,7 @@ def test_routers_take_turns_at_a_replica_hardly_disturb_it_and_leave_it_no_time_
             slots.keep_asking(router, count)
         span_s = 60 * took_s if took_s == 1.0 else 6.0
         await asyncio.sleep(span_s)
-        assert slots.figures.refused < 10 * span_s
+        assert slots.metrics.refused < 10 * span_s
         assert max(slots.turns) - min(slots.turns) <= 2
         assert sum(slots.turns) * took_s > 0.9 * span_s
         await slots.end()
@@ -525,7 +529,7 @@ def test_routers_use_and_share_all_of_many_slots(took_s: float) -> None:
         await asyncio.sleep(60 * took_s)
         assert sum(slots.turns) > 0.9 * 60 * 8
         assert min(slots.turns) > 0.8 * max(slots.turns)
-        assert slots.figures.refused < 20 + 10 * 60 * took_s
+        assert slots.metrics.refused < 20 + 10 * 60 * took_s
         await slots.end()
 
     run_virtual(main)
@@ -554,7 +558,7 @@ def test_a_replica_that_has_room_again_is_used_without_waiting() -> None:
         await asyncio.sleep(0.5)
         first = slots.stages[1].send(slots.backends[1])
         await asyncio.sleep(0.1)
-        assert slots.figures.refused == 1
+        assert slots.metrics.refused == 1
         assert slots.backends[1].waiting == 1
         for task in slots.stages[0].sent[-5:]:
             task.cancel()
@@ -563,7 +567,7 @@ def test_a_replica_that_has_room_again_is_used_without_waiting() -> None:
         began = now()
         await asyncio.gather(*(slots.stages[1].send(slots.backends[1]) for _ in range(4)))
         assert now() - began < 1.0 + 10 * slots.TRANSIT_S
-        assert slots.figures.refused == 1
+        assert slots.metrics.refused == 1
         await first
         await slots.end()
 
@@ -577,7 +581,7 @@ def test_one_request_queues_at_the_replica_and_the_others_in_the_router() -> Non
         seen: list[Message] = []
 
         async def answer(tag: str, envelope: Envelope, receive: Receive, send: Send) -> Load:
-            if envelope.patience is None:
+            if envelope.queue_timeout is None:
                 raise ReplicaBusyError("full", ongoing=3)
             took.append(send)
             await asyncio.get_running_loop().create_future()
@@ -620,9 +624,9 @@ def test_a_slot_with_others_free_lets_waiting_requests_go_and_the_wait_is_record
         patient: list[Send] = []
 
         async def answer(tag: str, envelope: Envelope, receive: Receive, send: Send) -> Load:
-            if not patient and envelope.patience is None:
+            if not patient and envelope.queue_timeout is None:
                 raise ReplicaBusyError("full", ongoing=9)
-            if envelope.patience is not None:
+            if envelope.queue_timeout is not None:
                 patient.append(send)
             await asyncio.get_running_loop().create_future()
             raise AssertionError
@@ -646,7 +650,7 @@ def test_the_replica_queue_place_of_a_cancelled_request_goes_to_the_next() -> No
         patient: list[Send] = []
 
         async def answer(tag: str, envelope: Envelope, receive: Receive, send: Send) -> Load:
-            if envelope.patience is None:
+            if envelope.queue_timeout is None:
                 raise ReplicaBusyError("full", ongoing=2)
             patient.append(send)
             await asyncio.get_running_loop().create_future()
@@ -688,17 +692,17 @@ def test_a_full_replica_queue_is_tried_again_after_a_moment() -> None:
 def test_among_many_replicas_a_request_waits_less_at_each(replicas: int, left_s: float) -> None:
     async def scenario(stage: Stage) -> None:
         backend = stage.backend(*map(str, range(replicas)))
-        found: list[Patience] = []
+        found: list[QueueTimeout] = []
 
         async def answer(tag: str, envelope: Envelope, *_: Any) -> Load:
-            if envelope.patience is None:
+            if envelope.queue_timeout is None:
                 raise ReplicaBusyError("full", ongoing=1)
-            found.append(envelope.patience)
+            found.append(envelope.queue_timeout)
             return Load()
 
         stage.replicas.handler = answer
         await stage.send(backend)
-        assert found == [Patience(left_s)]
+        assert found == [QueueTimeout(left_s)]
 
     run(scenario)
 
@@ -825,7 +829,7 @@ def test_a_begun_request_that_must_not_be_retried_fails(envelope: Envelope) -> N
     run(scenario)
 
 
-class Caller:
+class Responder:
     """Sends a body in parts and keeps what is answered."""
 
     def __init__(self, *parts: bytes) -> None:
@@ -866,7 +870,7 @@ def test_a_begun_idempotent_request_is_answered_once_by_another_replica() -> Non
             return Load()
 
         stage.replicas.handler = answer
-        caller = Caller(b"one,", b"two")
+        caller = Responder(b"one,", b"two")
         put = Envelope(EnvelopeKind.HTTP, {"type": "http", "method": "PUT"})
         await backend.send(put, caller.receive, caller.send)
         first, second = stage.replicas.asked
@@ -893,7 +897,7 @@ def test_a_request_with_a_begun_response_or_a_large_body_is_not_retried(
             raise ActorLostError("the worker died", begun=True)
 
         stage.replicas.handler = answer
-        caller = Caller(body)
+        caller = Responder(body)
         with pytest.raises(ActorLostError, match="the worker died") as info:
             await backend.send(GET, caller.receive, caller.send)
         assert info.value.http_status == 502
@@ -1639,11 +1643,11 @@ def test_a_request_does_not_wait_for_a_worker_that_cannot_be_reached() -> None:
 def test_requests_that_wait_go_on_when_their_replica_can_be_reached_again() -> None:
     async def scenario(stage: Stage) -> None:
         backend = stage.backend("r1")
-        stage.routes.tell("worker-of-r1", Reach.NONE)
+        stage.routes.tell("worker-of-r1", Reachability.NONE)
         stage.send(backend)
         await asyncio.sleep(60)
         assert stage.replicas.asked == []
-        stage.routes.tell("worker-of-r1", Reach.SCHEDULER)
+        stage.routes.tell("worker-of-r1", Reachability.SCHEDULER)
         await quiet()
         assert stage.replicas.asked == ["r1"]
 

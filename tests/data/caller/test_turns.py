@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 
 import pytest
-from test_roster import roster_of
+from test_replica_pool import pool_of
 
 from daskserve.common.types import Load
-from daskserve.data.caller.routing.replica_pool import HOP_S, ReplicaEntry, Roster
+from daskserve.data.caller.routing.replica_pool import HOP_S, PooledReplica, ReplicaPool
 from daskserve.data.caller.routing.websocket_cost import TurnMeter
 
 
@@ -48,11 +48,11 @@ def test_one_slow_message_does_not_make_the_others_heavy_for_long() -> None:
     assert meter.is_light(1.0, HOP_S)
 
 
-def open_sockets(roster: Roster, count: int) -> list[ReplicaEntry]:
+def open_sockets(pool: ReplicaPool, count: int) -> list[PooledReplica]:
     rng = random.Random(1)
     opened = []
     for _ in range(count):
-        entry = roster.take(0.0, rng)
+        entry = pool.take(0.0, rng)
         assert entry is not None
         entry.sockets += 1
         opened.append(entry)
@@ -61,38 +61,38 @@ def open_sockets(roster: Roster, count: int) -> list[ReplicaEntry]:
 
 def test_websockets_of_unknown_or_heavy_messages_are_spread() -> None:
     for turns_s in ((), (0.1,)):
-        roster = roster_of("a", "b", "c", concurrency=100, local="a")
+        pool = pool_of("a", "b", "c", concurrency=100, local="a")
         for turn_s in turns_s:
-            roster.turns.note(turn_s)
-        near = sum(entry.tag == "a" for entry in open_sockets(roster, 30))
+            pool.turns.note(turn_s)
+        near = sum(entry.tag == "a" for entry in open_sockets(pool, 30))
         assert 8 <= near <= 12
 
 
 def test_websockets_of_light_messages_stay_near_while_there_is_room() -> None:
-    roster = roster_of("a", "b", concurrency=20, local="a")
-    roster.turns.note(0.0001)
-    opened = open_sockets(roster, 25)
+    pool = pool_of("a", "b", concurrency=20, local="a")
+    pool.turns.note(0.0001)
+    opened = open_sockets(pool, 25)
     assert [entry.tag for entry in opened] == ["a"] * 20 + ["b"] * 5
 
 
 def test_a_replica_that_works_on_requests_is_not_near_to_a_websocket() -> None:
-    roster = roster_of("a", "b", concurrency=20, local="a")
-    roster.turns.note(0.0001)
-    open_sockets(roster, 5)
-    (request,) = (roster.take(0.0, random.Random(1)),)
+    pool = pool_of("a", "b", concurrency=20, local="a")
+    pool.turns.note(0.0001)
+    open_sockets(pool, 5)
+    (request,) = (pool.take(0.0, random.Random(1)),)
     assert request is not None
     assert request.tag == "a"
-    roster.report(request, Load(6), 0.1)  # its requests take 0.1 s
-    assert [entry.tag for entry in open_sockets(roster, 1)] == ["b"]
+    pool.report(request, Load(6), 0.1)  # its requests take 0.1 s
+    assert [entry.tag for entry in open_sockets(pool, 1)] == ["b"]
 
 
 def test_the_pace_of_requests_does_not_depend_on_open_websockets() -> None:
-    roster = roster_of("a", concurrency=20, local="a")
-    (socket,) = open_sockets(roster, 1)
-    request = roster.take(60.0, random.Random(1))
+    pool = pool_of("a", concurrency=20, local="a")
+    (socket,) = open_sockets(pool, 1)
+    request = pool.take(60.0, random.Random(1))
     assert request is socket
-    roster.report(request, Load(2), 60.01)
+    pool.report(request, Load(2), 60.01)
     assert request.pace_s == pytest.approx(0.01)
-    roster.release(request)
-    roster.report(socket, Load(1), 1000.0, is_answer=False)
+    pool.release(request)
+    pool.report(socket, Load(1), 1000.0, is_answer=False)
     assert socket.pace_s == pytest.approx(0.01)

@@ -76,7 +76,7 @@ def run(scenario: Callable[[Replica], Awaitable[None]], definition: Any, **optio
 
 
 def told(replica: Replica) -> dict[str, float] | None:
-    found: dict[str, float] | None = replica.figures().get("custom")
+    found: dict[str, float] | None = replica.metrics().get("custom")
     return found
 
 
@@ -152,10 +152,10 @@ def test_code_without_the_method_is_not_called(definition: Any) -> None:
     async def scenario(replica: Replica) -> None:
         before = GATES.calls
         for _ in range(3):
-            assert set(replica.figures()) == {"ongoing", "ended", "latency_counts"}
+            assert set(replica.metrics()) == {"ongoing", "ended", "latency_counts"}
             await asyncio.sleep(0.001)
         assert GATES.calls == before
-        assert len(replica._code._wall.aside) == 0  # type: ignore[attr-defined]
+        assert len(replica._code._executor.aside) == 0  # type: ignore[attr-defined]
 
     run(scenario, definition)
 
@@ -205,7 +205,7 @@ def test_one_that_hangs_is_logged_once_and_holds_up_nothing(
         await wait_until(lambda: told(replica) is not None and GATES.calls == 2)
         for _ in range(3):
             CLOCK.ahead_s += 2.1
-            replica.figures()
+            replica.metrics()
             await asyncio.sleep(0.01)
         assert told(replica) is None
         # The only slot is free, and no call counts as abandoned.
@@ -259,7 +259,7 @@ def test_one_that_raises_is_logged_once_and_its_values_are_left_out(
         GATES.answer = KeyError("no tokens")
         for _ in range(2):
             await at_rest(replica)
-            replica.figures()
+            replica.metrics()
         await at_rest(replica)
         assert told(replica) is None
         before = GATES.calls
@@ -370,10 +370,10 @@ def test_a_child_is_queried_while_its_values_are_in_use_and_they_age() -> None:
         stats = ChildStats(CLOCK)
         stats.record({"x": 1.0})
         assert not stats.is_wanted
-        assert stats.figures() == {"custom": {"x": 1.0}}
+        assert stats.metrics() == {"custom": {"x": 1.0}}
         assert stats.is_wanted
         CLOCK.ahead_s += autoscaling_stats.KEPT_S + 1
         assert not stats.is_wanted
-        assert stats.figures() == {}
+        assert stats.metrics() == {}
 
     asyncio.run(main())

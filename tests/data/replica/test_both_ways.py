@@ -335,7 +335,7 @@ HANGING_LATER = (hang_in_awaitable, hang_in_background)
 
 
 class Play:
-    """One request to one replica, as the client and the replica's figures tell of it."""
+    """One request to one replica, as the client and the replica's metrics tell of it."""
 
     def __init__(self, function: Any, is_taskless: bool, options: dict[str, Any]) -> None:
         start = replica_start(function, concurrency=1, **options)
@@ -381,7 +381,7 @@ class Play:
             await until(lambda: self.replica.load() == Load(0, 0))
             if self.function is listen_behind:
                 await until(lambda: seen)
-            figures = await self.replica.statistics()
+            metrics = await self.replica.statistics()
         finally:
             may_end.set()
             self.here.close()
@@ -393,9 +393,9 @@ class Play:
         assert self.takes == [True] * self.is_taskless
         assert not self.there._accepted
         assert not self.there._taskless
-        del figures["latency_sum_s"], figures["threads"]
-        figures["latency_counts"] = sum(figures["latency_counts"])
-        return {"sent": told(self.sent), "outcome": outcome, "seen": seen.copy(), "figures": figures}
+        del metrics["latency_sum_s"], metrics["threads"]
+        metrics["latency_counts"] = sum(metrics["latency_counts"])
+        return {"sent": told(self.sent), "outcome": outcome, "seen": seen.copy(), "metrics": metrics}
 
     async def _ask(self, method: str) -> Load:
         scope = {
@@ -432,7 +432,7 @@ class Play:
             self.stopping = asyncio.create_task(self.replica.stop(0))
         if by != "stop":
             # The replica is told before code that cannot be stopped ends by itself.
-            await until(lambda: self.replica._figures.cancelled or not self.replica.load().ongoing)
+            await until(lambda: self.replica._metrics.cancelled or not self.replica.load().ongoing)
 
 
 def told(messages: list[Message]) -> list[Any]:
@@ -472,7 +472,7 @@ def outcome_of(
 def test_a_request_comes_to_the_same(function: Any, method: str) -> None:
     by_task, taskless = (outcome_of(function, way, method) for way in (False, True))
     assert taskless == by_task
-    assert by_task["figures"]["handled_total"] == by_task["figures"]["latency_counts"] == 1
+    assert by_task["metrics"]["handled_total"] == by_task["metrics"]["latency_counts"] == 1
 
 
 @pytest.mark.parametrize("event_loop", ["own", "worker"])
@@ -526,4 +526,4 @@ def test_so_does_what_is_ended_from_outside(function: Any, interrupt: str) -> No
         interrupt += " stream"
     by_task, taskless = (outcome_of(function, way, interrupt=interrupt) for way in (False, True))
     assert taskless == by_task
-    assert by_task["figures"]["handled_total"] == by_task["figures"]["latency_counts"] == 1
+    assert by_task["metrics"]["handled_total"] == by_task["metrics"]["latency_counts"] == 1

@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 import pydantic
 import pytest
-from runs import carry_piped
+from runs import respond_piped
 from starlette.background import BackgroundTask
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from daskserve.common.types import WHOLE_RESPONSE, Message
-from daskserve.data.replica.execution.executor import Wall
+from daskserve.data.replica.execution.executor import UserExecutor
 from daskserve.data.replica.execution.message_pipe import open_pipe
 from daskserve.data.replica.user_code.responses import (
     ConvertedResponse,
@@ -149,7 +149,7 @@ def test_responses_that_do_more_than_render_send_themselves() -> None:
 # ---- unfinished results
 
 
-def send_all(step: Callable[[Wall, Any], Awaitable[Any]]) -> tuple[Any, list[Message]]:
+def send_all(step: Callable[[UserExecutor, Any], Awaitable[Any]]) -> tuple[Any, list[Message]]:
     """Carry one step's messages over a real wall."""
 
     async def main() -> tuple[Any, list[Message]]:
@@ -161,21 +161,21 @@ def send_all(step: Callable[[Wall, Any], Awaitable[Any]]) -> tuple[Any, list[Mes
         async def receive() -> Message:
             return {"type": "http.disconnect"}
 
-        wall = Wall("b", contextvars.copy_context(), event_loop="own")
+        executor = UserExecutor("b", contextvars.copy_context(), event_loop="own")
         try:
-            return await step(wall, open_pipe(wall, "http", receive, send)), sent
+            return await step(executor, open_pipe(executor, "http", receive, send)), sent
         finally:
-            assert await wall.close(5)
+            assert await executor.close(5)
 
     return asyncio.run(main())
 
 
 def finished(result: Any) -> tuple[Any, list[Message]]:
-    async def step(wall: Wall, pipe: Any) -> Any:
+    async def step(executor: UserExecutor, pipe: Any) -> Any:
         scope = {**SCOPE, "asgi": {"spec_version": "2.4"}}
         if Unfinished(result).needs_thread:
-            return await carry_piped(wall, pipe, lambda: finish_in_thread(result, pipe), is_async=False)
-        return await carry_piped(wall, pipe, lambda: finish(scope, pipe, result))
+            return await respond_piped(executor, pipe, lambda: finish_in_thread(result, pipe), is_async=False)
+        return await respond_piped(executor, pipe, lambda: finish(scope, pipe, result))
 
     return send_all(step)
 

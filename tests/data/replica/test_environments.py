@@ -121,7 +121,7 @@ def run_replica(where: str, env: Any) -> Any:
         debug=False,
         is_async=False,
         code_name="b@1",
-        standing=(0, 0, 0, 1),
+        rank_info=(0, 0, 0, 1),
         actors={},
         actor_of=(),
         gang=(),
@@ -129,7 +129,7 @@ def run_replica(where: str, env: Any) -> Any:
         is_deployment=False,
     )
     actor = ActorSpec(ActorKind.REPLICA, "an-instance/replica/b#AAAAAA", 1, "an-instance", start.encode())
-    context = ActorContext(actor, types.SimpleNamespace(link=None), LoopClock(), random.Random(0))  # type: ignore[arg-type]
+    context = ActorContext(actor, types.SimpleNamespace(connection=None), LoopClock(), random.Random(0))  # type: ignore[arg-type]
 
     sent: list[Any] = []
 

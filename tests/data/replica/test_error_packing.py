@@ -13,8 +13,8 @@ from runs import until
 
 from daskserve.data.replica.execution import error_packing
 from daskserve.data.replica.execution.error_packing import ErrorPackers
-from daskserve.data.replica.execution.executor import Wall
-from daskserve.loops.hops import Hop
+from daskserve.data.replica.execution.executor import UserExecutor
+from daskserve.loops.thread_calls import ThreadCalls
 from daskserve.payload.packed_errors import PackedError
 
 DEADLINE_S = 10.0
@@ -48,7 +48,7 @@ class Where(Exception):
 
 def run(scenario: Callable[[ErrorPackers], Awaitable[None]], timeout_s: float) -> None:
     async def main() -> None:
-        packers = ErrorPackers("errors", Hop(asyncio.get_running_loop()), timeout_s)
+        packers = ErrorPackers("errors", ThreadCalls(asyncio.get_running_loop()), timeout_s)
         Stuck.go_on.clear()
         try:
             await scenario(packers)
@@ -119,10 +119,10 @@ def test_a_text_is_made_in_the_codes_context_and_not_on_the_workers_loop(
                 await asyncio.sleep(0)
             raise Where
 
-        wall = Wall("b", contextvars.copy_context(), event_loop=event_loop)
+        executor = UserExecutor("b", contextvars.copy_context(), event_loop=event_loop)
         with pytest.raises(PackedError, match=r"^Where: daskserve-b-errors-0 the code$"):
-            await wall.run_async(fail)
-        assert await wall.close(DEADLINE_S)
-        await until(lambda: not wall.runs)
+            await executor.run_async(fail)
+        assert await executor.close(DEADLINE_S)
+        await until(lambda: not executor.runs)
 
     asyncio.run(main())

@@ -115,7 +115,7 @@ def seen(response: Any) -> Any:
     )
 
 
-class Caller:
+class Responder:
     """Calls a deployment that fails."""
 
     def __init__(self, inner: Any) -> None:
@@ -179,7 +179,7 @@ def client(request: pytest.FixtureRequest) -> Iterator[serve.Client]:
     with local_instance(http_options={"port": 0, "server": request.param}) as client:
         for place in ("own", "worker"):
             client.deploy(place, Failing, config={"event_loop": place})
-        client.deploy("caller", Caller, client.get_handle("own"))
+        client.deploy("caller", Responder, client.get_handle("own"))
         client.create_backend("app", application())
         client.create_endpoint("app", backend="app", route="/app")
         client.create_backend("batch", batch, config={"max_batch_size": 4})

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from daskserve.context import RequestContext, current_request
-from daskserve.data.replica.execution.executor import Wall
+from daskserve.data.replica.execution.executor import UserExecutor
 from daskserve.data.replica.execution.runner import CodeRun
 from daskserve.errors import ActorLostError, ClosedError, UserCodeError
 from daskserve.payload.packed_errors import PackedError
@@ -54,16 +54,16 @@ class Desk:
     """A wall, and what its runs did."""
 
     def __init__(self) -> None:
-        self.wall = Wall("b#AAAAAA", contextvars.copy_context(), event_loop="worker")
+        self.executor = UserExecutor("b#AAAAAA", contextvars.copy_context(), event_loop="worker")
         self.freed = 0
         self.notes: list[Any] = []
 
     def begin(self, function: Callable[..., Awaitable[Any]], *args: Any) -> Entered:
         self.request = RequestContext("an-id")
-        context = self.wall.context.copy()
+        context = self.executor.context.copy()
         context.run(current_request.set, self.request)
         entered = Entered(self)
-        entered.run = self.wall.enter(function, args, context, entered)
+        entered.run = self.executor.enter(function, args, context, entered)
         return entered
 
     def task(self, function: Callable[..., Awaitable[Any]], *args: Any) -> asyncio.Task[Any]:
@@ -77,8 +77,8 @@ def run(scenario: Callable[[Desk], Awaitable[None]]) -> None:
     async def main() -> None:
         desk = Desk()
         await scenario(desk)
-        assert desk.wall.runs == set()
-        await desk.wall.close(1)
+        assert desk.executor.runs == set()
+        await desk.executor.close(1)
 
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         runner.run(main())
@@ -235,7 +235,7 @@ def test_abort_ends_the_code_and_tells_the_caller_why(waits_for_nothing: bool) -
         task = desk.task(code)
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        desk.wall.abort_runs(ActorLostError("stopped"))
+        desk.executor.abort_runs(ActorLostError("stopped"))
         with pytest.raises(ActorLostError, match="stopped"):
             await task
         assert (desk.freed, task.cancelling()) == (1, 0)
@@ -277,7 +277,7 @@ def test_a_loop_that_is_given_up_closes_the_code() -> None:
 
 def test_code_that_never_waits_is_no_run_and_may_not_cancel_itself() -> None:
     async def code(desk: Desk) -> str:
-        desk.notes.append(len(desk.wall.runs))
+        desk.notes.append(len(desk.executor.runs))
         return "done"
 
     async def cancelled() -> None:
@@ -309,11 +309,11 @@ def test_a_cancellation_of_the_task_before_the_code_waits_is_the_tasks_own() -> 
     run(scenario)
 
 
-def test_after_the_wall_is_closed_nothing_begins() -> None:
+def test_after_the_executor_is_closed_nothing_begins() -> None:
     async def code() -> None: ...
 
     async def scenario(desk: Desk) -> None:
-        await desk.wall.close(1)
+        await desk.executor.close(1)
         with pytest.raises(ClosedError):
             desk.begin(code)
 

@@ -31,10 +31,10 @@ from replica_starts import reconfiguration, replica_start
 from daskserve._version import __version__
 from daskserve.cluster.protocols.base import ActorContext, ActorSpec, Hosted
 from daskserve.common.clock import LoopClock
-from daskserve.common.types import SLOT_TAKEN, ActorKind, Envelope, EnvelopeKind, Load, Message, Patience
+from daskserve.common.types import SLOT_TAKEN, ActorKind, Envelope, EnvelopeKind, Load, Message, QueueTimeout
 from daskserve.data.replica.local_code import LocalCode
 from daskserve.data.replica.process.code import ChildCode
-from daskserve.data.replica.process.metrics import ReportedFigures
+from daskserve.data.replica.process.metrics import ReportedMetrics
 from daskserve.data.replica.process.replica import ChildReplica
 from daskserve.data.replica.replica import Replica
 from daskserve.errors import (
@@ -47,11 +47,11 @@ from daskserve.errors import (
     UserCodeError,
     VersionMismatchError,
 )
-from daskserve.figures.histogram import HistogramCounts
 from daskserve.loops.deadlines import until as hold_until
 from daskserve.loops.termination import SAME_S
 from daskserve.payload import pickling
 from daskserve.payload.packed_errors import PackedError, load_error
+from daskserve.telemetry.histogram import HistogramCounts
 
 DEADLINE_S = 20.0
 #: The deadline on a replica on which a test has missed one: if it is stuck, the others fail soon, too.
@@ -66,7 +66,7 @@ def make(kind: str, definition: Any, *args: Any, **options: Any) -> Any:
         options["user_config"] = pickling.dump_bytes(options["user_config"])
     start = replica_start(definition, args, isolation=kind, **options)
     spec = ActorSpec(ActorKind.REPLICA, "an-instance/replica/b#AAAAAA", 1, "an-instance", start.encode())
-    context = ActorContext(spec, types.SimpleNamespace(link=None), LoopClock(), random.Random(0))  # type: ignore[arg-type]
+    context = ActorContext(spec, types.SimpleNamespace(connection=None), LoopClock(), random.Random(0))  # type: ignore[arg-type]
     return Replica(context, KINDS[kind])
 
 
@@ -355,9 +355,9 @@ def test_no_more_requests_run_than_there_are_slots(model: Bench) -> None:
             (model.folder / f"slot-{n}-go").touch()
         assert await asyncio.gather(*held) == [f"slot-{n}" for n in range(4)]
         assert model.replica.load() == Load(0, 0)
-        figures = await model.replica.statistics()
-        assert (figures["ongoing"], figures["concurrency"], figures["refused_total"]) == (0, 4, 1)
-        brief = model.replica.figures()
+        metrics = await model.replica.statistics()
+        assert (metrics["ongoing"], metrics["concurrency"], metrics["refused_total"]) == (0, 4, 1)
+        brief = model.replica.metrics()
         assert (brief["ongoing"], sum(brief["latency_counts"])) == (0, brief["ended"])
 
     model.run(scenario())
@@ -366,7 +366,7 @@ def test_no_more_requests_run_than_there_are_slots(model: Bench) -> None:
 async def call_patiently(replica: Hosted, left_s: float = 60.0) -> Any:
     """Return the result of a call that waits for a slot, and what was sent before it."""
     head = {"method": "pid", "legacy": False, "request_id": "request-1"}
-    envelope = Envelope(EnvelopeKind.CALL, head, pickling.dump(((), {})), patience=Patience(left_s))
+    envelope = Envelope(EnvelopeKind.CALL, head, pickling.dump(((), {})), queue_timeout=QueueTimeout(left_s))
     reply = Reply()
     await replica.handle(envelope, reply.receive, reply.send)
     first, answer = reply.sent
@@ -1092,7 +1092,7 @@ def series(replica: Any) -> dict[tuple[str, ...], float]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_figures_are_the_same_wherever_the_code_runs(kind: str, tmp_path: Path) -> None:
+def test_metrics_are_the_same_wherever_the_code_runs(kind: str, tmp_path: Path) -> None:
     async def scenario() -> None:
         replica = bench.replica
         for size in (0.5, 5, 50):
@@ -1112,11 +1112,11 @@ def test_figures_are_the_same_wherever_the_code_runs(kind: str, tmp_path: Path) 
         assert (calls.labels, calls.value) == ((*own, ("kind", "a")), 3)
         assert isinstance(sizes.value, HistogramCounts)
         assert (sizes.value.counts, sizes.value.sum) == ([1, 1, 1], 55.5)
-        await until(lambda: "custom" in replica.figures())
-        assert replica.figures()["custom"] == {"pid": await call(replica, "count", "a", 1)}
-        figures = await replica.statistics()
-        assert (figures["handled_total"], sum(figures["latency_counts"])) == (4, 4)
-        assert not {"samples", "custom"} & set(figures)
+        await until(lambda: "custom" in replica.metrics())
+        assert replica.metrics()["custom"] == {"pid": await call(replica, "count", "a", 1)}
+        metrics = await replica.statistics()
+        assert (metrics["handled_total"], sum(metrics["latency_counts"])) == (4, 4)
+        assert not {"samples", "custom"} & set(metrics)
 
     with Bench(kind, code.Measuring, tmp_path) as bench:
         bench.run(scenario())
@@ -1127,7 +1127,7 @@ def test_figures_are_the_same_wherever_the_code_runs(kind: str, tmp_path: Path) 
 
 def test_a_replica_that_refuses_says_so_in_one_figure() -> None:
     replica = make("process", code.Model, "nowhere")
-    replica._figures.refused = 2  # type: ignore[union-attr]
-    replica._code._reported = ReportedFigures([["deployment_rejections", ["an-instance", "b"], 3]])  # type: ignore[union-attr]
+    replica._metrics.refused = 2  # type: ignore[union-attr]
+    replica._code._reported = ReportedMetrics([["deployment_rejections", ["an-instance", "b"], 3]])  # type: ignore[union-attr]
     rejections = [value for name, _, value in replica.samples() if name == "deployment_rejections"]
     assert sum(rejections) == 5  # type: ignore[arg-type]

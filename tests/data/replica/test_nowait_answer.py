@@ -11,7 +11,7 @@ import pytest
 from nowait_replicas import DEADLINE_S, Answers, began, held, run_replica, until
 
 from daskserve.common.types import Envelope, EnvelopeKind, Load
-from daskserve.data.replica.execution.executor import Wall
+from daskserve.data.replica.execution.executor import UserExecutor
 from daskserve.data.replica.replica import Replica
 from daskserve.errors import ActorLostError, UserCodeError
 from daskserve.payload import pickling
@@ -157,7 +157,7 @@ def test_a_call_that_cannot_be_started_gives_its_slot_back(monkeypatch: pytest.M
 
     async def scenario(replica: Replica) -> None:
         with monkeypatch.context() as patched:
-            patched.setattr(Wall, "start", fail)
+            patched.setattr(UserExecutor, "start", fail)
             with pytest.raises(RuntimeError, match="new thread"):
                 replica.handle_nowait(call("plain"), Answers())
         assert replica.load() == Load(0, 0)

@@ -16,8 +16,8 @@ from starlette.responses import JSONResponse, StreamingResponse
 from daskserve.common.types import DONE, WHOLE_RESPONSE, Envelope, EnvelopeKind, Load, Message
 from daskserve.data.replica.execution.message_pipe import MessagePipe
 from daskserve.data.replica.replica import Replica
-from daskserve.data.replica.requests.answer import Answer
-from daskserve.data.replica.requests.responders import TasklessCaller
+from daskserve.data.replica.requests.replica_request import ReplicaRequest
+from daskserve.data.replica.requests.responders import TasklessResponder
 from daskserve.errors import ActorLostError
 
 pytestmark = pytest.mark.smoke
@@ -151,13 +151,13 @@ def test_a_whole_response_comes_with_the_load_after_it(function: Any, status: in
         assert (message["type"], message["status"]) == (WHOLE_RESPONSE, status)
         assert body is None or message["body"] == body
         assert load == replica.load() == Load(0, 0)
-        figures = await replica.statistics()
-        assert (figures["handled_total"], figures["failed_total"]) == (1, int(status == 500))
+        metrics = await replica.statistics()
+        assert (metrics["handled_total"], metrics["failed_total"]) == (1, int(status == 500))
 
     run(function, scenario)
 
 
-async def carry(rest: Any) -> tuple[list[Message], Load]:
+async def respond(rest: Any) -> tuple[list[Message], Load]:
     """Have a rest carried by a task; return what it sends."""
     sent: list[Message] = []
 
@@ -168,7 +168,7 @@ async def carry(rest: Any) -> tuple[list[Message], Load]:
         sent.append(message)
         return DONE
 
-    return sent, await rest.carry(receive, send)
+    return sent, await rest.respond(receive, send)
 
 
 @pytest.mark.parametrize(
@@ -189,13 +189,13 @@ def test_what_needs_more_goes_on_in_a_task_and_keeps_its_slot_until_then(functio
         assert message is None
         assert replica.load() == Load(1, 0)
         give_up()  # it is the task that can be cancelled now
-        sent, load = await carry(rest)
+        sent, load = await respond(rest)
         assert b"".join(each.get("body", b"") for each in sent) == body
         assert load == replica.load() == Load(0, 0)
         rest.drop()
         assert replica.load() == Load(0, 0)
-        figures = await replica.statistics()
-        assert (figures["handled_total"], figures["cancelled_total"]) == (1, 0)
+        metrics = await replica.statistics()
+        assert (metrics["handled_total"], metrics["cancelled_total"]) == (1, 0)
 
     run(function, scenario)
 
@@ -219,7 +219,7 @@ def test_a_rest_that_is_cancelled_ends_its_code() -> None:
         answers = Answers()
         replica.handle_nowait(get(), answers)
         _, rest = await answers.end()
-        carrying = asyncio.ensure_future(carry(rest))
+        carrying = asyncio.ensure_future(respond(rest))
         await until(began.is_set)
         carrying.cancel()
         await asyncio.wait([carrying])
@@ -261,12 +261,14 @@ def test_nothing_of_a_request_is_left_for_the_garbage_collector(
             replica.handle_nowait(get(), answers)
             _, outcome = await answers.end()
             if function is stream:
-                await carry(outcome)
+                await respond(outcome)
             answers.ends.clear()
             del outcome
         await asyncio.sleep(0)
         assert [
-            each for each in gc.get_objects() if isinstance(each, (Answer, TasklessCaller, MessagePipe))
+            each
+            for each in gc.get_objects()
+            if isinstance(each, (ReplicaRequest, TasklessResponder, MessagePipe))
         ] == []
 
     gc.collect()

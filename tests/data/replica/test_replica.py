@@ -41,8 +41,8 @@ from daskserve.errors import (
     UnavailableError,
     UserCodeError,
 )
-from daskserve.figures.histogram import HistogramCounts
 from daskserve.payload import packed_errors, pickling
+from daskserve.telemetry.histogram import HistogramCounts
 
 DEADLINE_S = 10.0
 CLUSTER: Any = types.SimpleNamespace()
@@ -268,7 +268,7 @@ def test_start_returns_facts_about_the_callable(definition: Any, facts: tuple[An
         found = await replica.start()
         assert found == dict(
             zip(("is_blocking", "is_asgi_app", "accepts_batches", "methods"), facts, strict=True),
-            standing=(0, 0, 0, 1),
+            rank_info=(0, 0, 0, 1),
         )
         await replica.stop(1)
 
@@ -815,8 +815,8 @@ def test_an_error_is_a_500_with_details_only_in_debug_mode(
             assert b"KeyError: 'secret'" in reply.body
         else:
             assert reply.body == b"Internal Server Error"
-        figures = await replica.statistics()
-        assert (figures["handled_total"], figures["failed_total"]) == (1, 1)
+        metrics = await replica.statistics()
+        assert (metrics["handled_total"], metrics["failed_total"]) == (1, 1)
 
     with caplog.at_level(logging.ERROR, "daskserve.replica"):
         run(scenario, definition, debug=debug)
@@ -994,8 +994,8 @@ def test_the_same_code_serves_http_and_handles() -> None:
         assert (await call(replica, n="7")).endswith(" 7")
         assert (await http(replica, query=b"n=7")).body.endswith(b" 7")
 
-        figures = replica.figures()
-        assert (figures["ongoing"], figures["ended"], sum(figures["latency_counts"])) == (0, 2, 2)
+        metrics = replica.metrics()
+        assert (metrics["ongoing"], metrics["ended"], sum(metrics["latency_counts"])) == (0, 2, 2)
 
     for definition in (plain, coroutine):
         run(scenario, definition)
@@ -1066,8 +1066,8 @@ def test_no_more_requests_run_than_there_are_slots(definition: Any) -> None:
         GATES.go.set()
         assert await asyncio.gather(*running) == ["held", "held"]
         assert await call(replica) == "held"
-        figures = await replica.statistics()
-        assert (figures["handled_total"], figures["refused_total"], figures["ongoing"]) == (3, 1, 0)
+        metrics = await replica.statistics()
+        assert (metrics["handled_total"], metrics["refused_total"], metrics["ongoing"]) == (3, 1, 0)
 
     run(scenario, definition, concurrency=2)
 
@@ -1086,8 +1086,8 @@ def test_a_cancelled_plain_request_keeps_its_slot_until_it_returns(over_http: bo
             await call(replica)
         GATES.go.set()
         await until(lambda: replica.load() == Load(0, 0))
-        figures = await replica.statistics()
-        assert (figures["abandoned"], figures["cancelled_total"]) == (0, 1)
+        metrics = await replica.statistics()
+        assert (metrics["abandoned"], metrics["cancelled_total"]) == (0, 1)
 
     run(scenario, held, concurrency=1)
 

@@ -53,8 +53,8 @@ def play(
         isolation = options.pop("isolation", "thread")
         start = replica_start(definition, concurrency=4, isolation=isolation, **options)
         spec = ActorSpec(ActorKind.REPLICA, "i/replica/b#AAAAAA", 1, "i", start.encode())
-        link = types.SimpleNamespace(link=None)
-        context = ActorContext(spec, link, LoopClock(), random.Random(0))  # type: ignore[arg-type]
+        connection = types.SimpleNamespace(connection=None)
+        context = ActorContext(spec, connection, LoopClock(), random.Random(0))  # type: ignore[arg-type]
         replica = Replica(context, KINDS[isolation])
         async with asyncio.timeout(20):
             facts = await replica.start()
@@ -81,20 +81,20 @@ def test_user_code_learns_who_it_is_and_of_every_change_of_its_rank(isolation: s
             "world_size": 1,
         }
         assert await call(replica, "on_loop") == found
-        assert facts["standing"] == (0, 0, 0, 1)
+        assert facts["rank_info"] == (0, 0, 0, 1)
         assert facts["metadata"] == {"address": "tcp://b#AAAAAA", "first": 0}
-        told = reconfiguration(user_config=CONFIG, standing=(2, 1, 0, 5))
+        told = reconfiguration(user_config=CONFIG, rank_info=(2, 1, 0, 5))
         await replica.reconfigure(**told)
         await replica.reconfigure(**told)  # known already
-        await replica.reconfigure(**told | {"standing": (2, 1, 0, 6)})  # another number alone is no call
+        await replica.reconfigure(**told | {"rank_info": (2, 1, 0, 6)})  # another number alone is no call
         found = await call(replica)
         assert (found["rank"], found["world_size"]) == (ReplicaRank(2, 1, 0), 6)
         first, second = ReplicaRank(0, 0, 0), ReplicaRank(2, 1, 0)
         assert await call(replica, "history") == [("config", first, first), ("config", second, second)]
         assert await call(replica, "background") == [2]  # a thread that has run since the constructor
         with pytest.raises(ReplicaStartError, match="an unlucky rank"):
-            await replica.reconfigure(**told | {"standing": (13, 0, 0, 14)})
-        assert replica.health()["standing"] == (2, 1, 0, 6)
+            await replica.reconfigure(**told | {"rank_info": (13, 0, 0, 14)})
+        assert replica.health()["rank_info"] == (2, 1, 0, 6)
         assert (await call(replica))["rank"] == second
 
     play(code.Ranked, scenario, user_config=CONFIG, isolation=isolation)
@@ -117,7 +117,7 @@ def test_routing_statistics_are_read_with_the_health_of_a_replica(isolation: str
 
 def test_a_rank_goes_only_to_a_reconfigure_that_takes_one() -> None:
     async def scenario(replica: Replica, facts: Any) -> None:
-        await replica.reconfigure(**reconfiguration(user_config=CONFIG, standing=(1, 0, 0, 2)))
+        await replica.reconfigure(**reconfiguration(user_config=CONFIG, rank_info=(1, 0, 0, 2)))
         assert await call(replica, "history") == ["config"]
         assert (await call(replica))["rank"] == ReplicaRank(1, 0, 0)
 
@@ -126,7 +126,7 @@ def test_a_rank_goes_only_to_a_reconfigure_that_takes_one() -> None:
 
 def test_an_async_reconfigure_gets_its_rank_by_keyword() -> None:
     async def scenario(replica: Replica, facts: Any) -> None:
-        await replica.reconfigure(**reconfiguration(user_config=CONFIG, standing=(1, 0, 0, 2)))
+        await replica.reconfigure(**reconfiguration(user_config=CONFIG, rank_info=(1, 0, 0, 2)))
         assert [each[1].rank for each in await call(replica, "history")] == [0, 1]
 
     play(code.AsyncRanked, scenario, user_config=CONFIG)
@@ -134,7 +134,7 @@ def test_an_async_reconfigure_gets_its_rank_by_keyword() -> None:
 
 def test_without_a_user_config_reconfigure_is_not_called() -> None:
     async def scenario(replica: Replica, facts: Any) -> None:
-        await replica.reconfigure(**reconfiguration(standing=(1, 0, 0, 2)))
+        await replica.reconfigure(**reconfiguration(rank_info=(1, 0, 0, 2)))
         assert await call(replica, "history") == []
 
     play(code.Ranked, scenario)

@@ -1,4 +1,4 @@
-"""Requests as user code sees them, and their messages' way across the wall."""
+"""Requests as user code sees them, and their messages' way across the executor."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-from runs import PipedAnswer, carry_answer, carry_piped, start_async, until
+from runs import PipedRequest, respond_piped, respond_to, start_async, until
 from starlette.requests import ClientDisconnect, Request
 
 from daskserve.common.types import Envelope, EnvelopeKind, Message
 from daskserve.context import RequestContext
-from daskserve.data.replica.execution.executor import Wall
+from daskserve.data.replica.execution.executor import UserExecutor
 from daskserve.data.replica.execution.message_pipe import JOIN_BYTES, WINDOW, MessagePipe, open_pipe
-from daskserve.data.replica.requests.answer import DONE
+from daskserve.data.replica.requests.replica_request import DONE
 from daskserve.data.replica.user_code.request_objects import (
     HTTPRequest,
     QueryParams,
@@ -42,14 +42,14 @@ SCOPE: dict[str, Any] = {
 }
 
 
-def run(scenario: Callable[[Wall], Awaitable[None]], **options: Any) -> None:
+def run(scenario: Callable[[UserExecutor], Awaitable[None]], **options: Any) -> None:
     async def main() -> None:
-        wall = Wall("b#AAAAAA", contextvars.copy_context(), **{"event_loop": "own", **options})
+        executor = UserExecutor("b#AAAAAA", contextvars.copy_context(), **{"event_loop": "own", **options})
         try:
             async with asyncio.timeout(DEADLINE_S):
-                await scenario(wall)
+                await scenario(executor)
         finally:
-            assert await wall.close(DEADLINE_S)
+            assert await executor.close(DEADLINE_S)
 
     asyncio.run(main())
 
@@ -335,42 +335,42 @@ def test_reading_a_whole_body() -> None:
     asyncio.run(main())
 
 
-# ---- receiving across the wall
+# ---- receiving across the executor
 
 
 def test_a_whole_body_needs_no_crossing() -> None:
-    no_wall: Any = None  # any use of it would fail
+    no_executor: Any = None  # any use of it would fail
     client = Client()
-    pipe = MessagePipe(no_wall, "http", client.receive, client.send, part(b"all", False))
+    pipe = MessagePipe(no_executor, "http", client.receive, client.send, part(b"all", False))
     assert asyncio.run(pipe.receive()) == part(b"all", False)
 
 
 @pytest.mark.parametrize("event_loop", ["own", "worker"])
 def test_an_upload_arrives_whole_and_in_order(event_loop: str) -> None:
-    async def scenario(wall: Wall) -> None:
+    async def scenario(executor: UserExecutor) -> None:
         chunks = [b"%d," % number for number in range(5 * WINDOW)]
         client = Client(*[part(chunk, chunk != chunks[-1]) for chunk in chunks])
-        pipe = open_pipe(wall, "http", client.receive, client.send, await client.receive())
+        pipe = open_pipe(executor, "http", client.receive, client.send, await client.receive())
 
         async def app() -> bytes:
             return await HTTPRequest(SCOPE, pipe.receive).body()
 
-        assert await carry_piped(wall, pipe, app) == b"".join(chunks)
+        assert await respond_piped(executor, pipe, app) == b"".join(chunks)
 
     run(scenario, event_loop=event_loop)
 
 
 def test_the_worker_reads_ahead_no_further_than_the_window() -> None:
-    async def scenario(wall: Wall) -> None:
+    async def scenario(executor: UserExecutor) -> None:
         client = Client(*[part(b"x", True) for _ in range(10 * WINDOW)])
-        pipe = MessagePipe(wall, "http", client.receive, client.send)
+        pipe = MessagePipe(executor, "http", client.receive, client.send)
         release = threading.Event()
 
         async def app() -> None:
             await pipe.receive()
             await until(release.is_set)
 
-        carrying = asyncio.create_task(carry_piped(wall, pipe, app))
+        carrying = asyncio.create_task(respond_piped(executor, pipe, app))
         await until(lambda: client.received >= WINDOW)
         for _ in range(20):
             await asyncio.sleep(0)
@@ -382,9 +382,9 @@ def test_the_worker_reads_ahead_no_further_than_the_window() -> None:
 
 
 def test_a_receive_that_is_given_up_loses_no_message() -> None:
-    async def scenario(wall: Wall) -> None:
+    async def scenario(executor: UserExecutor) -> None:
         client = Client()
-        pipe = MessagePipe(wall, "websocket", client.receive, client.send)
+        pipe = MessagePipe(executor, "websocket", client.receive, client.send)
 
         async def app() -> list[str]:
             with pytest.raises(TimeoutError):
@@ -401,7 +401,7 @@ def test_a_receive_that_is_given_up_loses_no_message() -> None:
             return await waiting()
 
         pipe._receive = receive
-        carrying = asyncio.create_task(carry_piped(wall, pipe, app))
+        carrying = asyncio.create_task(respond_piped(executor, pipe, app))
         await until(client_has_sent.is_set)
         client.messages += [{"type": "websocket.receive", "text": text} for text in ("one", "two")]
         released.set()
@@ -411,9 +411,9 @@ def test_a_receive_that_is_given_up_loses_no_message() -> None:
 
 
 def test_an_error_while_receiving_is_raised_in_user_code() -> None:
-    async def scenario(wall: Wall) -> None:
+    async def scenario(executor: UserExecutor) -> None:
         client = Client(ConnectionResetError("gone"))
-        pipe = MessagePipe(wall, "http", client.receive, client.send)
+        pipe = MessagePipe(executor, "http", client.receive, client.send)
 
         async def app() -> str:
             try:
@@ -422,16 +422,16 @@ def test_an_error_while_receiving_is_raised_in_user_code() -> None:
                 return str(error)
             return "nothing"
 
-        assert await carry_piped(wall, pipe, app) == "gone"
+        assert await respond_piped(executor, pipe, app) == "gone"
 
     run(scenario)
 
 
 @pytest.mark.parametrize("kind", ["http", "websocket"])
 def test_after_the_end_user_code_receives_a_disconnect_and_sends_into_the_void(kind: str) -> None:
-    async def scenario(wall: Wall) -> None:
+    async def scenario(executor: UserExecutor) -> None:
         client = Client()
-        pipe = MessagePipe(wall, kind, client.receive, client.send)
+        pipe = MessagePipe(executor, kind, client.receive, client.send)
         received: list[Message] = []
 
         async def background() -> None:
@@ -440,7 +440,7 @@ def test_after_the_end_user_code_receives_a_disconnect_and_sends_into_the_void(k
                 await pipe.send({"type": "late"})
             received.append(await pipe.receive())
 
-        call = start_async(wall, background)
+        call = start_async(executor, background)
         await until(lambda: pipe._reading is not None)
         pipe.close()
         await call.wait()
@@ -450,13 +450,13 @@ def test_after_the_end_user_code_receives_a_disconnect_and_sends_into_the_void(k
     run(scenario)
 
 
-# ---- sending across the wall
+# ---- sending across the executor
 
 
 def test_parts_of_a_body_that_are_ready_together_are_sent_as_one() -> None:
-    no_wall: Any = None
+    no_executor: Any = None
     client = Client()
-    pipe = MessagePipe(no_wall, "http", client.receive, client.send)
+    pipe = MessagePipe(no_executor, "http", client.receive, client.send)
     start = {"type": "http.response.start", "status": 200}
     large = bytes(JOIN_BYTES)
     sent = [start, part(b"a", True), part(b"b", True), part(large, True), part(b"c", True), part(b"", False)]
@@ -475,16 +475,16 @@ def test_parts_of_a_body_that_are_ready_together_are_sent_as_one() -> None:
 
 @pytest.mark.parametrize("event_loop", ["own", "worker"])
 def test_messages_are_sent_in_order_and_before_the_result(event_loop: str) -> None:
-    async def scenario(wall: Wall) -> None:
+    async def scenario(executor: UserExecutor) -> None:
         client = Client()
-        pipe = open_pipe(wall, "http", client.receive, client.send)
+        pipe = open_pipe(executor, "http", client.receive, client.send)
 
         async def app() -> str:
             for number in range(5 * WINDOW):
                 await pipe.send({"type": "m", "number": number})
             return "done"
 
-        assert await carry_piped(wall, pipe, app) == "done"
+        assert await respond_piped(executor, pipe, app) == "done"
         assert [message["number"] for message in client.sent] == list(range(5 * WINDOW))
         assert pipe.is_started
 
@@ -493,10 +493,10 @@ def test_messages_are_sent_in_order_and_before_the_result(event_loop: str) -> No
 
 @pytest.mark.parametrize("side", ["loop", "thread"])
 def test_a_slow_client_holds_up_user_code_after_a_window_of_messages(side: str) -> None:
-    async def scenario(wall: Wall) -> None:
+    async def scenario(executor: UserExecutor) -> None:
         client = Client()
         client.may_send.clear()
-        pipe = MessagePipe(wall, "http", client.receive, client.send)
+        pipe = MessagePipe(executor, "http", client.receive, client.send)
         progress: list[int] = []
 
         async def app() -> None:
@@ -509,8 +509,8 @@ def test_a_slow_client_holds_up_user_code_after_a_window_of_messages(side: str) 
                 progress.append(number)
                 assert pipe.send_from_thread({"type": "m"})
 
-        answer = PipedAnswer(wall, pipe, side == "loop", app if side == "loop" else function)
-        carrying = asyncio.create_task(carry_answer(answer))
+        answer = PipedRequest(executor, pipe, side == "loop", app if side == "loop" else function)
+        carrying = asyncio.create_task(respond_to(answer))
         await until(lambda: len(progress) == WINDOW)
         for _ in range(20):
             await asyncio.sleep(0)
@@ -524,10 +524,10 @@ def test_a_slow_client_holds_up_user_code_after_a_window_of_messages(side: str) 
 
 @pytest.mark.parametrize("side", ["loop", "thread"])
 def test_a_broken_connection_ends_the_user_code(side: str) -> None:
-    async def scenario(wall: Wall) -> None:
+    async def scenario(executor: UserExecutor) -> None:
         client = Client()
         client.send_error = ConnectionResetError("gone")
-        pipe = MessagePipe(wall, "http", client.receive, client.send)
+        pipe = MessagePipe(executor, "http", client.receive, client.send)
         ended = threading.Event()
 
         async def app() -> None:
@@ -543,9 +543,9 @@ def test_a_broken_connection_ends_the_user_code(side: str) -> None:
                 pass
             ended.set()
 
-        answer = PipedAnswer(wall, pipe, side == "loop", app if side == "loop" else function)
+        answer = PipedRequest(executor, pipe, side == "loop", app if side == "loop" else function)
         with pytest.raises(ConnectionResetError):
-            await carry_answer(answer)
+            await respond_to(answer)
         await until(ended.is_set)
         await until(lambda: answer.state == DONE)
 
@@ -553,9 +553,9 @@ def test_a_broken_connection_ends_the_user_code(side: str) -> None:
 
 
 def test_room_that_appeared_just_before_the_wait_is_not_missed() -> None:
-    no_wall: Any = None
+    no_executor: Any = None
     client = Client()
-    pipe = MessagePipe(no_wall, "http", client.receive, client.send)
+    pipe = MessagePipe(no_executor, "http", client.receive, client.send)
     released: list[str] = []
     pipe._sent, pipe._passed = 2 * WINDOW, WINDOW
     pipe._block(lambda: released.append("no room yet"))
@@ -566,41 +566,41 @@ def test_room_that_appeared_just_before_the_wait_is_not_missed() -> None:
 
 
 def test_a_receive_that_began_just_before_the_end_is_answered() -> None:
-    async def scenario(wall: Wall) -> None:
+    async def scenario(executor: UserExecutor) -> None:
         client = Client()
-        pipe = MessagePipe(wall, "http", client.receive, client.send)
+        pipe = MessagePipe(executor, "http", client.receive, client.send)
         pipe.close()
 
         async def late() -> None:
             reader: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             pipe._readers.append(reader)  # as `receive` does, having seen the pipe open
-            wall.to_worker.post(pipe._read_more)
+            executor.to_worker.post(pipe._read_more)
             await reader
 
-        await wall.run_async(late)
+        await executor.run_async(late)
 
     run(scenario)
 
 
-def test_cancelling_the_carrier_frees_a_thread_that_waits_for_a_slow_client() -> None:
-    async def scenario(wall: Wall) -> None:
+def test_cancelling_the_response_frees_a_thread_that_waits_for_a_slow_client() -> None:
+    async def scenario(executor: UserExecutor) -> None:
         client = Client()
         client.may_send.clear()
-        pipe = MessagePipe(wall, "http", client.receive, client.send)
+        pipe = MessagePipe(executor, "http", client.receive, client.send)
 
         def function() -> None:
             while pipe.send_from_thread({"type": "m"}):
                 pass
 
-        answer = PipedAnswer(wall, pipe, False, function)
-        carrying = asyncio.create_task(carry_answer(answer))
+        answer = PipedRequest(executor, pipe, False, function)
+        carrying = asyncio.create_task(respond_to(answer))
         await asyncio.sleep(0)  # it carries now
         await until(lambda: bool(pipe._blocked))
         carrying.cancel()
         with pytest.raises(asyncio.CancelledError):
             await carrying
         await until(lambda: answer.state == DONE)
-        assert wall.abandoned == 0
+        assert executor.abandoned == 0
 
     run(scenario)
 

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from runs import NoQueue
 
-from daskserve.common.types import SLOT_TAKEN, Envelope, EnvelopeKind, Load, Message, Patience
+from daskserve.common.types import SLOT_TAKEN, Envelope, EnvelopeKind, Load, Message, QueueTimeout
 from daskserve.data.replica.requests.slots import EXTRA_WAITERS, Slots
 from daskserve.errors import ActorLostError, ReplicaBusyError
-from daskserve.figures.replica import ReplicaFigures
+from daskserve.telemetry.replica import ReplicaMetrics
 from daskserve.testing import run_virtual
 
 
@@ -22,7 +22,7 @@ class Holder(Slots):
     """The slots of a replica whose requests last as long as the test says."""
 
     def __init__(self, concurrency: int) -> None:
-        super().__init__("b#AAAAAA", concurrency, NoQueue(), ReplicaFigures())
+        super().__init__("b#AAAAAA", concurrency, NoQueue(), ReplicaMetrics())
         self.is_open = True
         #: The names of the requests in the order in which they began, and of those that run.
         self.begun: list[Any] = []
@@ -44,15 +44,15 @@ class Holder(Slots):
                 raise send_error
             told.append(message)
 
-        patience = Patience(left_s, waited_s) if left_s else None
-        if self.ongoing >= self.concurrency or patience is not None:
-            await self.take(Envelope(EnvelopeKind.CALL, {}, patience=patience), send)
+        queue_timeout = QueueTimeout(left_s, waited_s) if left_s else None
+        if self.ongoing >= self.concurrency or queue_timeout is not None:
+            await self.take(Envelope(EnvelopeKind.CALL, {}, queue_timeout=queue_timeout), send)
         else:
             self.ongoing += 1
         self.begun.append(name)
         self.running.add(name)
         self.most = max(self.most, len(self.running))
-        if patience is None:
+        if queue_timeout is None:
             assert told == []
         else:
             (message,) = told
@@ -247,7 +247,7 @@ def test_whatever_happens_no_slot_is_lost_or_doubled_and_turns_come_in_order(
         tasks: list[asyncio.Task[None]] = []
         patient: dict[int, asyncio.Task[None]] = {}
         least = most = concurrency
-        for number, (what, tenths, patience, pause) in enumerate(steps):
+        for number, (what, tenths, queue_timeout, pause) in enumerate(steps):
             error = ConnectionError() if what == "s" else None
             if what == "c" and tasks:
                 tasks[tenths % len(tasks)].cancel()
@@ -255,7 +255,7 @@ def test_whatever_happens_no_slot_is_lost_or_doubled_and_turns_come_in_order(
                 holder.resize(1 + tenths % 3)
                 least, most = min(least, holder.concurrency), max(most, holder.concurrency)
             elif what in "aps":
-                left_s = 0.0 if what == "a" else patience / 10
+                left_s = 0.0 if what == "a" else queue_timeout / 10
                 request = holder.request(number, tenths / 10, left_s, send_error=error)
                 tasks.append(asyncio.create_task(request))
                 if what == "p":

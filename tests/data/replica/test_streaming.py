@@ -440,7 +440,7 @@ def test_a_generator_waits_for_a_slow_caller(everywhere: Deployed, suffix: str) 
         settled = made
         time.sleep(0.05)
         made = everywhere.ask("told")[0]
-    assert made < 400  # 64 KiB at the caller, 16 items at the wall, and to and from a child 1 MiB each
+    assert made < 400  # 64 KiB at the caller, 16 items at the executor, and to and from a child 1 MiB each
     assert [number for number, _ in stream] == list(range(1, count))
 
 

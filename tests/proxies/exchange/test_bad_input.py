@@ -15,7 +15,7 @@ import reference_http
 from fuzz_requests import IDLE_S, MAX_BODY_BYTES, SMUGGLED, Delivery, deliveries
 from fuzzed_server import FIXED, SERVER_KINDS, FuzzedServer, Outcome, Seen, fuzzed
 from hypothesis import HealthCheck, given, settings
-from reading_answers import Answer, read_answers
+from reading_answers import ReplicaRequest, read_answers
 from reference_http import Reading, State
 
 from daskserve.common.types import ALL_HTTP_METHODS
@@ -92,7 +92,7 @@ def compare(seen: Seen, reading: Reading) -> None:
         assert bytes(seen.body) == reading.body
 
 
-def check_answers(readings: list[Reading], seen: list[Seen], answers: list[Answer]) -> None:
+def check_answers(readings: list[Reading], seen: list[Seen], answers: list[ReplicaRequest]) -> None:
     """Requests that are in order must be answered in full, up to the first that is not."""
     for number, reading in enumerate(readings):
         if reading.state is State.INVALID and not reading.has_head:
@@ -136,7 +136,7 @@ def head(target: bytes, *lines: bytes, method: bytes = b"POST", version: bytes =
 CHUNKED = b"Transfer-Encoding: chunked"
 
 
-def answers_to(server: FuzzedServer, data: bytes) -> list[Answer]:
+def answers_to(server: FuzzedServer, data: bytes) -> list[ReplicaRequest]:
     """Return the answers; what else must hold is seen to."""
     methods = [reading.method for reading in reference_http.read(data)]
     return read_answers(check(server, Delivery(data)).answer, methods)

@@ -158,7 +158,7 @@ class Plant:
             debug=False,
             is_async=False,
             code_name="b@1",
-            standing=(0, 0, 0, 1),
+            rank_info=(0, 0, 0, 1),
             actors={},
             actor_of=(),
             gang=(),
@@ -239,21 +239,21 @@ class Plant:
     def gauges(self) -> dict[str, int]:
         """Return everything that counts up and down."""
         sets = self.routers._sets.values()
-        walls = [cast(Any, each)._code._wall for each in self.replicas.values()]
+        executors = [cast(Any, each)._code._executor for each in self.replicas.values()]
         channels = [*self.near._serving, *self.far._serving]
         assert len(channels) == 2
         return {
             "ingress": self.ingress.statistics().ongoing,
             "in flight": sum(each.in_flight for each in sets),
             "in flight by replica": sum(
-                entry.in_flight for each in sets for entry in each.roster._entries.values()
+                entry.in_flight for each in sets for entry in each.pool._entries.values()
             ),
             "waiting": sum(each.waiting for each in sets),
             "ongoing": sum(each.load().ongoing for each in self.replicas.values()),
             "queued": sum(each.load().queued for each in self.replicas.values()),
-            "calls": sum(len(wall.runs) for wall in walls),
-            "in threads": sum(wall.threads.unfinished for wall in walls),
-            "abandoned": sum(wall.abandoned for wall in walls),
+            "calls": sum(len(executor.runs) for executor in executors),
+            "in threads": sum(executor.threads.unfinished for executor in executors),
+            "abandoned": sum(executor.abandoned for executor in executors),
             "streams": sum(len(each._opened) for each in channels),
             "handlers": sum(len(each._accepted) for each in channels),
         }

@@ -31,7 +31,7 @@ from daskserve.errors import ActorLostError
 from daskserve.proxies.asgi import Scope
 from daskserve.proxies.exchange.response_head import as_buffer
 
-pytestmark = pytest.mark.usefixtures("carrier")
+pytestmark = pytest.mark.usefixtures("server_state")
 
 MIB = 1 << 20
 
@@ -141,7 +141,7 @@ def test_unsupported_upgrades_are_ordinary_requests(first: bytes, body: bytes) -
     ],
 )
 def test_connect_is_refused_and_nothing_after_it_is_read(
-    carrier: str, first: bytes, line: str, status: int
+    server_state: str, first: bytes, line: str, status: int
 ) -> None:
     async def test() -> None:
         scopes: list[Scope] = []
@@ -429,7 +429,7 @@ def test_100_continue_is_answered() -> None:
 EXPECTING = b"POST / HTTP/1.1\r\nHost: a\r\nExpect: 100-continue\r\nContent-Length: 2\r\n\r\n"
 
 
-def test_100_continue_is_sent_when_the_application_first_reads(carrier: str) -> None:
+def test_100_continue_is_sent_when_the_application_first_reads(server_state: str) -> None:
     async def test() -> None:
         go = asyncio.Event()
 
@@ -451,7 +451,7 @@ def test_100_continue_is_sent_when_the_application_first_reads(carrier: str) -> 
     run(test)
 
 
-def test_an_application_that_rejects_by_headers_never_asks_for_the_body(carrier: str) -> None:
+def test_an_application_that_rejects_by_headers_never_asks_for_the_body(server_state: str) -> None:
     async def test() -> None:
         async with serving(hello) as server, connected(server) as client:
             await client.send(EXPECTING)
@@ -463,7 +463,7 @@ def test_an_application_that_rejects_by_headers_never_asks_for_the_body(carrier:
     run(test)
 
 
-def test_a_client_that_sends_without_waiting_gets_its_answer(carrier: str) -> None:
+def test_a_client_that_sends_without_waiting_gets_its_answer(server_state: str) -> None:
     async def test() -> None:
         async with serving(hello) as server, connected(server) as client:
             await client.send(EXPECTING + b"hi")
@@ -472,7 +472,7 @@ def test_a_client_that_sends_without_waiting_gets_its_answer(carrier: str) -> No
     run(test)
 
 
-def test_an_application_that_begins_its_response_before_it_reads_does_not_ask(carrier: str) -> None:
+def test_an_application_that_begins_its_response_before_it_reads_does_not_ask(server_state: str) -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"begun ", "more_body": True})
@@ -489,7 +489,7 @@ def test_an_application_that_begins_its_response_before_it_reads_does_not_ask(ca
     run(test)
 
 
-def test_a_client_that_waits_to_be_asked_is_not_idle(carrier: str) -> None:
+def test_a_client_that_waits_to_be_asked_is_not_idle(server_state: str) -> None:
     async def test() -> None:
         app = Hanging()
         async with serving(app, keep_alive_timeout_s=1) as server, connected(server) as client:
@@ -549,7 +549,7 @@ def test_only_a_host_of_a_usual_length_is_kept_with_its_connection(host: str, is
         async with serving(hello) as server, connected(server) as client:
             await client.send(f"GET / HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
             assert (await client.response()).status == 200
-            assert [each.host for each in server._carrier.connections] == [host if is_kept else None]
+            assert [each.host for each in server._server_state.connections] == [host if is_kept else None]
             await client.send(b"GET / HTTP/1.1\r\nHost: a b\r\n\r\n")
             assert (await client.response()).status == 400
 

@@ -13,11 +13,11 @@ from tornado.iostream import IOStream, StreamClosedError
 from daskserve.common.clock import LoopClock
 from daskserve.common.types import Receive, Send
 from daskserve.proxies.asgi import ASGIApp, Scope
-from daskserve.proxies.exchange.carrier import Carrier, Connection
 from daskserve.proxies.exchange.exchange import LINGER_S, Exchange
 from daskserve.proxies.exchange.idle import IdleWatch
 from daskserve.proxies.exchange.request_body import HIGH_WATER_BYTES
 from daskserve.proxies.exchange.request_head import HeadLimits
+from daskserve.proxies.exchange.server_state import Connection, ServerState
 from daskserve.proxies.exchange.stream import ConnectionReader, Stream
 from daskserve.proxies.server.tornado_connection import TornadoConnection
 
@@ -83,7 +83,7 @@ class Bench:
     def __init__(self, *headers: tuple[str, str], method: str = "POST", app: ASGIApp | None = None) -> None:
         self.orders: asyncio.Queue[Callable[[Receive, Send], Any]] = asyncio.Queue()
         self.ended = ""
-        self.carrier = Carrier(
+        self.server_state = ServerState(
             app or self._obey,
             head_limits=HeadLimits(1 << 16, 100),
             max_body_bytes=LIMIT,
@@ -94,10 +94,10 @@ class Bench:
         self.stream = FakeStream()
         self.reader = FakeReader(self.stream)
         self.connection = Connection(cast(Stream, self.stream))
-        self.carrier.watch.watch(self.connection)
-        self.exchange = Exchange(self.carrier, self.connection, cast(ConnectionReader, self.reader))
+        self.server_state.watch.watch(self.connection)
+        self.exchange = Exchange(self.server_state, self.connection, cast(ConnectionReader, self.reader))
         self.exchange.begin(head("Host: a", *(f"{name}: {value}" for name, value in headers), method=method))
-        (self.task,) = self.carrier.tasks
+        (self.task,) = self.server_state.tasks
 
     async def _obey(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -112,7 +112,7 @@ class Bench:
         await settle()
 
     def is_watched(self) -> bool:
-        return len(self.carrier.watch) == 1
+        return len(self.server_state.watch) == 1
 
 
 async def settle() -> None:
@@ -180,7 +180,7 @@ async def test_each_part_of_a_body_restarts_the_timeout() -> None:
             self.count += 1
 
     bench = Bench(CHUNKED)
-    bench.carrier.watch = watch = Counting(60, Connection.close)
+    bench.server_state.watch = watch = Counting(60, Connection.close)
     bench.exchange.data_received(b"a")
     bench.exchange.data_received(b"b")
     assert watch.count == 2
@@ -189,7 +189,7 @@ async def test_each_part_of_a_body_restarts_the_timeout() -> None:
 @bench_test
 async def test_each_part_of_an_answer_restarts_the_timeout_of_its_request() -> None:
     bench = Bench(CHUNKED)
-    bench.carrier.watch.unwatch(bench.connection)
+    bench.server_state.watch.unwatch(bench.connection)
     await bench.order(begin)
     assert bench.is_watched()  # 1. the client may take its time, but not for ever
     room = bench.exchange.data_received(bytes(HIGH_WATER_BYTES + 1))
@@ -271,7 +271,7 @@ async def test_a_client_that_keeps_sending_after_its_answer_is_disconnected() ->
     await bench.order(answer)
     assert delays == [LINGER_S]
     assert bench.reader.ends == ["finish"]
-    assert bench.carrier.limits.hits["linger"] == 1
+    assert bench.server_state.limits.hits["linger"] == 1
 
 
 @bench_test
@@ -406,7 +406,7 @@ def test_the_date_is_formatted_once_a_second() -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None: ...
 
     clock = SetClock()
-    carrier = Carrier(
+    server_state = ServerState(
         app,
         head_limits=HeadLimits(1 << 16, 100),
         max_body_bytes=1,
@@ -414,12 +414,12 @@ def test_the_date_is_formatted_once_a_second() -> None:
         idle_timeout_s=1,
         clock=clock,
     )
-    midnight = carrier.date.line()
+    midnight = server_state.date.line()
     assert midnight == b"date: Fri, 02 Jan 1970 00:00:00 GMT"
     clock.seconds = 0.75
-    assert carrier.date.line() is midnight
+    assert server_state.date.line() is midnight
     clock.seconds = 1.0
-    assert carrier.date.line() == b"date: Fri, 02 Jan 1970 00:00:01 GMT"
+    assert server_state.date.line() == b"date: Fri, 02 Jan 1970 00:00:01 GMT"
 
 
 def test_the_fakes_have_only_methods_of_the_real_classes() -> None:
@@ -437,4 +437,4 @@ async def test_a_client_that_leaves_before_the_application_has_begun_leaves_no_t
     await settle()
     assert bench.task.cancelled()
     assert bench.ended == ""  # it never began
-    assert not bench.carrier.tasks
+    assert not bench.server_state.tasks

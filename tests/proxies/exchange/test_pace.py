@@ -11,12 +11,12 @@ from http_harness import connected, echo, hits, poll_for, request, respond, run,
 from daskserve.common.types import Receive, Send
 from daskserve.options.http import HTTPOptions
 from daskserve.proxies.asgi import Scope
-from daskserve.proxies.exchange.carrier import Carrier
 from daskserve.proxies.exchange.limits import BODY_RATE, BUSY_WRITE_STALL, UNSENT, WRITE_STALL, Limits
 from daskserve.proxies.exchange.pace import BodyPace, PaceWatch
 from daskserve.proxies.exchange.request_body import NO_MEMORY, RequestBody
+from daskserve.proxies.exchange.server_state import ServerState
 
-servers = pytest.mark.usefixtures("carrier")
+servers = pytest.mark.usefixtures("server_state")
 MIB = 1 << 20
 POST = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 1000000\r\n\r\nx"
 
@@ -171,8 +171,10 @@ class Watching:
         self.stream = SimpleNamespace(writing=lambda: is_unread, sent_bytes=5)
         connection = Line(exchange=request, stream=self.stream, path="/e", close=self._close)
         limits = Limits(HTTPOptions(body_grace_s=4, write_stall_timeout_s=8, busy_write_stall_timeout_s=2))
-        carrier = SimpleNamespace(limits=limits, connections={connection}, is_crowded=lambda path: is_crowded)
-        self.watch = PaceWatch(cast(Carrier, carrier))
+        server_state = SimpleNamespace(
+            limits=limits, connections={connection}, is_crowded=lambda path: is_crowded
+        )
+        self.watch = PaceWatch(cast(ServerState, server_state))
         self.now = 0
 
     def _close(self) -> None:
@@ -244,11 +246,11 @@ def test_a_connection_without_a_request_is_left_alone() -> None:
     connection = Line(
         exchange=None, stream=SimpleNamespace(writing=lambda: True, sent_bytes=0), close=lambda: None
     )
-    carrier = SimpleNamespace(
+    server_state = SimpleNamespace(
         limits=Limits(HTTPOptions()), connections={connection}, is_crowded=lambda _: True
     )
     for now in range(10):
-        PaceWatch(cast(Carrier, carrier)).look(float(now))
+        PaceWatch(cast(ServerState, server_state)).look(float(now))
 
 
 # ---- who gives way when the memory of all is used
@@ -269,7 +271,7 @@ def watching_all(requests: list[Slow], sent_bytes: list[int]) -> PaceWatch:
     """Return a watch that has seen all requests send so many bytes within a second."""
     stream = SimpleNamespace(writing=lambda: False)
     lines = [Line(exchange=each, stream=stream) for each in requests]
-    watch = PaceWatch(cast(Carrier, SimpleNamespace(limits=Limits(HTTPOptions()), connections=lines)))
+    watch = PaceWatch(cast(ServerState, SimpleNamespace(limits=Limits(HTTPOptions()), connections=lines)))
     watch.look(0.0)
     for each, sent in zip(requests, sent_bytes, strict=True):
         each.body.received_bytes += sent

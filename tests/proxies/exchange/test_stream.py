@@ -15,7 +15,7 @@ from daskserve.proxies.exchange import stream as stream_module
 from daskserve.proxies.exchange.stream import TransportStream, open_stream
 
 SERVER = "uvicorn"
-pytestmark = pytest.mark.usefixtures("carrier")
+pytestmark = pytest.mark.usefixtures("server_state")
 
 
 async def make_stream() -> tuple[TransportStream, socket.socket]:

@@ -33,7 +33,7 @@ from daskserve.proxies.exchange.websocket.connection import MAX_PONGS
 from daskserve.proxies.exchange.websocket.inbox import MAX_INBOX_BYTES
 from daskserve.proxies.server.life import HTTPServer
 
-pytestmark = [pytest.mark.usefixtures("carrier"), pytest.mark.smoke]
+pytestmark = [pytest.mark.usefixtures("server_state"), pytest.mark.smoke]
 
 
 class SocketClient:
@@ -312,8 +312,8 @@ def test_an_application_that_sends_receives_the_disconnect_at_once() -> None:
 
         async with serving(app) as server, client_of(server) as client:
             await client.open()
-            (session,) = server._carrier.sockets
-            await poll_for(session.line.stream.writing)
+            (session,) = server._server_state.sockets
+            await poll_for(session.connection.stream.writing)
             client.vanish()
             await poll_for(lambda: ended)
         assert isinstance(ended[0], OSError)
@@ -355,7 +355,7 @@ def test_an_application_that_ignores_the_disconnect_is_cancelled() -> None:
         async with serving(app) as server, client_of(server) as client:
             await client.open()
             client.vanish()
-            await poll_for(lambda: "gone" in repr(list(server._carrier.sockets)))
+            await poll_for(lambda: "gone" in repr(list(server._server_state.sockets)))
             advance(6)
             await poll_for(lambda: ended)
             assert hits(server) == {"websocket_end": 1}
@@ -420,12 +420,12 @@ def test_a_client_that_sends_faster_than_the_application_reads_has_to_wait() -> 
             frame = client._protocol.send(DataMessage(data=bytes(100_000)))
             for _ in range(400):
                 client._writer.write(frame)
-            session = next(iter(server._carrier.sockets))
-            await poll_for(lambda: session.line.inbox.is_full)
+            session = next(iter(server._server_state.sockets))
+            await poll_for(lambda: session.connection.inbox.is_full)
             for _ in range(200):
                 await asyncio.sleep(0)
-            assert session.line.inbox._held_bytes < 2 * MAX_INBOX_BYTES
-            assert len(getattr(session.line.stream, "_unread", b"")) < MAX_INBOX_BYTES
+            assert session.connection.inbox._held_bytes < 2 * MAX_INBOX_BYTES
+            assert len(getattr(session.connection.stream, "_unread", b"")) < MAX_INBOX_BYTES
             may_read.set()
             await poll_for(lambda: len(seen) == 400)
 
@@ -465,11 +465,11 @@ def test_a_client_that_sends_pings_and_does_not_read_gets_no_more_pongs() -> Non
 
         async with serving(app) as server, client_of(server) as client:
             await client.open()
-            (session,) = server._carrier.sockets
-            await poll_for(session.line.stream.writing)
+            (session,) = server._server_state.sockets
+            await poll_for(session.connection.stream.writing)
             for _ in range(MAX_PONGS + 10):
                 await client.send(Ping())
-            await poll_for(lambda: session.line._pongs == MAX_PONGS + 10)
+            await poll_for(lambda: session.connection._pongs == MAX_PONGS + 10)
             assert hits(server) == {"websocket_pongs": 1}
 
     run(test)
@@ -550,9 +550,9 @@ def test_a_flood_of_empty_messages_is_bounded() -> None:
         async with serving(app) as server, client_of(server) as client:
             await client.open()
             client._writer.write(client._protocol.send(DataMessage(data=b"")) * 100_000)
-            session = next(iter(server._carrier.sockets))
-            await poll_for(lambda: session.line.inbox.is_full)
-            assert session.line.inbox._held_bytes < 2 * MAX_INBOX_BYTES
+            session = next(iter(server._server_state.sockets))
+            await poll_for(lambda: session.connection.inbox.is_full)
+            assert session.connection.inbox._held_bytes < 2 * MAX_INBOX_BYTES
 
     run(test)
 
@@ -563,15 +563,15 @@ def test_received_messages_do_not_block_other_tasks() -> None:
     async def test() -> None:
         async with serving(Echo()) as server, client_of(server) as client:
             await client.open()
-            (session,) = server._carrier.sockets
+            (session,) = server._server_state.sockets
             frame = client._protocol.send(DataMessage(data=b"x" * 20))
-            stream = session.line.stream
+            stream = session.connection.stream
             assert isinstance(stream, TransportStream)
             stream.data_received(frame * 5000)
-            parsed = [len(session.line.inbox._messages)]
+            parsed = [len(session.connection.inbox._messages)]
             while len(parsed) < 5:
                 await asyncio.sleep(0)
-                parsed.append(len(session.line.inbox._messages))
+                parsed.append(len(session.connection.inbox._messages))
             assert 0 < parsed[0] < 1000
             echoed = [await client.message() for _ in range(5000)]
             assert echoed == [b"x" * 20] * 5000
@@ -608,7 +608,7 @@ def test_a_handshake_during_draining_is_answered_and_then_closed() -> None:
 
         async with serving(app) as server, client_of(server) as client:
             opening = asyncio.create_task(client.open())
-            await poll_for(lambda: server._carrier.sockets)
+            await poll_for(lambda: server._server_state.sockets)
             draining = asyncio.create_task(server.drain(5))
             await asyncio.sleep(0)
             may_accept.set()
@@ -630,15 +630,15 @@ def test_the_session_ends_without_a_client_that_closes_and_does_not_read() -> No
 
         async with serving(app) as server, client_of(server) as client:
             await client.open()
-            (session,) = server._carrier.sockets
-            await poll_for(session.line.stream.writing)
+            (session,) = server._server_state.sockets
+            await poll_for(session.connection.stream.writing)
             client._writer.write(client._protocol.send(CloseConnection(code=1000)))
-            await poll_for(lambda: session.line.inbox.disconnect is not None)
+            await poll_for(lambda: session.connection.inbox.disconnect is not None)
             advance(5.5)  # the application is cancelled
             await poll_for(lambda: session._task is None)
             advance(2.5)  # and the connection is closed
-            await poll_for(lambda: not server._carrier.sockets)
-            assert session.line.stream.closed()
+            await poll_for(lambda: not server._server_state.sockets)
+            assert session.connection.stream.closed()
             assert hits(server) == {"websocket_end": 1, "websocket_close": 1}
 
     run(test)

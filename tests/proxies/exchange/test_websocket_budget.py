@@ -13,7 +13,7 @@ from daskserve.proxies.exchange.limits import Limits
 from daskserve.proxies.exchange.websocket.inbox import WebSocketInbox
 from daskserve.proxies.server.life import HTTPServer
 
-pytestmark = pytest.mark.usefixtures("carrier")
+pytestmark = pytest.mark.usefixtures("server_state")
 
 
 def received_bytes(server: HTTPServer) -> float:

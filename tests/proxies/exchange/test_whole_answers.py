@@ -22,7 +22,7 @@ from daskserve.proxies.asgi import Scope
 from daskserve.proxies.ingress.app import IngressApp, build_app
 from daskserve.proxies.ingress.routes import RouteTable
 
-pytestmark = pytest.mark.usefixtures("carrier")
+pytestmark = pytest.mark.usefixtures("server_state")
 
 METHODS = ["GET", "HEAD", "POST", "PUT"]
 TABLE = RouteTable(

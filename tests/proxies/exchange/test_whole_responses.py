@@ -13,9 +13,9 @@ from tornado.iostream import StreamClosedError
 from daskserve.common.clock import LoopClock
 from daskserve.common.types import WHOLE_RESPONSE, Message, Receive, Send
 from daskserve.proxies.asgi import Scope, split_whole
-from daskserve.proxies.exchange.carrier import Carrier, Connection
 from daskserve.proxies.exchange.exchange import _JOIN_BYTES, Exchange
 from daskserve.proxies.exchange.request_head import HeadLimits
+from daskserve.proxies.exchange.server_state import Connection, ServerState
 from daskserve.proxies.exchange.stream import ConnectionReader, Stream
 
 TEXT = ((b"content-type", b"text/plain"),)
@@ -92,7 +92,7 @@ class Bench:
         self.wire = Wire()
         self.messages = messages
         self.raised: BaseException | None = None
-        self.carrier = Carrier(
+        self.server_state = ServerState(
             self._app,
             head_limits=HeadLimits(1 << 16, 100),
             max_body_bytes=1000,
@@ -100,11 +100,11 @@ class Bench:
             idle_timeout_s=60,
             clock=LoopClock(),
         )
-        self.carrier.is_draining = is_draining
+        self.server_state.is_draining = is_draining
         # As it is once another request was answered.
-        self.carrier.heads.write(whole())
+        self.server_state.heads.write(whole())
         self.exchange = Exchange(
-            self.carrier, Connection(cast(Stream, self.wire)), cast(ConnectionReader, self.wire)
+            self.server_state, Connection(cast(Stream, self.wire)), cast(ConnectionReader, self.wire)
         )
         lines = [f"{name}: {value}" for name, value in headers]
         self.exchange.begin(head("Host: a", *lines, method=method, version=version))
@@ -133,7 +133,7 @@ async def outcome(*messages: Message, **request: Any) -> tuple[Any, ...]:
         type(bench.raised),
         (exchange.is_begun, exchange.is_whole, exchange.is_over, exchange._is_gone),
         exchange._linger is not None,
-        len(bench.carrier.tasks),
+        len(bench.server_state.tasks),
     )
 
 
@@ -247,10 +247,10 @@ def test_a_whole_response_ends_when_the_client_has_read_it() -> None:
         flushed = bench.wire.held = asyncio.get_running_loop().create_future()
         await settle()
         assert bench.wire.head()[2] == b"first"
-        assert (bench.wire.ends, len(bench.carrier.tasks)) == ([], 1)
+        assert (bench.wire.ends, len(bench.server_state.tasks)) == ([], 1)
         flushed.set_result(None)
         await settle()
-        assert (bench.wire.ends, len(bench.carrier.tasks)) == (["finish"], 0)
+        assert (bench.wire.ends, len(bench.server_state.tasks)) == (["finish"], 0)
 
     run(test)
 
@@ -268,7 +268,7 @@ def test_a_disconnected_client_is_an_error_of_its_connection(is_held: bool) -> N
         await settle()
         assert isinstance(bench.raised, ConnectionResetError)
         assert bench.wire.ends == []
-        assert not bench.carrier.tasks
+        assert not bench.server_state.tasks
 
     run(test)
 
@@ -276,9 +276,9 @@ def test_a_disconnected_client_is_an_error_of_its_connection(is_held: bool) -> N
 def test_the_framing_of_a_request_does_not_change_how_the_next_is_read() -> None:
 
     def begin(
-        connection: Connection, carrier: Carrier, wire: Wire, version: str, *headers: tuple[str, str]
+        connection: Connection, server_state: ServerState, wire: Wire, version: str, *headers: tuple[str, str]
     ) -> Exchange:
-        exchange = Exchange(carrier, connection, cast(ConnectionReader, wire))
+        exchange = Exchange(server_state, connection, cast(ConnectionReader, wire))
         exchange.begin(head(*(f"{name}: {value}" for name, value in headers), version=version))
         return exchange
 
@@ -309,7 +309,7 @@ def test_the_framing_of_a_request_does_not_change_how_the_next_is_read() -> None
         def read(connection: Connection, case: tuple[str, tuple[tuple[str, str], ...]]) -> tuple[Any, ...]:
             wire = Wire()
             connection.stream = cast(Stream, wire)
-            exchange = begin(connection, bench.carrier, wire, case[0], *case[1])
+            exchange = begin(connection, bench.server_state, wire, case[0], *case[1])
             found = exchange._is_http11, exchange._closes, exchange.body.is_ended, wire.head()[:2]
             exchange.on_connection_close()
             return found
@@ -337,11 +337,11 @@ def test_the_scopes_of_a_connection_share_nothing_that_changes() -> None:
         bench = Bench()
         connection = bench.exchange._connection
         await settle()
-        bench.carrier.app = app
+        bench.server_state.app = app
         for _ in range(2):
             wire = Wire()
             connection.stream = cast(Stream, wire)
-            exchange = Exchange(bench.carrier, connection, cast(ConnectionReader, wire))
+            exchange = Exchange(bench.server_state, connection, cast(ConnectionReader, wire))
             exchange.begin(head("Host: a", target="/%41?q=%41"))
             before = dict(connection.scope)
             await settle()

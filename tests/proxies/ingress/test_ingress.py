@@ -91,7 +91,7 @@ def make_scope(path: str, method: str = "GET", *headers: tuple[bytes, bytes], **
     }
 
 
-class Answer:
+class ReplicaRequest:
     """The messages that came out of an application for one request."""
 
     def __init__(self) -> None:
@@ -115,8 +115,8 @@ class Answer:
         return b"".join(message["body"] for message in self.messages[1:]).decode()
 
 
-async def call(app: ASGIApp, scope: Scope) -> Answer:
-    answer = Answer()
+async def call(app: ASGIApp, scope: Scope) -> ReplicaRequest:
+    answer = ReplicaRequest()
 
     async def receive() -> Message:
         return {"type": "http.request", "body": b"data", "more_body": False}
@@ -125,7 +125,9 @@ async def call(app: ASGIApp, scope: Scope) -> Answer:
     return answer
 
 
-def ask(app: ASGIApp, path: str, method: str = "GET", *headers: tuple[bytes, bytes], **more: Any) -> Answer:
+def ask(
+    app: ASGIApp, path: str, method: str = "GET", *headers: tuple[bytes, bytes], **more: Any
+) -> ReplicaRequest:
     """Send one request through the application on an event loop of its own."""
     return asyncio.run(call(app, make_scope(path, method, *headers, **more)))
 
@@ -401,7 +403,7 @@ def test_an_id_that_is_too_long_or_has_other_characters_is_replaced(chosen: byte
     ingress = make_ingress(routers)
     answer = ask(ingress, "/a", "GET", (b"x-request-id", chosen))
     assert uuid.UUID(answer.headers["x-request-id"]).version == 4
-    assert ("http_limited_requests", ("i", "request_id"), 1) in ingress.figures.samples("i")
+    assert ("http_limited_requests", ("i", "request_id"), 1) in ingress.metrics.samples("i")
     assert routers.head["extensions"]["daskserve"]["request_id"] == answer.headers["x-request-id"]
 
 
@@ -651,14 +653,14 @@ def test_a_request_whose_body_the_server_refuses_is_not_counted_as_cancelled(is_
         app = build_app(ingress, [Middleware(Hiding)] if is_hidden else [])
         scope = make_scope("/a", "POST", (b"content-length", b"5"))
         body = RequestBody(is_ended=False)
-        request = asyncio.ensure_future(app(scope, body, Answer().send))
+        request = asyncio.ensure_future(app(scope, body, ReplicaRequest().send))
         await poll_for(lambda: ingress.statistics().ongoing)
         body.is_refused = True
         request.cancel()
         with pytest.raises(asyncio.CancelledError):
             await request
         assert (ingress.statistics().ongoing, ingress.statistics().unanswered) == (0, 0)
-        assert [each for each in ingress.figures.samples("i") if each[0] == "http_requests"] == []
+        assert [each for each in ingress.metrics.samples("i") if each[0] == "http_requests"] == []
 
     run(test)
 
@@ -682,7 +684,7 @@ def test_messages_that_are_not_asgi_end_in_an_error_and_one_answer(messages: lis
 def test_cancellation_is_passed_on_and_counted() -> None:
     async def test() -> None:
         ingress = make_ingress(Routers(hang))
-        answer = Answer()
+        answer = ReplicaRequest()
         request = asyncio.create_task(
             ingress(make_scope("/a"), asyncio.Event().wait, answer.send)  # type: ignore[arg-type]
         )

@@ -32,7 +32,7 @@ from daskserve.proxies.server import accepting
 from daskserve.proxies.server.accepting import Acceptor, default_max_connections, descriptor_limit
 from daskserve.proxies.server.life import HTTPServer
 
-pytestmark = pytest.mark.usefixtures("carrier")
+pytestmark = pytest.mark.usefixtures("server_state")
 
 
 HANDSHAKE = (
@@ -43,16 +43,16 @@ HANDSHAKE = (
 )
 
 
-def figures(server: HTTPServer) -> dict[tuple[str, ...], object]:
+def metrics(server: HTTPServer) -> dict[tuple[str, ...], object]:
     return {(name, *labels[1:]): value for name, labels, value in server.samples("i")}
 
 
 def pauses(server: HTTPServer, cause: str) -> object:
-    return figures(server)["http_accept_pauses", cause]
+    return metrics(server)["http_accept_pauses", cause]
 
 
 def evicted(server: HTTPServer) -> object:
-    return figures(server)["http_evicted_connections",]
+    return metrics(server)["http_evicted_connections",]
 
 
 @pytest.mark.parametrize(
@@ -60,12 +60,12 @@ def evicted(server: HTTPServer) -> object:
     [(1024, 768), (256, 192), (65_536, 10_000), (None, 10_000), (1, 1)],
 )
 def test_by_default_a_quarter_of_the_descriptors_is_left(
-    descriptors: int | None, connections: int, carrier: str
+    descriptors: int | None, connections: int, server_state: str
 ) -> None:
     assert default_max_connections(descriptors) == connections
 
 
-def test_a_server_has_the_default_limit(carrier: str) -> None:
+def test_a_server_has_the_default_limit(server_state: str) -> None:
     async def test() -> None:
         async with serving(hello) as server:
             assert server._acceptor._max_connections == default_max_connections(descriptor_limit())
@@ -73,7 +73,9 @@ def test_a_server_has_the_default_limit(carrier: str) -> None:
     run(test)
 
 
-def test_a_limit_beyond_the_descriptors_is_logged(carrier: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_limit_beyond_the_descriptors_is_logged(
+    server_state: str, caplog: pytest.LogCaptureFixture
+) -> None:
     async def test() -> None:
         async with serving(hello, max_connections=10**9):
             pass
@@ -86,7 +88,7 @@ def test_a_limit_beyond_the_descriptors_is_logged(carrier: str, caplog: pytest.L
 
 
 def test_at_the_limit_clients_wait_until_a_connection_closes(
-    carrier: str, caplog: pytest.LogCaptureFixture
+    server_state: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def test() -> None:
         app = Hanging()
@@ -97,7 +99,7 @@ def test_at_the_limit_clients_wait_until_a_connection_closes(
                 await poll_for(lambda: app.running == 2)
                 await three.send(request())
                 await poll_for(lambda: pauses(server, "max_connections"))
-                assert (app.running, figures(server)["http_connections",]) == (2, 2)
+                assert (app.running, metrics(server)["http_connections",]) == (2, 2)
                 app.go.set()
                 for client in (one, two, three):
                     assert (await client.response()).body == b"at last"
@@ -108,7 +110,7 @@ def test_at_the_limit_clients_wait_until_a_connection_closes(
     assert "Accepting no connections for 0.05 s at a time: there are 2 (max_connections)" in record.message
 
 
-def test_at_the_limit_the_connection_that_is_idle_for_longest_gives_way(carrier: str) -> None:
+def test_at_the_limit_the_connection_that_is_idle_for_longest_gives_way(server_state: str) -> None:
     async def test() -> None:
         hanging = Hanging()
 
@@ -127,7 +129,7 @@ def test_at_the_limit_the_connection_that_is_idle_for_longest_gives_way(carrier:
                 await poll_for(lambda: hanging.running)
                 await silent.send(b"GET / HT")
                 assert (await used.get("/")).status == 200
-                await poll_for(lambda: figures(server)["http_connections",] == 4)
+                await poll_for(lambda: metrics(server)["http_connections",] == 4)
                 advance(2)
                 assert (await recent.get("/recent")).status == 200
                 assert (await new.get("/new")).body == b"/new"
@@ -144,7 +146,7 @@ def test_at_the_limit_the_connection_that_is_idle_for_longest_gives_way(carrier:
     run(test)
 
 
-def test_connections_that_were_used_a_moment_ago_do_not_give_way(carrier: str) -> None:
+def test_connections_that_were_used_a_moment_ago_do_not_give_way(server_state: str) -> None:
     async def test() -> None:
         async with serving(hello, max_connections=1) as server:
             async with connected(server) as first, connected(server) as second:
@@ -160,7 +162,7 @@ def test_connections_that_were_used_a_moment_ago_do_not_give_way(carrier: str) -
     run(test)
 
 
-def test_uploads_and_responses_under_way_do_not_give_way(carrier: str) -> None:
+def test_uploads_and_responses_under_way_do_not_give_way(server_state: str) -> None:
     size = 20_000_000
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -172,7 +174,9 @@ def test_uploads_and_responses_under_way_do_not_give_way(carrier: str) -> None:
                 await uploading.send(b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 4\r\n\r\nab")
                 reading.writer.transport.pause_reading()  # type: ignore[attr-defined]
                 await reading.send(request("/large"))
-                await poll_for(lambda: any(each.stream.writing() for each in server._carrier.connections))
+                await poll_for(
+                    lambda: any(each.stream.writing() for each in server._server_state.connections)
+                )
                 advance(2)
                 async with connected(server) as waiting:
                     await waiting.send(request("/"))
@@ -188,7 +192,7 @@ def test_uploads_and_responses_under_way_do_not_give_way(carrier: str) -> None:
     run(test)
 
 
-def test_websockets_count(carrier: str) -> None:
+def test_websockets_count(server_state: str) -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             await respond(send, b"served")
@@ -211,7 +215,7 @@ def test_websockets_count(carrier: str) -> None:
     run(test)
 
 
-def test_a_server_that_drains_at_its_limit_serves_those_that_wait(carrier: str) -> None:
+def test_a_server_that_drains_at_its_limit_serves_those_that_wait(server_state: str) -> None:
     async def test() -> None:
         app = Hanging()
         async with serving(app, max_connections=1) as server:
@@ -251,7 +255,7 @@ def no_descriptors() -> Iterator[None]:
 
 
 def test_without_descriptors_accepting_pauses(
-    carrier: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    server_state: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(accepting, "IDLE_S", 60.0)
     tries: list[float] = []
@@ -271,7 +275,7 @@ def test_without_descriptors_accepting_pauses(
                     assert tries[2] - tries[0] >= 0.09
                     # Those that are connected are served meanwhile.
                     assert (await served.get("/meanwhile")).body == b"/meanwhile"
-                    assert figures(server)["http_connections",] == 1
+                    assert metrics(server)["http_connections",] == 1
                 streams = await asyncio.open_connection(sock=sock)
                 assert (await Client(*streams).get("/later")).body == b"/later"
                 assert pauses(server, "descriptors") == 1
@@ -283,7 +287,7 @@ def test_without_descriptors_accepting_pauses(
     assert tracebacks(caplog) == []
 
 
-def test_without_descriptors_the_oldest_incomplete_head_gives_way(carrier: str) -> None:
+def test_without_descriptors_the_oldest_incomplete_head_gives_way(server_state: str) -> None:
     async def test() -> None:
         async with serving(hello) as server, contextlib.AsyncExitStack() as stack:
 
@@ -294,7 +298,7 @@ def test_without_descriptors_the_oldest_incomplete_head_gives_way(carrier: str) 
             assert (await used.get("/")).status == 200
             assert (await slower.get("/")).status == 200
             await slow.send(b"GET / HT")
-            await poll_for(lambda: figures(server)["http_connections",] == 4)
+            await poll_for(lambda: metrics(server)["http_connections",] == 4)
             advance(0.5)
             await slower.send(b"GET / HT")  # the idle time before does not count
             sock = stack.enter_context(socket.socket())
@@ -307,7 +311,7 @@ def test_without_descriptors_the_oldest_incomplete_head_gives_way(carrier: str) 
                 advance(0.7)
                 assert await silent.rest() == b""
                 assert await slow.rest() == b""
-                await poll_for(lambda: figures(server)["http_connections",] == 3)
+                await poll_for(lambda: metrics(server)["http_connections",] == 3)
                 streams = await asyncio.open_connection(sock=sock)
                 assert (await Client(*streams).get("/new")).body == b"/new"
                 assert (await used.get("/still")).body == b"/still"
@@ -319,12 +323,12 @@ def test_without_descriptors_the_oldest_incomplete_head_gives_way(carrier: str) 
     run(test)
 
 
-def test_without_descriptors_nobody_gives_way_while_nobody_waits(carrier: str) -> None:
+def test_without_descriptors_nobody_gives_way_while_nobody_waits(server_state: str) -> None:
     """accept() has no descriptor to return then, whether a client waits or not."""
 
     async def test() -> None:
         async with serving(hello) as server, connected(server) as silent, connected(server) as last:
-            await poll_for(lambda: figures(server)["http_connections",] == 2)
+            await poll_for(lambda: metrics(server)["http_connections",] == 2)
             advance(2)
             with no_descriptors():
                 (listening,) = server._sockets
@@ -337,7 +341,7 @@ def test_without_descriptors_nobody_gives_way_while_nobody_waits(carrier: str) -
 
 
 def test_after_a_lack_of_descriptors_some_stay_free_for_a_while(
-    carrier: str, monkeypatch: pytest.MonkeyPatch
+    server_state: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(accepting, "SCARCE_S", 3.0)
 
@@ -345,25 +349,25 @@ def test_after_a_lack_of_descriptors_some_stay_free_for_a_while(
         async with serving(hello, max_connections=100) as server, contextlib.AsyncExitStack() as stack:
             for _ in range(8):
                 await stack.enter_async_context(connected(server))
-            await poll_for(lambda: figures(server)["http_connections",] == 8)
+            await poll_for(lambda: metrics(server)["http_connections",] == 8)
             advance(2)
             server._acceptor._make_room("too many open files")
             assert evicted(server) == 3
-            await poll_for(lambda: figures(server)["http_connections",] == 5)
+            await poll_for(lambda: metrics(server)["http_connections",] == 5)
             for _ in range(2):
                 client = await stack.enter_async_context(connected(server))
                 assert (await client.get("/")).status == 200
-            assert figures(server)["http_connections",] == 6
+            assert metrics(server)["http_connections",] == 6
             assert evicted(server) == 4
             advance(3)
             client = await stack.enter_async_context(connected(server))
             assert (await client.get("/")).status == 200
-            assert figures(server)["http_connections",] == 7
+            assert metrics(server)["http_connections",] == 7
 
     run(test)
 
 
-def test_a_server_without_descriptors_drains(carrier: str) -> None:
+def test_a_server_without_descriptors_drains(server_state: str) -> None:
     async def test() -> None:
         async with serving(hello) as server:
             with no_descriptors():
@@ -372,7 +376,7 @@ def test_a_server_without_descriptors_drains(carrier: str) -> None:
     run(test)
 
 
-def test_without_descriptors_connections_become_websockets(carrier: str) -> None:
+def test_without_descriptors_connections_become_websockets(server_state: str) -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             await respond(send)
@@ -395,7 +399,7 @@ def test_without_descriptors_connections_become_websockets(carrier: str) -> None
 
 
 def test_an_unknown_failure_of_accepting_does_not_end_it(
-    carrier: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    server_state: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(accepting, "FAILED_S", 0.01)
     take_next = Acceptor._take_next

@@ -30,7 +30,7 @@ from daskserve.proxies.ingress.app import IngressApp
 from daskserve.proxies.ingress.routes import RouteTable
 from daskserve.proxies.server.hangup import PERIOD_S
 
-pytestmark = [pytest.mark.usefixtures("carrier"), pytest.mark.smoke]
+pytestmark = [pytest.mark.usefixtures("server_state"), pytest.mark.smoke]
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0", "::1", "[::1]"])
@@ -154,7 +154,7 @@ def test_a_connection_that_has_ended_is_not_watched() -> None:
                 assert (await client.get("/", "Connection: close")).status == 200
                 assert await client.rest() == b""
             await poll_for(lambda: "0 connections" in repr(server))
-            assert len(server._carrier.watch) == 0
+            assert len(server._server_state.watch) == 0
 
     run(test)
 
@@ -192,7 +192,7 @@ def test_a_disconnect_after_unread_data_is_detected(pieces: tuple[bytes, ...]) -
                 for piece in pieces[1:]:
                     await client.send(piece)
                 advance(PERIOD_S)
-                await poll_for(lambda: server._carrier.connections)
+                await poll_for(lambda: server._server_state.connections)
                 assert app.cancelled == 0  # 1. it is still there
             advance(2 * PERIOD_S)
             await poll_for(lambda: app.cancelled)  # 2. and now it is not
@@ -216,7 +216,9 @@ def test_a_disconnect_before_a_websocket_is_accepted_is_detected() -> None:
                 await client.send(handshake + b"\x81\x82maskhi")
                 await poll_for(lambda: app.running)
             advance(2 * PERIOD_S)
-            await poll_for(lambda: server._carrier.sockets and "gone" in repr(*server._carrier.sockets))
+            await poll_for(
+                lambda: server._server_state.sockets and "gone" in repr(*server._server_state.sockets)
+            )
             advance(DISCONNECT_GRACE_S)
             await poll_for(lambda: app.cancelled)
 

@@ -67,7 +67,7 @@ def context_of(folder: Path) -> Any:
     return server_context(str(folder / "cert.pem"), str(folder / "key.pem"))
 
 
-@pytest.mark.usefixtures("carrier")
+@pytest.mark.usefixtures("server_state")
 def test_handshakes_that_clients_do_not_complete_give_way_at_the_limit(folder: Path) -> None:
     async def test() -> None:
         async with serving(tell_scheme, tls=context_of(folder), max_connections=2) as server:
@@ -86,7 +86,7 @@ def test_handshakes_that_clients_do_not_complete_give_way_at_the_limit(folder: P
     run(test)
 
 
-@pytest.mark.usefixtures("carrier")
+@pytest.mark.usefixtures("server_state")
 def test_requests_work_over_tls(folder: Path) -> None:
     """Two on one connection, with bodies larger than any buffer."""
 
@@ -106,7 +106,7 @@ def test_requests_work_over_tls(folder: Path) -> None:
     run(test)
 
 
-@pytest.mark.usefixtures("carrier")
+@pytest.mark.usefixtures("server_state")
 def test_a_malformed_request_over_tls_is_refused(folder: Path) -> None:
     async def test() -> None:
         async with serving(tell_scheme, tls=context_of(folder)) as server:
@@ -121,7 +121,7 @@ def test_a_malformed_request_over_tls_is_refused(folder: Path) -> None:
     run(test)
 
 
-@pytest.mark.usefixtures("carrier")
+@pytest.mark.usefixtures("server_state")
 def test_websockets_work_over_tls(folder: Path) -> None:
     async def test() -> None:
         async with serving(tell_scheme, tls=context_of(folder)) as server:
@@ -139,7 +139,7 @@ def test_websockets_work_over_tls(folder: Path) -> None:
     run(test)
 
 
-@pytest.mark.usefixtures("carrier")
+@pytest.mark.usefixtures("server_state")
 def test_plain_http_is_refused(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def test() -> None:
         async with serving(tell_scheme, tls=context_of(folder)) as server:
@@ -156,7 +156,7 @@ def test_plain_http_is_refused(folder: Path, caplog: pytest.LogCaptureFixture) -
     run(test)
 
 
-@pytest.mark.usefixtures("carrier")
+@pytest.mark.usefixtures("server_state")
 def test_a_client_without_a_tls_handshake_is_disconnected(folder: Path) -> None:
     async def test() -> None:
         async with serving(tell_scheme, tls=context_of(folder), keep_alive_timeout_s=0.05) as server:

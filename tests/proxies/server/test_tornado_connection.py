@@ -14,8 +14,8 @@ from tornado.iostream import IOStream
 from daskserve.common.clock import LoopClock
 from daskserve.common.types import Receive, Send
 from daskserve.proxies.asgi import Scope
-from daskserve.proxies.exchange.carrier import Carrier
 from daskserve.proxies.exchange.request_head import HeadLimits
+from daskserve.proxies.exchange.server_state import ServerState
 from daskserve.proxies.server.tornado_connection import RequestStream, TornadoConnection
 
 DEADLINE_S = 10.0
@@ -28,7 +28,7 @@ class Bench:
         client.setblocking(False)
         self.client = client
         self.stream = stream
-        self.carrier = Carrier(
+        self.server_state = ServerState(
             self._app,
             head_limits=HeadLimits(1 << 16, 100),
             max_body_bytes=1000,
@@ -36,7 +36,7 @@ class Bench:
             idle_timeout_s=60,
             clock=LoopClock(),
         )
-        self.serving = asyncio.ensure_future(TornadoConnection(self.carrier, stream).serve())
+        self.serving = asyncio.ensure_future(TornadoConnection(self.server_state, stream).serve())
         self.paths: list[str] = []
 
     async def _app(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -59,8 +59,8 @@ def run(scenario: Callable[[Bench], Awaitable[None]]) -> None:
                 await scenario(bench)
                 bench.stream.close()
                 await bench.serving
-            assert not bench.carrier.connections
-            bench.carrier.watch.stop()
+            assert not bench.server_state.connections
+            bench.server_state.watch.stop()
 
     asyncio.run(main())
 
@@ -73,7 +73,7 @@ def test_the_next_head_is_read_as_soon_as_a_response_is_written() -> None:
             await hello(scope, receive, send)
             is_reading.append(bench.stream.reading())
 
-        bench.carrier.app = note
+        bench.server_state.app = note
         for path in ("/1", "/2"):
             bench.client.sendall(request(path))
             await bench.answers(1)

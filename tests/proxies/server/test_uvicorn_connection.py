@@ -28,7 +28,7 @@ from daskserve.proxies.server.uvicorn_connection import UvicornConnection
 
 SERVER = "uvicorn"
 LIMIT = HTTPOptions().max_header_bytes
-pytestmark = pytest.mark.usefixtures("carrier")
+pytestmark = pytest.mark.usefixtures("server_state")
 
 
 def head_of(size: int) -> bytes:
@@ -175,15 +175,15 @@ def test_a_client_that_never_reads_its_last_response_is_disconnected() -> None:
 
         async with serving(app, keep_alive_timeout_s=5) as server, connected(server) as client:
             client.writer.transport.pause_reading()  # type: ignore[attr-defined]
-            (link,) = server._carrier.connections
+            (connection,) = server._server_state.connections
             (stream,) = cast(Any, server._listener)._state.open_streams
             stream._transport.set_write_buffer_limits(1 << 24)  # the application need not wait for it
             stream._transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
             await client.send(request("/", "Connection: close"))
             await poll_for(stream.closed)
-            assert link in server._carrier.connections
+            assert connection in server._server_state.connections
             advance(6)
-            await poll_for(lambda: not server._carrier.connections)
+            await poll_for(lambda: not server._server_state.connections)
 
     run(test)
 

@@ -1,1 +1,1 @@
-"""Opening a channel: dialling, detours, handshakes, and lost machines."""
+"""Opening a channel: dialling, relays, handshakes, and lost machines."""

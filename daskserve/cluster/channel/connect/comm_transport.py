@@ -34,7 +34,7 @@ class CommTransport:
     """A Dask comm of any kind."""
 
     def __init__(self, comm: Any) -> None:
-        self.is_detour = False
+        self.is_relayed = False
         self._comm = comm
         #: Counts sent bytes only: a Dask comm does not report how much it read.
         self.traffic = Traffic()

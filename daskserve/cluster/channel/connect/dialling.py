@@ -305,5 +305,5 @@ class Dialler:
         transport = await join_channel(
             comm, worker, SCHEDULER_TIMEOUT_S, self._keyring, by_socket=answer["by_socket"]
         )
-        transport.is_detour = True
+        transport.is_relayed = True
         return transport

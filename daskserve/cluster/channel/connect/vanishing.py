@@ -28,7 +28,7 @@ PERIOD_S = 1.0
 _INFO = struct.Struct("=24x I 28x I 60x Q 16x I")
 
 
-class Silence:
+class AckProgress:
     """How long the other kernel has acknowledged nothing, from one check of a connection to the next.
 
     Pure: ``struct tcp_info`` and the time are arguments.
@@ -74,7 +74,7 @@ class PeerWatch:
         self._lost_after_s = lost_after_s
         self._on_lost = on_lost
         self._is_suspect = False
-        self._silence = Silence(asyncio.get_running_loop().time())
+        self._silence = AckProgress(asyncio.get_running_loop().time())
         is_tcp = sock.family in (socket.AF_INET, socket.AF_INET6)
         if sys.platform == "linux" and is_tcp and lost_after_s:
             try:

@@ -12,7 +12,8 @@ A frame is a tuple. Its first two fields are the kind and the stream's number, w
     (CANCEL, n)                                           the opener cancelled the stream
     (CREDIT, n, size)                                     the other side may send that many more bytes
     (OFFER,  n, worker, token, size, ongoing, queued)     a large answer is ready: CREDIT has it sent, CANCEL
-                                                          drops it; see `daskserve.cluster.channel.kept`
+                                                          drops it; see
+                                                          `daskserve.cluster.channel.kept_results`
     (MEMORY, -1, note)                                    about shared memory; see
                                                           `daskserve.cluster.channel.wire.sharing`
 

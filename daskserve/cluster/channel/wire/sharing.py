@@ -39,7 +39,7 @@ REFERENCE = struct.Struct("<QIQQQ")
 STEP_BYTES = 2 * 1024 * 1024
 
 
-class Loan:
+class MessageSegments:
     """The segments that one message refers to, and the buffers that must be copied there first."""
 
     def __init__(self) -> None:
@@ -107,7 +107,7 @@ class Sharing:
         self._peer = 0
         #: The segments that were sent, in order, until the other end has opened them.
         self._lent: deque[MemorySegment | memoryview] = deque()
-        self._loan: Loan | None = None
+        self._message_segments: MessageSegments | None = None
 
     def begin(self) -> None:
         """Begin to talk to the other end, if this end begins. `is_settled` is false until it answers."""
@@ -136,34 +136,34 @@ class Sharing:
     def lend(self, view: memoryview) -> bytes | None:
         """Return a reference to a buffer, to be sent in its place; None if its bytes must be sent.
 
-        `take_loan` returns what the references of one message need.
+        `take_message_segments` returns what the references of one message need.
         """
         if not self._can_lend or self._segments is None:
             return None
-        loan = self._loan or Loan()
+        message_segments = self._message_segments or MessageSegments()
         found = mapping_under(view)
         if found is not None:
             holder: MemorySegment | Mapping
             holder, at = found
-            loan.lent.append(view)
+            message_segments.lent.append(view)
         else:
             try:
                 holder, at = self._segments.take(view.nbytes), 0
             except OSError:  # too many open files
                 return None
-            loan.add(holder, view)
-        loan.size_bytes += view.nbytes
-        self._loan = loan
+            message_segments.add(holder, view)
+        message_segments.size_bytes += view.nbytes
+        self._message_segments = message_segments
         return REFERENCE.pack(holder.key, holder.descriptor, holder.inode, at, view.nbytes)
 
-    def take_loan(self) -> Loan | None:
+    def take_message_segments(self) -> MessageSegments | None:
         """Return the loan of the message that was packed last; None if it holds no references."""
-        loan, self._loan = self._loan, None
-        return loan
+        message_segments, self._message_segments = self._message_segments, None
+        return message_segments
 
-    def sent(self, loan: Loan) -> None:
+    def sent(self, message_segments: MessageSegments) -> None:
         """Keep the segments of a message until the other end has opened them."""
-        self._lent += loan.lent
+        self._lent += message_segments.lent
 
     def open(self, reference: bytes) -> memoryview:
         """Return the buffer that a reference names; call this in the order of the references.
@@ -183,7 +183,7 @@ class Sharing:
 
     def close(self) -> None:
         """Close what the other end has not opened; it may be opening it now, so it is not used again."""
-        self._token = self._loan = None
+        self._token = self._message_segments = None
         self._can_lend = False
         self._lent.clear()
 

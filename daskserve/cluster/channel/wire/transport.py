@@ -28,7 +28,7 @@ from daskserve.cluster.channel.wire.packing import pack, unpack
 from daskserve.cluster.channel.wire.parts import HEAD, MAX_MESSAGE_BYTES, SIZE, Buffer, PartReader
 from daskserve.cluster.channel.wire.readiness import Readiness
 from daskserve.cluster.channel.wire.segments import Segments
-from daskserve.cluster.channel.wire.sharing import Loan, Sharing
+from daskserve.cluster.channel.wire.sharing import MessageSegments, Sharing
 from daskserve.common.formatting import shown_size
 
 logger = logging.getLogger("daskserve.channel")
@@ -57,7 +57,7 @@ class Transport(Protocol):
     """One connection, as a channel uses it."""
 
     #: Whether it leads through the scheduler.
-    is_detour: bool
+    is_relayed: bool
 
     #: Counts the connection's bytes.
     traffic: Traffic
@@ -108,13 +108,13 @@ class SocketTransport(Outbox):
 
     def __init__(self, sock: socket.socket, peer_address: str) -> None:
         super().__init__()
-        self.is_detour = False
+        self.is_relayed = False
         self._socket = sock
         self.traffic = Traffic()
         self._sharing = Sharing(None, self._send_note)
         self._peer_address = peer_address
         #: What is to be written; a loan stands for a message whose large buffers must be copied first.
-        self._pieces: deque[Buffer | Loan] = deque()
+        self._pieces: deque[Buffer | MessageSegments] = deque()
         self._is_full = self._is_broken = self._is_aborted = False
         self._readiness: Readiness | None = None
         self._lost: asyncio.Future[None] | None = None
@@ -224,17 +224,17 @@ class SocketTransport(Outbox):
         try:
             body, large = pack(frames, self._sharing.lend)
         finally:
-            loan = self._sharing.take_loan()
+            message_segments = self._sharing.take_message_segments()
         if large and len(body) + sum(map(len, large)) > MAX_MESSAGE_BYTES:
             raise ValueError(
                 f"it has more than {shown_size(MAX_MESSAGE_BYTES)}; send it in parts, or only its place"
             )
         pieces = self._message(body, large)
-        if loan is None:
+        if message_segments is None:
             self._pieces += pieces
         else:
-            loan.frames, loan.pieces = frames, pieces
-            self._pieces.append(loan)
+            message_segments.frames, message_segments.pieces = frames, pieces
+            self._pieces.append(message_segments)
 
     def _message(self, body: bytes, large: Sequence[memoryview]) -> list[Buffer]:
         head = HEAD.pack(MAGIC, 1 + len(large)) + SIZE.pack(len(body))
@@ -245,17 +245,17 @@ class SocketTransport(Outbox):
             pieces += [view[at : at + PIECE_BYTES] for at in range(0, len(view), PIECE_BYTES)]
         return pieces
 
-    def _lend(self, loan: Loan) -> bool:
+    def _lend(self, message_segments: MessageSegments) -> bool:
         """Copy some of a message's buffers to shared memory; return whether it can be written."""
         try:
-            if not loan.copy_more():
+            if not message_segments.copy_more():
                 return False
-            pieces = loan.pieces
-            self._sharing.sent(loan)
-            self.traffic.sent_bytes += loan.size_bytes
+            pieces = message_segments.pieces
+            self._sharing.sent(message_segments)
+            self.traffic.sent_bytes += message_segments.size_bytes
         except OSError as error:
             logger.warning("Sending a large value over the connection: no shared memory (%s)", str(error))
-            pieces = self._message(*pack(loan.frames))
+            pieces = self._message(*pack(message_segments.frames))
         self._pieces.popleft()
         self._pieces.extendleft(reversed(pieces))
         return True
@@ -265,7 +265,7 @@ class SocketTransport(Outbox):
         left_bytes = TURN_BYTES
         while self._pieces and left_bytes > 0:
             piece = self._pieces[0]
-            if isinstance(piece, Loan):
+            if isinstance(piece, MessageSegments):
                 if self._lend(piece):
                     continue
                 break

@@ -144,9 +144,9 @@ def ask_targets(scheduler: str, timeout_s: float) -> list[Target]:
     ClusterUnreachableError
         No Dask scheduler answers at the address.
     """
-    link = finish(dial(scheduler, timeout_s, asynchronous=False))
+    connection = finish(dial(scheduler, timeout_s, asynchronous=False))
     try:
-        found = link.sync(link.ask("targets"))
+        found = connection.sync(connection.ask("targets"))
     finally:
-        finish(link.disconnect(asynchronous=False))
+        finish(connection.disconnect(asynchronous=False))
     return [{**each, "targets": list(each["targets"])} for each in found]

@@ -13,7 +13,7 @@ from typing import Any
 from anyio.from_thread import run as run_on_loop
 from starlette.requests import Request
 
-from daskserve.cluster.protocols.base import Link
+from daskserve.cluster.protocols.base import ClusterConnection
 from daskserve.common.types import Payload
 from daskserve.data.caller.routing.pending import waiter_for
 from daskserve.errors import PassedResponseError, RequestCancelledError
@@ -41,8 +41,8 @@ class ArrivingRequest:
     In a thread that a FastAPI application runs a plain function in, the constructor blocks until it is read.
     """
 
-    def __init__(self, link: Link, request: Request) -> None:
-        self._link = link
+    def __init__(self, connection: ClusterConnection, request: Request) -> None:
+        self._connection = connection
         self._request = request
         self._future: PendingCall[Payload] = PendingCall()
         if running_loop() is None:
@@ -72,7 +72,7 @@ class ArrivingRequest:
 
     def wake_when_done(self) -> asyncio.Future[None]:
         """Return a future of the running loop that completes when the body has been read, or cannot be."""
-        return waiter_for(self._link, self._future)
+        return waiter_for(self._connection, self._future)
 
     def raise_if_failed(self) -> None:
         """Raise the error because of which the body could not be read."""
@@ -80,7 +80,7 @@ class ArrivingRequest:
         if error is not None:
             raise error
 
-    async def settled(self, link: Link, *, by_reference: bool) -> Payload:
+    async def settled(self, connection: ClusterConnection, *, by_reference: bool) -> Payload:
         """Return the request with its body; see `daskserve.data.caller.calls.response.Response.settled`."""
         return self._future.result()
 

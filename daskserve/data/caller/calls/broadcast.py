@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Sequence
 from typing import Any
 
-from daskserve.cluster.protocols.base import Cluster, Link
+from daskserve.cluster.protocols.base import Cluster, ClusterConnection
 from daskserve.common.formatting import shown
 from daskserve.common.types import DONE, ActorAddress, Envelope, Message, Payload, nothing_to_receive
 from daskserve.data.caller.calls.response import cancelled_error, refuse_in_loop
@@ -23,9 +23,11 @@ ReplicaOutcome = Payload | Exception
 class BroadcastResponse:
     """The pending answers of all replicas to one broadcast, in the order of the replicas' tags."""
 
-    def __init__(self, future: PendingCall[Sequence[ReplicaOutcome]], link: Link, request_id: str) -> None:
+    def __init__(
+        self, future: PendingCall[Sequence[ReplicaOutcome]], connection: ClusterConnection, request_id: str
+    ) -> None:
         self._future = future
-        self._link = link
+        self._connection = connection
         self.request_id = request_id
 
     def __repr__(self) -> str:
@@ -47,7 +49,7 @@ class BroadcastResponse:
             Called in an event loop, which it would block.
         """
         if not self._future.done():
-            refuse_in_loop(self._link, "results()", "await results_async()")
+            refuse_in_loop(self._connection, "results()", "await results_async()")
             try:
                 self._future.result(timeout_s)
             except TimeoutError:
@@ -62,7 +64,7 @@ class BroadcastResponse:
         """Return the result of each replica; the same as `results`, for event loops."""
         try:
             async with asyncio.timeout(timeout_s):
-                await waiter_for(self._link, self._future)
+                await waiter_for(self._connection, self._future)
         except TimeoutError:
             raise self._timeout(timeout_s) from None
         return self._values(return_exceptions)

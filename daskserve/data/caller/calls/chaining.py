@@ -19,7 +19,7 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
-from daskserve.cluster.protocols.base import Link
+from daskserve.cluster.protocols.base import ClusterConnection
 from daskserve.common.types import KeptPayload, Payload
 from daskserve.data.caller.calls.arriving import ArrivingRequest
 from daskserve.data.caller.calls.response import Response
@@ -28,16 +28,16 @@ from daskserve.payload.arguments import ValueSource, take_out
 
 
 def chained_arguments(
-    link: Link, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, by_reference: bool
+    connection: ClusterConnection, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, by_reference: bool
 ) -> ChainedArguments:
     """Pickle arguments that hold responses, or requests that have not been read."""
 
     def is_taken(value: Any) -> bool:
-        return isinstance(value, Response) or is_unread(value) or link.values.is_value(value)
+        return isinstance(value, Response) or is_unread(value) or connection.values.is_value(value)
 
     payload, found = take_out((args, kwargs), is_taken)
-    values = [ArrivingRequest(link, each) if is_unread(each) else each for each in found]
-    return ChainedArguments(link, payload, values, by_reference=by_reference)
+    values = [ArrivingRequest(connection, each) if is_unread(each) else each for each in found]
+    return ChainedArguments(connection, payload, values, by_reference=by_reference)
 
 
 #: What ends before the call is sent.
@@ -51,19 +51,21 @@ class ChainedArguments:
     exist until the call is answered.
     """
 
-    def __init__(self, link: Link, payload: Payload, values: list[Any], *, by_reference: bool) -> None:
+    def __init__(
+        self, connection: ClusterConnection, payload: Payload, values: list[Any], *, by_reference: bool
+    ) -> None:
         self.payload = payload
         self.keys: Any = None
-        self._link = link
+        self._connection = connection
         self._by_reference = by_reference
         self._values = values
         self._kept: list[KeptPayload] = []
         self._pending = [each for each in values if isinstance(each, _PENDING)]
         remote = [each for each in values if not isinstance(each, _PENDING)]
-        self._dask = link.values.hold(payload, remote) if remote else None
+        self._dask = connection.values.hold(payload, remote) if remote else None
         for each in self._pending:
             if isinstance(each, Response):
-                each.pass_on(link, by_reference=by_reference)
+                each.pass_on(connection, by_reference=by_reference)
 
     async def wait(self) -> None:
         """Return when all values exist; raise the error of the first call or task that failed."""
@@ -76,7 +78,7 @@ class ChainedArguments:
             if not isinstance(value, _PENDING):
                 sources.append([ValueSource.DASK])
                 continue
-            found = await value.settled(self._link, by_reference=self._by_reference)
+            found = await value.settled(self._connection, by_reference=self._by_reference)
             if isinstance(found, KeptPayload):
                 self._kept.append(found)
                 sources.append([ValueSource.KEPT, found.worker, found.token])

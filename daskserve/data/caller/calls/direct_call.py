@@ -12,11 +12,11 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from daskserve.cluster.protocols.base import Cluster, Link
+from daskserve.cluster.protocols.base import Cluster, ClusterConnection
 from daskserve.common.clock import stopwatch
-from daskserve.common.types import Envelope, KeptPayload, Load, Message, Payload, Rest
+from daskserve.common.types import Envelope, KeptPayload, Load, Message, Payload, RemainingResponse
 from daskserve.data.caller.naming import with_called
-from daskserve.data.caller.routing.replica_pool import ReplicaEntry
+from daskserve.data.caller.routing.replica_pool import PooledReplica
 from daskserve.data.caller.routing.replica_set import ReplicaSet
 from daskserve.data.caller.routing.router import Router
 from daskserve.errors import ActorLostError, ReplicaBusyError, ServeError
@@ -24,7 +24,7 @@ from daskserve.loops.pending_call import PendingCall
 
 
 class DirectCall:
-    """One call in progress, on the loop of the process's link.
+    """One call in progress, on the loop of the process's connection.
 
     Parameters
     ----------
@@ -38,28 +38,28 @@ class DirectCall:
         "_replica",
         "began",
         "call",
+        "connection",
         "envelope",
-        "link",
         "replicas",
         "router",
     )
 
     def __init__(
         self,
-        link: Link,
+        connection: ClusterConnection,
         router: Router,
         replicas: ReplicaSet,
         envelope: Envelope,
         call: PendingCall[Payload | KeptPayload],
         continue_call: Callable[[DirectCall, ReplicaBusyError | ActorLostError], None],
     ) -> None:
-        self.link = link
+        self.connection = connection
         self.router = router
         self.replicas = replicas
         self.envelope = envelope
         self.call = call
         self._continue_call = continue_call
-        self._replica: ReplicaEntry | None = None  # set while it has the request
+        self._replica: PooledReplica | None = None  # set while it has the request
         self._cancel_request: Callable[[], None] | None = None
 
     def start(self, cluster: Cluster) -> bool:
@@ -83,7 +83,7 @@ class DirectCall:
         return True
 
     def _cancel_from_anywhere(self) -> None:
-        self.link.hop.post(self._cancel)
+        self.connection.thread_calls.post(self._cancel)
 
     def _cancel(self) -> None:
         replica, self._replica = self._replica, None
@@ -92,7 +92,7 @@ class DirectCall:
             self.replicas.release(replica, None)
             self._fail(asyncio.CancelledError())
 
-    def _on_answer(self, message: Message | None, outcome: Load | Exception | Rest) -> None:
+    def _on_answer(self, message: Message | None, outcome: Load | Exception | RemainingResponse) -> None:
         # If sending fails, this is called before `start` has set `_cancel_request`.
         replica, self._replica = self._replica, None
         assert replica is not None

@@ -2,7 +2,7 @@
 
 A handle works in any process that can reach the cluster: a user program, a replica, a Dask task. A handle is
 pickled by name and connects to the cluster of the process that unpickles it. Its router runs on the event
-loop of that process's link. Callers may be on any thread or loop.
+loop of that process's connection. Callers may be on any thread or loop.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, Literal, NoReturn, TypeAlias, cast, overload
 
-from daskserve.cluster.protocols.base import Link, Process, RemoteValues
-from daskserve.cluster.worker.present import find_link
+from daskserve.cluster.protocols.base import ClusterConnection, Process, RemoteValues
+from daskserve.cluster.worker.present import find_connection
 from daskserve.common.clock import stopwatch
 from daskserve.common.types import (
     DEFAULT_APPLICATION,
@@ -36,9 +36,9 @@ from daskserve.data.caller.calls.replica_choice import ReplicaChoice, ReplicaSel
 from daskserve.data.caller.calls.response import Response
 from daskserve.data.caller.calls.response_stream import Pipe, ResponseGenerator
 from daskserve.data.caller.naming import late_text
-from daskserve.data.caller.routing.learning import learning_of
 from daskserve.data.caller.routing.pending import begin_call, start_call, waiter_for
 from daskserve.data.caller.routing.router import Router, Routers
+from daskserve.data.caller.routing.waiting_calls import learning_of
 from daskserve.errors import (
     ActorLostError,
     BadRequestError,
@@ -48,11 +48,11 @@ from daskserve.errors import (
     ReplicaBusyError,
     StreamOptionError,
 )
-from daskserve.figures.collector import PROCESS
 from daskserve.internals import ipython
 from daskserve.loops.deadlines import until
 from daskserve.loops.pending_call import PendingCall
 from daskserve.loops.tasks import pause
+from daskserve.telemetry.collector import PROCESS
 
 #: What a call tells user code about its request: the ids of `CallOptions`, and the route.
 Facts: TypeAlias = Mapping[str, Any] | None
@@ -63,7 +63,12 @@ async def routers_of(cluster: Process) -> Routers:
     routers: Routers | None = cluster.shared.get("routers")
     if routers is None:
         routers = Routers(
-            cluster, cluster.listener, cluster.clock, cluster.link.rng, cluster.routes, learning_of(cluster)
+            cluster,
+            cluster.listener,
+            cluster.clock,
+            cluster.connection.rng,
+            cluster.routes,
+            learning_of(cluster),
         )
         cluster.shared["routers"] = routers
         PROCESS.add(routers)
@@ -80,7 +85,7 @@ class ShutDown:
         self.shared: dict[str, Any] = {}
 
     @property
-    def link(self) -> NoReturn:
+    def connection(self) -> NoReturn:
         raise ClosedError(f"This handle of {short_tag(self._endpoint)!r} was shut down; get a new one.")
 
 
@@ -190,7 +195,7 @@ class Handle:
                 "can call where the deployment runs."
             )
         if self._cluster is None:
-            self._cluster = find_link().cluster(self._instance)
+            self._cluster = find_connection().cluster(self._instance)
         return self._cluster
 
     def remote(self, *args: Any, **kwargs: Any) -> Response:
@@ -213,8 +218,8 @@ class Handle:
         >>> async with handle.choose_replica() as selection:  # doctest: +SKIP
         ...     answer = await handle.dispatch(selection, 1)
         """
-        cluster, link, options = self._process, self._process.link, self._options
-        request_id, deadline = identity_of(self._options, link, current_request.get())
+        cluster, connection, options = self._process, self._process.connection, self._options
+        request_id, deadline = identity_of(self._options, connection, current_request.get())
         head = {"method": "", "request_id": request_id, "reserve": True, "stream": options.stream}
         envelope = Envelope(EnvelopeKind.CALL, head, deadline=deadline)
 
@@ -226,7 +231,7 @@ class Handle:
                 sending = until(deadline, sending, late)
             await sending
 
-        return ReplicaChoice((self._instance, self._endpoint), link, reserve, is_stream=options.stream)
+        return ReplicaChoice((self._instance, self._endpoint), connection, reserve, is_stream=options.stream)
 
     def dispatch(self, selection: ReplicaSelection, *args: Any, **kwargs: Any) -> Response:
         """Call the replica that `choose_replica` has chosen, in its reserved slot, like `remote`.
@@ -248,8 +253,8 @@ class Handle:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         pipe: Pipe | None = None,
-    ) -> tuple[PendingCall[Any], Link, str]:
-        cluster, link, current = self._process, self._process.link, current_request.get()
+    ) -> tuple[PendingCall[Any], ClusterConnection, str]:
+        cluster, connection, current = self._process, self._process.connection, current_request.get()
         choice = selection.choice if isinstance(selection, ReplicaSelection) else None
         if choice is None or choice.owner != (self._instance, self._endpoint):
             raise BadRequestError(
@@ -258,8 +263,8 @@ class Handle:
             )
         if choice.is_stream is not self._options.stream:
             raise StreamOptionError("Choose the replica with the same option `stream` as the call.")
-        request_id, _ = identity_of(self._options, link, current)
-        payload, values = pack(self._options, link, args, kwargs)
+        request_id, _ = identity_of(self._options, connection, current)
+        payload, values = pack(self._options, connection, args, kwargs)
         future: PendingCall[Any] = PendingCall()
         choice.claim(future, None if pipe is None else pipe.put)
 
@@ -272,14 +277,14 @@ class Handle:
         choice.send(make_message())
         if current is not None:
             current.add_call(future)
-        return future, link, request_id
+        return future, connection, request_id
 
     def broadcast(self, method_name: str, *args: Any, **kwargs: Any) -> BroadcastResponse:
         """Call a method of every running replica, past their queues and limits; see `BroadcastResponse`."""
         handle = self.options(method_name=method_name, stream=False)
-        cluster, link, current = self._process, self._process.link, current_request.get()
-        request_id, deadline = identity_of(self._options, link, current)
-        payload, values = pack(self._options, link, args, kwargs)
+        cluster, connection, current = self._process, self._process.connection, current_request.get()
+        request_id, deadline = identity_of(self._options, connection, current)
+        payload, values = pack(self._options, connection, args, kwargs)
 
         async def send() -> Sequence[ReplicaOutcome]:
             head, filled = await handle._settled(cluster, request_id, handle._facts, payload, values, False)
@@ -289,10 +294,10 @@ class Handle:
                 cluster, await router.replicas(), Envelope(EnvelopeKind.CALL, head, filled, deadline)
             )
 
-        future = start_call(link, send())
+        future = start_call(connection, send())
         if current is not None:
             current.add_call(future)
-        return BroadcastResponse(future, link, request_id)
+        return BroadcastResponse(future, connection, request_id)
 
     # ---- the end
 
@@ -301,15 +306,15 @@ class Handle:
 
         Calls that were made continue. Other handles of the endpoint work as before.
         """
-        link = self._process.link
-        if link.runs_here():
+        connection = self._process.connection
+        if connection.runs_here():
             raise BlockingCallError("shutdown() would block the event loop; await shutdown_async().")
-        start_call(link, self._shut_down()).result()
+        start_call(connection, self._shut_down()).result()
 
     async def shutdown_async(self) -> None:
         """Release what this handle watches in its process; the same as `shutdown`, for event loops."""
-        link = self._process.link
-        await waiter_for(link, start_call(link, self._shut_down()))
+        connection = self._process.connection
+        await waiter_for(connection, start_call(connection, self._shut_down()))
 
     async def _shut_down(self) -> None:
         routers: Routers | None = self._process.shared.get("routers")
@@ -321,51 +326,51 @@ class Handle:
 
     def _start(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], pipe: Pipe | None = None
-    ) -> tuple[PendingCall[Any], Link, str]:
-        """Start a call and return its future, link and id; the items of a stream go into ``pipe``."""
-        link = self._process.link
+    ) -> tuple[PendingCall[Any], ClusterConnection, str]:
+        """Start a call and return its future, connection and id; the items of a stream go into ``pipe``."""
+        connection = self._process.connection
         current = current_request.get()
-        request_id, deadline = identity_of(self._options, link, current)
-        payload, values = pack(self._options, link, args, kwargs)
+        request_id, deadline = identity_of(self._options, connection, current)
+        payload, values = pack(self._options, connection, args, kwargs)
         facts = self._facts
         if current is not None and current.route:
             facts = {**(facts or {}), "route": current.route}
         if current is not None and current.is_shown:
             facts = {**(facts or {}), "is_shown": True}
         if deadline is None and pipe is None and values is None:
-            future = self._start_direct(link, payload, request_id, facts)
+            future = self._start_direct(connection, payload, request_id, facts)
         else:
             future = PendingCall()
             put = None if pipe is None else pipe.put
             call = self._call(payload, request_id, facts, deadline, put, values, future)
             if deadline is not None:
                 call = until(deadline, call, late_text(request_id, self._endpoint, is_legacy=self._is_legacy))
-            start_call(link, call, future)
+            start_call(connection, call, future)
         if current is not None:
             current.add_call(future)
-        return future, link, request_id
+        return future, connection, request_id
 
     def _start_direct(
-        self, link: Link, payload: Payload, request_id: str, facts: Facts
+        self, connection: ClusterConnection, payload: Payload, request_id: str, facts: Facts
     ) -> PendingCall[Payload | KeptPayload]:
-        if link.is_closed:
-            raise link.closed_error()
+        if connection.is_closed:
+            raise connection.closed_error()
         future: PendingCall[Payload | KeptPayload] = PendingCall()
-        if link.runs_here():
-            self._send_direct(link, payload, request_id, facts, future)
+        if connection.runs_here():
+            self._send_direct(connection, payload, request_id, facts, future)
         else:
-            link.hop.post(self._send_direct, link, payload, request_id, facts, future)
+            connection.thread_calls.post(self._send_direct, connection, payload, request_id, facts, future)
         return future
 
     def _send_direct(
         self,
-        link: Link,
+        connection: ClusterConnection,
         payload: Payload,
         request_id: str,
         facts: Facts,
         future: PendingCall[Payload | KeptPayload],
     ) -> None:
-        """Send a call directly, or start a task if it has to wait; runs on the link's loop."""
+        """Send a call directly, or start a task if it has to wait; runs on the connection's loop."""
         if future.cancelled():
             return
         cluster = self._process
@@ -377,14 +382,14 @@ class Handle:
                 if replicas is not None:
                     head = self._head(router, request_id, facts)
                     envelope = Envelope(EnvelopeKind.CALL, head, payload, call=future)
-                    if DirectCall(link, router, replicas, envelope, future, self._continue_call).start(
+                    if DirectCall(connection, router, replicas, envelope, future, self._continue_call).start(
                         cluster
                     ):
                         return
         except Exception as error:  # the caller gets it
             future.set_error(error)
             return
-        begin_call(link, self._call(payload, request_id, facts, None, None, None, future), future)
+        begin_call(connection, self._call(payload, request_id, facts, None, None, None, future), future)
 
     def _continue_call(self, call: DirectCall, refused: ReplicaBusyError | ActorLostError) -> None:
         """Continue a call that a replica has refused, in a task."""
@@ -395,7 +400,7 @@ class Handle:
 
         # The call is already counted as begun, so this coroutine must start in any case to count its end.
         sending = send_and_record(call.router, call.envelope, send, call.began, self._process.clock)
-        begin_call(call.link, sending, call.call, pauses_itself=True)
+        begin_call(call.connection, sending, call.call, pauses_itself=True)
 
     def _head(self, router: Router, request_id: str, facts: Facts) -> dict[str, Any]:
         options = self._options

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
-from daskserve.cluster.protocols.base import Link, RemoteValues
+from daskserve.cluster.protocols.base import ClusterConnection, RemoteValues
 from daskserve.common.clock import Clock, stopwatch
 from daskserve.common.types import DONE, Envelope, KeptPayload, Message, Payload, Send
 from daskserve.context import RequestContext
@@ -22,17 +22,19 @@ from daskserve.payload.serialization import DEFAULT_SERIALIZATION, serialize
 from daskserve.payload.unpicklable import arguments_of, unpicklable_error
 
 
-def identity_of(options: CallOptions, link: Link, current: RequestContext | None) -> tuple[str, float | None]:
+def identity_of(
+    options: CallOptions, connection: ClusterConnection, current: RequestContext | None
+) -> tuple[str, float | None]:
     """Return the id and the deadline of a call that the present request makes, if there is one."""
-    request_id = (current.request_id if current is not None else "") or link.request_ids.next()
+    request_id = (current.request_id if current is not None else "") or connection.request_ids.next()
     deadline = None if current is None else current.deadline
     if options.timeout_s is not None:
-        deadline = earliest(deadline, link.loop.time() + options.timeout_s)
+        deadline = earliest(deadline, connection.loop.time() + options.timeout_s)
     return request_id, deadline
 
 
 def pack(
-    options: CallOptions, link: Link, args: tuple[Any, ...], kwargs: dict[str, Any]
+    options: CallOptions, connection: ClusterConnection, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Payload, RemoteValues | None]:
     """Serialize arguments, and take out those that do not travel with the call.
 
@@ -44,7 +46,7 @@ def pack(
         The serialization of the handle cannot hold an argument.
     """
     try:
-        return _packed(options, link, args, kwargs)
+        return _packed(options, connection, args, kwargs)
     except ServeError:
         raise
     except Exception as error:  # a foreign object may raise anything
@@ -60,7 +62,7 @@ def pack(
 
 
 def _packed(
-    options: CallOptions, link: Link, args: tuple[Any, ...], kwargs: dict[str, Any]
+    options: CallOptions, connection: ClusterConnection, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Payload, RemoteValues | None]:
     serialization = options.request_serialization
     try:
@@ -69,9 +71,9 @@ def _packed(
         else:
             payload = serialize(serialization, (args, kwargs))
     except PassedResponseError:
-        values = chained_arguments(link, args, kwargs, by_reference=options.by_reference)
+        values = chained_arguments(connection, args, kwargs, by_reference=options.by_reference)
         return values.payload, values
-    return payload, link.values.take(payload, args, kwargs) if may_mention_dask(payload) else None
+    return payload, connection.values.take(payload, args, kwargs) if may_mention_dask(payload) else None
 
 
 def _without_responses(value: Any) -> Any:

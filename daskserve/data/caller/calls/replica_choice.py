@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
-from daskserve.cluster.protocols.base import Link
+from daskserve.cluster.protocols.base import ClusterConnection
 from daskserve.common.types import DONE, Message, Receive, Send
 from daskserve.data.caller.calls.response import cancelled_error
 from daskserve.data.caller.routing.pending import start_call, waiter_for
@@ -87,25 +87,27 @@ class ReplicaSelection:
 class ReplicaChoice:
     """The context manager that `Handle.choose_replica` returns."""
 
-    def __init__(self, owner: tuple[str, str], link: Link, reserve: Reserve, *, is_stream: bool) -> None:
+    def __init__(
+        self, owner: tuple[str, str], connection: ClusterConnection, reserve: Reserve, *, is_stream: bool
+    ) -> None:
         #: The instance and the endpoint of the handle, which alone may dispatch to the selection.
         self.owner = owner
         self.is_stream = is_stream
-        self._link = link
+        self._connection = connection
         self._reserve = reserve
         self._selected: PendingCall[ReplicaSelection] = PendingCall()
         self._holding: PendingCall[None] | None = None
-        #: Completed on the link's loop with the message that carries the arguments.
+        #: Completed on the connection's loop with the message that carries the arguments.
         self._message: asyncio.Future[Message] | None = None
         self._call: PendingCall[Any] | None = None
         self._put: Send | None = None
         self._answer: Any = None
 
     async def __aenter__(self) -> ReplicaSelection:
-        self._holding = start_call(self._link, self._hold())
+        self._holding = start_call(self._connection, self._hold())
         self._holding.add_done_callback(self._end)
         try:
-            await waiter_for(self._link, self._selected)
+            await waiter_for(self._connection, self._selected)
         except asyncio.CancelledError:
             self._holding.cancel()
             raise
@@ -139,7 +141,7 @@ class ReplicaChoice:
 
     def send(self, making: Coroutine[Any, Any, Message]) -> None:
         """Send the replica the message with the arguments, once they exist."""
-        start_call(self._link, self._send(making))
+        start_call(self._connection, self._send(making))
 
     def _lost(self, error: BaseException | None) -> ReplicaUnavailableError:
         selected = self._selected.result()
@@ -147,7 +149,7 @@ class ReplicaChoice:
             f"Replica {selected.replica_id!r} has stopped, or was lost, since it was chosen: {error}"
         )
 
-    # ---- on the link's loop
+    # ---- on the connection's loop
 
     async def _send(self, making: Coroutine[Any, Any, Message]) -> None:
         assert self._call is not None

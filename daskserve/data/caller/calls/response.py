@@ -7,7 +7,7 @@ from collections.abc import Generator
 from concurrent.futures import CancelledError
 from typing import Any, NoReturn
 
-from daskserve.cluster.protocols.base import Link, Process
+from daskserve.cluster.protocols.base import ClusterConnection, Process
 from daskserve.common.formatting import shown
 from daskserve.common.types import KeptPayload, Payload
 from daskserve.data.caller.naming import as_read
@@ -33,10 +33,14 @@ class Response:
     _fetching: PendingCall[Payload] | None = None
 
     def __init__(
-        self, future: PendingCall[Payload | KeptPayload], link: Link, request_id: str, process: Process
+        self,
+        future: PendingCall[Payload | KeptPayload],
+        connection: ClusterConnection,
+        request_id: str,
+        process: Process,
     ) -> None:
         self._future = future
-        self._link = link
+        self._connection = connection
         self._process = process
         self._loaded: Any = None
         self._is_loaded = False
@@ -58,7 +62,7 @@ class Response:
         if not future.done():
             future.leaves_value = self._is_passed_on
             try:
-                yield from waiter_for(self._link, future)
+                yield from waiter_for(self._connection, future)
             except asyncio.CancelledError:
                 future.cancel()
                 raise
@@ -68,7 +72,7 @@ class Response:
                 raise shown_in_notebook(as_read(error))
             payload = future.result()
             if isinstance(payload, KeptPayload):
-                yield from waiter_for(self._link, self._fetched() or future)
+                yield from waiter_for(self._connection, self._fetched() or future)
                 return self._value()
             self._loaded = payload.load()
             self._is_loaded = True
@@ -94,7 +98,7 @@ class Response:
         if self._fetching is None and future.exception() is None:
             kept = future.result()
             if type(kept) is KeptPayload:
-                self._fetching = start_call(self._link, self._fetch(kept))
+                self._fetching = start_call(self._connection, self._fetch(kept))
         return self._fetching
 
     async def _fetch(self, kept: KeptPayload) -> Payload:
@@ -125,7 +129,7 @@ class Response:
     def _wait(self, future: PendingCall[Any], timeout_s: float | None) -> None:
         if future.done():
             return
-        refuse_in_loop(self._link, "result()", "await the response")
+        refuse_in_loop(self._connection, "result()", "await the response")
         future.leaves_value = self._is_passed_on
         try:
             future.result(timeout_s)
@@ -155,14 +159,14 @@ class Response:
 
     # ---- as an argument of another call
 
-    def pass_on(self, link: Link, *, by_reference: bool) -> None:
+    def pass_on(self, connection: ClusterConnection, *, by_reference: bool) -> None:
         """Note that the result is for another replica, so that a large one stays where it was made."""
-        if by_reference and link is self._link:
+        if by_reference and connection is self._connection:
             self._is_passed_on = self._future.leaves_value = True
 
     def wake_when_done(self) -> asyncio.Future[None]:
         """Return a future of the running loop that completes when the call has ended."""
-        return waiter_for(self._link, self._future)
+        return waiter_for(self._connection, self._future)
 
     def raise_if_failed(self) -> None:
         """Raise the error of a call that has ended with one, or was cancelled; not unpacked."""
@@ -173,14 +177,14 @@ class Response:
     def _failure(self, future: PendingCall[Any]) -> BaseException | None:
         return cancelled_error(self.request_id) if future.cancelled() else future.exception()
 
-    async def settled(self, link: Link, *, by_reference: bool) -> Payload | KeptPayload:
-        """Return the result of a call that has succeeded, or where it is; runs on the loop of ``link``."""
+    async def settled(self, connection: ClusterConnection, *, by_reference: bool) -> Payload | KeptPayload:
+        """Return the result of a successful call, or where it is; runs on the loop of ``connection``."""
         found = self._future.result()
-        if type(found) is not KeptPayload or (by_reference and link is self._link):
+        if type(found) is not KeptPayload or (by_reference and connection is self._connection):
             return found
         fetching = self._fetched()
         assert fetching is not None
-        await waiter_for(self._link, fetching)
+        await waiter_for(self._connection, fetching)
         fetched: Payload = fetching.result()
         return fetched
 
@@ -192,12 +196,12 @@ def cancelled_error(request_id: str) -> RequestCancelledError:
     )
 
 
-def refuse_in_loop(link: Link, name: str, remedy: str) -> None:
+def refuse_in_loop(connection: ClusterConnection, name: str, remedy: str) -> None:
     """Raise `RuntimeError` in an event loop, which a blocking call would hold up.
 
     Notebooks run each cell in an event loop that has nothing else to do, so they may block it.
     """
-    if link.runs_here():
+    if connection.runs_here():
         raise RuntimeError(f"{name} would block the event loop that has to produce the answer; {remedy}.")
     if running_loop() is not None and not in_cell():
         raise RuntimeError(

@@ -1,8 +1,8 @@
-"""The caller's end of a streaming call: items from the loop of the process's link to any thread or loop.
+"""The caller's end of a streaming call: items from the connection's loop to any thread or loop.
 
-The link's loop puts items into a `Pipe` as they arrive, up to `MAX_BUFFERED_BYTES`. Then it waits, and the
-channel's flow control makes the generator wait too. The reader takes the items out. One thread switch serves
-all items that have arrived in the meantime.
+The connection's loop puts items into a `Pipe` as they arrive, up to `MAX_BUFFERED_BYTES`. Then it waits, and
+the channel's flow control makes the generator wait too. The reader takes the items out. One thread switch
+serves all items that have arrived in the meantime.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, NoReturn, Self
 
-from daskserve.cluster.protocols.base import Link
+from daskserve.cluster.protocols.base import ClusterConnection
 from daskserve.common.types import Message, Payload
 from daskserve.data.caller.calls.response import cancelled_error, refuse_in_loop
 from daskserve.data.caller.naming import as_read
@@ -148,10 +148,12 @@ class ResponseGenerator:
     object is garbage collected. In all but the first case the generator in the replica is closed.
     """
 
-    def __init__(self, pipe: Pipe, future: PendingCall[None], link: Link, request_id: str) -> None:
+    def __init__(
+        self, pipe: Pipe, future: PendingCall[None], connection: ClusterConnection, request_id: str
+    ) -> None:
         self._future = future
         self._pipe = pipe
-        self._link = link
+        self._connection = connection
         self.request_id = request_id
         # Only the pipe is referenced here, so this object is collected when its reader drops it.
         future.add_done_callback(partial(pipe.close_after, request_id))
@@ -164,7 +166,7 @@ class ResponseGenerator:
         # Through the loop, because the garbage collector may call this on any thread at any time.
         if not self._future.done():
             with suppress(RuntimeError):  # what a closed loop raises
-                self._link.loop.call_soon_threadsafe(self._future.cancel)
+                self._connection.loop.call_soon_threadsafe(self._future.cancel)
 
     def __reduce__(self) -> NoReturn:
         raise PassedResponseError(
@@ -211,7 +213,7 @@ class ResponseGenerator:
             if payload is not None:
                 return load(payload)
             try:
-                refuse_in_loop(self._link, "`for`", "use `async for`")
+                refuse_in_loop(self._connection, "`for`", "use `async for`")
                 changed.wait()
             finally:
                 self._pipe.forget_reader()
@@ -229,7 +231,7 @@ class ResponseGenerator:
 
     def cancel(self) -> bool:
         """Cancel the call; its reader gets a `RequestCancelledError`. Return whether it still ran."""
-        if self._future.done() or self._link.loop.is_closed():
+        if self._future.done() or self._connection.loop.is_closed():
             return False
         return self._future.cancel()
 

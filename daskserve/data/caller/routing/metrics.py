@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 
 from daskserve.errors import ReplicaBusyError
-from daskserve.figures.histogram import TIMEOUT, LatencyHistogram, cause_of
-from daskserve.figures.table import MetricSample
 from daskserve.payload.packed_errors import known_of
+from daskserve.telemetry.histogram import TIMEOUT, LatencyHistogram, cause_of
+from daskserve.telemetry.table import MetricSample
 
 #: Why a request was sent again.
 BUSY, LOST = "busy", "lost"
@@ -48,7 +48,7 @@ class CallMetrics:
 
     def __init__(self) -> None:
         self.begun = 0
-        #: Number of errors by cause; see `daskserve.figures.histogram.cause_of`.
+        #: Number of errors by cause; see `daskserve.telemetry.histogram.cause_of`.
         self.errors: dict[str, int] = {}
         self.latency = LatencyHistogram()
 

@@ -1,4 +1,4 @@
-"""Calls in progress on the loop of a process's link, for callers on any thread or loop.
+"""Calls in progress on the loop of a process's connection, for callers on any thread or loop.
 
 These functions do the same as `asyncio.run_coroutine_threadsafe` and `asyncio.wrap_future`. For 64 calls at a
 time they cost less than half, and a third if both loops are the same. One wake-up of a loop serves all calls
@@ -13,7 +13,7 @@ from contextvars import Context
 from functools import partial
 from typing import Any, TypeVar
 
-from daskserve.cluster.protocols.base import Link
+from daskserve.cluster.protocols.base import ClusterConnection
 from daskserve.loops.event_loop import running_loop
 from daskserve.loops.pending_call import PendingCall
 from daskserve.loops.tasks import pause
@@ -22,9 +22,9 @@ T = TypeVar("T")
 
 
 def start_call(
-    link: Link, coroutine: Coroutine[Any, Any, T], call: PendingCall[T] | None = None
+    connection: ClusterConnection, coroutine: Coroutine[Any, Any, T], call: PendingCall[T] | None = None
 ) -> PendingCall[T]:
-    """Run a coroutine on the link's loop and return its call; cancelling the call cancels the coroutine.
+    """Run a coroutine on the connection's loop and return its call; cancelling one cancels the other.
 
     The coroutine does not see the caller's context variables.
 
@@ -33,19 +33,19 @@ def start_call(
     ClusterUnreachableError
         The Dask client was closed.
     """
-    if link.is_closed:
+    if connection.is_closed:
         coroutine.close()
-        raise link.closed_error()
+        raise connection.closed_error()
     if call is None:
         call = PendingCall()
-    if link.runs_here():
-        begin_call(link, coroutine, call)
+    if connection.runs_here():
+        begin_call(connection, coroutine, call)
     else:
-        link.hop.post(begin_call, link, coroutine, call)
+        connection.thread_calls.post(begin_call, connection, coroutine, call)
     return call
 
 
-def waiter_for(link: Link, call: PendingCall[Any]) -> asyncio.Future[None]:
+def waiter_for(connection: ClusterConnection, call: PendingCall[Any]) -> asyncio.Future[None]:
     """Return a future of the running loop that completes when a call ends, with or without success.
 
     If the task that awaits it is cancelled, that task should cancel the call.
@@ -58,19 +58,23 @@ def waiter_for(link: Link, call: PendingCall[Any]) -> asyncio.Future[None]:
         running = running_loop()
         if running is loop:
             _settle(waiter)
-        elif running is link.loop:
-            link.hops.onto(loop).post_soon(_settle, waiter)
+        elif running is connection.loop:
+            connection.calls_by_loop.onto(loop).post_soon(_settle, waiter)
         else:
-            link.hops.onto(loop).post(_settle, waiter)
+            connection.calls_by_loop.onto(loop).post(_settle, waiter)
 
     call.add_done_callback(wake)
     return waiter
 
 
 def begin_call(
-    link: Link, coroutine: Coroutine[Any, Any, T], call: PendingCall[T], *, pauses_itself: bool = False
+    connection: ClusterConnection,
+    coroutine: Coroutine[Any, Any, T],
+    call: PendingCall[T],
+    *,
+    pauses_itself: bool = False,
 ) -> None:
-    """Run a coroutine whose result ends a call; must run on the link's loop.
+    """Run a coroutine whose result ends a call; must run on the connection's loop.
 
     A coroutine that must run its cleanup in any case begins with `pause` and sets ``pauses_itself``.
     """
@@ -80,8 +84,8 @@ def begin_call(
     running = _run(coroutine, call, pauses_itself)
     # Start it here: its cleanup must run even if the loop cancels the task before its first step.
     running.send(None)
-    task = link.loop.create_task(running, context=Context())
-    call.on_cancel(partial(_cancel, link, task))
+    task = connection.loop.create_task(running, context=Context())
+    call.on_cancel(partial(_cancel, connection, task))
 
 
 async def _run(coroutine: Coroutine[Any, Any, T], call: PendingCall[T], pauses_itself: bool) -> None:
@@ -97,9 +101,9 @@ async def _run(coroutine: Coroutine[Any, Any, T], call: PendingCall[T], pauses_i
         call.set_error(error)
 
 
-def _cancel(link: Link, task: asyncio.Task[None]) -> None:
+def _cancel(connection: ClusterConnection, task: asyncio.Task[None]) -> None:
     if not task.done():
-        link.hop.post(task.cancel)
+        connection.thread_calls.post(task.cancel)
 
 
 def _settle(waiter: asyncio.Future[None]) -> None:

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 
 from daskserve.common.clock import Clock, stopwatch
-from daskserve.common.types import DONE, SLOT_TAKEN, Load, Message, Patience, Send
-from daskserve.data.caller.routing.replica_pool import ReplicaEntry, Roster
-from daskserve.figures.histogram import LatencyHistogram
+from daskserve.common.types import DONE, SLOT_TAKEN, Load, Message, QueueTimeout, Send
+from daskserve.data.caller.routing.replica_pool import PooledReplica, ReplicaPool
+from daskserve.telemetry.histogram import LatencyHistogram
 
 #: How long a request waits in the queues of all replicas together. Each replica gets an equal share, but at
 #: least `MIN_PATIENCE_S`. Then the request moves to another replica.
@@ -31,14 +31,14 @@ class QueuedRequest:
 
     def __init__(
         self,
-        roster: Roster,
-        replica: ReplicaEntry,
+        pool: ReplicaPool,
+        replica: PooledReplica,
         clock: Clock,
         send: Send,
         waits: LatencyHistogram,
         on_slot: Callable[[], None],
     ) -> None:
-        self._roster = roster
+        self._pool = pool
         self._replica = replica
         self._clock = clock
         self._send = send
@@ -47,16 +47,16 @@ class QueuedRequest:
         self._began = stopwatch()
         self._has_left = False
 
-    def patience(self, since: float) -> Patience:
+    def queue_timeout(self, since: float) -> QueueTimeout:
         """Return how long a request may wait here if it has been in queues since the given time."""
-        left_s = max(PATIENCE_S / max(self._roster.size, 1), MIN_PATIENCE_S)
-        return Patience(left_s, self._clock.now() - since)
+        left_s = max(PATIENCE_S / max(self._pool.size, 1), MIN_PATIENCE_S)
+        return QueueTimeout(left_s, self._clock.now() - since)
 
     def send(self, message: Message) -> Awaitable[None]:
         """Send a message to the caller; ``SLOT_TAKEN`` is for the router and stays here."""
         if message["type"] != SLOT_TAKEN:
             return self._send(message)
-        self._roster.report(self._replica, Load(message["ongoing"], message["queued"]), self._clock.now())
+        self._pool.report(self._replica, Load(message["ongoing"], message["queued"]), self._clock.now())
         self.leave()
         self._on_slot()
         return DONE
@@ -65,5 +65,5 @@ class QueuedRequest:
         """Let the next request queue at the replica; idempotent."""
         if not self._has_left:
             self._has_left = True
-            self._roster.leave_queue(self._replica)
+            self._pool.leave_queue(self._replica)
             self._waits.observe(stopwatch() - self._began)

@@ -36,7 +36,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
-from daskserve.common.types import ActorAddress, Load, Reach, ReplicaTag, WorkerAddress
+from daskserve.common.types import ActorAddress, Load, Reachability, ReplicaTag, WorkerAddress
 from daskserve.data.caller.routing.choice import choose
 from daskserve.data.caller.routing.websocket_cost import TurnMeter
 
@@ -55,7 +55,7 @@ PACE_WEIGHT = 0.1
 BUSY_BACKOFF_S = 0.02
 
 
-class ReplicaEntry:
+class PooledReplica:
     """One replica, and the requests that this process has in flight there."""
 
     __slots__ = (
@@ -98,9 +98,9 @@ class ReplicaEntry:
         self.is_full = False
         self.has_queued_request = False
         #: How this process reaches its worker; None if that is not known yet.
-        self.route: Reach | None = None
-        #: The list that holds it while it has room: local, remote or detoured; None once it is not used.
-        self.peers: list[ReplicaEntry] | None = None
+        self.route: Reachability | None = None
+        #: The list that holds it while it has room: local, remote or relayed; None once it is not used.
+        self.peers: list[PooledReplica] | None = None
         #: Whether it is in one of the queues of replicas that are probably idle.
         self.is_hinted = False
         #: Its index in that list, or in the list of full replicas; -1 while it gets no requests.
@@ -114,10 +114,10 @@ class ReplicaEntry:
 
 
 #: Chooses one of some replicas for a request, or none.
-Pick: TypeAlias = Callable[[Sequence[ReplicaEntry]], ReplicaEntry | None]
+Pick: TypeAlias = Callable[[Sequence[PooledReplica]], PooledReplica | None]
 
 
-class Roster:
+class ReplicaPool:
     """The replicas of one backend.
 
     Parameters
@@ -131,21 +131,21 @@ class Roster:
     def __init__(
         self,
         is_local: Callable[[ActorAddress], bool],
-        route_to: Callable[[WorkerAddress], Reach | None] = lambda _: Reach.DIRECT,
+        route_to: Callable[[WorkerAddress], Reachability | None] = lambda _: Reachability.DIRECT,
     ) -> None:
         self._is_local = is_local
         self._route_to = route_to
-        self._entries: dict[ReplicaTag, ReplicaEntry] = {}
-        self._local: list[ReplicaEntry] = []
-        self._remote: list[ReplicaEntry] = []
-        self._detoured: list[ReplicaEntry] = []
-        self._full: list[ReplicaEntry] = []
+        self._entries: dict[ReplicaTag, PooledReplica] = {}
+        self._local: list[PooledReplica] = []
+        self._remote: list[PooledReplica] = []
+        self._relayed: list[PooledReplica] = []
+        self._full: list[PooledReplica] = []
         # Replicas whose last request has ended. Those that have new requests are dropped when they are drawn.
-        self._idle_local: deque[ReplicaEntry] = deque()
-        self._idle_remote: deque[ReplicaEntry] = deque()
-        self._idle_detoured: deque[ReplicaEntry] = deque()
-        self._newcomers: deque[ReplicaEntry] = deque()
-        self._suspended: list[tuple[float, int, ReplicaEntry]] = []
+        self._idle_local: deque[PooledReplica] = deque()
+        self._idle_remote: deque[PooledReplica] = deque()
+        self._idle_relayed: deque[PooledReplica] = deque()
+        self._newcomers: deque[PooledReplica] = deque()
+        self._suspended: list[tuple[float, int, PooledReplica]] = []
         self._numbers = itertools.count()
         #: The number of this process's requests at the replicas, including replicas no longer used, and how
         #: many of them are queued there.
@@ -179,12 +179,12 @@ class Roster:
     ) -> None:
         """Replace the replicas by the published ones, each with its worker and incarnation."""
         known = self._entries
-        newcomers: list[ReplicaEntry] = []
-        entries: list[ReplicaEntry] = []
+        newcomers: list[PooledReplica] = []
+        entries: list[PooledReplica] = []
         for tag, (worker, incarnation) in published.items():
             entry = known.get(tag)
             if entry is None or entry.address.worker != worker or entry.address.incarnation != incarnation:
-                entry = ReplicaEntry(tag, ActorAddress(name_of(tag), worker, incarnation))
+                entry = PooledReplica(tag, ActorAddress(name_of(tag), worker, incarnation))
                 newcomers.append(entry)
             entry.concurrency = concurrency
             entries.append(entry)
@@ -205,26 +205,26 @@ class Roster:
         if self.has_worker(worker):
             self._replace(list(self._entries.values()))
 
-    def _replace(self, entries: Iterable[ReplicaEntry]) -> None:
+    def _replace(self, entries: Iterable[PooledReplica]) -> None:
         for entry in self._entries.values():
             entry.peers = None
             entry.index = -1
             entry.is_hinted = False
-        for each in (self._local, self._remote, self._detoured, self._full):
+        for each in (self._local, self._remote, self._relayed, self._full):
             each.clear()
-        for hints in (self._idle_local, self._idle_remote, self._idle_detoured):
+        for hints in (self._idle_local, self._idle_remote, self._idle_relayed):
             hints.clear()
         self._entries = {entry.tag: entry for entry in entries}
         for entry in self._entries.values():
             if self._is_local(entry.address):
-                entry.route, entry.peers = Reach.DIRECT, self._local
+                entry.route, entry.peers = Reachability.DIRECT, self._local
             else:
                 entry.route = self._route_to(entry.address.worker)
-                entry.peers = self._detoured if entry.route is Reach.SCHEDULER else self._remote
+                entry.peers = self._relayed if entry.route is Reachability.SCHEDULER else self._remote
             self._add(entry)
         self._newcomers = deque(each for each in self._newcomers if each.peers is self._remote)
 
-    def take(self, now: float, rng: random.Random, pick: Pick | None = None) -> ReplicaEntry | None:
+    def take(self, now: float, rng: random.Random, pick: Pick | None = None) -> PooledReplica | None:
         """Return the replica for a request, or None; the request counts as in flight from now on.
 
         If no replica has room, this returns a full one and sets ``has_queued_request``. ``pick`` chooses
@@ -258,8 +258,8 @@ class Roster:
             entry = (self._newcomers and self._newcomer()) or (
                 remote[0] if len(remote) == 1 else _draw(remote, self._idle_remote, now, rng)
             )
-        elif self._detoured:
-            entry = _draw(self._detoured, self._idle_detoured, now, rng)
+        elif self._relayed:
+            entry = _draw(self._relayed, self._idle_relayed, now, rng)
         elif self._full:
             entry = choose(self._full, now, rng)
             entry.has_queued_request = True
@@ -274,21 +274,21 @@ class Roster:
             self._remove(entry)
         return entry
 
-    def _work(self, entry: ReplicaEntry, now: float) -> float:
+    def _work(self, entry: PooledReplica, now: float) -> float:
         """Return the score of a replica for the choice between near and far."""
         score = entry.score(now)
         if entry.sockets and self.turns.is_light(now, HOP_S):
             return max(0.0, score - entry.sockets)
         return score
 
-    def leave_queue(self, entry: ReplicaEntry) -> None:
+    def leave_queue(self, entry: PooledReplica) -> None:
         """Record that the request queued at a replica has its slot, or has left."""
         if entry.has_queued_request:
             entry.has_queued_request = False
             self.queued -= 1
             self._add(entry)
 
-    def release(self, entry: ReplicaEntry) -> None:
+    def release(self, entry: PooledReplica) -> None:
         """Record that a request has ended."""
         self.in_flight -= 1
         entry.in_flight -= 1
@@ -297,12 +297,12 @@ class Roster:
         elif not entry.in_flight and not entry.is_hinted:
             self._hint(entry)
 
-    def put_first(self, entry: ReplicaEntry) -> None:
+    def put_first(self, entry: PooledReplica) -> None:
         """Give a remote replica the next request, like a replica that joins."""
         if entry.peers is self._remote:
             self._newcomers.appendleft(entry)
 
-    def report(self, entry: ReplicaEntry, load: Load, now: float, *, is_answer: bool = True) -> None:
+    def report(self, entry: PooledReplica, load: Load, now: float, *, is_answer: bool = True) -> None:
         """Record the load that a replica reports with an answer, or with the end of a WebSocket."""
         if is_answer:
             wait_s = now - entry.busy_since
@@ -317,7 +317,7 @@ class Roster:
         if is_full is not entry.is_full:
             self._set_full(entry, is_full=is_full)
 
-    def note_busy(self, entry: ReplicaEntry, ongoing: int, now: float, *, was_queued: bool) -> None:
+    def note_busy(self, entry: PooledReplica, ongoing: int, now: float, *, was_queued: bool) -> None:
         """Record that a replica refused a request, at once or after it was queued there."""
         pace_s = entry.pace_s
         self.report(entry, Load(max(ongoing, entry.concurrency)), now)
@@ -325,7 +325,7 @@ class Roster:
         if was_queued:
             self.suspend(entry, now + BUSY_BACKOFF_S)
 
-    def _set_full(self, entry: ReplicaEntry, *, is_full: bool) -> None:
+    def _set_full(self, entry: PooledReplica, *, is_full: bool) -> None:
         if entry.index < 0:
             entry.is_full = is_full
         else:
@@ -333,7 +333,7 @@ class Roster:
             entry.is_full = is_full
             self._add(entry)
 
-    def suspend(self, entry: ReplicaEntry, until: float) -> None:
+    def suspend(self, entry: PooledReplica, until: float) -> None:
         """Send a replica no requests until the given time."""
         entry.is_suspended = True
         entry.not_before = max(until, entry.not_before)
@@ -347,7 +347,7 @@ class Roster:
             heapq.heappop(self._suspended)
         return self._suspended[0][0] if self._suspended else None
 
-    def _newcomer(self) -> ReplicaEntry | None:
+    def _newcomer(self) -> PooledReplica | None:
         while self._newcomers:
             entry = self._newcomers.popleft()
             if entry.index >= 0 and not entry.is_full:
@@ -362,10 +362,10 @@ class Roster:
                 if entry.index < 0:
                     self._add(entry)
 
-    def _add(self, entry: ReplicaEntry) -> None:
+    def _add(self, entry: PooledReplica) -> None:
         if (
             entry.is_suspended
-            or entry.route is Reach.NONE
+            or entry.route is Reachability.NONE
             or entry.has_queued_request
             or entry.peers is None
             or entry.in_flight >= entry.concurrency
@@ -377,14 +377,14 @@ class Roster:
         if not entry.in_flight and not entry.is_hinted:
             self._hint(entry)
 
-    def _hint(self, entry: ReplicaEntry) -> None:
+    def _hint(self, entry: PooledReplica) -> None:
         entry.is_hinted = True
         if entry.peers is self._local:
             self._idle_local.append(entry)
         else:
-            (self._idle_remote if entry.peers is self._remote else self._idle_detoured).append(entry)
+            (self._idle_remote if entry.peers is self._remote else self._idle_relayed).append(entry)
 
-    def _remove(self, entry: ReplicaEntry) -> None:
+    def _remove(self, entry: PooledReplica) -> None:
         peers = self._full if entry.is_full else entry.peers
         assert peers is not None
         last = peers.pop()
@@ -395,8 +395,8 @@ class Roster:
 
 
 def _draw(
-    peers: list[ReplicaEntry], hints: deque[ReplicaEntry], now: float, rng: random.Random
-) -> ReplicaEntry:
+    peers: list[PooledReplica], hints: deque[PooledReplica], now: float, rng: random.Random
+) -> PooledReplica:
     """Return a replica without requests if there is one, else the less loaded of two random ones.
 
     Among idle replicas the choice is random, too. If they take long for a request, it is mostly the one that

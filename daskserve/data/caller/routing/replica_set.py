@@ -21,23 +21,23 @@ from daskserve.common.types import (
     Send,
     described,
 )
+from daskserve.data.caller.routing.availability import ReplicaAvailability
 from daskserve.data.caller.routing.contact import ControllerContact
-from daskserve.data.caller.routing.learning import Learning
 from daskserve.data.caller.routing.load_reports import LoadReports
 from daskserve.data.caller.routing.metrics import ReplicaSetMetrics
-from daskserve.data.caller.routing.prospects import Prospects
 from daskserve.data.caller.routing.queued_request import QueuedRequest
 from daskserve.data.caller.routing.replay import Replay
-from daskserve.data.caller.routing.replica_pool import ReplicaEntry, Roster
-from daskserve.data.caller.routing.suspect_queue import ApartQueue
+from daskserve.data.caller.routing.replica_pool import PooledReplica, ReplicaPool
+from daskserve.data.caller.routing.suspect_queue import SuspectQueue
 from daskserve.data.caller.routing.suspects import Suspects, SuspectTrial
+from daskserve.data.caller.routing.waiting_calls import WaitingCalls
 from daskserve.errors import (
     ActorLostError,
     BackPressureError,
     ReplicaBusyError,
 )
-from daskserve.figures.table import MetricSample
 from daskserve.loops.alarm import Alarm
+from daskserve.telemetry.table import MetricSample
 
 #: How long an unreachable replica is suspended, unless the controller publishes it again.
 UNREACHABLE_BACKOFF_S = 1.0
@@ -57,7 +57,7 @@ class ReplicaSet:
         routes: Routes,
         *,
         suspects: Suspects,
-        learning: Learning | None = None,
+        learning: WaitingCalls | None = None,
         contact: ControllerContact,
         reports: LoadReports | None = None,
     ) -> None:
@@ -68,21 +68,21 @@ class ReplicaSet:
         self.bodies: BodyUse = "gather"
         self.max_body_bytes: int | None = None
         self._reports = reports
-        self._learning = learning or Learning()
+        self._learning = learning or WaitingCalls()
         self._cluster = cluster
         self._clock = clock
         self._rng = rng
         self._routes = routes
         #: The replicas.
-        self.roster = Roster(cluster.is_local, routes.to)
+        self.pool = ReplicaPool(cluster.is_local, routes.to)
         # Ordered, because a cancelled request leaves from any position.
-        self._waiting: OrderedDict[asyncio.Future[ReplicaEntry], None] = OrderedDict()
+        self._waiting: OrderedDict[asyncio.Future[PooledReplica], None] = OrderedDict()
         #: The requests that may end their replica's process.
-        self._apart = ApartQueue(tag, self.roster, suspects, clock, rng, self._serve_waiting)
+        self._apart = SuspectQueue(tag, self.pool, suspects, clock, rng, self._serve_waiting)
         #: None until the controller has published it; requests that arrive earlier wait.
         self.max_queued: int | None = None
         #: Whether there will be replicas for who waits.
-        self.prospects = Prospects(tag, contact)
+        self.availability = ReplicaAvailability(tag, contact)
         #: Set by the first update.
         self._known = asyncio.Event()
         #: Fires when the first suspended replica may be used again.
@@ -90,21 +90,21 @@ class ReplicaSet:
         self.metrics = ReplicaSetMetrics()
 
     def __repr__(self) -> str:
-        return f"<ReplicaSet {self.tag} waiting={self.waiting} {self.roster!r}>"
+        return f"<ReplicaSet {self.tag} waiting={self.waiting} {self.pool!r}>"
 
     @property
     def waiting(self) -> int:
         """The number of requests that wait for a slot, here or in the queue of a full replica."""
-        return len(self._waiting) + len(self._apart.waiters) + self.roster.queued
+        return len(self._waiting) + len(self._apart.waiters) + self.pool.queued
 
     @property
     def in_flight(self) -> int:
         """The number of this process's requests at the replicas, without those queued there."""
-        return self.roster.in_flight - self.roster.queued
+        return self.pool.in_flight - self.pool.queued
 
     def samples(self) -> list[MetricSample]:
         """Return the metric samples; none once the backend is deleted."""
-        if self.prospects.is_deleted and not (self.waiting or self.in_flight):
+        if self.availability.is_deleted and not (self.waiting or self.in_flight):
             return []
         return self.metrics.samples(
             self._cluster.instance, self.tag, waiting=self.waiting, in_flight=self.in_flight
@@ -113,24 +113,24 @@ class ReplicaSet:
     async def addresses(self) -> list[ActorAddress]:
         """Return the addresses of the running replicas, ordered by tag, once they are known."""
         await self._known.wait()
-        return self.roster.addresses()
+        return self.pool.addresses()
 
     @property
     def is_starving(self) -> bool:
         """Whether requests wait although there are no replicas."""
-        return bool(self._waiting or self._apart.waiters) and self.roster.is_empty
+        return bool(self._waiting or self._apart.waiters) and self.pool.is_empty
 
     def update(self, value: Any) -> None:
         """Apply the state of the backend that the controller published."""
         self._known.set()
-        self.prospects.update(value)
+        self.availability.update(value)
         if value is None:
-            self.roster.update({}, 1, str)
+            self.pool.update({}, 1, str)
             self.fail_waiting()
             return
         published = {tag: (worker, incarnation) for tag, worker, incarnation in value["replicas"]}
         name_of = f"{self._cluster.instance}/replica/{{}}".format
-        self.roster.update(published, value["concurrency"], name_of)
+        self.pool.update(published, value["concurrency"], name_of)
         is_first = self.max_queued is None
         self.max_queued = value["max_queued"]
         self._apart.max_crash_retries = value["max_crash_retries"]
@@ -149,14 +149,14 @@ class ReplicaSet:
 
     def note_route(self, worker: str) -> None:
         """Record that the route to a worker has changed."""
-        self.roster.note_route(worker)
+        self.pool.note_route(worker)
         self._serve_waiting()
 
-    def take_now(self) -> ReplicaEntry | None:
+    def take_now(self) -> PooledReplica | None:
         """Return a replica with room, counting one more request in flight; None if no replica has room."""
         if self._waiting:
             return None
-        replica = self.roster.take(self._clock.now(), self._rng)
+        replica = self.pool.take(self._clock.now(), self._rng)
         if replica is None or replica.has_queued_request:
             if replica is not None:
                 self._release_unused(replica)
@@ -164,30 +164,30 @@ class ReplicaSet:
         self.metrics.sent += 1
         return replica
 
-    def put_back(self, replica: ReplicaEntry) -> None:
+    def put_back(self, replica: PooledReplica) -> None:
         """Undo `take_now`; the replica gets the next request."""
         self.metrics.sent -= 1
-        self.roster.put_first(replica)
+        self.pool.put_first(replica)
         self.release(replica, None)
 
-    def release(self, replica: ReplicaEntry, outcome: Load | Exception | None) -> None:
+    def release(self, replica: PooledReplica, outcome: Load | Exception | None) -> None:
         """Record that a request to a replica has ended, and what the outcome says about the replica."""
         if type(outcome) is Load:
-            self.roster.report(replica, outcome, self._clock.now())
+            self.pool.report(replica, outcome, self._clock.now())
         elif isinstance(outcome, (ReplicaBusyError, ActorLostError)):
             self._note_refusal(replica, outcome, was_queued=False)
-        self.roster.release(replica)
+        self.pool.release(replica)
         if self._waiting or self._apart.waiters:
             self._serve_waiting()
 
     def _note_refusal(
-        self, replica: ReplicaEntry, error: ReplicaBusyError | ActorLostError, *, was_queued: bool
+        self, replica: PooledReplica, error: ReplicaBusyError | ActorLostError, *, was_queued: bool
     ) -> None:
         now = self._clock.now()
         if isinstance(error, ReplicaBusyError):
-            self.roster.note_busy(replica, error.ongoing, now, was_queued=was_queued)
+            self.pool.note_busy(replica, error.ongoing, now, was_queued=was_queued)
         else:
-            self.roster.suspend(
+            self.pool.suspend(
                 replica, now + (DISCONNECTED_BACKOFF_S if error.is_disconnected else UNREACHABLE_BACKOFF_S)
             )
 
@@ -215,14 +215,14 @@ class ReplicaSet:
             Retries of the same request have ended several processes.
         """
         replay = trial = queued_since = None
-        roster, metrics, is_socket = self.roster, self.metrics, False
+        pool, metrics, is_socket = self.pool, self.metrics, False
         if envelope.kind is EnvelopeKind.HTTP:  # calls have no messages to repeat
             if self._apart.suspects.known:
                 trial = self._apart.trial_of(envelope)
             replay = Replay(envelope, receive, send)
             receive, send = replay.receive, replay.send
             if is_socket := envelope.head["type"] == "websocket":
-                envelope = replace(envelope, note_turn=roster.turns.note)
+                envelope = replace(envelope, note_turn=pool.turns.note)
         is_rejected = refused is not None
         metrics.sent += not is_rejected
         if refused is not None:
@@ -232,7 +232,7 @@ class ReplicaSet:
                 replica = self._apart.take(trial)
             else:  # the requests that already wait go first
                 may_go = is_rejected or not self._waiting
-                replica = roster.take(self._clock.now(), self._rng) if may_go else None
+                replica = pool.take(self._clock.now(), self._rng) if may_go else None
             if replica is None:
                 replica = await self._wait(is_rejected, trial)
             has_queued_request = replica.has_queued_request
@@ -255,48 +255,46 @@ class ReplicaSet:
                     trial.failed(error)
                 raise
             else:
-                roster.report(replica, load, self._clock.now(), is_answer=not is_socket)
+                pool.report(replica, load, self._clock.now(), is_answer=not is_socket)
                 if trial is not None:
                     trial.passed()
                 return
             finally:
                 replica.sockets -= is_socket
-                roster.release(replica)
+                pool.release(replica)
                 if trial is not None:
                     trial.leave()
                 if self._waiting or self._apart.waiters:
                     self._serve_waiting()
 
     async def _send_queued(
-        self, replica: ReplicaEntry, since: float, envelope: Envelope, receive: Receive, send: Send
+        self, replica: PooledReplica, since: float, envelope: Envelope, receive: Receive, send: Send
     ) -> Load:
         """Send a request to the queue of a full replica; the next may follow once this one has a slot."""
-        queued = QueuedRequest(
-            self.roster, replica, self._clock, send, self.metrics.waits, self._serve_waiting
-        )
-        envelope = replace(envelope, patience=queued.patience(since))
+        queued = QueuedRequest(self.pool, replica, self._clock, send, self.metrics.waits, self._serve_waiting)
+        envelope = replace(envelope, queue_timeout=queued.queue_timeout(since))
         try:
             return await self._cluster.request(replica.address, envelope, receive, queued.send)
         finally:
             queued.leave()
 
-    async def _wait(self, is_rejected: bool, trial: SuspectTrial | None) -> ReplicaEntry:
+    async def _wait(self, is_rejected: bool, trial: SuspectTrial | None) -> PooledReplica:
         """Wait for this request's turn; return a replica, counting one more request in flight."""
-        if not self.prospects.may_wait(has_replicas=not self.roster.is_empty):
-            raise self.prospects.error()
+        if not self.availability.may_wait(has_replicas=not self.pool.is_empty):
+            raise self.availability.error()
         # A request that a replica refused has already passed the queue, so the limit does not apply to it.
         if not is_rejected:
             check_queue(self)
-        waiter: asyncio.Future[ReplicaEntry] = asyncio.get_running_loop().create_future()
+        waiter: asyncio.Future[PooledReplica] = asyncio.get_running_loop().create_future()
         if trial is not None:
             self._apart.put(waiter, trial)
         else:
             self._waiting[waiter] = None
             if is_rejected:
                 self._waiting.move_to_end(waiter, last=False)
-        if len(self._waiting) + len(self._apart.waiters) == 1 and self.roster.is_empty:
+        if len(self._waiting) + len(self._apart.waiters) == 1 and self.pool.is_empty:
             self._report_load()
-            self.prospects.contact.watch()
+            self.availability.contact.watch()
         self._set_alarm()
         began = stopwatch()
         try:
@@ -324,7 +322,7 @@ class ReplicaSet:
             self._apart.serve()
             self._set_alarm()
         while self._waiting:
-            replica = self.roster.take(now, self._rng)
+            replica = self.pool.take(now, self._rng)
             if replica is None:
                 self._set_alarm()
                 return
@@ -343,30 +341,30 @@ class ReplicaSet:
                 self.metrics.rejected += 1
                 waiter.set_exception(_queue_overflow(self.tag, limit, limit))
 
-    def _release_unused(self, replica: ReplicaEntry) -> None:
+    def _release_unused(self, replica: PooledReplica) -> None:
         """Release a replica that was taken but got no request."""
-        self.roster.leave_queue(replica)
-        self.roster.release(replica)
+        self.pool.leave_queue(replica)
+        self.pool.release(replica)
 
     def fail_waiting(self) -> None:
         """Fail the requests that wait, unless there is or may soon be a replica for them."""
-        if self.prospects.may_wait(has_replicas=not self.roster.is_empty):
+        if self.availability.may_wait(has_replicas=not self.pool.is_empty):
             return
         waiters = [*self._apart.clear(), *self._waiting]
         self._waiting.clear()
         for waiter in waiters:
             if not waiter.done():
-                waiter.set_exception(self.prospects.error())
+                waiter.set_exception(self.availability.error())
 
     def _set_alarm(self) -> None:
-        for at in (self.roster.next_resume_at(), self._apart.next_at()):
+        for at in (self.pool.next_resume_at(), self._apart.next_at()):
             if at is not None:
                 self._alarm.set(at)
 
     def close(self) -> None:
         """Fail the requests that still wait."""
-        self.prospects.update(None)
-        self.roster.update({}, 1, str)
+        self.availability.update(None)
+        self.pool.update({}, 1, str)
         self._alarm.cancel()
         self.fail_waiting()
 

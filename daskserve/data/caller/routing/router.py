@@ -26,7 +26,7 @@ from daskserve.common.types import (
     EndpointTag,
     Envelope,
     Message,
-    Reach,
+    Reachability,
     Receive,
     Send,
     WorkerAddress,
@@ -34,15 +34,15 @@ from daskserve.common.types import (
 )
 from daskserve.data.caller.routing.choice import TrafficPolicy, shard_draw
 from daskserve.data.caller.routing.contact import ControllerContact
-from daskserve.data.caller.routing.learning import Learning
 from daskserve.data.caller.routing.load_reports import LoadReports
 from daskserve.data.caller.routing.metrics import CallMetrics
 from daskserve.data.caller.routing.replica_set import ReplicaSet, check_queue
-from daskserve.data.caller.routing.shadow import Shadow, ShadowRoom
+from daskserve.data.caller.routing.shadow import Shadow, ShadowBudget
 from daskserve.data.caller.routing.suspects import Suspects
+from daskserve.data.caller.routing.waiting_calls import WaitingCalls
 from daskserve.errors import NotFoundError, RequestTimeoutError, ServeError, UnavailableError
-from daskserve.figures.table import MetricSample
 from daskserve.loops.tasks import TaskSet
+from daskserve.telemetry.table import MetricSample
 
 #: How long a request waits for the first update of its endpoint.
 ENDPOINT_TIMEOUT_S = 10.0
@@ -147,7 +147,7 @@ class Router:
     def _gone(self) -> ServeError:
         """Return the error for requests to an endpoint that was deleted, or never existed."""
         for backend in self._policy.backends if self._policy is not None else ():
-            error = self._routers.replica_set(backend).prospects.ending_error()
+            error = self._routers.replica_set(backend).availability.ending_error()
             if error is not None:
                 return error
         return NotFoundError(f"Endpoint '{short_tag(self.endpoint)}' does not exist.")
@@ -224,13 +224,13 @@ class Routers:
         clock: Clock,
         rng: random.Random,
         routes: Routes,
-        learning: Learning | None = None,
+        learning: WaitingCalls | None = None,
     ) -> None:
         self.clock = clock
         self.rng = rng
         self._cluster = cluster
         self._listener = listener
-        self._learning = learning or Learning()
+        self._learning = learning or WaitingCalls()
         self._routers: dict[EndpointTag, Router] = {}
         self._sets: dict[BackendTag, ReplicaSet] = {}
         #: Functions that stop watching a published value, by its key.
@@ -238,7 +238,7 @@ class Routers:
         #: The maximum size of a body for the backend that allows most; 0 if none has a limit of its own.
         self.largest_body_bytes = 0
         self._shadows = TaskSet(logger)
-        self._shadow_room = ShadowRoom()
+        self._shadow_budget = ShadowBudget()
         self._reports = LoadReports(cluster, clock, self._sets)
         self._contact = ControllerContact(listener, clock, self._sets)
         #: The workers that do not answer the controller.
@@ -312,7 +312,7 @@ class Routers:
         self.largest_body_bytes = max(each.max_body_bytes or 0 for each in self._sets.values())
 
     def samples(self) -> list[MetricSample]:
-        """Return the metric samples of all routers; see `daskserve.figures.collector.Source`."""
+        """Return the metric samples of all routers; see `daskserve.telemetry.collector.Source`."""
         instance = self._cluster.instance
         found = [sample for each in list(self._sets.values()) for sample in each.samples()]
         for router in list(self._routers.values()):
@@ -322,11 +322,11 @@ class Routers:
 
     def send_shadow(self, backend: BackendTag, envelope: Envelope) -> Shadow:
         """Send a copy of a request; put the request's messages into the returned shadow."""
-        return Shadow(backend, envelope, self.replica_set(backend).send, self._shadows, self._shadow_room)
+        return Shadow(backend, envelope, self.replica_set(backend).send, self._shadows, self._shadow_budget)
 
     def _forget_worker(self, worker: str) -> None:
         for each in self._sets.values():
-            each.roster.forget_worker(worker)
+            each.pool.forget_worker(worker)
         self._contact.watch()
 
     def _note_silent(self, workers: Sequence[WorkerAddress] | None) -> None:
@@ -337,12 +337,12 @@ class Routers:
                 logger.warning("Worker %s does not answer; the requests that it has are given up", worker)
             self._routes.break_off(worker)
 
-    def _note_route(self, worker: WorkerAddress, route: Reach) -> None:
+    def _note_route(self, worker: WorkerAddress, route: Reachability) -> None:
         for each in self._sets.values():
             each.note_route(worker)
 
     def _uses_worker(self, worker: WorkerAddress) -> bool:
-        return any(each.roster.has_worker(worker) for each in self._sets.values())
+        return any(each.pool.has_worker(worker) for each in self._sets.values())
 
     def close(self) -> None:
         """Stop watching, and fail the requests that wait."""

@@ -26,7 +26,7 @@ MAX_WHOLE_BYTES = 64 * 1024 * 1024
 SendTo = Callable[[Envelope, Receive, Send], Coroutine[Any, Any, None]]
 
 
-class ShadowRoom:
+class ShadowBudget:
     """How much the shadows of one process may hold of bodies that come as one large message."""
 
     def __init__(self, left_bytes: int = MAX_WHOLE_BYTES) -> None:
@@ -42,7 +42,7 @@ class Shadow:
         Sends the copy to a replica of the backend.
     tasks : TaskSet
         The set that owns the task of the copy.
-    room : ShadowRoom, optional
+    room : ShadowBudget, optional
         Shared by all shadows of the process; without it, larger bodies cancel the copy.
     """
 
@@ -52,9 +52,9 @@ class Shadow:
         envelope: Envelope,
         send_to: SendTo,
         tasks: TaskSet,
-        room: ShadowRoom | None = None,
+        room: ShadowBudget | None = None,
     ) -> None:
-        self._room = room or ShadowRoom(0)
+        self._room = room or ShadowBudget(0)
         self._whole_bytes = 0
         self._backend = backend
         self._messages: asyncio.Queue[Message] = asyncio.Queue()

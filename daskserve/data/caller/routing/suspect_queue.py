@@ -13,7 +13,7 @@ from functools import partial
 from daskserve.common.clock import Clock
 from daskserve.common.types import BackendTag, Envelope
 from daskserve.data.caller.routing.replay import Replay
-from daskserve.data.caller.routing.replica_pool import ReplicaEntry, Roster
+from daskserve.data.caller.routing.replica_pool import PooledReplica, ReplicaPool
 from daskserve.data.caller.routing.suspects import Suspects, SuspectTrial, target_of
 from daskserve.errors import ActorLostError, ReplicaBusyError
 
@@ -21,7 +21,7 @@ from daskserve.errors import ActorLostError, ReplicaBusyError
 MISSES = 16
 
 
-class ApartQueue:
+class SuspectQueue:
     """Suspect requests, which have no common order: each takes the first replica that it may have.
 
     Parameters
@@ -33,19 +33,19 @@ class ApartQueue:
     def __init__(
         self,
         tag: BackendTag,
-        roster: Roster,
+        pool: ReplicaPool,
         suspects: Suspects,
         clock: Clock,
         rng: random.Random,
         on_free: Callable[[], None],
     ) -> None:
         #: The requests that wait.
-        self.waiters: dict[asyncio.Future[ReplicaEntry], SuspectTrial] = {}
+        self.waiters: dict[asyncio.Future[PooledReplica], SuspectTrial] = {}
         self.suspects = suspects
         #: The backend's option.
         self.max_crash_retries = 0
         self._tag = tag
-        self._roster = roster
+        self._pool = pool
         self._clock = clock
         self._rng = rng
         self._on_free = on_free
@@ -54,28 +54,28 @@ class ApartQueue:
         """Return the trial of a new HTTP request; None if it is not suspect."""
         return self.suspects.trial_of(target_of(self._tag, envelope.head), self._clock.now())
 
-    def put(self, waiter: asyncio.Future[ReplicaEntry], trial: SuspectTrial) -> None:
+    def put(self, waiter: asyncio.Future[PooledReplica], trial: SuspectTrial) -> None:
         """Let a request wait."""
         self.waiters[waiter] = trial
         self.suspects.on_free.add(self._on_free)
 
-    def remove(self, waiter: asyncio.Future[ReplicaEntry]) -> None:
+    def remove(self, waiter: asyncio.Future[PooledReplica]) -> None:
         """Let a request wait no longer."""
         del self.waiters[waiter]
         self._listen_no_longer()
 
-    def take(self, trial: SuspectTrial) -> ReplicaEntry | None:
+    def take(self, trial: SuspectTrial) -> PooledReplica | None:
         """Return a replica that a request may have, counting one more in flight; None if none has room."""
         now = self._clock.now()
         pick = partial(trial.pick, now=now) if trial.must_keep_apart(now) else None
-        replica = self._roster.take(now, self._rng, pick)
+        replica = self._pool.take(now, self._rng, pick)
         if replica is not None:
             trial.enter(replica.address.worker)
         return replica
 
     def serve(self) -> None:
         """Give free replicas to the requests that wait, until there are none for several in a row."""
-        done: list[asyncio.Future[ReplicaEntry]] = []
+        done: list[asyncio.Future[PooledReplica]] = []
         misses = 0
         for waiter, trial in self.waiters.items():
             replica = None if waiter.done() else self.take(trial)
@@ -96,7 +96,7 @@ class ApartQueue:
         times = [each.patient_until for each in self.waiters.values() if each.patient_until > now]
         return min(times, default=None)
 
-    def clear(self) -> list[asyncio.Future[ReplicaEntry]]:
+    def clear(self) -> list[asyncio.Future[PooledReplica]]:
         """Return all requests that wait, which leave the queue."""
         found = list(self.waiters)
         self.waiters.clear()
@@ -112,7 +112,7 @@ class ApartQueue:
         envelope: Envelope,
         replay: Replay | None,
         trial: SuspectTrial | None,
-        replica: ReplicaEntry,
+        replica: PooledReplica,
         error: ReplicaBusyError | ActorLostError,
     ) -> SuspectTrial | None:
         """Prepare a request for another replica, or raise the error if it must not be retried.

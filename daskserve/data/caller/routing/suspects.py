@@ -26,8 +26,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from daskserve.common.formatting import shown
-from daskserve.common.types import BackendTag, Reach, WorkerAddress, described
-from daskserve.data.caller.routing.replica_pool import ReplicaEntry
+from daskserve.common.types import BackendTag, Reachability, WorkerAddress, described
+from daskserve.data.caller.routing.replica_pool import PooledReplica
 from daskserve.errors import QuarantinedError, RequestTimeoutError
 
 #: How long the loss of a process is remembered, and the interval at which memories are removed.
@@ -103,7 +103,7 @@ class SuspectTrial:
         """Whether the request may only go where `pick` says; else any replica will do."""
         return self.retries > 0 or now < self.patient_until
 
-    def pick(self, usable: Sequence[ReplicaEntry], now: float) -> ReplicaEntry | None:
+    def pick(self, usable: Sequence[PooledReplica], now: float) -> PooledReplica | None:
         """Return the least loaded replica in the best kind of place; None if there is no room there."""
         best = min(map(self._rank, usable), default=0)
         free = [
@@ -115,11 +115,11 @@ class SuspectTrial:
         ]
         return min(
             free,
-            key=lambda each: (each.is_full, each.route is Reach.SCHEDULER, each.score(now)),
+            key=lambda each: (each.is_full, each.route is Reachability.SCHEDULER, each.score(now)),
             default=None,
         )
 
-    def _rank(self, entry: ReplicaEntry) -> int:
+    def _rank(self, entry: PooledReplica) -> int:
         """Return how bad a place a replica is: beside a proxy or the controller, or on a host with losses.
 
         When a machine dies, its workers are lost one after the other.

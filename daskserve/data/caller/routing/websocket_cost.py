@@ -1,4 +1,4 @@
-"""How much work the messages of WebSockets are, for the choice between a near replica and a far one.
+"""Mean CPU time per WebSocket message, used to decide whether to prefer a local replica.
 
 A WebSocket stays at its replica for as long as it is open, and holds a slot. How much work it is depends on
 its messages: a chat sends one a minute, and a model computes for each. A *turn* is the time from the message

@@ -21,9 +21,9 @@ from daskserve.common.types import short_tag
 from daskserve.context import RequestContext
 from daskserve.data.replica.errors.rules import add_rule
 from daskserve.errors import REFUSALS, ServeError, UserCodeError
-from daskserve.figures.error_log import SparseLog
 from daskserve.payload.error_text import name_of, user_frames
 from daskserve.payload.packed_errors import PackedError, is_logged, note_logged, pack_now
+from daskserve.telemetry.error_log import SparseLog
 
 logger = logging.getLogger("daskserve.replica")
 

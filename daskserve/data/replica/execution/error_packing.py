@@ -15,7 +15,7 @@ from typing import Any
 from daskserve.data.replica.errors.rules import add_rule
 from daskserve.data.replica.execution.runner import CodeRun, Runs
 from daskserve.data.replica.execution.user_threads import UserThreads
-from daskserve.loops.hops import Hop
+from daskserve.loops.thread_calls import ThreadCalls
 from daskserve.payload.packed_errors import PackedError, pack_in_steps, pack_without_code
 
 #: How long it may take to pack an error.
@@ -34,7 +34,7 @@ class ErrorPackers:
         How long it may take to pack an error.
     """
 
-    def __init__(self, name: str, to_worker: Hop, timeout_s: float = PACK_S) -> None:
+    def __init__(self, name: str, to_worker: ThreadCalls, timeout_s: float = PACK_S) -> None:
         self._threads = UserThreads(name, THREADS, to_worker, Runs())
         self._timeout_s = timeout_s
 

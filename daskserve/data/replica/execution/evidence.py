@@ -1,4 +1,4 @@
-"""What is seen on the stack of an event loop that does not answer: user code, or anything else.
+"""Decides from stack samples whether user code blocks the event loop.
 
 A loop may be late because user code blocks it, and also because the machine is busy or another thread holds
 the interpreter lock. Only a call of user code that stays on the loop's stack, sample after sample, counts as
@@ -20,9 +20,9 @@ SEEN_PART = 0.5
 SHOWN_FRAMES = 5
 
 #: Packages that call user code.
-_CALLERS = frozenset({"asyncio", "daskserve"})
+_RESPONDERS = frozenset({"asyncio", "daskserve"})
 #: Packages that run on the loop for daskserve itself.
-_OWN = _CALLERS | {"cloudpickle", "distributed", "msgpack", "pydantic", "tornado", "uvicorn", "uvloop"}
+_OWN = _RESPONDERS | {"cloudpickle", "distributed", "msgpack", "pydantic", "tornado", "uvicorn", "uvloop"}
 
 
 class Evidence:
@@ -60,7 +60,7 @@ def user_call(frame: FrameType | None) -> FrameType | None:
     found = None
     while frame is not None:
         caller = frame.f_back
-        if caller is not None and _package(caller) in _CALLERS and _is_users(frame):
+        if caller is not None and _package(caller) in _RESPONDERS and _is_users(frame):
             found = frame
         frame = caller
     return found

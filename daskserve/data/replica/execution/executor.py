@@ -1,15 +1,16 @@
-"""The thread wall: user code on one side, the worker's event loop on the other.
+"""Runs user code apart from the worker's event loop.
 
 Problem: user code blocks, and the worker's loop carries heartbeats, health probes and all requests. So
 ``async def`` code of a replica runs on an event loop in a thread of its own, plain functions run in a pool
 of threads, and only short callbacks cross over. Choices:
 
-- Crossing costs a system call and a change of threads, so a `daskserve.loops.hops.Hop` delivers
-  all callbacks that were posted so far: under load many requests share one crossing.
-- A thread cannot be stopped. A cancelled run that goes on counts as `Wall.abandoned` until it returns.
+- Crossing costs a system call and a change of threads, so a `daskserve.loops.thread_calls.ThreadCalls`
+  delivers all callbacks that were posted so far: under load many requests share one crossing.
+- A thread cannot be stopped. A cancelled run that goes on counts as `UserExecutor.abandoned` until it
+  returns.
 - A thread outside (`LoopWatch`) notices a loop that user code blocks while it is blocked, and logs where.
 
-The wall chooses the runner for each piece of user code; see `daskserve.data.replica.execution.runner`.
+The executor chooses the runner for each piece of user code; see `daskserve.data.replica.execution.runner`.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ from daskserve.data.replica.execution.user_loop import UserLoop
 from daskserve.data.replica.execution.user_threads import UserThreads
 from daskserve.data.replica.execution.worker_loop import TaskRun, WorkerLoop
 from daskserve.errors import ClosedError
-from daskserve.loops.hops import Hop, Landing
 from daskserve.loops.tasks import is_cancelling
+from daskserve.loops.thread_calls import CallInbox, ThreadCalls
 from daskserve.loops.threads import StartThread, start_daemon
 from daskserve.payload.packed_errors import PackedError
 
 T = TypeVar("T")
 
 
-class Wall:
-    """Runs user code away from the worker's loop, where the wall itself lives.
+class UserExecutor:
+    """Runs user code away from the worker's loop, where the executor itself lives.
 
     Parameters
     ----------
@@ -51,8 +52,8 @@ class Wall:
         functions run in threads with either.
     is_loop_shared : bool
         Whether plain functions run in the thread of the user's own loop, which they may block.
-    landing : Landing, optional
-        Where callbacks arrive on the worker's loop; see `daskserve.loops.hops`.
+    inbox : CallInbox, optional
+        Where callbacks arrive on the worker's loop; see `daskserve.loops.thread_calls`.
     start_thread : callable
         Starts the thread that loads user code, which then runs its loop or plain functions, and further ones.
     """
@@ -65,11 +66,11 @@ class Wall:
         threads: int = 1,
         event_loop: str,
         is_loop_shared: bool = False,
-        landing: Landing | None = None,
+        inbox: CallInbox | None = None,
         start_thread: StartThread = start_daemon,
     ) -> None:
         self.loop = asyncio.get_running_loop()
-        self.to_worker = Hop(self.loop, landing)
+        self.to_worker = ThreadCalls(self.loop, inbox)
         self.context = context
         self.is_on_worker_loop = event_loop == "worker"
         #: How many times user code was seen blocking its own loop.
@@ -78,7 +79,7 @@ class Wall:
         self.is_watched = True
         #: The runs that have started and not ended.
         self.packers = ErrorPackers(f"daskserve-{name}-errors", self.to_worker)
-        self.runs: Runs = _WallRuns(self.packers)
+        self.runs: Runs = _ExecutorRuns(self.packers)
         self.is_loop_shared = is_loop_shared
         self.threads: UserThreads
         #: Serves probes only, so that they need not wait for requests.
@@ -124,7 +125,7 @@ class Wall:
         return loop
 
     def _post_to_user(self, function: Callable[..., object], *args: Any) -> None:
-        self.user_loop.hop.post(function, *args)
+        self.user_loop.thread_calls.post(function, *args)
 
     def start(
         self,
@@ -212,7 +213,7 @@ class Wall:
         return all(await asyncio.gather(*closing))
 
 
-class _WallRuns(Runs):
+class _ExecutorRuns(Runs):
     def __init__(self, packers: ErrorPackers) -> None:
         super().__init__()
         self._packers = packers

@@ -9,7 +9,7 @@ from typing import Any
 from daskserve.data.replica.execution.runner import RunListener, Runs
 from daskserve.data.replica.execution.user_threads import ThreadRun, UserThreads
 from daskserve.internals.python import without_running_loop
-from daskserve.loops.hops import Hop
+from daskserve.loops.thread_calls import ThreadCalls
 
 
 class LoopThread(UserThreads):
@@ -23,7 +23,7 @@ class LoopThread(UserThreads):
         Calls a function on the user's loop.
     """
 
-    def __init__(self, post: Callable[..., None], to_worker: Hop, runs: Runs) -> None:
+    def __init__(self, post: Callable[..., None], to_worker: ThreadCalls, runs: Runs) -> None:
         super().__init__("", 1, to_worker, runs)
         self._post = post
 

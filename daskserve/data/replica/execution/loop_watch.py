@@ -13,7 +13,7 @@ from typing import Protocol, TypeAlias
 from daskserve.data.replica.execution.cpu_wait import starved_s
 from daskserve.data.replica.execution.evidence import BLOCKED_AFTER_S, WATCH_INTERVAL_S, Evidence
 from daskserve.data.replica.execution.user_loop import UserLoop
-from daskserve.loops.hops import Hop
+from daskserve.loops.thread_calls import ThreadCalls
 
 logger = logging.getLogger("daskserve.replica")
 
@@ -22,10 +22,10 @@ StackFrames: TypeAlias = Callable[[], Mapping[int, FrameType]]
 
 
 class Watched(Protocol):
-    """The parts of a `daskserve.data.replica.execution.executor.Wall` that the watch needs."""
+    """The parts of a `daskserve.data.replica.execution.executor.UserExecutor` that the watch needs."""
 
     blocked_count: int
-    to_worker: Hop
+    to_worker: ThreadCalls
     #: Whether plain functions may block the loop.
     is_loop_shared: bool
 
@@ -44,8 +44,10 @@ class LoopWatch:
     looks. The watch also fetches what a user's loop posted before it was blocked, and so has not announced.
     """
 
-    def __init__(self, wall: Watched, user_loop: UserLoop, frames: StackFrames = sys._current_frames) -> None:
-        self._wall = wall
+    def __init__(
+        self, executor: Watched, user_loop: UserLoop, frames: StackFrames = sys._current_frames
+    ) -> None:
+        self._executor = executor
         self._user_loop = user_loop
         self._frames = frames
         #: The timer of the next check; None while the watch is not armed.
@@ -55,16 +57,16 @@ class LoopWatch:
         self._evidence = Evidence()
 
     def arm(self) -> None:
-        if self.timer is None and not self._wall.is_closed:
-            self.timer = self._wall.loop.call_later(WATCH_INTERVAL_S, self._tick)
+        if self.timer is None and not self._executor.is_closed:
+            self.timer = self._executor.loop.call_later(WATCH_INTERVAL_S, self._tick)
 
     def close(self) -> None:
-        """End the watch; the wall is closed, so its timer is not set again."""
+        """End the watch; the executor is closed, so its timer is not set again."""
 
     def _tick(self) -> None:
         self.timer = None
-        self._wall.to_worker.drain()
-        now = self._wall.loop.time()
+        self._executor.to_worker.drain()
+        now = self._executor.loop.time()
         if not self._is_reported:
             is_answered = self._is_answered
             if not is_answered:  # the block may be over before it counts as one
@@ -76,11 +78,11 @@ class LoopWatch:
                 self._report()
         if self._is_answered:
             self._evidence = Evidence()
-            if not self._wall.runs:
+            if not self._executor.runs:
                 return
             self._is_answered = self._is_reported = False
             self._asked_at = self._sampled_at = now
-            self._user_loop.hop.post(self._answer)
+            self._user_loop.thread_calls.post(self._answer)
         self.arm()
 
     def _answer(self) -> None:
@@ -89,9 +91,9 @@ class LoopWatch:
 
     def _report(self) -> None:
         self._is_reported = True
-        if self._wall.is_loop_shared:
+        if self._executor.is_loop_shared:
             return
-        self._wall.blocked_count += 1
+        self._executor.blocked_count += 1
         logger.warning(
             "User code blocks the event loop of %s for more than %d ms, at %s; its other requests wait. "
             "Make it a plain function, or move what blocks to a thread.",
@@ -107,31 +109,31 @@ class SharedLoopWatch:
     A thread looks while that loop is late; the loop reports it afterwards.
     """
 
-    def __init__(self, wall: Watched, name: str, frames: StackFrames = sys._current_frames) -> None:
-        self._wall = wall
+    def __init__(self, executor: Watched, name: str, frames: StackFrames = sys._current_frames) -> None:
+        self._executor = executor
         self._name = name
         self._frames = frames
         self._loop_thread = threading.current_thread()
-        self._lookout = Lookout(self.look, f"daskserve-{name}-watch")
+        self._periodic = PeriodicThread(self.look, f"daskserve-{name}-watch")
         #: The timer of the next check; None while the watch is not armed.
         self.timer: asyncio.TimerHandle | None = None
         self._evidence = Evidence()
         self._sampled_at = 0.0
 
     def arm(self) -> None:
-        if self.timer is None and not self._wall.is_closed:
+        if self.timer is None and not self._executor.is_closed:
             self._evidence = Evidence()
-            self._sampled_at = self._wall.loop.time()
-            self.timer = self._wall.loop.call_later(WATCH_INTERVAL_S, self._tick)
-            self._lookout.resume()
+            self._sampled_at = self._executor.loop.time()
+            self.timer = self._executor.loop.call_later(WATCH_INTERVAL_S, self._tick)
+            self._periodic.resume()
 
     def close(self) -> None:
         """End the thread."""
-        self._lookout.close()
+        self._periodic.close()
 
     def look(self) -> None:
         """Sample the stack of the worker's loop; in the thread of the lookout."""
-        timer, evidence, now = self.timer, self._evidence, self._wall.loop.time()
+        timer, evidence, now = self.timer, self._evidence, self._executor.loop.time()
         if timer is not None and now > timer.when():
             thread = self._loop_thread
             frame = self._frames().get(thread.ident or 0)
@@ -140,10 +142,10 @@ class SharedLoopWatch:
 
     def _tick(self) -> None:
         assert self.timer is not None
-        late_s = self._wall.loop.time() - self.timer.when()
+        late_s = self._executor.loop.time() - self.timer.when()
         self.timer = None
         if self._evidence.explains(late_s):
-            self._wall.blocked_count += 1
+            self._executor.blocked_count += 1
             logger.warning(
                 "User code blocked the worker's event loop for %d ms, at %s, while requests of %s ran there; "
                 "everything in the process waited. With event_loop='own' only the replica would wait.",
@@ -151,13 +153,13 @@ class SharedLoopWatch:
                 self._evidence.place,
                 self._name,
             )
-        if self._wall.runs:
+        if self._executor.runs:
             self.arm()
         else:
-            self._lookout.pause()
+            self._periodic.pause()
 
 
-class Lookout:
+class PeriodicThread:
     """A thread that calls a function once per interval between `resume` and `pause`."""
 
     def __init__(self, look: Callable[[], None], name: str) -> None:

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from daskserve.common.clock import LoopClock
 from daskserve.common.types import WHOLE_RESPONSE, Message, Receive, Send
-from daskserve.data.replica.execution.executor import Wall
+from daskserve.data.replica.execution.executor import UserExecutor
 
 #: How many messages of one request may be in flight in one direction.
 WINDOW = 16
@@ -21,7 +21,7 @@ JOIN_BYTES = 64 * 1024
 
 
 class PipeOwner(Protocol):
-    """Is notified of messages in a pipe; see `daskserve.data.replica.requests.answer.Answer`."""
+    """Is notified of messages in a pipe; `ReplicaRequest` implements it."""
 
     def partial(self) -> None:
         """Note that user code has sent a message."""
@@ -65,7 +65,7 @@ class ResponseProgress:
 
 
 class MessagePipe:
-    """Carries the messages of one request across the wall.
+    """Carries the messages of one request across the executor.
 
     User code calls `receive`, `send` and `send_from_thread`. On the worker's loop, the pipe notifies its
     owner when there are messages to `flush`.
@@ -82,13 +82,13 @@ class MessagePipe:
 
     def __init__(
         self,
-        wall: Wall,
+        executor: UserExecutor,
         kind: str,
         receive: Receive | None = None,
         send: Send | None = None,
         first: Message | None = None,
     ) -> None:
-        self._wall = wall
+        self._executor = executor
         self._kind = kind
         self._receive = receive
         self._send = send
@@ -132,7 +132,7 @@ class MessagePipe:
             reader = asyncio.get_running_loop().create_future()
             self._readers.append(reader)
             if self._reading is None:
-                self._wall.to_worker.post_soon(self._read_more)
+                self._executor.to_worker.post_soon(self._read_more)
             await reader
         message = self._inbox.popleft()
         self._taken += 1
@@ -142,24 +142,24 @@ class MessagePipe:
 
     async def send(self, message: Message) -> None:
         """Send a message to the client, waiting only while too many are in flight."""
-        self._post(message, self._wall.to_worker.post_soon)
+        self._post(message, self._executor.to_worker.post_soon)
         if self._is_closed:
             # Code that waits for nothing else would never receive its cancellation.
             await LoopClock().sleep(0)
         elif self._sent - self._passed >= WINDOW:
             room: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._block(partial(self._wall.user_loop.hop.post, _wake, room))
+            self._block(partial(self._executor.user_loop.thread_calls.post, _wake, room))
             await room
 
     def send_nowait(self, *messages: Message) -> Awaitable[None] | None:
         """Send messages from a callback of the user's loop; return what the next `send` has to wait for."""
         for message in messages:
-            self._post(message, self._wall.to_worker.post_soon)
+            self._post(message, self._executor.to_worker.post_soon)
         return None
 
     def send_from_thread(self, message: Message) -> bool:
         """Send a message from a plain function; return False if the caller has left."""
-        self._post(message, self._wall.to_worker.post)
+        self._post(message, self._executor.to_worker.post)
         if self._sent - self._passed >= WINDOW and not self._is_closed:
             room = threading.Event()
             self._block(room.set)
@@ -248,7 +248,7 @@ class MessagePipe:
         if self._reading is not None:
             self._reading.cancel()
         if self._readers:
-            self._wall.user_loop.hop.post(self._deliver, None)
+            self._executor.user_loop.thread_calls.post(self._deliver, None)
 
     def _arrive(self, message: Message) -> None:
         self.outbox.append(message)
@@ -265,9 +265,9 @@ class MessagePipe:
 
     def _read_more(self) -> None:
         if self._is_closed:
-            self._wall.user_loop.hop.post(self._deliver, None)
+            self._executor.user_loop.thread_calls.post(self._deliver, None)
         elif self._reading is None:
-            self._reading = self._wall.loop.create_task(self._read_ahead())
+            self._reading = self._executor.loop.create_task(self._read_ahead())
 
     async def _receive_next(self) -> Message:
         receive = self._receive
@@ -282,7 +282,7 @@ class MessagePipe:
         return message
 
     async def _read_ahead(self) -> None:
-        to_user = self._wall.user_loop.hop
+        to_user = self._executor.user_loop.thread_calls
         try:
             while self._reading is not None:
                 message: Message | Exception
@@ -301,7 +301,7 @@ class MessagePipe:
 
 
 class DirectPipe(MessagePipe):
-    """A pipe for user code that runs on the worker's loop: messages cross no wall."""
+    """A pipe for user code that runs on the worker's loop: messages stay in their thread."""
 
     def close(self) -> None:
         if self._blocked or self._reading or self._readers:
@@ -348,15 +348,15 @@ class DirectPipe(MessagePipe):
 
 
 def open_pipe(
-    wall: Wall,
+    executor: UserExecutor,
     kind: str,
     receive: Receive | None = None,
     send: Send | None = None,
     first: Message | None = None,
 ) -> MessagePipe:
-    """Return the kind of pipe that fits where the wall runs async code."""
-    pipe = DirectPipe if wall.is_on_worker_loop else MessagePipe
-    return pipe(wall, kind, receive, send, first)
+    """Return the kind of pipe that fits where the executor runs async code."""
+    pipe = DirectPipe if executor.is_on_worker_loop else MessagePipe
+    return pipe(executor, kind, receive, send, first)
 
 
 def _join_parts(first: Message, others: deque[Message]) -> tuple[Message, int]:

@@ -12,8 +12,8 @@ runner                where the code runs                                      h
 `ChildRunner`         a whole request, in a child process                      by a frame to the child
 ====================  =======================================================  ==========================
 
-`daskserve.data.replica.execution.executor.Wall` chooses among the first four. Code that starts a run does not
-know which runner it has: it sees only the `CodeRun`, and is notified of its end as a `RunListener`.
+`daskserve.data.replica.execution.executor.UserExecutor` chooses among the first four. Code that starts a run
+does not know which runner it has: it sees only the `CodeRun`, and is notified of its end as a `RunListener`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class CodeRun:
     Parameters
     ----------
     runs : Runs
-        The runs of the same wall; the run removes itself when it ends.
+        The runs of the same executor; the run removes itself when it ends.
     """
 
     __slots__ = (
@@ -143,7 +143,7 @@ class Runner(Protocol):
 
 
 class RunResult:
-    """A `RunListener` for code that awaits one run; see `Wall.run_async`."""
+    """A `RunListener` for code that awaits one run; see `UserExecutor.run_async`."""
 
     __slots__ = ("_ended", "_error", "_value")
 

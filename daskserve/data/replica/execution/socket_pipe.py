@@ -15,7 +15,7 @@ from typing import Any
 
 from daskserve.common.clock import stopwatch
 from daskserve.common.types import SOCKET_PLACE, Envelope, Message, OpenSocket, Receive, Send
-from daskserve.data.replica.execution.executor import Wall
+from daskserve.data.replica.execution.executor import UserExecutor
 from daskserve.data.replica.execution.message_pipe import DirectPipe, MessagePipe
 from daskserve.data.replica.execution.user_loop import UserLoop
 
@@ -51,7 +51,7 @@ class UserPlace:
 
     def __init__(self, user_loop: UserLoop, pipe: SocketPipe) -> None:
         self.loop = user_loop.loop
-        self.post = user_loop.hop.post
+        self.post = user_loop.thread_calls.post
         #: The connection, once it is here.
         self.socket: OpenSocket | None = None
         #: Whether it will be.
@@ -104,13 +104,13 @@ class SocketPipe(MessagePipe):
 
     def __init__(
         self,
-        wall: Wall,
+        executor: UserExecutor,
         envelope: Envelope,
         receive: Receive | None,
         send: Send | None,
         first: Message | None,
     ) -> None:
-        super().__init__(wall, "websocket", receive, send, first)
+        super().__init__(executor, "websocket", receive, send, first)
         self._turns = _Turns(envelope.note_turn or _ignore)
         self._is_direct = envelope.is_direct
         #: Exists from the accept on.
@@ -133,7 +133,7 @@ class SocketPipe(MessagePipe):
         place = self._place
         if place is None:
             if message["type"] == "websocket.accept" and self._is_direct:
-                place = self._place = UserPlace(self._wall.user_loop, self)
+                place = self._place = UserPlace(self._executor.user_loop, self)
                 await super().send({**message, SOCKET_PLACE: place})
                 if self._is_closed:
                     place.give_up()
@@ -214,16 +214,16 @@ class DirectSocketPipe(DirectPipe):
 
     def __init__(
         self,
-        wall: Wall,
+        executor: UserExecutor,
         envelope: Envelope,
         receive: Receive | None,
         send: Send | None,
         first: Message | None,
     ) -> None:
-        super().__init__(wall, "websocket", receive, send, first)
+        super().__init__(executor, "websocket", receive, send, first)
         self._turns = _Turns(envelope.note_turn or _ignore)
         self._is_direct = envelope.is_direct
-        self._place = WorkerPlace(wall.loop)
+        self._place = WorkerPlace(executor.loop)
 
     async def receive(self) -> Message:
         self._turns.end()
@@ -246,11 +246,15 @@ class DirectSocketPipe(DirectPipe):
 
 
 def open_socket_pipe(
-    wall: Wall, envelope: Envelope, receive: Receive | None, send: Send | None, first: Message | None
+    executor: UserExecutor,
+    envelope: Envelope,
+    receive: Receive | None,
+    send: Send | None,
+    first: Message | None,
 ) -> MessagePipe:
-    """Return the kind of pipe that fits where the wall runs async code."""
-    pipe = DirectSocketPipe if wall.is_on_worker_loop else SocketPipe
-    return pipe(wall, envelope, receive, send, first)
+    """Return the kind of pipe that fits where the executor runs async code."""
+    pipe = DirectSocketPipe if executor.is_on_worker_loop else SocketPipe
+    return pipe(executor, envelope, receive, send, first)
 
 
 def _ignore(turn_s: float) -> None: ...

@@ -21,7 +21,7 @@ from daskserve.data.replica.execution.runner import CodeRun, RunListener, Runs
 from daskserve.data.replica.execution.user_threads import UserThreads, wait_for_event
 from daskserve.loops.event_loop import new_event_loop
 from daskserve.loops.forks import end_if_forked
-from daskserve.loops.hops import Hop
+from daskserve.loops.thread_calls import ThreadCalls
 from daskserve.loops.threads import RunningThread, StartThread
 
 logger = logging.getLogger("daskserve.replica")
@@ -47,7 +47,7 @@ class LoopPlace(Protocol):
         """Calls a function on the worker's loop."""
 
 
-class Guest(Protocol):
+class LoopGuest(Protocol):
     """A connection that lives on the user's loop; see `daskserve.common.types.OpenSocket`."""
 
     def abort(self) -> None:
@@ -122,10 +122,10 @@ class UserLoop:
 
     is_workers = False
 
-    def __init__(self, name: str, context: Context, to_worker: Hop, runs: Runs) -> None:
+    def __init__(self, name: str, context: Context, to_worker: ThreadCalls, runs: Runs) -> None:
         self.runs = runs
         self.loop = new_event_loop()
-        self.hop = Hop(self.loop)
+        self.thread_calls = ThreadCalls(self.loop)
         #: The thread of the loop, once it runs.
         self.thread: RunningThread
         self._name = name
@@ -135,7 +135,7 @@ class UserLoop:
         self._closing: asyncio.Future[None] | None = None
         self._grace_s = 0.0
         self._ended = asyncio.Event()
-        self._guests: set[Guest] = set()
+        self._guests: set[LoopGuest] = set()
         self._no_guests = asyncio.Event()
 
     def run_in_thread(
@@ -165,22 +165,24 @@ class UserLoop:
 
     def to_user(self, function: Callable[..., object], *args: Any) -> None:
         """Call a function on this loop."""
-        self._post(self.hop, function, args)
+        self._post(self.thread_calls, function, args)
 
     def to_worker(self, function: Callable[..., object], *args: Any) -> None:
         """Call a function on the worker's loop."""
         self._post(self._worker, function, args)
 
-    def _post(self, hop: Hop, function: Callable[..., object], args: tuple[Any, ...]) -> None:
+    def _post(
+        self, thread_calls: ThreadCalls, function: Callable[..., object], args: tuple[Any, ...]
+    ) -> None:
         # A request that is alone waits for nothing else, so its wake-ups are not shared.
-        post = hop.post_soon if len(self.runs) > 1 else hop.post
+        post = thread_calls.post_soon if len(self.runs) > 1 else thread_calls.post
         post(function, *args)
 
-    def admit(self, guest: Guest) -> None:
+    def admit(self, guest: LoopGuest) -> None:
         """Let a connection live on this loop, where this is called; it must not outlive the loop."""
         self._guests.add(guest)
 
-    def dismiss(self, guest: Guest) -> None:
+    def dismiss(self, guest: LoopGuest) -> None:
         """Note that a connection has ended."""
         self._guests.discard(guest)
         if not self._guests:
@@ -191,7 +193,7 @@ class UserLoop:
         if not self._is_closing:
             self._grace_s = grace_s / 2
             self._is_closing = True
-            self.hop.post(self._wake_root)
+            self.thread_calls.post(self._wake_root)
         if not await wait_for_event(self._ended, grace_s):
             return False
         self.thread.join()  # as in UserThreads.close

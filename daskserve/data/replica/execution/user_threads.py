@@ -17,7 +17,7 @@ from typing import Any
 
 from daskserve.data.replica.execution.runner import CodeRun, RunListener, Runs
 from daskserve.loops.forks import end_if_forked
-from daskserve.loops.hops import Hop
+from daskserve.loops.thread_calls import ThreadCalls
 from daskserve.loops.threads import RunningThread, StartThread, next_job, start_daemon
 
 
@@ -96,7 +96,7 @@ class UserThreads:
         self,
         name: str,
         limit: int,
-        to_worker: Hop,
+        to_worker: ThreadCalls,
         runs: Runs,
         start_thread: StartThread = start_daemon,
     ) -> None:

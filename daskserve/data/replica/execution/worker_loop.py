@@ -4,9 +4,9 @@ On this loop a task for each piece of user code costs as much as all that the ro
 needed for code that ignores its cancellation, so that the caller can continue without it. If the request has
 no deadline, no caller would, and the code runs within the request's own task (`TaskRun`). Code that never
 waits then needs neither a task nor a run: it has ended when
-`daskserve.data.replica.execution.executor.Wall.enter` returns. A call that needs no task otherwise is better
-off with the one for its code: a third less CPU time for a call within the process, where routers, too, need
-none for it (`daskserve.data.caller.calls.direct_call`).
+`daskserve.data.replica.execution.executor.UserExecutor.enter` returns. A call that needs no task otherwise is
+better off with the one for its code: a third less CPU time for a call within the process, where routers, too,
+need none for it (`daskserve.data.caller.calls.direct_call`).
 """
 
 from __future__ import annotations

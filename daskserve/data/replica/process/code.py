@@ -1,8 +1,8 @@
 """Process isolation: user code in a child process, with an interpreter of its own.
 
 The replica's actor stays in its worker and counts the requests. The child runs a whole `Replica`, with its
-wall and batches, in a `daskserve.cluster.worker.child.ChildProcess`. This module forwards requests and verbs
-to the child. When the child ends, the replica is lost.
+executor and batches, in a `daskserve.cluster.worker.child.ChildProcess`. This module forwards requests and
+verbs to the child. When the child ends, the replica is lost.
 
 Errors of user code may be of classes that the worker does not have. They cross packed
 (`daskserve.payload.packed_errors`), and the actor passes them on without loading them.
@@ -27,26 +27,26 @@ from daskserve.common.types import (
     Load,
     Message,
     Payload,
+    RankInfo,
     Receive,
     Send,
-    Standing,
     described,
     short_tag,
 )
 from daskserve.data.replica.code_protocol import CLOSE_GRACE_S
 from daskserve.data.replica.environment.interpreters import interpreter_of
 from daskserve.data.replica.local_code import parts_of
-from daskserve.data.replica.process.metrics import ReportedFigures, keep_asking_for_figures
+from daskserve.data.replica.process.metrics import ReportedMetrics, keep_asking_for_metrics
 from daskserve.data.replica.process.runner import ChildRunner
-from daskserve.data.replica.requests.answer import Answer
+from daskserve.data.replica.requests.replica_request import ReplicaRequest
 from daskserve.data.replica.requests.slots import Slots
 from daskserve.data.replica.user_code.autoscaling_stats import ChildStats
 from daskserve.data.replica.user_code.construction import CONSTRUCTING, INSTALLING
 from daskserve.errors import ActorLostError, BadRequestError, ReplicaStartError
-from daskserve.figures.replica import ReplicaFigures
-from daskserve.figures.table import MetricSample
-from daskserve.figures.user import UserSample
 from daskserve.options.start_messages import ReplicaStart, read_config
+from daskserve.telemetry.replica import ReplicaMetrics
+from daskserve.telemetry.table import MetricSample
+from daskserve.telemetry.user import UserSample
 
 logger = logging.getLogger("daskserve.replica")
 
@@ -56,20 +56,24 @@ FACTORY = "daskserve.data.replica.process.replica:ReplicaServer"
 UNPROBED: Mapping[str, Any] = {"health_check_period_s": 1e9}
 
 
-class ForwardedAnswer(Answer):
+class ForwardedRequest(ReplicaRequest):
     """The answer to a request that the child answers."""
 
     __slots__ = ("_code",)
 
     def __init__(self, code: ChildCode, envelope: Envelope) -> None:
-        super().__init__(envelope, code.slots, code.own_figures)
+        super().__init__(envelope, code.slots, code.own_metrics)
         self._code = code
 
     def begin(self, receive: Receive | None = None, send: Send | None = None) -> Awaitable[None] | None:
         code = self._code
         child, runner = code.running()
         # The child has a slot for it.
-        envelope = self.envelope if self.envelope.patience is None else replace(self.envelope, patience=None)
+        envelope = (
+            self.envelope
+            if self.envelope.queue_timeout is None
+            else replace(self.envelope, queue_timeout=None)
+        )
         parts = (next(code.numbers), envelope, receive, send)
         self.run = runner.start(child.request, parts, contextvars.copy_context(), self)
         return None
@@ -87,11 +91,11 @@ class ChildCode:
 
     abandoned = loop_blocks = 0  # the child counts them
 
-    def __init__(self, context: ActorContext, start: ReplicaStart, figures: ReplicaFigures) -> None:
+    def __init__(self, context: ActorContext, start: ReplicaStart, metrics: ReplicaMetrics) -> None:
         self._context = context
         self._start = start
-        self.own_figures = figures
-        self.slots = Slots(start.replica_tag, start.concurrency, self, figures)
+        self.own_metrics = metrics
+        self.slots = Slots(start.replica_tag, start.concurrency, self, metrics)
         #: The numbers of requests, which the child knows them by.
         self.numbers = itertools.count(1)
         #: Why the replica is lost, if its child ended unexpectedly.
@@ -101,7 +105,7 @@ class ChildCode:
         self._child: ChildProcess | None = None
         self._runner: ChildRunner | None = None
         self._queued = 0
-        self._reported = ReportedFigures()
+        self._reported = ReportedMetrics()
         self._stats = ChildStats(context.clock)
         self._routing_stats: Mapping[str, Any] = {}
         self._asking: asyncio.Task[None] | None = None
@@ -109,7 +113,7 @@ class ChildCode:
         #: Whether the child's process has got SIGTERM.
         self.is_leaving = False
         self.stage, self.stage_since = INSTALLING, 0.0
-        self._has_last_figures = False
+        self._has_last_metrics = False
         #: Whether it is stopped although it is healthy.
         self._is_planned = False
 
@@ -148,7 +152,7 @@ class ChildCode:
         self._runner = ChildRunner(child, self._explain)
         child.on_end = self._note_end
         facts = await self._start_child(child)
-        keep_asking = keep_asking_for_figures(self.statistics, start.replica_tag, self._context.clock)
+        keep_asking = keep_asking_for_metrics(self.statistics, start.replica_tag, self._context.clock)
         self._asking = asyncio.create_task(keep_asking, name=f"daskserve-figures-{start.replica_tag}")
         self._waiting = asyncio.create_task(
             _note_leaving(self, child), name=f"daskserve-leaving-{start.replica_tag}"
@@ -177,11 +181,11 @@ class ChildCode:
 
     # ---- requests
 
-    def answer(self, envelope: Envelope) -> Answer:
+    def request(self, envelope: Envelope) -> ReplicaRequest:
         """Return the answer to a request, not begun."""
         if envelope.kind is EnvelopeKind.CONTROL:
             raise BadRequestError(f"A replica takes no requests of kind {envelope.kind!r}.")
-        return ForwardedAnswer(self, envelope)
+        return ForwardedRequest(self, envelope)
 
     def needs_task(self, envelope: Envelope) -> bool:
         """Whether a request can only be answered from a task: the messages to and from the child wait."""
@@ -217,7 +221,7 @@ class ChildCode:
         user_config: bytes | None,
         concurrency: int,
         config: Mapping[str, Any],
-        standing: Standing,
+        rank_info: RankInfo,
         patience_s: float,
     ) -> None:
         """Take over changed options without a restart.
@@ -231,7 +235,7 @@ class ChildCode:
             "user_config": user_config,
             "concurrency": concurrency,
             "config": {**config, **UNPROBED},
-            "standing": standing,
+            "rank_info": rank_info,
         }
         if calls_code:
             async with self.slots.quiet(self._context.clock, patience_s):
@@ -253,7 +257,7 @@ class ChildCode:
             "ongoing": self.slots.ongoing,
             "concurrency": self.slots.concurrency,
             "queued": found["queued"] + self.slots.waiting,
-            "refused_total": found["refused_total"] + self.own_figures.refused,
+            "refused_total": found["refused_total"] + self.own_metrics.refused,
         }
 
     async def _ask(self) -> dict[str, Any]:
@@ -261,7 +265,7 @@ class ChildCode:
         found: dict[str, Any] = await self._call("statistics", has_stats=self._stats.is_wanted)
         self._stats.record(found.pop("custom", {}))
         self._routing_stats = found.pop("routing_stats")
-        self._reported = ReportedFigures(
+        self._reported = ReportedMetrics(
             found.pop("samples"), found.pop("user_samples"), found["latency_counts"]
         )
         return found
@@ -273,11 +277,11 @@ class ChildCode:
         except ActorLostError as error:
             raise await self._explain(error) from None
 
-    # ---- figures
+    # ---- metrics
 
-    def figures(self) -> dict[str, Any]:
+    def metrics(self) -> dict[str, Any]:
         """Return what the controller reads every second for autoscaling."""
-        return self._reported.brief(self.slots.ongoing, self.own_figures.handled) | self._stats.figures()
+        return self._reported.brief(self.slots.ongoing, self.own_metrics.handled) | self._stats.metrics()
 
     def routing_stats(self) -> Mapping[str, Any]:
         """Return what the user's ``record_routing_stats`` returned, as last read."""
@@ -317,7 +321,7 @@ class ChildCode:
             await asyncio.wait([self._asking])
         if not self.loss and grace_s > 0 and self._child is not None:
             await self.send_away()
-            self._has_last_figures = True
+            self._has_last_metrics = True
         await self._context.clock.wait_for(self.slots.wait_until_idle(), grace_s)
 
     async def _ask_for_the_last_time(self) -> None:
@@ -333,7 +337,7 @@ class ChildCode:
         if child is None or self._runner is None:
             return
         try:
-            if self._has_last_figures:
+            if self._has_last_metrics:
                 await self._ask_for_the_last_time()
             await child.call("stop", grace_s=grace_s, is_planned=is_planned)
         except ActorLostError:

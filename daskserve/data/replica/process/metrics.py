@@ -11,15 +11,15 @@ from typing import Any
 
 from daskserve.common.clock import Clock
 from daskserve.errors import ActorLostError
-from daskserve.figures.collector import PROCESS, plain_sample, sample_of
-from daskserve.figures.error_log import ErrorLog
-from daskserve.figures.table import MetricSample
-from daskserve.figures.user import UserSample
+from daskserve.telemetry.collector import PROCESS, plain_sample, sample_of
+from daskserve.telemetry.error_log import ErrorLog
+from daskserve.telemetry.table import MetricSample
+from daskserve.telemetry.user import UserSample
 
 logger = logging.getLogger("daskserve.replica")
 
 #: The interval at which an actor reads the metrics of its child.
-FIGURES_S = 1.0
+METRICS_S = 1.0
 #: The metrics that the actor counts itself.
 ACTORS_OWN = frozenset(
     {
@@ -43,7 +43,7 @@ def tell(samples: Iterable[MetricSample], user_samples: Iterable[UserSample]) ->
     }
 
 
-async def keep_asking_for_figures(
+async def keep_asking_for_metrics(
     ask: Callable[[], Awaitable[object]], replica_tag: str, clock: Clock
 ) -> None:
     """Read the metrics of a child every second until it ends.
@@ -52,9 +52,9 @@ async def keep_asking_for_figures(
     """
     error_log = ErrorLog(logger)
     while True:
-        await clock.sleep(FIGURES_S)
+        await clock.sleep(METRICS_S)
         try:
-            await clock.wait_for(ask(), FIGURES_S)
+            await clock.wait_for(ask(), METRICS_S)
         except ActorLostError:
             return
         except TimeoutError:
@@ -63,7 +63,7 @@ async def keep_asking_for_figures(
             error_log.log(error, "The metrics of the process of %s could not be read", replica_tag)
 
 
-class ReportedFigures:
+class ReportedMetrics:
     """The metrics that a child reported, in plain values."""
 
     __slots__ = ("_latency_counts", "_samples", "_user_samples")

@@ -15,7 +15,7 @@ from daskserve.cluster.worker.child_view import ChildView
 from daskserve.common import settings
 from daskserve.common.clock import LoopClock, system_rng
 from daskserve.common.types import ActorKind, Envelope, EnvelopeKind, Load, Payload, Receive, Send
-from daskserve.context import HasLink
+from daskserve.context import HasConnection
 from daskserve.data.replica.environment.kept_folders import hold
 from daskserve.data.replica.environment.working_dir import archives_folder
 from daskserve.data.replica.process.metrics import tell
@@ -28,7 +28,7 @@ from daskserve.payload.pickling import load_bytes
 class ChildReplica(Replica):
     """A replica that reports when the code of a cancelled request has ended."""
 
-    def __init__(self, context: ContextWith[HasLink]) -> None:
+    def __init__(self, context: ContextWith[HasConnection]) -> None:
         super().__init__(context)
         self._slots.on_free = self._note_free
         #: The requests within `handle`, by number, each with a future that is done when it leaves.
@@ -47,7 +47,7 @@ class ChildReplica(Replica):
     @verb
     async def statistics(self, has_stats: bool = False) -> dict[str, Any]:
         """Return the replica's counts, the metrics of this process, and custom autoscaling metrics."""
-        stats = {"custom": self.figures().get("custom", {})} if has_stats else {}
+        stats = {"custom": self.metrics().get("custom", {})} if has_stats else {}
         stats["routing_stats"] = self._code.routing_stats()
         return {**await super().statistics(), **tell(self.samples(), self.user_samples()), **stats}
 

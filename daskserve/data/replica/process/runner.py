@@ -28,7 +28,7 @@ class ChildRun(CodeRun):
     Cancelling that task cancels the request; its code may end later.
     """
 
-    __slots__ = ("_number", "_runner", "passage")
+    __slots__ = ("_number", "_runner", "forwarder")
 
     def __init__(
         self,
@@ -43,8 +43,8 @@ class ChildRun(CodeRun):
         number, envelope, receive, send = args
         self._number: int = number
         #: Receives what the child sends.
-        self.passage = Passage(send)
-        self._args = (number, envelope, receive, self.passage.send)
+        self.forwarder = ResponseForwarder(send)
+        self._args = (number, envelope, receive, self.forwarder.send)
 
     def drive(self) -> Awaitable[None]:
         return self._carry()
@@ -56,7 +56,7 @@ class ChildRun(CodeRun):
             lost = error
         except BaseException as error:
             # After a deadline, too, code may still run in the child.
-            if self.passage.is_broken or isinstance(error, (asyncio.CancelledError, RequestTimeoutError)):
+            if self.forwarder.is_broken or isinstance(error, (asyncio.CancelledError, RequestTimeoutError)):
                 self._runner.settle(self._number, self)
                 raise
             if not isinstance(error, Exception):
@@ -125,7 +125,7 @@ class ChildRunner:
             run.settled()
 
 
-class Passage:
+class ResponseForwarder:
     """Passes on the messages of one request from the child."""
 
     __slots__ = ("_send", "is_broken")

@@ -1,4 +1,4 @@
-"""Classic batches of a replica: the queues of requests, and the run of each batch behind the wall."""
+"""Classic batches of a replica: the queues of requests, and the run of each batch behind the executor."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from daskserve.data.batching.queue import BatchLimits, BatchQueue
 from daskserve.data.replica.errors.log import FailureLog
-from daskserve.data.replica.execution.executor import Wall
+from daskserve.data.replica.execution.executor import UserExecutor
 from daskserve.data.replica.execution.runner import RunResult
 from daskserve.data.replica.requests.accept_batch import (
     BatchItem,
@@ -20,12 +20,12 @@ from daskserve.data.replica.requests.accept_batch import (
 from daskserve.data.replica.user_code.definitions import Method
 from daskserve.data.replica.user_code.request_objects import request_id_of
 from daskserve.data.replica.user_code.servable import Servable
-from daskserve.figures.replica import ReplicaFigures
 from daskserve.payload.packed_errors import PackedError
+from daskserve.telemetry.replica import ReplicaMetrics
 
 
 class SlotHolder(Protocol):
-    """A request of a batch: its `daskserve.data.replica.requests.answer.Answer`."""
+    """A request of a batch: its `daskserve.data.replica.requests.replica_request.ReplicaRequest`."""
 
     def hold(self) -> None:
         """Keep the slot until `unhold`."""
@@ -58,20 +58,20 @@ class ReplicaBatches:
     Parameters
     ----------
     running : callable
-        Returns the replica's wall and servable; raises if the replica has stopped.
+        Returns the replica's executor and servable; raises if the replica has stopped.
     """
 
     def __init__(
         self,
-        running: Callable[[], tuple[Wall, Servable]],
+        running: Callable[[], tuple[UserExecutor, Servable]],
         max_batch_size: int | None,
         wait_s: float,
-        figures: ReplicaFigures,
+        metrics: ReplicaMetrics,
         failures: FailureLog,
     ) -> None:
         self._running = running
         self._failures = failures
-        self._figures = figures
+        self._metrics = metrics
         self._limits = BatchLimits(max_batch_size or 1, wait_s)
         #: The queue of each method, by its name.
         self.queues: dict[str, BatchQueue[tuple[BatchItem, SlotHolder], ItemOutcome]] = {}
@@ -97,32 +97,32 @@ class ReplicaBatches:
                 partial(self._run, method),
                 self._limits,
                 max_running=None if method.is_async else 1,
-                on_batch=self._figures.batches_of(method.name).observe,
+                on_batch=self._metrics.batches_of(method.name).observe,
             )
         return await queue.submit((item, request))
 
     async def _run(self, method: Method, entries: list[tuple[BatchItem, SlotHolder]]) -> list[ItemOutcome]:
-        wall, servable = self._running()
+        executor, servable = self._running()
         items = [item for item, _ in entries]
         requests = [request for _, request in entries]
         answer: Any = answer_batch if method.is_async else answer_batch_in_thread
         parts = (servable.bound(method), servable.describe(method), items)
         result = BatchResult(requests)
-        run = wall.start(method.is_async, answer, parts, wall.context.copy(), result)
+        run = executor.start(method.is_async, answer, parts, executor.context.copy(), result)
         for request in requests:
             request.hold()
         try:
             outcomes: list[ItemOutcome] = await result.wait(run)
         except PackedError as error:  # one that would have ended the thread or the loop
             outcomes = [error] * len(items)
-        return await self._pack(wall, items, outcomes)
+        return await self._pack(executor, items, outcomes)
 
     async def _pack(
-        self, wall: Wall, items: list[BatchItem], outcomes: list[ItemOutcome]
+        self, executor: UserExecutor, items: list[BatchItem], outcomes: list[ItemOutcome]
     ) -> list[ItemOutcome]:
         """Pack the errors among the outcomes, and log each once for all of its requests."""
         errors = {id(each): each for each in outcomes if isinstance(each, Exception)}
-        packing = [wall.packers.pack(each, wall.context) for each in errors.values()]
+        packing = [executor.packers.pack(each, executor.context) for each in errors.values()]
         packed = dict(zip(errors, await asyncio.gather(*packing), strict=True))
         for number, error in packed.items():
             ids = [
@@ -130,6 +130,6 @@ class ReplicaBatches:
                 for item, outcome in zip(items, outcomes, strict=True)
                 if id(outcome) == number
             ]
-            wall.context.copy().run(self._failures.log, error, *ids)
+            executor.context.copy().run(self._failures.log, error, *ids)
             error.error = None  # it refers to the user's object
         return [packed.get(id(each), each) for each in outcomes]

@@ -10,7 +10,7 @@ from daskserve.common.clock import stopwatch
 from daskserve.common.types import Message, Receive, Send
 from daskserve.data.replica.execution.message_pipe import open_pipe
 from daskserve.data.replica.requests.accept_batch import BatchItem
-from daskserve.data.replica.requests.serving import LocalAnswer
+from daskserve.data.replica.requests.serving import LocalRequest
 from daskserve.data.replica.requests.streaming import (
     finish_stream,
     finish_stream_in_thread,
@@ -22,7 +22,7 @@ from daskserve.data.replica.user_code.responses import Unfinished
 from daskserve.errors import ServeError, StreamOptionError
 
 
-class CallAnswer(LocalAnswer):
+class CallRequest(LocalRequest):
     """The answer to a call: one pickled result."""
 
     __slots__ = ()
@@ -32,7 +32,9 @@ class CallAnswer(LocalAnswer):
         method = self._method = servable.method(envelope.head.get("method") or CALL)
         if method.accepts_batches:
             return self._submit(method)
-        self.runs_in_task = self.is_in_task and envelope.deadline is None and self.code.wall.is_on_worker_loop
+        self.runs_in_task = (
+            self.is_in_task and envelope.deadline is None and self.code.executor.is_on_worker_loop
+        )
         answer: Any = servable.answer_call if method.is_async else servable.answer_call_in_thread
         self._set_context()
         self._start(method.is_async, answer, method, envelope.head, envelope.payload)
@@ -49,7 +51,7 @@ class CallAnswer(LocalAnswer):
         self.accept(await self.code.batches.submit(method, item, self))
 
 
-class StreamAnswer(CallAnswer):
+class StreamRequest(CallRequest):
     """The answer to a streaming call: any number of pickled items.
 
     See `daskserve.data.replica.requests.streaming`.
@@ -66,7 +68,7 @@ class StreamAnswer(CallAnswer):
                 "stream=True."
             )
         self.runs_in_task = False
-        self.pipe = open_pipe(code.wall, "call", receive, send)
+        self.pipe = open_pipe(code.executor, "call", receive, send)
         self.pipe.owner = self
         produce: Any = stream if method.is_async else stream_in_thread
         self._set_context()
@@ -86,7 +88,7 @@ class StreamAnswer(CallAnswer):
         return None
 
 
-class ValuesAnswer(LocalAnswer):
+class ValuesRequest(LocalRequest):
     """The answer to a call with responses or values of Dask among its arguments, which are fetched first."""
 
     __slots__ = ()
@@ -105,27 +107,27 @@ class ValuesAnswer(LocalAnswer):
         except ServeError:
             raise
         except Exception as error:  # of a task of Dask
-            wall = self.code.wall
-            raise await wall.packers.pack(error, wall.context) from None
+            executor = self.code.executor
+            raise await executor.packers.pack(error, executor.context) from None
         self.envelope = replace(envelope, payload=payload)
         preparing = super().begin(receive, send)
         if preparing is not None:
             await preparing
 
 
-class ValuesCallAnswer(ValuesAnswer, CallAnswer):
+class ValuesCallRequest(ValuesRequest, CallRequest):
     """The answer to a call with one result."""
 
     __slots__ = ()
 
 
-class ValuesStreamAnswer(ValuesAnswer, StreamAnswer):
+class ValuesStreamRequest(ValuesRequest, StreamRequest):
     """The answer to a streaming call."""
 
     __slots__ = ()
 
 
-class ReservedAnswer(ValuesAnswer):
+class ReservedRequest(ValuesRequest):
     """The answer to a call whose arguments follow once its caller has the slot.
 
     See `daskserve.data.caller.calls.replica_choice`.
@@ -148,34 +150,34 @@ class ReservedAnswer(ValuesAnswer):
             await preparing
 
 
-class ReservedCallAnswer(ReservedAnswer, CallAnswer):
+class ReservedCallRequest(ReservedRequest, CallRequest):
     """The answer to a call with one result."""
 
     __slots__ = ()
 
 
-class ReservedStreamAnswer(ReservedAnswer, StreamAnswer):
+class ReservedStreamRequest(ReservedRequest, StreamRequest):
     """The answer to a streaming call."""
 
     __slots__ = ()
 
 
-class BroadcastAnswer(ValuesCallAnswer):
+class BroadcastRequest(ValuesCallRequest):
     """The answer to a call that runs beyond the limit of the replica, with a thread of its own if need be."""
 
     __slots__ = ()
 
     def begin(self, receive: Receive | None = None, send: Send | None = None) -> Awaitable[None] | None:
-        self.code.wall.threads.make_room(self.slots.ongoing)
+        self.code.executor.threads.make_room(self.slots.ongoing)
         return super().begin(receive, send)
 
 
-def call_answer_for(head: Mapping[str, Any]) -> type[CallAnswer]:
+def call_answer_for(head: Mapping[str, Any]) -> type[CallRequest]:
     """Return the kind of answer to a call whose head has ``"stream"``."""
     if "reserve" in head:
-        return ReservedStreamAnswer if head["stream"] else ReservedCallAnswer
+        return ReservedStreamRequest if head["stream"] else ReservedCallRequest
     if "broadcast" in head:
-        return BroadcastAnswer
+        return BroadcastRequest
     if "values" not in head:
-        return StreamAnswer
-    return ValuesStreamAnswer if head["stream"] else ValuesCallAnswer
+        return StreamRequest
+    return ValuesStreamRequest if head["stream"] else ValuesCallRequest

@@ -10,14 +10,17 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from daskserve.cluster.protocols.base import Link
+from daskserve.cluster.protocols.base import ClusterConnection
 from daskserve.common.types import Payload
 from daskserve.loops.event_loop import on_loop
 from daskserve.payload.arguments import FilledPayload, ValueSource
 
 
 async def filled(
-    payload: Payload, keys: bytes | Mapping[str, Any], find_link: Callable[[], Link], instance: str
+    payload: Payload,
+    keys: bytes | Mapping[str, Any],
+    find_connection: Callable[[], ClusterConnection],
+    instance: str,
 ) -> FilledPayload:
     """Return arguments with the values that their caller took out, fetched from where they are.
 
@@ -27,16 +30,20 @@ async def filled(
         A value is lost: the process that held it has ended.
     """
     if isinstance(keys, bytes):
-        found_link = await asyncio.to_thread(find_link)
-        return FilledPayload(payload.data, payload.buffers, await found_link.values.fetch(keys))
+        found_connection = await asyncio.to_thread(find_connection)
+        return FilledPayload(payload.data, payload.buffers, await found_connection.values.fetch(keys))
     sources = keys["sources"]
-    link: Link | None = None
+    connection: ClusterConnection | None = None
     if any(kind != ValueSource.HERE for kind, *_ in sources):
-        # In a child process, the first use of the link connects to the cluster, and blocks.
-        link = await asyncio.to_thread(find_link)
-    dask = [] if link is None or keys["dask"] is None else await link.values.fetch(keys["dask"])
+        # In a child process, the first use of the connection connects to the cluster, and blocks.
+        connection = await asyncio.to_thread(find_connection)
+    dask = [] if connection is None or keys["dask"] is None else await connection.values.fetch(keys["dask"])
     kept = [where for kind, *where in sources if kind == ValueSource.KEPT]
-    fetched = [] if link is None or not kept else await on_loop(link.loop, _fetch(link, instance, kept))
+    fetched = (
+        []
+        if connection is None or not kept
+        else await on_loop(connection.loop, _fetch(connection, instance, kept))
+    )
     buffers = iter(payload.buffers)
     own = tuple(islice(buffers, keys["buffers"]))
     found = {ValueSource.DASK: iter(dask), ValueSource.KEPT: iter(fetched)}
@@ -49,6 +56,8 @@ async def filled(
     return FilledPayload(payload.data, own, values)
 
 
-async def _fetch(link: Link, instance: str, kept: Sequence[Sequence[str]]) -> list[Payload]:
-    cluster = link.cluster(instance)
+async def _fetch(
+    connection: ClusterConnection, instance: str, kept: Sequence[Sequence[str]]
+) -> list[Payload]:
+    cluster = connection.cluster(instance)
     return await asyncio.gather(*(cluster.fetch_answer(worker, token) for worker, token in kept))

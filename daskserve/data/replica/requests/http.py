@@ -11,7 +11,7 @@ from daskserve.data.replica.execution.message_pipe import MessagePipe, open_pipe
 from daskserve.data.replica.execution.socket_pipe import open_socket_pipe
 from daskserve.data.replica.requests.accept_batch import BatchItem
 from daskserve.data.replica.requests.method_header import named_method, no_call_error
-from daskserve.data.replica.requests.serving import LocalAnswer
+from daskserve.data.replica.requests.serving import LocalRequest
 from daskserve.data.replica.user_code.definitions import CALL, Method
 from daskserve.data.replica.user_code.request_objects import read_body
 from daskserve.data.replica.user_code.responses import (
@@ -27,7 +27,7 @@ from daskserve.payload.packed_errors import PackedError
 _ASGI_OF_UVICORN: Mapping[str, str] = {"version": "3.0", "spec_version": "2.3"}
 
 
-class HTTPAnswer(LocalAnswer):
+class LocalHTTPRequest(LocalRequest):
     """The answer to an HTTP request or a WebSocket.
 
     User code that runs in the request's own task needs no `MessagePipe` as long as its response is whole.
@@ -56,7 +56,7 @@ class HTTPAnswer(LocalAnswer):
             if not is_websocket:
                 scope["asgi"] = _ASGI_OF_UVICORN
         self.runs_in_task = runs_in_task = (
-            code.wall.is_on_worker_loop
+            code.executor.is_on_worker_loop
             and self.is_in_task
             and envelope.deadline is None
             and not is_websocket
@@ -70,7 +70,7 @@ class HTTPAnswer(LocalAnswer):
         if runs_in_task and method.is_async and not method.is_asgi:
             # Nothing to read and nothing to cross: user code gets the caller's own `receive`.
             parts = (method, scope, receive, b"")
-            self.run = code.wall.enter(servable.answer_http, parts, self._context, self)
+            self.run = code.executor.enter(servable.answer_http, parts, self._context, self)
         else:
             self._begin(b"", _no_body())
         return None
@@ -86,7 +86,7 @@ class HTTPAnswer(LocalAnswer):
 
     def message(self, value: ConvertedResponse) -> Message | None:
         if value.is_failure:
-            self.figures.failed += 1
+            self.metrics.failed += 1
         return value.message
 
     def accept(self, value: Any) -> None:
@@ -153,10 +153,10 @@ class HTTPAnswer(LocalAnswer):
         code, receive, send = self.code, self._receive, self._send
         pipe: MessagePipe
         if kind == "websocket":
-            pipe = open_socket_pipe(code.wall, self.envelope, receive, send, first)
+            pipe = open_socket_pipe(code.executor, self.envelope, receive, send, first)
             code.sockets.add(pipe)
         else:
-            pipe = open_pipe(code.wall, kind, receive, send, first)
+            pipe = open_pipe(code.executor, kind, receive, send, first)
         self.pipe = pipe
         pipe.is_body_assumed = first is not None and not self.envelope.has_body
         pipe.owner = self

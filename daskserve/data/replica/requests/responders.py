@@ -1,9 +1,9 @@
 """The two paths to the caller of a request: from a task, and without one.
 
-`daskserve.data.replica.requests.answer.Answer` decides what happens to a request; this module only connects
-it to the outside. A task is needed where something waits: for a slot, for the body of a request, or for a
-caller that reads a stream slowly. All other requests are answered where user code reports its end, without a
-task.
+`daskserve.data.replica.requests.replica_request.ReplicaRequest` decides what happens to a request; this
+module only connects it to the outside. A task is needed where something waits: for a slot, for the body of a
+request, or for a caller that reads a stream slowly. All other requests are answered where user code reports
+its end, without a task.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import NoReturn
 
 from daskserve.common.clock import Clock
 from daskserve.common.types import Load, OnAnswer, Receive, Send
-from daskserve.data.replica.requests.answer import WAITING, Answer
+from daskserve.data.replica.requests.replica_request import WAITING, ReplicaRequest
 
 
-async def carry(answer: Answer, receive: Receive, send: Send, clock: Clock) -> Load:
+async def respond(request: ReplicaRequest, receive: Receive, send: Send, clock: Clock) -> Load:
     """Answer a request from the present task, begun or not; return when its caller has the whole answer.
 
     Raises
@@ -28,83 +28,83 @@ async def carry(answer: Answer, receive: Receive, send: Send, clock: Clock) -> L
     Exception
         The error of user code, of its start, or of the connection to the caller.
     """
-    slots = answer.slots
-    if answer.state == WAITING:
-        if answer.envelope.patience is not None or not _take_slot(answer):
-            await _wait_for_slot(answer, send, clock)
-        answer.granted()
-    answer.is_in_task = True
+    slots = request.slots
+    if request.state == WAITING:
+        if request.envelope.queue_timeout is not None or not _take_slot(request):
+            await _wait_for_slot(request, send, clock)
+        request.granted()
+    request.is_in_task = True
     try:
-        if answer.unfinished is None:
-            preparing = answer.begin(receive, send)
+        if request.unfinished is None:
+            preparing = request.begin(receive, send)
             if preparing is not None:
                 await preparing
-        elif answer.pipe is not None:
-            answer.pipe.connect(receive, send)
-        if answer.run is not None or answer.pipe is not None or answer.unfinished is not None:
-            await _settle(answer)
-        if answer.error is not None:
-            _raise_error(answer)
-        message = answer.message(answer.value)
+        elif request.pipe is not None:
+            request.pipe.connect(receive, send)
+        if request.run is not None or request.pipe is not None or request.unfinished is not None:
+            await _settle(request)
+        if request.error is not None:
+            _raise_error(request)
+        message = request.message(request.value)
         if message is not None:
             await send(message)
     except Exception:
-        answer.fail()
+        request.fail()
         raise
     except BaseException:
-        answer.leave(clock.now())
+        request.leave(clock.now())
         raise
-    answer.answered()
+    request.answered()
     return slots.load()
 
 
-def _take_slot(answer: Answer) -> bool:
-    slots = answer.slots
+def _take_slot(request: ReplicaRequest) -> bool:
+    slots = request.slots
     # A broadcast reaches full replicas, too.
-    return slots.take_beyond() if "broadcast" in answer.envelope.head else slots.take_nowait()
+    return slots.take_beyond() if "broadcast" in request.envelope.head else slots.take_nowait()
 
 
-async def _wait_for_slot(answer: Answer, send: Send, clock: Clock) -> None:
+async def _wait_for_slot(request: ReplicaRequest, send: Send, clock: Clock) -> None:
     try:
-        await answer.slots.take(answer.envelope, send)
+        await request.slots.take(request.envelope, send)
     except asyncio.CancelledError:
-        answer.leave(clock.now())
+        request.leave(clock.now())
         raise
     except Exception:
-        answer.fail()
+        request.fail()
         raise
 
 
-async def _settle(answer: Answer) -> None:
+async def _settle(request: ReplicaRequest) -> None:
     """Pass messages on and start the steps of user code until only the last message is left."""
-    answer.caller = waiting = TaskCaller()
+    request.caller = waiting = TaskResponder()
     while True:
-        pipe = answer.pipe
+        pipe = request.pipe
         if pipe is not None and pipe.outbox:
             try:
                 await pipe.flush()
             except OSError:  # of the caller's connection
-                answer.leave()
+                request.leave()
                 raise
-        elif answer.error is not None:
+        elif request.error is not None:
             return
-        elif answer.unfinished is not None:
-            _take_next_step(answer)
-        elif answer.run is not None:
-            code = answer.run.drive()
+        elif request.unfinished is not None:
+            _take_next_step(request)
+        elif request.run is not None:
+            code = request.run.drive()
             await (waiting.wait() if code is None else code)
         else:
             return
 
 
-def _take_next_step(answer: Answer) -> None:
-    unfinished, answer.unfinished = answer.unfinished, None
+def _take_next_step(request: ReplicaRequest) -> None:
+    unfinished, request.unfinished = request.unfinished, None
     assert unfinished is not None
-    answer.go_on(unfinished)
+    request.go_on(unfinished)
 
 
-def _raise_error(answer: Answer) -> NoReturn:
-    error, answer.error = answer.error, None
+def _raise_error(request: ReplicaRequest) -> NoReturn:
+    error, request.error = request.error, None
     assert error is not None
     try:
         raise error
@@ -112,7 +112,7 @@ def _raise_error(answer: Answer) -> NoReturn:
         del error  # else the traceback holds this frame, and this frame the error
 
 
-class TaskCaller:
+class TaskResponder:
     """Wakes the task that carries an answer."""
 
     __slots__ = ("_changed", "_loop")
@@ -130,63 +130,63 @@ class TaskCaller:
             self._changed.set_result(None)
 
 
-class TasklessCaller:
+class TasklessResponder:
     """Passes the answer to the caller where user code reports its end, without a task.
 
-    If the answer takes more than one message, it becomes a `daskserve.common.types.Rest`, for a task to
-    carry.
+    If the answer takes more than one message, it becomes a `daskserve.common.types.RemainingResponse`, for a
+    task to carry.
     """
 
-    __slots__ = ("_answer", "_clock", "_is_handed_over", "_on_answer")
+    __slots__ = ("_clock", "_is_handed_over", "_on_answer", "_request")
 
-    def __init__(self, answer: Answer, clock: Clock, on_answer: OnAnswer) -> None:
-        self._answer = answer
+    def __init__(self, request: ReplicaRequest, clock: Clock, on_answer: OnAnswer) -> None:
+        self._request = request
         self._clock = clock
         self._on_answer = on_answer
         self._is_handed_over = False
 
     def start(self) -> None:
         """Start user code; the request has taken its slot."""
-        answer = self._answer
-        answer.granted()
-        answer.caller = self
+        request = self._request
+        request.granted()
+        request.caller = self
         try:
-            answer.begin()
+            request.begin()
         except BaseException:
-            answer.fail()
+            request.fail()
             raise
 
     def give_up(self) -> None:
         """Cancel user code unless it has ended; the caller has left."""
         if not self._is_handed_over:
-            self._answer.leave()
+            self._request.leave()
 
     def changed(self) -> None:
         """Pass the answer on if it is complete, or start the next step."""
-        answer = self._answer
-        if answer.unfinished is not None and answer.needs_task_to_go_on:
-            answer.caller = None
+        request = self._request
+        if request.unfinished is not None and request.needs_task_to_go_on:
+            request.caller = None
             self._is_handed_over = True
             self._on_answer(None, self)
             return
         try:
-            if answer.unfinished is not None:
-                _take_next_step(answer)
+            if request.unfinished is not None:
+                _take_next_step(request)
                 return
-            if answer.error is not None:
-                _raise_error(answer)
-            message = answer.message(answer.value)
+            if request.error is not None:
+                _raise_error(request)
+            message = request.message(request.value)
         except Exception as error:  # the caller gets it
-            answer.fail()
+            request.fail()
             self._on_answer(None, error)
         else:
-            answer.answered()
-            self._on_answer(message, answer.slots.load())
+            request.answered()
+            self._on_answer(message, request.slots.load())
 
     # ---- the rest
 
-    async def carry(self, receive: Receive, send: Send) -> Load:
-        return await carry(self._answer, receive, send, self._clock)
+    async def respond(self, receive: Receive, send: Send) -> Load:
+        return await respond(self._request, receive, send, self._clock)
 
     def drop(self) -> None:
-        self._answer.leave()
+        self._request.leave()

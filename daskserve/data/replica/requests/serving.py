@@ -10,36 +10,36 @@ from typing import Any
 from daskserve.common.types import Envelope, EnvelopeKind, Message, Payload, Receive, short_tag
 from daskserve.context import current_request
 from daskserve.data.replica.errors.log import FailureLog, is_failure
-from daskserve.data.replica.execution.executor import Wall
+from daskserve.data.replica.execution.executor import UserExecutor
 from daskserve.data.replica.execution.message_pipe import MessagePipe
-from daskserve.data.replica.requests.answer import Answer
 from daskserve.data.replica.requests.batches import ReplicaBatches
+from daskserve.data.replica.requests.replica_request import ReplicaRequest
 from daskserve.data.replica.requests.slots import Slots
 from daskserve.data.replica.user_code.definitions import CALL, Method
 from daskserve.data.replica.user_code.request_objects import request_context, request_id_of
 from daskserve.data.replica.user_code.servable import Servable
 from daskserve.errors import ActorLostError
-from daskserve.figures.replica import ReplicaFigures
 from daskserve.payload.packed_errors import PackedError
+from daskserve.telemetry.replica import ReplicaMetrics
 
 
 class ServingCode:
-    """What the answers of one replica share: its user code, the wall, the slots and the metrics."""
+    """What the answers of one replica share: its user code, the executor, the slots and the metrics."""
 
     def __init__(
         self,
-        wall: Wall,
+        executor: UserExecutor,
         servable: Servable,
         batches: ReplicaBatches,
         slots: Slots,
-        figures: ReplicaFigures,
+        metrics: ReplicaMetrics,
         failures: FailureLog,
     ) -> None:
-        self.wall = wall
+        self.executor = executor
         self.servable = servable
         self.batches = batches
         self.slots = slots
-        self.figures = figures
+        self.metrics = metrics
         self.failures = failures
         #: The open WebSockets.
         self.sockets: set[MessagePipe] = set()
@@ -65,8 +65,10 @@ class ServingCode:
         if method is None or method.is_asgi or method.accepts_batches:
             return True
         # On the worker's loop, a task for the request saves one for user code; a call saves more without it.
-        is_in_task = envelope.kind is EnvelopeKind.HTTP and method.is_async and self.wall.is_on_worker_loop
-        return self.wall.is_closed or is_in_task
+        is_in_task = (
+            envelope.kind is EnvelopeKind.HTTP and method.is_async and self.executor.is_on_worker_loop
+        )
+        return self.executor.is_closed or is_in_task
 
     async def arguments_of(self, receive: Receive) -> Message:
         """Return the message with the arguments of a reserved call; raise if the replica stops before."""
@@ -96,7 +98,7 @@ class ServingCode:
             pipe.leave()
 
 
-class LocalAnswer(Answer):
+class LocalRequest(ReplicaRequest):
     """The answer to a request whose user code runs in this process."""
 
     __slots__ = ("_context", "_method", "code", "runs_in_task")
@@ -123,16 +125,16 @@ class LocalAnswer(Answer):
 
     def _set_context(self) -> None:
         """Create the context in which user code answers the request: a copy of the replica's."""
-        self._context = context = self.code.wall.context.copy()
+        self._context = context = self.code.executor.context.copy()
         context.run(current_request.set, request_context(self.envelope))
 
     def _start(self, is_async: bool, function: Callable[..., Any], *args: Any) -> None:
         """Start user code, or the next step of it."""
-        wall = self.code.wall
+        executor = self.code.executor
         if is_async and self.runs_in_task:
-            self.run = wall.enter(function, args, self._context, self)
+            self.run = executor.enter(function, args, self._context, self)
         else:
-            self.run = wall.start(is_async, function, args, self._context, self)
+            self.run = executor.start(is_async, function, args, self._context, self)
 
     def _next_step(self, is_async: bool, function: Callable[..., Any], *args: Any) -> None:
         # A copy, because the previous run may not have left its context yet.

@@ -3,8 +3,8 @@
 Problem: each router knows only its own requests at a replica. If a refused router could only ask again, it
 would mostly be refused again, and the router whose request just ended, which learns first that a slot is
 free, would take it each time. Choice: if a router knows no other replica with room, its request carries
-`daskserve.common.types.Patience` and waits here, where a free slot is known first. A slot passes directly to
-the first request of the queue, so a later request never finds it free.
+`daskserve.common.types.QueueTimeout` and waits here, where a free slot is known first. A slot passes directly
+to the first request of the queue, so a later request never finds it free.
 
 A request whose patience ends is refused, so that its router may choose another replica. If it returns, it
 states how long it has waited and keeps its position. Each router has one request at a time in the queue, so
@@ -24,9 +24,9 @@ from typing import Protocol
 
 from daskserve.common.clock import Clock
 from daskserve.common.formatting import shown
-from daskserve.common.types import SLOT_TAKEN, Envelope, Load, Patience, Send, short_tag
+from daskserve.common.types import SLOT_TAKEN, Envelope, Load, QueueTimeout, Send, short_tag
 from daskserve.errors import ActorLostError, ReplicaBusyError
-from daskserve.figures.replica import ReplicaFigures
+from daskserve.telemetry.replica import ReplicaMetrics
 
 logger = logging.getLogger("daskserve.replica")
 
@@ -42,7 +42,7 @@ class SlotQueue:
         self.places: list[tuple[float, int, asyncio.Future[bool]]] = []
         self._numbers = itertools.count()
 
-    async def wait(self, patience: Patience, give_back: Callable[[], None]) -> bool:
+    async def wait(self, queue_timeout: QueueTimeout, give_back: Callable[[], None]) -> bool:
         """Return whether there was a slot before the patience was over.
 
         Parameters
@@ -52,9 +52,9 @@ class SlotQueue:
         """
         loop = asyncio.get_running_loop()
         waiter: asyncio.Future[bool] = loop.create_future()
-        place = (loop.time() - patience.waited_s, next(self._numbers), waiter)
+        place = (loop.time() - queue_timeout.waited_s, next(self._numbers), waiter)
         bisect.insort(self.places, place)
-        timer = loop.call_later(patience.left_s, self._expire, place)
+        timer = loop.call_later(queue_timeout.left_s, self._expire, place)
         try:
             return await waiter
         except asyncio.CancelledError:
@@ -103,11 +103,11 @@ class Slots:
     ----------
     queue : HasQueued
         Requests that have a slot and wait for something else.
-    figures : ReplicaFigures
+    metrics : ReplicaMetrics
         Counts refusals.
     """
 
-    def __init__(self, replica_tag: str, concurrency: int, queue: HasQueued, figures: ReplicaFigures) -> None:
+    def __init__(self, replica_tag: str, concurrency: int, queue: HasQueued, metrics: ReplicaMetrics) -> None:
         self.concurrency = concurrency
         #: How many slots are taken.
         self.ongoing = 0
@@ -118,7 +118,7 @@ class Slots:
         self.closed_because = f"Replica {short_tag(replica_tag)!r} is not running."
         self.replica_tag = replica_tag
         self._queue = queue
-        self._figures = figures
+        self._metrics = metrics
         self._waiters = SlotQueue()
         self._idle: asyncio.Event | None = None  # created by `wait_until_idle`
         #: While no slot is given away: set when they are again.
@@ -160,18 +160,18 @@ class Slots:
         ActorLostError
             The replica stopped meanwhile; the request has not begun.
         """
-        patience = envelope.patience
+        queue_timeout = envelope.queue_timeout
         if self._resumed is not None and "broadcast" in envelope.head:
             await self._resumed.wait()  # no other replica can take it
             if self.take_beyond():
                 return
         if not self.is_open:
             raise self.not_running()
-        if patience is None:
+        if queue_timeout is None:
             raise self._refusal()
         if not self.take_nowait():
             has_room = self.waiting < 2 * self.concurrency + EXTRA_WAITERS
-            if not has_room or not await self._waiters.wait(patience, self.free):
+            if not has_room or not await self._waiters.wait(queue_timeout, self.free):
                 raise self._refusal()
         try:
             if not self.is_open:
@@ -245,4 +245,4 @@ class Slots:
             self._idle.set()
 
     def _refusal(self) -> ReplicaBusyError:
-        return self._figures.refusal(self.replica_tag, self.ongoing)
+        return self._metrics.refusal(self.replica_tag, self.ongoing)

@@ -1,12 +1,12 @@
 """Streaming calls: a caller by handle gets the items of user code's generator one by one.
 
 The caller asks for a stream (``head["stream"]``), and each item is one ``call.item`` message. Items cross the
-wall like the messages of an HTTP response (`daskserve.data.replica.execution.message_pipe.MessagePipe`):
-ahead of need, but only up to a limit, so a generator waits for a slow caller. Async generators run on the
-user's loop, plain ones in one of the user's threads. When the caller leaves, the generator is closed where it
-next waits or yields.
+thread boundary like the messages of an HTTP response
+(`daskserve.data.replica.execution.message_pipe.MessagePipe`): ahead of need, but only up to a limit, so a
+generator waits for a slow caller. Async generators run on the user's loop, plain ones in one of the user's
+threads. When the caller leaves, the generator is closed where it next waits or yields.
 
-All of this runs on the user's side of the wall.
+All of this runs on the user's side of the executor.
 """
 
 from __future__ import annotations

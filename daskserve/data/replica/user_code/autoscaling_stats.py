@@ -56,7 +56,7 @@ def _finite(value: Any) -> float | None:
 AUTOSCALING = Hook(HOOK, period_s=0.0, limit_s=LIMIT_S, kept_s=KEPT_S, checked=checked)
 
 
-def autoscaling_figures(recorder: StatsRecorder) -> dict[str, Any]:
+def autoscaling_metrics(recorder: StatsRecorder) -> dict[str, Any]:
     """Return the newest values as ``{"custom": ...}``, or nothing."""
     values = recorder.values()
     return {"custom": values} if values else {}
@@ -79,7 +79,7 @@ class ChildStats:
         """Record the values of the child."""
         self._values, self._recorded_at = values, self._clock.now()
 
-    def figures(self) -> dict[str, Any]:
-        """Return the newest values, as `StatsRecorder.figures` does."""
+    def metrics(self) -> dict[str, Any]:
+        """Return the newest values, as `StatsRecorder.metrics` does."""
         now = self._wanted_at = self._clock.now()
         return {"custom": dict(self._values)} if self._values and now - self._recorded_at <= KEPT_S else {}

@@ -163,7 +163,7 @@ def has_app(definition: Any) -> bool:
     return inspect.isclass(definition) and hasattr(definition, APP)
 
 
-class OwnApp:
+class ObjectApp:
     """The application of one object.
 
     Attributes
@@ -213,7 +213,7 @@ def constructing(cls: type[Any]) -> Iterator[Callable[[Any], None]]:
     if not has_app(cls):
         yield lambda made: None
         return
-    own = OwnApp(cls)
+    own = ObjectApp(cls)
     token = current_copies.set(own.copies)
     try:
         yield own.join
@@ -237,14 +237,14 @@ def forget_endpoints() -> None:
 def enter_app(made: Any) -> None:
     """Let the names of an object's application stand for its own, in the current context from now on."""
     found = getattr(made, "__dict__", {}).get(APP)
-    if isinstance(found, OwnApp):
+    if isinstance(found, ObjectApp):
         current_copies.set(found.copies)
 
 
 async def _answer(self: Any, scope: Message, receive: Receive, send: Send) -> None:
-    own: OwnApp | None = vars(self).get(APP)
+    own: ObjectApp | None = vars(self).get(APP)
     if own is None:  # made by other code than a replica's
-        own = OwnApp(type(self))
+        own = ObjectApp(type(self))
         own.join(self)
     scope[OBJECT] = self
     current_copies.set(own.copies)

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import NamedTuple
 
-from daskserve.data.replica.execution.executor import Wall
+from daskserve.data.replica.execution.executor import UserExecutor
 from daskserve.data.replica.user_code.servable import Servable
 
 
@@ -49,7 +49,7 @@ class Construction:
 
     def __init__(
         self,
-        wall: Wall,
+        executor: UserExecutor,
         load: Callable[[], Servable],
         *,
         is_async: bool,
@@ -57,24 +57,24 @@ class Construction:
     ) -> None:
         self._enter = enter
         self.turned = asyncio.Event()
-        self._wall = wall
+        self._executor = executor
         self._load = load
-        self._is_async = is_async and not wall.is_on_worker_loop
+        self._is_async = is_async and not executor.is_on_worker_loop
         self.servable: Servable | None = None
         self._error: BaseException | None = None
 
     async def run(self) -> Servable:
         """Return the servable with the user's object; raises what user code raises."""
-        wall = self._wall
+        executor = self._executor
         self._enter(LOADING)
         if self._is_async:
-            wall.open_loop(self._try_to_make)
-            await wall.run_async(self._make_on_loop)
+            executor.open_loop(self._try_to_make)
+            await executor.run_async(self._make_on_loop)
         else:
-            await wall.run_sync(self._make)
+            await executor.run_sync(self._make)
             if self._belongs_on_loop():
-                await wall.run_async(self._make_on_loop)
-        if not self._belongs_on_loop() or wall.is_on_worker_loop:
+                await executor.run_async(self._make_on_loop)
+        if not self._belongs_on_loop() or executor.is_on_worker_loop:
             self.turned.set()
         assert self.servable is not None
         return self.servable
@@ -84,7 +84,7 @@ class Construction:
     def _make(self) -> None:
         servable = self.servable = self._load()
         self._enter(CONSTRUCTING)
-        if not _is_made_on_loop(self._wall, servable):
+        if not _is_made_on_loop(self._executor, servable):
             servable.construct_in_thread()
             if servable.is_ending:
                 servable.close_late()
@@ -97,7 +97,9 @@ class Construction:
 
     def _belongs_on_loop(self) -> bool:
         servable = self.servable
-        return servable is not None and (servable.facts.is_asgi_app or _is_made_on_loop(self._wall, servable))
+        return servable is not None and (
+            servable.facts.is_asgi_app or _is_made_on_loop(self._executor, servable)
+        )
 
     async def _make_on_loop(self) -> None:
         error, self._error = self._error, None
@@ -108,24 +110,24 @@ class Construction:
                 del error  # else the traceback holds this frame, and this frame the error
         servable = self.servable
         assert servable is not None
-        if _is_made_on_loop(self._wall, servable):
+        if _is_made_on_loop(self._executor, servable):
             await servable.construct()
         if servable.facts.is_asgi_app:
             self._enter(OPENING)
             await servable.open()
-        asyncio.get_running_loop().call_soon(self._wall.to_worker.post, self.turned.set)
+        asyncio.get_running_loop().call_soon(self._executor.to_worker.post, self.turned.set)
 
 
-async def destruct(wall: Wall, servable: Servable) -> None:
+async def destruct(executor: UserExecutor, servable: Servable) -> None:
     """Destruct the user's object, now or once it is made; raises what its destructor raises."""
     servable.is_ending = True
-    if servable.must_be_closed_on_loop or (servable.is_async_at_all and not wall.is_on_worker_loop):
-        await wall.run_async(servable.close)
+    if servable.must_be_closed_on_loop or (servable.is_async_at_all and not executor.is_on_worker_loop):
+        await executor.run_async(servable.close)
     else:
-        await wall.run_sync(servable.close_in_thread)
+        await executor.run_sync(servable.close_in_thread)
 
 
-def _is_made_on_loop(wall: Wall, servable: Servable) -> bool:
+def _is_made_on_loop(executor: UserExecutor, servable: Servable) -> bool:
     # On the loop if it has async code, which may want to make tasks there; on the worker's loop only
     # what cannot run elsewhere.
-    return servable.must_be_made_on_loop or (servable.is_async_at_all and not wall.is_on_worker_loop)
+    return servable.must_be_made_on_loop or (servable.is_async_at_all and not executor.is_on_worker_loop)

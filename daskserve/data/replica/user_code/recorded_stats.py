@@ -19,7 +19,7 @@ import msgpack
 
 from daskserve.common.clock import Clock
 from daskserve.common.formatting import shown
-from daskserve.data.replica.execution.executor import Wall
+from daskserve.data.replica.execution.executor import UserExecutor
 from daskserve.data.replica.execution.runner import CodeRun
 from daskserve.data.replica.user_code.definitions import is_async
 from daskserve.data.replica.user_code.servable import Servable
@@ -34,7 +34,7 @@ METADATA = "record_replica_metadata"
 #: The maximum size of its result, and of routing statistics, as JSON.
 MOST_CHARACTERS = 4096
 
-Parts = Callable[[], tuple[Wall, Servable]]
+Parts = Callable[[], tuple[UserExecutor, Servable]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class StatsRecorder:
     Parameters
     ----------
     parts
-        Returns the wall and the servable; raises `ActorLostError` if the replica has stopped.
+        Returns the executor and the servable; raises `ActorLostError` if the replica has stopped.
     """
 
     def __init__(self, replica_tag: str, parts: Parts, clock: Clock, hook: Hook) -> None:
@@ -130,7 +130,7 @@ class StatsRecorder:
 
     def _begin(self, now: float) -> None:
         try:
-            wall, servable = self._parts()
+            executor, servable = self._parts()
         except ActorLostError:
             return
         self._began, target = now, servable.target
@@ -140,13 +140,13 @@ class StatsRecorder:
         if not servable.is_class or not callable(hook):
             return
         self._is_async = is_async(hook)
-        if wall.is_closed:
+        if executor.is_closed:
             return
-        context = wall.context.copy()
+        context = executor.context.copy()
         if self._is_async:
-            self._run = wall.start(True, _record, (target, self._hook), context, self)
+            self._run = executor.start(True, _record, (target, self._hook), context, self)
         else:
-            self._run = wall.aside.start(_record_in_thread, (target, self._hook), context, self)
+            self._run = executor.aside.start(_record_in_thread, (target, self._hook), context, self)
 
     def _is_late(self, now: float) -> bool:
         return now - self._began > self._hook.limit_s

@@ -1,6 +1,6 @@
 """What user code returns or raises, as an HTTP response.
 
-All of this runs on the user's side of the wall: turning a large frame into JSON is user work.
+All of this runs on the user's side of the executor: turning a large frame into JSON is user work.
 
 =====================================  =================================================
 ``None``                               empty, ``text/plain``

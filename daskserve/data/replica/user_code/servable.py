@@ -2,7 +2,7 @@
 
 A *definition* is a function, a class, an ASGI application or an import path of one of these.
 `inspect_definition` looks at one without running it; `load_definition` and `Servable` belong to the user's
-side of the wall, where imports, constructors and handlers may block.
+side of the executor, where imports, constructors and handlers may block.
 """
 
 from __future__ import annotations

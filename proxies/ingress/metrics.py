@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from daskserve.figures.histogram import LatencyHistogram
-from daskserve.figures.table import MetricSample
 from daskserve.proxies.ingress.routes import Route
+from daskserve.telemetry.histogram import LatencyHistogram
+from daskserve.telemetry.table import MetricSample
 
 #: The registered methods; see RFC 9110 and RFC 5789. A WebSocket is counted as a method.
 METHODS = frozenset(
@@ -31,7 +31,7 @@ SYSTEM_ROUTES: Mapping[str, Route] = {
 }
 
 
-class RouteFigures:
+class RouteMetrics:
     """The counts of one route."""
 
     __slots__ = ("errors", "latency", "responses")
@@ -39,16 +39,16 @@ class RouteFigures:
     def __init__(self) -> None:
         #: By method and status.
         self.responses: dict[tuple[str, int], int] = {}
-        #: By cause: those of `daskserve.figures.histogram.cause_of`, and some of the ingress.
+        #: By cause: those of `daskserve.telemetry.histogram.cause_of`, and some of the ingress.
         self.errors: dict[str, int] = {}
         self.latency = LatencyHistogram()
 
 
-class IngressFigures:
+class IngressMetrics:
     """The counts of one ingress."""
 
     def __init__(self) -> None:
-        self._routes: dict[tuple[str, str], RouteFigures] = {}
+        self._routes: dict[tuple[str, str], RouteMetrics] = {}
         #: Requests whose own id is not used.
         self.bad_ids = 0
         #: The durations of dropped routes.
@@ -58,16 +58,16 @@ class IngressFigures:
     def latency(self) -> LatencyHistogram:
         """The durations of all requests, of dropped routes too."""
         total = LatencyHistogram()
-        for each in [self._dropped, *(figures.latency for figures in self._routes.values())]:
+        for each in [self._dropped, *(metrics.latency for metrics in self._routes.values())]:
             total.add(each.counts, each.sum)
         return total
 
     def observe(self, route: Route, method: str, status: int, seconds: float, cause: str) -> None:
         """Count a request that has ended; ``cause`` is empty if the ingress saw no error."""
-        figures = self._routes.get((route.route, route.endpoint))
-        if figures is None:
-            figures = self._routes[(route.route, route.endpoint)] = RouteFigures()
-        responses = figures.responses
+        metrics = self._routes.get((route.route, route.endpoint))
+        if metrics is None:
+            metrics = self._routes[(route.route, route.endpoint)] = RouteMetrics()
+        responses = metrics.responses
         key = (method, status)
         if key not in responses:  # the method may be unregistered, or the status unusual
             if not 100 <= status <= 599:
@@ -76,9 +76,9 @@ class IngressFigures:
             responses.setdefault(key, 0)
         responses[key] += 1
         if cause:
-            figures.errors[cause] = figures.errors.get(cause, 0) + 1
+            metrics.errors[cause] = metrics.errors.get(cause, 0) + 1
         if method != "WEBSOCKET":  # a connection may be open for days
-            figures.latency.observe(seconds)
+            metrics.latency.observe(seconds)
 
     def keep(self, routes: Mapping[str, str]) -> None:
         """Drop the metrics of routes that no longer exist, if there are many."""
@@ -92,11 +92,11 @@ class IngressFigures:
     def samples(self, instance: str) -> list[MetricSample]:
         """Return all metrics."""
         found: list[MetricSample] = [("http_limited_requests", (instance, "request_id"), self.bad_ids)]
-        for (route, endpoint), figures in list(self._routes.items()):
+        for (route, endpoint), metrics in list(self._routes.items()):
             labels = (instance, route, endpoint)
-            found.append(("http_request_duration_seconds", labels, figures.latency))
-            for (method, status), count in list(figures.responses.items()):
+            found.append(("http_request_duration_seconds", labels, metrics.latency))
+            for (method, status), count in list(metrics.responses.items()):
                 found.append(("http_requests", (*labels, method, str(status)), count))
-            for cause, count in list(figures.errors.items()):
+            for cause, count in list(metrics.errors.items()):
                 found.append(("http_errors", (*labels, cause), count))
         return found

@@ -27,7 +27,7 @@ def is_large(message: Message) -> bool:
     return len(payload.data) >= KEPT_BYTES
 
 
-class KeptAnswers:
+class KeptResults:
     """The answers that stay in one worker's process, by token."""
 
     def __init__(self, worker: WorkerAddress) -> None:

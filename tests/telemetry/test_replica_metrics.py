@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from daskserve import errors
-from daskserve.figures.histogram import (
+from daskserve.telemetry.histogram import (
     LATENCY_BUCKETS_S,
     SIZE_BUCKETS,
     HistogramCounts,
     LatencyHistogram,
     cause_of,
 )
-from daskserve.figures.replica import ReplicaFigures
+from daskserve.telemetry.replica import ReplicaMetrics
 
 
 def test_buckets_go_from_100_microseconds_to_a_minute_and_ascend() -> None:
@@ -47,25 +47,25 @@ def test_adding_a_histogram_with_other_bounds_raises() -> None:
 
 
 def test_the_counters_of_a_replica_are_plain_values() -> None:
-    figures = ReplicaFigures()
-    figures.handled += 2
-    figures.latency.observe(0.02)
-    figures.give_up(is_late=True)
-    figures.give_up(is_late=False)
-    plain = figures.plain()
+    metrics = ReplicaMetrics()
+    metrics.handled += 2
+    metrics.latency.observe(0.02)
+    metrics.give_up(is_late=True)
+    metrics.give_up(is_late=False)
+    plain = metrics.plain()
     assert (plain["handled_total"], plain["cancelled_total"], plain["timed_out_total"]) == (2, 2, 1)
-    assert plain["latency_counts"] == figures.latency.counts
+    assert plain["latency_counts"] == metrics.latency.counts
     assert plain["latency_sum_s"] == 0.02
 
 
 def test_batches_are_counted_by_method() -> None:
-    figures = ReplicaFigures()
-    figures.batches_of("predict").observe([0.001, 0.0])
-    figures.batches_of("predict").observe([0.5])
-    predict = figures.batches_of("predict")
+    metrics = ReplicaMetrics()
+    metrics.batches_of("predict").observe([0.001, 0.0])
+    metrics.batches_of("predict").observe([0.5])
+    predict = metrics.batches_of("predict")
     assert (predict.sizes.counts[:2], predict.sizes.sum) == ([1, 1], 3)
     assert (predict.waits.count, predict.waits.sum) == (3, pytest.approx(0.501))
-    samples = [sample for sample in figures.samples(("i", "d", "d#1")) if sample[0].startswith("batch")]
+    samples = [sample for sample in metrics.samples(("i", "d", "d#1")) if sample[0].startswith("batch")]
     assert [sample[:2] for sample in samples] == [
         ("batch_size", ("i", "d", "predict")),
         ("batch_wait_seconds", ("i", "d", "predict")),

@@ -1,7 +1,7 @@
-"""Detours: connections through the scheduler to workers that cannot be dialled directly, for the time being.
+"""Relays: connections through the scheduler to workers that cannot be dialled directly, for the time being.
 
-The direct way is tried again, with growing pauses, as long as the detour is in use. Its first connection
-replaces the detour. Requests that are under way on the detour end there.
+The direct way is tried again, with growing pauses, as long as the relay is in use. Its first connection
+replaces the relay. Requests that are under way on the relay end there.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def pause_s(tries: int, first_s: float, longest_s: float) -> float:
     return min(longest_s, first_s * 2.0 ** min(tries, 30))
 
 
-class Detours:
-    """The workers that one process reaches by a detour.
+class RelayedWorkers:
+    """The workers that one process reaches by a relay.
 
     Parameters
     ----------
@@ -48,18 +48,18 @@ class Detours:
 
     @property
     def workers(self) -> frozenset[WorkerAddress]:
-        """The workers that are reached by a detour."""
+        """The workers that are reached by a relay."""
         return frozenset(self._tasks)
 
     def begin(self, worker: WorkerAddress, adopt: Callable[[Transport], object]) -> None:
-        """Note that a worker is reached by a detour; ``adopt`` gets the first direct connection."""
+        """Note that a worker is reached by a relay; ``adopt`` gets the first direct connection."""
         self._tasks[worker] = None
         if self._connect is not None:
             trying = self._keep_trying(self._connect, worker, adopt)
             self._tasks[worker] = asyncio.create_task(trying, name="daskserve-channel-straighten")
 
     def end(self, worker: WorkerAddress) -> None:
-        """Forget a worker, because the detour has ended."""
+        """Forget a worker, because the relay has ended."""
         task = self._tasks.pop(worker, None)
         if task is not None and task is not asyncio.current_task():
             task.cancel()

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from daskserve.figures.histogram import HistogramCounts
-from daskserve.figures.table import MetricKind
+from daskserve.telemetry.histogram import HistogramCounts
+from daskserve.telemetry.table import MetricKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class UserSample:
     def plain(self) -> list[Any]:
         """Return the sample as plain values."""
         metric, value = self.metric, self.value
-        figures = [list(value.counts), value.sum] if isinstance(value, HistogramCounts) else value
+        metrics = [list(value.counts), value.sum] if isinstance(value, HistogramCounts) else value
         return [
             metric.name,
             metric.kind.value,
@@ -59,24 +59,24 @@ class UserSample:
             list(metric.tag_keys),
             list(metric.boundaries),
             [list(pair) for pair in self.labels],
-            figures,
+            metrics,
         ]
 
     @classmethod
     def from_plain(cls, plain: Sequence[Any]) -> UserSample:
         """Return the sample that `plain` converted."""
-        name, kind, description, tag_keys, boundaries, labels, figures = plain
+        name, kind, description, tag_keys, boundaries, labels, metrics = plain
         metric = UserMetric(name, MetricKind(kind), description, tuple(tag_keys), tuple(boundaries))
         value: float | HistogramCounts
         if metric.kind is MetricKind.HISTOGRAM:
             value = HistogramCounts(metric.boundaries)
-            value.add(*figures)
+            value.add(*metrics)
         else:
-            value = float(figures)
+            value = float(metrics)
         return cls(metric, tuple((key, text) for key, text in labels), value)
 
 
-class UserFigures:
+class UserMetrics:
     """The user metrics of a replica, or of a process."""
 
     def __init__(self) -> None:

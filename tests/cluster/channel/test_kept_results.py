@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from daskserve.cluster.channel.channel import Channel
-from daskserve.cluster.channel.kept import KeptAnswers
+from daskserve.cluster.channel.kept_results import KeptResults
 from daskserve.cluster.channel.wire.transport import SocketTransport
 from daskserve.common.types import (
     KEPT_BYTES,
@@ -22,8 +22,8 @@ from daskserve.common.types import (
     Load,
     Message,
     OnAnswer,
-    Patience,
     Payload,
+    QueueTimeout,
     Receive,
     Send,
     nothing_to_receive,
@@ -45,8 +45,8 @@ class Call:
         self.load: Load | None = None
 
     def envelope(self, *, needs_task: bool) -> Envelope:
-        patience = Patience(1.0) if needs_task else None
-        return Envelope(EnvelopeKind.CALL, {}, Payload(b""), patience=patience, call=self)
+        queue_timeout = QueueTimeout(1.0) if needs_task else None
+        return Envelope(EnvelopeKind.CALL, {}, Payload(b""), queue_timeout=queue_timeout, call=self)
 
     async def send(self, message: Message) -> None:
         self.payload = message["payload"]
@@ -77,9 +77,9 @@ def dispatch_nowait(
     return lambda: None
 
 
-def play(scenario: Callable[[Channel, Channel, KeptAnswers], Awaitable[None]]) -> None:
+def play(scenario: Callable[[Channel, Channel, KeptResults], Awaitable[None]]) -> None:
     async def main() -> None:
-        kept = KeptAnswers("there")
+        kept = KeptResults("there")
         ends = [SocketTransport(each, "there") for each in socket.socketpair()]
         here = Channel(ends[0], dispatch, first_stream=0)
         there = Channel(ends[1], dispatch, first_stream=1, dispatch_nowait=dispatch_nowait, kept=kept)
@@ -100,7 +100,7 @@ paths = pytest.mark.parametrize("needs_task", [True, False], ids=["task", "taskl
 
 @paths
 def test_a_large_answer_comes_when_its_caller_reads_it(needs_task: bool) -> None:
-    async def scenario(here: Channel, there: Channel, kept: KeptAnswers) -> None:
+    async def scenario(here: Channel, there: Channel, kept: KeptResults) -> None:
         call = Call(leaves_value=False)
         await call.make(here, needs_task=needs_task)
         assert call.payload.nbytes == KEPT_BYTES
@@ -113,7 +113,7 @@ def test_a_large_answer_comes_when_its_caller_reads_it(needs_task: bool) -> None
 
 @paths
 def test_a_large_answer_stays_until_its_caller_drops_it(needs_task: bool) -> None:
-    async def scenario(here: Channel, there: Channel, kept: KeptAnswers) -> None:
+    async def scenario(here: Channel, there: Channel, kept: KeptResults) -> None:
         call = Call(leaves_value=True)
         await call.make(here, needs_task=needs_task)
         assert type(call.payload) is KeptPayload
@@ -132,7 +132,7 @@ def test_a_large_answer_stays_until_its_caller_drops_it(needs_task: bool) -> Non
 
 @paths
 def test_a_large_answer_is_dropped_with_the_connection_of_its_caller(needs_task: bool) -> None:
-    async def scenario(here: Channel, there: Channel, kept: KeptAnswers) -> None:
+    async def scenario(here: Channel, there: Channel, kept: KeptResults) -> None:
         call = Call(leaves_value=True)
         await call.make(here, needs_task=needs_task)
         assert len(kept) == 1
@@ -145,7 +145,7 @@ def test_a_large_answer_is_dropped_with_the_connection_of_its_caller(needs_task:
 
 
 def test_an_answer_that_is_offered_after_its_caller_left_is_dropped() -> None:
-    async def scenario(here: Channel, there: Channel, kept: KeptAnswers) -> None:
+    async def scenario(here: Channel, there: Channel, kept: KeptResults) -> None:
         here._receive_frame = lambda frame: None  # type: ignore[method-assign]
         give_up = here.ask(ADDRESS, Call(leaves_value=True).envelope(needs_task=False), lambda *_: None)
         await wait_until(lambda: len(kept) == 1)  # the offer is on its way

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from daskserve.cluster.actors.registry import ActorBook
+from daskserve.cluster.actors.registry import ActorRegistry
 from daskserve.cluster.protocols.base import ActorSpec
 from daskserve.common.clock import LoopClock
 from daskserve.common.types import ActorKind
@@ -44,8 +44,8 @@ class Staged:
         return ()
 
 
-def book_of(*stages_s: float) -> ActorBook:
-    return ActorBook("here", 1, LoopClock(), lambda spec: Staged(*stages_s))  # type: ignore[arg-type, return-value]
+def registry_of(*stages_s: float) -> ActorRegistry:
+    return ActorRegistry("here", 1, LoopClock(), lambda spec: Staged(*stages_s))  # type: ignore[arg-type, return-value]
 
 
 def now() -> float:
@@ -54,11 +54,11 @@ def now() -> float:
 
 def test_each_stage_of_a_start_has_the_time_limit_for_itself() -> None:
     async def main() -> None:
-        assert (await book_of(8, 8).create(SPEC))["made"]
-        began, book = now(), book_of(8, 11)
+        assert (await registry_of(8, 8).create(SPEC))["made"]
+        began, registry = now(), registry_of(8, 11)
         with pytest.raises(RequestTimeoutError, match="did not start within 10 s: it was still loading"):
-            await book.create(SPEC)
-        assert (now() - began, book.entries) == (8 + 10 + 1, {})
+            await registry.create(SPEC)
+        assert (now() - began, registry.entries) == (8 + 10 + 1, {})
 
     run_virtual(main)
 
@@ -67,30 +67,30 @@ def test_a_worker_that_ends_starts_no_other_actors() -> None:
     """Its controller, which may be on another worker, does not know that it ends if there is no scheduler."""
 
     async def main() -> None:
-        book = book_of(0, 0)
-        await book.create(SPEC)
-        await book.drain(5.0, "another instance")
-        assert (await book.create(SPEC))["made"]
-        ending = asyncio.create_task(book.drain(5.0))
+        registry = registry_of(0, 0)
+        await registry.create(SPEC)
+        await registry.drain(5.0, "another instance")
+        assert (await registry.create(SPEC))["made"]
+        ending = asyncio.create_task(registry.drain(5.0))
         await asyncio.sleep(0.5)
         with pytest.raises(UnavailableError, match="Worker here ends and starts no actors"):
-            await book.create({**SPEC, "incarnation": 2})
+            await registry.create({**SPEC, "incarnation": 2})
         await ending
-        assert book.entries == {}
+        assert registry.entries == {}
 
     run_virtual(main)
 
 
 def test_a_second_call_does_not_begin_the_time_again() -> None:
     async def main() -> None:
-        book = book_of(0, 100)
-        first = asyncio.create_task(book.create(SPEC))
+        registry = registry_of(0, 100)
+        first = asyncio.create_task(registry.create(SPEC))
         await asyncio.sleep(6)
         first.cancel()
-        (actor,) = await book.actors("i")
+        (actor,) = await registry.actors("i")
         assert (actor["is_ready"], actor["busy"]) == (False, ("loading", 6.0))
         with pytest.raises(RequestTimeoutError):
-            await book.create(SPEC)
+            await registry.create(SPEC)
         assert now() == 10 + 1
 
     run_virtual(main)
@@ -98,12 +98,12 @@ def test_a_second_call_does_not_begin_the_time_again() -> None:
 
 def test_an_actor_that_stops_says_so_and_a_start_that_waits_ends() -> None:
     async def main() -> None:
-        book = book_of(0, 5)
-        creating = asyncio.create_task(book.create(SPEC))
+        registry = registry_of(0, 5)
+        creating = asyncio.create_task(registry.create(SPEC))
         await asyncio.sleep(2)
-        stopping = asyncio.create_task(book.destroy("i/replica/b#1", 1, 0))
+        stopping = asyncio.create_task(registry.destroy("i/replica/b#1", 1, 0))
         await asyncio.sleep(0.5)
-        (actor,) = await book.actors("i")
+        (actor,) = await registry.actors("i")
         assert actor["busy"] == ("draining", 0.5)
         with pytest.raises(ActorLostError, match="was stopped while it started"):
             await creating
@@ -112,7 +112,7 @@ def test_an_actor_that_stops_says_so_and_a_start_that_waits_ends() -> None:
     run_virtual(main)
 
 
-class Busy(Staged):
+class Activity(Staged):
     """An actor with a request that takes some seconds."""
 
     def __init__(self, name: str, request_s: float, log: list[tuple[str, float, float]]) -> None:
@@ -142,15 +142,15 @@ def test_a_worker_that_leaves_lets_requests_complete_within_its_time(
     async def main() -> None:
         log: list[tuple[str, float, float]] = []
         requests_s = {"c": 0.0, "p": proxy_s, "r": replica_s}
-        book = ActorBook(
+        registry = ActorRegistry(
             "here",
             1,
             LoopClock(),
-            lambda spec: Busy(spec.name, requests_s[spec.name], log),  # type: ignore[arg-type, return-value]
+            lambda spec: Activity(spec.name, requests_s[spec.name], log),  # type: ignore[arg-type, return-value]
         )
         for name, kind in (("r", ActorKind.REPLICA), ("p", ActorKind.PROXY), ("c", ActorKind.CONTROLLER)):
-            await book.create(asdict(ActorSpec(kind, name, 1, "i")))
-        await book.drain(10)
-        assert (sorted(log), book.entries) == (expected, {})
+            await registry.create(asdict(ActorSpec(kind, name, 1, "i")))
+        await registry.drain(10)
+        assert (sorted(log), registry.entries) == (expected, {})
 
     run_virtual(main)

@@ -1,4 +1,4 @@
-"""What is known of a backend beyond its replicas: whether there will be any for who waits."""
+"""Whether a backend has, or may soon have, a replica for waiting requests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from daskserve.errors import (
 )
 
 
-class Prospects:
+class ReplicaAvailability:
     """See the module."""
 
     def __init__(self, tag: BackendTag, contact: ControllerContact) -> None:

@@ -83,7 +83,7 @@ class Refusals:
             self.bodies[method if method in ALL_HTTP_METHODS else "OTHER", str(status)] += 1
 
 
-class Carrier:
+class ServerState:
     """State that all requests of one server share.
 
     Attributes
@@ -206,11 +206,11 @@ class Connection:
             self.awaits_head = True
             watch.watch(self)
 
-    def stays_open(self, carrier: Carrier) -> bool:
+    def stays_open(self, server_state: ServerState) -> bool:
         """Return whether the connection stays open for a response when the client ends its side."""
         waits = can_tell_hangups() and self.exchange is not None and self.exchange.unread is not None
         if waits:
-            carrier.note_end(self)
+            server_state.note_end(self)
         return waits
 
     def close(self) -> None:

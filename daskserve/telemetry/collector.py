@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from daskserve._version import __version__
-from daskserve.figures.error_log import ErrorLog
-from daskserve.figures.histogram import HistogramCounts
-from daskserve.figures.table import METRICS, MetricKind, MetricSample, MetricSpec
-from daskserve.figures.user import UserFigures, UserMetric, UserSample
+from daskserve.telemetry.error_log import ErrorLog
+from daskserve.telemetry.histogram import HistogramCounts
+from daskserve.telemetry.table import METRICS, MetricKind, MetricSample, MetricSpec
+from daskserve.telemetry.user import UserMetric, UserMetrics, UserSample
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -43,11 +43,11 @@ class Source(Protocol):
 class _Known:
     """A source and the log of its errors."""
 
-    __slots__ = ("figures_errors", "ref", "user_errors")
+    __slots__ = ("metrics_errors", "ref", "user_errors")
 
     def __init__(self, source: Source, forget: Callable[[weakref.ref[Source]], None]) -> None:
         self.ref = weakref.ref(source, forget)
-        self.figures_errors = ErrorLog(logger)
+        self.metrics_errors = ErrorLog(logger)
         self.user_errors = ErrorLog(logger)
 
     def samples(self) -> list[MetricSample]:
@@ -57,7 +57,7 @@ class _Known:
             return [] if source is None else list(source.samples())
         except Exception as error:
             # One broken source must not break the scrape of all others and of Dask's own metrics.
-            self.figures_errors.log(error, "Could not read the metrics of %r", source)
+            self.metrics_errors.log(error, "Could not read the metrics of %r", source)
             return []
 
     def user_samples(self) -> list[UserSample]:
@@ -78,7 +78,7 @@ class ProcessMetrics:
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         #: The user metrics of code outside replicas.
-        self.user = UserFigures()
+        self.user = UserMetrics()
         self._own_registry = registry
         self._lock = threading.Lock()
         self._sources: dict[int, _Known] = {}
@@ -191,12 +191,12 @@ def plain_sample(sample: MetricSample) -> list[Any]:
 
 def sample_of(plain: Sequence[Any]) -> MetricSample:
     """Return the sample that `plain_sample` converted."""
-    name, labels, figures = plain
+    name, labels, metrics = plain
     spec = METRICS[name]
     if spec.kind is not MetricKind.HISTOGRAM:
-        return name, tuple(labels), figures
+        return name, tuple(labels), metrics
     value = HistogramCounts(spec.bounds)
-    value.add(*figures)
+    value.add(*metrics)
     return name, tuple(labels), value
 
 

@@ -13,15 +13,15 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from daskserve.figures.collector import MAX_FOLDED, ProcessMetrics, plain_sample, sample_of
-from daskserve.figures.histogram import HistogramCounts, LatencyHistogram
-from daskserve.figures.table import METRICS, SECTIONS, MetricKind, MetricSample
-from daskserve.figures.user import UserMetric, UserSample
+from daskserve.telemetry.collector import MAX_FOLDED, ProcessMetrics, plain_sample, sample_of
+from daskserve.telemetry.histogram import HistogramCounts, LatencyHistogram
+from daskserve.telemetry.table import METRICS, SECTIONS, MetricKind, MetricSample
+from daskserve.telemetry.user import UserMetric, UserSample
 
 pytestmark = pytest.mark.smoke
 
 
-class Figures:
+class Metrics:
     """A source with scripted samples."""
 
     def __init__(self, *samples: MetricSample) -> None:
@@ -64,7 +64,7 @@ def test_a_process_without_sources_exports_nothing_and_registers_nothing(scraped
 
 
 def test_samples_become_series_under_their_own_names(scraped: Scraped) -> None:
-    source = Figures((*REQUESTS, 3), (*ONGOING, 2))
+    source = Metrics((*REQUESTS, 3), (*ONGOING, 2))
     scraped.process.add(source)
     assert 'daskserve_deployment_requests_total{deployment="d",serve_instance="i"} 3.0' in scraped.lines()
     assert (
@@ -78,7 +78,7 @@ def test_a_histogram_is_cumulative_and_ends_with_infinity(scraped: Scraped) -> N
     latency = LatencyHistogram()
     for seconds in (0.00005, 0.0002, 100.0):
         latency.observe(seconds)
-    source = Figures(("handle_request_duration_seconds", ("i", "e"), latency))
+    source = Metrics(("handle_request_duration_seconds", ("i", "e"), latency))
     scraped.process.add(source)
     counts = {
         match[1]: float(match[2])
@@ -93,8 +93,8 @@ def test_a_histogram_is_cumulative_and_ends_with_infinity(scraped: Scraped) -> N
 def test_counts_of_several_workers_in_one_process_are_summed(scraped: Scraped) -> None:
     latency = LatencyHistogram()
     latency.observe(1)
-    one = Figures((*REQUESTS, 3), ("handle_request_duration_seconds", ("i", "e"), latency))
-    two = Figures((*REQUESTS, 4), ("handle_request_duration_seconds", ("i", "e"), latency))
+    one = Metrics((*REQUESTS, 3), ("handle_request_duration_seconds", ("i", "e"), latency))
+    two = Metrics((*REQUESTS, 4), ("handle_request_duration_seconds", ("i", "e"), latency))
     scraped.process.add(one)
     scraped.process.add(two)
     scraped.process.add(two)
@@ -106,8 +106,8 @@ def test_counts_of_several_workers_in_one_process_are_summed(scraped: Scraped) -
 def test_totals_stay_when_a_source_is_removed_and_series_of_its_replica_end(scraped: Scraped) -> None:
     latency = LatencyHistogram()
     latency.observe(1)
-    other = Figures()
-    source = Figures(
+    other = Metrics()
+    source = Metrics(
         (*REQUESTS, 3), (*ONGOING, 2), ("deployment_request_duration_seconds", ("i", "d"), latency)
     )
     scraped.process.add(other)
@@ -118,13 +118,13 @@ def test_totals_stay_when_a_source_is_removed_and_series_of_its_replica_end(scra
     assert "replica=" not in scraped.text()
     assert 'daskserve_deployment_requests_total{deployment="d",serve_instance="i"} 3.0' in scraped.lines()
     assert any("duration_seconds_count" in line and line.endswith(" 1.0") for line in scraped.lines())
-    again = Figures((*REQUESTS, 2))
+    again = Metrics((*REQUESTS, 2))
     scraped.process.add(again)
     assert 'daskserve_deployment_requests_total{deployment="d",serve_instance="i"} 5.0' in scraped.lines()
 
 
 def test_the_totals_of_an_instance_end_with_it(scraped: Scraped) -> None:
-    staying, one, two = Figures(), Figures((*REQUESTS, 3)), Figures(("deployment_requests", ("j", "d"), 1))
+    staying, one, two = Metrics(), Metrics((*REQUESTS, 3)), Metrics(("deployment_requests", ("j", "d"), 1))
     for source in (staying, one, two):
         scraped.process.add(source)
     scraped.process.remove(one)
@@ -134,10 +134,10 @@ def test_the_totals_of_an_instance_end_with_it(scraped: Scraped) -> None:
 
 
 def test_the_number_of_kept_totals_is_bounded(scraped: Scraped) -> None:
-    staying = Figures()
+    staying = Metrics()
     scraped.process.add(staying)
     for start in range(0, MAX_FOLDED + 100, 100):
-        source = Figures(*(("deployment_requests", ("i", f"d{n}"), 1) for n in range(start, start + 100)))
+        source = Metrics(*(("deployment_requests", ("i", f"d{n}"), 1) for n in range(start, start + 100)))
         scraped.process.add(source)
         scraped.process.remove(source)
     assert len(scraped.lines()) == MAX_FOLDED
@@ -145,7 +145,7 @@ def test_the_number_of_kept_totals_is_bounded(scraped: Scraped) -> None:
 
 
 def test_the_collector_is_registered_only_while_it_has_sources(scraped: Scraped) -> None:
-    source = Figures((*REQUESTS, 3))
+    source = Metrics((*REQUESTS, 3))
     scraped.process.add(source)
     scraped.process.remove(source)
     assert scraped.text() == ""
@@ -154,14 +154,14 @@ def test_the_collector_is_registered_only_while_it_has_sources(scraped: Scraped)
 
 
 def test_the_collector_keeps_no_source_alive(scraped: Scraped) -> None:
-    source = Figures((*REQUESTS, 3))
+    source = Metrics((*REQUESTS, 3))
     scraped.process.add(source)
     del source
     gc.collect()
     assert scraped.lines() == []
 
 
-class Broken(Figures):
+class Broken(Metrics):
     """A source that raises at every scrape."""
 
     def __init__(self) -> None:
@@ -178,7 +178,7 @@ class Broken(Figures):
 def test_a_broken_source_affects_no_other_and_is_logged_once(
     scraped: Scraped, caplog: pytest.LogCaptureFixture
 ) -> None:
-    broken, sound = Broken(), Figures((*REQUESTS, 3))
+    broken, sound = Broken(), Metrics((*REQUESTS, 3))
     scraped.process.add(broken)
     scraped.process.add(sound)
     with caplog.at_level(logging.ERROR):
@@ -194,7 +194,7 @@ def test_a_broken_source_affects_no_other_and_is_logged_once(
 
 
 def test_scrapes_in_other_threads_never_see_a_counter_decrease(scraped: Scraped) -> None:
-    staying = Figures()
+    staying = Metrics()
     scraped.process.add(staying)
     seen: list[float] = []
     is_over = threading.Event()
@@ -206,7 +206,7 @@ def test_scrapes_in_other_threads_never_see_a_counter_decrease(scraped: Scraped)
     thread = threading.Thread(target=scrape)
     thread.start()
     for _ in range(300):
-        source = Figures((*REQUESTS, 1))
+        source = Metrics((*REQUESTS, 1))
         scraped.process.add(source)
         source.said = [(*REQUESTS, 2)]
         scraped.process.remove(source)
@@ -233,7 +233,7 @@ def test_a_user_metric_is_exported_per_replica_unless_its_kind_differs(
 ) -> None:
     hits = UserMetric("hits", MetricKind.COUNTER, "Hits.", ("model",))
     own = (("serve_instance", "i"), ("deployment", "d"))
-    one, two = Figures(), Figures()
+    one, two = Metrics(), Metrics()
     one.users = [UserSample(hits, (*own, ("replica", "d#1"), ("model", "a")), 2)]
     two.users = [
         UserSample(hits, (*own, ("replica", "d#2"), ("model", "a")), 3),
@@ -265,7 +265,7 @@ def test_promtool_accepts_all_metrics(scraped: Scraped, tmp_path: Path) -> None:
     for name, spec in METRICS.items():
         value = HistogramCounts(spec.bounds) if spec.kind is MetricKind.HISTOGRAM else 1.0
         samples.append((name, tuple("x" for _ in spec.labels), value))
-    source = Figures(*samples)
+    source = Metrics(*samples)
     scraped.process.add(source)
     done = subprocess.run(
         ["promtool", "check", "metrics"], input=scraped.text(), capture_output=True, text=True, timeout=60

@@ -27,7 +27,7 @@ The request holds its slot until it is DONE, even if its caller left long ago. S
 requests than it has slots, and code that cannot be stopped is visible. User code is cancelled once, when the
 request becomes CANCELLED. The request is counted once, when it leaves RUNNING or STREAMING.
 
-`Answer.leave` alone decides what happens when the caller leaves.
+`ReplicaRequest.leave` alone decides what happens when the caller leaves.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ from daskserve.data.replica.execution.runner import CodeRun
 from daskserve.data.replica.requests.slots import Slots
 from daskserve.data.replica.user_code.responses import Unfinished
 from daskserve.errors import ServeError
-from daskserve.figures.replica import ReplicaFigures
 from daskserve.loops.deadlines import is_over
+from daskserve.telemetry.replica import ReplicaMetrics
 
 # Plain strings, not members of an enum: each request compares several of them.
-AnswerState: TypeAlias = Literal["waiting", "running", "streaming", "cancelled", "done"]
+RequestState: TypeAlias = Literal["waiting", "running", "streaming", "cancelled", "done"]
 WAITING: Final = "waiting"
 RUNNING: Final = "running"
 STREAMING: Final = "streaming"
 CANCELLED: Final = "cancelled"
 DONE: Final = "done"
 
-AnswerEvent: TypeAlias = Literal[
+RequestEvent: TypeAlias = Literal[
     "granted", "refused", "partial", "answered", "failed", "aborted", "left", "late", "ended"
 ]
 GRANTED: Final = "granted"
@@ -66,7 +66,7 @@ LEFT: Final = "left"
 LATE: Final = "late"
 ENDED: Final = "ended"
 
-TRANSITIONS: Mapping[tuple[AnswerState, AnswerEvent], AnswerState] = {
+TRANSITIONS: Mapping[tuple[RequestState, RequestEvent], RequestState] = {
     (WAITING, GRANTED): RUNNING,
     (WAITING, REFUSED): DONE,
     (WAITING, LEFT): DONE,
@@ -86,9 +86,9 @@ TRANSITIONS: Mapping[tuple[AnswerState, AnswerEvent], AnswerState] = {
     (CANCELLED, ENDED): DONE,
 }
 # The same by state: each request looks up two of them, and two small keys are found sooner than one pair.
-_NEXT: Mapping[AnswerState, Mapping[AnswerEvent, AnswerState]] = {
+_NEXT: Mapping[RequestState, Mapping[RequestEvent, RequestState]] = {
     state: {event: after for (before, event), after in TRANSITIONS.items() if before == state}
-    for state in get_args(AnswerState)
+    for state in get_args(RequestState)
 }
 _GRANTED_STATE = TRANSITIONS[WAITING, GRANTED]
 _ANSWERED_STATE = TRANSITIONS[RUNNING, ANSWERED]
@@ -96,18 +96,18 @@ _ANSWERED_STATE = TRANSITIONS[RUNNING, ANSWERED]
 OPEN_STATES = frozenset({RUNNING, STREAMING})
 
 
-class InvalidAnswerTransition(ServeError):
+class InvalidRequestTransition(ServeError):
     """An event does not fit the state of an answer: a bug in the replica."""
 
 
-class Caller(Protocol):
+class Responder(Protocol):
     """The path to a request's caller, which an answer notifies of its changes."""
 
     def changed(self) -> None:
         """Note that there are messages to pass on, or that the answer is complete or has failed."""
 
 
-class Answer:
+class ReplicaRequest:
     """One request at its replica; each kind of request is a subclass.
 
     It is a `daskserve.data.replica.execution.runner.RunListener`, and lives on the worker's loop.
@@ -118,9 +118,9 @@ class Answer:
         "caller",
         "envelope",
         "error",
-        "figures",
         "holds",
         "is_in_task",
+        "metrics",
         "pipe",
         "run",
         "slots",
@@ -133,13 +133,13 @@ class Answer:
     #: Whether the `unfinished` step needs a task.
     needs_task_to_go_on = False
 
-    def __init__(self, envelope: Envelope, slots: Slots, figures: ReplicaFigures) -> None:
+    def __init__(self, envelope: Envelope, slots: Slots, metrics: ReplicaMetrics) -> None:
         self.envelope = envelope
         self.slots = slots
-        self.figures = figures
-        self.state: AnswerState = WAITING
+        self.metrics = metrics
+        self.state: RequestState = WAITING
         #: Notified of changes; None while the task that carries the answer is not waiting for any.
-        self.caller: Caller | None = None
+        self.caller: Responder | None = None
         #: Carries the messages between user code and the caller, if there are any.
         self.pipe: MessagePipe | None = None
         #: Whether a task carries the answer; only there can anything be awaited.
@@ -191,7 +191,7 @@ class Answer:
             self.state = _GRANTED_STATE
         else:
             self._move(GRANTED)
-        self.figures.handled += 1
+        self.metrics.handled += 1
         self._began = stopwatch()
 
     def partial(self) -> None:
@@ -232,7 +232,7 @@ class Answer:
         else:
             self._move(ANSWERED)
         self.caller = None  # it refers to this object
-        self.figures.latency.observe(stopwatch() - self._began)
+        self.metrics.latency.observe(stopwatch() - self._began)
         if self.pipe is not None:
             self.release()
         self.slots.free()
@@ -278,13 +278,13 @@ class Answer:
 
     # ---- transitions
 
-    def _move(self, event: AnswerEvent) -> None:
+    def _move(self, event: RequestEvent) -> None:
         state = _NEXT[self.state].get(event)
         if state is None:
-            raise InvalidAnswerTransition(f"{self!r} cannot take the event {event!r}.")
+            raise InvalidRequestTransition(f"{self!r} cannot take the event {event!r}.")
         self.state = state
 
-    def _close(self, event: AnswerEvent) -> None:
+    def _close(self, event: RequestEvent) -> None:
         """Apply an event after which the caller gets no answer."""
         was_begun = self.state != WAITING
         self._move(event)
@@ -292,10 +292,10 @@ class Answer:
         if not was_begun:
             return
         if event in (LEFT, LATE):
-            self.figures.give_up(is_late=event == LATE)
+            self.metrics.give_up(is_late=event == LATE)
         else:
-            self.figures.failed += 1
-        self.figures.latency.observe(stopwatch() - self._began)
+            self.metrics.failed += 1
+        self.metrics.latency.observe(stopwatch() - self._began)
         if self.state == DONE:
             self.release()
             self.slots.free()

@@ -13,17 +13,17 @@ from typing import Any
 
 import pytest
 
-from daskserve.loops.hops import MAX_DELAY_S, Hop, Hops, Landing
+from daskserve.loops.thread_calls import MAX_DELAY_S, CallInbox, CallsByLoop, ThreadCalls
 
 DEADLINE_S = 10.0
 
 
 def test_closed_loops_are_forgotten() -> None:
-    hops = Hops()
+    calls_by_loop = CallsByLoop()
     refs = []
     for _ in range(5):
         loop = asyncio.new_event_loop()
-        assert hops.onto(loop) is hops.onto(loop)
+        assert calls_by_loop.onto(loop) is calls_by_loop.onto(loop)
         refs.append(weakref.ref(loop))
         loop.close()
         del loop
@@ -47,10 +47,10 @@ def test_post_soon_runs_after_the_current_loop_iteration(
     other_loop: asyncio.AbstractEventLoop,
 ) -> None:
     done = threading.Event()
-    hop = Hop(other_loop)
+    thread_calls = ThreadCalls(other_loop)
 
     async def main() -> None:
-        hop.post_soon(done.set)
+        thread_calls.post_soon(done.set)
         assert not done.wait(0.05)  # this loop iteration is not over
         await asyncio.to_thread(done.wait, DEADLINE_S)
 
@@ -61,13 +61,13 @@ def test_post_soon_runs_after_the_current_loop_iteration(
 def test_post_soon_does_not_wait_for_the_end_of_a_long_loop_iteration(
     other_loop: asyncio.AbstractEventLoop,
 ) -> None:
-    hop = Hop(other_loop)
+    thread_calls = ThreadCalls(other_loop)
     done = threading.Event()
 
     async def main() -> None:
         deadline = time.monotonic() + DEADLINE_S
         while not done.is_set():
-            hop.post_soon(done.set)
+            thread_calls.post_soon(done.set)
             assert time.monotonic() < deadline
             time.sleep(MAX_DELAY_S / 10)  # noqa: ASYNC251 - the iteration is long
 
@@ -77,25 +77,25 @@ def test_post_soon_does_not_wait_for_the_end_of_a_long_loop_iteration(
 def test_iterations_that_post_share_a_wake_up(
     other_loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("daskserve.loops.hops.MAX_DELAY_S", 1000.0)
+    monkeypatch.setattr("daskserve.loops.thread_calls.MAX_DELAY_S", 1000.0)
     seen: list[int] = []
-    wake_ups: list[Hop] = []
+    wake_ups: list[ThreadCalls] = []
 
-    class CountingLanding(Landing):
-        def wake_for(self, hop: Hop) -> None:
-            wake_ups.append(hop)
-            super().wake_for(hop)
+    class CountingInbox(CallInbox):
+        def wake_for(self, thread_calls: ThreadCalls) -> None:
+            wake_ups.append(thread_calls)
+            super().wake_for(thread_calls)
 
-    hop = Hop(other_loop, CountingLanding(other_loop))
+    thread_calls = ThreadCalls(other_loop, CountingInbox(other_loop))
 
     async def main() -> None:
         for number in range(0, 20, 2):
-            hop.post_soon(seen.append, number)
-            hop.post_soon(seen.append, number + 1)
+            thread_calls.post_soon(seen.append, number)
+            thread_calls.post_soon(seen.append, number + 1)
             await asyncio.sleep(0)
         assert not wake_ups
         done = threading.Event()
-        hop.post_soon(done.set)
+        thread_calls.post_soon(done.set)
         assert await asyncio.to_thread(done.wait, DEADLINE_S)
 
     asyncio.run(main())
@@ -106,11 +106,11 @@ def test_iterations_that_post_share_a_wake_up(
 def test_a_post_does_not_wait_for_an_earlier_post_soon(other_loop: asyncio.AbstractEventLoop) -> None:
     seen: list[int] = []
     done = threading.Event()
-    hop = Hop(other_loop)
+    thread_calls = ThreadCalls(other_loop)
 
     async def main() -> None:
-        hop.post_soon(seen.append, 1)
-        hop.post(done.set)
+        thread_calls.post_soon(seen.append, 1)
+        thread_calls.post(done.set)
         assert done.wait(DEADLINE_S)  # within this loop iteration
 
     asyncio.run(main())
@@ -118,25 +118,25 @@ def test_a_post_does_not_wait_for_an_earlier_post_soon(other_loop: asyncio.Abstr
 
 
 def test_no_post_is_lost_when_both_kinds_are_mixed(other_loop: asyncio.AbstractEventLoop) -> None:
-    hop = Hop(other_loop)
+    thread_calls = ThreadCalls(other_loop)
     seen: list[tuple[str, int]] = []
 
     async def post_soon() -> None:
         for number in range(2000):
-            hop.post_soon(seen.append, ("soon", number))
+            thread_calls.post_soon(seen.append, ("soon", number))
             if number % 7 == 0:
                 await asyncio.sleep(0)
 
     def post() -> None:
         for number in range(2000):
-            hop.post(seen.append, ("at once", number))
+            thread_calls.post(seen.append, ("at once", number))
 
     poster = threading.Thread(target=post)
     poster.start()
     asyncio.run(post_soon())
     poster.join()
     done = threading.Event()
-    hop.post(done.set)
+    thread_calls.post(done.set)
     assert done.wait(DEADLINE_S)
     for kind in ("soon", "at once"):
         assert [number for each, number in seen if each == kind] == list(range(2000))
@@ -146,7 +146,7 @@ def test_post_soon_from_a_thread_without_a_loop_posts_at_once(
     other_loop: asyncio.AbstractEventLoop,
 ) -> None:
     done = threading.Event()
-    Hop(other_loop).post_soon(done.set)
+    ThreadCalls(other_loop).post_soon(done.set)
     assert done.wait(DEADLINE_S)
 
 
@@ -162,10 +162,10 @@ class SleepingLoop(asyncio.AbstractEventLoop):
     call_soon = call_soon_threadsafe  # type: ignore[assignment]
 
 
-def test_hops_with_one_landing_share_its_wake_ups() -> None:
+def test_calls_with_one_inbox_share_its_wake_ups() -> None:
     loop = SleepingLoop()
-    landing = Landing(loop)
-    one, other = Hop(loop, landing), Hop(loop, landing)
+    inbox = CallInbox(loop)
+    one, other = ThreadCalls(loop, inbox), ThreadCalls(loop, inbox)
     seen: list[int] = []
     one.post(seen.append, 1)
     other.post(seen.append, 2)
@@ -180,22 +180,22 @@ def test_hops_with_one_landing_share_its_wake_ups() -> None:
 
 def test_catch_up_runs_arrived_posts_before_the_loop_wakes() -> None:
     loop = SleepingLoop()
-    landing = Landing(loop)
-    hop = Hop(loop, landing)
+    inbox = CallInbox(loop)
+    thread_calls = ThreadCalls(loop, inbox)
     seen: list[int] = []
 
     def first() -> None:
         seen.append(1)
-        hop.post(seen.append, 3)
+        thread_calls.post(seen.append, 3)
 
-    hop.post(first)
-    hop.post(seen.append, 2)
-    landing.catch_up()
+    thread_calls.post(first)
+    thread_calls.post(seen.append, 2)
+    inbox.catch_up()
     assert seen == [1, 2], "a post made meanwhile waits for the next wake-up"
     assert len(loop.calls) == 1, "the loop was already woken"
     loop.calls.pop()()
     assert seen == [1, 2, 3]
-    landing.catch_up()
+    inbox.catch_up()
     assert seen == [1, 2, 3]
 
 
@@ -204,25 +204,27 @@ def test_no_post_is_lost_during_catch_up() -> None:
 
     async def main() -> None:
         loop = asyncio.get_running_loop()
-        landing = Landing(loop)
-        hops = [Hop(loop, landing) for _ in range(3)]
+        inbox = CallInbox(loop)
+        calls_by_loop = [ThreadCalls(loop, inbox) for _ in range(3)]
         ended = asyncio.Event()
 
         def post(poster: int) -> None:
             for number in range(5000):
-                hops[(poster + number) % 3 if poster == 3 else poster].post(seen.append, (poster, number))
+                calls_by_loop[(poster + number) % 3 if poster == 3 else poster].post(
+                    seen.append, (poster, number)
+                )
 
         def post_end() -> None:
             for poster in posters:
                 poster.join()
-            hops[0].post(ended.set)
+            calls_by_loop[0].post(ended.set)
 
         posters = [threading.Thread(target=post, args=(each,)) for each in range(4)]
         for each in (*posters, threading.Thread(target=post_end)):
             each.start()
         async with asyncio.timeout(DEADLINE_S):
             while not ended.is_set():
-                landing.catch_up()
+                inbox.catch_up()
                 await asyncio.sleep(0)
 
     asyncio.run(main())
@@ -231,19 +233,19 @@ def test_no_post_is_lost_during_catch_up() -> None:
     assert sorted(number for each, number in seen if each == 3) == list(range(5000))
 
 
-def test_a_landing_on_a_closed_loop_drops_posts() -> None:
+def test_an_inbox_of_a_closed_loop_drops_posts() -> None:
     loop = asyncio.new_event_loop()
-    landing = Landing(loop)
+    inbox = CallInbox(loop)
     loop.close()
     for _ in range(2):
-        Hop(loop, landing).post(print)
+        ThreadCalls(loop, inbox).post(print)
 
 
 @pytest.mark.parametrize("error", [asyncio.CancelledError, KeyboardInterrupt])
-def test_a_failing_post_does_not_block_the_posts_of_other_hops(error: type[BaseException]) -> None:
+def test_a_failing_call_does_not_block_calls_of_other_threads(error: type[BaseException]) -> None:
     loop = SleepingLoop()
-    landing = Landing(loop)
-    one, other = Hop(loop, landing), Hop(loop, landing)
+    inbox = CallInbox(loop)
+    one, other = ThreadCalls(loop, inbox), ThreadCalls(loop, inbox)
     seen: list[int] = []
 
     def fail() -> None:

@@ -15,30 +15,30 @@ logger = logging.getLogger("daskserve.replica")
 
 
 _ASLEEP, _TO_BE_WOKEN, _WOKEN = range(3)
-#: How long `Hop.post_soon` delays a wake-up while the calling thread's loop is busy.
+#: How long `ThreadCalls.post_soon` delays a wake-up while the calling thread's loop is busy.
 MAX_DELAY_S = 0.002
 
 
-class Landing:
-    """The receiving end of hops on one event loop. Hops that share a landing share its wake-ups."""
+class CallInbox:
+    """Queues of calls to run on one event loop. Threads that share an inbox share its wake-ups."""
 
     __slots__ = ("_arrived", "_is_woken", "_loop")
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._arrived: deque[Hop] = deque()
+        self._arrived: deque[ThreadCalls] = deque()
         self._is_woken = False
 
-    def wake_for(self, hop: Hop) -> None:
-        """Make the loop drain a hop soon. Call this from any thread; a closed loop ignores it."""
-        self._arrived.append(hop)
+    def wake_for(self, thread_calls: ThreadCalls) -> None:
+        """Make the loop run these calls soon. Call this from any thread; a closed loop ignores it."""
+        self._arrived.append(thread_calls)
         if not self._is_woken:
             self._is_woken = True
             with suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._wake)
 
     def catch_up(self) -> None:
-        """Drain all arrived hops now, on the loop, before other work.
+        """Run all arrived calls now, on the loop, before other work.
 
         Without this call, the loop drains them after all other callbacks of the current iteration.
         """
@@ -48,33 +48,33 @@ class Landing:
                 arrived.popleft().drain()
 
     def _wake(self) -> None:
-        # Reset first: a hop that arrives after this line wakes the loop again.
+        # Reset first: a call that arrives after this line wakes the loop again.
         self._is_woken = False
         try:
             self.catch_up()
         finally:
-            # After an error such as SystemExit in one hop, the remaining hops still count on a wake-up.
+            # After an error such as SystemExit in one call, the remaining calls still need a wake-up.
             if self._arrived and not self._is_woken:
                 self._is_woken = True
                 self._loop.call_soon(self._wake)
 
 
-class Hop:
+class ThreadCalls:
     """Posts functions to an event loop from other threads. Posts that the loop has not run share a wake-up.
 
     Parameters
     ----------
     loop : asyncio.AbstractEventLoop
         The loop that runs the functions.
-    landing : Landing, optional
-        A landing of that loop. Default: a new one.
+    inbox : CallInbox, optional
+        An inbox of that loop. Default: a new one.
     """
 
-    __slots__ = ("_landing", "_posts", "_since", "_state", "loop")
+    __slots__ = ("_inbox", "_posts", "_since", "_state", "loop")
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, landing: Landing | None = None) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, inbox: CallInbox | None = None) -> None:
         self.loop = loop
-        self._landing = landing or Landing(loop)
+        self._inbox = inbox or CallInbox(loop)
         self._posts: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
         self._state = _ASLEEP
         self._since = 0.0
@@ -119,7 +119,7 @@ class Hop:
 
     def _wake(self) -> None:
         self._state = _WOKEN
-        self._landing.wake_for(self)
+        self._inbox.wake_for(self)
 
     def drain(self) -> None:
         """Run the posted functions. Call this on the loop."""
@@ -134,21 +134,21 @@ class Hop:
                 logger.exception("Internal error: a function posted from another thread failed: %r", function)
 
 
-class Hops:
-    """One `Hop` per event loop that has waiting callers; for use from any thread."""
+class CallsByLoop:
+    """One `ThreadCalls` per event loop that has waiting callers; for use from any thread."""
 
     def __init__(self) -> None:
         #: Keyed by the loop's ``id``, because a call needs this lookup several times.
-        self._hops: dict[int, Hop] = {}
+        self._by_loop: dict[int, ThreadCalls] = {}
 
-    def onto(self, loop: asyncio.AbstractEventLoop, landing: Landing | None = None) -> Hop:
-        """Return the hop onto a loop; create it on first use, with this landing or a new one."""
-        hop = self._hops.get(id(loop))
-        if hop is not None and hop.loop is loop:
-            return hop
-        # Two threads may do this at once; then some posts share a wake-up with fewer others. Hops of closed
+    def onto(self, loop: asyncio.AbstractEventLoop, inbox: CallInbox | None = None) -> ThreadCalls:
+        """Return the calls to a loop; create the queue on first use, with this inbox or a new one."""
+        thread_calls = self._by_loop.get(id(loop))
+        if thread_calls is not None and thread_calls.loop is loop:
+            return thread_calls
+        # Two threads may do this at once; then some posts share a wake-up with fewer others. Queues of closed
         # loops are dropped, because programs may run one loop after another.
-        hops = {key: each for key, each in list(self._hops.items()) if not each.loop.is_closed()}
-        hop = hops[id(loop)] = Hop(loop, landing)
-        self._hops = hops
-        return hop
+        calls_by_loop = {key: each for key, each in list(self._by_loop.items()) if not each.loop.is_closed()}
+        thread_calls = calls_by_loop[id(loop)] = ThreadCalls(loop, inbox)
+        self._by_loop = calls_by_loop
+        return thread_calls

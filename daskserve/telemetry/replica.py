@@ -8,9 +8,9 @@ from typing import Any, Protocol
 
 from daskserve.common.types import Load, ReplicaTag
 from daskserve.errors import ReplicaBusyError
-from daskserve.figures.histogram import SIZE_BUCKETS, HistogramCounts, LatencyHistogram
-from daskserve.figures.table import MetricSample
-from daskserve.figures.user import UserFigures, UserSample
+from daskserve.telemetry.histogram import SIZE_BUCKETS, HistogramCounts, LatencyHistogram
+from daskserve.telemetry.table import MetricSample
+from daskserve.telemetry.user import UserMetrics, UserSample
 
 
 class MeteredQueue(Protocol):
@@ -21,7 +21,7 @@ class MeteredQueue(Protocol):
         """Number of waiting calls; any thread may read it."""
 
 
-class BatchFigures:
+class BatchMetrics:
     """The sizes of one method's batches, and the waiting times of their items."""
 
     __slots__ = ("sizes", "waits")
@@ -37,7 +37,7 @@ class BatchFigures:
             self.waits.observe(wait_s)
 
 
-class ReplicaFigures:
+class ReplicaMetrics:
     """The counters of a replica's requests."""
 
     __slots__ = (
@@ -67,20 +67,20 @@ class ReplicaFigures:
         #: Requests that were cancelled at their deadline.
         self.timed_out = 0
         self.latency = LatencyHistogram()
-        self.batches: dict[str, BatchFigures] = {}
+        self.batches: dict[str, BatchMetrics] = {}
         #: When the replica had started, in seconds since the epoch, and how long that took; 0 until then.
         self.started_at = self.startup_s = 0.0
         self.start_failures = 0
         #: The metrics of user code.
-        self.user = UserFigures()
+        self.user = UserMetrics()
         #: The queues of batched methods, by id. The references are weak.
         self.user_queues: weakref.WeakValueDictionary[int, MeteredQueue] = weakref.WeakValueDictionary()
 
-    def batches_of(self, method: str) -> BatchFigures:
+    def batches_of(self, method: str) -> BatchMetrics:
         """Return the counters of one method's batches, created on first use; any thread may call this."""
         found = self.batches.get(method)
         if found is None:
-            found = self.batches.setdefault(method, BatchFigures())
+            found = self.batches.setdefault(method, BatchMetrics())
         return found
 
     def watch_queue(self, queue: MeteredQueue) -> None:

@@ -1,4 +1,4 @@
-"""The link of handles and clients in a process of a `daskserve.cluster.local.cluster.LocalCluster`."""
+"""The connection of handles and clients in a process of a `daskserve.cluster.local.cluster.LocalCluster`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from daskserve.cluster.protocols.ended import ended_error
 from daskserve.common.clock import RequestIds
 from daskserve.common.types import InstanceName
 from daskserve.errors import BadRequestError, BlockingCallError, NotRunningError, ServeError
-from daskserve.loops.hops import Hop, Hops, Landing
+from daskserve.loops.thread_calls import CallInbox, CallsByLoop, ThreadCalls
 
 T = TypeVar("T")
 
@@ -28,8 +28,8 @@ class LocalInstances:
         return True
 
 
-class LocalLink:
-    """The part of `daskserve.cluster.dask.connection.DaskLink` that handles and clients use."""
+class LocalConnection:
+    """The part of `daskserve.cluster.dask.connection.DaskConnection` that handles and clients use."""
 
     scheduler_address = "local"
     dashboard_link = None
@@ -40,9 +40,9 @@ class LocalLink:
         self.clock = world.clock
         self.rng = world.rng
         self.request_ids = RequestIds(self.rng)
-        self.hops = Hops()
+        self.calls_by_loop = CallsByLoop()
         self.values = LocalTransfer()
-        self._landing: Landing | None = None
+        self._inbox: CallInbox | None = None
         self._world = world
         self._process = process
 
@@ -52,16 +52,16 @@ class LocalLink:
         return self._world.loop
 
     @property
-    def landing(self) -> Landing:
+    def inbox(self) -> CallInbox:
         """The point at which calls from other threads arrive; created on first use, once there is a loop."""
-        if self._landing is None:
-            self._landing = Landing(self.loop)
-        return self._landing
+        if self._inbox is None:
+            self._inbox = CallInbox(self.loop)
+        return self._inbox
 
     @property
-    def hop(self) -> Hop:
-        """The hop onto that loop from other threads."""
-        return self.hops.onto(self.loop, self.landing)
+    def thread_calls(self) -> ThreadCalls:
+        """Calls to that loop from other threads."""
+        return self.calls_by_loop.onto(self.loop, self.inbox)
 
     @property
     def is_open(self) -> bool:

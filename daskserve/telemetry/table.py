@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from daskserve.figures.histogram import LATENCY_BUCKETS_S, SIZE_BUCKETS, HistogramCounts
+from daskserve.telemetry.histogram import LATENCY_BUCKETS_S, SIZE_BUCKETS, HistogramCounts
 
 
 class MetricKind(Enum):

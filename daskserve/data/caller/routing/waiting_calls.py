@@ -1,4 +1,4 @@
-"""Calls that have begun and do not know yet where to go: a process learns that with its first call.
+"""Counts calls that wait for the routes of their endpoint, which a process fetches with its first call.
 
 A graceful deletion lets requests finish. The replicas cannot know of a request that has not left the program
 which asks for the deletion; so that program waits until its calls have left.
@@ -18,10 +18,10 @@ from daskserve.loops.tasks import pause
 T = TypeVar("T")
 
 #: How long a deletion waits for calls that learn where to go; these give up after a similar time.
-LEARNING_S = 10.0
+WAITING_CALLS_S = 10.0
 
 
-class Learning:
+class WaitingCalls:
     """Counts the calls of a process that wait for the state of their endpoint, or for a connection.
 
     Use it as a context manager around each wait. Runs on one event loop.
@@ -55,15 +55,15 @@ class Learning:
             await pause()
 
 
-def learning_of(cluster: Process) -> Learning:
-    """Return the counter of a process for an instance; runs on the link's loop."""
-    learning: Learning | None = cluster.shared.get("learning")
+def learning_of(cluster: Process) -> WaitingCalls:
+    """Return the counter of a process for an instance; runs on the connection's loop."""
+    learning: WaitingCalls | None = cluster.shared.get("learning")
     if learning is None:
-        learning = cluster.shared["learning"] = Learning()
+        learning = cluster.shared["learning"] = WaitingCalls()
     return learning
 
 
 async def wait_until_sent(cluster: Process) -> None:
-    """Return when all calls that this process has begun are on their way, or after `LEARNING_S`."""
+    """Return when all calls that this process has begun are on their way, or after `WAITING_CALLS_S`."""
     with suppress(TimeoutError):  # the calls fail, and say why
-        await cluster.clock.wait_for(learning_of(cluster).wait_until_over(), LEARNING_S)
+        await cluster.clock.wait_for(learning_of(cluster).wait_until_over(), WAITING_CALLS_S)

@@ -17,10 +17,10 @@ from runs import NoQueue
 
 from daskserve.common.clock import LoopClock
 from daskserve.common.types import DONE as SENT
-from daskserve.common.types import Envelope, EnvelopeKind, Load, Message, Patience
+from daskserve.common.types import Envelope, EnvelopeKind, Load, Message, QueueTimeout
 from daskserve.data.replica.execution.runner import CodeRun
-from daskserve.data.replica.requests import answer as answers
-from daskserve.data.replica.requests.answer import (
+from daskserve.data.replica.requests import replica_request as requests_module
+from daskserve.data.replica.requests.replica_request import (
     CANCELLED,
     DONE,
     OPEN_STATES,
@@ -28,16 +28,16 @@ from daskserve.data.replica.requests.answer import (
     STREAMING,
     TRANSITIONS,
     WAITING,
-    Answer,
-    AnswerEvent,
-    AnswerState,
-    InvalidAnswerTransition,
+    InvalidRequestTransition,
+    ReplicaRequest,
+    RequestEvent,
+    RequestState,
 )
-from daskserve.data.replica.requests.responders import TasklessCaller, carry
+from daskserve.data.replica.requests.responders import TasklessResponder, respond
 from daskserve.data.replica.requests.slots import Slots
 from daskserve.data.replica.user_code.responses import Unfinished
 from daskserve.errors import ActorLostError, ReplicaBusyError
-from daskserve.figures.replica import ReplicaFigures
+from daskserve.telemetry.replica import ReplicaMetrics
 from daskserve.testing import run_virtual
 
 
@@ -58,14 +58,14 @@ class ScriptedRun(CodeRun):
             self._end(None, None)
 
 
-class ScriptedAnswer(Answer):
+class ScriptedRequest(ReplicaRequest):
     """An answer whose user code is a `ScriptedRun`."""
 
     def __init__(self, deadline: float | None = None, **options: Any) -> None:
-        figures = ReplicaFigures()
-        slots = Slots("b#AAAAAA", 1, NoQueue(), figures)
+        metrics = ReplicaMetrics()
+        slots = Slots("b#AAAAAA", 1, NoQueue(), metrics)
         slots.is_open = True
-        super().__init__(Envelope(EnvelopeKind.CALL, {}, deadline=deadline), slots, figures)
+        super().__init__(Envelope(EnvelopeKind.CALL, {}, deadline=deadline), slots, metrics)
         self.options = options
         self.code: ScriptedRun
 
@@ -88,13 +88,13 @@ class ScriptedAnswer(Answer):
     @property
     def counts(self) -> tuple[int, int, int, int, int]:
         """What was handled, failed, cancelled, of that late, and how many durations were observed."""
-        figures = self.figures
+        metrics = self.metrics
         return (
-            figures.handled,
-            figures.failed,
-            figures.cancelled,
-            figures.timed_out,
-            figures.latency.count,
+            metrics.handled,
+            metrics.failed,
+            metrics.cancelled,
+            metrics.timed_out,
+            metrics.latency.count,
         )
 
 
@@ -102,7 +102,7 @@ class ScriptedAnswer(Answer):
 
 
 def test_the_table_in_the_documentation_is_the_table_that_holds() -> None:
-    lines = (answers.__doc__ or "").splitlines()
+    lines = (requests_module.__doc__ or "").splitlines()
     rows = [re.split(r"  +", line)[:3] for line in lines if re.match(r"[A-Z]+  ", line)]
     documented = {
         (state.lower(), event.lower()): after.lower()
@@ -113,34 +113,34 @@ def test_the_table_in_the_documentation_is_the_table_that_holds() -> None:
 
 
 def test_every_state_but_done_has_a_way_out_and_done_has_none() -> None:
-    assert {state for state, _ in TRANSITIONS} == set(get_args(AnswerState)) - {DONE}
-    assert set(TRANSITIONS.values()) == set(get_args(AnswerState)) - {WAITING}
-    assert {event for _, event in TRANSITIONS} == set(get_args(AnswerEvent))
+    assert {state for state, _ in TRANSITIONS} == set(get_args(RequestState)) - {DONE}
+    assert set(TRANSITIONS.values()) == set(get_args(RequestState)) - {WAITING}
+    assert {event for _, event in TRANSITIONS} == set(get_args(RequestEvent))
 
 
 @pytest.mark.parametrize(
-    ("state", "event"), list(itertools.product(get_args(AnswerState), get_args(AnswerEvent)))
+    ("state", "event"), list(itertools.product(get_args(RequestState), get_args(RequestEvent)))
 )
-def test_an_event_moves_as_the_table_says_or_raises(state: AnswerState, event: AnswerEvent) -> None:
-    answer = ScriptedAnswer()
+def test_an_event_moves_as_the_table_says_or_raises(state: RequestState, event: RequestEvent) -> None:
+    answer = ScriptedRequest()
     answer.state = state
     after = TRANSITIONS.get((state, event))
     if after is not None:
         answer._move(event)
         assert answer.state == after
         return
-    with pytest.raises(InvalidAnswerTransition, match=f"{state}.*{event!r}"):
+    with pytest.raises(InvalidRequestTransition, match=f"{state}.*{event!r}"):
         answer._move(event)
     assert answer.state == state
 
 
 def test_an_invalid_event_names_the_state_of_the_answer() -> None:
-    answer = ScriptedAnswer()
+    answer = ScriptedRequest()
     answer.start()
     answer.partial()
     answer.leave()
     expected = "<ScriptedAnswer cancelled> cannot take the event 'granted'"
-    with pytest.raises(InvalidAnswerTransition, match=re.escape(expected)) as caught:
+    with pytest.raises(InvalidRequestTransition, match=re.escape(expected)) as caught:
         answer.granted()
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
@@ -149,7 +149,7 @@ def test_an_invalid_event_names_the_state_of_the_answer() -> None:
 
 
 def test_an_answered_request_gives_its_slot_back_and_counts_once() -> None:
-    answer = ScriptedAnswer()
+    answer = ScriptedRequest()
     answer.start().end("value")
     assert (answer.state, answer.slots.load()) == (RUNNING, Load(1, 0))
     answer.answered()
@@ -157,7 +157,7 @@ def test_an_answered_request_gives_its_slot_back_and_counts_once() -> None:
 
 
 def test_a_request_whose_code_failed_counts_as_failed() -> None:
-    answer = ScriptedAnswer()
+    answer = ScriptedRequest()
     answer.start().end(None, KeyError("k"))
     answer.fail()
     answer.leave()
@@ -169,7 +169,7 @@ def test_a_request_whose_code_failed_counts_as_failed() -> None:
 def test_a_caller_that_leaves_cancels_the_code_once_and_the_slot_waits_for_its_end(
     now: float | None, late: int
 ) -> None:
-    answer = ScriptedAnswer(deadline=7.0)
+    answer = ScriptedRequest(deadline=7.0)
     code = answer.start()
     for _ in range(2):
         answer.leave(now)
@@ -181,14 +181,14 @@ def test_a_caller_that_leaves_cancels_the_code_once_and_the_slot_waits_for_its_e
 
 
 def test_code_that_ends_at_once_when_cancelled_gives_the_slot_back_once() -> None:
-    answer = ScriptedAnswer(ends_when_cancelled=True)
+    answer = ScriptedRequest(ends_when_cancelled=True)
     answer.start()
     answer.leave()
     assert (answer.state, answer.slots.ongoing) == (DONE, 0)
 
 
 def test_a_batch_holds_the_slots_of_its_requests_until_it_has_ended() -> None:
-    answer = ScriptedAnswer()
+    answer = ScriptedRequest()
     answer.slots.ongoing += 1
     answer.granted()
     answer.hold()
@@ -199,7 +199,7 @@ def test_a_batch_holds_the_slots_of_its_requests_until_it_has_ended() -> None:
 
 
 def test_a_request_that_left_before_its_batch_ran_gives_its_slot_back_once() -> None:
-    answer = ScriptedAnswer()
+    answer = ScriptedRequest()
     answer.slots.ongoing += 1
     answer.granted()
     answer.leave()
@@ -210,13 +210,13 @@ def test_a_request_that_left_before_its_batch_ran_gives_its_slot_back_once() -> 
 
 @pytest.mark.parametrize("end", ["leave", "fail"])
 def test_a_request_without_a_slot_counts_nothing_and_frees_nothing(end: str) -> None:
-    answer = ScriptedAnswer()
+    answer = ScriptedRequest()
     answer.slots.ongoing = 1  # of another request
     getattr(answer, end)()
     assert (answer.state, answer.slots.ongoing, answer.counts) == (DONE, 1, (0, 0, 0, 0, 0))
 
 
-EVENTS: dict[str, Callable[[ScriptedAnswer], None]] = {
+EVENTS: dict[str, Callable[[ScriptedRequest], None]] = {
     "partial": lambda answer: answer.partial(),
     "value": lambda answer: answer.code.end("value"),
     "error": lambda answer: answer.code.end(None, KeyError("k")),
@@ -232,7 +232,7 @@ EVENTS: dict[str, Callable[[ScriptedAnswer], None]] = {
 def test_whatever_happens_the_slot_is_freed_once_and_each_request_counts_once(
     names: list[str], ends_when_cancelled: bool
 ) -> None:
-    answer = ScriptedAnswer(ends_when_cancelled=ends_when_cancelled)
+    answer = ScriptedRequest(ends_when_cancelled=ends_when_cancelled)
     code = answer.start()
     for name in names:
         EVENTS[name](answer)
@@ -257,13 +257,13 @@ def test_whatever_happens_the_slot_is_freed_once_and_each_request_counts_once(
 
 def test_a_task_takes_the_steps_of_user_code_and_sends_its_answer() -> None:
     async def main() -> None:
-        answer, sent = ScriptedAnswer(), []
+        answer, sent = ScriptedRequest(), []
 
         def send(message: Message) -> Any:
             sent.append(message)
             return SENT
 
-        carrying = asyncio.create_task(carry(answer, None, send, CLOCK))  # type: ignore[arg-type]
+        carrying = asyncio.create_task(respond(answer, None, send, CLOCK))  # type: ignore[arg-type]
         await asyncio.sleep(0)
         first = answer.code
         first.end(Unfinished("rest"))
@@ -279,16 +279,16 @@ def test_a_task_takes_the_steps_of_user_code_and_sends_its_answer() -> None:
 
 def test_a_task_that_gets_no_slot_leaves_no_trace() -> None:
     async def main() -> None:
-        answer = ScriptedAnswer()
+        answer = ScriptedRequest()
         answer.slots.ongoing = 1
         with pytest.raises(ReplicaBusyError):
-            await carry(answer, None, None, CLOCK)  # type: ignore[arg-type]
-        assert (answer.state, answer.figures.refused, answer.counts) == (DONE, 1, (0, 0, 0, 0, 0))
+            await respond(answer, None, None, CLOCK)  # type: ignore[arg-type]
+        assert (answer.state, answer.metrics.refused, answer.counts) == (DONE, 1, (0, 0, 0, 0, 0))
 
-        waiting = ScriptedAnswer()
-        waiting.envelope.patience = Patience(60.0)
+        waiting = ScriptedRequest()
+        waiting.envelope.queue_timeout = QueueTimeout(60.0)
         waiting.slots.ongoing = 1
-        carrying = asyncio.create_task(carry(waiting, None, None, CLOCK))  # type: ignore[arg-type]
+        carrying = asyncio.create_task(respond(waiting, None, None, CLOCK))  # type: ignore[arg-type]
         await asyncio.sleep(1)
         assert waiting.slots.load() == Load(1, 1)
         carrying.cancel()
@@ -302,8 +302,8 @@ def test_a_task_that_gets_no_slot_leaves_no_trace() -> None:
 def test_a_caller_without_a_task_is_told_once(end: str) -> None:
     error = LookupError("it")  # not the module's own: its traceback keeps the answer
     told: list[Any] = []
-    answer = ScriptedAnswer(ends_when_cancelled=True)
-    caller = TasklessCaller(answer, CLOCK, lambda *how: told.append(how))
+    answer = ScriptedRequest(ends_when_cancelled=True)
+    caller = TasklessResponder(answer, CLOCK, lambda *how: told.append(how))
     assert answer.slots.take_nowait()
     caller.start()
     if end == "abort":

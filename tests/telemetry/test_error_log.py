@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from daskserve.figures.error_log import ErrorLog, SparseLog
+from daskserve.telemetry.error_log import ErrorLog, SparseLog
 
 
 def test_a_repeated_error_is_logged_once_per_kind(caplog: pytest.LogCaptureFixture) -> None:

@@ -17,26 +17,26 @@ import pytest
 from runs import start_async, start_sync, until
 
 from daskserve.data.replica.execution.evidence import BLOCKED_AFTER_S, WATCH_INTERVAL_S
-from daskserve.data.replica.execution.executor import Wall
+from daskserve.data.replica.execution.executor import UserExecutor
 from daskserve.data.replica.execution.loop_watch import LoopWatch, SharedLoopWatch
 from daskserve.data.replica.execution.runner import RunResult
 from daskserve.errors import ClosedError, UserCodeError
-from daskserve.loops.hops import Hop
+from daskserve.loops.thread_calls import ThreadCalls
 from daskserve.payload.packed_errors import PackedError
 
 DEADLINE_S = 10.0
 
 
-def run(scenario: Callable[[Wall], Awaitable[None]], **options: Any) -> None:
-    """Run a scenario on a worker's loop with a wall, which it may leave open."""
+def run(scenario: Callable[[UserExecutor], Awaitable[None]], **options: Any) -> None:
+    """Run a scenario on a worker's loop with an executor, which it may leave open."""
 
     async def main() -> None:
-        wall = Wall("b#AAAAAA", contextvars.copy_context(), **{"event_loop": "own", **options})
+        executor = UserExecutor("b#AAAAAA", contextvars.copy_context(), **{"event_loop": "own", **options})
         try:
             async with asyncio.timeout(DEADLINE_S):
-                await scenario(wall)
+                await scenario(executor)
         finally:
-            assert await wall.close(DEADLINE_S)
+            assert await executor.close(DEADLINE_S)
 
     asyncio.run(main())
 
@@ -62,21 +62,21 @@ class ScriptedLoop:
 def test_posts_until_the_loop_turns_cost_one_wake_up_and_keep_their_order() -> None:
     loop = ScriptedLoop()
     seen: list[Any] = []
-    hop = Hop(loop)  # type: ignore[arg-type]
+    thread_calls = ThreadCalls(loop)  # type: ignore[arg-type]
     for number in range(3):
-        hop.post(seen.append, number)
+        thread_calls.post(seen.append, number)
     assert len(loop.callbacks) == 1
     loop.turn()
     assert seen == [0, 1, 2]
-    hop.post(seen.append, 3)
+    thread_calls.post(seen.append, 3)
     assert len(loop.callbacks) == 1
 
 
 def test_what_is_posted_while_the_loop_drains_wakes_it_again() -> None:
     loop = ScriptedLoop()
     seen: list[Any] = []
-    hop = Hop(loop)  # type: ignore[arg-type]
-    hop.post(lambda: hop.post(seen.append, "later"))
+    thread_calls = ThreadCalls(loop)  # type: ignore[arg-type]
+    thread_calls.post(lambda: thread_calls.post(seen.append, "later"))
     loop.turn()
     assert seen == []
     loop.turn()
@@ -88,9 +88,9 @@ def test_a_post_that_fails_is_logged_and_does_not_take_others_with_it(
 ) -> None:
     loop = ScriptedLoop()
     seen: list[Any] = []
-    hop = Hop(loop)  # type: ignore[arg-type]
-    hop.post(lambda: 1 / 0)
-    hop.post(seen.append, "after")
+    thread_calls = ThreadCalls(loop)  # type: ignore[arg-type]
+    thread_calls.post(lambda: 1 / 0)
+    thread_calls.post(seen.append, "after")
     loop.turn()
     assert seen == ["after"]
     assert "ZeroDivisionError" in caplog.text
@@ -99,22 +99,22 @@ def test_a_post_that_fails_is_logged_and_does_not_take_others_with_it(
 def test_posting_to_a_closed_loop_is_no_error() -> None:
     loop = asyncio.new_event_loop()
     loop.close()
-    Hop(loop).post(print)
+    ThreadCalls(loop).post(print)
 
 
 # ---- where code runs
 
 
 def test_async_code_runs_on_a_loop_of_its_own_made_when_first_needed() -> None:
-    async def scenario(wall: Wall) -> None:
+    async def scenario(executor: UserExecutor) -> None:
         async def where() -> tuple[str, asyncio.AbstractEventLoop]:
             return threading.current_thread().name, asyncio.get_running_loop()
 
         assert [t.name for t in threading.enumerate() if t.name.startswith("daskserve-")] == []
-        name, loop = await wall.run_async(where)
+        name, loop = await executor.run_async(where)
         assert name == "daskserve-b#AAAAAA"
         assert loop is not asyncio.get_running_loop()
-        assert await wall.run_async(where) == (name, loop)
+        assert await executor.run_async(where) == (name, loop)
 
     run(scenario)
 
@@ -122,17 +122,17 @@ def test_async_code_runs_on_a_loop_of_its_own_made_when_first_needed() -> None:
 def test_libraries_find_one_task_that_lasts_as_long_as_the_users_loop() -> None:
     """AnyIO keeps its idle threads until that task ends."""
 
-    async def scenario(wall: Wall) -> None:
+    async def scenario(executor: UserExecutor) -> None:
         async def thread() -> threading.Thread:
             return await anyio.to_thread.run_sync(threading.current_thread)
 
-        assert len({await wall.run_async(thread) for _ in range(20)}) == 1
+        assert len({await executor.run_async(thread) for _ in range(20)}) == 1
 
     run(scenario)
 
 
 def test_a_result_does_not_wait_for_code_that_blocks_the_loop_right_after_it() -> None:
-    async def scenario(wall: Wall) -> None:
+    async def scenario(executor: UserExecutor) -> None:
         may_end = threading.Event()
 
         async def quick() -> str:
@@ -144,8 +144,8 @@ def test_a_result_does_not_wait_for_code_that_blocks_the_loop_right_after_it() -
         async def wait() -> None:
             pass
 
-        await wall.run_async(wait)  # the loop exists
-        calls = [start_async(wall, quick), start_async(wall, blocks_the_loop)]
+        await executor.run_async(wait)  # the loop exists
+        calls = [start_async(executor, quick), start_async(executor, blocks_the_loop)]
         assert await calls[0].wait() == "done"
         assert not calls[1].is_ended
         may_end.set()
@@ -155,7 +155,7 @@ def test_a_result_does_not_wait_for_code_that_blocks_the_loop_right_after_it() -
 
 
 def test_user_code_that_cancels_all_tasks_does_not_end_its_loop() -> None:
-    async def scenario(wall: Wall) -> None:
+    async def scenario(executor: UserExecutor) -> None:
         async def cancel_all() -> int:
             others = asyncio.all_tasks() - {asyncio.current_task()}
             for task in others:
@@ -164,58 +164,58 @@ def test_user_code_that_cancels_all_tasks_does_not_end_its_loop() -> None:
             return len(others)
 
         for _ in range(2):
-            assert await wall.run_async(cancel_all) == 1
+            assert await executor.run_async(cancel_all) == 1
 
     run(scenario)
 
 
 def test_on_the_workers_loop_nothing_is_crossed() -> None:
-    async def scenario(wall: Wall) -> None:
+    async def scenario(executor: UserExecutor) -> None:
         async def where() -> asyncio.AbstractEventLoop:
             return asyncio.get_running_loop()
 
-        assert await wall.run_async(where) is asyncio.get_running_loop()
-        assert await wall.run_sync(threading.current_thread) is not threading.current_thread()
+        assert await executor.run_async(where) is asyncio.get_running_loop()
+        assert await executor.run_sync(threading.current_thread) is not threading.current_thread()
 
     run(scenario, event_loop="worker")
 
 
 def test_plain_functions_run_side_by_side_in_as_many_threads_as_allowed() -> None:
-    async def scenario(wall: Wall) -> None:
+    async def scenario(executor: UserExecutor) -> None:
         together = threading.Barrier(3)
-        calls = [start_sync(wall, together.wait, DEADLINE_S) for _ in range(3)]
+        calls = [start_sync(executor, together.wait, DEADLINE_S) for _ in range(3)]
         assert sorted([await call.wait() for call in calls]) == [0, 1, 2]
         for _ in range(20):
-            thread = await wall.run_sync(threading.current_thread)
+            thread = await executor.run_sync(threading.current_thread)
             assert thread.daemon
-        assert len(wall.threads) == 3
+        assert len(executor.threads) == 3
 
     run(scenario, threads=3)
 
 
 def test_threads_start_only_when_they_are_needed() -> None:
-    async def scenario(wall: Wall) -> None:
-        assert len(wall.threads) == 0
+    async def scenario(executor: UserExecutor) -> None:
+        assert len(executor.threads) == 0
         for _ in range(5):
-            await wall.run_sync(int)
-        assert len(wall.threads) == 1
+            await executor.run_sync(int)
+        assert len(executor.threads) == 1
 
     run(scenario, threads=8)
 
 
 def test_the_loop_runs_in_the_thread_that_has_loaded_its_code() -> None:
-    async def scenario(wall: Wall) -> None:
-        loader = await wall.run_sync(threading.current_thread)
+    async def scenario(executor: UserExecutor) -> None:
+        loader = await executor.run_sync(threading.current_thread)
 
         async def where() -> threading.Thread:
             return threading.current_thread()
 
-        assert await wall.run_async(where) is loader
-        assert len(wall.threads) == 0
-        beside = await wall.run_sync(threading.current_thread)
+        assert await executor.run_async(where) is loader
+        assert len(executor.threads) == 0
+        beside = await executor.run_sync(threading.current_thread)
         assert beside is not loader
-        assert len(wall.threads) == 1
-        assert await wall.close(DEADLINE_S)
+        assert len(executor.threads) == 1
+        assert await executor.close(DEADLINE_S)
         assert not loader.is_alive()
         assert not beside.is_alive()
 
@@ -223,25 +223,25 @@ def test_the_loop_runs_in_the_thread_that_has_loaded_its_code() -> None:
 
 
 def test_the_loop_does_not_wait_for_a_thread_that_is_busy() -> None:
-    async def scenario(wall: Wall) -> None:
+    async def scenario(executor: UserExecutor) -> None:
         may_end = threading.Event()
-        busy = start_sync(wall, may_end.wait, DEADLINE_S)
+        busy = start_sync(executor, may_end.wait, DEADLINE_S)
 
         async def release() -> None:
             may_end.set()
 
-        await wall.run_async(release)
+        await executor.run_async(release)
         assert await busy.wait() is True
 
     run(scenario, threads=2)
 
 
 def test_a_reserved_thread_works_while_all_others_are_busy() -> None:
-    async def scenario(wall: Wall) -> None:
+    async def scenario(executor: UserExecutor) -> None:
         release = threading.Event()
-        busy = start_sync(wall, release.wait, DEADLINE_S)
-        waiting = start_sync(wall, str, "waited")
-        assert await wall.run_sync(str, "reserved", threads=wall.reserved) == "reserved"
+        busy = start_sync(executor, release.wait, DEADLINE_S)
+        waiting = start_sync(executor, str, "waited")
+        assert await executor.run_sync(str, "reserved", threads=executor.reserved) == "reserved"
         assert not waiting.is_ended
         release.set()
         assert await busy.wait()
@@ -255,14 +255,14 @@ def test_a_reserved_thread_works_while_all_others_are_busy() -> None:
 
 @pytest.mark.parametrize("event_loop", ["own", "worker"])
 def test_errors_of_user_code_arrive_as_they_are(event_loop: str) -> None:
-    async def scenario(wall: Wall) -> None:
+    async def scenario(executor: UserExecutor) -> None:
         async def fail_async() -> None:
             raise KeyError("mine")
 
         def fail() -> None:
             raise KeyError("mine")
 
-        for failing in (wall.run_async(fail_async), wall.run_sync(fail)):
+        for failing in (executor.run_async(fail_async), executor.run_sync(fail)):
             with pytest.raises(PackedError) as caught:
                 await failing
             assert repr(caught.value.load()) == "KeyError('mine')"
@@ -275,26 +275,26 @@ def test_errors_of_user_code_arrive_as_they_are(event_loop: str) -> None:
 def test_an_exception_that_would_end_the_loop_ends_only_the_call(
     event_loop: str, error: BaseException
 ) -> None:
-    async def scenario(wall: Wall) -> None:
+    async def scenario(executor: UserExecutor) -> None:
         async def end_async() -> None:
             raise error
 
         def end() -> None:
             raise error
 
-        for ending in (wall.run_async(end_async), wall.run_sync(end)):
+        for ending in (executor.run_async(end_async), executor.run_sync(end)):
             with pytest.raises(PackedError, match=type(error).__name__) as caught:
                 await ending
             assert isinstance(caught.value.known, UserCodeError)
-        assert await wall.run_sync(str, "alive") == "alive"
+        assert await executor.run_sync(str, "alive") == "alive"
 
     run(scenario, event_loop=event_loop)
 
 
 def test_a_function_may_raise_stop_iteration() -> None:
-    async def scenario(wall: Wall) -> None:
+    async def scenario(executor: UserExecutor) -> None:
         with pytest.raises(PackedError, match="StopIteration"):
-            await wall.run_sync(next, iter(()))
+            await executor.run_sync(next, iter(()))
 
     run(scenario)
 
@@ -302,8 +302,8 @@ def test_a_function_may_raise_stop_iteration() -> None:
 def test_each_call_gets_a_fresh_copy_of_the_context() -> None:
     variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="unset")
 
-    async def scenario(wall: Wall) -> None:
-        wall.context.run(variable.set, "replica")
+    async def scenario(executor: UserExecutor) -> None:
+        executor.context.run(variable.set, "replica")
 
         def read_then_write() -> str:
             found = variable.get()
@@ -314,11 +314,11 @@ def test_each_call_gets_a_fresh_copy_of_the_context() -> None:
             return read_then_write()
 
         for _ in range(2):
-            assert await wall.run_sync(read_then_write) == "replica"
-            assert await wall.run_async(read_then_write_async) == "replica"
-        request = wall.context.copy()
+            assert await executor.run_sync(read_then_write) == "replica"
+            assert await executor.run_async(read_then_write_async) == "replica"
+        request = executor.context.copy()
         request.run(variable.set, "request")
-        assert await start_sync(wall, read_then_write, context=request).wait() == "request"
+        assert await start_sync(executor, read_then_write, context=request).wait() == "request"
         assert variable.get() == "unset"
 
     run(scenario)
@@ -329,7 +329,7 @@ def test_each_call_gets_a_fresh_copy_of_the_context() -> None:
 
 @pytest.mark.parametrize("event_loop", ["own", "worker"])
 def test_cancelling_the_caller_cancels_async_code_and_tells_when_it_has_ended(event_loop: str) -> None:
-    async def scenario(wall: Wall) -> None:
+    async def scenario(executor: UserExecutor) -> None:
         began, cancelled, release = threading.Event(), threading.Event(), threading.Event()
         ended: list[bool] = []
 
@@ -342,7 +342,7 @@ def test_cancelling_the_caller_cancels_async_code_and_tells_when_it_has_ended(ev
                 await until(release.is_set)
                 raise
 
-        call = start_async(wall, stubborn, on_end=lambda: ended.append(True))
+        call = start_async(executor, stubborn, on_end=lambda: ended.append(True))
         caller = asyncio.create_task(call.wait())
         await asyncio.sleep(0)  # it waits now
         await until(began.is_set)
@@ -360,7 +360,7 @@ def test_cancelling_the_caller_cancels_async_code_and_tells_when_it_has_ended(ev
 @pytest.mark.parametrize("event_loop", ["own", "worker"])
 @pytest.mark.parametrize("turns", [0, 1, 2])
 def test_a_call_cancelled_before_its_first_step_ends_exactly_once(event_loop: str, turns: int) -> None:
-    async def scenario(wall: Wall) -> None:
+    async def scenario(executor: UserExecutor) -> None:
         ended: list[bool] = []
 
         async def forever() -> None:
@@ -368,7 +368,7 @@ def test_a_call_cancelled_before_its_first_step_ends_exactly_once(event_loop: st
 
         for _ in range(20):
             ended.clear()
-            call = start_async(wall, forever, on_end=lambda: ended.append(True))
+            call = start_async(executor, forever, on_end=lambda: ended.append(True))
             for _ in range(turns):
                 await asyncio.sleep(0)
             call.cancel()
@@ -376,24 +376,24 @@ def test_a_call_cancelled_before_its_first_step_ends_exactly_once(event_loop: st
             await until(lambda: bool(ended))
             assert call.is_ended
         assert ended == [True]
-        assert not wall.runs
+        assert not executor.runs
 
     run(scenario, event_loop=event_loop)
 
 
 def test_plain_work_that_has_not_begun_is_dropped() -> None:
-    async def scenario(wall: Wall) -> None:
+    async def scenario(executor: UserExecutor) -> None:
         release = threading.Event()
         ran: list[str] = []
         ended: list[bool] = []
-        busy = start_sync(wall, release.wait, DEADLINE_S)
-        dropped = start_sync(wall, ran.append, "dropped", on_end=lambda: ended.append(True))
+        busy = start_sync(executor, release.wait, DEADLINE_S)
+        dropped = start_sync(executor, ran.append, "dropped", on_end=lambda: ended.append(True))
         dropped.cancel()
         assert ended == [True]
-        assert wall.abandoned == 0
+        assert executor.abandoned == 0
         release.set()
         await busy.wait()
-        await wall.run_sync(int)
+        await executor.run_sync(int)
         assert ran == []
         assert ended == [True]
 
@@ -401,7 +401,7 @@ def test_plain_work_that_has_not_begun_is_dropped() -> None:
 
 
 def test_plain_work_that_runs_on_counts_as_abandoned_until_it_returns() -> None:
-    async def scenario(wall: Wall) -> None:
+    async def scenario(executor: UserExecutor) -> None:
         began, release = threading.Event(), threading.Event()
         ended: list[bool] = []
 
@@ -409,23 +409,23 @@ def test_plain_work_that_runs_on_counts_as_abandoned_until_it_returns() -> None:
             began.set()
             release.wait(DEADLINE_S)
 
-        call = start_sync(wall, stuck, on_end=lambda: ended.append(True))
+        call = start_sync(executor, stuck, on_end=lambda: ended.append(True))
         caller = asyncio.create_task(call.wait())
         await asyncio.sleep(0)  # it waits now
         await until(began.is_set)
         caller.cancel()
         with pytest.raises(asyncio.CancelledError):
             await caller
-        assert (wall.abandoned, ended) == (1, [])
+        assert (executor.abandoned, ended) == (1, [])
         release.set()
         await until(lambda: bool(ended))
-        assert wall.abandoned == 0
+        assert executor.abandoned == 0
 
     run(scenario)
 
 
 def test_aborting_gives_every_caller_the_error_begun_or_not() -> None:
-    async def scenario(wall: Wall) -> None:
+    async def scenario(executor: UserExecutor) -> None:
         began, release = threading.Event(), threading.Event()
 
         def stuck() -> None:
@@ -435,10 +435,10 @@ def test_aborting_gives_every_caller_the_error_begun_or_not() -> None:
         async def forever() -> None:
             await asyncio.get_running_loop().create_future()
 
-        calls = [start_sync(wall, stuck), start_sync(wall, stuck), start_async(wall, forever)]
+        calls = [start_sync(executor, stuck), start_sync(executor, stuck), start_async(executor, forever)]
         callers = [asyncio.create_task(call.wait()) for call in calls]
         await until(began.is_set)
-        wall.abort_runs(LookupError("stopped"))
+        executor.abort_runs(LookupError("stopped"))
         results = await asyncio.gather(*callers, return_exceptions=True)
         assert [repr(result) for result in results] == ["LookupError('stopped')"] * 3
         release.set()
@@ -452,7 +452,7 @@ def test_aborting_gives_every_caller_the_error_begun_or_not() -> None:
 def test_a_background_task_that_exits_or_stops_the_loop_does_not_end_it(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def scenario(wall: Wall) -> None:
+    async def scenario(executor: UserExecutor) -> None:
         async def spawn() -> None:
             async def leave() -> None:
                 sys.exit(1)
@@ -466,10 +466,10 @@ def test_a_background_task_that_exits_or_stops_the_loop_does_not_end_it(
         async def alive() -> bool:
             return True
 
-        await wall.run_async(spawn)
-        await wall.run_async(stop)
+        await executor.run_async(spawn)
+        await executor.run_async(stop)
         for _ in range(3):
-            assert await wall.run_async(alive)
+            assert await executor.run_async(alive)
 
     run(scenario)
     assert "SystemExit in a background task" in caplog.text
@@ -478,25 +478,25 @@ def test_a_background_task_that_exits_or_stops_the_loop_does_not_end_it(
 def test_code_that_blocks_its_own_loop_is_reported_once_with_its_place(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def scenario(wall: Wall) -> None:
+    async def scenario(executor: UserExecutor) -> None:
         release = threading.Event()
 
         async def blocks_the_loop() -> None:
             release.wait(DEADLINE_S)
 
-        call = start_async(wall, blocks_the_loop)
-        await until(lambda: wall.blocked_count == 1)
+        call = start_async(executor, blocks_the_loop)
+        await until(lambda: executor.blocked_count == 1)
         await asyncio.sleep(0.12)  # long enough for a second report, were there one
         release.set()
         await call.wait()
-        assert wall.blocked_count == 1
+        assert executor.blocked_count == 1
 
     with caplog.at_level(logging.WARNING, "daskserve.replica"):
         run(scenario)
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) == 1
     assert "daskserve-b#AAAAAA" in messages[0]
-    assert "test_wall.py:" in messages[0]
+    assert "test_user_executor.py:" in messages[0]
     assert "blocks_the_loop" in messages[0]
 
 
@@ -504,14 +504,14 @@ def test_code_that_blocks_the_workers_loop_is_reported_afterwards(caplog: pytest
     async def blocks_the_loop() -> None:
         time.sleep(3 * BLOCKED_AFTER_S)  # noqa: ASYNC251  # the fault that this is about
 
-    async def scenario(wall: Wall) -> None:
-        await wall.run_async(blocks_the_loop)
-        await until(lambda: wall.blocked_count > 0)
+    async def scenario(executor: UserExecutor) -> None:
+        await executor.run_async(blocks_the_loop)
+        await until(lambda: executor.blocked_count > 0)
 
     with caplog.at_level(logging.WARNING, "daskserve.replica"):
         run(scenario, event_loop="worker")
     assert "User code blocked the worker's event loop for" in caplog.text
-    assert "test_wall.py:" in caplog.text
+    assert "test_user_executor.py:" in caplog.text
     assert "b#AAAAAA" in caplog.text
 
 
@@ -523,8 +523,8 @@ class WatchedLoop:
         self.timers: list[tuple[float, Callable[[], None]]] = []
         self.posts: list[Callable[[], None]] = []
         self.is_blocked = False
-        # Of a wall and of a user's loop.
-        self.loop = self.hop = self.to_worker = self
+        # Of an executor and of a user's loop.
+        self.loop = self.thread_calls = self.to_worker = self
         self.runs = {"a run"}
         self.is_closed = False
         self.is_loop_shared = False
@@ -583,7 +583,7 @@ class WatchedLoops:
 
         own: Any = LoopWatch(self.worker, self.user, frames)  # type: ignore[arg-type]
         self.shared: Any = SharedLoopWatch(self.both, "b#AAAAAA", frames)  # type: ignore[arg-type]
-        self.shared._lookout = types.SimpleNamespace(resume=lambda: None, pause=lambda: None)
+        self.shared._periodic = types.SimpleNamespace(resume=lambda: None, pause=lambda: None)
         own.arm()
         self.shared.arm()
 
@@ -629,11 +629,11 @@ def test_code_that_blocks_the_workers_loop_and_never_waits_is_counted() -> None:
         threading.Event().wait(2 * BLOCKED_AFTER_S)
         return "done"
 
-    async def scenario(wall: Wall) -> None:
+    async def scenario(executor: UserExecutor) -> None:
         result = RunResult()
-        assert wall.enter(blocking, (), contextvars.copy_context(), result) is None
+        assert executor.enter(blocking, (), contextvars.copy_context(), result) is None
         assert await result.wait(None) == "done"
-        await until(lambda: wall.blocked_count == 1)
+        await until(lambda: executor.blocked_count == 1)
 
     run(scenario, event_loop="worker")
 
@@ -642,7 +642,7 @@ def test_code_that_blocks_the_workers_loop_and_never_waits_is_counted() -> None:
 
 
 def test_closing_cancels_everything_and_leaves_no_thread() -> None:
-    async def scenario(wall: Wall) -> None:
+    async def scenario(executor: UserExecutor) -> None:
         cancelled = threading.Event()
 
         async def forever() -> None:
@@ -652,24 +652,24 @@ def test_closing_cancels_everything_and_leaves_no_thread() -> None:
                 cancelled.set()
                 raise
 
-        await wall.run_sync(int)
-        await wall.run_sync(int, threads=wall.reserved)
-        caller = asyncio.create_task(wall.run_async(forever))
+        await executor.run_sync(int)
+        await executor.run_sync(int, threads=executor.reserved)
+        caller = asyncio.create_task(executor.run_async(forever))
         await asyncio.sleep(0)
-        assert await wall.close(DEADLINE_S)
+        assert await executor.close(DEADLINE_S)
         with pytest.raises(ClosedError):
             await caller
         assert [t.name for t in threading.enumerate() if t.name.startswith("daskserve-")] == []
         with pytest.raises(ClosedError):
-            await wall.run_sync(int)
-        assert await wall.close(DEADLINE_S)
+            await executor.run_sync(int)
+        assert await executor.close(DEADLINE_S)
 
     run(scenario)
 
 
 @pytest.mark.parametrize("kind", ["thread", "loop"])
 def test_closing_leaves_stuck_code_behind_after_the_grace_period(kind: str) -> None:
-    async def scenario(wall: Wall) -> None:
+    async def scenario(executor: UserExecutor) -> None:
         began, release = threading.Event(), threading.Event()
 
         def stuck() -> None:
@@ -679,9 +679,9 @@ def test_closing_leaves_stuck_code_behind_after_the_grace_period(kind: str) -> N
         async def stuck_async() -> None:
             stuck()
 
-        call = start_sync(wall, stuck) if kind == "thread" else start_async(wall, stuck_async)
+        call = start_sync(executor, stuck) if kind == "thread" else start_async(executor, stuck_async)
         await until(began.is_set)
-        assert not await wall.close(0.02)
+        assert not await executor.close(0.02)
         left = [t for t in threading.enumerate() if t.name.startswith("daskserve-")]
         assert [t.daemon for t in left] == [True]
         release.set()

@@ -1,6 +1,6 @@
 """Counters of the request path: plain integers that take a fraction of a microsecond to increment.
 
-This module does not know Prometheus; `daskserve.figures.collector` turns counters into metrics at a scrape.
+This module does not know Prometheus; `daskserve.telemetry.collector` turns counters into metrics at a scrape.
 """
 
 from __future__ import annotations

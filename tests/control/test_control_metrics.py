@@ -9,9 +9,9 @@ from controller_harness import Stage, boom, play
 
 from daskserve.control.observed.observed import Observed, Scaling
 from daskserve.control.records.state import State
-from daskserve.control.views.metrics import ControlFigures, bounded
+from daskserve.control.views.metrics import ControlMetrics, bounded
 from daskserve.errors import ReplicaStartError
-from daskserve.figures.histogram import HistogramCounts
+from daskserve.telemetry.histogram import HistogramCounts
 
 
 async def exported(stage: Stage) -> dict[tuple[str, ...], float]:
@@ -67,13 +67,13 @@ def test_the_next_controller_exports_the_same_deployments() -> None:
 
 
 def test_reasons_of_the_autoscaler_are_series_without_their_numbers() -> None:
-    figures = ControlFigures()
+    metrics = ControlMetrics()
     assert bounded("12 ongoing, 3.5 for each of 4") == "N ongoing, N for each of N"
     assert len(bounded("x" * 1000)) == 80
     observed = Observed()
     for tag, wanted, reason in (("b", 4, "12 ongoing"), ("c", 0, "idle for 60 s"), ("b", 5, "14 ongoing")):
         observed.scalings[tag] = Scaling(0.0, None, 1, 1, wanted, reason)
-    found = {sample[:2]: sample[2] for sample in figures.states("i", 1, State(), observed)}
+    found = {sample[:2]: sample[2] for sample in metrics.states("i", 1, State(), observed)}
     assert found["autoscaling_wanted_replicas", ("i", "b")] == 5
     assert found["autoscaling_reason", ("i", "b", "N ongoing")] == 1
     assert found["autoscaling_wanted_replicas", ("i", "c")] == 0

@@ -1,0 +1,71 @@
+"""Connects a program to a Dask cluster: the one that it uses, that it names, or that is started for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from daskserve.client.functions.forms import Form
+from daskserve.cluster.dask.connection import DaskConnection, connected, connection_of, dial
+from daskserve.cluster.dask.launch import (
+    start_detached_cluster,
+    start_detached_cluster_async,
+    start_local_cluster,
+    start_local_cluster_async,
+)
+from daskserve.cluster.worker.present import present_connection
+from daskserve.common import settings
+from daskserve.errors import BlockingCallError
+
+
+async def find_connection(form: Form[Any], dask_client: Any, address: str | None) -> DaskConnection | None:
+    """Return the connection of a Dask client, to a scheduler's address, or of this process by default.
+
+    Raises
+    ------
+    BlockingCallError
+        The connection runs on the caller's event loop, and the form blocks.
+    ClusterUnreachableError
+        No Dask scheduler answers at the address.
+    """
+    if dask_client is not None and address is not None:
+        raise ValueError("Give either dask_client or address, not both.")
+    if address is not None:
+        return await dial_connection(form, address)
+    if dask_client is None:
+        cluster_connection = present_connection()
+    else:
+        if form.asynchronous and dask_client.asynchronous:
+            await connected(dask_client)
+        cluster_connection = connection_of(dask_client)
+    if cluster_connection is not None and cluster_connection.runs_here() and not form.asynchronous:
+        raise BlockingCallError("The Dask client runs on the event loop of the caller.")
+    return cluster_connection
+
+
+async def dial_connection(form: Form[Any], address: str) -> DaskConnection:
+    """Return the connection of a new Dask client, connected to a scheduler.
+
+    See `daskserve.cluster.dask.connection.dial`.
+    """
+    return await dial(address, settings.timeouts().connect_s, asynchronous=form.asynchronous)
+
+
+async def launch(form: Form[Any], *, detached: bool, dashboard: bool) -> DaskConnection:
+    """Return the connection to a new cluster on this machine; a detached one outlives the program."""
+    size = settings.local_cluster_size()
+    if detached:
+        if form.asynchronous:
+            cluster_connection = connection_of(
+                await start_detached_cluster_async(size, has_dashboard=dashboard)
+            )
+        else:
+            cluster_connection = connection_of(start_detached_cluster(size, has_dashboard=dashboard))
+        cluster_connection.owns_client = True
+        return cluster_connection
+    if form.asynchronous:
+        cluster, client = await start_local_cluster_async(size, has_dashboard=dashboard)
+    else:
+        cluster, client = start_local_cluster(size, has_dashboard=dashboard)
+    cluster_connection = connection_of(client)
+    cluster_connection.started.cluster = cluster
+    return cluster_connection
