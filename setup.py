@@ -25,8 +25,11 @@ def read_long_description() -> str:
 EXAMPLES = ["scikit-learn>=1.6", "threadpoolctl>=3.1", "pillow>=10.3", "python-multipart>=0.0.18"]
 REDIS = ["redis>=5"]
 PROGRESS = ["rich>=13"]
-UVICORN = ["uvicorn>=0.30", "httptools>=0.6.4", "uvloop>=0.19; sys_platform != 'win32'"]
-TEST = ["pytest>=8", "hypothesis>=6.100", "httpx>=0.27", "psutil>=5.9", "cryptography>=42", *UVICORN, *REDIS]
+DOCS = ["mkdocs-material>=9.5", "mkdocstrings[python]>=0.26"]
+UVLOOP = ["uvloop>=0.19; sys_platform != 'win32'"]
+#: The server that benchmarks compare with.
+BENCHMARKS = ["uvicorn>=0.30", "httptools>=0.6.4"]
+TEST = ["pytest>=8", "hypothesis>=6.100", "httpx>=0.27", "psutil>=5.9", "cryptography>=42", *UVLOOP, *REDIS]
 TEST += ["fastapi>=0.115.7", "ipython>=8", *PROGRESS]
 
 setup(
@@ -40,7 +43,8 @@ setup(
     python_requires=">=3.11",
     # The folder proxies/ is imported as daskserve.proxies, which keeps the name `proxies` out of the users'
     # import namespace.
-    package_dir={"daskserve": "daskserve", "daskserve.proxies": "proxies"},
+    # The pages in docs/ are installed for `daskserve docs`.
+    package_dir={"daskserve": "daskserve", "daskserve.proxies": "proxies", "daskserve.pages": "docs"},
     packages=[
         "daskserve",
         "daskserve.autoscaling",
@@ -101,7 +105,11 @@ setup(
         "daskserve.telemetry",
     ],
     entry_points={"console_scripts": ["daskserve = daskserve.cli.main:main"]},
-    package_data={"daskserve": ["py.typed"], "daskserve.proxies": ["py.typed"]},
+    package_data={
+        "daskserve": ["py.typed"],
+        "daskserve.pages": ["*.md", "*/*.md"],
+        "daskserve.proxies": ["py.typed"],
+    },
     zip_safe=False,  # a type checker must find py.typed on disk
     install_requires=[
         "dask>=2025.1",
@@ -120,14 +128,14 @@ setup(
     ],
     extras_require={
         "dashboard": ["bokeh>=3.1"],
-        "uvloop": ["uvloop>=0.19; sys_platform != 'win32'"],
-        "uvicorn": UVICORN,
+        "uvloop": UVLOOP,
         "orjson": ["orjson>=3.9"],
         "redis": REDIS,
         "progress": PROGRESS,
         "examples": EXAMPLES,
+        "docs": DOCS,
         "test": TEST,
-        "dev": [*TEST, *EXAMPLES, "ruff>=0.6", "mypy>=1.11"],
+        "dev": [*TEST, *EXAMPLES, *BENCHMARKS, "ruff>=0.6", "mypy>=1.11"],
     },
     classifiers=[
         "Development Status :: 3 - Alpha",

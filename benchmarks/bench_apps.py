@@ -207,14 +207,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=2.0)
-    parser.add_argument("--server", choices=("tornado", "uvicorn"), help="measure under this server only")
+    parser.add_argument("--server", choices=("tornado", "asyncio"), help="measure under this server only")
     parser.add_argument("--only", default="", help="measure only the cases whose name contains this text")
     given = parser.parse_args()
     need_wrk()
     os.environ.update(ENVIRONMENT)
     sys.path.append(str(PROGRAMS))  # which the workers inherit
     for case in CASES:
-        for server in (given.server,) if given.server else ("uvicorn", "tornado"):
+        for server in (given.server,) if given.server else ("asyncio", "tornado"):
             if given.only in case.name:
                 compare(case, server, rounds=given.rounds, seconds=given.seconds)
 

@@ -6,7 +6,7 @@ client sends GETs to the plain backend and one uses a WebSocket of the attacked 
 connections that they keep. Measured: the median and the longest answer of both, what failed, what the
 attackers were told, which limits they met, the CPU time that they cost, and whether a replica was replaced.
 
-Run: ``python benchmarks/bench_attacks.py [--kinds NAME,...] [--server tornado,uvicorn] [--seconds N]
+Run: ``python benchmarks/bench_attacks.py [--kinds NAME,...] [--server tornado,asyncio] [--seconds N]
 [--descriptors N] [--isolation process] [--apart]``. With ``--descriptors``, the workers may have only so
 many, and each GET has a connection of its own. It prints a line per case, and exits with 1 if a replica was
 replaced or a client of the others failed.
@@ -212,7 +212,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     known = subprocess.run(ATTACKER, capture_output=True, text=True, check=True).stdout.strip()
     parser.add_argument("--kinds", default=known, help=f"of: {known}")
-    parser.add_argument("--server", default="tornado,uvicorn")
+    parser.add_argument("--server", default="tornado,asyncio")
     parser.add_argument("--clients", type=int, default=40)
     parser.add_argument("--bytes", type=int, default=12_000_000)
     parser.add_argument("--seconds", type=float, default=15.0)

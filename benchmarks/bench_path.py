@@ -19,6 +19,7 @@ import random
 import socket
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from functools import partial
 from typing import Any, cast
 
 import uvloop
@@ -28,23 +29,23 @@ from uvicorn.server import ServerState as UvicornState
 
 from daskserve.cluster.channel.channel import Channel
 from daskserve.cluster.channel.wire.transport import SocketTransport
-from daskserve.cluster.protocols.base import ActorContext, ActorSpec, Process
+from daskserve.cluster.protocols.base import ActorContext, ActorSpec, Process, TaskRequest
 from daskserve.common.clock import OneLoopClock, RequestIds
 from daskserve.common.types import (
     DONE,
     WHOLE_RESPONSE,
     ActorAddress,
     ActorKind,
+    ActorRequest,
     Envelope,
     EnvelopeKind,
     Load,
     Message,
-    OnAnswer,
     Reachability,
     Receive,
     Send,
 )
-from daskserve.data.caller.calls.handle import Handle
+from daskserve.data.caller.calls import handle as caller
 from daskserve.data.caller.routing.router import Routers
 from daskserve.data.replica.replica import Replica
 from daskserve.loops.thread_calls import CallsByLoop
@@ -53,11 +54,11 @@ from daskserve.options.http import HTTPOptions
 from daskserve.options.start_messages import ReplicaStart
 from daskserve.payload.pickling import dump, dump_bytes
 from daskserve.proxies.asgi import ASGIApp, Scope
+from daskserve.proxies.exchange.http_connection import HTTPConnection
 from daskserve.proxies.exchange.request_head import HeadLimits
 from daskserve.proxies.exchange.server_state import ServerState
 from daskserve.proxies.ingress.app import IngressApp
 from daskserve.proxies.ingress.routes import RouteTable
-from daskserve.proxies.server.uvicorn_connection import SharedState, UvicornConnection
 
 #: The load: the distinct requests of a round.
 REQUESTS = tuple(
@@ -75,7 +76,7 @@ BACKEND = {
     "max_crash_retries": 1,
 }
 
-Request = Callable[[ActorAddress, Envelope, Receive, Send], Coroutine[Any, Any, Load]]
+TakeRequest = Callable[[Envelope], ActorRequest]
 
 
 async def answer_call(value: Any) -> Any:
@@ -136,17 +137,16 @@ class OneRoute:
 
 
 class Seam:
-    """A cluster with one replica, which a given function calls."""
+    """A cluster with one replica, whose requests a given function takes."""
 
     instance = "i"
     is_ended = False
 
-    def __init__(self, request: Request, *, is_local: bool, is_legacy: bool = True) -> None:
+    def __init__(self, handle: TakeRequest, *, is_local: bool, is_legacy: bool = True) -> None:
         loop = asyncio.get_running_loop()
-        self.request = request
+        self._handle = handle
         self._is_local = is_local
         self.shared: dict[str, Any] = {}
-        self.channel: Channel | None = None
         self.connection = OneConnection(loop)
         self.clock = OneLoopClock(loop)
         self.listener = Published(is_legacy=is_legacy)
@@ -155,10 +155,8 @@ class Seam:
     def is_local(self, address: ActorAddress) -> bool:
         return self._is_local
 
-    def ask(
-        self, address: ActorAddress, envelope: Envelope, on_answer: OnAnswer
-    ) -> Callable[[], None] | None:
-        return None if self.channel is None else self.channel.ask(address, envelope, on_answer)
+    def handler_of(self, address: ActorAddress) -> TakeRequest:
+        return self._handle
 
 
 class SimulatedTransport(asyncio.Transport):
@@ -219,8 +217,7 @@ def our_protocols(app: ASGIApp) -> Callable[[], Any]:
         idle_timeout_s=60,
         clock=clock,
     )
-    state = SharedState(server_state)
-    return lambda: UvicornConnection(state)
+    return lambda: HTTPConnection(server_state, set(), lambda: None)
 
 
 async def http_round(protocols: Callable[[], Any]) -> None:
@@ -244,7 +241,7 @@ async def call_round(call: Callable[[], Awaitable[Any]]) -> None:
     await asyncio.gather(*(one_after_the_other() for _ in range(CALLS)))
 
 
-async def whole_answer(envelope: Envelope, receive: Receive, send: Send) -> Load:
+async def whole_answer(receive: Receive, send: Send) -> Load:
     await send({"type": WHOLE_RESPONSE, "status": 200, "headers": tuple(HEADERS[:1]), "body": b"ok"})
     return Load(1)
 
@@ -286,30 +283,19 @@ class Bench:
         self.replicas.append(replica)
         return replica
 
-    def channel_to(
-        self,
-        handle: Callable[[Envelope, Receive, Send], Coroutine[Any, Any, Load]],
-        answer_call: Callable[[Envelope, OnAnswer], Callable[[], None] | None] | None = None,
-    ) -> Channel:
-        def dispatch(
-            name: str, incarnation: int, envelope: Envelope, receive: Receive, send: Send
-        ) -> Coroutine[Any, Any, Load]:
-            return handle(envelope, receive, send)
+    def over_channel(self, handle: TakeRequest) -> TakeRequest:
+        """Return the function that takes requests at the other end of a channel."""
 
-        def answer(
-            name: str, incarnation: int, envelope: Envelope, on_answer: OnAnswer
-        ) -> Callable[[], None] | None:
-            return None if answer_call is None else answer_call(envelope, on_answer)
+        def dispatch(name: str, incarnation: int, envelope: Envelope) -> ActorRequest:
+            return handle(envelope)
 
         ends = socket.socketpair()
         for number, end in enumerate(ends):
             end.setblocking(False)
-            channel = Channel(
-                SocketTransport(end, "the other end"), dispatch, first_stream=number, dispatch_nowait=answer
-            )
+            channel = Channel(SocketTransport(end, "the other end"), dispatch, first_stream=number)
             self.tasks.append(asyncio.create_task(channel.serve()))
             self.channels.append(channel)
-        return self.channels[-2]
+        return partial(self.channels[-2].request, ADDRESS)
 
     def ingress(self, dispatch: Any) -> IngressApp:
         table = RouteTable({"/b": {"endpoint": "e", "methods": ["GET"]}})
@@ -321,9 +307,9 @@ class Bench:
             takes_whole=True,
         )
 
-    def app(self, request: Request, *, is_local: bool = True) -> IngressApp:
+    def app(self, handle: TakeRequest, *, is_local: bool = True) -> IngressApp:
         """Return an ingress whose router calls its replica through the given function."""
-        seam: Any = Seam(request, is_local=is_local)
+        seam: Any = Seam(handle, is_local=is_local)
         routers = Routers(seam, seam.listener, self.clock, random.Random(0), seam.routes)
         self.routers.append(routers)
 
@@ -337,11 +323,8 @@ class Bench:
     async def cases(self) -> dict[str, Callable[[], Awaitable[None]]]:
         """Return a function per HTTP case that runs one round."""
 
-        async def at_once(_: ActorAddress, envelope: Envelope, receive: Receive, send: Send) -> Load:
-            return await whole_answer(envelope, receive, send)
-
         async def dispatch_at_once(_: str, envelope: Envelope, receive: Receive, send: Send) -> None:
-            await whole_answer(envelope, receive, send)
+            await whole_answer(receive, send)
 
         near = await self.replica(answer_http, "worker")
         own = await self.replica(answer_http, "own")
@@ -349,11 +332,11 @@ class Bench:
             "uvicorn, an application of three lines": floor_protocols(),
             "our server, the same application": our_protocols(three_lines),
             "+ ingress": our_protocols(self.ingress(dispatch_at_once)),
-            "+ router": our_protocols(self.app(at_once)),
-            "+ replica, on the worker's loop": our_protocols(self.app(lambda _, *parts: near.handle(*parts))),
-            "+ channel": our_protocols(self.app(self.channel_to(near.handle).request, is_local=False)),
+            "+ router": our_protocols(self.app(lambda _: TaskRequest(whole_answer))),
+            "+ replica, on the worker's loop": our_protocols(self.app(near.handle)),
+            "+ channel": our_protocols(self.app(self.over_channel(near.handle), is_local=False)),
             "+ a loop of the replica's own": our_protocols(
-                self.app(self.channel_to(own.handle, own.handle_nowait).request, is_local=False)
+                self.app(self.over_channel(own.handle), is_local=False)
             ),
         }
         return {
@@ -364,9 +347,12 @@ class Bench:
     async def call_cases(self) -> dict[str, Callable[[], Awaitable[None]]]:
         """Return a function per case of handle calls that runs one round."""
 
-        async def echo(envelope: Envelope, receive: Receive, send: Send) -> Load:
-            await send({"type": "call.result", "payload": envelope.payload})
-            return Load(1)
+        def echo(envelope: Envelope) -> ActorRequest:
+            async def respond(receive: Receive, send: Send) -> Load:
+                await send({"type": "call.result", "payload": envelope.payload})
+                return Load(1)
+
+            return TaskRequest(respond)
 
         async def nothing() -> Message:
             return {"type": "http.disconnect"}
@@ -376,21 +362,19 @@ class Bench:
 
         payload = dump(((bytes(100),), {}))
 
-        def by(channel: Channel) -> Callable[[], Awaitable[Any]]:
+        def by(handle: TakeRequest) -> Callable[[], Awaitable[Any]]:
             head = {"method": "__call__", "request_id": "some-id"}
-            return lambda: channel.request(ADDRESS, Envelope(EnvelopeKind.CALL, head, payload), nothing, keep)
+            return lambda: handle(Envelope(EnvelopeKind.CALL, head, payload)).respond(nothing, keep)
 
-        near = self.channel_to((await self.replica(answer_call, "worker")).handle)
-        own_replica = await self.replica(answer_call, "own")
-        own = self.channel_to(own_replica.handle, own_replica.handle_nowait)
+        near = self.over_channel((await self.replica(answer_call, "worker")).handle)
+        own = self.over_channel((await self.replica(answer_call, "own")).handle)
         calls: dict[str, Callable[[], Awaitable[Any]]] = {
-            "a bare channel, 64 calls": by(self.channel_to(echo)),
+            "a bare channel, 64 calls": by(self.over_channel(echo)),
             "+ replica, on the worker's loop, 64 calls": by(near),
         }
-        for name, channel in (("", near), (", a loop of the replica's own", own)):
-            seam = Seam(channel.request, is_local=False, is_legacy=False)
-            seam.channel = channel
-            handle = Handle("i", "e", is_legacy=False, cluster=cast(Process, seam))
+        for name, over in (("", near), (", a loop of the replica's own", own)):
+            seam = Seam(over, is_local=False, is_legacy=False)
+            handle = caller.Handle("i", "e", is_legacy=False, cluster=cast(Process, seam))
             calls[f"+ router and handle{name}, 64 calls"] = lambda handle=handle: handle.remote(bytes(100))  # type: ignore[misc]
         return {name: lambda call=call: call_round(call) for name, call in calls.items()}  # type: ignore[misc]
 

@@ -56,7 +56,7 @@ def main() -> None:
     given = parser.parse_args()
     need_wrk()
     for name in PEER_PROGRAMS:
-        for server in ("tornado", "uvicorn"):
+        for server in ("tornado", "asyncio"):
             if given.only in name:
                 measure(name, server, given.python, runs=given.runs, seconds=given.seconds)
 

@@ -41,11 +41,11 @@ CASES = [
     Case("zero hop, two workers", Place(workers=2)),
     Case("zero hop, two workers, worker's loop", Place(workers=2, config=WORKER_LOOP)),
     Case(
-        "uvicorn, zero hop, two workers, worker's loop",
-        Place(workers=2, server="uvicorn", config=WORKER_LOOP),
+        "asyncio, zero hop, two workers, worker's loop",
+        Place(workers=2, server="asyncio", config=WORKER_LOOP),
         "floor_uvicorn",
     ),
-    Case("uvicorn, one hop", Place(hops=1, server="uvicorn"), "floor_uvicorn", 100),
+    Case("asyncio, one hop", Place(hops=1, server="asyncio"), "floor_uvicorn", 100),
 ]
 
 

@@ -61,6 +61,7 @@ if TYPE_CHECKING:
         wait_for_goal_async,
     )
     from daskserve.client.functions.deployment import deployment
+    from daskserve.client.functions.finding import connect, connect_async
     from daskserve.client.functions.instances import (
         explain,
         explain_async,

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import ssl
-from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
 from starlette.middleware import Middleware
 
 from daskserve.cluster.protocols.base import ActorContext, verb, verbs_of
 from daskserve.common import settings
-from daskserve.common.types import STORE_TAKEN, UNREADY, Envelope, Load, Receive, Send
+from daskserve.common.types import STORE_TAKEN, UNREADY, ActorRequest, Envelope
 from daskserve.data.caller.calls.handle import routers_of
 from daskserve.data.replica.local_code import LocalCode
 from daskserve.data.replica.process.code import ChildCode
@@ -25,8 +24,7 @@ from daskserve.payload.pickling import load_bytes
 from daskserve.proxies.ingress.app import IngressApp, build_app
 from daskserve.proxies.ingress.bodies import BodyGate
 from daskserve.proxies.ingress.forwarded import ForwardedHeaders
-from daskserve.proxies.ingress.routes import RouteTable
-from daskserve.proxies.server.choice import server_type
+from daskserve.proxies.ingress.routes import CurrentRoutes, RouteTable
 from daskserve.proxies.server.health import health_server
 from daskserve.proxies.server.life import HTTPServer
 from daskserve.proxies.server.listen import can_share_ports, check_ports
@@ -92,7 +90,7 @@ class ProxyActor:
         self.verbs = verbs_of(self)
         self._cluster = context.cluster
         self._start = ProxyStart.decode(context.spec.payload)
-        self._routes: RouteTable | None = None
+        self._routes = CurrentRoutes()
         self._routes_known = asyncio.Event()
         self._unready: list[str] | None = None
         self._is_store_taken = False
@@ -117,8 +115,8 @@ class ProxyActor:
             middlewares = [*await asyncio.to_thread(middlewares_from, options.proxy_callback), *middlewares]
         self._ingress = IngressApp(
             options=options,
-            routes=lambda: self._routes,
-            dispatch=self._dispatch,
+            routes=self._routes,
+            dispatch=self._routers.send,
             rng=self._context.rng,
             takes_whole=not middlewares,
             bodies=BodyGate(
@@ -138,7 +136,7 @@ class ProxyActor:
             "public_host": self._start.public_host,
             "clock": self._context.clock,
         }
-        self._server = server_type(options.server)(app, options, tls=tls_of(options), **place)
+        self._server = HTTPServer(app, options, tls=tls_of(options), **place)
         self._server.consult(
             lambda: max(options.max_body_bytes, self._routers.largest_body_bytes),
             self._is_crowded,
@@ -179,7 +177,7 @@ class ProxyActor:
         """Return how many requests are under way; a proxy does not check its own health."""
         return {} if self._ingress is None else {"ongoing": self._ingress.statistics().ongoing}
 
-    async def handle(self, envelope: Envelope, receive: Receive, send: Send) -> Load:
+    def handle(self, envelope: Envelope) -> ActorRequest:
         raise BadRequestError("A proxy takes its requests over HTTP.")
 
     @verb
@@ -224,9 +222,9 @@ class ProxyActor:
     def _update_routes(self, value: Any) -> None:
         if value is None:
             return
-        self._routes = RouteTable(value)
+        table = self._routes.table = RouteTable(value)
         if self._ingress is not None:
-            self._ingress.metrics.keep(self._routes.endpoints())
+            self._ingress.metrics.keep(table.endpoints())
         # Create the routers now, so that the first request of a new route does not wait for its router.
         for fields in value.values():
             self._routers.router(fields["endpoint"])
@@ -237,12 +235,6 @@ class ProxyActor:
 
     def _update_unready(self, value: Any) -> None:
         self._unready = value
-
-    def _dispatch(
-        self, endpoint: str, envelope: Envelope, receive: Receive, send: Send
-    ) -> Coroutine[Any, Any, None]:
-        shard_key = envelope.head["extensions"]["daskserve"]["shard_key"]
-        return self._routers.router(endpoint).send(envelope, receive, send, shard_key=shard_key or "")
 
 
 __all__ = ["ProxyActor", "check_ports", "make_controller", "make_replica"]

@@ -10,42 +10,42 @@
     │   ├── UnpicklableError   (TypeError)         create the object where the replica runs
     │   └── WrongTypeError     (TypeError)         give the option a value of its type
     ├── BodyTooLargeError                    413   send less, or raise max_body_bytes
-    ├── NotFoundError          (KeyError)    404   the name does not exist
+    ├── NotFoundError          (KeyError)    404   use a name that exists, see serve.status()
     ├── MethodNotFoundError (AttributeError) 404   call a method that the deployment has
     ├── ExternalScalerDisabledError          412   set external_scaler_enabled on the backend first
     ├── ClosedError                          500   start or connect to an instance first
     ├── BlockingCallError      (RuntimeError) 500  await the call's asynchronous form
     ├── NotInReplicaError      (RuntimeError) 500  make the call in code that a replica runs
-    ├── InstanceError                        500   start, connect, version and cluster problems
-    │   ├── AlreadyRunningError
-    │   ├── NotRunningError
-    │   ├── ClusterUnreachableError (OSError)
-    │   ├── VersionMismatchError
+    ├── InstanceError                        500   start one, or connect to another
+    │   ├── AlreadyRunningError                    connect to it, or shut it down first
+    │   ├── NotRunningError                        start it, or connect to another
+    │   ├── ClusterUnreachableError (OSError)      start the scheduler, or give its right address
+    │   ├── VersionMismatchError                   install the same version everywhere
     │   ├── LibraryVersionError                    install a version of the library that works
     │   ├── StoreLostError                         put the store back, or call rewrite_store()
     │   ├── StoreTakenError                  409   make the change at the instance that owns the store
-    │   └── PortInUseError     (OSError, ValueError)
-    ├── DeployError            (RuntimeError) 500  the change failed
-    │   ├── ReplicaStartError                      the user's constructor raised; carries the traceback
+    │   └── PortInUseError     (OSError, ValueError)  choose another port, or end what listens there
+    ├── DeployError            (RuntimeError) 500 read its text, mend the cause, change again
+    │   ├── ReplicaStartError                      mend the code; user_traceback says where
     │   │   └── CodeLoadError                      deploy it again: the code is lost, or cannot be loaded
-    │   ├── NoCapacityError                        no worker has room
-    │   ├── SupersededError                  409   a later change replaced it; see by whom
+    │   ├── NoCapacityError                        add workers, or ask for fewer resources
+    │   ├── SupersededError                  409   see by whom; deploy again if yours is to stay
     │   └── DeletedError                     410   deploy it again: it was deleted meanwhile
     ├── BackPressureError                    503   retry later
-    ├── UnavailableError                     503   retry: no replica could take the request
+    ├── UnavailableError                     503   call again later
     │   ├── DeploymentUnavailableError             deploy it again: its last deploy failed
     │   │   └── CodeUnavailableError               deploy it again: its code is lost, or cannot be loaded
     │   ├── DeploymentIsBeingDeletedError          deploy it again, or call another one
     │   ├── ReplicaUnavailableError                choose another replica
     │   ├── QuarantinedError                       find out what ends the processes of this request
-    │   ├── StaleEpochError                        a newer controller has taken over
-    │   ├── ReplicaBusyError                       not begun: another replica may take it
-    │   └── ActorLostError                         the actor is gone; `begun`: user code may have run
-    ├── RequestTimeoutError    (TimeoutError) 408
-    ├── RequestCancelledError  (CancelledError) 499 the call was cancelled
+    │   ├── StaleEpochError                        call again: a newer controller has taken over
+    │   ├── ReplicaBusyError                       call again: it was not begun
+    │   └── ActorLostError                         call again, or not: if `begun`, code may have run
+    ├── RequestTimeoutError    (TimeoutError) 408  allow more time, or find out what takes it
+    ├── RequestCancelledError  (CancelledError) 499 call again, unless you cancelled it
     ├── PassedResponseError    (RuntimeError) 500  await the response or body, or pass it to another handle
     ├── BatchResultError       (TypeError)   500  return a list, with one result for each request
-    └── UserCodeError                        500   an error of user code whose class cannot travel
+    └── UserCodeError                        500   define the class in a module of both processes
 
 Every class takes one message, plus keyword fields with defaults that live in ``__dict__``. This lets
 `BaseException.__reduce__` carry them between processes unchanged.

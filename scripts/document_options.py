@@ -1,4 +1,4 @@
-"""Generate the option tables of README.md from the option models.
+"""Generate the tables of docs/options.md from the option models.
 
 Without arguments, rewrite the file. With ``--check``, exit with 1 if the file is out of date.
 """
@@ -23,7 +23,7 @@ from daskserve.options.http import HTTPOptions
 from daskserve.options.placement import GangSchedulingConfig
 from daskserve.options.ray_names import TRANSLATED
 
-#: The models whose options the README lists, by name.
+#: The models whose options the page lists, by name.
 MODELS = {
     model.__name__: model
     for model in (
@@ -48,6 +48,11 @@ def default_of(field: FieldInfo) -> str:
     return f"`{str(value) if isinstance(value, Location) else value!r}`"
 
 
+def linked(text: str) -> str:
+    """Return a description whose links, written for the project's folder, lead there from a page in docs/."""
+    return text.replace("](docs/", "](").replace("](SECURITY.md", "](../SECURITY.md")
+
+
 def row(model: type[Options], name: str, field: FieldInfo) -> str:
     """Return the table row of one option, with its other spellings if it has any."""
     names = [name]
@@ -55,7 +60,7 @@ def row(model: type[Options], name: str, field: FieldInfo) -> str:
         names += [str(choice) for choice in field.validation_alias.choices if choice != name]
     names += [theirs for theirs, ours in TRANSLATED.items() if model is BackendConfig and ours == name]
     spelling = " or ".join(f"`{each}`" for each in names)
-    cells = [spelling, default_of(field), (field.description or "").replace("``", "`")]
+    cells = [spelling, default_of(field), linked((field.description or "").replace("``", "`"))]
     if model is BackendConfig:
         cells.append(effect_of(field).value)
     return f"| {' | '.join(cells)} |"
@@ -71,7 +76,7 @@ def table(model: type[Options]) -> str:
     return "\n".join([f"| {' | '.join(head)} |", f"| {' | '.join(rule)} |", *rows]) + "\n"
 
 
-TABLES = GeneratedTables("README.md", r"options: (\w+)", lambda model: table(MODELS[model]))
+TABLES = GeneratedTables("docs/options.md", r"options: (\w+)", lambda model: table(MODELS[model]))
 
 
 if __name__ == "__main__":

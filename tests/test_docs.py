@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+import daskserve as serve
 from daskserve.dashboards.grafana import DASHBOARDS
 from daskserve.options.backend import BackendConfig
 from daskserve.options.http import HTTPOptions
@@ -37,8 +38,8 @@ def documenter() -> ModuleType:
     return load_script("document_options")
 
 
-def test_the_option_tables_of_the_readme_are_up_to_date(documenter: ModuleType) -> None:
-    text = (ROOT / "README.md").read_text()
+def test_the_option_tables_are_up_to_date(documenter: ModuleType) -> None:
+    text = (ROOT / "docs/options.md").read_text()
     assert documenter.TABLES.rendered(text) == text, "run python scripts/document_options.py"
 
 
@@ -59,6 +60,27 @@ def test_a_table_names_every_option_and_its_alias(documenter: ModuleType) -> Non
 @pytest.mark.parametrize("model", [BackendConfig, HTTPOptions])
 def test_every_option_has_a_description(model: type[BackendConfig | HTTPOptions]) -> None:
     assert [name for name, field in model.model_fields.items() if not field.description] == []
+
+
+def test_the_pages_of_reference_are_up_to_date() -> None:
+    for each in load_script("document_reference").TABLES:
+        text = (ROOT / each.document).read_text()
+        assert each.rendered(text) == text, "run python scripts/document_reference.py"
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    text = "\n".join(page.read_text() for page in (ROOT / "docs/api").glob("*.md"))
+    found = set(re.findall(r"::: daskserve\.(\w+)", text)) | set(re.findall(r"`(\w+)`", text))
+    found |= {"ServeError", "errors"}  # docs/errors.md
+    found |= {"config", "exceptions", "handle", "schema"}  # Ray Serve's names, in docs/migrating.md
+    names = {name.removesuffix("_async") for name in serve.__all__ if not name.startswith("_")}
+    assert names - found == set()
+
+
+def test_every_error_has_a_cause_and_a_remedy() -> None:
+    rows = re.findall(r"^\| <a.*?></a>`\w+Error`.*\|$", (ROOT / "docs/errors.md").read_text(), re.MULTILINE)
+    assert len(rows) > 40
+    assert [row for row in rows if any(not cell.strip() for cell in row.split("|")[1:-1])] == []
 
 
 def test_the_list_of_metrics_is_up_to_date() -> None:

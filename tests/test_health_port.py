@@ -36,12 +36,11 @@ def status_of(url: str) -> int:
             return error.code
 
 
-@pytest.mark.parametrize("server", ["tornado", "uvicorn"])
-def test_health_has_a_port_outside_of_the_middlewares(server: Any) -> None:
+def test_health_has_a_port_outside_of_the_middlewares() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
-    options = HTTPOptions(port=0, server=server, health_port=port, middlewares=[Middleware(Guard)])
+    options = HTTPOptions(port=0, health_port=port, middlewares=[Middleware(Guard)])
     health = f"http://127.0.0.1:{port}/-/healthz"
     with local_instance(http_options=options) as client:
         (url,) = client.http_urls()

@@ -57,15 +57,14 @@ def proxies(client: Client) -> dict[str, str]:
     return {each.name: each.state for each in client.status().actors if each.kind == "proxy"}
 
 
-@pytest.mark.parametrize("server", ["tornado", "uvicorn"])
 @pytest.mark.parametrize("location", [Location.HEAD_ONLY, Location.EVERY_WORKER])
-def test_a_proxy_that_leaves_ends_with_its_last_request(server: Any, location: Location) -> None:
+def test_a_proxy_that_leaves_ends_with_its_last_request(location: Location) -> None:
     """Others on its ports take new connections, and a second order to stop, as by a new controller, waits."""
     GATES.__init__()  # type: ignore[misc]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         health_port = free.getsockname()[1]
-    options = HTTPOptions(port=0, server=server, location=location, health_port=health_port)
+    options = HTTPOptions(port=0, location=location, health_port=health_port)
     with local_instance(http_options=options) as client, ThreadPoolExecutor() as pool:
         cluster: LocalCluster = client._connection.cluster_connection._world  # type: ignore[attr-defined]
         connection = client._connection.cluster_connection

@@ -37,10 +37,7 @@ SIZE_EXCEPTIONS: Mapping[str, str] = {
     "daskserve/data/caller/calls/handle.py:StreamHandle": "it is a `Handle`",
     "daskserve/data/caller/calls/async_handle.py:AsyncHandle": "it is a `Handle`",
     "daskserve/data/replica/user_code/servable.py:Servable": "each step runs in a thread or on a loop",
-    "daskserve/data/replica/local_code.py:LocalCode": "its methods are those of `UserCode`",
 }
-#: ``"Name": "why two classes or type aliases have it"``
-NAME_EXCEPTIONS: Mapping[str, str] = {}
 #: ``"Name": "why only its own module names this protocol"``
 PROTOCOL_EXCEPTIONS: Mapping[str, str] = dict.fromkeys(
     (
@@ -73,6 +70,7 @@ DOCUMENTED_MODULES: Mapping[str, frozenset[str]] = {
 PRIVATE_EXCEPTIONS: Mapping[str, str] = {
     "daskserve/cluster/store/folders.py:_pipe_file": "fsspec documents it for its asynchronous file systems",
     "daskserve/cluster/worker/child_main.py:_exit": "os._exit is documented",
+    "daskserve/loops/event_loop.py:_get_running_loop": "asyncio.events.__all__ has it",
     "daskserve/loops/forks.py:_exit": "os._exit is documented",
     "benchmarks/bench_faults.py:_exit": "os._exit is documented",
     "daskserve/control/scaling/importing.py:_current_frames": "sys._current_frames is documented",
@@ -207,37 +205,6 @@ def _code_lines(node: Function) -> int:
         docstring = node.body[0]
         lines -= (docstring.end_lineno or docstring.lineno) - docstring.lineno + 1
     return lines
-
-
-# ---- names
-
-
-def shared_class_names(tree: Tree) -> list[str]:
-    """Find classes and type aliases that share a name, with or without an underscore before it."""
-    return [
-        f"{found[1]}: {name} is also the name at {found[0]}; rename one of them to show the difference"
-        for name, found in _places_of_types(tree).items()
-        if len(found) > 1 and name not in NAME_EXCEPTIONS
-    ]
-
-
-def _places_of_types(tree: Tree) -> dict[str, list[str]]:
-    places: dict[str, list[str]] = {}
-    for (path, name), node in Classes(tree).nodes.items():
-        places.setdefault(name.lstrip("_"), []).append(f"{path}:{node.lineno}")
-    for path, source in tree.items():
-        for node in ast.parse(source).body:
-            for name in _type_aliases(node):
-                places.setdefault(name.lstrip("_"), []).append(f"{path}:{node.lineno}")
-    return places
-
-
-def _type_aliases(node: ast.stmt) -> Iterator[str]:
-    """Yield the type aliases that a statement defines: names in CapWords."""
-    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-    for target in targets:
-        if isinstance(target, ast.Name) and not target.id.isupper() and target.id.lstrip("_")[:1].isupper():
-            yield target.id
 
 
 # ---- protocols
@@ -539,10 +506,6 @@ def test_files_classes_and_functions_are_within_their_size_budgets(tree: Tree) -
     assert oversized(tree) == []
 
 
-def test_class_names_are_unique(tree: Tree) -> None:
-    assert shared_class_names(_library(tree)) == []
-
-
 def test_protocols_have_two_implementers(tree: Tree) -> None:
     assert lone_protocols(_library(tree), implemented_in_tests()) == []
 
@@ -608,7 +571,6 @@ WIDE = "class A:\n    def m(self):\n" + "".join(
         (oversized, "\n" + LONG, 2),
         (oversized, MANY, 1),
         (oversized, WIDE, 1),
-        (shared_class_names, "class A: ...\nclass B:\n    class _A: ...", 3),
         (lone_protocols, "import typing\nclass A(typing.Protocol): ...\ndef f(a: A): ...", 2),
         (lone_protocols, "class A(Protocol): ...\nclass B(A): ...", 1),
         (ambient_time_and_chance, "import time\nnow = time.monotonic()", 2),
@@ -707,8 +669,6 @@ def test_every_exception_to_a_rule_is_still_needed(tree: Tree) -> None:
         assert what in tree[path], f"{name} is gone"
     oversized_places = {f"{path}:{name}" for path, _, name, _ in _over_budget(tree)}
     assert set(SIZE_EXCEPTIONS) - oversized_places == set()
-    shared = {name for name, found in _places_of_types(_library(tree)).items() if len(found) > 1}
-    assert set(NAME_EXCEPTIONS) - shared == set()
 
 
 # ---- errors cross processes

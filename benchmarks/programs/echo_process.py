@@ -22,6 +22,7 @@ from distributed.protocol import to_serialize
 from daskserve.cluster.channel.connect.dialling import dial_worker
 from daskserve.cluster.channel.connect.keyring import ChannelSecret, Keyring
 from daskserve.cluster.channel.pool import ChannelPool
+from daskserve.cluster.protocols.base import TaskRequest
 from daskserve.common.types import ActorAddress, Envelope, EnvelopeKind, Load, Message, Receive, Send
 from daskserve.loops.event_loop import new_event_loop
 from daskserve.payload.pickling import dump
@@ -38,9 +39,12 @@ def open_pool() -> ChannelPool:
     return ChannelPool(echo, partial(dial_worker, keyring=keyring), keyring=keyring)
 
 
-async def echo(name: str, incarnation: int, envelope: Envelope, receive: Receive, send: Send) -> Load:
-    await send({"type": "call.result", "payload": envelope.payload})
-    return Load()
+def echo(name: str, incarnation: int, envelope: Envelope) -> TaskRequest:
+    async def respond(receive: Receive, send: Send) -> Load:
+        await send({"type": "call.result", "payload": envelope.payload})
+        return Load()
+
+    return TaskRequest(respond)
 
 
 async def serve() -> None:
@@ -74,7 +78,7 @@ async def measure(address: str) -> None:
     async def call(count: int, took: list[float]) -> None:
         for _ in range(count):
             began = time.perf_counter()
-            await pool.request(actor, envelope, nothing, keep)
+            await pool.request(actor, envelope).respond(nothing, keep)
             took.append(time.perf_counter() - began)
 
     await call(CALLS // 10, [])

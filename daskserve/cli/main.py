@@ -11,6 +11,7 @@ from daskserve._version import __version__
 
 #: The location and the help text of each command or group: ``name -> ("module:command", "help")``.
 COMMANDS: Mapping[str, tuple[str, str]] = {
+    "docs": ("daskserve.cli.docs:docs", "Show the section of the documentation about a keyword."),
     "metrics": ("daskserve.cli.metrics:metrics", "Set up Prometheus and Grafana for daskserve."),
     "rewrite-store": ("daskserve.cli.run:rewrite_store", "Write the records of an instance anew."),
     "run": ("daskserve.cli.run:run", "Serve an application until Ctrl-C."),

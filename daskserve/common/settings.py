@@ -34,7 +34,9 @@ class Timeouts:
 class LocalClusterSize:
     """The size of the cluster that ``start()`` creates if there is none."""
 
+    #: Number of worker processes.
     n_workers: int = 2
+    #: Number of threads of each.
     threads_per_worker: int = 4
 
 
@@ -43,8 +45,7 @@ class ProcessSettings:
     """Settings of worker processes."""
 
     #: Python's thread switch interval, in seconds; None keeps Python's default, which is 0.005. A request
-    #: waits for this time, often several times, behind batch work in the same process; see
-    #: ``benchmarks/bench_start.py``.
+    #: waits for this time, often several times, behind batch work in the same process.
     switch_interval_s: float | None = 0.001
     #: Whether to exclude the objects that exist once replicas have started from garbage collection. Without
     #: it, one request in a hundred waits 40 ms for the garbage collector.
@@ -54,7 +55,7 @@ class ProcessSettings:
     #: ``distributed.admin.event-loop`` applies.
     uvloop: bool = True
     #: Whether a thread of its own calls the handlers of ``logging`` in a worker's process, so that a slow
-    #: handler delays no request; see ``daskserve/cluster/worker/log_thread.py``.
+    #: handler delays no request.
     log_thread: bool = True
     #: The folder in which this machine keeps what backends ask for in ``env``: virtual environments with
     #: packages, and unpacked files. What is in it may be deleted while nothing runs.
@@ -82,7 +83,7 @@ class SchedulerSettings:
     #: Dask, whose workers close at once.
     grace_s: float = 60.0
     #: Names by which programs reach the scheduler's HTTP server, besides its addresses, its own host name and
-    #: names that only a local network has: see ``daskserve/cluster/scheduler/http/site_guard.py``.
+    #: names that only a local network has.
     allowed_hosts: Sequence[str] = ()
 
 
@@ -93,6 +94,9 @@ class ErrorSettings:
     #: Whether the tracebacks of errors have the frames of daskserve, too, which a report of a mistake in
     #: daskserve needs. Those of the user's code are always there.
     full_tracebacks: bool = False
+    #: Address of the site with this documentation, as ``make docs`` builds it: errors then end with the
+    #: address of their section. ``daskserve docs`` shows sections without a site.
+    site: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

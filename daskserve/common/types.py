@@ -465,6 +465,8 @@ class Envelope:
     note_turn: Callable[[float], object] | None = None
     #: The call that the answer is for; stays in this process.
     call: MayLeaveAnswer | None = None
+    #: Returns whether the caller has a part of the HTTP response; stays in this process, too.
+    has_started: Callable[[], bool] = bool
 
 
 @dataclass(slots=True)
@@ -475,17 +477,23 @@ class Load:
     queued: int = 0
 
 
-class RemainingResponse(Protocol):
-    """The remainder of a single-answer request that needs more than one answer; a task carries it."""
+class ActorRequest(Protocol):
+    """A request to one actor: in its process, or at the channel to it. Nothing of it has begun.
+
+    Call `start` for a request that has one answer; if that returns None, or later passes the request itself
+    to its callback, call `respond`.
+    """
+
+    def start(self, on_answer: OnAnswer) -> Callable[[], None] | None:
+        """Begin without a task, and return a function that cancels the request.
+
+        Returns None, without any effect, if the request may have to wait.
+        """
 
     def respond(self, receive: Receive, send: Send) -> Coroutine[Any, Any, Load]:
-        """Answer the rest of the request."""
-
-    def drop(self) -> None:
-        """Release the request, unless `respond` was entered or has released it."""
+        """Carry the request to its end in the present task; to cancel the task cancels the request."""
 
 
-#: Called once at the end of a single-answer request, with the answer, if there is one, and the actor's load
-#: or an error. For an HTTP request that needs more than one answer, it gets a `RemainingResponse` instead. It
-#: must not raise.
-OnAnswer: TypeAlias = Callable[[Message | None, Load | Exception | RemainingResponse], None]
+#: Called once at the end of a request that was started, with the answer, if there is one, and the actor's
+#: load or an error; or with the request itself, whose next step needs a task. It must not raise.
+OnAnswer: TypeAlias = Callable[[Message | None, Load | Exception | ActorRequest], None]

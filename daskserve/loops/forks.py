@@ -17,7 +17,7 @@ import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
-from typing import Any
+from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
 _DESCRIPTORS = "/proc/self/fd"
@@ -63,10 +63,9 @@ class ForkGuard:
         os.close(nowhere)
 
 
-def end_if_forked(parent: int) -> None:
-    """End this process if it is a fork: user code has returned in it, and the parent answers the request."""
-    if os.getpid() != parent:
-        os._exit(0)
+def end_fork() -> NoReturn:
+    """End this process, a fork in which user code has returned: the parent answers the request."""
+    os._exit(0)
 
 
 def _event_loops() -> Iterator[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol, TypeAlias, TypeVar
 
 #: Interval at which an idle main thread handles signals, at the latest.
@@ -42,10 +43,13 @@ def start_daemon(name: str, function: Callable[[], object]) -> RunningThread:
 JobT = TypeVar("JobT")
 
 
-def next_job(jobs: queue.SimpleQueue[JobT]) -> JobT:
-    """Wait for an item of a queue; the main thread handles signals meanwhile."""
-    if threading.current_thread() is not threading.main_thread():
-        return jobs.get()
+def waiter_for_jobs(jobs: queue.SimpleQueue[JobT]) -> Callable[[], JobT]:
+    """Return what waits for an item of a queue in this thread; the main thread handles signals meanwhile."""
+    is_main = threading.current_thread() is threading.main_thread()
+    return partial(_next_job, jobs) if is_main else jobs.get
+
+
+def _next_job(jobs: queue.SimpleQueue[JobT]) -> JobT:
     while True:
         try:
             # A signal that arrives just before the thread begins to wait does not wake it.
@@ -100,7 +104,7 @@ class MainThread:
             A signal handler of user code has raised it outside of requests.
         """
         try:
-            while (job := next_job(self._jobs)) is not None:
+            while (job := _next_job(self._jobs)) is not None:
                 job.run()
                 del job  # an idle thread must not keep user code alive
                 self._is_free.release()

@@ -65,7 +65,7 @@ class BackendConfig(Options):
     )
     autoscaling_config: Annotated[AutoscalingConfig | None, CONTROLLER_ONLY] = Field(
         None,
-        description="Options of autoscaling by load, see [Autoscaling](#autoscaling).",
+        description="Options of autoscaling by load, see [Autoscaling](docs/autoscaling.md).",
     )
     external_scaler_enabled: Annotated[bool, CONTROLLER_ONLY] = Field(
         False,
@@ -137,14 +137,14 @@ class BackendConfig(Options):
     )
     gang_scheduling_config: Annotated[GangSchedulingConfig | None, CONTROLLER_ONLY, REPLACES] = Field(
         None,
-        description="Replicas that start together or not at all, and end together, see [Gangs](#gangs). "
-        "``max_surge`` and ``max_unavailable`` then count gangs.",
+        description="Replicas that start together or not at all, and end together, see "
+        "[Gangs](docs/deployments.md#gangs). ``max_surge`` and ``max_unavailable`` then count gangs.",
     )
     placement_group_bundles: Annotated[list[Bundle] | None, CONTROLLER_ONLY, REPLACES] = Field(
         None,
         description="Bundles of resources that each replica reserves, all or none, see "
-        "[Placement groups](#placement-groups). It runs in the first one, which must cover its "
-        "``actor_options``; the others are for Dask tasks of its own. Not together with "
+        "[Placement groups](docs/deployments.md#placement-groups). It runs in the first one, which must "
+        "cover its ``actor_options``; the others are for Dask tasks of its own. Not together with "
         "``max_replicas_per_node``.",
     )
     placement_group_strategy: Annotated[Strategy | None, CONTROLLER_ONLY, REPLACES] = Field(

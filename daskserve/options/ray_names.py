@@ -36,7 +36,7 @@ INSTEAD: Mapping[str, str] = {
     "backpressure_config": "a full queue answers 503 with Retry-After; leave it out",
 }
 #: Names of Ray Serve's modules that daskserve does not have, with what to use instead.
-_OTHER_NAMES: Mapping[str, str] = {
+OTHER_NAMES: Mapping[str, str] = {
     "multiplexed": "there is no multiplexing; keep several models in one object, or a deployment for each",
     "get_multiplexed_model_id": "there is no multiplexing; pass the model's name as an argument",
     "get_replica_rank": "use serve.get_replica_context().rank",
@@ -81,9 +81,9 @@ def missing_name(module: str, name: str) -> Exception:
 
     ``from module import name`` hides the text of an `AttributeError`; there, the error is an `ImportError`.
     """
-    if name not in _OTHER_NAMES:
+    if name not in OTHER_NAMES:
         return AttributeError(f"module {module!r} has no attribute {name!r}")
-    hint = f"That is Ray Serve's name: {_OTHER_NAMES[name]}."
+    hint = f"That is Ray Serve's name: {OTHER_NAMES[name]}."
     if is_from_import(2):
         return ImportError(f"cannot import name {name!r} from {module!r}. {hint}", name=module)
     return AttributeError(f"module {module!r} has no attribute {name!r}. {hint}")

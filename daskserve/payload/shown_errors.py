@@ -38,9 +38,19 @@ def shown(error: ErrorT) -> ErrorT:
     """Return an error as its user should see it, to be raised where daskserve returns to its caller."""
     if isinstance(error, ServeError) and error.user_traceback:
         error.__cause__ = cause_of(error)
+    if isinstance(error, ServeError):
+        _add_address(error)
     if not settings.errors().full_tracebacks:
         _leave_out(error)
     return shown_in_notebook(error)
+
+
+def _add_address(error: ServeError) -> None:
+    """Add the address of the error's section in the documentation as a note, if there is a site."""
+    site = settings.errors().site
+    note = f"See {(site or '').rstrip('/')}/errors.html#{type(error).__name__.lower()}"
+    if site and note not in getattr(error, "__notes__", ()):
+        error.add_note(note)
 
 
 def _leave_out(error: BaseException) -> None:

@@ -25,8 +25,6 @@ from collections.abc import Awaitable
 from typing import Any
 from urllib.parse import unquote_to_bytes
 
-from tornado.iostream import StreamClosedError
-
 from daskserve.common.types import DONE, WHOLE_RESPONSE, Message
 from daskserve.errors import http_status_of
 from daskserve.payload.packed_errors import is_logged
@@ -45,7 +43,7 @@ from daskserve.proxies.exchange.request_head import (
 )
 from daskserve.proxies.exchange.response_head import BodyPart, ResponseWriter, as_buffer, plain_text
 from daskserve.proxies.exchange.server_state import Connection, ServerState
-from daskserve.proxies.exchange.stream import ConnectionReader, Stream
+from daskserve.proxies.exchange.stream import GONE, ConnectionReader, Stream
 from daskserve.proxies.exchange.unsent import UnsentParts
 from daskserve.proxies.exchange.websocket.session import BadHandshakeError, WebSocketSession
 
@@ -56,7 +54,6 @@ LINGER_S = 2.0
 #: Parts of a response up to this size are joined into one write.
 _JOIN_BYTES = 64 * 1024
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-_GONE = "the client has gone away"
 
 
 class Exchange:
@@ -73,7 +70,6 @@ class Exchange:
         self._reader = reader
         self._stream = connection.stream
         connection.exchange = self
-        # Each request reads these, most of them several times: a class attribute takes longer.
         self._start: Message | None = None
         self._closes = False
         self.is_begun = False  # a part of the response was written
@@ -83,14 +79,12 @@ class Exchange:
         self._is_unsent = False  # the complete response waits for the client, the application for nothing
         self._linger: asyncio.TimerHandle | None = None
         self.is_over = False  # the reader continues with the next request, or closes
-
-    # Class attributes, because most requests read or change only a few of them.
-    _task: asyncio.Task[None] | None = None
-    _method = ""
-    _is_http11 = True
-    _writer: ResponseWriter | None = None
-    _unsent: UnsentParts | None = None
-    _probes = 0  # how often it was found that the client sends no more
+        self._task: asyncio.Task[None] | None = None
+        self._method = ""
+        self._is_http11 = True
+        self._writer: ResponseWriter | None = None
+        self._unsent: UnsentParts | None = None
+        self._probes = 0  # how often it was found that the client sends no more
 
     # ---- called by the server, in this order
 
@@ -269,7 +263,7 @@ class Exchange:
             The message is not valid at this point.
         """
         if self._is_gone:
-            raise ConnectionResetError(_GONE)
+            raise ConnectionResetError(GONE)
         kind = message["type"]
         if kind == "http.response.start" or kind == WHOLE_RESPONSE:
             if kind == WHOLE_RESPONSE and self._start is None:
@@ -287,9 +281,9 @@ class Exchange:
         more_body = bool(message.get("more_body", False))
         try:
             flushed = self._write(as_buffer(message.get("body", b"")), more_body)
-        except StreamClosedError as error:
+        except ConnectionResetError:
             self._is_gone = True
-            raise ConnectionResetError(_GONE) from error
+            raise
         if flushed is not None and not flushed.done():
             return self._wait_for_client(flushed, len(message.get("body", b"")), more_body)
         if not more_body:
@@ -311,9 +305,9 @@ class Exchange:
         self.is_begun = True
         try:
             flushed = self._stream.write(data)
-        except StreamClosedError as error:
+        except ConnectionResetError:
             self._is_gone = True
-            raise ConnectionResetError(_GONE) from error
+            raise
         if not flushed.done():
             return self._wait_for_client(flushed, len(data), False)
         self.is_whole = True
@@ -340,9 +334,9 @@ class Exchange:
     async def _flush(self, room: asyncio.Future[None], more_body: bool) -> None:
         try:
             await room
-        except StreamClosedError as error:
+        except ConnectionResetError:
             self._is_gone = True
-            raise ConnectionResetError(_GONE) from error
+            raise
         if not more_body:
             self._complete()
 
@@ -425,9 +419,6 @@ class Exchange:
             self._writer = writer  # only now: if the head is invalid, a 500 can still be sent
             self.is_begun = True
             self._closes = writer.closes
-            if more_body:
-                # Nagle's algorithm would delay the small parts of a stream.
-                self._stream.set_nodelay(True)
         else:
             parts = writer.next(body, more_body)
         if not self.body.is_ended and not self.body.is_full and not self.body.is_withheld:

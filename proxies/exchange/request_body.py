@@ -52,31 +52,28 @@ class RequestBody:
 
     def __init__(self, *, is_ended: bool) -> None:
         self.is_ended = is_ended
-        # Each request reads these: a class attribute takes longer.
         self.received_bytes = 0
         self.held_bytes = 0
         self._is_closed = False
         self._chunks: deque[bytes] | None = None
         self._room: asyncio.Future[None] | None = None
         self._news: asyncio.Event | None = None
-
-    # Class attributes, because most requests have no body and neither read nor change any of them.
-    excess: Refusal | None = None
-    _limits: Limits | None = None
-    #: The size that the client declared, if it did, and the size beyond which the body is refused.
-    _length: int | None = None
-    _max_bytes: float = float("inf")
-    #: The body as far as it was received, while it is being gathered.
-    _gathered: io.BytesIO | None = None
-    #: Whether all parts are dropped, although the body is not closed.
-    _drops = False
-    #: Whether what was passed on counts in the budget until `release`, because it is kept whole.
-    _is_kept = False
-    is_asked = True
-    is_withheld = False
-    is_refused = False
-    _buffered_bytes = 0
-    _is_taken = False
+        self.excess: Refusal | None = None
+        self._limits: Limits | None = None
+        # The size that the client declared, if it did, and the size beyond which the body is refused.
+        self._length: int | None = None
+        self._max_bytes = float("inf")
+        # The body as far as it was received, while it is being gathered.
+        self._gathered: io.BytesIO | None = None
+        # Whether all parts are dropped, although the body is not closed.
+        self._drops = False
+        # Whether what was passed on counts in the budget until `release`, because it is kept whole.
+        self._is_kept = False
+        self.is_asked = True
+        self.is_withheld = False
+        self.is_refused = False
+        self._buffered_bytes = 0
+        self._is_taken = False
 
     @property
     def is_full(self) -> bool:

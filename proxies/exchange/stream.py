@@ -1,4 +1,4 @@
-"""The protocols of a connection that exchanges and WebSockets use, and a stream over an asyncio transport."""
+"""The stream of a connection, over an asyncio transport or one with the same interface."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Protocol, TypeAlias
 
-from tornado.iostream import StreamClosedError
-
 Socket: TypeAlias = socket.socket
 
 #: With more bytes than this that nobody has read yet, reading from the transport pauses.
@@ -19,51 +17,7 @@ READ_AHEAD_BYTES = 64 * 1024
 #: Size of what is read or parsed at once; small, so that it does not block other tasks.
 READ_BYTES = 16 * 1024
 
-
-class Stream(Protocol):
-    """A byte stream; Tornado's ``IOStream`` is the model."""
-
-    @property
-    def socket(self) -> Any:
-        """The socket, which knows its addresses."""
-
-    def write(self, data: bytes | memoryview, /) -> asyncio.Future[None]:
-        """Send; the future is done when there is room for more. Raises ``StreamClosedError``."""
-
-    def writing(self) -> bool:
-        """Whether written bytes are not sent yet."""
-
-    @property
-    def sent_bytes(self) -> int:
-        """How many bytes the operating system has taken; it grows while a client reads a long message."""
-
-    def start_reading(self, on_data: Callable[[bytes], None], /) -> None:
-        """Call ``on_data(data)`` with all that is received, until `pause_reading`."""
-
-    def pause_reading(self) -> None:
-        """Receive nothing more for now. Idempotent."""
-
-    def resume_reading(self) -> None:
-        """Receive again. Idempotent."""
-
-    def leave_for(self, loop: asyncio.AbstractEventLoop, /) -> tuple[Socket, bytes] | None:
-        """Return a socket for a `TransportStream` on ``loop``, and what was received and not read yet.
-
-        This stream is closed then, and the connection is not. None if it has to stay where it is, or is a
-        `TransportStream` of that loop.
-        """
-
-    def set_nodelay(self, value: bool, /) -> None:
-        """Send small parts at once."""
-
-    def set_close_callback(self, callback: Callable[[], None] | None, /) -> None:
-        """Call back when the connection is closed."""
-
-    def closed(self) -> bool:
-        """Whether the connection is closed."""
-
-    def close(self) -> None:
-        """Close the connection now."""
+GONE = "the client has disconnected"
 
 
 class ConnectionReader(Protocol):
@@ -85,15 +39,15 @@ class ConnectionReader(Protocol):
         """Stop reading, and leave the stream to a WebSocket."""
 
 
-class TransportStream(asyncio.Protocol):
-    """A `Stream` over an asyncio transport.
+class Stream(asyncio.Protocol):
+    """Writes to a transport, and tells when there is room for more.
 
     Only a WebSocket reads from it, after `take_over` has made it the transport's protocol. Until then another
     protocol reads, and passes on ``pause_writing``, ``resume_writing`` and ``connection_lost``. The stream is
     in ``open_streams`` until the connection is closed.
     """
 
-    def __init__(self, transport: asyncio.Transport, open_streams: set[TransportStream]) -> None:
+    def __init__(self, transport: asyncio.Transport, open_streams: set[Stream]) -> None:
         self.socket = transport.get_extra_info("socket")
         self._transport = transport
         self._open_streams = open_streams
@@ -112,30 +66,38 @@ class TransportStream(asyncio.Protocol):
         self._ending = threading.Lock()
 
     def write(self, data: bytes | memoryview, /) -> asyncio.Future[None]:
+        """Send; the future is done when there is room for more.
+
+        Raises
+        ------
+        ConnectionResetError
+            The connection is closed.
+        """
         if self._transport.is_closing():
-            raise StreamClosedError
+            raise ConnectionResetError(GONE)
         self._accepted_bytes += len(data)
         self._transport.write(data)
         return self._room
 
     def writing(self) -> bool:
+        """Return whether written bytes are not sent yet."""
         return not self._is_lost and self._transport.get_write_buffer_size() > 0
 
     @property
     def sent_bytes(self) -> int:
-        """How many bytes the operating system has taken."""
+        """How many bytes the operating system has taken; it grows while a client reads a long message."""
         return self._accepted_bytes - (0 if self._is_lost else self._transport.get_write_buffer_size())
 
-    def set_nodelay(self, value: bool, /) -> None:
-        """Do nothing: asyncio's TCP transports never delay."""
-
     def set_close_callback(self, callback: Callable[[], None] | None, /) -> None:
+        """Call back when the connection is closed."""
         self._on_close = callback
 
     def closed(self) -> bool:
+        """Return whether the connection is closed."""
         return self._transport.is_closing()
 
     def close(self) -> None:
+        """Close the connection now."""
         self._unread.clear()
         self._transport.close()
         if self.writing() or self._transport.get_extra_info("ssl_object") is not None:
@@ -151,6 +113,7 @@ class TransportStream(asyncio.Protocol):
         self._transport.set_protocol(self)
 
     def start_reading(self, on_data: Callable[[bytes], None], /) -> None:
+        """Call ``on_data(data)`` with all that is received, until `pause_reading`."""
         self._on_data = on_data
         self.resume_reading()
         if self._unread:
@@ -158,26 +121,39 @@ class TransportStream(asyncio.Protocol):
             on_data(data)
 
     def pause_reading(self) -> None:
+        """Receive nothing more for now. Idempotent."""
         if not self._is_reading_paused and not self.closed():
             self._is_reading_paused = True
             self._transport.pause_reading()
 
     def resume_reading(self) -> None:
+        """Receive again. Idempotent."""
         if self._is_reading_paused and not self.closed():
             self._is_reading_paused = False
             self._transport.resume_reading()
 
     def leave_for(self, loop: asyncio.AbstractEventLoop, /) -> tuple[Socket, bytes] | None:
-        is_bound = self._transport.get_extra_info("ssl_object") is not None or self.writing()
-        if loop is self._loop or is_bound or self.closed():
+        """Return a socket for a stream on ``loop``, and what was received and not read yet.
+
+        This stream is closed then, and the connection is not. None if it has to stay where it is, or is on
+        that loop already, and on one of its own transports: these take less time for a message than others.
+        """
+        take_unread = getattr(self._transport, "take_unread", None)  # of a `TornadoTransport`
+        is_bound = not self._can_move() or self.writing() or self.closed()
+        if is_bound or (loop is self._loop and take_unread is None):
             return None
         try:
-            left = duplicate(self.socket), bytes(self._unread)
+            sock = duplicate(self.socket)
         except OSError:  # the process has no file descriptors left
             return None
+        left = sock, bytes(self._unread) + (b"" if take_unread is None else take_unread())
         self._on_close = None
         self.close()
         return left
+
+    def _can_move(self) -> bool:
+        # The state of TLS cannot leave its transport.
+        return self._transport.can_write_eof()
 
     def cut(self, goodbye: bytes) -> None:
         """End the connection from any thread, after ``goodbye`` if that can be sent without waiting."""
@@ -212,7 +188,7 @@ class TransportStream(asyncio.Protocol):
             self._is_lost = True
         self._open_streams.discard(self)
         if not self._room.done():
-            self._room.set_exception(StreamClosedError())
+            self._room.set_exception(ConnectionResetError(GONE))
             self._room.exception()  # retrieved here: it may have no waiter
         self._on_data = None
         # Later, so that a reader of the last bytes sees them before the end.
@@ -227,14 +203,14 @@ class TransportStream(asyncio.Protocol):
 class _Opening(asyncio.Protocol):
     """Makes the stream of a new transport its protocol."""
 
-    stream: TransportStream
+    stream: Stream
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        self.stream = TransportStream(transport, set())
+        self.stream = Stream(transport, set())
         self.stream.take_over()
 
 
-async def open_stream(sock: socket.socket) -> TransportStream:
+async def open_stream(sock: socket.socket) -> Stream:
     """Return a stream over a connected socket on the running event loop; raise ``OSError`` if it was lost."""
     _, opened = await asyncio.get_running_loop().connect_accepted_socket(_Opening, sock)
     return opened.stream

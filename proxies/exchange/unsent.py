@@ -12,9 +12,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
-from tornado.iostream import StreamClosedError
-
 from daskserve.proxies.exchange.limits import UNSENT, Limits
+from daskserve.proxies.exchange.stream import GONE
 
 
 class UnsentParts:
@@ -47,7 +46,7 @@ class UnsentParts:
     async def send_rest(self, on_sent: Callable[[], object]) -> None:
         """Wait until all is sent, and then call ``on_sent``; return without that if the client leaves."""
         self._allowed_bytes = 0
-        with suppress(StreamClosedError):
+        with suppress(ConnectionResetError):
             if self._size_bytes:
                 self._room = asyncio.get_running_loop().create_future()
                 await self._room
@@ -60,6 +59,6 @@ class UnsentParts:
         if room is None or room.done():
             return
         if flushed.cancelled() or flushed.exception() is not None:
-            room.set_exception(StreamClosedError())
+            room.set_exception(ConnectionResetError(GONE))
         elif self._size_bytes <= self._allowed_bytes:
             room.set_result(None)

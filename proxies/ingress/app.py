@@ -319,6 +319,7 @@ class IngressApp:
         if timeout_s is not None:
             return self._call_until(request, endpoint, head, receive, timeout_s, gathering)
         envelope = Envelope(EnvelopeKind.HTTP, head, None, None, request.has_body or is_socket)
+        envelope.has_started = request.has_started
         envelope.is_direct = is_socket and self._takes_whole
         if gathering is None:  # as for most
             return self._dispatch(endpoint, envelope, receive, request.send)
@@ -352,7 +353,13 @@ class IngressApp:
         gathering: Awaitable[None] | None,
     ) -> None:
         deadline = asyncio.get_running_loop().time() + timeout_s
-        envelope = Envelope(EnvelopeKind.HTTP, head, deadline=deadline, has_body=request.has_body)
+        envelope = Envelope(
+            EnvelopeKind.HTTP,
+            head,
+            deadline=deadline,
+            has_body=request.has_body,
+            has_started=request.has_started,
+        )
         request_id = request.request_id.decode("latin-1")
         try:
             await until(

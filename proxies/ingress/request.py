@@ -93,6 +93,10 @@ class IngressRequest:
                 else:
                     self.has_body = self.has_body or value != b"0"
 
+    def has_started(self) -> bool:
+        """Return whether a part of the response is here, passed on or not."""
+        return bool(self.status) or self._start is not None
+
     def send(self, message: Message) -> Awaitable[None]:
         """Pass a message on to the server; a response without a request id gets one.
 

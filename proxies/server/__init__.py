@@ -1,1 +1,1 @@
-"""HTTP servers that carry the ingress: Tornado, and uvicorn."""
+"""HTTP servers that carry the ingress: on Tornado, and on asyncio."""

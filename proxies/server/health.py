@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, cast
 from daskserve.common.types import Receive, Send
 from daskserve.proxies.asgi import ASGIApp, Scope, send_whole
 from daskserve.proxies.ingress.metrics import HEALTHZ, READYZ
-from daskserve.proxies.server.choice import server_type
 from daskserve.proxies.server.life import HTTPServer
 
 if TYPE_CHECKING:
@@ -52,5 +51,5 @@ def health_server(ingress: ASGIApp, options: HTTPOptions, **arguments: Any) -> H
         return None
     place = {"host": options.health_host or options.host, "port": options.health_port}
     values = SimpleNamespace(**{**vars(options), **place, **_LIMITS})
-    server = server_type(options.server)
-    return server(HealthApp(ingress), cast("HTTPOptions", values), port_option="health_port", **arguments)
+    served = cast("HTTPOptions", values)
+    return HTTPServer(HealthApp(ingress), served, port_option="health_port", **arguments)

@@ -1,17 +1,16 @@
 """The lifecycle of an HTTP server, in order: `HTTPServer.bind`, `start`, `drain`, `stop`.
 
-Tornado and uvicorn differ in how connections are accepted and read. Both answer a request with an
-`daskserve.proxies.exchange.exchange.Exchange`.
+A `ServerListener` makes a transport of each accepted connection, on Tornado or on asyncio. An
+`daskserve.proxies.exchange.http_connection.HTTPConnection` reads its requests.
 """
 
 from __future__ import annotations
 
-import abc
 import asyncio
 import logging
 import socket
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Protocol
 
 from daskserve.common.clock import Clock, LoopClock
@@ -28,8 +27,10 @@ from daskserve.proxies.server.accepting import (
     descriptor_limit,
     is_readable,
 )
+from daskserve.proxies.server.asyncio_transport import AsyncioListener
 from daskserve.proxies.server.hangup import HangupWatch
 from daskserve.proxies.server.listen import bind_sockets
+from daskserve.proxies.server.tornado_transport import TornadoListener
 from daskserve.telemetry.table import MetricSample
 
 if TYPE_CHECKING:
@@ -62,7 +63,14 @@ class ServerListener(Protocol):
         """Return once all connections have ended, after they were closed."""
 
 
-class HTTPServer(abc.ABC):
+#: What reads the sockets, by the name in ``http_options``.
+LISTENERS: Mapping[str, Callable[[ServerState], ServerListener]] = {
+    "tornado": TornadoListener,
+    "asyncio": AsyncioListener,
+}
+
+
+class HTTPServer:
     """Carries an ASGI application over HTTP/1.1 on the running event loop.
 
     Parameters
@@ -98,6 +106,7 @@ class HTTPServer(abc.ABC):
     ) -> None:
         assert options.host is not None  # without a host there are no proxies
         self._host = options.host
+        self._server = options.server
         self._port = options.port
         self._port_option = port_option
         self._reuse_port = reuse_port
@@ -122,10 +131,6 @@ class HTTPServer(abc.ABC):
         self._paces = PaceWatch(self._server_state)
         self._sockets: list[socket.socket] = []
         self._listener: ServerListener | None = None
-
-    @abc.abstractmethod
-    def _make_listener(self, server_state: ServerState) -> ServerListener:
-        """Return the listener of this kind of server."""
 
     @property
     def port(self) -> int:
@@ -193,7 +198,7 @@ class HTTPServer(abc.ABC):
 
     def start(self) -> None:
         """Start to accept connections."""
-        self._listener = self._make_listener(self._server_state)
+        self._listener = LISTENERS[self._server](self._server_state)
         self._acceptor.start(self._sockets, self._listener.take)
         self._hangups.start()
         self._paces.start()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -138,14 +137,3 @@ def test_only_one_class_of_an_application_has_routes() -> None:
     with pytest.raises(BadRequestError, match=r"several deployments .*FastAPI.*: 'Inner', 'Outer'"):
         ApplicationGraph(Outer.bind(Inner.bind()), "default")
     assert RunTarget(Inner.bind()).name == "default"
-
-
-def test_the_readme_puts_routes_on_a_class(instance: Any) -> None:
-    readme = (Path(__file__).parent.parent.parent / "README.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"^```python\n(.*?)^```$", readme, re.DOTALL | re.MULTILINE)
-    source, run, arguments = next(each for each in blocks if "serve.ingress" in each).rpartition("serve.run")
-    names: dict[str, Any] = {"__name__": "a_reader", "run": instance.run}
-    exec(source + run.removeprefix("serve.") + arguments, names)
-    assert get(instance, "/shop/price/10?code=USD") == {"price": 12, "currency": "USD"}
-    assert instance.get_app_handle("default").price.remote(3, "USD").result(10)["currency"] == "USD"
-    assert list(get(instance, "/shop/openapi.json")["paths"]) == ["/price/{amount}"]

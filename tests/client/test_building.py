@@ -85,6 +85,8 @@ def test_an_error_of_the_users_code_shows_the_users_lines(
 ) -> None:
     with pytest.raises(ReplicaStartError, match=f"cannot be built from '{target}'") as caught:
         build_path(RunTarget(target), "", None)
+    remedy = "on their PYTHONPATH." if target == "broken:app" else "Correct the code, and run it again."
+    assert str(caught.value).endswith(remedy)
     lines = caught.value.user_traceback.splitlines()
     assert first in next(line for line in lines if "File " in line)
     assert any(last in line for line in lines[-12:])

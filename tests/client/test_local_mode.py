@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -240,19 +239,6 @@ def test_a_builder_is_run_with_its_arguments() -> None:
         return Adder.bind(args["more"])
 
     assert serve.run(builder, args={"more": 7}, local=True).remote(0).result(10) == 7
-
-
-def test_the_readme_composes_and_tests_an_application() -> None:
-    readme = (Path(__file__).parent.parent.parent / "README.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"^```python\n(.*?)^```$", readme, re.DOTALL | re.MULTILINE)
-    composing = next(block for block in blocks if "class Translator" in block)
-    testing = next(block for block in blocks if "local=True" in block)
-    names: dict[str, Any] = {"serve": serve, "__name__": "a_reader"}
-    with dask.config.set({"daskserve.local-testing-mode": True}):
-        exec(composing, names)
-        assert sorted(serve.status().backends) == ["Ingress", "Translator"]
-        exec(testing, names)
-    assert serve.status().instance == ""
 
 
 @serve.deployment

@@ -28,7 +28,7 @@ class LosingStore(ScriptedStore):
 
     async def rewrite(self, epoch: int, change: StoreChange, unreadable: Sequence[str] = ()) -> None:
         await super().rewrite(epoch, change, unreadable)
-        self.is_lost, self.place = False, dict(self._records)
+        self.is_lost, self.place = False, dict(self.data)
 
 
 def losing() -> LosingStore:
@@ -73,7 +73,7 @@ def test_a_rewrite_stores_all_records_and_changes_are_taken_again() -> None:
 
 def test_a_record_that_cannot_be_read_is_not_lost_by_a_rewrite() -> None:
     store = losing()
-    store._records["backend/newer"] = b"?"
+    store.data["backend/newer"] = b"?"
 
     async def scenario(stage: Stage) -> None:
         await stage.create()

@@ -502,8 +502,8 @@ def test_a_controller_that_fails_to_start_raises_the_reason() -> None:
 def test_a_corrupt_record_is_skipped_and_the_rest_runs() -> None:
     async def main() -> None:
         stage = Stage()
-        stage.store._records["backend/broken"] = b"?"
-        stage.store._records["endpoint/e"] = encode(EndpointRecord("e", "/e", ("GET",), {"b": 1.0}))
+        stage.store.data["backend/broken"] = b"?"
+        stage.store.data["endpoint/e"] = encode(EndpointRecord("e", "/e", ("GET",), {"b": 1.0}))
         async with stage.cluster:
             await stage.open()
             await stage.create("b")
@@ -517,7 +517,7 @@ def test_lost_code_does_not_stop_running_replicas() -> None:
     async def scenario(stage: Stage) -> None:
         await stage.create(num_replicas=2, version="1")
         before = dict(stage.running)
-        stage.store._records["code/b@1"] = b"?"
+        stage.store.data["code/b@1"] = b"?"
         await stage.crash_controller()
         await stage.clock.sleep(60)
         assert stage.running == before

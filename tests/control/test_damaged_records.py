@@ -21,7 +21,7 @@ TAGS = [deployment_tag("default", each) for each in ("back", "front")]
 
 async def damage(stage: Stage, key: str) -> None:
     """Damage a stored record; a new controller reads it, and has to start all replicas anew."""
-    stage.store._records[key] = b"?"
+    stage.store.data[key] = b"?"
     stage.cluster.remove_worker((await stage.cluster.program.controller()).worker)
     for worker in stage.replica_workers():
         stage.cluster.remove_worker(worker)
@@ -73,14 +73,14 @@ def test_a_deploy_repairs_code_that_no_replica_can_load() -> None:
 def test_what_is_damaged_in_the_store_of_a_running_instance_is_written_anew() -> None:
     async def scenario(stage: Stage) -> None:
         await stage.create("b")
-        before = dict(stage.store._records)
-        stage.store._records.pop("backend/b")
+        before = dict(stage.store.data)
+        stage.store.data.pop("backend/b")
         stage.store.failures = 1
         with pytest.raises(OSError, match="cannot be reached"):
             await stage.create("c")
         await stage.create("d")  # all records are read again
         assert set(await stage.call("list_backends")) == {"b", "d"}
-        assert stage.store._records["backend/b"] == before["backend/b"]
+        assert stage.store.data["backend/b"] == before["backend/b"]
         assert len(stage.running_of("b")) == 1
 
     play(scenario, store=AsideStore())

@@ -304,7 +304,7 @@ def poisoned_records() -> Mapping[str, bytes]:
 def test_a_faulty_backend_does_not_block_another() -> None:
     async def main() -> None:
         stage = Stage()
-        stage.store._records.update(poisoned_records())
+        stage.store.data.update(poisoned_records())
         async with stage.cluster:
             await stage.open()
             began = stage.clock.now()
@@ -320,7 +320,7 @@ def test_a_faulty_backend_does_not_block_another() -> None:
 def test_a_poisoned_backend_does_not_stop_the_proxies_nor_they_it() -> None:
     async def main() -> None:
         stage = Stage(http=HTTPOptions(location=Location.EVERY_WORKER))
-        stage.store._records.update(poisoned_records())
+        stage.store.data.update(poisoned_records())
         async with stage.cluster:
             stage.broken_ports = {each.address: RuntimeError("odd") for each in stage.cluster.workers()}
             await stage.open()
@@ -678,7 +678,7 @@ def test_an_instance_at_rest_writes_starts_and_publishes_nothing() -> None:
 def test_what_is_stored_is_plain_and_says_its_format() -> None:
     async def scenario(stage: Stage) -> None:
         await stage.create()
-        stored = {key: msgpack.unpackb(data) for key, data in stage.store._records.items()}
+        stored = {key: msgpack.unpackb(data) for key, data in stage.store.data.items()}
         assert {each["format"] for each in stored.values()} == {1}
         record = next(each for each in stage.stored("replica").values())
         assert isinstance(record, ReplicaRecord)

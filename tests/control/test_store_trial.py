@@ -56,7 +56,7 @@ def left_by_another_cluster() -> dict[str, bytes]:
         await stage.create("c")
 
     play(serve, store=store)
-    return dict(store._records)
+    return dict(store.data)
 
 
 def test_the_store_is_taken_over_when_everything_runs_with_what_has_changed_meanwhile() -> None:

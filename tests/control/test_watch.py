@@ -263,11 +263,7 @@ def test_a_replaced_controller_does_not_end_its_successors_actors() -> None:
         await stage.create(num_replicas=2)
         controller = await stage.cluster.program.controller()
         old = stage.cluster.actor(controller)
-        stage.cluster.change_worker(controller.worker, is_retiring=True)
-        stage.cluster._controller = None
-        stage.cluster._controller_up.clear()
-        stage.cluster._replace_controller()
-        await stage.until(lambda: stage.cluster._controller is not None)
+        await start_successor(stage)
         assert stage.cluster.actor(controller) is old  # it lives, and still believes in itself
         await stage.update(num_replicas=4)
         stopped = len(stage.stopped)

@@ -27,7 +27,7 @@ EPHEMERAL = {"http_options": {"port": 0}}
 
 
 @pytest.mark.parametrize(
-    "server", ["tornado", pytest.param("uvicorn", marks=pytest.mark.nightly)], indirect=True
+    "server", ["tornado", pytest.param("asyncio", marks=pytest.mark.nightly)], indirect=True
 )
 def test_scaling_from_zero_and_back_answers_every_request(client: serve.Client, url: str) -> None:
     scale_from_zero_and_back(client, url)

@@ -20,8 +20,7 @@ import daskserve as serve
 from daskserve._version import PROTOCOL, __version__
 from daskserve.cluster.channel.connect.dialling import CHANNEL_OP, READY, SPLICE_OP
 from daskserve.cluster.channel.wire import sharing
-from daskserve.cluster.channel.wire.frames import OPEN
-from daskserve.cluster.channel.wire.packing import pack
+from daskserve.cluster.channel.wire.frames import OPEN, pack
 from daskserve.cluster.channel.wire.parts import HEAD, SIZE
 from daskserve.cluster.channel.wire.transport import MAGIC
 from daskserve.cluster.dask.connection import connection_of

@@ -121,7 +121,7 @@ def test_a_worker_that_retires_fails_no_request_and_cuts_no_stream() -> None:
                 dask.retire_workers([victim])
                 assert victim not in proxy_workers(client)
             assert list(client.http_urls()) == [url]
-        with served(dask, server="uvicorn", location="EveryWorker") as (client, url):
+        with served(dask, server="asyncio", location="EveryWorker") as (client, url):
             assert len(proxy_workers(client)) == 3
             with loaded(url):
                 needed = {*running(client, "b"), worker_of(client, "controller")}

@@ -1,4 +1,4 @@
-"""The first Python block of the README, run as readers run it."""
+"""The blocks of the README that need processes, run as readers run them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import socket
 from pathlib import Path
 
 import pytest
-from dask_processes import Program, wait_until_gone
+from dask_processes import ExternalCluster, Program, fetch, poll_for, wait_until_gone
 
 README = Path(__file__).parent.parent.parent / "README.md"
 GREETINGS = ["Hello, Python!", "Hello, HTTP!"]
@@ -87,3 +87,24 @@ asyncio.run(run_cell())
 """
     program = run(["-c", source], tmp_path, port)
     assert (program.output.splitlines(), program.errors) == (GREETINGS, "")
+
+
+def test_the_block_for_a_cluster_serves_until_ctrl_c(
+    external: ExternalCluster, port: int, tmp_path: Path
+) -> None:
+    (source,) = re.findall(
+        r"^```python\n(from distributed .*?)^```$",
+        README.read_text(encoding="utf-8"),
+        re.DOTALL | re.MULTILINE,
+    )
+    script = tmp_path / "greet.py"
+    script.write_text(source.replace("tcp://scheduler:8786", external.address))
+    program = Program([str(script)], tmp_path, environment={"DASK_DASKSERVE__HTTP__PORT": str(port)})
+    try:
+        poll_for(lambda: "Serving at" in program.output, what=program.report)
+        assert fetch(f"http://127.0.0.1:{port}/?name=cluster").text == "Hello, cluster!"
+        program.interrupt()
+        assert program.wait() == 0, program.report()
+    finally:
+        program.kill()
+    external.assert_clean()

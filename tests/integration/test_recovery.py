@@ -56,7 +56,7 @@ def incarnations(client: serve.Client, backend: str = "b") -> set[str]:
 
 @pytest.mark.smoke
 def test_a_killed_replica_is_replaced_and_no_get_fails(dask: Client) -> None:
-    for server in ("tornado", "uvicorn"):
+    for server in ("tornado", "asyncio"):
         restore(dask)
         kill_a_replica_under_load(dask, server)
 
@@ -220,7 +220,7 @@ def test_retiring_a_worker_moves_its_replicas_first(dask: Client) -> None:
 @pytest.mark.nightly
 def test_retiring_one_of_several_proxies_on_a_port_fails_no_get() -> None:
     with nannied_cluster(4) as dask:
-        for server in ("tornado", "uvicorn"):
+        for server in ("tornado", "asyncio"):
             retire_a_proxy_under_load(dask, server)
 
 

@@ -55,7 +55,7 @@ def serve_model(client: serve.Client, **config: Any) -> str:
 
 @pytest.mark.smoke
 @pytest.mark.parametrize(
-    "server", ["tornado", pytest.param("uvicorn", marks=pytest.mark.nightly)], indirect=True
+    "server", ["tornado", pytest.param("asyncio", marks=pytest.mark.nightly)], indirect=True
 )
 def test_every_process_counts_its_events(client: serve.Client, external: ExternalCluster) -> None:
     url = serve_model(client)

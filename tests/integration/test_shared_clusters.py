@@ -25,8 +25,8 @@ OTHER = """
 import sys
 from daskserve.client.verbs.applications import RunTarget
 from daskserve.client.hosting.hosting import HostingMode, host
-host(RunTarget("served:asgi", "other", "/other"), {"port": 0}, address=sys.argv[1], stay=HostingMode(),
-report=print)
+target = RunTarget("served:asgi", "other", "/other")
+host(target, {"port": 0}, address=sys.argv[1], stay=HostingMode(), report=print)
 """
 
 
@@ -112,7 +112,7 @@ def test_a_change_that_does_not_come_about_leaves_what_was_there(
     with pytest.raises(
         BadRequestError, match=r"port is 0 instead of 1, server is 'tornado' instead of 'uvic"
     ):
-        run(external, version("2"), http={"port": 1, "server": "uvicorn"}, is_blocking=False)
+        run(external, version("2"), http={"port": 1, "server": "asyncio"}, is_blocking=False)
     port = int(serve.connect(dask_client=external.client).http_urls()[0].rpartition(":")[2])
     run(external, version("1"), http={"port": port, "server": "tornado"}, is_blocking=False)
     assert shop() == "1"
@@ -141,7 +141,7 @@ def test_a_replaced_application_is_given_back_only_if_asked_to(
     assert shop() == "5", "somebody else has deployed it meanwhile"
 
 
-@pytest.mark.parametrize("end", [pytest.param(signal.SIGINT, marks=pytest.mark.nightly), signal.SIGKILL])
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
 def test_an_instance_serves_others_after_the_program_that_started_it(
     end: signal.Signals, external: ExternalCluster
 ) -> None:

@@ -73,8 +73,8 @@ def bounded(processes: list[psutil.Process]) -> Iterator[None]:
     [
         ("tornado", "upload"),
         ("tornado", "download that is read late"),
-        pytest.param("uvicorn", "upload", marks=pytest.mark.nightly),
-        pytest.param("uvicorn", "download that is read late", marks=pytest.mark.nightly),
+        pytest.param("asyncio", "upload", marks=pytest.mark.nightly),
+        pytest.param("asyncio", "download that is read late", marks=pytest.mark.nightly),
     ],
     indirect=["server"],
 )

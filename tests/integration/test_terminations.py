@@ -39,7 +39,7 @@ def test_sigterm_to_one_worker_after_the_other_fails_no_request(tmp_path: Path) 
             stack.callback(each.kill)
         dask = stack.enter_context(Client(address, set_as_default=False))
         dask.wait_for_workers(3, timeout=60)
-        http: Any = {"port": 0, "server": "uvicorn", "location": "EveryWorker"}
+        http: Any = {"port": 0, "server": "asyncio", "location": "EveryWorker"}
         client = stack.enter_context(serve.start(dask_client=dask, http_options=http))
         config: Any = {"num_replicas": 3, "max_concurrent_queries": 10}
         client.create_backend("b", half_a_second, config=config)

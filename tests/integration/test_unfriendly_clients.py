@@ -14,7 +14,7 @@ from dask_processes import ExternalCluster, fetch
 
 import daskserve as serve
 
-on_both_servers = pytest.mark.parametrize("server", ["tornado", "uvicorn"], indirect=True)
+on_both_servers = pytest.mark.parametrize("server", ["tornado", "asyncio"], indirect=True)
 
 
 def plain(request: Any) -> str:

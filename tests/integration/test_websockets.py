@@ -54,7 +54,7 @@ def application() -> Any:
     params=[
         pytest.param(("HeadOnly", "tornado"), marks=pytest.mark.nightly),
         ("EveryWorker", "tornado"),
-        ("HeadOnly", "uvicorn"),
+        ("HeadOnly", "asyncio"),
     ],
     ids=str,
 )

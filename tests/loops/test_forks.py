@@ -10,7 +10,7 @@ from contextlib import closing, suppress
 
 import pytest
 
-from daskserve.loops.forks import ForkGuard, end_if_forked
+from daskserve.loops.forks import ForkGuard, end_fork
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="descriptors are found in /proc")
 
@@ -62,11 +62,9 @@ def test_a_guard_acts_in_forks_while_it_is_open(is_open: bool) -> None:
 
 
 def test_a_fork_whose_code_has_returned_ends() -> None:
-    pid = os.getpid()
-    end_if_forked(pid)
     child = os.fork()
     if not child:
         with suppress(BaseException):
-            end_if_forked(pid)
+            end_fork()
         os._exit(1)
     assert os.waitpid(child, 0)[1] == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import dask.config
@@ -87,6 +88,15 @@ def test_causes_without_frames_of_the_user_are_left_out() -> None:
     assert shown(error).__cause__ is None
     error.__cause__ = raised(KeyError("inner"), OURS, "shop")
     assert files(shown(error).__cause__ or error) == ["shop.py"]
+
+
+def test_an_error_ends_with_the_address_of_its_section() -> None:
+    with dask.config.set({"daskserve.errors.site": "https://docs.example.org/"}):
+        error = shown(shown(ClosedError("gone")))
+    assert error.__notes__ == ["See https://docs.example.org/errors.html#closederror"]
+    page = Path(__file__).parents[2] / "docs/errors.md"
+    assert '<a id="closederror"></a>' in page.read_text(encoding="utf-8")
+    assert not hasattr(shown(ClosedError("gone")), "__notes__")
 
 
 def test_all_frames_stay_if_asked_for() -> None:

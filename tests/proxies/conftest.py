@@ -1,4 +1,4 @@
-"""Over which server the tests of this folder run that ask for one."""
+"""The transports that the tests of this folder run on."""
 
 from __future__ import annotations
 
@@ -6,22 +6,19 @@ import inspect
 from collections.abc import Iterator
 
 import pytest
-from http_harness import SERVER_STATE, SERVER_STATES
+from fuzzed_server import KINDS, FuzzedServer, fuzzed
+from http_harness import SERVER_STATE, TRANSPORTS
 
 from daskserve.proxies.server import hangup
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "server_state" in metafunc.fixturenames:
-        # The clock of uvloop cannot be moved.
-        needs_asyncio = "advance(" in inspect.getsource(metafunc.function)
-        only = getattr(metafunc.module, "SERVER", "")
-        server_states = [
-            each
-            for each in SERVER_STATES
-            if each.startswith(only) and not (needs_asyncio and each.endswith("uvloop"))
-        ]
-        metafunc.parametrize("server_state", server_states, indirect=True)
+    """Run tests of sockets on each transport: those of a module with ``TRANSPORTS``."""
+    transports = getattr(metafunc.module, "TRANSPORTS", None)
+    if "server_state" in metafunc.fixturenames and transports is not None:
+        if "advance(" in inspect.getsource(metafunc.function):  # the clock of uvloop cannot be moved
+            transports = [each for each in transports if not each.endswith("uvloop")]
+        metafunc.parametrize("server_state", transports, indirect=True)
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +31,14 @@ def impatience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def server_state(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Have `http_harness.serving` and `run` use one server, and one event loop, after the other."""
-    token = SERVER_STATE.set(request.param)
-    yield request.param
+    """Have `http_harness.serving` and `run` use a transport, and an event loop; Tornado if none is given."""
+    token = SERVER_STATE.set(getattr(request, "param", TRANSPORTS[0]))
+    yield SERVER_STATE.get()
     SERVER_STATE.reset(token)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def server(request: pytest.FixtureRequest) -> Iterator[FuzzedServer]:
+    """Return a server that takes bytes from the test; in nightly runs over sockets, too."""
+    with fuzzed(request.param) as server:
+        yield server

@@ -179,7 +179,12 @@ def test_from_zero_the_first_requests_wait_only_for_the_start() -> None:
 
 #: Replicas, target, and whether to simulate single requests, which is only fast for small loads.
 BOUNDARIES = [
-    (replicas, target, is_exact)
+    pytest.param(
+        replicas,
+        target,
+        is_exact,
+        marks=[] if replicas in (1, 7) and target in (0.5, 2) else [pytest.mark.nightly],
+    )
     for replicas in (1, 2, 3, 7, 20)
     for target in (0.5, 1, 2, 5, 17)
     for is_exact in (False, True)
@@ -275,6 +280,7 @@ def test_an_invalid_service_is_refused(wrong: dict[str, Any]) -> None:
         Service(**wrong)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_day_takes_seconds() -> None:
     """It takes under 5 s on an idle machine; the limit is three times that, for a busy one."""

@@ -36,7 +36,7 @@ def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="scripts/chaos", description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0, help="how long things break (10)")
     parser.add_argument("--seed", type=int, help="repeats the schedule of another run")
-    parser.add_argument("--server", choices=("tornado", "uvicorn"), default="tornado")
+    parser.add_argument("--server", choices=("tornado", "asyncio"), default="tornado")
     parser.add_argument("--location", choices=("HeadOnly", "EveryWorker"), default="HeadOnly")
     parser.add_argument("--isolation", choices=("thread", "process"), default="thread")
     parser.add_argument("--only", help=f"some faults, separated by commas, of: {', '.join(KINDS)}")

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from by_task import by_task
 from control_harness import app_spec, spec
 
 from daskserve.client.instance.calls import ControllerCalls
@@ -54,6 +55,11 @@ class ScriptedStore(MemoryStore):
         if self.after_commit is not None:
             self.after_commit(change.records)
 
+    @property
+    def data(self) -> dict[str, bytes]:
+        """What is stored, for tests to look at and to damage."""
+        return self._records
+
     def records(self) -> dict[str, Record]:
         """Return all that is stored and can be read."""
         return dict(self._readable())
@@ -94,6 +100,7 @@ class ScriptedReplica:
         stage.running[self.tag] = self
         return {"rank_info": self.rank_info}
 
+    @by_task
     async def handle(self, envelope: Envelope, receive: Receive, send: Send) -> Load:
         return Load()
 
@@ -164,6 +171,7 @@ class ScriptedProxy:
     async def wait_for_snapshot(self, epoch: int, counter: int, timeout_s: float) -> None:
         await self._cluster.listener.wait_for_snapshot((epoch, counter), timeout_s)
 
+    @by_task
     async def handle(self, envelope: Envelope, receive: Receive, send: Send) -> Load:
         return Load()
 

@@ -14,12 +14,14 @@ import random
 import socket
 import struct
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
+import pytest
 from fuzz_requests import IDLE_S, MAX_BODY_BYTES, Delivery
 from http_harness import read_body, respond, timers
+from memory_transport import MemoryListener, MemoryTransport
 
 from daskserve.common.types import ALL_HTTP_METHODS, Envelope, Message, Receive, Send
 from daskserve.options.http import HTTPOptions
@@ -27,8 +29,6 @@ from daskserve.proxies.asgi import ASGIApp, Scope
 from daskserve.proxies.ingress.app import IngressApp
 from daskserve.proxies.ingress.routes import RouteTable
 from daskserve.proxies.server.life import HTTPServer
-from daskserve.proxies.server.tornado import TornadoServer
-from daskserve.proxies.server.uvicorn import UvicornServer
 
 MAX_MESSAGE_BYTES = 64 * 1024
 #: Loop iterations without a change after which the server counts as idle.
@@ -47,19 +47,8 @@ OPTIONS = HTTPOptions(
 )
 
 
-class Server(Protocol):
-    """What all kinds of servers have in common."""
-
-    @property
-    def port(self) -> int: ...
-    def bind(self) -> None: ...
-    def start(self) -> None: ...
-    async def drain(self, grace_s: float) -> None: ...
-    async def stop(self) -> None: ...
-
-
-#: The servers that are tried; each is made as ``kind(app, options)``.
-SERVER_KINDS: dict[str, Callable[..., Server]] = {"tornado": TornadoServer, "uvicorn": UvicornServer}
+#: What feeds the cases to the server: the test itself, or in nightly runs what the option ``server`` names.
+KINDS = ("memory", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("tornado", "asyncio")))
 
 
 @dataclass
@@ -124,8 +113,9 @@ class FuzzedServer:
 
     async def _start(self, kind: str) -> None:
         logging.getLogger().addHandler(self._faults)
-        self._server = SERVER_KINDS[kind](self._app, OPTIONS)
-        await self._server.bind()
+        self._server = HTTPServer(self._app, OPTIONS.model_copy(update={"server": kind}))
+        if kind != "memory":
+            await self._server.bind()
         self._server.start()
         await self._turn(QUIET_TURNS)
         self._base = asyncio.all_tasks() - {asyncio.current_task()}
@@ -170,7 +160,7 @@ class FuzzedServer:
         self._seen.clear()
         self._faults.records.clear()
         self._lost.clear()
-        with _Connection(self._server.port) as connection:
+        with self._connect() as connection:
             sent = 0
             for at, pause_s in delivery.stops:
                 await self._pump(connection, delivery.data[sent:at])
@@ -196,13 +186,17 @@ class FuzzedServer:
         return outcome
 
     async def _probe(self) -> None:
-        with _Connection(self._server.port) as connection:
+        with self._connect() as connection:
             await self._pump(connection, b"GET /probe HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
             assert connection.received.startswith(b"HTTP/1.1 200 "), bytes(connection.received)
             assert connection.received.endswith(b"\r\n\r\n/probe"), bytes(connection.received)
             assert connection.is_over
 
-    async def _pump(self, connection: _Connection, data: bytes) -> None:
+    def _connect(self) -> _Connection | MemoryTransport:
+        listener = self._server._listener
+        return listener.connect() if isinstance(listener, MemoryListener) else _Connection(self._server.port)
+
+    async def _pump(self, connection: _Connection | MemoryTransport, data: bytes) -> None:
         """Send and receive until nothing moves any more."""
         left = memoryview(data)
         quiet = 0
@@ -236,10 +230,9 @@ class FuzzedServer:
         begun: list[Any] = [*(asyncio.all_tasks() - self._base - {asyncio.current_task()})]
         if ongoing := self._ingress.statistics().ongoing:
             begun.append(f"{ongoing} ongoing requests")
-        if isinstance(self._server, HTTPServer):
-            server_state = self._server._server_state
-            begun += [*server_state.tasks, *server_state.connections, *server_state.sockets]
-            begun += [f"{len(server_state.watch)} watched"] if len(server_state.watch) else []
+        server_state = self._server._server_state
+        begun += [*server_state.tasks, *server_state.connections, *server_state.sockets]
+        begun += [f"{len(server_state.watch)} watched"] if len(server_state.watch) else []
         return begun
 
     def _holdings(self) -> int:

@@ -20,13 +20,12 @@ from daskserve.options.http import HTTPOptions
 from daskserve.proxies.asgi import ASGIApp, Scope
 from daskserve.proxies.exchange.limits import EVENT_LOOP_TURN
 from daskserve.proxies.exchange.request_head import HeadLimits, RequestHead, read_head
-from daskserve.proxies.server.choice import server_type
 from daskserve.proxies.server.life import HTTPServer
 
 DEADLINE_S = 10.0
 
-#: The server, and perhaps the event loop, that tests run on; the fixture ``server_state`` chooses.
-SERVER_STATES = ("tornado", "uvicorn", "uvicorn on uvloop")
+#: The transports, and perhaps the event loop, that tests of sockets run on; see the fixture ``server_state``.
+TRANSPORTS = ("tornado", "asyncio", "asyncio on uvloop")
 SERVER_STATE: contextvars.ContextVar[str] = contextvars.ContextVar("CARRIER", default="tornado")
 
 
@@ -45,8 +44,9 @@ def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
 def make_server(app: ASGIApp, **options: Any) -> HTTPServer:
     """Return a server on a free port; ``options`` are those of `HTTPOptions` and arguments of the server."""
     names = options.keys() & HTTPOptions.model_fields.keys()
-    http = HTTPOptions(**{"port": 0, **{name: options.pop(name) for name in names}})
-    return server_type(SERVER_STATE.get().partition(" ")[0])(app, http, **options)
+    given = {name: options.pop(name) for name in names}
+    http = HTTPOptions(**{"port": 0, "server": SERVER_STATE.get().partition(" ")[0], **given})
+    return HTTPServer(app, http, **options)
 
 
 async def poll_for(condition: Callable[[], object]) -> None:

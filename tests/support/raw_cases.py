@@ -1,4 +1,4 @@
-"""A table of raw requests, and what both servers must make of them.
+"""A table of raw requests, and what a connection must make of them.
 
 Each case has a name, the bytes, the statuses of the responses, and the requests that the application sees,
 with their bodies. What follows the bytes on the connection is part of the case: after a request that is

@@ -1,4 +1,4 @@
-"""Pieces of user code that a test starts behind a wall, and awaits, cancels or carries."""
+"""Pieces of user code that a test starts behind an executor, and awaits, cancels or carries."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ from collections.abc import Awaitable, Callable
 from contextvars import Context
 from typing import Any
 
-from daskserve.common.clock import LoopClock
 from daskserve.common.types import Envelope, EnvelopeKind, Message, Receive, Send
 from daskserve.data.replica.execution.executor import UserExecutor
 from daskserve.data.replica.execution.message_pipe import MessagePipe
 from daskserve.data.replica.execution.runner import CodeRun, RunResult
 from daskserve.data.replica.execution.user_threads import UserThreads
 from daskserve.data.replica.requests.replica_request import ReplicaRequest
-from daskserve.data.replica.requests.responders import respond
 from daskserve.data.replica.requests.slots import Slots
 from daskserve.telemetry.replica import ReplicaMetrics
 
@@ -74,10 +72,6 @@ def start_sync(
     return started
 
 
-class NoQueue:
-    queued = 0
-
-
 class PipedRequest(ReplicaRequest):
     """An answer whose messages are those that one function puts into a pipe."""
 
@@ -85,7 +79,7 @@ class PipedRequest(ReplicaRequest):
         self, executor: UserExecutor, pipe: MessagePipe, is_async: bool, function: Callable[..., Any]
     ) -> None:
         metrics = ReplicaMetrics()
-        super().__init__(Envelope(EnvelopeKind.HTTP, {}), Slots("b#AAAAAA", 1, NoQueue(), metrics), metrics)
+        super().__init__(Envelope(EnvelopeKind.HTTP, {}), Slots("b#AAAAAA", 1, metrics), metrics)
         self.slots.is_open = True
         self._executor = executor
         self._function = function
@@ -112,7 +106,7 @@ async def respond_to(answer: PipedRequest) -> Any:
     async def unused(*args: Any) -> Message:
         raise AssertionError("the pipe has its own")
 
-    await respond(answer, unused, unused, LoopClock())  # type: ignore[arg-type]
+    await answer.respond(unused, unused)  # type: ignore[arg-type]
     return answer.value
 
 

@@ -7,6 +7,8 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from by_task import by_task
+
 from daskserve.cluster.protocols.base import ActorContext, verb, verbs_of
 from daskserve.common.types import Envelope, Load, Receive, Send, as_rank_info
 from daskserve.errors import ReplicaStartError
@@ -93,6 +95,7 @@ class ScriptedReplica:
         detail = "" if is_healthy else "its health check fails"
         return {"is_healthy": is_healthy, "detail": detail, "rank_info": self.rank_info}
 
+    @by_task
     async def handle(self, envelope: Envelope, receive: Receive, send: Send) -> Load:
         return Load()
 
@@ -170,6 +173,7 @@ class ScriptedProxy:
     async def wait_for_snapshot(self, epoch: int, counter: int, timeout_s: float) -> None:
         await self._cluster.listener.wait_for_snapshot((epoch, counter), timeout_s)
 
+    @by_task
     async def handle(self, envelope: Envelope, receive: Receive, send: Send) -> Load:
         return Load()
 

@@ -7,7 +7,7 @@ one. The scheduler calls Hosts as Dask actors; it shares the functions that form
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any, TypeAlias
@@ -17,22 +17,19 @@ from daskserve.cluster.channel.pool import ChannelPool
 from daskserve.cluster.protocols.base import ActorSpec
 from daskserve.common.types import (
     ActorAddress,
+    ActorRequest,
     Envelope,
     EnvelopeKind,
     InstanceName,
-    Load,
     Message,
-    OnAnswer,
     Payload,
-    Receive,
-    Send,
     WorkerAddress,
     nothing_to_receive,
 )
 from daskserve.errors import ActorLostError, UnavailableError
 
 #: A way to call a verb of an actor, such as `daskserve.cluster.protocols.base.Cluster.call`.
-Call: TypeAlias = Callable[..., Awaitable[Any]]
+CallVerb: TypeAlias = Callable[..., Awaitable[Any]]
 
 
 def host_of(worker: WorkerAddress) -> ActorAddress:
@@ -41,7 +38,7 @@ def host_of(worker: WorkerAddress) -> ActorAddress:
 
 
 async def control_call(
-    request: Callable[[Envelope, Receive, Send], Awaitable[Any]],
+    request: Callable[[Envelope], ActorRequest],
     verb: str,
     message: Mapping[str, Any],
     payload: Payload | None = None,
@@ -53,18 +50,18 @@ async def control_call(
         answer.append(item)
 
     envelope = Envelope(EnvelopeKind.CONTROL, {"verb": verb, "message": message}, payload)
-    await request(envelope, nothing_to_receive, keep)
+    await request(envelope).respond(nothing_to_receive, keep)
     return answer[0]["payload"] if "payload" in answer[0] else answer[0]["value"]
 
 
-async def create_actor(call: Call, spec: ActorSpec, worker: WorkerAddress) -> Mapping[str, Any]:
+async def create_actor(call: CallVerb, spec: ActorSpec, worker: WorkerAddress) -> Mapping[str, Any]:
     """Create an actor on a worker; see `daskserve.cluster.protocols.base.Cluster.create`."""
     message = {**asdict(spec), "kind": spec.kind.value}
     facts: Mapping[str, Any] = await call(host_of(worker), "create", spec=message)
     return facts
 
 
-async def destroy_actor(call: Call, address: ActorAddress, grace_s: float) -> None:
+async def destroy_actor(call: CallVerb, address: ActorAddress, grace_s: float) -> None:
     """Stop and remove an actor; see `daskserve.cluster.protocols.base.Cluster.destroy`."""
     name, incarnation = address.name, address.incarnation
     try:
@@ -76,7 +73,7 @@ async def destroy_actor(call: Call, address: ActorAddress, grace_s: float) -> No
 
 
 async def list_actors(
-    call: Call, worker: WorkerAddress, instance: InstanceName, metrics_of: Collection[str] = ()
+    call: CallVerb, worker: WorkerAddress, instance: InstanceName, metrics_of: Collection[str] = ()
 ) -> Sequence[Mapping[str, Any]]:
     """Return an instance's actors on a worker; see `daskserve.cluster.protocols.base.Cluster.inspect`."""
     actors: Sequence[Mapping[str, Any]] = await call(
@@ -112,10 +109,7 @@ class ActorCalls:
         return await list_actors(self.call, worker, self.instance, metrics_of)
 
     async def call(self, address: ActorAddress, verb: str, **message: Any) -> Any:
-        def request(envelope: Envelope, receive: Receive, send: Send) -> Coroutine[Any, Any, Load]:
-            return self.request(address, envelope, receive, send)
-
-        return await control_call(request, verb, message)
+        return await control_call(partial(self.request, address), verb, message)
 
     async def fetch_answer(self, worker: WorkerAddress, token: str) -> Payload:
         try:
@@ -129,19 +123,18 @@ class ActorCalls:
         assert isinstance(found, Payload)
         return found
 
-    def request(
-        self, address: ActorAddress, envelope: Envelope, receive: Receive, send: Send
-    ) -> Coroutine[Any, Any, Load]:
+    def request(self, address: ActorAddress, envelope: Envelope) -> ActorRequest:
         if self._registry is not None and address.worker == self._here:
-            return self._registry.dispatch(address.name, address.incarnation, envelope, receive, send)
-        return self._channels.request(address, envelope, receive, send)
+            return self._registry.dispatch(address.name, address.incarnation, envelope)
+        return self._channels.request(address, envelope)
 
-    def ask(
-        self, address: ActorAddress, envelope: Envelope, on_answer: OnAnswer
-    ) -> Callable[[], None] | None:
-        if self._registry is not None and address.worker == self._here:
-            return self._registry.dispatch_nowait(address.name, address.incarnation, envelope, on_answer)
-        return self._channels.ask(address, envelope, on_answer)
+    def handler_of(self, address: ActorAddress) -> Callable[[Envelope], ActorRequest]:
+        if self._registry is None or address.worker != self._here:
+            return self._channels.handler_of(address)
+        try:
+            return self._registry.handler_of(address.name, address.incarnation)
+        except (ActorLostError, UnavailableError):
+            return partial(self.request, address)  # which raises the same, while that is so
 
     def is_local(self, address: ActorAddress) -> bool:
         return address.worker == self._here

@@ -4,28 +4,29 @@
 each simulated worker. The registry knows its actors only as `Hosted`, and knows neither Dask nor the local
 cluster.
 
-Requests reach an actor through `ActorRegistry.dispatch`, which needs a task, or `dispatch_nowait`, which does
-not; see `daskserve.cluster.channel.channel`. The registry itself has the name `HOST_ACTOR`.
+Requests reach an actor through `ActorRegistry.dispatch`; see `daskserve.cluster.channel.channel`. The
+registry itself has the name `HOST_ACTOR`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Coroutine, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from daskserve.cluster.channel.kept_results import KeptResults
 from daskserve.cluster.protocols.base import (
     STOP_MARGIN_S,
     ActorSpec,
-    HandlesNowait,
     Hosted,
     ReportsHealth,
     ReportsMetrics,
     ReportsStart,
+    TaskRequest,
     verb,
     verbs_of,
 )
@@ -33,11 +34,11 @@ from daskserve.common.clock import Clock
 from daskserve.common.formatting import shown
 from daskserve.common.types import (
     ActorKind,
+    ActorRequest,
     Envelope,
     EnvelopeKind,
     InstanceName,
     Load,
-    OnAnswer,
     Payload,
     Reachability,
     Receive,
@@ -71,8 +72,6 @@ class Entry:
     actor: Hosted
     starting: asyncio.Task[Mapping[str, Any]]
     began_at: float
-    #: The actor's method that answers requests without a task, if it has one.
-    handle_nowait: Callable[[Envelope, OnAnswer], Callable[[], None] | None] | None = None
     was_ready: bool = False  # stays True once `is_ready` has been True
     stops_since: float | None = None
 
@@ -156,27 +155,22 @@ class ActorRegistry:
     def __repr__(self) -> str:
         return f"<ActorBook of {self.worker} actors={len(self.entries)}>"
 
-    def dispatch(
-        self, name: str, incarnation: int, envelope: Envelope, receive: Receive, send: Send
-    ) -> Coroutine[Any, Any, Load]:
-        """Answer one request stream: of the registry itself, a control call, or a request to an actor."""
+    def dispatch(self, name: str, incarnation: int, envelope: Envelope) -> ActorRequest:
+        """Take a request: of the registry itself, a control call, or a request to an actor."""
         if envelope.kind is EnvelopeKind.CONTROL:
-            return self._control(name, incarnation, envelope, send)
+            return TaskRequest(partial(self._control, name, incarnation, envelope))
+        return self.handler_of(name, incarnation)(envelope)
+
+    def handler_of(self, name: str, incarnation: int) -> Callable[[Envelope], ActorRequest]:
+        """Return the ``handle`` of an actor; raise as `ready_actor` does."""
         entry = self.entries.get(name)
         if entry is None or not entry.was_ready or entry.spec.incarnation != incarnation:
-            return self.ready_actor(name, incarnation).handle(envelope, receive, send)
-        return entry.actor.handle(envelope, receive, send)
+            return self.ready_actor(name, incarnation).handle
+        return entry.actor.handle
 
-    def dispatch_nowait(
-        self, name: str, incarnation: int, envelope: Envelope, on_answer: OnAnswer
-    ) -> Callable[[], None] | None:
-        """Have an actor answer a request without a task; return None if that is not possible."""
-        entry = self.entries.get(name)
-        if entry is None or not entry.was_ready or entry.spec.incarnation != incarnation:
-            return None
-        return None if entry.handle_nowait is None else entry.handle_nowait(envelope, on_answer)
-
-    async def _control(self, name: str, incarnation: int, envelope: Envelope, send: Send) -> Load:
+    async def _control(
+        self, name: str, incarnation: int, envelope: Envelope, receive: Receive, send: Send
+    ) -> Load:
         value = await self.call(name, incarnation, envelope.head["verb"], envelope.head["message"])
         key = "payload" if isinstance(value, Payload) else "value"
         await send({"type": "control.result", key: value})
@@ -232,8 +226,7 @@ class ActorRegistry:
         with self._surroundings():
             actor = self._make(spec)
             starting = asyncio.create_task(self._start(actor), name=f"daskserve-start-{spec.name}")
-        handle_nowait = actor.handle_nowait if isinstance(actor, HandlesNowait) else None
-        entry = Entry(spec, actor, starting, self._clock.now(), handle_nowait)
+        entry = Entry(spec, actor, starting, self._clock.now())
         self.entries[spec.name] = entry
         PROCESS.add(actor)
         return entry

@@ -13,18 +13,8 @@ from __future__ import annotations
 import itertools
 import secrets
 
-from daskserve.common.types import KEPT_BYTES, Message, Payload, WorkerAddress
+from daskserve.common.types import Payload, WorkerAddress
 from daskserve.errors import UnavailableError
-
-
-def is_large(message: Message) -> bool:
-    """Return whether a message is the result of a call that is offered instead of sent."""
-    if message["type"] != "call.result":
-        return False
-    payload = message["payload"]
-    if payload.buffers:
-        return bool(payload.nbytes >= KEPT_BYTES)
-    return len(payload.data) >= KEPT_BYTES
 
 
 class KeptResults:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Iterable
+from functools import partial
 from typing import Any
 
-from daskserve.cluster.channel.channel import Channel, Dispatch, DispatchNowait
+from daskserve.cluster.channel.channel import Channel, Dispatch
 from daskserve.cluster.channel.connect.comm_transport import take_over, wire_of
 from daskserve.cluster.channel.connect.dialling import READY
 from daskserve.cluster.channel.connect.handshake import Admission
@@ -16,12 +17,13 @@ from daskserve.cluster.channel.connect.vanishing import PeerWatch
 from daskserve.cluster.channel.kept_results import KeptResults
 from daskserve.cluster.channel.wire.segments import Segments
 from daskserve.cluster.channel.wire.transport import Traffic, Transport
+from daskserve.cluster.protocols.base import TaskRequest
 from daskserve.common.formatting import shown
 from daskserve.common.types import (
     ActorAddress,
+    ActorRequest,
     Envelope,
     Load,
-    OnAnswer,
     Reachability,
     Receive,
     Send,
@@ -54,7 +56,6 @@ class ChannelPool:
         self,
         dispatch: Dispatch,
         connect: Connect,
-        dispatch_nowait: DispatchNowait | None = None,
         inbox: CallInbox | None = None,
         *,
         keyring: Keyring | None = None,
@@ -65,7 +66,6 @@ class ChannelPool:
         on_silent: Callable[[WorkerAddress], object] = lambda _: None,
     ) -> None:
         self._dispatch = dispatch
-        self._dispatch_nowait = dispatch_nowait
         self._inbox = inbox
         self._admission = Admission(keyring or Keyring())
         self._lost_after_s = lost_after_s
@@ -112,21 +112,23 @@ class ChannelPool:
         finally:
             self._serving.pop(channel, None)
 
-    async def request(self, address: ActorAddress, envelope: Envelope, receive: Receive, send: Send) -> Load:
-        """Carry one request to an actor in another process; see `Channel.request`."""
-        channel = self._open_to.get(address.worker)
-        if channel is None:
-            channel = await self._channel(address.worker)
-        return await channel.request(address, envelope, receive, send)
-
-    def ask(
-        self, address: ActorAddress, envelope: Envelope, on_answer: OnAnswer
-    ) -> Callable[[], None] | None:
-        """Call `Channel.ask`; return None if there is no open channel."""
+    def request(self, address: ActorAddress, envelope: Envelope) -> ActorRequest:
+        """Return a request to an actor in another process; it needs a task if there is no open channel."""
         channel = self._open_to.get(address.worker)
         if channel is None or channel.is_closed:
-            return None
-        return channel.ask(address, envelope, on_answer)
+            return TaskRequest(partial(self._dial_and_respond, address, envelope))
+        return channel.request(address, envelope)
+
+    def handler_of(self, address: ActorAddress) -> Callable[[Envelope], ActorRequest]:
+        """Return the function that takes an actor's requests; it is out of date when the route changes."""
+        channel = self._open_to.get(address.worker)
+        return partial(self.request if channel is None else channel.request, address)
+
+    async def _dial_and_respond(
+        self, address: ActorAddress, envelope: Envelope, receive: Receive, send: Send
+    ) -> Load:
+        channel = self._open_to.get(address.worker) or await self._channel(address.worker)
+        return await channel.request(address, envelope).respond(receive, send)
 
     async def connect(self, worker: WorkerAddress, patience_s: float | None = None) -> None:
         """Open the channel to a worker unless it is open.
@@ -264,7 +266,6 @@ class ChannelPool:
             transport,
             self._dispatch,
             first_stream=first_stream,
-            dispatch_nowait=self._dispatch_nowait,
             inbox=self._inbox,
             kept=self._kept,
         )

@@ -8,13 +8,37 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from daskserve.cluster.channel.wire.frames import ANSWER, CREDIT, DATA, END, is_last, wire_message
-from daskserve.cluster.channel.wire.transport import Transport
-from daskserve.common.types import DONE, KeptPayload, Load, MayLeaveAnswer, Message, OnAnswer, Receive
+from daskserve.cluster.channel.wire.frames import (
+    ANSWER,
+    CANCEL,
+    CREDIT,
+    DATA,
+    END,
+    OPEN,
+    in_parts,
+    is_last,
+    wire_message,
+    wire_payload,
+)
+from daskserve.cluster.channel.wire.transport import CALL_WORK, Transport
+from daskserve.common.types import (
+    DONE,
+    ON_DEMAND,
+    ActorAddress,
+    Envelope,
+    EnvelopeKind,
+    KeptPayload,
+    Load,
+    Message,
+    OnAnswer,
+    Receive,
+    Send,
+)
+from daskserve.errors import ActorLostError
 from daskserve.payload.pickling import message_bytes
 
 #: How many bytes of a body may be in flight. A reader grants credit in steps of half a window, so that short
@@ -98,77 +122,168 @@ class Offer:
 
 
 class Opened:
-    """A stream that this side opened; its inbox gets messages, then a load, an offer or an error."""
+    """A request that this side sends to an actor on the other side: a `daskserve.common.types.ActorRequest`.
 
-    __slots__ = ("call", "inbox", "window")
+    The channel puts in what arrives: messages, then a load, an offer or an error.
+    """
 
-    def __init__(self, call: MayLeaveAnswer | None) -> None:
-        self.inbox = Inbox()
-        self.call = call
-        #: Credit for the request body: one message of any size until the handler grants more.
-        self.window = Window(1)
+    __slots__ = (
+        "_address",
+        "_inbox",
+        "_message",
+        "_number",
+        "_on_answer",
+        "_outlet",
+        "_streams",
+        "_window",
+        "envelope",
+    )
 
-    def on_demand(self, receive: Receive) -> Receive:
-        """Return a function that calls ``receive`` only once the handler has granted credit."""
-        self.window = window = Window(0)
-
-        async def receive_on_demand() -> Message:
-            await window.wait()
-            return await receive()
-
-        return receive_on_demand
-
-
-class Asked:
-    """A single-answer stream that this side opened. The answer goes to a callback; no task waits."""
-
-    __slots__ = ("_message", "_number", "_on_answer", "_streams", "_transport", "call")
+    _inbox: Inbox  # set by `respond`
 
     def __init__(
         self,
         number: int,
         streams: MutableMapping[int, Any],
-        transport: Transport,
-        on_answer: OnAnswer,
-        call: MayLeaveAnswer | None,
+        outlet: Transport,
+        address: ActorAddress,
+        envelope: Envelope,
     ) -> None:
-        self.call = call
+        self.envelope = envelope
+        self._address = address
         self._number = number
         self._streams = streams
-        self._transport = transport
-        self._on_answer = on_answer
+        self._outlet = outlet
+        #: Called with the answer; None if a task waits for it.
+        self._on_answer: OnAnswer | None = None
         self._message: Message | None = None
-
-    @property
-    def inbox(self) -> Asked:
-        """This object, which processes received items at once."""
-        return self
+        self._window: Window | None = None
 
     @property
     def window(self) -> Window:
-        """An empty window: no messages follow the request."""
-        return Window(0)
+        """The credit for the body of the request."""
+        return self._window or Window(0)
+
+    def start(self, on_answer: OnAnswer) -> Callable[[], None]:
+        """Send the request; the callback gets its one answer, and an `ActorLostError` if the connection ends.
+
+        This is for requests without a deadline or a body, and costs half of what `respond` costs.
+
+        Raises
+        ------
+        ActorLostError
+            The connection has ended.
+        """
+        self._check_open()
+        self._on_answer = on_answer
+        self._streams[self._number] = self
+        self._outlet.post(self._frame(), CALL_WORK)
+        return self._give_up
+
+    async def respond(self, receive: Receive, send: Send) -> Load:
+        """Send the request, pass its messages on, and return the actor's load.
+
+        Raises
+        ------
+        ActorLostError
+            The connection ended first; ``begun`` is False if the actor cannot have seen the request.
+        Exception
+            The error that the actor's handler raised.
+        """
+        self._check_open()
+        inbox = self._inbox = Inbox()
+        self._streams[self._number] = self
+        pump = None
+        taken_bytes = 0
+        if self.envelope.has_body and (
+            self.envelope.kind is EnvelopeKind.HTTP or "reserve" in self.envelope.head
+        ):
+            # Created before the first post, so that its first frames leave in the same write.
+            pump = asyncio.create_task(self._pump(receive), name="daskserve-channel-pump")
+        self._outlet.post(self._frame())
+        try:
+            while True:
+                for item in await inbox.get_all():
+                    if type(item) is dict:
+                        await send(item)
+                        taken_bytes += message_bytes(item)
+                        if taken_bytes >= WINDOW_BYTES // 2:
+                            self._outlet.post((CREDIT, self._number, taken_bytes))
+                            taken_bytes = 0
+                    elif isinstance(item, Load):
+                        return item
+                    elif type(item) is Offer:
+                        await send(item.message())
+                        return item.load
+                    else:
+                        raise item
+        except BaseException:
+            self._give_up()
+            raise
+        finally:
+            self._streams.pop(self._number, None)
+            if pump is not None:
+                pump.cancel()
+
+    def _check_open(self) -> None:
+        """Raise `ActorLostError` if the connection has ended since the request was made."""
+        if self._outlet.is_closed:
+            closed = f"The connection to {self._address.worker} is closed."
+            raise ActorLostError(closed, begun=False, is_disconnected=True)
 
     def put(self, *items: Any) -> None:
-        for item in items:
-            if type(item) is not dict:
-                if type(item) is Offer:
-                    self._end(item.message(), item.load)
-                else:
-                    self._end(self._message, item)
-                return
-            self._message = item
-            size_bytes = message_bytes(item)
+        """Take what has arrived."""
+        on_answer, outcome = self._on_answer, items[-1]
+        if on_answer is None:
+            self._inbox.put(*items)
+        elif type(outcome) is dict:  # the end follows in a frame of its own
+            self._message = outcome
+            size_bytes = message_bytes(outcome)
             if size_bytes >= WINDOW_BYTES // 2:
-                self._transport.post((CREDIT, self._number, size_bytes))
+                self._outlet.post((CREDIT, self._number, size_bytes))
+        else:
+            message = items[-2] if len(items) > 1 else self._message
+            self._streams.pop(self._number, None)
+            if type(outcome) is Offer:
+                on_answer(outcome.message(), outcome.load)
+            else:
+                on_answer(message, outcome)
 
-    def answer(self, messages: Sequence[Message], load: Load) -> None:
-        """Take the last messages and end the stream, without granting credit."""
-        self._end(messages[-1] if messages else self._message, load)
+    def _give_up(self) -> None:
+        if self._streams.pop(self._number, None) is not None and not self._outlet.is_closed:
+            self._outlet.post((CANCEL, self._number))
 
-    def _end(self, message: Message | None, outcome: Load | Exception) -> None:
-        self._streams.pop(self._number, None)
-        self._on_answer(message, outcome)
+    def _frame(self) -> tuple[Any, ...]:
+        address, envelope = self._address, self.envelope
+        deadline, queue_timeout = envelope.deadline, envelope.queue_timeout
+        return (
+            OPEN,
+            self._number,
+            address.name,
+            address.incarnation,
+            envelope.kind,  # a str
+            envelope.head,
+            wire_payload(envelope.payload),
+            envelope.has_body,
+            None if deadline is None else deadline - asyncio.get_running_loop().time(),
+            None if queue_timeout is None else (queue_timeout.left_s, queue_timeout.waited_s),
+        )
+
+    async def _pump(self, receive: Receive) -> None:
+        """Send the body: one message of any size, and more as the handler grants credit."""
+        is_on_demand = self.envelope.has_body == ON_DEMAND
+        window = self._window = Window(0 if is_on_demand else 1)
+        while self._number in self._streams:
+            if is_on_demand:
+                await window.wait()
+            message = await receive()
+            for part in in_parts(message):
+                self._outlet.post((DATA, self._number, (wire_message(part),)))
+                if is_last(part):
+                    # A disconnect after the body arrives here as the cancellation of the whole request.
+                    return
+                if not window.take(message_bytes(part)):
+                    await window.wait()
 
 
 class Accepted:
@@ -181,8 +296,8 @@ class Accepted:
         "_frame",
         "_inbox",
         "_number",
+        "_outlet",
         "_taken_bytes",
-        "_transport",
         "_turn",
         "has_body",
         "task",
@@ -191,9 +306,9 @@ class Accepted:
 
     task: asyncio.Task[None]
 
-    def __init__(self, number: int, transport: Transport, *, has_body: bool | Literal[2]) -> None:
+    def __init__(self, number: int, outlet: Transport, *, has_body: bool | Literal[2]) -> None:
         self._number = number
-        self._transport = transport
+        self._outlet = outlet
         # The last frame; messages are added to it until it is sent.
         self._frame: list[Any] = []
         self._turn = -1
@@ -213,33 +328,37 @@ class Accepted:
                 self._inbox.put({"type": "http.request", "body": b"", "more_body": False})
         return self._inbox
 
+    def put(self, *items: Message) -> None:
+        """Take messages that have arrived."""
+        self.inbox.put(*items)
+
     async def receive(self) -> Message:
         """Return the client's next message."""
         message: Message = await self.inbox.get()
         self._taken_bytes += message_bytes(message)
         if self._taken_bytes >= WINDOW_BYTES // 2 and not is_last(message):
-            self._transport.post((CREDIT, self._number, self._taken_bytes))
+            self._outlet.post((CREDIT, self._number, self._taken_bytes))
             self._taken_bytes = 0
         return message
 
     def send(self, message: Message) -> Awaitable[None]:
         """Send a message to the client; the result waits while the client reads too slowly."""
-        if self._turn == self._transport.turn:
+        if self._turn == self._outlet.turn:
             self._frame[2].append(wire_message(message))
         else:
-            self._turn = self._transport.turn
+            self._turn = self._outlet.turn
             self._frame = [DATA, self._number, [wire_message(message)]]
-            self._transport.post(self._frame)
+            self._outlet.post(self._frame)
         return DONE if self.window.take(message_bytes(message)) else self.window.wait()
 
     def end(self, load: Load) -> None:
         """Send the end of the stream with the actor's load."""
-        if self._turn == self._transport.turn:
+        if self._turn == self._outlet.turn:
             self._frame[0] = ANSWER
             self._frame += (load.ongoing, load.queued)
             self._turn = -1
         else:
-            self._transport.post((END, self._number, load.ongoing, load.queued))
+            self._outlet.post((END, self._number, load.ongoing, load.queued))
 
 
 class AcceptedOnDemand(Accepted):
@@ -249,5 +368,5 @@ class AcceptedOnDemand(Accepted):
 
     async def receive(self) -> Message:
         if self._inbox is None:  # the first call
-            self._transport.post((CREDIT, self._number, 1))
+            self._outlet.post((CREDIT, self._number, 1))
         return await super().receive()

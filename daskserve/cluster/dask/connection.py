@@ -39,7 +39,7 @@ from daskserve.cluster.protocols.started import StartedInstances
 from daskserve.common import settings
 from daskserve.common.clock import OneLoopClock, RequestIds, system_rng
 from daskserve.common.formatting import shown
-from daskserve.common.types import Envelope, InstanceName, Load, Receive, Send
+from daskserve.common.types import ActorRequest, Envelope, InstanceName
 from daskserve.errors import (
     BlockingCallError,
     ClusterUnreachableError,
@@ -61,7 +61,7 @@ _ATTRIBUTE = "_daskserve_link"
 CONNECT_MARGIN_S = 0.2
 
 
-async def _refuse(name: str, incarnation: int, envelope: Envelope, receive: Receive, send: Send) -> Load:
+def _refuse(name: str, incarnation: int, envelope: Envelope) -> ActorRequest:
     raise InstanceError("This process is a client and holds no actors.")
 
 
@@ -126,7 +126,6 @@ class DaskConnection:
         self.channels = ChannelPool(
             _refuse if registry is None else registry.dispatch,
             dialler.dial,
-            None if registry is None else registry.dispatch_nowait,
             self.inbox,
             keyring=keyring,
             lost_after_s=channel.lost_after_s,

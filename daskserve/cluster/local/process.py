@@ -25,6 +25,7 @@ from daskserve.cluster.protocols.stores import StoreOwnership
 from daskserve.cluster.routes import WorkerRoutes
 from daskserve.common.types import (
     ActorAddress,
+    ActorRequest,
     Envelope,
     Load,
     OnAnswer,
@@ -41,7 +42,7 @@ from daskserve.payload.parcels import Parcel
 RETRY_DIRECT_S = 30.0
 
 
-async def _refuse(name: str, incarnation: int, envelope: Envelope, receive: Receive, send: Send) -> Load:
+def _refuse(name: str, incarnation: int, envelope: Envelope) -> ActorRequest:
     raise InstanceError("This process is a client and holds no actors.")
 
 
@@ -78,7 +79,6 @@ class LocalProcess(ActorCalls):
         self.channels = ChannelPool(
             _refuse if registry is None else registry.dispatch,
             self._connect,
-            None if registry is None else registry.dispatch_nowait,
             kept=None if registry is None else registry.kept,
             connect_directly=partial(self._connect, directly=True),
             retry_direct_s=RETRY_DIRECT_S,
@@ -130,20 +130,12 @@ class LocalProcess(ActorCalls):
         # Values that cannot cross a channel fail here even if the actor is in this process.
         return plain_copy(await super().call(address, verb, **plain_copy(message)))
 
-    async def request(self, address: ActorAddress, envelope: Envelope, receive: Receive, send: Send) -> Load:
-        await self.state.wait_until_running()
-        try:
-            load = await super().request(address, envelope, receive, send)
-        except Exception:
-            await self.state.wait_until_running()
-            raise
-        await self.state.wait_until_running()
-        return load
+    def request(self, address: ActorAddress, envelope: Envelope) -> ActorRequest:
+        return _LocalRequest(self.state, partial(super().request, address, envelope))
 
-    def ask(
-        self, address: ActorAddress, envelope: Envelope, on_answer: OnAnswer
-    ) -> Callable[[], None] | None:
-        return super().ask(address, envelope, on_answer) if self.state.is_running else None
+    def handler_of(self, address: ActorAddress) -> Callable[[Envelope], ActorRequest]:
+        handle = super().handler_of(address)
+        return lambda envelope: _LocalRequest(self.state, partial(handle, envelope))
 
     async def inspect(
         self, worker: WorkerAddress, *, metrics_of: Collection[str] = (), by_scheduler: bool = False
@@ -197,6 +189,27 @@ class LocalProcess(ActorCalls):
             end()
 
         return unsubscribe
+
+
+class _LocalRequest:
+    """A request of one process, which neither begins nor ends while the process is suspended."""
+
+    def __init__(self, state: RunState, make: Callable[[], ActorRequest]) -> None:
+        self._state = state
+        self._make = make
+
+    def start(self, on_answer: OnAnswer) -> Callable[[], None] | None:
+        return self._make().start(on_answer) if self._state.is_running else None
+
+    async def respond(self, receive: Receive, send: Send) -> Load:
+        await self._state.wait_until_running()
+        try:
+            load = await self._make().respond(receive, send)
+        except Exception:
+            await self._state.wait_until_running()
+            raise
+        await self._state.wait_until_running()
+        return load
 
 
 class _ProcessStore:

@@ -13,11 +13,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
-from daskserve.cluster.channel.wire.outbox import Outbox, Refuser
-from daskserve.cluster.channel.wire.packing import pack, unpack
+from daskserve.cluster.channel.wire.frames import pack, unpack
 from daskserve.cluster.channel.wire.parts import Buffer
 from daskserve.cluster.channel.wire.segments import Segments
-from daskserve.cluster.channel.wire.transport import Receiver, Traffic
+from daskserve.cluster.channel.wire.transport import Outbox, Receiver, Refuser, Traffic
 
 logger = logging.getLogger("daskserve.local")
 

@@ -21,6 +21,7 @@ from daskserve.common.clock import Clock, RequestIds
 from daskserve.common.types import (
     ActorAddress,
     ActorKind,
+    ActorRequest,
     Envelope,
     InstanceName,
     Load,
@@ -106,6 +107,16 @@ def verbs_of(*parts: object) -> Mapping[str, Verb]:
     }
 
 
+@dataclass(slots=True)
+class TaskRequest:
+    """An `ActorRequest` that a coroutine function responds to."""
+
+    respond: Callable[[Receive, Send], Coroutine[Any, Any, Load]]
+
+    def start(self, on_answer: OnAnswer) -> None:
+        """Return None: it needs a task."""
+
+
 class Hosted(Source, Protocol):
     """An actor that a Host can run."""
 
@@ -116,19 +127,11 @@ class Hosted(Source, Protocol):
     async def start(self) -> Mapping[str, Any]:
         """Prepare the actor and return plain facts about it; raise if that fails."""
 
-    def handle(self, envelope: Envelope, receive: Receive, send: Send) -> Coroutine[Any, Any, Load]:
-        """Answer one request stream; cancelled when the caller disconnects."""
+    def handle(self, envelope: Envelope) -> ActorRequest:
+        """Take a request; raise if the actor takes none of its kind."""
 
     async def stop(self, grace_s: float) -> None:
         """Stop; running requests may finish for up to ``grace_s``. Idempotent; cancelled only if late."""
-
-
-@runtime_checkable
-class HandlesNowait(Protocol):
-    """An actor that can also answer requests without a task, as replicas do."""
-
-    def handle_nowait(self, envelope: Envelope, on_answer: OnAnswer) -> Callable[[], None] | None:
-        """Start to answer a request, and return a function that cancels it; None if it needs `handle`."""
 
 
 @runtime_checkable
@@ -188,18 +191,13 @@ class Cluster(Protocol):
     async def call(self, address: ActorAddress, verb: str, **message: Any) -> Any:
         """Call one of an actor's verbs with plain values and return a plain value."""
 
-    def request(
-        self, address: ActorAddress, envelope: Envelope, receive: Receive, send: Send
-    ) -> Coroutine[Any, Any, Load]:
-        """Send one request stream to an actor; with a direct call if the actor is in this process."""
+    def request(self, address: ActorAddress, envelope: Envelope) -> ActorRequest:
+        """Return a request to an actor, not begun. One without a connection to its actor needs a task."""
 
-    def ask(
-        self, address: ActorAddress, envelope: Envelope, on_answer: OnAnswer
-    ) -> Callable[[], None] | None:
-        """Send a request that has one answer and no deadline to an actor, without a task.
+    def handler_of(self, address: ActorAddress) -> Callable[[Envelope], ActorRequest]:
+        """Return the function that takes an actor's requests: its own ``handle`` if it is in this process.
 
-        Returns a function that cancels the request. Returns None, without having done anything, if this is
-        not possible: there is no connection to the actor yet, or the actor is local and has to wait.
+        For others it is that of the present connection, and out of date when the route changes.
         """
 
     async def inspect(

@@ -46,7 +46,7 @@ from daskserve.cluster.probe import can_mix
 from daskserve.cluster.protocols.base import Process
 from daskserve.cluster.worker.child_view import FACTS, ClusterAccess
 from daskserve.common import settings
-from daskserve.common.types import ActorAddress, Envelope, Load, Payload, Receive, Send
+from daskserve.common.types import ActorAddress, ActorRequest, Envelope, Payload
 from daskserve.errors import InstanceError, VersionMismatchError
 from daskserve.options.environment import Interpreter
 from daskserve.payload.pickling import dump_bytes
@@ -172,13 +172,13 @@ class ChildProcess:
         """A verb phrase that says how the process ended; valid once `ended` is set."""
         return fate_of(self._process.returncode)
 
-    async def request(self, number: int, envelope: Envelope, receive: Receive, send: Send) -> Load:
-        """Send one request stream to the child; see `daskserve.cluster.channel.channel.Channel.request`.
+    def request(self, number: int, envelope: Envelope) -> ActorRequest:
+        """Return a request to the child; see `daskserve.cluster.channel.channel.Channel.request`.
 
         The number reaches the child's ``dispatch`` unchanged: it identifies the request even after its end.
         """
         address = ActorAddress(self.name, f"process {self.pid}", number)
-        return await self._channel.request(address, envelope, receive, send)
+        return self._channel.request(address, envelope)
 
     async def call(self, verb: str, payload: Payload | None = None, **message: Any) -> Any:
         """Call a verb of the child with plain values and, optionally, bytes and buffers of any size."""
@@ -298,7 +298,7 @@ def _kill_group(leader: int) -> None:
         os.killpg(leader, signal.SIGKILL)
 
 
-async def _refuse(name: str, number: int, envelope: Envelope, receive: Receive, send: Send) -> Load:
+def _refuse(name: str, number: int, envelope: Envelope) -> ActorRequest:
     raise InstanceError("A child process cannot send requests to its parent.")
 
 

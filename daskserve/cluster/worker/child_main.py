@@ -43,8 +43,7 @@ MAIN_GRACE_S = 0.2
 EXIT_SHARE = 0.1
 #: From -1000 to 1000: a process with the higher number is killed first. The numbers of others are 0.
 OOM_SCORE = 500
-
-#: Returns the function that answers the streams of the parent, and the function that asks the parent to
+#: Returns the function that takes the requests of the parent, and the function that asks the parent to
 #: replace this process, which got SIGTERM.
 Factory: TypeAlias = Callable[[StartThread], tuple[Dispatch, Callable[[], None]]]
 

@@ -44,11 +44,8 @@ class UserCode(Protocol):
     async def start(self) -> Mapping[str, Any]:
         """Load, construct and probe the user code, and return facts about it; raise if that fails."""
 
-    def request(self, envelope: Envelope) -> ReplicaRequest:
+    def handle(self, envelope: Envelope) -> ReplicaRequest:
         """Return the answer to a request, not begun; raise `BadRequestError` for one of an unknown kind."""
-
-    def needs_task(self, envelope: Envelope) -> bool:
-        """Whether a request can only be answered from a task."""
 
     async def reconfigure(
         self,

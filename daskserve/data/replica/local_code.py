@@ -31,8 +31,8 @@ from daskserve.data.replica.requests.batches import ReplicaBatches
 from daskserve.data.replica.requests.calls import CallRequest, call_answer_for
 from daskserve.data.replica.requests.chained_values import filled
 from daskserve.data.replica.requests.http import LocalHTTPRequest
-from daskserve.data.replica.requests.replica_request import ReplicaRequest
-from daskserve.data.replica.requests.serving import LocalRequest, ServingCode
+from daskserve.data.replica.requests.replica_request import LocalRequest, ReplicaRequest
+from daskserve.data.replica.requests.serving import ServingCode
 from daskserve.data.replica.requests.slots import Slots
 from daskserve.data.replica.user_code.autoscaling_stats import AUTOSCALING, autoscaling_metrics
 from daskserve.data.replica.user_code.class_app import enter_app
@@ -102,7 +102,7 @@ class LocalCode:
         self._batches = ReplicaBatches(
             self._parts, start.config.max_batch_size, start.config.batch_wait_timeout, metrics, self._failures
         )
-        self.slots = Slots(start.replica_tag, start.concurrency, self._batches, metrics)
+        self.slots = Slots(start.replica_tag, start.concurrency, metrics)
 
     @property
     def abandoned(self) -> int:
@@ -183,6 +183,8 @@ class LocalCode:
             executor, servable, self._batches, self.slots, self._metrics, self._failures
         )
         self._serving.fill = self._fill
+        if servable.facts.accepts_batches:
+            self.slots.queue = self._batches
         self._serving.place = {
             "replica_tag": start.replica_tag,
             "backend": start.backend_tag,
@@ -234,7 +236,7 @@ class LocalCode:
 
     # ---- requests
 
-    def request(self, envelope: Envelope) -> ReplicaRequest:
+    def handle(self, envelope: Envelope) -> ReplicaRequest:
         """Return the answer to a request, in the state WAITING."""
         serving = self._serving
         if serving is None:
@@ -253,10 +255,6 @@ class LocalCode:
     async def _fill(self, payload: Payload, keys: Any) -> Payload:
         context = self._context
         return await filled(payload, keys, lambda: context.cluster.connection, context.spec.instance)
-
-    def needs_task(self, envelope: Envelope) -> bool:
-        """Whether a request can only be answered from a task."""
-        return self._serving is None or self._serving.needs_task(envelope)
 
     # ---- verbs
 

@@ -15,17 +15,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from daskserve.cluster.protocols.base import ContextWith, verb, verbs_of
 from daskserve.common.clock import stopwatch
-from daskserve.common.types import Envelope, Load, OnAnswer, Receive, Send, as_rank_info, short_tag
+from daskserve.common.types import Load, as_rank_info, short_tag
 from daskserve.context import HasConnection
 from daskserve.data.replica.code_protocol import CLOSE_GRACE_S, UserCode
 from daskserve.data.replica.health import HealthWatch
 from daskserve.data.replica.local_code import LocalCode
-from daskserve.data.replica.requests.responders import TasklessResponder, respond
 from daskserve.data.replica.user_code.construction import RECONFIGURING
 from daskserve.options.start_messages import ReplicaStart, read_config
 from daskserve.telemetry.replica import ReplicaMetrics
@@ -52,6 +51,8 @@ class Replica:
         self._metrics = ReplicaMetrics()
         self._labels = (context.spec.instance, start.backend_tag, start.replica_tag)
         self._code = place(context, start, self._metrics)
+        #: Takes a request; user code answers it.
+        self.handle = self._code.handle
         self._slots = self._code.slots
         self._rank_info = as_rank_info(start.rank_info)
         self._reconfiguring = asyncio.Lock()
@@ -105,22 +106,6 @@ class Replica:
         self._health.start()
         self._metrics.record_start(stopwatch() - began, self._context.clock.wall())
         return {**facts, "rank_info": self._rank_info}
-
-    # ---- requests
-
-    def handle(self, envelope: Envelope, receive: Receive, send: Send) -> Coroutine[Any, Any, Load]:
-        """Answer one request with user code; see `daskserve.data.replica.requests.responders.carry`."""
-        return respond(self._code.request(envelope), receive, send, self._context.clock)
-
-    def handle_nowait(self, envelope: Envelope, on_answer: OnAnswer) -> Callable[[], None] | None:
-        """Answer a request without a task, and return what gives it up; None if it is one for `handle`."""
-        if self._code.needs_task(envelope):
-            return None
-        caller = TasklessResponder(self._code.request(envelope), self._context.clock, on_answer)
-        if not self._slots.take_nowait():
-            return None
-        caller.start()
-        return caller.give_up
 
     def load(self) -> Load:
         """Return how many requests run, and how many wait for a slot or for their batch."""

@@ -20,7 +20,6 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from typing import Any, Protocol
 
-from tornado.iostream import StreamClosedError
 from wsproto import WSConnection
 from wsproto.connection import ConnectionState
 from wsproto.events import (
@@ -41,7 +40,7 @@ from wsproto.utilities import LocalProtocolError
 from daskserve.common.clock import Clock
 from daskserve.common.types import SOCKET_PLACE, Message, SocketPlace
 from daskserve.proxies.exchange.limits import WEBSOCKET_PONGS, WEBSOCKET_SILENCE, Limits
-from daskserve.proxies.exchange.stream import Stream, TransportStream, open_stream
+from daskserve.proxies.exchange.stream import Stream, open_stream
 from daskserve.proxies.exchange.turns import SLICE_BYTES, SLOW, STEP_BYTES, LoopTurns
 from daskserve.proxies.exchange.websocket.deflate import Inflation, MessageDeflate
 from daskserve.proxies.exchange.websocket.inbox import WebSocketInbox, WebSocketReader
@@ -54,7 +53,6 @@ PING_S = 20.0
 #: Maximum number of pongs that wait for a client that does not read.
 MAX_PONGS = 64
 GOING_AWAY = (1001, "going away")
-_GONE = "the client has disconnected"
 
 
 class WebSocketOwner(Protocol):
@@ -84,7 +82,7 @@ class WebSocketWriter:
         """Send without waiting for the client to read it."""
         try:
             self.stream.write(self._protocol.send(event))
-        except (StreamClosedError, LocalProtocolError) as error:
+        except (ConnectionResetError, LocalProtocolError) as error:
             log.debug("A WebSocket was already closed: %r", error)
 
     def pack(self, event: Event) -> bytes:
@@ -98,9 +96,9 @@ class WebSocketWriter:
         """Send; the future is for `flush`. Raises ``OSError`` if the client has disconnected."""
         try:
             return self.stream.write(data)
-        except StreamClosedError as error:
+        except ConnectionResetError:
             self._on_lost()
-            raise ConnectionResetError(_GONE) from error
+            raise
 
     async def send_in_pieces(self, frame: DataMessage[Any], turns: LoopTurns) -> None:
         """Send a message that is compressed: others have their turn after each piece.
@@ -124,9 +122,9 @@ class WebSocketWriter:
         if not flushed.done():
             try:
                 await asyncio.shield(flushed)
-            except StreamClosedError as error:
+            except ConnectionResetError:
                 self._on_lost()
-                raise ConnectionResetError(_GONE) from error
+                raise
 
     def end(self) -> None:
         """Close the connection once everything written is sent."""
@@ -203,7 +201,6 @@ class WebSocketConnection:
 
     def start(self) -> None:
         """Watch the connection; nothing is read before the handshake is accepted."""
-        self.stream.set_nodelay(True)
         self.stream.set_close_callback(self._on_lost)
 
     # ---- the application's side
@@ -443,7 +440,7 @@ class WebSocketConnection:
         if sock is not None:
             with suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
-        elif isinstance(stream, TransportStream):
+        else:
             stream.cut(b"" if self.is_closing else b"\x88\x02" + code.to_bytes(2, "big"))
 
     def close(self, code: int, reason: str) -> None:

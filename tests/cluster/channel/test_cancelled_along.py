@@ -25,7 +25,9 @@ async def hang(*_: Any) -> Any:
 def test_a_request_cancelled_while_its_connection_closes_raises_cancelled(turns: int | None) -> None:
     async def main() -> None:
         pool = ChannelPool(cast(Any, hang), hang)
-        request = pool.request(ADDRESS, Envelope(EnvelopeKind.CALL, {}), cast(Any, hang), cast(Any, hang))
+        request = pool.request(ADDRESS, Envelope(EnvelopeKind.CALL, {})).respond(
+            cast(Any, hang), cast(Any, hang)
+        )
         requesting = asyncio.create_task(request)
         for _ in range(3):
             await asyncio.sleep(0)

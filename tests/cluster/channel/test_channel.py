@@ -8,11 +8,13 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from by_task import by_task
 
-from daskserve.cluster.channel.channel import WINDOW_BYTES, Channel
+from daskserve.cluster.channel.channel import Channel
 from daskserve.cluster.channel.connect.comm_transport import CommTransport
 from daskserve.cluster.channel.connect.dialling import READY
 from daskserve.cluster.channel.pool import ChannelPool
+from daskserve.cluster.channel.streams import WINDOW_BYTES
 from daskserve.common.types import (
     ActorAddress,
     Envelope,
@@ -80,6 +82,7 @@ class Pair:
         forth: asyncio.Queue[Any] = asyncio.Queue()
         back: asyncio.Queue[Any] = asyncio.Queue()
 
+        @by_task
         async def dispatch(
             name: str, incarnation: int, envelope: Envelope, receive: Receive, send: Send
         ) -> Load:
@@ -160,7 +163,7 @@ def test_a_request_and_its_answer_are_carried() -> None:
     async def scenario() -> None:
         client = Client(b"hello")
         async with connected(echo) as pair:
-            load = await pair.here.request(ADDRESS, HTTP, client.receive, client.send)
+            load = await pair.here.request(ADDRESS, HTTP).respond(client.receive, client.send)
         assert load == Load(3, 4)
         assert client.answers == [body(b"HELLO", more=False)]
 
@@ -174,7 +177,7 @@ def test_a_small_exchange_takes_two_frames_out_and_one_back() -> None:
     async def scenario() -> None:
         client = Client(b"x" * 1000)
         async with connected(echo) as pair:
-            await pair.here.request(ADDRESS, HTTP, client.receive, client.send)
+            await pair.here.request(ADDRESS, HTTP).respond(client.receive, client.send)
             assert [len(comm.written) for comm in pair.comms] == [2, 1]
 
     play(scenario)
@@ -191,7 +194,7 @@ def test_messages_of_one_loop_iteration_share_a_frame() -> None:
     async def scenario() -> None:
         client = Client()
         async with connected(chunks) as pair:
-            load = await pair.here.request(ADDRESS, HTTP, client.receive, client.send)
+            load = await pair.here.request(ADDRESS, HTTP).respond(client.receive, client.send)
             assert load == Load(3, 4)
             assert [len(comm.written) for comm in pair.comms][1] == 4
         assert b"".join(answer["body"] for answer in client.answers) == b"abababc"
@@ -207,7 +210,9 @@ def test_a_complete_answer_arrives_while_its_handler_runs_on() -> None:
     async def scenario() -> None:
         client = Client()
         async with connected(lingering) as pair:
-            request = asyncio.create_task(pair.here.request(ADDRESS, HTTP, client.receive, client.send))
+            request = asyncio.create_task(
+                pair.here.request(ADDRESS, HTTP).respond(client.receive, client.send)
+            )
             await asyncio.sleep(1)
             assert client.answers == [body(b"all there is", more=False)]
             assert await request == Load(3, 4)
@@ -224,7 +229,7 @@ def test_a_body_is_one_message_ahead_of_a_handler_that_does_not_read() -> None:
         client = Client(*[b"x" * 1000] * 50)
         async with connected(refuse) as pair:
             with pytest.raises(BadRequestError):
-                await pair.here.request(ADDRESS, HTTP, client.receive, client.send)
+                await pair.here.request(ADDRESS, HTTP).respond(client.receive, client.send)
         assert client.given == 1
 
     play(scenario)
@@ -249,7 +254,7 @@ def test_an_upload_is_at_most_a_window_ahead_of_a_slow_reader() -> None:
     async def scenario() -> None:
         client.left = [chunk] * 200
         async with connected(slow) as pair:
-            await pair.here.request(ADDRESS, HTTP, client.receive, client.send)
+            await pair.here.request(ADDRESS, HTTP).respond(client.receive, client.send)
         assert read == client.given == 200
 
     play(scenario)
@@ -270,7 +275,9 @@ def test_a_download_is_at_most_a_window_ahead_of_a_slow_reader(size: int) -> Non
         client = Client(b"")
         client.may_read.clear()
         async with connected(stream) as pair:
-            request = asyncio.create_task(pair.here.request(ADDRESS, HTTP, client.receive, client.send))
+            request = asyncio.create_task(
+                pair.here.request(ADDRESS, HTTP).respond(client.receive, client.send)
+            )
             await asyncio.sleep(60)
             assert sent < count
             assert (sent - 1) * (size + MESSAGE_BYTES) < WINDOW_BYTES
@@ -296,7 +303,9 @@ def test_python_values_count_toward_the_window() -> None:
         client.may_read.clear()
         envelope = Envelope(EnvelopeKind.CALL, {}, value)
         async with connected(stream) as pair:
-            request = asyncio.create_task(pair.here.request(ADDRESS, envelope, client.receive, client.send))
+            request = asyncio.create_task(
+                pair.here.request(ADDRESS, envelope).respond(client.receive, client.send)
+            )
             await asyncio.sleep(60)
             assert sent <= 4
             client.may_read.set()
@@ -330,7 +339,7 @@ def test_a_websocket_is_carried_until_its_client_disconnects() -> None:
             return {"type": "websocket.receive", "bytes": bytes(100_000), "text": None}
 
         async with connected(echo) as pair:
-            await pair.here.request(ADDRESS, HTTP, receive, Client().send)
+            await pair.here.request(ADDRESS, HTTP).respond(receive, Client().send)
         assert len(seen) == given == count
 
     play(scenario)
@@ -351,7 +360,9 @@ def test_cancelling_while_the_window_is_full_ends_the_handler() -> None:
         client = Client(b"")
         client.may_read.clear()
         async with connected(stream) as pair:
-            request = asyncio.create_task(pair.here.request(ADDRESS, HTTP, client.receive, client.send))
+            request = asyncio.create_task(
+                pair.here.request(ADDRESS, HTTP).respond(client.receive, client.send)
+            )
             await asyncio.sleep(1)
             request.cancel()
             await asyncio.wait([request])
@@ -376,7 +387,7 @@ def test_a_request_without_a_body_is_read_as_empty_and_sends_no_frame() -> None:
             async def keep(message: Message) -> None:
                 answers.append(message)
 
-            request = asyncio.create_task(pair.here.request(ADDRESS, envelope, nothing, keep))
+            request = asyncio.create_task(pair.here.request(ADDRESS, envelope).respond(nothing, keep))
             await asyncio.sleep(1)
             assert read == [{"type": "http.request", "body": b"", "more_body": False}]
             assert answers == [body(b"done", more=False)]
@@ -407,7 +418,7 @@ def test_code_that_outlives_its_request_receives_a_disconnect(is_lost: bool) -> 
 
             async def ignore(message: Message) -> None: ...
 
-            request = asyncio.create_task(pair.here.request(ADDRESS, envelope, nothing, ignore))
+            request = asyncio.create_task(pair.here.request(ADDRESS, envelope).respond(nothing, ignore))
             await asyncio.sleep(1)
             assert received == [{"type": "http.request", "body": b"", "more_body": False}]
             if is_lost:
@@ -447,7 +458,9 @@ def test_a_lost_connection_ends_both_sides_of_a_stream() -> None:
     async def scenario() -> None:
         client = Client(b"")
         async with connected(stream) as pair:
-            request = asyncio.create_task(pair.here.request(ADDRESS, HTTP, client.receive, client.send))
+            request = asyncio.create_task(
+                pair.here.request(ADDRESS, HTTP).respond(client.receive, client.send)
+            )
             await asyncio.sleep(1)
             pair.comms[0].abort()
             with pytest.raises(ActorLostError) as caught:
@@ -456,7 +469,7 @@ def test_a_lost_connection_ends_both_sides_of_a_stream() -> None:
             await asyncio.sleep(1)
             assert ended == 1
             with pytest.raises(ActorLostError) as caught:
-                await pair.here.request(ADDRESS, HTTP, client.receive, client.send)
+                await pair.here.request(ADDRESS, HTTP).respond(client.receive, client.send)
             assert not caught.value.begun
 
     play(scenario)
@@ -468,10 +481,10 @@ def test_an_unsent_request_on_a_lost_connection_had_not_begun() -> None:
 
     async def scenario() -> None:
         async with connected(stream) as pair:
-            sent = asyncio.create_task(pair.here.request(ADDRESS, HTTP, nothing, Client().send))
+            sent = asyncio.create_task(pair.here.request(ADDRESS, HTTP).respond(nothing, Client().send))
             await asyncio.sleep(1)
             pair.comms[0].abort()  # the channel has not noticed yet
-            unsent = asyncio.create_task(pair.here.request(ADDRESS, HTTP, nothing, Client().send))
+            unsent = asyncio.create_task(pair.here.request(ADDRESS, HTTP).respond(nothing, Client().send))
             for request, begun in ((sent, True), (unsent, False)):
                 with pytest.raises(ActorLostError) as caught:
                     await request
@@ -493,7 +506,7 @@ def test_a_message_that_cannot_be_packed_fails_only_its_stream() -> None:
         good, bad = Client(b"good"), Client(b"bad")
         async with connected(answer) as pair:
             outcomes = await asyncio.gather(
-                *(pair.here.request(ADDRESS, HTTP, each.receive, each.send) for each in (bad, good)),
+                *(pair.here.request(ADDRESS, HTTP).respond(each.receive, each.send) for each in (bad, good)),
                 return_exceptions=True,
             )
         assert isinstance(outcomes[0], TypeError)
@@ -516,7 +529,9 @@ def test_an_invalid_frame_ends_the_connection_and_its_streams(
     async def scenario() -> None:
         client = Client(b"")
         async with connected(stream) as pair:
-            request = asyncio.create_task(pair.here.request(ADDRESS, HTTP, client.receive, client.send))
+            request = asyncio.create_task(
+                pair.here.request(ADDRESS, HTTP).respond(client.receive, client.send)
+            )
             await asyncio.sleep(1)
             # Bypass the serializer, like the bytes of another program.
             pair.comms[1]._outgoing.put_nowait(garbage)
@@ -539,7 +554,7 @@ def test_frames_of_unknown_kinds_and_streams_are_ignored() -> None:
             unknown = [(99, 0), (1, 77, {"type": "x"}), (2, 77, 0, 0), (3, 77, b""), (4, 77), (5, 77, 10)]
             pair.comms[0]._outgoing.put_nowait(unknown)
             pair.comms[1]._outgoing.put_nowait(unknown)
-            assert await pair.here.request(ADDRESS, HTTP, client.receive, client.send) == Load(3, 4)
+            assert await pair.here.request(ADDRESS, HTTP).respond(client.receive, client.send) == Load(3, 4)
 
     play(scenario)
 
@@ -563,7 +578,7 @@ def test_the_remaining_time_travels_and_the_other_side_enforces_it() -> None:
         async with connected(handler) as pair:
             envelope = Envelope(EnvelopeKind.CALL, {}, deadline=105.0)
             with pytest.raises(RequestTimeoutError, match="The deadline of a request"):
-                await pair.here.request(ADDRESS, envelope, nothing, nothing)
+                await pair.here.request(ADDRESS, envelope).respond(nothing, nothing)
             assert pair.comms[0].written[0][-2] == 5.0
             assert cancelled_at == [105.0]
 
@@ -575,6 +590,7 @@ def test_the_handler_gets_its_deadline_on_its_own_clock() -> None:
         pair = Pair(lambda receive, send: nothing())
         found = []
 
+        @by_task
         async def dispatch(_: str, __: int, envelope: Envelope, receive: Receive, send: Send) -> Load:
             found.append(envelope.deadline)
             return Load()
@@ -583,7 +599,7 @@ def test_the_handler_gets_its_deadline_on_its_own_clock() -> None:
         serving = [asyncio.create_task(side.serve()) for side in (pair.here, pair.there)]
         for deadline in (None, 7.0):
             envelope = Envelope(EnvelopeKind.CALL, {}, deadline=deadline)
-            await pair.here.request(ADDRESS, envelope, nothing, nothing)
+            await pair.here.request(ADDRESS, envelope).respond(nothing, nothing)
         frame = pair.comms[0].written[0]
         assert frame[-2:] == (None, None)
         await asyncio.sleep(1)
@@ -602,6 +618,7 @@ def test_the_patience_of_a_request_travels() -> None:
         pair = Pair(lambda receive, send: nothing())
         found = []
 
+        @by_task
         async def dispatch(_: str, __: int, envelope: Envelope, receive: Receive, send: Send) -> Load:
             found.append(envelope.queue_timeout)
             return Load()
@@ -610,7 +627,7 @@ def test_the_patience_of_a_request_travels() -> None:
         serving = [asyncio.create_task(side.serve()) for side in (pair.here, pair.there)]
         for queue_timeout in (None, QueueTimeout(0.5, 2.0)):
             envelope = Envelope(EnvelopeKind.CALL, {}, queue_timeout=queue_timeout)
-            await pair.here.request(ADDRESS, envelope, nothing, nothing)
+            await pair.here.request(ADDRESS, envelope).respond(nothing, nothing)
         assert found == [None, QueueTimeout(0.5, 2.0)]
         pair.here.close()
         pair.there.close()
@@ -627,8 +644,8 @@ def test_a_request_that_arrives_after_its_deadline_is_not_begun() -> None:
         async with connected(handler) as pair:
             await asyncio.sleep(6)
             with pytest.raises(RequestTimeoutError):
-                await pair.here.request(
-                    ADDRESS, Envelope(EnvelopeKind.CALL, {}, deadline=5.0), nothing, nothing
+                await pair.here.request(ADDRESS, Envelope(EnvelopeKind.CALL, {}, deadline=5.0)).respond(
+                    nothing, nothing
                 )
 
     play(scenario)

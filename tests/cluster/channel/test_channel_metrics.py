@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
+from by_task import by_task
 
 from daskserve.cluster.channel.channel import Channel
 from daskserve.cluster.channel.pool import ChannelPool
@@ -26,6 +27,7 @@ class There:
         self.channels: list[Channel] = []
         self._tasks: list[asyncio.Task[None]] = []
 
+    @by_task
     async def dispatch(
         self, name: str, incarnation: int, envelope: Envelope, receive: Receive, send: Send
     ) -> Load:
@@ -70,7 +72,7 @@ async def ask(pool: ChannelPool) -> None:
     async def drop(message: Message) -> None:
         pass
 
-    await pool.request(ADDRESS, Envelope(EnvelopeKind.CONTROL, {"verb": "v"}), receive, drop)
+    await pool.request(ADDRESS, Envelope(EnvelopeKind.CONTROL, {"verb": "v"})).respond(receive, drop)
 
 
 def counts(pool: ChannelPool) -> dict[str, Any]:

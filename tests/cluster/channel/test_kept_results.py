@@ -16,6 +16,7 @@ from daskserve.cluster.channel.wire.transport import SocketTransport
 from daskserve.common.types import (
     KEPT_BYTES,
     ActorAddress,
+    ActorRequest,
     Envelope,
     EnvelopeKind,
     KeptPayload,
@@ -59,22 +60,26 @@ class Call:
         """Make the call, over the path with a task at both ends or the one without."""
         envelope = self.envelope(needs_task=needs_task)
         if needs_task:
-            self.load = await channel.request(ADDRESS, envelope, nothing_to_receive, self.send)
+            self.load = await channel.request(ADDRESS, envelope).respond(nothing_to_receive, self.send)
         else:
-            channel.ask(ADDRESS, envelope, self.end)
+            channel.request(ADDRESS, envelope).start(self.end)
             await wait_until(lambda: self.load)
 
 
-async def dispatch(name: str, incarnation: int, envelope: Envelope, receive: Receive, send: Send) -> Load:
-    await send(ANSWER)
-    return Load(1, 2)
+class LargeRequest:
+    """A request with a large answer."""
+
+    async def respond(self, receive: Receive, send: Send) -> Load:
+        await send(ANSWER)
+        return Load(1, 2)
+
+    def start(self, on_answer: OnAnswer) -> Callable[[], None]:
+        asyncio.get_running_loop().call_soon(on_answer, ANSWER, Load(1, 2))
+        return lambda: None
 
 
-def dispatch_nowait(
-    name: str, incarnation: int, envelope: Envelope, on_answer: OnAnswer
-) -> Callable[[], None]:
-    asyncio.get_running_loop().call_soon(on_answer, ANSWER, Load(1, 2))
-    return lambda: None
+def dispatch(name: str, incarnation: int, envelope: Envelope) -> ActorRequest:
+    return LargeRequest()
 
 
 def play(scenario: Callable[[Channel, Channel, KeptResults], Awaitable[None]]) -> None:
@@ -82,7 +87,7 @@ def play(scenario: Callable[[Channel, Channel, KeptResults], Awaitable[None]]) -
         kept = KeptResults("there")
         ends = [SocketTransport(each, "there") for each in socket.socketpair()]
         here = Channel(ends[0], dispatch, first_stream=0)
-        there = Channel(ends[1], dispatch, first_stream=1, dispatch_nowait=dispatch_nowait, kept=kept)
+        there = Channel(ends[1], dispatch, first_stream=1, kept=kept)
         async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
             for each in (here, there):
                 tasks.create_task(each.serve())
@@ -147,7 +152,8 @@ def test_a_large_answer_is_dropped_with_the_connection_of_its_caller(needs_task:
 def test_an_answer_that_is_offered_after_its_caller_left_is_dropped() -> None:
     async def scenario(here: Channel, there: Channel, kept: KeptResults) -> None:
         here._receive_frame = lambda frame: None  # type: ignore[method-assign]
-        give_up = here.ask(ADDRESS, Call(leaves_value=True).envelope(needs_task=False), lambda *_: None)
+        envelope = Call(leaves_value=True).envelope(needs_task=False)
+        give_up = here.request(ADDRESS, envelope).start(lambda *_: None)
         await wait_until(lambda: len(kept) == 1)  # the offer is on its way
         give_up()
         await wait_until(lambda: len(kept) == 0)

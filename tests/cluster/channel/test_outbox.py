@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from daskserve.cluster.channel.wire.outbox import CALL_WORK, MAX_WORK, Outbox
+from daskserve.cluster.channel.wire.transport import CALL_WORK, MAX_WORK, Outbox
 
 
 class Sender(Outbox):

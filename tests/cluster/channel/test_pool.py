@@ -7,6 +7,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
+from by_task import by_task
 
 from daskserve.cluster.channel.kept_results import KeptResults
 from daskserve.cluster.channel.pool import RETIRED_S, ChannelPool
@@ -56,6 +57,7 @@ class Network:
         self.answer: Payload = Payload(b"done")
         self._tasks: list[asyncio.Task[None]] = []
 
+    @by_task
     async def _answer(
         self, name: str, incarnation: int, envelope: Envelope, receive: Receive, send: Send
     ) -> Load:
@@ -91,7 +93,7 @@ class Network:
                 got.append(message)
 
         envelope = Envelope(EnvelopeKind.CALL, {}, has_body=False, call=Leaves())
-        return asyncio.create_task(self.pool.request(ACTOR, envelope, nothing_to_receive, keep))
+        return asyncio.create_task(self.pool.request(ACTOR, envelope).respond(nothing_to_receive, keep))
 
     async def close(self) -> None:
         await self.pool.close()

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from by_task import by_task
 from distributed import Security
 from distributed.comm import connect, listen
 from distributed.protocol import to_serialize
@@ -73,7 +74,7 @@ class Port:
         envelope = Envelope(EnvelopeKind.CALL, {}, Payload(b"question"))
         try:
             actor = ActorAddress("actor", self.address, 1)
-            await pool.request(actor, envelope, nothing_to_receive, keep)
+            await pool.request(actor, envelope).respond(nothing_to_receive, keep)
         finally:
             await pool.close()
         return bytes(answers[0]["payload"].data)
@@ -83,6 +84,7 @@ async def _nobody(*_: Any) -> Load:
     raise AssertionError("no request was to arrive")
 
 
+@by_task
 async def _answer(name: str, number: int, envelope: Envelope, receive: Receive, send: Send) -> Load:
     await send({"type": "call.result", "payload": Payload(b"answer")})
     return Load()

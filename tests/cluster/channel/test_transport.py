@@ -20,9 +20,16 @@ import msgpack
 import pytest
 
 from daskserve.cluster.channel.wire import readiness, transport
-from daskserve.cluster.channel.wire.outbox import CALL_WORK, FRAME_WORK, MAX_WORK
 from daskserve.cluster.channel.wire.parts import BUFFER_BYTES, HEAD, LARGE_BYTES, SIZE, OutOfBand
-from daskserve.cluster.channel.wire.transport import MAGIC, PIECE_BYTES, TURN_BYTES, SocketTransport
+from daskserve.cluster.channel.wire.transport import (
+    CALL_WORK,
+    FRAME_WORK,
+    MAGIC,
+    MAX_WORK,
+    PIECE_BYTES,
+    TURN_BYTES,
+    SocketTransport,
+)
 from daskserve.loops.event_loop import new_event_loop
 
 DEADLINE_S = 10.0

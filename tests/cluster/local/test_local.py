@@ -17,6 +17,7 @@ from daskserve.cluster.store.opening import MemoryStore
 from daskserve.common.types import (
     ActorAddress,
     ActorKind,
+    ActorRequest,
     Envelope,
     EnvelopeKind,
     Load,
@@ -43,6 +44,35 @@ from daskserve.testing import run_virtual, wait_until
 W1, W2 = "local://worker-1", "local://worker-2"
 
 
+class EchoRequest:
+    """A request to an `Echo`; its head says what comes of it."""
+
+    def __init__(self, actor: Echo, envelope: Envelope) -> None:
+        self.actor = actor
+        self.head = envelope.head
+
+    async def respond(self, receive: Receive, send: Send) -> Load:
+        if self.head.get("hangs"):
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                self.actor.cancelled += 1
+                raise
+        message = await receive()
+        await send({"type": "answer", "body": message["body"]})
+        return Load(3, 4)
+
+    def start(self, on_answer: OnAnswer) -> Callable[[], None] | None:
+        """Answer without a task, later if the head says so."""
+        if self.head.get("hangs"):
+            return None
+        if self.head.get("fails"):
+            raise BadRequestError("refused")
+        answer = (on_answer, {"type": "answer", "body": b"nowait"}, Load(5, 6))
+        timer = asyncio.get_running_loop().call_later(self.head.get("after_s", 0), *answer)
+        return timer.cancel
+
+
 class Echo:
     """An actor whose payload selects how it starts: it fails, hangs, is slow, or starts normally."""
 
@@ -63,26 +93,8 @@ class Echo:
             await self.context.clock.sleep(1)
         return {"made": [self.context.spec.incarnation]}
 
-    async def handle(self, envelope: Envelope, receive: Receive, send: Send) -> Load:
-        if envelope.head.get("hangs"):
-            try:
-                await asyncio.Event().wait()
-            except asyncio.CancelledError:
-                self.cancelled += 1
-                raise
-        message = await receive()
-        await send({"type": "answer", "body": message["body"]})
-        return Load(3, 4)
-
-    def handle_nowait(self, envelope: Envelope, on_answer: OnAnswer) -> Callable[[], None] | None:
-        """Answer without a task, later if the head says so."""
-        if envelope.head.get("hangs"):
-            return None
-        if envelope.head.get("fails"):
-            raise BadRequestError("refused")
-        answer = (on_answer, {"type": "answer", "body": b"nowait"}, Load(5, 6))
-        timer = asyncio.get_running_loop().call_later(envelope.head.get("after_s", 0), *answer)
-        return timer.cancel
+    def handle(self, envelope: Envelope) -> ActorRequest:
+        return EchoRequest(self, envelope)
 
     async def stop(self, grace_s: float) -> None:
         self.stopped.append(grace_s)
@@ -177,7 +189,7 @@ async def ask(cluster: Cluster, address: ActorAddress, **head: Any) -> tuple[Loa
     async def send(message: Message) -> None:
         answers.append(message)
 
-    load = await cluster.request(address, Envelope(EnvelopeKind.HTTP, head), receive, send)
+    load = await cluster.request(address, Envelope(EnvelopeKind.HTTP, head)).respond(receive, send)
     return load, answers
 
 
@@ -382,7 +394,7 @@ def test_a_control_envelope_is_a_call() -> None:
             answers.append(message)
 
         envelope = Envelope(EnvelopeKind.CONTROL, {"verb": "where", "message": {}})
-        assert await cluster.program.request(address, envelope, nothing, keep) == Load()
+        assert await cluster.program.request(address, envelope).respond(nothing, keep) == Load()
         assert answers == [{"type": "control.result", "value": W1}]
 
     run(scenario)
@@ -405,7 +417,8 @@ async def nowait(cluster: LocalCluster, process: LocalProcess, address: ActorAdd
     """Return the answer to a request without a task, or "given up" after a minute; None if it needs one."""
     answers: list[Any] = []
     envelope = Envelope(EnvelopeKind.CALL, head, has_body=False)
-    give_up = process.ask(address, envelope, lambda message, outcome: answers.append((message, outcome)))
+    request = process.request(address, envelope)
+    give_up = request.start(lambda message, outcome: answers.append((message, outcome)))
     if give_up is None:
         return None
     await cluster.clock.sleep(head.get("patience_s", 60))

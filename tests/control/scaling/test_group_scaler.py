@@ -222,7 +222,7 @@ def test_only_the_policy_call_is_shared(policies: Any) -> None:
 
     async def scene(desk: Desk) -> None:
         put(desk, "capped", max_replicas=5)
-        put(desk, "patient", upscale_delay_s=20.0, metrics_interval_s=1.0)
+        put(desk, "patient", upscale_delay_s=5.0, metrics_interval_s=1.0)
         put(desk, "dry", dry_run=True)
         put(desk, "stepped", max_upscale_factor=1.5, metrics_interval_s=1.0)
         put(desk, "grouped", multiple_of=3)
@@ -234,7 +234,7 @@ def test_only_the_policy_call_is_shared(policies: Any) -> None:
         assert "dry run, would go from 1 to 8" in desk.reason("dry")
         assert number(desk, "dry") == 1
         assert number(desk, "patient") == 3
-        await asyncio.sleep(20.0)
+        await asyncio.sleep(5.0)
         await wait_until(lambda: number(desk, "patient") == 8)
 
     run_virtual(partial(attended, follows=True), scene)

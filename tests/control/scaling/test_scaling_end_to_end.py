@@ -156,7 +156,7 @@ def measuring(file: Path) -> Any:
     return Measuring
 
 
-@pytest.mark.parametrize("isolation", ["thread", pytest.param("process", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("isolation", ["thread", pytest.param("process", marks=pytest.mark.nightly)])
 def test_statistics_of_user_code_decide(client: serve.Client, tmp_path: Path, isolation: str) -> None:
     file = tmp_path / "backlog"
     file.write_text("4")

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import random
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import pytest
+from by_task import by_task
 from scripted_routes import ScriptedRoutes
 
 from daskserve.cluster.long_poll import LongPollClient
@@ -48,6 +50,9 @@ class Controller:
 
     def is_local(self, address: ActorAddress) -> bool:
         return False
+
+    def handler_of(self, address: ActorAddress) -> Any:
+        """Return nothing: no request reaches a replica."""
 
     def __init__(self) -> None:
         self.reports: list[tuple[float, dict[str, Any]]] = []
@@ -201,6 +206,10 @@ def test_requests_to_a_backend_without_replicas_are_reported_together_at_once(is
 class FullReplica(Controller):
     """One replica with one slot, which another process holds."""
 
+    def handler_of(self, address: ActorAddress) -> Any:
+        return partial(self.request, address)
+
+    @by_task
     async def request(self, address: ActorAddress, envelope: Envelope, receive: Any, send: Any) -> Load:
         if envelope.queue_timeout is None:
             raise ReplicaBusyError("full", ongoing=1)

@@ -10,7 +10,7 @@ import pytest
 
 import daskserve as serve
 from daskserve.client.client import Client
-from daskserve.data.caller.naming import with_called, with_caller
+from daskserve.data.caller.calls.naming import with_called, with_caller
 from daskserve.errors import ActorLostError, ReplicaBusyError, RequestTimeoutError
 from daskserve.payload.packed_errors import pack_now
 from daskserve.testing import local_instance

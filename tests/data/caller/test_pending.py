@@ -11,8 +11,8 @@ from typing import Any, cast
 import pytest
 
 from daskserve.cluster.dask.connection import DaskConnection
+from daskserve.data.caller.calls.pending import start_call, waiter_for
 from daskserve.data.caller.calls.response import Response
-from daskserve.data.caller.routing.pending import start_call, waiter_for
 from daskserve.loops.event_loop import running_loop
 from daskserve.loops.thread_calls import CallsByLoop
 

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, cast
 
 import pytest
+from by_task import by_task
 from scripted_routes import ScriptedRoutes
 
 from daskserve.cluster.long_poll import LongPollClient
@@ -83,6 +84,10 @@ class Replicas:
     def is_local(self, address: ActorAddress) -> bool:
         return address.worker == self.here
 
+    def handler_of(self, address: ActorAddress) -> Any:
+        return partial(self.request, address)
+
+    @by_task
     async def request(self, address: ActorAddress, envelope: Envelope, receive: Receive, send: Send) -> Load:
         tag = address.name.rpartition("/")[2]
         self.asked.append(tag)
@@ -443,10 +448,6 @@ def test_if_all_replicas_are_full_a_request_queues_at_each_in_turn() -> None:
     run(scenario)
 
 
-class NoQueue:
-    queued = 0
-
-
 class OnlyReplica:
     """The only replica of a backend, which several routers send to."""
 
@@ -455,7 +456,7 @@ class OnlyReplica:
     def __init__(self, took_s: float, routers: int = 2, slots: int = 1, jitter: float = 0.0) -> None:
         self._rng, self._jitter = random.Random(1), jitter
         self.metrics = ReplicaMetrics()
-        self.slots = Slots("r1", slots, NoQueue(), self.metrics)
+        self.slots = Slots("r1", slots, self.metrics)
         self.slots.is_open = True
         self.took_s = took_s
         self.stages = [Stage() for _ in range(routers)]
@@ -899,8 +900,9 @@ def test_a_request_with_a_begun_response_or_a_large_body_is_not_retried(
 
         stage.replicas.handler = answer
         caller = Responder(body)
+        get = replace(GET, has_started=lambda: bool(caller.answers))
         with pytest.raises(ActorLostError, match="the worker died") as info:
-            await backend.send(GET, caller.receive, caller.send)
+            await backend.send(get, caller.receive, caller.send)
         assert info.value.http_status == 502
         assert len(stage.replicas.asked) == 1
         assert caller.answers == [START] * is_answered

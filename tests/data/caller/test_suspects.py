@@ -6,9 +6,11 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any, cast
 
 import pytest
+from by_task import by_task
 from scripted_routes import ScriptedRoutes
 
 from daskserve.cluster.protocols.base import Cluster, Listener
@@ -87,6 +89,10 @@ class Workers:
         for each_set in self.sets:
             each_set.pool.forget_worker(worker)
 
+    def handler_of(self, address: ActorAddress) -> Any:
+        return partial(self.request, address)
+
+    @by_task
     async def request(self, address: ActorAddress, envelope: Envelope, receive: Receive, send: Send) -> Load:
         path, worker = envelope.head["raw_path"].decode(), address.worker
         self.asked.append((path, worker))

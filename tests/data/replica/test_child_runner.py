@@ -7,6 +7,7 @@ from contextvars import Context
 from typing import Any
 
 import pytest
+from by_task import by_task
 
 from daskserve.data.replica.process.runner import ChildRunner
 
@@ -32,7 +33,8 @@ class Listener:
         raise AssertionError("the run was cancelled, not aborted")
 
 
-async def hang(*args: Any) -> None:
+@by_task
+async def hang(*args: Any) -> Any:
     await asyncio.Event().wait()
 
 

@@ -142,9 +142,9 @@ PLACES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=["tornado", "uvicorn"])
-def client(request: pytest.FixtureRequest) -> Iterator[serve.Client]:
-    options = {"port": 0, "server": request.param}
+@pytest.fixture(scope="module")
+def client() -> Iterator[serve.Client]:
+    options = {"port": 0}
     with pytest.MonkeyPatch.context() as patch, local_instance(http_options=options) as client:
         patch.setattr(hangup, "PERIOD_S", 0.02)  # the servers find out sooner whether a client has left
         for place, config in PLACES.items():

@@ -149,7 +149,7 @@ def run_replica(where: str, env: Any) -> Any:
             assert (replica.stage()[0], replica.stage()[1] > 0) == ("running its constructor", True)
             try:
                 call = Envelope(EnvelopeKind.CALL, head, pickling.dump(((), {})))
-                await replica.handle(call, nothing_to_receive, send)
+                await replica.handle(call).respond(nothing_to_receive, send)
             finally:
                 await replica.stop(0)
 

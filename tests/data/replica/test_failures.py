@@ -174,9 +174,9 @@ def batch(requests: list[Any]) -> list[Any]:
     raise ValueError("boom")
 
 
-@pytest.fixture(scope="module", params=["tornado", "uvicorn"])
-def client(request: pytest.FixtureRequest) -> Iterator[serve.Client]:
-    with local_instance(http_options={"port": 0, "server": request.param}) as client:
+@pytest.fixture(scope="module")
+def client() -> Iterator[serve.Client]:
+    with local_instance(http_options={"port": 0}) as client:
         for place in ("own", "worker"):
             client.deploy(place, Failing, config={"event_loop": place})
         client.deploy("caller", Responder, client.get_handle("own"))

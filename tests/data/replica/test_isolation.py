@@ -205,7 +205,7 @@ async def http(
         "headers": [(b"host", b"test")],
         "extensions": {"daskserve": {"request_id": "request-1", "route": "/r"}},
     }
-    await replica.handle(Envelope(EnvelopeKind.HTTP, scope), reply.receive, reply.send)
+    await replica.handle(Envelope(EnvelopeKind.HTTP, scope)).respond(reply.receive, reply.send)
     return reply
 
 
@@ -215,7 +215,7 @@ async def call(replica: Hosted, method: str, *args: Any, **kwargs: Any) -> Any:
     reply = Reply()
     envelope = Envelope(EnvelopeKind.CALL, head, pickling.dump((args, kwargs)))
     try:
-        await replica.handle(envelope, reply.receive, reply.send)
+        await replica.handle(envelope).respond(reply.receive, reply.send)
     except PackedError as packed:
         error = load_error(packed.data)
         raise error from error.__cause__
@@ -260,7 +260,7 @@ def test_large_arrays_cross_out_of_band(model: Bench) -> None:
         reply = Reply()
         head = {"method": "echo", "legacy": False, "request_id": ""}
         envelope = Envelope(EnvelopeKind.CALL, head, pickling.dump(((array,), {})))
-        await model.replica.handle(envelope, reply.receive, reply.send)
+        await model.replica.handle(envelope).respond(reply.receive, reply.send)
         answer = reply.sent[0]["payload"]
         assert len(answer.data) < 10_000
         ((echoed,), _) = pickling.load(answer)
@@ -368,7 +368,7 @@ async def call_patiently(replica: Hosted, left_s: float = 60.0) -> Any:
     head = {"method": "pid", "legacy": False, "request_id": "request-1"}
     envelope = Envelope(EnvelopeKind.CALL, head, pickling.dump(((), {})), queue_timeout=QueueTimeout(left_s))
     reply = Reply()
-    await replica.handle(envelope, reply.receive, reply.send)
+    await replica.handle(envelope).respond(reply.receive, reply.send)
     first, answer = reply.sent
     return pickling.load(answer["payload"]), first
 
@@ -496,7 +496,7 @@ def test_a_request_that_is_late_ends_in_the_child_and_keeps_its_slot_until_its_c
         head = {"method": method, "legacy": False, "request_id": "1"}
         envelope = Envelope(EnvelopeKind.CALL, head, pickling.dump(((name,), {})), deadline)
         reply = Reply()
-        work = model.replica.handle(envelope, reply.receive, reply.send)
+        work = model.replica.handle(envelope).respond(reply.receive, reply.send)
         with pytest.raises(RequestTimeoutError):
             await (work if model.kind == "process" else hold_until(deadline, work, "late"))
 
@@ -970,7 +970,7 @@ def test_a_cancelled_request_has_ended_when_its_code_has(tmp_path: Path) -> None
         await replica.start()
         head = {"method": "hold", "legacy": False, "request_id": ""}
         envelope = Envelope(EnvelopeKind.CALL, head, pickling.dump((("one",), {})))
-        request = asyncio.create_task(replica.answer(1, envelope, Reply().receive, Reply().send))
+        request = asyncio.create_task(replica.respond(1, envelope, Reply().receive, Reply().send))
         await until((tmp_path / "one-began").exists)
         ended = asyncio.create_task(replica.ended(1))
         await replica.ended(2)  # one that never came to begin

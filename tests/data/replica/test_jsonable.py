@@ -116,7 +116,7 @@ def test_a_model_is_written_by_its_own_serializer() -> None:
         -math.inf,
         np.float32("nan"),
         np.longdouble("inf"),
-        np.datetime64("NaT"),
+        np.datetime64("NaT", "s"),
         decimal.Decimal("NaN"),
         Model(score=math.nan, price=decimal.Decimal("1")).score,
     ],
@@ -127,7 +127,7 @@ def test_numbers_that_json_does_not_have_are_null(value: Any) -> None:
 
 
 def test_keys_that_are_no_numbers_stay_apart() -> None:
-    assert to_json({math.nan: 1, math.inf: 2, np.datetime64("NaT"): 3}) == b'{"nan":1,"inf":2,"NaT":3}'
+    assert to_json({math.nan: 1, math.inf: 2, np.datetime64("NaT", "s"): 3}) == b'{"nan":1,"inf":2,"NaT":3}'
 
 
 @pytest.mark.parametrize(

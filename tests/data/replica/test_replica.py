@@ -156,7 +156,7 @@ async def http(
     ]
     reply = Reply(*many, *messages)
     envelope = Envelope(EnvelopeKind.HTTP, scope(kind=kind, **parts))
-    reply.load = await replica.handle(envelope, reply.receive, reply.send)
+    reply.load = await replica.handle(envelope).respond(reply.receive, reply.send)
     return reply
 
 
@@ -166,7 +166,7 @@ async def call(replica: Replica, *args: Any, head: dict[str, Any] | None = None,
     reply = Reply()
     envelope = Envelope(EnvelopeKind.CALL, head, pickling.dump((args, kwargs)))
     try:
-        await replica.handle(envelope, reply.receive, reply.send)
+        await replica.handle(envelope).respond(reply.receive, reply.send)
     except packed_errors.PackedError as error:
         raise error.load() from None  # as a handle does
     (answer,) = reply.sent
@@ -942,7 +942,7 @@ def test_nothing_listens_to_the_client_once_the_request_has_been_answered() -> N
         async def send(message: Message) -> None:
             await listening.wait()
 
-        await replica.handle(Envelope(EnvelopeKind.HTTP, scope()), receive, send)
+        await replica.handle(Envelope(EnvelopeKind.HTTP, scope())).respond(receive, send)
         await given_up.wait()
         (disconnect,) = GATES.objects
         await until(disconnect.done)
@@ -1045,7 +1045,7 @@ def test_a_control_request_is_rejected() -> None:
     async def scenario(replica: Replica) -> None:
         reply = Reply()
         with pytest.raises(BadRequestError):
-            await replica.handle(Envelope(EnvelopeKind.CONTROL, {}), reply.receive, reply.send)
+            await replica.handle(Envelope(EnvelopeKind.CONTROL, {})).respond(reply.receive, reply.send)
         assert replica.load() == Load(0, 0)
 
     run(scenario, plain)
@@ -1825,7 +1825,7 @@ def test_requests_that_are_cancelled_are_counted_and_late_ones_twice() -> None:
     async def give_up(replica: Replica, deadline: float | None) -> None:
         reply = Reply()
         envelope = Envelope(EnvelopeKind.HTTP, scope(), deadline=deadline)
-        task = asyncio.create_task(replica.handle(envelope, reply.receive, reply.send))
+        task = asyncio.create_task(replica.handle(envelope).respond(reply.receive, reply.send))
         await until(lambda: bool(replica.load().ongoing))
         task.cancel()
         with pytest.raises(asyncio.CancelledError):

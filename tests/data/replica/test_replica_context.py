@@ -40,7 +40,7 @@ async def call(replica: Replica, method: str = "__call__") -> Any:
         return {"type": "http.disconnect"}
 
     envelope = Envelope(EnvelopeKind.CALL, {"method": method, "request_id": "r"}, None)
-    await replica.handle(envelope, receive, send)
+    await replica.handle(envelope).respond(receive, send)
     return sent[-1]["payload"].load()
 
 

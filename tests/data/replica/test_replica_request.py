@@ -13,14 +13,14 @@ from typing import Any, get_args
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from runs import NoQueue
 
-from daskserve.common.clock import LoopClock
 from daskserve.common.types import DONE as SENT
 from daskserve.common.types import Envelope, EnvelopeKind, Load, Message, QueueTimeout
 from daskserve.data.replica.execution.runner import CodeRun
-from daskserve.data.replica.requests import replica_request as requests_module
-from daskserve.data.replica.requests.replica_request import (
+from daskserve.data.replica.requests import states
+from daskserve.data.replica.requests.replica_request import InvalidRequestTransition, ReplicaRequest
+from daskserve.data.replica.requests.slots import Slots
+from daskserve.data.replica.requests.states import (
     CANCELLED,
     DONE,
     OPEN_STATES,
@@ -28,13 +28,9 @@ from daskserve.data.replica.requests.replica_request import (
     STREAMING,
     TRANSITIONS,
     WAITING,
-    InvalidRequestTransition,
-    ReplicaRequest,
     RequestEvent,
     RequestState,
 )
-from daskserve.data.replica.requests.responders import TasklessResponder, respond
-from daskserve.data.replica.requests.slots import Slots
 from daskserve.data.replica.user_code.responses import Unfinished
 from daskserve.errors import ActorLostError, ReplicaBusyError
 from daskserve.telemetry.replica import ReplicaMetrics
@@ -63,7 +59,7 @@ class ScriptedRequest(ReplicaRequest):
 
     def __init__(self, deadline: float | None = None, **options: Any) -> None:
         metrics = ReplicaMetrics()
-        slots = Slots("b#AAAAAA", 1, NoQueue(), metrics)
+        slots = Slots("b#AAAAAA", 1, metrics)
         slots.is_open = True
         super().__init__(Envelope(EnvelopeKind.CALL, {}, deadline=deadline), slots, metrics)
         self.options = options
@@ -78,7 +74,10 @@ class ScriptedRequest(ReplicaRequest):
     def message(self, value: Any) -> Message | None:
         return {"type": "call.result", "payload": value}
 
-    def start(self) -> ScriptedRun:
+    def needs_task(self) -> bool:
+        return False
+
+    def run_code(self) -> ScriptedRun:
         """Begin, having a slot."""
         self.slots.ongoing += 1
         self.granted()
@@ -102,7 +101,7 @@ class ScriptedRequest(ReplicaRequest):
 
 
 def test_the_table_in_the_documentation_is_the_table_that_holds() -> None:
-    lines = (requests_module.__doc__ or "").splitlines()
+    lines = (states.__doc__ or "").splitlines()
     rows = [re.split(r"  +", line)[:3] for line in lines if re.match(r"[A-Z]+  ", line)]
     documented = {
         (state.lower(), event.lower()): after.lower()
@@ -136,10 +135,10 @@ def test_an_event_moves_as_the_table_says_or_raises(state: RequestState, event: 
 
 def test_an_invalid_event_names_the_state_of_the_answer() -> None:
     answer = ScriptedRequest()
-    answer.start()
+    answer.run_code()
     answer.partial()
     answer.leave()
-    expected = "<ScriptedAnswer cancelled> cannot take the event 'granted'"
+    expected = "<ScriptedRequest cancelled> cannot take the event 'granted'"
     with pytest.raises(InvalidRequestTransition, match=re.escape(expected)) as caught:
         answer.granted()
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
@@ -150,7 +149,7 @@ def test_an_invalid_event_names_the_state_of_the_answer() -> None:
 
 def test_an_answered_request_gives_its_slot_back_and_counts_once() -> None:
     answer = ScriptedRequest()
-    answer.start().end("value")
+    answer.run_code().end("value")
     assert (answer.state, answer.slots.load()) == (RUNNING, Load(1, 0))
     answer.answered()
     assert (answer.state, answer.slots.load(), answer.counts) == (DONE, Load(0, 0), (1, 0, 0, 0, 1))
@@ -158,7 +157,7 @@ def test_an_answered_request_gives_its_slot_back_and_counts_once() -> None:
 
 def test_a_request_whose_code_failed_counts_as_failed() -> None:
     answer = ScriptedRequest()
-    answer.start().end(None, KeyError("k"))
+    answer.run_code().end(None, KeyError("k"))
     answer.fail()
     answer.leave()
     answer.fail()
@@ -170,7 +169,7 @@ def test_a_caller_that_leaves_cancels_the_code_once_and_the_slot_waits_for_its_e
     now: float | None, late: int
 ) -> None:
     answer = ScriptedRequest(deadline=7.0)
-    code = answer.start()
+    code = answer.run_code()
     for _ in range(2):
         answer.leave(now)
         answer.fail()
@@ -182,7 +181,7 @@ def test_a_caller_that_leaves_cancels_the_code_once_and_the_slot_waits_for_its_e
 
 def test_code_that_ends_at_once_when_cancelled_gives_the_slot_back_once() -> None:
     answer = ScriptedRequest(ends_when_cancelled=True)
-    answer.start()
+    answer.run_code()
     answer.leave()
     assert (answer.state, answer.slots.ongoing) == (DONE, 0)
 
@@ -233,7 +232,7 @@ def test_whatever_happens_the_slot_is_freed_once_and_each_request_counts_once(
     names: list[str], ends_when_cancelled: bool
 ) -> None:
     answer = ScriptedRequest(ends_when_cancelled=ends_when_cancelled)
-    code = answer.start()
+    code = answer.run_code()
     for name in names:
         EVENTS[name](answer)
         # The slot is held as long as the caller waits or user code runs.
@@ -263,7 +262,7 @@ def test_a_task_takes_the_steps_of_user_code_and_sends_its_answer() -> None:
             sent.append(message)
             return SENT
 
-        carrying = asyncio.create_task(respond(answer, None, send, CLOCK))  # type: ignore[arg-type]
+        carrying = asyncio.create_task(answer.respond(None, send))  # type: ignore[arg-type]
         await asyncio.sleep(0)
         first = answer.code
         first.end(Unfinished("rest"))
@@ -282,13 +281,13 @@ def test_a_task_that_gets_no_slot_leaves_no_trace() -> None:
         answer = ScriptedRequest()
         answer.slots.ongoing = 1
         with pytest.raises(ReplicaBusyError):
-            await respond(answer, None, None, CLOCK)  # type: ignore[arg-type]
+            await answer.respond(None, None)  # type: ignore[arg-type]
         assert (answer.state, answer.metrics.refused, answer.counts) == (DONE, 1, (0, 0, 0, 0, 0))
 
         waiting = ScriptedRequest()
         waiting.envelope.queue_timeout = QueueTimeout(60.0)
         waiting.slots.ongoing = 1
-        carrying = asyncio.create_task(respond(waiting, None, None, CLOCK))  # type: ignore[arg-type]
+        carrying = asyncio.create_task(waiting.respond(None, None))  # type: ignore[arg-type]
         await asyncio.sleep(1)
         assert waiting.slots.load() == Load(1, 1)
         carrying.cancel()
@@ -303,17 +302,13 @@ def test_a_caller_without_a_task_is_told_once(end: str) -> None:
     error = LookupError("it")  # not the module's own: its traceback keeps the answer
     told: list[Any] = []
     answer = ScriptedRequest(ends_when_cancelled=True)
-    caller = TasklessResponder(answer, CLOCK, lambda *how: told.append(how))
-    assert answer.slots.take_nowait()
-    caller.start()
+    give_up = answer.start(lambda *how: told.append(how))
+    assert give_up is not None
     if end == "abort":
         answer.code.abort(error)
     else:
         answer.code.end("value", error if end == "error" else None)
-    caller.give_up()
+    give_up()
     message = {"type": "call.result", "payload": "value"}
     assert told == [(message, Load(0, 0)) if end == "value" else (None, error)]
-    assert (answer.state, answer.caller) == (DONE, None)
-
-
-CLOCK = LoopClock()
+    assert answer.state == DONE

@@ -16,14 +16,15 @@ from daskserve.common.types import Envelope, EnvelopeKind, Message
 from daskserve.context import RequestContext
 from daskserve.data.replica.execution.executor import UserExecutor
 from daskserve.data.replica.execution.message_pipe import JOIN_BYTES, WINDOW, MessagePipe, open_pipe
-from daskserve.data.replica.requests.replica_request import DONE
+from daskserve.data.replica.requests.calls import CallRequest
+from daskserve.data.replica.requests.http import LocalHTTPRequest
+from daskserve.data.replica.requests.states import DONE
 from daskserve.data.replica.user_code.request_objects import (
     HTTPRequest,
     QueryParams,
     ServeRequest,
     legacy_argument,
     read_body,
-    request_context,
 )
 from daskserve.errors import PassedResponseError, ServeError, UnpicklableError
 from daskserve.internals.handed_requests import is_unread, read_ahead
@@ -314,14 +315,9 @@ def test_reading_ahead_fails_if_the_client_leaves() -> None:
 
 
 def test_the_request_context_comes_from_the_ingress_or_the_handle() -> None:
-    scope = {"extensions": {"daskserve": {"request_id": "id", "route": "/a"}}}
-    assert request_context(Envelope(EnvelopeKind.HTTP, scope, deadline=7.0)) == RequestContext(
-        "id", "/a", 7.0
-    )
-    assert request_context(Envelope(EnvelopeKind.HTTP, {})) == RequestContext()
     call = Envelope(EnvelopeKind.CALL, {"request_id": "id"}, deadline=7.0)
-    assert request_context(call) == RequestContext("id", deadline=7.0)
-    assert request_context(Envelope(EnvelopeKind.CALL, {})) == RequestContext()
+    assert CallRequest.request_context(call) == RequestContext("id", deadline=7.0)
+    assert CallRequest.request_context(Envelope(EnvelopeKind.CALL, {})) == RequestContext()
 
 
 def test_reading_a_whole_body() -> None:
@@ -680,7 +676,7 @@ def test_the_context_of_a_request_is_not_shared_with_others() -> None:
 def test_the_context_of_a_request_says_what_the_ingress_knew(
     head: dict[str, Any], request_id: str, route: str
 ) -> None:
-    context = request_context(Envelope(EnvelopeKind.HTTP, head, deadline=3.0))
+    context = LocalHTTPRequest.request_context(Envelope(EnvelopeKind.HTTP, head, deadline=3.0))
     assert (context.request_id, context.route, context.deadline) == (request_id, route, 3.0)
 
 

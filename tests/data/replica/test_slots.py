@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from runs import NoQueue
 
 from daskserve.common.types import SLOT_TAKEN, Envelope, EnvelopeKind, Load, Message, QueueTimeout
 from daskserve.data.replica.requests.slots import EXTRA_WAITERS, Slots
@@ -22,7 +21,7 @@ class Holder(Slots):
     """The slots of a replica whose requests last as long as the test says."""
 
     def __init__(self, concurrency: int) -> None:
-        super().__init__("b#AAAAAA", concurrency, NoQueue(), ReplicaMetrics())
+        super().__init__("b#AAAAAA", concurrency, ReplicaMetrics())
         self.is_open = True
         #: The names of the requests in the order in which they began, and of those that run.
         self.begun: list[Any] = []

@@ -6,13 +6,11 @@ frames makes of them (`reference_websocket`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import reference_http
 from fuzz_requests import Delivery
 from fuzz_websockets import FIRST_LINES, HANDSHAKE, conversations, frame
-from fuzzed_server import MAX_MESSAGE_BYTES, SERVER_KINDS, FuzzedServer, Outcome, fuzzed
+from fuzzed_server import MAX_MESSAGE_BYTES, FuzzedServer, Outcome
 from hypothesis import HealthCheck, given, settings
 from reading_answers import read_answers
 from reference_websocket import End, Frames, read_frames
@@ -26,12 +24,6 @@ LONGEST_HEAD_BYTES = 14
 READ_BYTES = 16 * 1024
 
 OPENING = b"\r\n".join([FIRST_LINES[0], *HANDSHAKE, b"", b""])
-
-
-@pytest.fixture(params=sorted(SERVER_KINDS), scope="module")
-def server(request: pytest.FixtureRequest) -> Iterator[FuzzedServer]:
-    with fuzzed(request.param) as server:
-        yield server
 
 
 def test_bad_websocket_input_affects_only_its_sender(server: FuzzedServer) -> None:

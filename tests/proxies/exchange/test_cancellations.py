@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from by_task import by_task
 from distributed.comm import listen
 
 from daskserve.cluster.channel.connect.dialling import dial_worker
@@ -26,7 +27,16 @@ from daskserve.cluster.long_poll import LongPollClient
 from daskserve.cluster.protocols.base import ActorContext, ActorSpec, Cluster
 from daskserve.cluster.routes import WorkerRoutes
 from daskserve.common.clock import LoopClock
-from daskserve.common.types import ActorAddress, ActorKind, Envelope, Load, Message, Receive, Send
+from daskserve.common.types import (
+    ActorAddress,
+    ActorKind,
+    ActorRequest,
+    Envelope,
+    Load,
+    Message,
+    Receive,
+    Send,
+)
 from daskserve.data.caller.routing.router import Routers
 from daskserve.data.replica.replica import Replica
 from daskserve.errors import RequestTimeoutError
@@ -184,12 +194,13 @@ class Plant:
     async def _dispatch(self, endpoint: str, envelope: Envelope, receive: Receive, send: Send) -> None:
         await self.routers.router(endpoint).send(envelope, receive, send)
 
+    @by_task
     async def _dispatch_far(
         self, name: str, incarnation: int, envelope: Envelope, receive: Receive, send: Send
     ) -> Load:
-        return await self.replicas[name, self.far_address].handle(envelope, receive, send)
+        return await self.replicas[name, self.far_address].handle(envelope).respond(receive, send)
 
-    async def _nobody(self, *_: Any) -> Load:
+    def _nobody(self, *_: Any) -> ActorRequest:
         raise AssertionError("the proxy must not be called")
 
     # What the routers see of a cluster.
@@ -197,10 +208,14 @@ class Plant:
     def is_local(self, address: ActorAddress) -> bool:
         return address.worker == HERE
 
+    def handler_of(self, address: ActorAddress) -> Any:
+        return partial(self.request, address)
+
+    @by_task
     async def request(self, address: ActorAddress, envelope: Envelope, receive: Receive, send: Send) -> Load:
         if self.is_local(address):
-            return await self.replicas[address.name, HERE].handle(envelope, receive, send)
-        return await self.near.request(address, envelope, receive, send)
+            return await self.replicas[address.name, HERE].handle(envelope).respond(receive, send)
+        return await self.near.request(address, envelope).respond(receive, send)
 
     # What the test does with it.
 

@@ -29,6 +29,7 @@ from http_harness import (
 from daskserve.common.types import WHOLE_RESPONSE, Message, Receive, Send
 from daskserve.errors import ActorLostError
 from daskserve.proxies.asgi import Scope
+from daskserve.proxies.exchange import http_connection
 from daskserve.proxies.exchange.response_head import as_buffer
 
 pytestmark = pytest.mark.usefixtures("server_state")
@@ -531,8 +532,7 @@ def test_a_refused_upload_that_is_sent_anyway_gets_its_answer() -> None:
 
 
 def test_a_client_that_sends_on_after_a_malformed_body_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    for server in ("tornado", "uvicorn"):
-        monkeypatch.setattr(f"daskserve.proxies.server.{server}_connection.LINGER_S", 0.05)
+    monkeypatch.setattr(http_connection, "LINGER_S", 0.05)
 
     async def test() -> None:
         async with serving(echo) as server, connected(server) as client:

@@ -8,18 +8,17 @@ from typing import Any, cast
 
 import pytest
 from http_harness import head, respond, run
-from tornado.iostream import IOStream, StreamClosedError
 
 from daskserve.common.clock import LoopClock
 from daskserve.common.types import Receive, Send
 from daskserve.proxies.asgi import ASGIApp, Scope
 from daskserve.proxies.exchange.exchange import LINGER_S, Exchange
+from daskserve.proxies.exchange.http_connection import HTTPConnection
 from daskserve.proxies.exchange.idle import IdleWatch
 from daskserve.proxies.exchange.request_body import HIGH_WATER_BYTES
 from daskserve.proxies.exchange.request_head import HeadLimits
 from daskserve.proxies.exchange.server_state import Connection, ServerState
 from daskserve.proxies.exchange.stream import ConnectionReader, Stream
-from daskserve.proxies.server.tornado_connection import TornadoConnection
 
 LIMIT = 4 * HIGH_WATER_BYTES
 
@@ -31,7 +30,6 @@ class FakeStream:
 
     def __init__(self) -> None:
         self.written: list[bytes] = []
-        self.is_nodelay = False
         self.is_closed = False
         self.is_slow = False
         self.closes_after = 1000
@@ -39,7 +37,7 @@ class FakeStream:
 
     def write(self, data: bytes) -> asyncio.Future[None]:
         if self.is_closed:
-            raise StreamClosedError
+            raise ConnectionResetError("gone")
         self.written.append(data)
         self.is_closed = len(self.written) >= self.closes_after
         flushed = asyncio.get_running_loop().create_future()
@@ -48,9 +46,6 @@ class FakeStream:
         else:
             flushed.set_result(None)
         return flushed
-
-    def set_nodelay(self, value: bool) -> None:
-        self.is_nodelay = value
 
     def closed(self) -> bool:
         return self.is_closed
@@ -361,14 +356,6 @@ async def test_small_parts_are_one_write_and_large_ones_are_not_copied() -> None
     assert any(part is large for part in rest)
 
 
-@bench_test
-async def test_streams_are_sent_without_delay() -> None:
-    whole, streamed = Bench(method="GET"), Bench(method="GET")
-    await whole.order(answer)
-    await streamed.order(begin)
-    assert (whole.stream.is_nodelay, streamed.stream.is_nodelay) == (False, True)
-
-
 def test_a_closed_stream_is_a_disconnected_client(caplog: pytest.LogCaptureFixture) -> None:
     async def test() -> None:
         before = Bench(method="GET")
@@ -377,7 +364,7 @@ def test_a_closed_stream_is_a_disconnected_client(caplog: pytest.LogCaptureFixtu
         while_waiting = Bench(method="GET")
         while_waiting.stream.is_slow = True
         await while_waiting.order(answer)
-        while_waiting.stream.pending[0].set_exception(StreamClosedError())
+        while_waiting.stream.pending[0].set_exception(ConnectionResetError("gone"))
         await settle()
         between = Bench(method="GET")
         between.stream.closes_after = 1
@@ -423,7 +410,7 @@ def test_the_date_is_formatted_once_a_second() -> None:
 
 
 def test_the_fakes_have_only_methods_of_the_real_classes() -> None:
-    for fake, real in ((FakeStream, IOStream), (FakeReader, TornadoConnection)):
+    for fake, real in ((FakeStream, Stream), (FakeReader, HTTPConnection)):
         methods = [name for name in vars(fake) if not name.startswith("_") and callable(vars(fake)[name])]
         assert methods
         for name in methods:

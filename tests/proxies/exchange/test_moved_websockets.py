@@ -96,7 +96,7 @@ def clean() -> Iterator[None]:
     GO.set()
 
 
-@pytest.fixture(params=["tornado", "uvicorn"])
+@pytest.fixture(params=["tornado", "asyncio"])
 def server(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

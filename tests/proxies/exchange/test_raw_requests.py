@@ -1,16 +1,15 @@
-"""Raw requests, named: both servers make the same of each, on every version of their libraries."""
+"""Raw requests, named: what a connection makes of each."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 
 import pytest
 import raw_bodies
 import raw_heads
 import raw_moments
 from fuzz_requests import Delivery
-from fuzzed_server import SERVER_KINDS, FuzzedServer, fuzzed
+from fuzzed_server import FuzzedServer
 from raw_cases import RawCase
 from reading_answers import read_answers
 
@@ -19,12 +18,6 @@ pytestmark = pytest.mark.smoke
 CASES = [
     case for each in (raw_heads, raw_bodies, raw_moments) for family in each.FAMILIES for case in family()
 ]
-
-
-@pytest.fixture(params=sorted(SERVER_KINDS), scope="module")
-def server(request: pytest.FixtureRequest) -> Iterator[FuzzedServer]:
-    with fuzzed(request.param) as server:
-        yield server
 
 
 def test_the_table_has_each_case_once() -> None:

@@ -9,23 +9,21 @@ import threading
 
 import pytest
 from http_harness import poll_for, run
-from tornado.iostream import StreamClosedError
 
 from daskserve.proxies.exchange import stream as stream_module
-from daskserve.proxies.exchange.stream import TransportStream, open_stream
+from daskserve.proxies.exchange.stream import Stream, open_stream
 
-SERVER = "uvicorn"
 pytestmark = pytest.mark.usefixtures("server_state")
 
 
-async def make_stream() -> tuple[TransportStream, socket.socket]:
+async def make_stream() -> tuple[Stream, socket.socket]:
     """Return a stream that a WebSocket reads, and its client's end."""
     ours, theirs = socket.socketpair()
     for sock in (ours, theirs):
         sock.setblocking(False)
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     transport, _ = await asyncio.get_running_loop().connect_accepted_socket(asyncio.Protocol, ours)
-    stream = TransportStream(transport, set())
+    stream = Stream(transport, set())
     stream.take_over()
     return stream, theirs
 
@@ -58,7 +56,7 @@ def test_data_written_just_before_the_close_is_sent_as_far_as_it_fits() -> None:
             stream.write(b"goodbye")
             stream.close()
             assert await asyncio.get_running_loop().sock_recv(client, 100) == b"goodbye"
-            with pytest.raises(StreamClosedError):
+            with pytest.raises(ConnectionResetError):
                 stream.write(b"more")
 
     run(test)

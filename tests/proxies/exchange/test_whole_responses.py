@@ -8,7 +8,6 @@ from typing import Any, cast
 
 import pytest
 from http_harness import head, run
-from tornado.iostream import StreamClosedError
 
 from daskserve.common.clock import LoopClock
 from daskserve.common.types import WHOLE_RESPONSE, Message, Receive, Send
@@ -37,16 +36,13 @@ class Wire:
 
     def write(self, data: bytes) -> asyncio.Future[None]:
         if self.is_closed:
-            raise StreamClosedError
+            raise ConnectionResetError("gone")
         self.written += data
         if self.held is not None:
             return self.held
         flushed = asyncio.get_running_loop().create_future()
         flushed.set_result(None)
         return flushed
-
-    def set_nodelay(self, value: bool) -> None:
-        pass
 
     def closed(self) -> bool:
         return self.is_closed
@@ -262,7 +258,7 @@ def test_a_disconnected_client_is_an_error_of_its_connection(is_held: bool) -> N
         if is_held:
             held = bench.wire.held = asyncio.get_running_loop().create_future()
             await settle()
-            held.set_exception(StreamClosedError())
+            held.set_exception(ConnectionResetError("gone"))
         else:
             bench.wire.is_closed = True
         await settle()

@@ -99,11 +99,10 @@ def answer_on(connection: socket.socket) -> tuple[int, bytes, bytes]:
         return int(head.split(b" ")[1]), head, lines.read(int(length))
 
 
-@pytest.fixture(scope="module", params=["tornado", "uvicorn"])
-def site(request: pytest.FixtureRequest) -> Iterator[Site]:
+@pytest.fixture(scope="module")
+def site() -> Iterator[Site]:
     http = {
         "port": 0,
-        "server": request.param,
         "max_body_bytes": 1024 * KIB,
         "max_buffered_bytes": 6 * 1024 * KIB,
     }

@@ -48,9 +48,9 @@ BACKENDS = {
 }
 
 
-@pytest.fixture(scope="module", params=["tornado", "uvicorn"])
-def address(request: pytest.FixtureRequest) -> Iterator[tuple[str, int]]:
-    with local_instance(http_options={"port": 0, "server": request.param}) as client:
+@pytest.fixture(scope="module")
+def address() -> Iterator[tuple[str, int]]:
+    with local_instance(http_options={"port": 0}) as client:
         for name, (definition, config) in BACKENDS.items():
             client.deploy(name, definition, config=config)
         (url,) = client.http_urls()

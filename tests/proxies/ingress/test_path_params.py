@@ -27,9 +27,9 @@ def plain(request: Request) -> Any:
     return {"params": request.path_params, "url": request.url.path}
 
 
-@pytest.fixture(scope="module", params=["tornado", "uvicorn"])
-def client(request: pytest.FixtureRequest) -> Iterator[serve.Client]:
-    options = {"port": 0, "root_path": "/outside", "server": request.param}
+@pytest.fixture(scope="module")
+def client() -> Iterator[serve.Client]:
+    options = {"port": 0, "root_path": "/outside"}
     with local_instance(http_options=options) as client:
         application = Starlette(routes=[Route("/items/{number:int}", details)])
         client.deploy("application", application, route_prefix="/users/{name}")

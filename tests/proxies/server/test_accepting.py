@@ -32,6 +32,8 @@ from daskserve.proxies.server import accepting
 from daskserve.proxies.server.accepting import Acceptor, default_max_connections, descriptor_limit
 from daskserve.proxies.server.life import HTTPServer
 
+#: See `conftest`.
+TRANSPORTS = ("tornado", "asyncio")
 pytestmark = pytest.mark.usefixtures("server_state")
 
 

@@ -11,6 +11,8 @@ from daskserve.common.types import Receive, Send
 from daskserve.proxies.asgi import Scope
 from daskserve.proxies.server import hangup
 
+#: See `conftest`.
+TRANSPORTS = ("tornado", "asyncio")
 pytestmark = [pytest.mark.usefixtures("server_state"), pytest.mark.smoke]
 
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"

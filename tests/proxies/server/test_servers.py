@@ -30,6 +30,8 @@ from daskserve.proxies.ingress.app import IngressApp
 from daskserve.proxies.ingress.routes import RouteTable
 from daskserve.proxies.server.hangup import PERIOD_S
 
+#: See `conftest`.
+TRANSPORTS = ("tornado", "asyncio", "asyncio on uvloop")
 pytestmark = [pytest.mark.usefixtures("server_state"), pytest.mark.smoke]
 
 

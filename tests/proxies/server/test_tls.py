@@ -17,6 +17,9 @@ from daskserve.options.http import HTTPOptions
 from daskserve.proxies.asgi import Scope
 from daskserve.proxies.server.tls import server_context
 
+#: See `conftest`.
+TRANSPORTS = ("tornado", "asyncio")
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

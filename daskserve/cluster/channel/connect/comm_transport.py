@@ -14,11 +14,18 @@ from collections.abc import Sequence
 from typing import Any
 
 from daskserve.cluster.channel.connect.handshake import Wire
-from daskserve.cluster.channel.wire.outbox import FRAME_WORK, Frames, Refuser
-from daskserve.cluster.channel.wire.packing import pack, unpack
+from daskserve.cluster.channel.wire.frames import pack, unpack
 from daskserve.cluster.channel.wire.parts import OutOfBand
 from daskserve.cluster.channel.wire.segments import Segments
-from daskserve.cluster.channel.wire.transport import Receiver, SocketTransport, Traffic, Transport
+from daskserve.cluster.channel.wire.transport import (
+    FRAME_WORK,
+    Frames,
+    Receiver,
+    Refuser,
+    SocketTransport,
+    Traffic,
+    Transport,
+)
 from daskserve.cluster.distributed_internals import (
     detach_socket,
     is_plain_tcp,
@@ -34,7 +41,7 @@ class CommTransport:
     """A Dask comm of any kind."""
 
     def __init__(self, comm: Any) -> None:
-        self.is_relayed = False
+        self.is_relayed = self.is_closed = False
         self._comm = comm
         #: Counts sent bytes only: a Dask comm does not report how much it read.
         self.traffic = Traffic()

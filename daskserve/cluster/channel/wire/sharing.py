@@ -103,21 +103,17 @@ class Sharing:
         self._begins = begins
         self._token: MemorySegment | None = None
         #: Whether the other end reads this end's segments; None until it has answered an offer.
-        self._can_lend: bool | None = False
+        self.can_lend: bool | None = False
         self._peer = 0
         #: The segments that were sent, in order, until the other end has opened them.
         self._lent: deque[MemorySegment | memoryview] = deque()
-        self._message_segments: MessageSegments | None = None
+        #: What the references of the message that is being packed need; the transport takes it.
+        self.message_segments: MessageSegments | None = None
 
     def begin(self) -> None:
-        """Begin to talk to the other end, if this end begins. `is_settled` is false until it answers."""
+        """Begin to talk to the other end, if this end begins. `can_lend` is None until it answers."""
         if self._begins:
             self._offer()
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether it is known if buffers can travel through shared memory."""
-        return self._can_lend is not None
 
     def take_note(self, note: Sequence[Any]) -> None:
         """Process a note of the other end."""
@@ -127,7 +123,7 @@ class Sharing:
             if not self._begins:
                 self._offer()
         elif kind == ANSWER:
-            self._can_lend, self._token = rest[0], None
+            self.can_lend, self._token = rest[0], None
         elif kind == OPENED:
             opened = self._lent.popleft()
             if isinstance(opened, MemorySegment) and self._segments is not None:
@@ -136,11 +132,11 @@ class Sharing:
     def lend(self, view: memoryview) -> bytes | None:
         """Return a reference to a buffer, to be sent in its place; None if its bytes must be sent.
 
-        `take_message_segments` returns what the references of one message need.
+        `message_segments` holds what the references of one message need.
         """
-        if not self._can_lend or self._segments is None:
+        if not self.can_lend or self._segments is None:
             return None
-        message_segments = self._message_segments or MessageSegments()
+        message_segments = self.message_segments or MessageSegments()
         found = mapping_under(view)
         if found is not None:
             holder: MemorySegment | Mapping
@@ -153,13 +149,8 @@ class Sharing:
                 return None
             message_segments.add(holder, view)
         message_segments.size_bytes += view.nbytes
-        self._message_segments = message_segments
+        self.message_segments = message_segments
         return REFERENCE.pack(holder.key, holder.descriptor, holder.inode, at, view.nbytes)
-
-    def take_message_segments(self) -> MessageSegments | None:
-        """Return the loan of the message that was packed last; None if it holds no references."""
-        message_segments, self._message_segments = self._message_segments, None
-        return message_segments
 
     def sent(self, message_segments: MessageSegments) -> None:
         """Keep the segments of a message until the other end has opened them."""
@@ -183,8 +174,8 @@ class Sharing:
 
     def close(self) -> None:
         """Close what the other end has not opened; it may be opening it now, so it is not used again."""
-        self._token = self._message_segments = None
-        self._can_lend = False
+        self._token = self.message_segments = None
+        self.can_lend = False
         self._lent.clear()
 
     def _offer(self) -> None:
@@ -196,7 +187,7 @@ class Sharing:
             self._token.write(memoryview(token), 0)
         except OSError:  # too many open files
             return
-        self._can_lend = None
+        self.can_lend = None
         self._send((OFFER, os.getpid(), self._token.descriptor, self._token.inode, token))
 
     def _can_read(self, process: int, descriptor: int, inode: int, token: bytes) -> bool:

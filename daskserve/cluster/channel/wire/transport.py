@@ -22,9 +22,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from daskserve.cluster.channel.wire.frames import CONNECTION, MEMORY
-from daskserve.cluster.channel.wire.outbox import FRAME_WORK, Frames, Outbox, Refuser
-from daskserve.cluster.channel.wire.packing import pack, unpack
+from daskserve.cluster.channel.wire.frames import CONNECTION, MEMORY, pack, unpack
 from daskserve.cluster.channel.wire.parts import HEAD, MAX_MESSAGE_BYTES, SIZE, Buffer, PartReader
 from daskserve.cluster.channel.wire.readiness import Readiness
 from daskserve.cluster.channel.wire.segments import Segments
@@ -33,6 +31,14 @@ from daskserve.common.formatting import shown_size
 
 logger = logging.getLogger("daskserve.channel")
 
+Frames = Sequence[Any]
+#: Called with a frame that cannot be sent, and the reason.
+Refuser = Callable[[Any, Exception], None]
+
+#: Frames with this much work are sent at once, so that the other side can start on them. A call by handle, or
+#: its answer, is half as much work as most other frames.
+MAX_WORK = 32
+CALL_WORK, FRAME_WORK = 1, 2
 #: Called with the frames of each message; an error that it raises ends the connection.
 Receiver = Callable[[Frames], None]
 
@@ -61,6 +67,9 @@ class Transport(Protocol):
 
     #: Counts the connection's bytes.
     traffic: Traffic
+
+    #: Set by the channel when the connection has ended.
+    is_closed: bool
 
     @property
     def peer_address(self) -> str:
@@ -101,6 +110,71 @@ class Transport(Protocol):
 
     def abort(self) -> None:
         """End the connection at once; idempotent."""
+
+
+class Outbox:
+    """The sending half of a `Transport` whose sends do not wait."""
+
+    def __init__(self) -> None:
+        self.turn = 0
+        #: Whether the connection has ended, so that nothing more is sent.
+        self.is_closed = False
+        #: Set by `Transport.run`, before anything is sent.
+        self._refuse: Refuser | None = None
+        self._outbox: list[Any] = []
+        self._work = 0
+        self._is_flushing = False
+
+    @property
+    def unsent(self) -> Frames:
+        return self._outbox
+
+    def post(self, frame: Any, work: int = FRAME_WORK) -> None:
+        self._outbox.append(frame)
+        self._work += work
+        if self._work >= MAX_WORK:
+            self.flush()
+        elif not self._is_flushing:
+            self._is_flushing = True
+            asyncio.get_running_loop().call_soon(self._flush_turn)
+
+    def flush(self) -> None:
+        if not self._outbox or not self._can_send():
+            return
+        frames, self._outbox = self._outbox, []
+        self._work = 0
+        self.turn += 1
+        try:
+            self._send(frames)
+        except (TypeError, ValueError, OverflowError):
+            self._send_one_by_one(frames)
+
+    def _flush_turn(self) -> None:
+        self._is_flushing = False
+        self.flush()
+
+    def _send_one_by_one(self, frames: list[Any]) -> None:
+        # A frame that cannot be packed must not prevent sending the others.
+        assert self._refuse is not None
+        for frame in frames:
+            try:
+                self._send([frame])
+            except (TypeError, ValueError, OverflowError) as error:
+                self._refuse(frame, error)
+
+    def _can_send(self) -> bool:
+        """Return whether frames can be sent now; otherwise they stay in the outbox."""
+        raise NotImplementedError
+
+    def _send(self, frames: list[Any]) -> None:
+        """Pack frames into one message and send it.
+
+        Raises
+        ------
+        TypeError, ValueError, OverflowError
+            A frame cannot be packed; nothing was sent.
+        """
+        raise NotImplementedError
 
 
 class SocketTransport(Outbox):
@@ -208,7 +282,7 @@ class SocketTransport(Outbox):
 
     def _can_send(self) -> bool:
         # Frames are kept before `run`, and until it is known whether the other end reads shared memory.
-        is_ready = self._readiness is not None and self._sharing.is_settled
+        is_ready = self._readiness is not None and self._sharing.can_lend is not None
         return is_ready and not self._is_broken and not self._is_aborted
 
     def _send(self, frames: list[Any]) -> None:
@@ -224,7 +298,7 @@ class SocketTransport(Outbox):
         try:
             body, large = pack(frames, self._sharing.lend)
         finally:
-            message_segments = self._sharing.take_message_segments()
+            message_segments, self._sharing.message_segments = self._sharing.message_segments, None
         if large and len(body) + sum(map(len, large)) > MAX_MESSAGE_BYTES:
             raise ValueError(
                 f"it has more than {shown_size(MAX_MESSAGE_BYTES)}; send it in parts, or only its place"

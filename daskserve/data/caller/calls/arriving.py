@@ -15,7 +15,7 @@ from starlette.requests import Request
 
 from daskserve.cluster.protocols.base import ClusterConnection
 from daskserve.common.types import Payload
-from daskserve.data.caller.routing.pending import waiter_for
+from daskserve.data.caller.calls.pending import waiter_for
 from daskserve.errors import PassedResponseError, RequestCancelledError
 from daskserve.internals.handed_requests import read_ahead, reduce_request
 from daskserve.loops.event_loop import running_loop

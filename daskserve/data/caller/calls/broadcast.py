@@ -9,8 +9,8 @@ from typing import Any
 from daskserve.cluster.protocols.base import Cluster, ClusterConnection
 from daskserve.common.formatting import shown
 from daskserve.common.types import DONE, ActorAddress, Envelope, Message, Payload, nothing_to_receive
+from daskserve.data.caller.calls.pending import waiter_for
 from daskserve.data.caller.calls.response import cancelled_error, refuse_in_loop
-from daskserve.data.caller.routing.pending import waiter_for
 from daskserve.errors import RequestCancelledError, RequestTimeoutError
 from daskserve.loops.pending_call import PendingCall
 from daskserve.payload.packed_errors import unpacked
@@ -104,7 +104,7 @@ async def _send(cluster: Cluster, replica: ActorAddress, envelope: Envelope) -> 
         return DONE
 
     try:
-        await cluster.request(replica, envelope, nothing_to_receive, keep)
+        await cluster.request(replica, envelope).respond(nothing_to_receive, keep)
     except Exception as error:  # it is the outcome of this replica
         return error
     return answers[0]

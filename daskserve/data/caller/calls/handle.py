@@ -12,7 +12,6 @@ from typing import Any, Literal, NoReturn, TypeAlias, cast, overload
 
 from daskserve.cluster.protocols.base import ClusterConnection, Process, RemoteValues
 from daskserve.cluster.worker.present import find_connection
-from daskserve.common.clock import stopwatch
 from daskserve.common.types import (
     DEFAULT_APPLICATION,
     Envelope,
@@ -29,29 +28,25 @@ from daskserve.common.types import (
 )
 from daskserve.context import current_request
 from daskserve.data.caller.calls.broadcast import BroadcastResponse, ReplicaOutcome, send_to_all
+from daskserve.data.caller.calls.call import Call, identity_of, pack
 from daskserve.data.caller.calls.call_options import CallOptions
-from daskserve.data.caller.calls.direct_call import DirectCall
-from daskserve.data.caller.calls.preparing import identity_of, pack, send_and_record
+from daskserve.data.caller.calls.naming import late_text
+from daskserve.data.caller.calls.pending import begin_call, start_call, waiter_for
 from daskserve.data.caller.calls.replica_choice import ReplicaChoice, ReplicaSelection
 from daskserve.data.caller.calls.response import Response
 from daskserve.data.caller.calls.response_stream import Pipe, ResponseGenerator
-from daskserve.data.caller.naming import late_text
-from daskserve.data.caller.routing.pending import begin_call, start_call, waiter_for
 from daskserve.data.caller.routing.router import Router, Routers
 from daskserve.data.caller.routing.waiting_calls import learning_of
 from daskserve.errors import (
-    ActorLostError,
     BadRequestError,
     BlockingCallError,
     ClosedError,
     MethodNotFoundError,
-    ReplicaBusyError,
     StreamOptionError,
 )
 from daskserve.internals import ipython
 from daskserve.loops.deadlines import until
 from daskserve.loops.pending_call import PendingCall
-from daskserve.loops.tasks import pause
 from daskserve.telemetry.collector import PROCESS
 
 #: What a call tells user code about its request: the ids of `CallOptions`, and the route.
@@ -382,25 +377,12 @@ class Handle:
                 if replicas is not None:
                     head = self._head(router, request_id, facts)
                     envelope = Envelope(EnvelopeKind.CALL, head, payload, call=future)
-                    if DirectCall(connection, router, replicas, envelope, future, self._continue_call).start(
-                        cluster
-                    ):
+                    if Call(connection, router, envelope, future).start(replicas):
                         return
         except Exception as error:  # the caller gets it
             future.set_error(error)
             return
         begin_call(connection, self._call(payload, request_id, facts, None, None, None, future), future)
-
-    def _continue_call(self, call: DirectCall, refused: ReplicaBusyError | ActorLostError) -> None:
-        """Continue a call that a replica has refused, in a task."""
-
-        async def send(keep: Send) -> None:
-            await pause()
-            await call.replicas.send(call.envelope, nothing_to_receive, keep, refused=refused)
-
-        # The call is already counted as begun, so this coroutine must start in any case to count its end.
-        sending = send_and_record(call.router, call.envelope, send, call.began, self._process.clock)
-        begin_call(call.connection, sending, call.call, pauses_itself=True)
 
     def _head(self, router: Router, request_id: str, facts: Facts) -> dict[str, Any]:
         options = self._options
@@ -429,13 +411,12 @@ class Handle:
         head, payload = await self._settled(cluster, request_id, facts, payload, values, put is not None)
         router = await self._known_router(cluster)
         envelope = Envelope(EnvelopeKind.CALL, head, payload, deadline, call=future)
-        router.calls.begun += 1
         shard_key = self._options.shard_key or self._options.session_id
 
         def send(keep: Send) -> Coroutine[Any, Any, None]:
             return router.send(envelope, nothing_to_receive, put or keep, shard_key=shard_key)
 
-        return await send_and_record(router, envelope, send, stopwatch(), cluster.clock)
+        return await Call(cluster.connection, router, envelope, future).respond(send)
 
     async def _settled(
         self,

@@ -15,8 +15,8 @@ from typing import Any
 
 from daskserve.cluster.protocols.base import ClusterConnection
 from daskserve.common.types import DONE, Message, Receive, Send
+from daskserve.data.caller.calls.pending import start_call, waiter_for
 from daskserve.data.caller.calls.response import cancelled_error
-from daskserve.data.caller.routing.pending import start_call, waiter_for
 from daskserve.errors import ReplicaUnavailableError
 from daskserve.loops.pending_call import PendingCall
 

@@ -10,8 +10,8 @@ from typing import Any, NoReturn
 from daskserve.cluster.protocols.base import ClusterConnection, Process
 from daskserve.common.formatting import shown
 from daskserve.common.types import KeptPayload, Payload
-from daskserve.data.caller.naming import as_read
-from daskserve.data.caller.routing.pending import start_call, waiter_for
+from daskserve.data.caller.calls.naming import as_read
+from daskserve.data.caller.calls.pending import start_call, waiter_for
 from daskserve.errors import PassedResponseError, RequestCancelledError, RequestTimeoutError, ServeError
 from daskserve.loops.event_loop import in_cell, running_loop
 from daskserve.loops.pending_call import PendingCall

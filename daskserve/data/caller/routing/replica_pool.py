@@ -36,7 +36,15 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
-from daskserve.common.types import ActorAddress, Load, Reachability, ReplicaTag, WorkerAddress
+from daskserve.common.types import (
+    ActorAddress,
+    ActorRequest,
+    Envelope,
+    Load,
+    Reachability,
+    ReplicaTag,
+    WorkerAddress,
+)
 from daskserve.data.caller.routing.choice import choose
 from daskserve.data.caller.routing.websocket_cost import TurnMeter
 
@@ -62,6 +70,7 @@ class PooledReplica:
         "address",
         "busy_since",
         "concurrency",
+        "handle",
         "has_queued_request",
         "in_flight",
         "index",
@@ -77,6 +86,9 @@ class PooledReplica:
         "sockets",
         "tag",
     )
+
+    #: Takes a request: the replica's own ``handle`` if it is local, else that of the present connection.
+    handle: Callable[[Envelope], ActorRequest]
 
     def __init__(self, tag: ReplicaTag, address: ActorAddress) -> None:
         self.tag = tag
@@ -126,14 +138,18 @@ class ReplicaPool:
         ``is_local(address)`` returns whether the replica at the address runs in this process.
     route_to : callable
         Returns how this process reaches a worker; None if that is not known yet.
+    handler_of : callable
+        ``handler_of(address)`` returns the function that takes the requests to the replica at the address.
     """
 
     def __init__(
         self,
         is_local: Callable[[ActorAddress], bool],
         route_to: Callable[[WorkerAddress], Reachability | None] = lambda _: Reachability.DIRECT,
+        handler_of: Callable[[ActorAddress], Callable[[Envelope], ActorRequest]] = lambda _: _refuse,
     ) -> None:
         self._is_local = is_local
+        self._handler_of = handler_of
         self._route_to = route_to
         self._entries: dict[ReplicaTag, PooledReplica] = {}
         self._local: list[PooledReplica] = []
@@ -216,6 +232,7 @@ class ReplicaPool:
             hints.clear()
         self._entries = {entry.tag: entry for entry in entries}
         for entry in self._entries.values():
+            entry.handle = self._handler_of(entry.address)
             if self._is_local(entry.address):
                 entry.route, entry.peers = Reachability.DIRECT, self._local
             else:
@@ -392,6 +409,10 @@ class ReplicaPool:
             peers[entry.index] = last
             last.index = entry.index
         entry.index = -1
+
+
+def _refuse(envelope: Envelope) -> ActorRequest:
+    raise NotImplementedError("The replicas of this pool take no requests.")
 
 
 def _draw(

@@ -74,7 +74,7 @@ class ReplicaSet:
         self._rng = rng
         self._routes = routes
         #: The replicas.
-        self.pool = ReplicaPool(cluster.is_local, routes.to)
+        self.pool = ReplicaPool(cluster.is_local, routes.to, cluster.handler_of)
         # Ordered, because a cancelled request leaves from any position.
         self._waiting: OrderedDict[asyncio.Future[PooledReplica], None] = OrderedDict()
         #: The requests that may end their replica's process.
@@ -219,8 +219,9 @@ class ReplicaSet:
         if envelope.kind is EnvelopeKind.HTTP:  # calls have no messages to repeat
             if self._apart.suspects.known:
                 trial = self._apart.trial_of(envelope)
-            replay = Replay(envelope, receive, send)
-            receive, send = replay.receive, replay.send
+            if envelope.has_body:
+                replay = Replay(envelope, receive)
+                receive = replay.receive
             if is_socket := envelope.head["type"] == "websocket":
                 envelope = replace(envelope, note_turn=pool.turns.note)
         is_rejected = refused is not None
@@ -233,8 +234,7 @@ class ReplicaSet:
             else:  # the requests that already wait go first
                 may_go = is_rejected or not self._waiting
                 replica = pool.take(self._clock.now(), self._rng) if may_go else None
-            if replica is None:
-                replica = await self._wait(is_rejected, trial)
+            replica = replica or await self._wait(is_rejected, trial)
             has_queued_request = replica.has_queued_request
             replica.sockets += is_socket
             try:
@@ -244,9 +244,11 @@ class ReplicaSet:
                     queued_since = self._clock.now() if queued_since is None else queued_since
                     load = await self._send_queued(replica, queued_since, envelope, receive, send)
                 else:
-                    load = await self._cluster.request(replica.address, envelope, receive, send)
+                    load = await replica.handle(envelope).respond(receive, send)
             except (ReplicaBusyError, ActorLostError) as error:
                 self._note_refusal(replica, error, was_queued=has_queued_request)
+                if replay is None and envelope.kind is EnvelopeKind.HTTP:
+                    replay = Replay(envelope, receive)
                 trial = self._apart.rewind(envelope, replay, trial, replica, error)
                 metrics.note_retry(error)
                 is_rejected = True
@@ -261,11 +263,9 @@ class ReplicaSet:
                 return
             finally:
                 replica.sockets -= is_socket
-                pool.release(replica)
                 if trial is not None:
                     trial.leave()
-                if self._waiting or self._apart.waiters:
-                    self._serve_waiting()
+                self.release(replica, None)
 
     async def _send_queued(
         self, replica: PooledReplica, since: float, envelope: Envelope, receive: Receive, send: Send
@@ -274,7 +274,7 @@ class ReplicaSet:
         queued = QueuedRequest(self.pool, replica, self._clock, send, self.metrics.waits, self._serve_waiting)
         envelope = replace(envelope, queue_timeout=queued.queue_timeout(since))
         try:
-            return await self._cluster.request(replica.address, envelope, receive, queued.send)
+            return await replica.handle(envelope).respond(receive, queued.send)
         finally:
             queued.leave()
 

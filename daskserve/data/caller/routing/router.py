@@ -190,7 +190,8 @@ class Router:
     ) -> None:
         if envelope.is_direct:
             envelope = replace(envelope, is_direct=False)  # the copies need the messages
-        copies = [self._routers.send_shadow(shadow, envelope) for shadow in shadows]
+        copied = replace(envelope, has_started=bool)
+        copies = [self._routers.send_shadow(shadow, copied) for shadow in shadows]
         if not envelope.has_body:
             for copy in copies:
                 copy.put({"type": "http.request", "body": b"", "more_body": False})
@@ -263,6 +264,13 @@ class Routers:
             key = f"endpoint/{endpoint}"
             self._watches[key] = self._listener.watch(key, router.update)
         return router
+
+    def send(
+        self, endpoint: EndpointTag, envelope: Envelope, receive: Receive, send: Send
+    ) -> Coroutine[Any, Any, None]:
+        """Send a request of the ingress to an endpoint."""
+        shard_key = envelope.head["extensions"]["daskserve"]["shard_key"]
+        return self.router(endpoint).send(envelope, receive, send, shard_key=shard_key or "")
 
     def forget(self, endpoint: EndpointTag) -> None:
         """Stop watching an endpoint, and its backends unless another endpoint uses them.

@@ -20,7 +20,7 @@ from daskserve.common.clock import LoopClock
 from daskserve.data.replica.execution.runner import CodeRun, RunListener, Runs
 from daskserve.data.replica.execution.user_threads import UserThreads, wait_for_event
 from daskserve.loops.event_loop import new_event_loop
-from daskserve.loops.forks import end_if_forked
+from daskserve.loops.forks import end_fork
 from daskserve.loops.thread_calls import ThreadCalls
 from daskserve.loops.threads import RunningThread, StartThread
 
@@ -104,7 +104,8 @@ class LoopRun(CodeRun):
         try:
             value = await self._function(*self._args)
         except BaseException as error:
-            end_if_forked(pid)
+            if os.getpid() != pid:
+                end_fork()
             if self._place.is_workers and not self.is_cancelled:
                 self._pack(error)
             else:
@@ -113,7 +114,8 @@ class LoopRun(CodeRun):
             if issubclass(type(error), asyncio.CancelledError):
                 raise
         else:
-            end_if_forked(pid)
+            if os.getpid() != pid:
+                end_fork()
             self._place.to_worker(self._end, value, None)
 
 

@@ -16,9 +16,9 @@ from contextvars import Context
 from typing import Any
 
 from daskserve.data.replica.execution.runner import CodeRun, RunListener, Runs
-from daskserve.loops.forks import end_if_forked
+from daskserve.loops.forks import end_fork
 from daskserve.loops.thread_calls import ThreadCalls
-from daskserve.loops.threads import RunningThread, StartThread, next_job, start_daemon
+from daskserve.loops.threads import RunningThread, StartThread, start_daemon, waiter_for_jobs
 
 
 class ThreadRun(CodeRun):
@@ -74,10 +74,12 @@ class ThreadRun(CodeRun):
         try:
             value = self._context.run(self._function, *self._args)
         except BaseException as error:  # all errors go to the caller: this thread runs other requests next
-            end_if_forked(self._threads.pid)
+            if os.getpid() != self._threads.pid:
+                end_fork()
             self._fail(error, post)
         else:
-            end_if_forked(self._threads.pid)
+            if os.getpid() != self._threads.pid:
+                end_fork()
             post(self._end, value, None)
 
 
@@ -168,7 +170,8 @@ class UserThreads:
         return thread
 
     def _work(self) -> None:
-        while (job := next_job(self._jobs)) is not None:
+        wait = waiter_for_jobs(self._jobs)
+        while (job := wait()) is not None:
             if not isinstance(job, ThreadRun):
                 job()
                 return

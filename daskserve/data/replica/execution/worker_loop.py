@@ -6,7 +6,7 @@ no deadline, no caller would, and the code runs within the request's own task (`
 waits then needs neither a task nor a run: it has ended when
 `daskserve.data.replica.execution.executor.UserExecutor.enter` returns. A call that needs no task otherwise is
 better off with the one for its code: a third less CPU time for a call within the process, where routers, too,
-need none for it (`daskserve.data.caller.calls.direct_call`).
+need none for it (`daskserve.data.caller.calls.call`).
 """
 
 from __future__ import annotations

@@ -95,7 +95,8 @@ class ChildCode:
         self._context = context
         self._start = start
         self.own_metrics = metrics
-        self.slots = Slots(start.replica_tag, start.concurrency, self, metrics)
+        self.slots = Slots(start.replica_tag, start.concurrency, metrics)
+        self.slots.queue = self
         #: The numbers of requests, which the child knows them by.
         self.numbers = itertools.count(1)
         #: Why the replica is lost, if its child ended unexpectedly.
@@ -181,15 +182,11 @@ class ChildCode:
 
     # ---- requests
 
-    def request(self, envelope: Envelope) -> ReplicaRequest:
+    def handle(self, envelope: Envelope) -> ReplicaRequest:
         """Return the answer to a request, not begun."""
         if envelope.kind is EnvelopeKind.CONTROL:
             raise BadRequestError(f"A replica takes no requests of kind {envelope.kind!r}.")
         return ForwardedRequest(self, envelope)
-
-    def needs_task(self, envelope: Envelope) -> bool:
-        """Whether a request can only be answered from a task: the messages to and from the child wait."""
-        return True
 
     def running(self) -> tuple[ChildProcess, ChildRunner]:
         """Return the child and its runner; raise if the child has ended."""

@@ -6,15 +6,25 @@ import asyncio
 import gc
 import sys
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from daskserve.cluster.protocols.base import ActorSpec, ContextWith, verb, verbs_of
+from daskserve.cluster.protocols.base import ActorSpec, ContextWith, TaskRequest, verb, verbs_of
 from daskserve.cluster.worker.child_view import ChildView
 from daskserve.common import settings
 from daskserve.common.clock import LoopClock, system_rng
-from daskserve.common.types import ActorKind, Envelope, EnvelopeKind, Load, Payload, Receive, Send
+from daskserve.common.types import (
+    ActorKind,
+    ActorRequest,
+    Envelope,
+    EnvelopeKind,
+    Load,
+    Payload,
+    Receive,
+    Send,
+)
 from daskserve.context import HasConnection
 from daskserve.data.replica.environment.kept_folders import hold
 from daskserve.data.replica.environment.working_dir import archives_folder
@@ -35,11 +45,11 @@ class ChildReplica(Replica):
         self._inside: dict[int, asyncio.Future[None]] = {}
         self._left: deque[asyncio.Future[None]] = deque()
 
-    async def answer(self, number: int, envelope: Envelope, receive: Receive, send: Send) -> Load:
+    async def respond(self, number: int, envelope: Envelope, receive: Receive, send: Send) -> Load:
         """Answer a request; its number identifies it for `ended`."""
         self._inside[number] = asyncio.get_running_loop().create_future()
         try:
-            return await self.handle(envelope, receive, send)
+            return await self.handle(envelope).respond(receive, send)
         finally:
             self._inside.pop(number).set_result(None)
             self._release()
@@ -89,16 +99,17 @@ class ReplicaServer:
         self._own_verbs = verbs_of(self)
         self._leaves = asyncio.Event()
 
-    async def dispatch(
-        self, name: str, number: int, envelope: Envelope, receive: Receive, send: Send
-    ) -> Load:
-        """Answer a verb or a request of the actor."""
+    def dispatch(self, name: str, number: int, envelope: Envelope) -> ActorRequest:
+        """Take a verb or a request of the actor."""
         if envelope.kind is EnvelopeKind.CONTROL:
-            head = envelope.head
-            value = await self._run(head["verb"], envelope.payload, head["message"])
-            await send({"type": "control.result", "value": value})
-            return Load()
-        return await self._started().answer(number, envelope, receive, send)
+            return TaskRequest(partial(self._respond, envelope))
+        return TaskRequest(partial(self._started().respond, number, envelope))
+
+    async def _respond(self, envelope: Envelope, receive: Receive, send: Send) -> Load:
+        head = envelope.head
+        value = await self._run(head["verb"], envelope.payload, head["message"])
+        await send({"type": "control.result", "value": value})
+        return Load()
 
     def leave(self) -> None:
         """Have the actor replace this process, which got SIGTERM."""
@@ -156,7 +167,7 @@ class ReplicaServer:
 
 def served_replica(
     start_thread: StartThread,
-) -> tuple[Callable[..., Coroutine[Any, Any, Load]], Callable[[], None]]:
+) -> tuple[Callable[[str, int, Envelope], ActorRequest], Callable[[], None]]:
     """Return how one replica is served; a `daskserve.cluster.worker.child_main.Factory`."""
     server = ReplicaServer(start_thread)
     return server.dispatch, server.leave

@@ -14,7 +14,7 @@ from contextvars import Context
 from typing import Any
 
 from daskserve.cluster.worker.child import ChildProcess
-from daskserve.common.types import Message, Send
+from daskserve.common.types import ActorRequest, Message, Send
 from daskserve.data.replica.execution.runner import CodeRun, RunListener, Runs
 from daskserve.errors import ActorLostError, RequestTimeoutError, ServeError
 from daskserve.loops.tasks import TaskSet
@@ -33,7 +33,7 @@ class ChildRun(CodeRun):
     def __init__(
         self,
         runner: ChildRunner,
-        function: Callable[..., Awaitable[Any]],
+        function: Callable[..., ActorRequest],
         args: tuple[Any, ...],
         context: Context,
         listener: RunListener,
@@ -44,14 +44,15 @@ class ChildRun(CodeRun):
         self._number: int = number
         #: Receives what the child sends.
         self.forwarder = ResponseForwarder(send)
-        self._args = (number, envelope, receive, self.forwarder.send)
+        self._args = (number, envelope, receive)
 
     def drive(self) -> Awaitable[None]:
         return self._carry()
 
     async def _carry(self) -> None:
         try:
-            load = await self._function(*self._args)
+            number, envelope, receive = self._args
+            load = await self._function(number, envelope).respond(receive, self.forwarder.send)
         except ActorLostError as error:
             lost = error
         except BaseException as error:

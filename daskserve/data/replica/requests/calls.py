@@ -7,10 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from daskserve.common.clock import stopwatch
-from daskserve.common.types import Message, Receive, Send
+from daskserve.common.types import Envelope, Message, Receive, Send
+from daskserve.context import RequestContext
 from daskserve.data.replica.execution.message_pipe import open_pipe
 from daskserve.data.replica.requests.accept_batch import BatchItem
-from daskserve.data.replica.requests.serving import LocalRequest
+from daskserve.data.replica.requests.replica_request import LocalRequest, set_context, start_next
 from daskserve.data.replica.requests.streaming import (
     finish_stream,
     finish_stream_in_thread,
@@ -22,33 +23,49 @@ from daskserve.data.replica.user_code.responses import Unfinished
 from daskserve.errors import ServeError, StreamOptionError
 
 
+def _request_context(envelope: Envelope) -> RequestContext:
+    head = envelope.head
+    context = RequestContext(head.get("request_id") or "", deadline=envelope.deadline)
+    if "facts" in head:
+        context.add_facts(head["facts"])
+    return context
+
+
 class CallRequest(LocalRequest):
     """The answer to a call: one pickled result."""
 
     __slots__ = ()
 
+    request_context = staticmethod(_request_context)
+
+    def needs_task(self) -> bool:
+        head, code = self.envelope.head, self.code
+        method = None if "stream" in head else code.servable.methods.get(head.get("method") or CALL)
+        return method is None or method.is_asgi or method.accepts_batches or code.executor.is_closed
+
     def begin(self, receive: Receive | None = None, send: Send | None = None) -> Awaitable[None] | None:
         envelope, servable = self.envelope, self.code.servable
         method = self._method = servable.method(envelope.head.get("method") or CALL)
         if method.accepts_batches:
-            return self._submit(method)
+            return _submit(self, method)
         self.runs_in_task = (
             self.is_in_task and envelope.deadline is None and self.code.executor.is_on_worker_loop
         )
         answer: Any = servable.answer_call if method.is_async else servable.answer_call_in_thread
-        self._set_context()
-        self._start(method.is_async, answer, method, envelope.head, envelope.payload)
+        set_context(self)
+        self.start_code(method.is_async, answer, method, envelope.head, envelope.payload)
         return None
 
     def go_on(self, unfinished: Unfinished) -> None:
-        self._next_step(True, self.code.servable.finish_call, self._method, unfinished.result)
+        start_next(self, True, self.code.servable.finish_call, self._method, unfinished.result)
 
     def message(self, value: Any) -> Message | None:
         return {"type": "call.result", "payload": value}
 
-    async def _submit(self, method: Method) -> None:
-        item = BatchItem(self.envelope.head, payload=self.envelope.payload)
-        self.accept(await self.code.batches.submit(method, item, self))
+
+async def _submit(answer: CallRequest, method: Method) -> None:
+    item = BatchItem(answer.envelope.head, payload=answer.envelope.payload)
+    answer.accept(await answer.code.batches.submit(method, item, answer))
 
 
 class StreamRequest(CallRequest):
@@ -71,8 +88,8 @@ class StreamRequest(CallRequest):
         self.pipe = open_pipe(code.executor, "call", receive, send)
         self.pipe.owner = self
         produce: Any = stream if method.is_async else stream_in_thread
-        self._set_context()
-        self._start(
+        set_context(self)
+        self.start_code(
             method.is_async, produce, code.servable, method, envelope.head, envelope.payload, self.pipe
         )
         return None
@@ -82,7 +99,7 @@ class StreamRequest(CallRequest):
         is_plain = isinstance(unfinished.result, Iterator)
         finish: Any = finish_stream_in_thread if is_plain else finish_stream
         description = self.code.servable.describe(self._method)
-        self._next_step(not is_plain, finish, description, unfinished.result, self.pipe)
+        start_next(self, not is_plain, finish, description, unfinished.result, self.pipe)
 
     def message(self, value: Any) -> Message | None:
         return None

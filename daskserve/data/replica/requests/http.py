@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Awaitable, Mapping
 from typing import Any
 
-from daskserve.common.types import ON_DEMAND, Message, Receive, Send
+from daskserve.common.types import ON_DEMAND, Envelope, Message, Receive, Send
+from daskserve.context import RequestContext
 from daskserve.data.replica.errors.log import is_http_failure, is_refusal
 from daskserve.data.replica.execution.message_pipe import MessagePipe, open_pipe
 from daskserve.data.replica.execution.socket_pipe import open_socket_pipe
 from daskserve.data.replica.requests.accept_batch import BatchItem
 from daskserve.data.replica.requests.method_header import named_method, no_call_error
-from daskserve.data.replica.requests.serving import LocalRequest
+from daskserve.data.replica.requests.replica_request import LocalRequest, set_context, start_next
 from daskserve.data.replica.user_code.definitions import CALL, Method
 from daskserve.data.replica.user_code.request_objects import read_body
 from daskserve.data.replica.user_code.responses import (
@@ -27,6 +28,14 @@ from daskserve.payload.packed_errors import PackedError
 _ASGI_OF_UVICORN: Mapping[str, str] = {"version": "3.0", "spec_version": "2.3"}
 
 
+def _request_context(envelope: Envelope) -> RequestContext:
+    try:
+        ours = envelope.head["extensions"]["daskserve"]
+        return RequestContext(ours["request_id"], ours["route"], envelope.deadline)
+    except (KeyError, TypeError):  # not by way of the ingress
+        return RequestContext(deadline=envelope.deadline)
+
+
 class LocalHTTPRequest(LocalRequest):
     """The answer to an HTTP request or a WebSocket.
 
@@ -39,6 +48,22 @@ class LocalHTTPRequest(LocalRequest):
 
     needs_task_to_go_on = True
     is_failure = staticmethod(is_http_failure)
+    request_context = staticmethod(_request_context)
+
+    def needs_task(self) -> bool:
+        envelope, code = self.envelope, self.code
+        if (
+            envelope.head["type"] != "http"
+            or envelope.has_body
+            or code.has_method_header
+            or code.executor.is_closed
+        ):
+            return True
+        method = code.servable.methods.get(CALL)
+        if method is None or method.is_asgi or method.accepts_batches:
+            return True
+        # On the worker's loop, a task for the request saves one for user code.
+        return method.is_async and code.executor.is_on_worker_loop
 
     def begin(self, receive: Receive | None = None, send: Send | None = None) -> Awaitable[None] | None:
         envelope, code = self.envelope, self.code
@@ -66,23 +91,23 @@ class LocalHTTPRequest(LocalRequest):
             assert receive is not None
             assert send is not None
             return self._prepare(method, receive, send)
-        self._set_context()
+        set_context(self)
         if runs_in_task and method.is_async and not method.is_asgi:
             # Nothing to read and nothing to cross: user code gets the caller's own `receive`.
             parts = (method, scope, receive, b"")
-            self.run = code.executor.enter(servable.answer_http, parts, self._context, self)
+            self.run = code.executor.enter(servable.answer_http, parts, self.context, self)
         else:
             self._begin(b"", _no_body())
         return None
 
     def go_on(self, unfinished: Unfinished) -> None:
-        pipe = self.pipe or self._open_pipe(None)
+        pipe = self.pipe or _open_pipe(self, None)
         if unfinished.is_stream:
             self.survives_caller = False  # it may be endless, and cannot receive a disconnect
         if unfinished.needs_thread:
-            self._next_step(False, finish_in_thread, unfinished.result, pipe)
+            start_next(self, False, finish_in_thread, unfinished.result, pipe)
         else:
-            self._next_step(True, finish, self._scope, pipe, unfinished.result)
+            start_next(self, True, finish, self._scope, pipe, unfinished.result)
 
     def message(self, value: ConvertedResponse) -> Message | None:
         if value.is_failure:
@@ -111,7 +136,7 @@ class LocalHTTPRequest(LocalRequest):
             return
         needs_whole = not method.is_asgi and (not method.is_async or method.accepts_batches)
         if self.envelope.has_body == ON_DEMAND and not needs_whole:
-            self._set_context()
+            set_context(self)
             self._begin(None, None)
             return
         first = await receive() if self.envelope.has_body else _no_body()
@@ -123,44 +148,45 @@ class LocalHTTPRequest(LocalRequest):
                 self.value = ConvertedResponse()
                 return
         if method.accepts_batches and not method.is_asgi:
-            self._set_context()
-            self._open_pipe(first)
+            set_context(self)
+            _open_pipe(self, first)
             item = BatchItem(self._scope, self._scope, body or b"")
             try:
                 self.accept(await self.code.batches.submit(method, item, self))
             except PackedError as error:
                 self.accept(error)
         else:
-            self._set_context()
+            set_context(self)
             self._begin(body, first)
 
     def _begin(self, body: bytes | None, first: Message | None) -> None:
         """Start user code; a ``body`` is whole, or else begins with ``first``, if that was read."""
         servable, method, scope = self.code.servable, self._method, self._scope
         if method.is_async and not method.is_asgi and body is not None and self.runs_in_task:
-            self._start(True, servable.answer_http, method, scope, self._receive, body)
+            self.start_code(True, servable.answer_http, method, scope, self._receive, body)
             return
-        pipe = self._open_pipe(first)
+        pipe = _open_pipe(self, first)
         if method.is_asgi:
-            self._start(True, servable.answer_app, scope, pipe)
+            self.start_code(True, servable.answer_app, scope, pipe)
         elif method.is_async:
-            self._start(True, servable.answer_http, method, scope, pipe.receive, body)
+            self.start_code(True, servable.answer_http, method, scope, pipe.receive, body)
         else:
-            self._start(False, servable.answer_http_in_thread, method, scope, pipe, body)
+            self.start_code(False, servable.answer_http_in_thread, method, scope, pipe, body)
 
-    def _open_pipe(self, first: Message | None) -> MessagePipe:
-        kind = self._scope["type"]
-        code, receive, send = self.code, self._receive, self._send
-        pipe: MessagePipe
-        if kind == "websocket":
-            pipe = open_socket_pipe(code.executor, self.envelope, receive, send, first)
-            code.sockets.add(pipe)
-        else:
-            pipe = open_pipe(code.executor, kind, receive, send, first)
-        self.pipe = pipe
-        pipe.is_body_assumed = first is not None and not self.envelope.has_body
-        pipe.owner = self
-        return pipe
+
+def _open_pipe(answer: LocalHTTPRequest, first: Message | None) -> MessagePipe:
+    kind = answer._scope["type"]
+    code, receive, send = answer.code, answer._receive, answer._send
+    pipe: MessagePipe
+    if kind == "websocket":
+        pipe = open_socket_pipe(code.executor, answer.envelope, receive, send, first)
+        code.sockets.add(pipe)
+    else:
+        pipe = open_pipe(code.executor, kind, receive, send, first)
+    answer.pipe = pipe
+    pipe.is_body_assumed = first is not None and not answer.envelope.has_body
+    pipe.owner = answer
+    return pipe
 
 
 def _no_body() -> Message:

@@ -1,27 +1,10 @@
 """The answer to one request, as a state machine.
 
 A replica answers calls, streaming calls, HTTP requests and WebSockets, alone or in batches. User code runs
-where its runner puts it (`daskserve.data.replica.execution.runner`), and the caller is reached either from a
-task or without one (`daskserve.data.replica.requests.responders`). What happens to a request in between is
-the same for all:
-
-============  ====================  ============  ========================================================
-state         event                 next state    what happened
-============  ====================  ============  ========================================================
-WAITING       GRANTED               RUNNING       the request got a slot: from here on it counts as begun
-WAITING       REFUSED               DONE          there was no slot in time, or the replica stopped
-WAITING       LEFT, LATE            DONE          the caller did not wait for a slot
-RUNNING       PARTIAL               STREAMING     user code sent a message, or needs another step
-RUNNING       ANSWERED              DONE          the caller has the whole answer
-RUNNING       FAILED                DONE          user code has ended with an error, which the caller has
-RUNNING       ABORTED               CANCELLED     the answer failed, but user code has not ended yet
-RUNNING       LEFT                  CANCELLED     the caller left
-RUNNING       LATE                  CANCELLED     the deadline passed
-STREAMING     PARTIAL               STREAMING     the next message or step
-STREAMING     ANSWERED, FAILED      DONE          as in RUNNING
-STREAMING     ABORTED, LEFT, LATE   CANCELLED     as in RUNNING
-CANCELLED     ENDED                 DONE          user code has really ended
-============  ====================  ============  ========================================================
+where its runner puts it (`daskserve.data.replica.execution.runner`). The caller gets the answer where user
+code reports its end (`ReplicaRequest.start`), or, where something may wait, from a task
+(`ReplicaRequest.respond`): for a slot, for the body of a request, or for a caller that reads a stream slowly.
+What happens to a request in between is the same for all: see `daskserve.data.replica.requests.states`.
 
 The request holds its slot until it is DONE, even if its caller left long ago. So a replica never runs more
 requests than it has slots, and code that cannot be stopped is visible. User code is cancelled once, when the
@@ -32,90 +15,63 @@ request becomes CANCELLED. The request is counted once, when it leaves RUNNING o
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Mapping
-from typing import Any, Final, Literal, Protocol, TypeAlias, get_args
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextvars import Context
+from typing import Any, NoReturn
 
 from daskserve.common.clock import stopwatch
-from daskserve.common.types import Envelope, Message, Receive, Send
+from daskserve.common.types import Envelope, Load, Message, OnAnswer, Receive, Send
+from daskserve.context import RequestContext, current_request
+from daskserve.data.replica.errors.log import is_failure
 from daskserve.data.replica.execution.message_pipe import MessagePipe
 from daskserve.data.replica.execution.runner import CodeRun
+from daskserve.data.replica.requests.serving import ServingCode
 from daskserve.data.replica.requests.slots import Slots
+from daskserve.data.replica.requests.states import (
+    ABORTED,
+    ANSWERED,
+    ANSWERED_STATE,
+    CANCELLED,
+    DONE,
+    ENDED,
+    FAILED,
+    GRANTED,
+    GRANTED_STATE,
+    LATE,
+    LEFT,
+    NEXT,
+    OPEN_STATES,
+    PARTIAL,
+    REFUSED,
+    WAITING,
+    RequestEvent,
+    RequestState,
+)
+from daskserve.data.replica.user_code.definitions import Method
+from daskserve.data.replica.user_code.request_objects import request_id_of
 from daskserve.data.replica.user_code.responses import Unfinished
 from daskserve.errors import ServeError
 from daskserve.loops.deadlines import is_over
+from daskserve.payload.packed_errors import PackedError
 from daskserve.telemetry.replica import ReplicaMetrics
-
-# Plain strings, not members of an enum: each request compares several of them.
-RequestState: TypeAlias = Literal["waiting", "running", "streaming", "cancelled", "done"]
-WAITING: Final = "waiting"
-RUNNING: Final = "running"
-STREAMING: Final = "streaming"
-CANCELLED: Final = "cancelled"
-DONE: Final = "done"
-
-RequestEvent: TypeAlias = Literal[
-    "granted", "refused", "partial", "answered", "failed", "aborted", "left", "late", "ended"
-]
-GRANTED: Final = "granted"
-REFUSED: Final = "refused"
-PARTIAL: Final = "partial"
-ANSWERED: Final = "answered"
-FAILED: Final = "failed"
-ABORTED: Final = "aborted"
-LEFT: Final = "left"
-LATE: Final = "late"
-ENDED: Final = "ended"
-
-TRANSITIONS: Mapping[tuple[RequestState, RequestEvent], RequestState] = {
-    (WAITING, GRANTED): RUNNING,
-    (WAITING, REFUSED): DONE,
-    (WAITING, LEFT): DONE,
-    (WAITING, LATE): DONE,
-    (RUNNING, PARTIAL): STREAMING,
-    (RUNNING, ANSWERED): DONE,
-    (RUNNING, FAILED): DONE,
-    (RUNNING, ABORTED): CANCELLED,
-    (RUNNING, LEFT): CANCELLED,
-    (RUNNING, LATE): CANCELLED,
-    (STREAMING, PARTIAL): STREAMING,
-    (STREAMING, ANSWERED): DONE,
-    (STREAMING, FAILED): DONE,
-    (STREAMING, ABORTED): CANCELLED,
-    (STREAMING, LEFT): CANCELLED,
-    (STREAMING, LATE): CANCELLED,
-    (CANCELLED, ENDED): DONE,
-}
-# The same by state: each request looks up two of them, and two small keys are found sooner than one pair.
-_NEXT: Mapping[RequestState, Mapping[RequestEvent, RequestState]] = {
-    state: {event: after for (before, event), after in TRANSITIONS.items() if before == state}
-    for state in get_args(RequestState)
-}
-_GRANTED_STATE = TRANSITIONS[WAITING, GRANTED]
-_ANSWERED_STATE = TRANSITIONS[RUNNING, ANSWERED]
-#: States in which the caller waits for the answer.
-OPEN_STATES = frozenset({RUNNING, STREAMING})
 
 
 class InvalidRequestTransition(ServeError):
     """An event does not fit the state of an answer: a bug in the replica."""
 
 
-class Responder(Protocol):
-    """The path to a request's caller, which an answer notifies of its changes."""
-
-    def changed(self) -> None:
-        """Note that there are messages to pass on, or that the answer is complete or has failed."""
-
-
 class ReplicaRequest:
     """One request at its replica; each kind of request is a subclass.
 
-    It is a `daskserve.data.replica.execution.runner.RunListener`, and lives on the worker's loop.
+    It is a `daskserve.common.types.ActorRequest` for its caller, and a
+    `daskserve.data.replica.execution.runner.RunListener` for user code. It lives on the worker's loop.
     """
 
     __slots__ = (
         "_began",
-        "caller",
+        "_on_answer",
+        "_waiter",
         "envelope",
         "error",
         "holds",
@@ -138,11 +94,13 @@ class ReplicaRequest:
         self.slots = slots
         self.metrics = metrics
         self.state: RequestState = WAITING
-        #: Notified of changes; None while the task that carries the answer is not waiting for any.
-        self.caller: Responder | None = None
+        #: Gets the answer of a request without a task.
+        self._on_answer: OnAnswer | None = None
+        #: What the task of a request waits for: a message to pass on, or the end of user code.
+        self._waiter: asyncio.Future[None] | None = None
         #: Carries the messages between user code and the caller, if there are any.
         self.pipe: MessagePipe | None = None
-        #: Whether a task carries the answer; only there can anything be awaited.
+        #: Whether a task responds; only there can anything be awaited.
         self.is_in_task = False
         #: The next step of user code, until it is started.
         self.unfinished: Unfinished | None = None
@@ -160,7 +118,73 @@ class ReplicaRequest:
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.state}>"
 
+    # ---- for the caller
+
+    def start(self, on_answer: OnAnswer) -> Callable[[], None] | None:
+        """Answer the request without a task, and return a function that gives it up.
+
+        Returns None if it needs a task, or there is no free slot. If the answer takes more than one message,
+        the callback gets this object, for a task to respond.
+        """
+        if self.needs_task() or not self.slots.take_nowait():
+            return None
+        self.granted()
+        self._on_answer = on_answer
+        try:
+            self.begin()
+        except BaseException:
+            self.fail()
+            raise
+        return self.leave
+
+    async def respond(self, receive: Receive, send: Send) -> Load:
+        """Answer the request from the present task, begun or not; return when its caller has it all.
+
+        Raises
+        ------
+        ReplicaBusyError
+            All slots were taken for longer than the patience of the request; it has not begun.
+        ActorLostError
+            The replica stops: the request has not begun, or was cancelled when the grace period ended.
+        Exception
+            The error of user code, of its start, or of the connection to the caller.
+        """
+        slots = self.slots
+        try:
+            if self.state == WAITING:
+                # A broadcast reaches full replicas, too.
+                take = slots.take_beyond if "broadcast" in self.envelope.head else slots.take_nowait
+                if self.envelope.queue_timeout is not None or not take():
+                    await slots.take(self.envelope, send)
+                self.granted()
+            self.is_in_task = True
+            if self.unfinished is None:
+                preparing = self.begin(receive, send)
+                if preparing is not None:
+                    await preparing
+            elif self.pipe is not None:
+                self.pipe.connect(receive, send)
+            if self.run is not None or self.pipe is not None or self.unfinished is not None:
+                await _settle(self)
+            if self.error is not None:
+                _raise_error(self)
+            message = self.message(self.value)
+            if message is not None:
+                await send(message)
+        except Exception:
+            self.fail()
+            raise
+        except BaseException:
+            self.leave(asyncio.get_running_loop().time())
+            raise
+        self.answered()
+        return slots.load()
+
     # ---- what a kind of request defines
+
+    def needs_task(self) -> bool:
+        """Return whether the request can only be answered from a task, because something may have to wait."""
+        return True
 
     def begin(self, receive: Receive | None = None, send: Send | None = None) -> Awaitable[None] | None:
         """Start user code and return None, or return an awaitable that starts it.
@@ -188,7 +212,7 @@ class ReplicaRequest:
     def granted(self) -> None:
         """The request has its slot."""
         if self.state == WAITING:  # `_move`, without a call for each request
-            self.state = _GRANTED_STATE
+            self.state = GRANTED_STATE
         else:
             self._move(GRANTED)
         self.metrics.handled += 1
@@ -198,8 +222,7 @@ class ReplicaRequest:
         """User code has sent a message."""
         if self.state in OPEN_STATES:
             self._move(PARTIAL)
-            if self.caller is not None:
-                self.caller.changed()
+            _changed(self)
 
     def run_ended(self, value: Any, error: Exception | None) -> None:
         """User code, or one step of it, has ended."""
@@ -213,25 +236,24 @@ class ReplicaRequest:
             self.accept(value)
         else:
             self.value = value
-        if self.caller is not None:
-            self.caller.changed()
+        _changed(self)
 
     def run_aborted(self, error: Exception) -> None:
         """The replica stops: the caller gets ``error``, and user code is cancelled."""
         if self.state in OPEN_STATES:
-            caller = self.caller
+            on_answer = self._on_answer
             self.error = error
             self._close(ABORTED)
-            if caller is not None:
-                caller.changed()
+            self._on_answer = on_answer
+            _changed(self)
 
     def answered(self) -> None:
         """The caller has the whole answer."""
         if self.state in OPEN_STATES:  # `_move`, without a call for each request
-            self.state = _ANSWERED_STATE
+            self.state = ANSWERED_STATE
         else:
             self._move(ANSWERED)
-        self.caller = None  # it refers to this object
+        self._on_answer = None  # it may refer to this object
         self.metrics.latency.observe(stopwatch() - self._began)
         if self.pipe is not None:
             self.release()
@@ -279,7 +301,7 @@ class ReplicaRequest:
     # ---- transitions
 
     def _move(self, event: RequestEvent) -> None:
-        state = _NEXT[self.state].get(event)
+        state = NEXT[self.state].get(event)
         if state is None:
             raise InvalidRequestTransition(f"{self!r} cannot take the event {event!r}.")
         self.state = state
@@ -288,7 +310,7 @@ class ReplicaRequest:
         """Apply an event after which the caller gets no answer."""
         was_begun = self.state != WAITING
         self._move(event)
-        self.caller = None  # it refers to this object
+        self._on_answer = None  # it may refer to this object
         if not was_begun:
             return
         if event in (LEFT, LATE):
@@ -311,3 +333,117 @@ class ReplicaRequest:
         if self.state == CANCELLED and self.run is None and not self.holds:
             self._move(ENDED)
             self.slots.free()
+
+
+async def _settle(request: ReplicaRequest) -> None:
+    """Pass messages on and start the steps of user code until only the last message is left."""
+    loop = asyncio.get_running_loop()
+    while True:
+        pipe = request.pipe
+        if pipe is not None and pipe.outbox:
+            try:
+                await pipe.flush()
+            except OSError:  # of the caller's connection
+                request.leave()
+                raise
+        elif request.error is not None:
+            return
+        elif request.unfinished is not None:
+            _take_next_step(request)
+        elif request.run is not None:
+            code = request.run.drive()
+            if code is None:
+                code = request._waiter = loop.create_future()
+            await code
+        else:
+            return
+
+
+def _take_next_step(request: ReplicaRequest) -> None:
+    unfinished, request.unfinished = request.unfinished, None
+    assert unfinished is not None
+    request.go_on(unfinished)
+
+
+def _raise_error(request: ReplicaRequest) -> NoReturn:
+    error, request.error = request.error, None
+    assert error is not None
+    try:
+        raise error
+    finally:
+        del error  # else the traceback holds this frame, and this frame the error
+
+
+def _changed(request: ReplicaRequest) -> None:
+    """Wake the task, or pass the answer on without one if it is complete, or start the next step."""
+    on_answer = request._on_answer
+    if on_answer is None:
+        if request._waiter is not None and not request._waiter.done():
+            request._waiter.set_result(None)
+        return
+    if request.unfinished is not None and request.needs_task_to_go_on:
+        request._on_answer = None
+        on_answer(None, request)
+        return
+    try:
+        if request.unfinished is not None:
+            _take_next_step(request)
+            return
+        if request.error is not None:
+            _raise_error(request)
+        message = request.message(request.value)
+    except Exception as error:  # the caller gets it
+        request.fail()
+        request._on_answer = None
+        on_answer(None, error)
+    else:
+        request.answered()
+        on_answer(message, request.slots.load())
+
+
+class LocalRequest(ReplicaRequest):
+    """The answer to a request whose user code runs in this process."""
+
+    __slots__ = ("_method", "code", "context", "runs_in_task")
+
+    # Set by `daskserve.data.replica.local_code.LocalCode.handle`: a constructor would be one more call for
+    # each request.
+    code: ServingCode
+    #: Returns whether an error of user code is for the log.
+    is_failure: Callable[[PackedError], bool] = staticmethod(is_failure)
+    #: Returns what user code may know of its request.
+    request_context: Callable[[Envelope], RequestContext]
+    # Known when user code begins.
+    #: Whether async code runs in the task that responds, on the worker's loop.
+    runs_in_task: bool
+    context: Context
+    _method: Method
+
+    def accept(self, value: Any) -> None:
+        """Keep what user code returned or raised; log an error, with the context variables of the code."""
+        super().accept(value)
+        if type(value) is PackedError:
+            if self.is_failure(value):
+                log = self.code.failures.logs_for(self.context.get(current_request))
+                self.context.copy().run(log, value, request_id_of(self.envelope.head))
+            value.error = None  # it refers to the user's object
+
+    def start_code(self, is_async: bool, function: Callable[..., Any], *args: Any) -> None:
+        """Start user code, or the next step of it."""
+        executor = self.code.executor
+        if is_async and self.runs_in_task:
+            self.run = executor.enter(function, args, self.context, self)
+        else:
+            self.run = executor.start(is_async, function, args, self.context, self)
+
+
+def set_context(request: LocalRequest) -> None:
+    """Create the context in which user code answers a request: a copy of the replica's."""
+    request.context = context = request.code.executor.context.copy()
+    context.run(current_request.set, request.request_context(request.envelope))
+
+
+def start_next(request: LocalRequest, is_async: bool, function: Callable[..., Any], *args: Any) -> None:
+    """Start the next step of user code, in a copy of its context, which the last run may not have left."""
+    request.context = request.context.copy()
+    request.start_code(is_async, function, *args)

@@ -101,13 +101,11 @@ class Slots:
 
     Parameters
     ----------
-    queue : HasQueued
-        Requests that have a slot and wait for something else.
     metrics : ReplicaMetrics
         Counts refusals.
     """
 
-    def __init__(self, replica_tag: str, concurrency: int, queue: HasQueued, metrics: ReplicaMetrics) -> None:
+    def __init__(self, replica_tag: str, concurrency: int, metrics: ReplicaMetrics) -> None:
         self.concurrency = concurrency
         #: How many slots are taken.
         self.ongoing = 0
@@ -117,7 +115,8 @@ class Slots:
         #: Why the replica takes no requests while it is not open.
         self.closed_because = f"Replica {short_tag(replica_tag)!r} is not running."
         self.replica_tag = replica_tag
-        self._queue = queue
+        #: Requests that have a slot and wait for something else.
+        self.queue: HasQueued | None = None
         self._metrics = metrics
         self._waiters = SlotQueue()
         self._idle: asyncio.Event | None = None  # created by `wait_until_idle`
@@ -131,7 +130,8 @@ class Slots:
 
     def load(self) -> Load:
         """Return how many requests run, and how many wait."""
-        return Load(self.ongoing, self._queue.queued + len(self._waiters.places))
+        queue = self.queue
+        return Load(self.ongoing, (0 if queue is None else queue.queued) + len(self._waiters.places))
 
     def not_running(self) -> ActorLostError:
         """Return the error for a request that arrives while the replica is not open."""

@@ -17,8 +17,7 @@ from typing import Any
 from starlette.datastructures import FormData, Headers
 from starlette.requests import Request
 
-from daskserve.common.types import Envelope, EnvelopeKind, Message, Receive
-from daskserve.context import RequestContext
+from daskserve.common.types import Message, Receive
 from daskserve.errors import ServeError
 from daskserve.internals.handed_requests import PlainForm, reduce_request, set_form
 from daskserve.loops.event_loop import running_loop
@@ -266,21 +265,6 @@ def legacy_argument(head: Mapping[str, Any], args: Sequence[Any], kwargs: Mappin
     return ServeRequest(
         found, kwargs, headers=head.get("http_headers"), method=head.get("http_method") or "GET"
     )
-
-
-def request_context(envelope: Envelope) -> RequestContext:
-    """Return what user code may know of its request, from what the ingress or the handle says of it."""
-    head = envelope.head
-    if envelope.kind is EnvelopeKind.HTTP:
-        try:
-            ours = head["extensions"]["daskserve"]
-            return RequestContext(ours["request_id"], ours["route"], envelope.deadline)
-        except (KeyError, TypeError):  # not by way of the ingress
-            return RequestContext(deadline=envelope.deadline)
-    context = RequestContext(head.get("request_id") or "", deadline=envelope.deadline)
-    if "facts" in head:
-        context.add_facts(head["facts"])
-    return context
 
 
 def request_id_of(head: Mapping[str, Any]) -> str:

@@ -1,0 +1,248 @@
+"""One call of a handle: its identity and arguments, its way to a replica, and its outcome.
+
+Problem: if a call never waits, its coroutine, its task and their wake-ups cost more than the connection.
+Choice: the request is sent at once if a replica has room and is in this process or has an open channel.
+The code that receives the answer then ends the call. A task carries the call if it has to wait, or continues
+it because the replica is full after all, or was lost before the request began.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+from daskserve.cluster.protocols.base import ClusterConnection, RemoteValues
+from daskserve.common.clock import stopwatch
+from daskserve.common.types import (
+    DONE,
+    ActorRequest,
+    Envelope,
+    KeptPayload,
+    Load,
+    Message,
+    Payload,
+    Send,
+    nothing_to_receive,
+)
+from daskserve.context import RequestContext
+from daskserve.data.caller.calls.call_options import CallOptions
+from daskserve.data.caller.calls.chaining import chained_arguments
+from daskserve.data.caller.calls.naming import with_called
+from daskserve.data.caller.calls.pending import begin_call
+from daskserve.data.caller.calls.response import Response
+from daskserve.data.caller.routing.replica_pool import PooledReplica
+from daskserve.data.caller.routing.replica_set import ReplicaSet
+from daskserve.data.caller.routing.router import Router
+from daskserve.errors import ActorLostError, PassedResponseError, ReplicaBusyError, ServeError
+from daskserve.loops.deadlines import earliest, is_over
+from daskserve.loops.pending_call import PendingCall
+from daskserve.loops.tasks import pause
+from daskserve.payload.pickling import dump, may_mention_dask
+from daskserve.payload.serialization import DEFAULT_SERIALIZATION, serialize
+from daskserve.payload.unpicklable import arguments_of, unpicklable_error
+
+
+def identity_of(
+    options: CallOptions, connection: ClusterConnection, current: RequestContext | None
+) -> tuple[str, float | None]:
+    """Return the id and the deadline of a call that the present request makes, if there is one."""
+    request_id = (current.request_id if current is not None else "") or connection.request_ids.next()
+    deadline = None if current is None else current.deadline
+    if options.timeout_s is not None:
+        deadline = earliest(deadline, connection.loop.time() + options.timeout_s)
+    return request_id, deadline
+
+
+def pack(
+    options: CallOptions, connection: ClusterConnection, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Payload, RemoteValues | None]:
+    """Serialize arguments, and take out those that do not travel with the call.
+
+    Raises
+    ------
+    UnpicklableError
+        An argument cannot be pickled.
+    BadRequestError
+        The serialization of the handle cannot hold an argument.
+    """
+    try:
+        return _packed(options, connection, args, kwargs)
+    except ServeError:
+        raise
+    except Exception as error:  # a foreign object may raise anything
+        remedy = "Pass what it was made from, and create it where it is used."
+        raise unpicklable_error(
+            "An argument of the call",
+            error,
+            (args, kwargs),
+            arguments_of(args, kwargs),
+            remedy,
+            lambda: _without_responses,
+        ) from error
+
+
+def _packed(
+    options: CallOptions, connection: ClusterConnection, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Payload, RemoteValues | None]:
+    serialization = options.request_serialization
+    try:
+        if serialization == DEFAULT_SERIALIZATION:
+            payload = dump((args, kwargs))
+        else:
+            payload = serialize(serialization, (args, kwargs))
+    except PassedResponseError:
+        values = chained_arguments(connection, args, kwargs, by_reference=options.by_reference)
+        return values.payload, values
+    return payload, connection.values.take(payload, args, kwargs) if may_mention_dask(payload) else None
+
+
+def _without_responses(value: Any) -> Any:
+    return (len, ((),)) if isinstance(value, Response) else NotImplemented
+
+
+class Call:
+    """One call in progress, on the loop of the process's connection; `start` or `respond` begins it.
+
+    Parameters
+    ----------
+    future : PendingCall
+        Gets the outcome.
+    """
+
+    __slots__ = (
+        "_began",
+        "_cancel_request",
+        "_connection",
+        "_envelope",
+        "_future",
+        "_replica",
+        "_replicas",
+        "_router",
+    )
+
+    _replicas: ReplicaSet  # set by `start`
+
+    def __init__(
+        self,
+        connection: ClusterConnection,
+        router: Router,
+        envelope: Envelope,
+        future: PendingCall[Payload | KeptPayload],
+    ) -> None:
+        self._connection = connection
+        self._router = router
+        self._envelope = envelope
+        self._future = future
+        self._replica: PooledReplica | None = None  # set while it has the request
+        self._cancel_request: Callable[[], None] | None = None
+        self._began = stopwatch()
+
+    def start(self, replicas: ReplicaSet) -> bool:
+        """Send the request without a task; return False, without any effect, if it may have to wait."""
+        replica = replicas.take_now()
+        if replica is None:
+            return False
+        self._replica = replica
+        self._replicas = replicas
+        try:
+            self._cancel_request = replica.handle(self._envelope).start(self._on_answer)
+        except ActorLostError:
+            pass  # the task that sends it next finds another replica
+        except BaseException:
+            if self._replica is not None:  # else `_on_answer` has released it
+                replicas.put_back(replica)
+            raise
+        if self._cancel_request is None:
+            replicas.put_back(replica)
+            return False
+        self._router.calls.begun += 1
+        self._future.on_cancel(self._cancel_from_anywhere)
+        return True
+
+    def respond(self, send: Callable[[Send], Coroutine[Any, Any, None]]) -> Coroutine[Any, Any, Any]:
+        """Return a coroutine that sends the request, counts its end, and returns its answer."""
+        self._router.calls.begun += 1
+        return self._respond(send)
+
+    async def _respond(self, send: Callable[[Send], Coroutine[Any, Any, None]]) -> Any:
+        answers: list[Payload | KeptPayload] = []
+
+        def keep(message: Message) -> Awaitable[None]:
+            answers.append(message["payload"])
+            return DONE
+
+        try:
+            await send(keep)
+        except BaseException as error:
+            named = self._note_failure(error)
+            if named is error:
+                raise
+            raise named from None
+        finally:
+            self._router.calls.latency.observe(stopwatch() - self._began)
+        if self._envelope.head.get("stream"):
+            return None
+        if not answers:
+            raise _no_answer_error(self._envelope)
+        return answers[0]
+
+    def _note_failure(self, error: BaseException) -> BaseException:
+        """Count a failure, and return the error with the name of the deployment that was called."""
+        router = self._router
+        router.calls.fail(error, is_late=is_over(self._envelope.deadline, self._connection.loop.time()))
+        return with_called(error, router.endpoint, is_legacy=router.is_legacy)
+
+    # ---- without a task
+
+    def _cancel_from_anywhere(self) -> None:
+        self._connection.thread_calls.post(self._cancel)
+
+    def _cancel(self) -> None:
+        replica, self._replica = self._replica, None
+        if replica is not None and self._cancel_request is not None:
+            self._cancel_request()
+            self._replicas.release(replica, None)
+            self._fail(asyncio.CancelledError())
+
+    def _on_answer(self, message: Message | None, outcome: Load | Exception | ActorRequest) -> None:
+        # If sending fails, this is called before `start` has set `_cancel_request`.
+        replica, self._replica = self._replica, None
+        assert replica is not None
+        assert isinstance(outcome, (Load, BaseException))  # a call has one answer message
+        self._replicas.release(replica, outcome)
+        if type(outcome) is Load:
+            if message is None:
+                self._fail(_no_answer_error(self._envelope))
+            else:
+                self._router.calls.latency.observe(stopwatch() - self._began)
+                self._future.set_result(message["payload"])
+        elif isinstance(outcome, (ReplicaBusyError, ActorLostError)) and not getattr(outcome, "begun", False):
+            if self._future.cancelled():
+                self._fail(asyncio.CancelledError())
+            else:
+                self._continue(outcome)
+        else:
+            self._fail(outcome)
+
+    def _continue(self, refused: ReplicaBusyError | ActorLostError) -> None:
+        """Continue a call that a replica has refused, in a task."""
+
+        async def send(keep: Send) -> None:
+            await pause()
+            await self._replicas.send(self._envelope, nothing_to_receive, keep, refused=refused)
+
+        # The call is already counted as begun, so this coroutine must start in any case to count its end.
+        begin_call(self._connection, self._respond(send), self._future, pauses_itself=True)
+
+    def _fail(self, error: Any) -> None:
+        named = self._note_failure(error)
+        self._router.calls.latency.observe(stopwatch() - self._began)
+        if isinstance(error, asyncio.CancelledError):
+            self._future.cancel()
+        else:
+            self._future.set_error(named)
+
+
+def _no_answer_error(envelope: Envelope) -> ServeError:
+    return ServeError(f"The replica ended request {envelope.head['request_id']} without an answer.")

@@ -1,0 +1,264 @@
+"""One connection: reads its requests for their exchanges, without I/O of its own.
+
+An `HTTPConnection` is an ``asyncio.Protocol``: a transport calls it with the bytes that it has received, and
+the connection calls the transport to write, to pause and to close.
+
+A client may send more requests before the first is answered. They wait, and reading pauses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from daskserve.proxies.exchange.chunks import ChunkReader
+from daskserve.proxies.exchange.exchange import LINGER_S, Exchange
+from daskserve.proxies.exchange.limits import LINGER
+from daskserve.proxies.exchange.request_head import RefusedRequestError, RequestHead, read_head
+from daskserve.proxies.exchange.server_state import Connection, ServerState
+from daskserve.proxies.exchange.stream import Stream
+from daskserve.proxies.exchange.turns import SLICE_BYTES, SLOW
+
+log = logging.getLogger("daskserve.proxies")
+
+#: How much of a body is read at a time. It limits how far the body exceeds its buffer.
+_PIECE_BYTES = 64 * 1024
+
+
+class HTTPConnection(asyncio.Protocol):
+    """Reads the requests of one connection; the `ConnectionReader` of their exchanges.
+
+    Parameters
+    ----------
+    open_streams : set
+        The streams of the server's connections; this one is in it until it is closed.
+    on_made : callable
+        Called once the connection is among the server state's.
+    """
+
+    _connection: Connection
+    _stream: Stream
+    _transport: asyncio.Transport
+
+    def __init__(
+        self, server_state: ServerState, open_streams: set[Stream], on_made: Callable[[], object]
+    ) -> None:
+        self._server_state = server_state
+        self._open_streams = open_streams
+        self._on_made = on_made
+        self._exchange: Exchange | None = None
+        self._is_busy = False  # the exchange is not finished
+        self._is_read = True  # its request is complete
+        self._left = 0  # bytes of its body that are still to be read
+        self._chunks: ChunkReader | None = None  # reads its body, if that is chunked
+        self._room: asyncio.Future[None] | None = None  # pending while nothing more is to be read
+        self._rest = b""  # received and not read yet
+        self._searched = 0  # how much of the rest is known not to be a whole head
+        self._drops_data = False  # further data is dropped
+        self._has_ended = False  # the client has ended its side of the connection
+        self._linger: asyncio.TimerHandle | None = None
+
+    # ---- called by the transport
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self._transport = transport
+        self._stream = Stream(transport, self._open_streams)
+        self._connection = Connection(self._stream, is_encrypted=self._server_state.tls is not None)
+        self._server_state.connections.add(self._connection)
+        self._server_state.watch.watch(self._connection)
+        self._on_made()
+
+    def data_received(self, data: bytes) -> None:
+        if self._drops_data:
+            return
+        self._rest = self._rest + data if self._rest else data
+        self._read_on()
+
+    def eof_received(self) -> bool:
+        """Return whether the connection stays open: the client may have closed only its own side."""
+        if self._server_state.tls is not None or not self._connection.stays_open(self._server_state):
+            return False
+        self._has_ended = True
+        return True
+
+    def pause_writing(self) -> None:
+        self._stream.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._stream.resume_writing()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._drops_data = True
+        self._rest = b""
+        if self._linger is not None:
+            self._linger.cancel()
+        connection = self._connection
+        self._server_state.connections.discard(connection)
+        self._server_state.watch.unwatch(connection)
+        if connection.exchange is not None:
+            connection.exchange.on_connection_close()
+            connection.exchange = None
+        self._exchange = None
+        self._stream.connection_lost(exc)
+
+    # ---- called by the exchange
+
+    def finish(self) -> None:
+        """Go on to the next request, or close the connection if this request is incomplete."""
+        self._is_busy = False
+        if not self._is_read:
+            self.close()
+            return
+        self._server_state.watch.watch(self._connection)
+        if self._rest or self._has_ended:
+            asyncio.get_running_loop().call_soon(self._read_on)
+
+    def close(self) -> None:
+        """Close the connection once everything written is sent."""
+        if self._rest and not self._drops_data and not self._has_ended:
+            self.leave()  # there may be more
+            return
+        self._drops_data = True
+        if self._transport.is_closing():
+            return
+        self._transport.close()
+        if self._stream.writing():
+            self._server_state.watch.watch(self._connection)  # the client may not read
+
+    def leave(self) -> None:
+        """End this side of the connection, and drop what the client sends."""
+        self._drops_data = True
+        self._rest = b""
+        if self._transport.is_closing():
+            return
+        if not self._transport.can_write_eof():  # TLS
+            self.close()
+            return
+        try:
+            self._transport.write_eof()
+        except OSError:
+            self._stream.close()  # the client has reset the connection
+            return
+        self._stream.resume_reading()
+        self._server_state.watch.unwatch(self._connection)
+        self._linger = asyncio.get_running_loop().call_later(LINGER_S, self._end_linger)
+
+    def _end_linger(self) -> None:
+        self._server_state.limits.hit(LINGER)
+        self._stream.close()
+
+    def detach(self) -> Stream:
+        """Leave the stream to a WebSocket."""
+        self._server_state.connections.discard(self._connection)
+        self._connection.exchange = None
+        self._exchange = None
+        self._drops_data = True
+        self._stream.take_over()
+        return self._stream
+
+    # ---- reading
+
+    def _read_on(self) -> None:
+        """Read what was received, until a request waits or a body's buffer is full."""
+        try:
+            while self._rest and not self._drops_data and self._room is None:
+                if self._is_read:
+                    if self._is_busy or not self._read_head():
+                        break
+                elif self._exchange is None:
+                    break
+                else:
+                    self._read_body(self._exchange)
+        except Exception:  # a fault of this server, which ends the connection as any top loop would
+            log.exception("Reading a request failed")
+            self._stream.close()
+        if self._transport.is_closing():
+            return
+        if self._drops_data:
+            self._stream.resume_reading()
+            return
+        is_waiting = self._is_busy and self._is_read
+        if self._room is not None or (is_waiting and self._rest):
+            self._stream.pause_reading()
+        else:
+            self._stream.resume_reading()
+            if self._has_ended and not is_waiting:
+                self.close()  # no whole request is left
+
+    def _read_head(self) -> bool:
+        """Begin the next request, or refuse it; return False if its head is incomplete."""
+        try:
+            found = read_head(self._rest, self._searched, self._server_state.head_limits)
+        except RefusedRequestError as error:
+            self._is_busy = True
+            self._exchange = Exchange(self._server_state, self._connection, self)
+            self._exchange.refuse_head(error)
+            return True
+        if found is None:
+            self._searched = len(self._rest)
+            self._connection.await_head(self._server_state.watch)
+            return False
+        head, end = found
+        self._rest = self._rest[end:]
+        self._searched = 0
+        self._begin(head)
+        return True
+
+    def _begin(self, head: RequestHead) -> None:
+        self._connection.awaits_head = False
+        self._is_busy = True
+        self._is_read = False
+        self._exchange = exchange = Exchange(self._server_state, self._connection, self)
+        length = exchange.begin(head)
+        if self._connection.exchange is None:  # a WebSocket now
+            rest, self._rest = self._rest, b""
+            if rest:
+                self._stream.data_received(rest)
+        elif length == 0:
+            self._is_read = True
+            if not self._drops_data:
+                exchange.finish()
+        else:
+            self._left = length or 0
+            self._chunks = ChunkReader() if length is None else None
+            if not (self._left and self._rest) and exchange.wants_body:  # else: see `_read_body`
+                self._server_state.watch.watch(self._connection)
+
+    def _read_body(self, exchange: Exchange) -> None:
+        chunks = self._chunks
+        if chunks is None:
+            size = min(self._left, _PIECE_BYTES)
+            part, self._rest = self._rest[:size], self._rest[size:]
+            self._left -= len(part)
+            is_ended = not self._left
+        else:
+            try:
+                part, self._rest = chunks.read(self._rest)
+            except RefusedRequestError as error:
+                self._rest = b""
+                self._drops_data = True
+                exchange.reject(str(error))
+                return
+            is_ended = chunks.is_ended
+            if self._rest and not is_ended:
+                self._wait_for(
+                    self._server_state.limits.turns.here().turn(SLOW * SLICE_BYTES)
+                )  # there are very many chunks
+        if part:
+            room = exchange.data_received(part, is_last=is_ended)
+            if room is not None:
+                self._wait_for(room)
+        if is_ended and not self._drops_data:
+            self._chunks = None
+            self._is_read = True
+            exchange.finish()
+
+    def _wait_for(self, room: asyncio.Future[None]) -> None:
+        self._room = room
+        room.add_done_callback(self._take_room)
+
+    def _take_room(self, room: asyncio.Future[None]) -> None:
+        if room is self._room:
+            self._room = None
+            self._read_on()

@@ -1,0 +1,58 @@
+"""A hook of MkDocs: pages outside of docs/ are part of the site, and links are written for the repository.
+
+README.md is the site's first page. A link such as ``../SECURITY.md#secrets`` works where the repository is
+read, and leads to the page of the site in the built one. A link to a file that is no page, such as an
+example's, becomes its plain text.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parent.parent
+#: Pages of the site by their paths in the repository, those of docs/ aside.
+OUTSIDE = {
+    "README.md": "index.md",
+    "SECURITY.md": "security.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "benchmarks/README.md": "benchmarks.md",
+    "examples/digits/README.md": "digits.md",
+}
+LINK = re.compile(r"(?<!!)\[([^\]\[]*)\]\(([^)\s#]+)((?:#[^)\s]*)?)\)")
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    for source, page in OUTSIDE.items():
+        files.append(File.generated(config, page, abs_src_path=str(ROOT / source)))
+    return files
+
+
+def site_path(path: str) -> str:
+    """Return the site's path of a file in the repository, or "" if it is not part of the site."""
+    return OUTSIDE.get(path) or (path.removeprefix("docs/") if path.startswith("docs/") else "")
+
+
+def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
+    here = page.file.src_uri
+    source = next((path for path, name in OUTSIDE.items() if name == here), f"docs/{here}")
+
+    def rewritten(link: re.Match[str]) -> str:
+        text, target, anchor = link.groups()
+        path = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
+        if "://" in target or target.startswith("mailto:") or not (ROOT / path).exists():
+            return link.group(0)
+        found = site_path(path)
+        return (
+            f"[{text}]({posixpath.relpath(found, posixpath.dirname(here) or '.')}{anchor})" if found else text
+        )
+
+    # Code is left as it is.
+    parts = re.split(r"(^ *```.*?^ *```$)", markdown, flags=re.DOTALL | re.MULTILINE)
+    return "".join(part if index % 2 else LINK.sub(rewritten, part) for index, part in enumerate(parts))

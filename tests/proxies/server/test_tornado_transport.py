@@ -1,0 +1,187 @@
+"""A Tornado stream as a transport: what it passes on, counts, and does when it is paused or ended."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from http_harness import poll_for
+
+from daskserve.proxies.server.tornado_transport import PlainStream, TornadoTransport
+
+DEADLINE_S = 10.0
+
+
+class Recorder(asyncio.Protocol):
+    """A protocol that writes down what the transport calls; its client ends first, or never."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+        self.stays_open = False
+
+    def data_received(self, data: bytes) -> None:
+        self.calls.append(data)
+
+    def eof_received(self) -> bool:
+        self.calls.append("eof")
+        return self.stays_open
+
+    def pause_writing(self) -> None:
+        self.calls.append("pause")
+
+    def resume_writing(self) -> None:
+        self.calls.append("resume")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.calls.append("lost")
+
+
+def run(scenario: Callable[[TornadoTransport, Recorder, socket.socket], Awaitable[None]]) -> None:
+    async def main() -> None:
+        listening = socket.create_server(("127.0.0.1", 0))
+        with listening, socket.create_connection(listening.getsockname()) as client:
+            client.setblocking(False)
+            protocol = Recorder()
+            transport = TornadoTransport(PlainStream(listening.accept()[0]), protocol)
+            async with asyncio.timeout(DEADLINE_S):
+                await scenario(transport, protocol, client)
+                transport.abort()
+                await poll_for(lambda: protocol.calls[-1:] == ["lost"])
+            assert protocol.calls.count("lost") == 1
+
+    asyncio.run(main())
+
+
+def test_a_client_that_resets_at_once_is_lost() -> None:
+    async def main() -> None:
+        listening = socket.create_server(("127.0.0.1", 0))
+        with listening:
+            client = socket.create_connection(listening.getsockname())
+            accepted = listening.accept()[0]
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            client.close()
+            protocol = Recorder()
+            transport = TornadoTransport(PlainStream(accepted), protocol)
+            assert transport.is_closing()
+            async with asyncio.timeout(DEADLINE_S):
+                await poll_for(lambda: protocol.calls == ["lost"])
+
+    asyncio.run(main())
+
+
+async def receive(client: socket.socket) -> bytes:
+    return await asyncio.get_running_loop().sock_recv(client, 1 << 20)
+
+
+def test_nothing_is_passed_on_while_reading_is_paused() -> None:
+    async def scenario(transport: TornadoTransport, protocol: Recorder, client: socket.socket) -> None:
+        client.sendall(b"one")
+        await poll_for(lambda: protocol.calls == [b"one"])
+        transport.pause_reading()
+        client.sendall(b"two")
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert protocol.calls == [b"one"]
+        transport.resume_reading()
+        assert protocol.calls == [b"one"]  # not within the call
+        await poll_for(lambda: protocol.calls == [b"one", b"two"])
+
+    run(scenario)
+
+
+def test_what_was_received_while_reading_was_paused_can_be_taken() -> None:
+    async def scenario(transport: TornadoTransport, protocol: Recorder, client: socket.socket) -> None:
+        transport.pause_reading()
+        client.sendall(b"unread")
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert transport.take_unread() == b"unread"
+
+    run(scenario)
+
+
+def test_the_protocol_pauses_until_all_is_sent() -> None:
+    async def scenario(transport: TornadoTransport, protocol: Recorder, client: socket.socket) -> None:
+        transport.write(b"small")
+        assert protocol.calls == []
+        transport.write(bytes(10_000_000))
+        transport.write(b"more")
+        assert protocol.calls == ["pause"]
+        assert 0 < transport.get_write_buffer_size() < 10_000_000
+        left = 10_000_009
+        while left:
+            assert protocol.calls == ["pause"] or not transport.get_write_buffer_size()
+            left -= len(await receive(client))
+        await poll_for(lambda: protocol.calls == ["pause", "resume"])
+        assert transport.get_write_buffer_size() == 0
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("ends", [TornadoTransport.close, TornadoTransport.write_eof])
+def test_what_was_written_is_sent_before_the_end(ends: Callable[[TornadoTransport], None]) -> None:
+    async def scenario(transport: TornadoTransport, protocol: Recorder, client: socket.socket) -> None:
+        transport.write(bytes(10_000_000))
+        ends(transport)
+        received = 0
+        while data := await receive(client):
+            received += len(data)
+        assert received == 10_000_000
+        assert transport.is_closing() == (ends is TornadoTransport.close)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("stays_open", [False, True])
+def test_the_protocol_decides_whether_the_end_of_the_data_closes(stays_open: bool) -> None:
+    async def scenario(transport: TornadoTransport, protocol: Recorder, client: socket.socket) -> None:
+        protocol.stays_open = stays_open
+        client.sendall(b"last")
+        client.shutdown(socket.SHUT_WR)
+        await poll_for(lambda: "eof" in protocol.calls)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        if stays_open:
+            assert protocol.calls == [b"last", "eof"]
+            transport.write(b"answer")
+            assert await receive(client) == b"answer"
+        else:
+            assert protocol.calls == [b"last", "eof", "lost"]
+
+    run(scenario)
+
+
+def test_small_writes_are_not_delayed() -> None:
+    async def scenario(transport: TornadoTransport, protocol: Recorder, client: socket.socket) -> None:
+        sock = transport.get_extra_info("socket")
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+    run(scenario)
+
+
+def test_reading_and_writing_leave_the_event_loops_list_of_sockets_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    changes: list[Any] = []
+
+    async def scenario(transport: TornadoTransport, protocol: Recorder, client: socket.socket) -> None:
+        loop: Any = transport.get_extra_info("io_loop")
+        original = loop.update_handler
+
+        def update(fd: int, events: int) -> None:
+            changes.append(events)
+            original(fd, events)
+
+        monkeypatch.setattr(loop, "update_handler", update)
+        for number in range(5):
+            client.sendall(b"ask")
+            await poll_for(lambda count=number + 1: protocol.calls == [b"ask"] * count)
+            transport.write(b"answer")
+            assert await receive(client) == b"answer"
+        assert changes == []
+
+    run(scenario)

@@ -1,0 +1,156 @@
+"""Connections without sockets: bytes go into the protocol, and what it writes can be read."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from daskserve.options.http import HTTPOptions
+from daskserve.proxies.asgi import ASGIApp
+from daskserve.proxies.exchange.http_connection import HTTPConnection
+from daskserve.proxies.exchange.server_state import ServerState
+from daskserve.proxies.exchange.stream import Stream
+from daskserve.proxies.server import life
+
+#: How much a transport passes on at a time.
+_PIECE_BYTES = 64 * 1024
+
+
+class MemoryTransport(asyncio.Transport):
+    """The client's end is the methods; the socket is there for what the operating system is asked.
+
+    Attributes
+    ----------
+    received : bytearray
+        What the protocol has written.
+    is_over : bool
+        Whether the protocol has ended its side.
+    """
+
+    def __init__(self, protocol: asyncio.Protocol) -> None:
+        sock, self._peer = socket.socketpair()
+        super().__init__({"socket": sock})
+        self._loop = asyncio.get_running_loop()
+        self._protocol: Any = protocol
+        self._is_paused = self._is_closing = self._has_finished = self.is_over = False
+        self.received = bytearray()
+        protocol.connection_made(self)
+
+    # ---- the client's end
+
+    def move(self, data: memoryview) -> memoryview:
+        """Send what the protocol takes; return what is left to send."""
+        if self._is_closing or self.is_over:
+            return data[:0]
+        if not self._is_paused and data:
+            self._protocol.data_received(bytes(data[:_PIECE_BYTES]))
+            return data[_PIECE_BYTES:]
+        return data
+
+    def finish(self) -> None:
+        """End the client's side."""
+        self._has_finished = True
+        self._peer.shutdown(socket.SHUT_WR)
+        if not self._is_closing and not self._protocol.eof_received():
+            self.close()
+
+    def reset(self) -> None:
+        """Drop the connection."""
+        self.is_over = True
+        self._peer.close()
+        self._lose(ConnectionResetError())
+
+    def __enter__(self) -> MemoryTransport:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self._is_closing and not self._has_finished:
+            self.finish()
+        self._peer.close()
+
+    # ---- the server's end
+
+    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
+        self._protocol = protocol
+
+    def pause_reading(self) -> None:
+        self._is_paused = True
+
+    def resume_reading(self) -> None:
+        self._is_paused = False
+
+    def write(self, data: Any) -> None:
+        assert not self._is_closing
+        self.received += data
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        pass
+
+    def can_write_eof(self) -> bool:
+        return True
+
+    def write_eof(self) -> None:
+        self.is_over = True
+
+    def is_closing(self) -> bool:
+        return self._is_closing
+
+    def close(self) -> None:
+        self.is_over = True
+        self._lose(None)
+
+    def abort(self) -> None:
+        self.close()
+
+    def _lose(self, error: Exception | None) -> None:
+        if not self._is_closing:
+            self._is_closing = True
+            self._loop.call_soon(self._end, error)
+
+    def _end(self, error: Exception | None) -> None:
+        protocol, self._protocol = self._protocol, asyncio.Protocol()
+        protocol.connection_lost(error)
+        self.get_extra_info("socket").close()
+
+
+class MemoryListener:
+    """A `daskserve.proxies.server.life.ServerListener` whose connections are made by `connect`."""
+
+    def __init__(self, server_state: ServerState) -> None:
+        self.server_state = server_state
+        self._open_streams: set[Stream] = set()
+
+    def connect(self) -> MemoryTransport:
+        return MemoryTransport(HTTPConnection(self.server_state, self._open_streams, lambda: None))
+
+    def take(self, sock: socket.socket, made: Callable[[], object]) -> None:
+        raise NotImplementedError
+
+    async def wait_made(self) -> None:
+        pass
+
+    async def wait_closed(self) -> None:
+        while self._open_streams:  # noqa: ASYNC110 - as the real listeners do
+            await asyncio.sleep(0)
+
+
+@contextlib.asynccontextmanager
+async def serving_in_memory(app: ASGIApp) -> AsyncIterator[MemoryListener]:
+    """Run a server whose connections the test makes."""
+    server = life.HTTPServer(app, HTTPOptions(port=0).model_copy(update={"server": "memory"}))
+    server.start()
+    listener = server._listener
+    assert isinstance(listener, MemoryListener)
+    try:
+        yield listener
+    finally:
+        await server.stop()
+
+
+life.LISTENERS = {**life.LISTENERS, "memory": MemoryListener}
