@@ -45,10 +45,9 @@ from daskserve.control.verbs import applications as app_verbs
 from daskserve.control.verbs import backends as backend_verbs
 from daskserve.control.views import applications as app_views
 from daskserve.options.actor import ActorOptions
-from daskserve.options.app_spec import ApplicationSpec, DeploymentSpec
 from daskserve.options.backend import BackendConfig
-from daskserve.options.backend_spec import BackendSpec
 from daskserve.options.http import HTTPOptions
+from daskserve.options.specs import ApplicationSpec, BackendSpec, DeploymentSpec
 from daskserve.options.start_messages import ControllerStart
 
 DEPLOYMENTS, REPLICAS_EACH, WORKERS = 1000, 10, 500

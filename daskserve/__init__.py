@@ -66,8 +66,8 @@ if TYPE_CHECKING:
     from daskserve.options.backend import BackendConfig
     from daskserve.options.deployment_actor import DeploymentActorConfig
     from daskserve.options.environment import Environment
-    from daskserve.options.gang import GangSchedulingConfig
     from daskserve.options.http import HTTPOptions
+    from daskserve.options.placement import GangSchedulingConfig
 
 #: Where each public name lives. Loaded on first use: importing daskserve must cost little and start nothing.
 _HOMES: Mapping[str, str] = {
@@ -114,7 +114,7 @@ _HOMES: Mapping[str, str] = {
     "ActorOptions": "options.actor",
     "AutoscalingConfig": "options.autoscaling",
     "DeploymentActorConfig": "options.deployment_actor",
-    "GangSchedulingConfig": "options.gang",
+    "GangSchedulingConfig": "options.placement",
     "Environment": "options.environment",
     # policies
     "AutoscalingContext": "autoscaling",

@@ -119,7 +119,10 @@ class ProxyActor:
             dispatch=self._routers.send,
             rng=self._context.rng,
             takes_whole=not middlewares,
-            bodies=BodyGate(self._routers.router, options.max_body_bytes),
+            bodies=BodyGate(
+                lambda endpoint: self._routers.router(endpoint).body_rules(options.max_body_bytes),
+                lambda endpoint: self._routers.router(endpoint).check_queue(),
+            ),
             unready=lambda: self._unready,
             is_store_taken=lambda: self._is_store_taken,
         )
@@ -198,7 +201,7 @@ class ProxyActor:
         }
 
     def samples(self) -> list[MetricSample]:
-        """Return the metrics; see `daskserve.telemetry.collector.Source`."""
+        """Return the metrics; see `daskserve.telemetry.table.Source`."""
         if self._ingress is None:
             return []
         instance = self._context.spec.instance

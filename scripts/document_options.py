@@ -19,8 +19,8 @@ from daskserve.options.backend import BackendConfig
 from daskserve.options.base import Options, effect_of
 from daskserve.options.deployment_actor import DeploymentActorConfig
 from daskserve.options.environment import Environment
-from daskserve.options.gang import GangSchedulingConfig
 from daskserve.options.http import HTTPOptions
+from daskserve.options.placement import GangSchedulingConfig
 from daskserve.options.ray_names import TRANSLATED
 
 #: The models whose options the page lists, by name.

@@ -30,8 +30,7 @@ def test_the_plan_is_within_its_size_limits(plan: Plan) -> None:
 @pytest.mark.parametrize("package", packages())
 def test_the_inside_of_each_package_is_within_its_size_limits(package: str) -> None:
     inside = read_inside(package)
-    # The options of users are one file each; the reference in the documentation groups them.
-    assert len(inside.imports) <= (20 if package == "daskserve.options" else 16)
+    assert len(inside.imports) <= 16
     assert max(inside.floors().values()) + 1 <= 10
     assert len(inside.arrows()) <= 60
 

@@ -11,7 +11,9 @@ import copyreg
 import functools
 import inspect
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,22 @@ SIZE_EXCEPTIONS: Mapping[str, str] = {
     "daskserve/data/caller/calls/async_handle.py:AsyncHandle": "it is a `Handle`",
     "daskserve/data/replica/user_code/servable.py:Servable": "each step runs in a thread or on a loop",
 }
+#: ``"Name": "why only its own module names this protocol"``
+PROTOCOL_EXCEPTIONS: Mapping[str, str] = dict.fromkeys(
+    (
+        "Watched",
+        "PipeOwner",
+        "LoopPlace",
+        "LoopGuest",
+        "MayLeaveAnswer",
+        "ServerListener",
+        "Caller",
+        "SlotHolder",
+        "HasQueued",
+        "WebSocketOwner",
+    ),
+    "its room is being rebuilt",
+)
 #: ``"daskserve/x.py:NAME": "why this module-level object may change"``
 STATE_EXCEPTIONS: Mapping[str, str] = {
     "daskserve/telemetry/collector.py:PROCESS": "it is part of Prometheus' registry, which is per process",
@@ -178,7 +196,8 @@ def _module_of(path: str) -> str:
 
 
 def _is_protocol(node: ast.ClassDef) -> bool:
-    return any(ast.unparse(base).partition("[")[0].endswith("Protocol") for base in node.bases)
+    bases = {ast.unparse(base).partition("[")[0] for base in node.bases}
+    return not bases.isdisjoint({"Protocol", "typing.Protocol"})
 
 
 def _own_attributes(node: ast.ClassDef) -> set[str]:
@@ -198,6 +217,41 @@ def _code_lines(node: Function) -> int:
         docstring = node.body[0]
         lines -= (docstring.end_lineno or docstring.lineno) - docstring.lineno + 1
     return lines
+
+
+# ---- protocols
+
+
+def lone_protocols(tree: Tree, implemented: Collection[str] = ()) -> list[str]:
+    """Find protocols that type nothing but the module that defines them, and have no two implementers there.
+
+    ``implemented`` has the names of those that classes of tests implement, by name.
+    """
+    protocols = {
+        node.name: (path, node.lineno)
+        for path, node in _nodes(tree)
+        if isinstance(node, ast.ClassDef) and _is_protocol(node)
+    }
+    elsewhere, subclasses = set(implemented), Counter[str]()
+    for path, node in _nodes(tree):
+        if isinstance(node, (ast.Name, ast.Attribute, ast.alias)):
+            name = next(getattr(node, each) for each in ("id", "attr", "name") if hasattr(node, each))
+            if name in protocols and protocols[name][0] != path:
+                elsewhere.add(name)
+        elif isinstance(node, ast.ClassDef):
+            subclasses.update(base.id for base in node.bases if isinstance(base, ast.Name))
+    return [
+        f"{path}:{line}: no other module names {name}; name the class that it stands for, or pass a function"
+        for name, (path, line) in protocols.items()
+        if name not in elsewhere and subclasses[name] < 2 and name not in PROTOCOL_EXCEPTIONS
+    ]
+
+
+def implemented_in_tests() -> set[str]:
+    """Return the names of the base classes of classes in tests."""
+    texts = (path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("*.py"))
+    bases = (found for text in texts for found in re.findall(r"^\s*class \w+\(([^)]*)\):", text, re.M))
+    return {base.strip() for each in bases for base in each.split(",")}
 
 
 # ---- time and chance
@@ -466,6 +520,10 @@ def test_files_classes_and_functions_are_within_their_size_budgets(tree: Tree) -
     assert oversized(tree) == []
 
 
+def test_protocols_have_two_implementers(tree: Tree) -> None:
+    assert lone_protocols(_library(tree), implemented_in_tests()) == []
+
+
 def test_inherited_methods_count_toward_the_budget() -> None:
     half = "".join(f"    def {{letter}}{i}(self): ...\n" for i in range(CLASS_METHODS))
     base = "class Base:\n" + half.replace("{letter}", "a")
@@ -527,6 +585,8 @@ WIDE = "class A:\n    def m(self):\n" + "".join(
         (oversized, "\n" + LONG, 2),
         (oversized, MANY, 1),
         (oversized, WIDE, 1),
+        (lone_protocols, "import typing\nclass A(typing.Protocol): ...\ndef f(a: A): ...", 2),
+        (lone_protocols, "class A(Protocol): ...\nclass B(A): ...", 1),
         (ambient_time_and_chance, "import time\nnow = time.monotonic()", 2),
         (ambient_time_and_chance, "import time as t\ndef f(clock=t.perf_counter): ...", 2),
         (ambient_time_and_chance, "from time import time\ndef f():\n    return time()", 3),

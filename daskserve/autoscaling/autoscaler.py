@@ -123,7 +123,7 @@ class Autoscaler:
         for warning in config.warnings():
             logger.warning("Backend %s: autoscaling: %s", self.name, warning)
         self.config = config
-        self._bounds = Bounds.of(config)
+        self._bounds = config.bounds()
         self._policy = loaded
         self._damping = Damping.of(config) if damping is None else damping
         self._state = {}

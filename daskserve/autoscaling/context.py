@@ -154,12 +154,12 @@ class AutoscalingContext:
     @property
     def min_replicas(self) -> int:
         """Minimum number of replicas at the present target capacity of the instance."""
-        return (self.bounds or Bounds.of(self.config)).least
+        return (self.bounds or self.config.bounds()).least
 
     @property
     def max_replicas(self) -> int:
         """Maximum number of replicas at the present target capacity of the instance."""
-        return (self.bounds or Bounds.of(self.config)).most
+        return (self.bounds or self.config.bounds()).most
 
     @property
     def capacity_adjusted_min_replicas(self) -> int:

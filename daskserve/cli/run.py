@@ -22,8 +22,8 @@ from daskserve.client.verbs.applications import RunTarget
 from daskserve.client.views.status import Status
 from daskserve.common.types import DEFAULT_APPLICATION
 from daskserve.errors import NotRunningError, ReplicaStartError, ServeError
-from daskserve.options.app_spec import deployment_tag
 from daskserve.options.http import HTTPOptions
+from daskserve.options.specs import deployment_tag
 from daskserve.payload.shown_errors import shortened
 
 #: The HTTP options that the command has.

@@ -153,7 +153,7 @@ class LongPollClient:
         self._fetches = self._fetch_failures = 0
 
     def samples(self) -> list[MetricSample]:
-        """Return the metrics; see `daskserve.telemetry.collector.Source`."""
+        """Return the metrics; see `daskserve.telemetry.table.Source`."""
         labels = (self._cluster.instance,)
         return [
             ("long_poll_delay_seconds", labels, self._delays),

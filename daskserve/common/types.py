@@ -115,7 +115,7 @@ _QUOTED: Mapping[str, str] = {"2F": "/", "23": "#", "25": "%"}
 
 
 def split_deployment_tag(tag: BackendTag) -> tuple[str, str]:
-    """Return what `daskserve.options.app_spec.deployment_tag` made a tag of: the application and the name."""
+    """Return what `daskserve.options.specs.deployment_tag` made a tag of: the application and the name."""
     application, _, name = tag.rpartition("/")
     return name_in(application) or DEFAULT_APPLICATION, name_in(name)
 
@@ -129,7 +129,7 @@ def split_import_path(path: str) -> tuple[str, str]:
     return (module, name) if is_path else ("", "")
 
 
-#: The tag of a deployment's actor, as `daskserve.options.app_spec.actor_tag` begins it, or of its replica.
+#: The tag of a deployment's actor, as `daskserve.options.specs.actor_tag` begins it, or of its replica.
 _ACTOR_TAG = re.compile(r"((.+):([^:/#]+))::[0-9a-f]*(?=#|$)")
 
 

@@ -26,9 +26,8 @@ from daskserve.errors import (
     StoreTakenError,
     UnavailableError,
 )
-from daskserve.options.app_spec import ApplicationSpec
 from daskserve.options.backend import BackendConfig
-from daskserve.options.backend_spec import BackendSpec
+from daskserve.options.specs import ApplicationSpec, BackendSpec
 
 #: Number of calls that were taken back before they arrived which are remembered; each matters for
 #: milliseconds.

@@ -52,7 +52,7 @@ class Controller:
         await self._core.stop(grace_s)
 
     def samples(self) -> list[MetricSample]:
-        """Return the metrics as metrics; see `daskserve.telemetry.collector.Source`."""
+        """Return the metrics as metrics; see `daskserve.telemetry.table.Source`."""
         return self._core.samples()
 
 

@@ -67,7 +67,7 @@ class ControllerCore:
         self.epoch = context.spec.incarnation
         self.worker = context.worker
         self._start = ControllerStart.decode(context.spec.payload)
-        self.http = HTTPOptions(**self._start.http.model_dump())
+        self.http = HTTPOptions(**vars(self._start.http))
         self.news = LongPollHost(self.epoch, self.cluster.publish, self.clock)
         self.state = State()
         self.observed = Observed(system_workers=tuple(self.http.system_workers))
@@ -159,7 +159,7 @@ class ControllerCore:
         )
 
     def samples(self) -> list[MetricSample]:
-        """Return the metrics as metrics; see `daskserve.telemetry.collector.Source`."""
+        """Return the metrics as metrics; see `daskserve.telemetry.table.Source`."""
         if self._reconciler is None:
             return []
         metrics = self._reconciler.metrics

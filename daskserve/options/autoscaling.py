@@ -11,7 +11,7 @@ from pydantic import AliasChoices, ConfigDict, Field, field_validator, model_val
 from daskserve.common.formatting import shown
 from daskserve.common.types import split_import_path
 from daskserve.options.base import Options
-from daskserve.options.bounds import Bounds
+from daskserve.options.bounds import UP, Bounds, share_of
 from daskserve.options.credentials import Secret, masked, validated
 from daskserve.options.queues import QueueOptions, queue_options_of
 
@@ -285,6 +285,18 @@ class AutoscalingConfig(Options):
             return self.burst_window_s
         return 0.0 if "upscale_delay_s" in self.model_fields_set else BURST_WINDOW_S
 
+    def bounds(self, capacity: float | None = None, direction: str | None = None) -> Bounds:
+        """Return the bounds of the number of replicas at a target capacity.
+
+        While the capacity goes up, the initial number of replicas, if set, is the minimum.
+        """
+        unit = self.multiple_of
+        most = share_of(self.max_replicas // unit * unit, capacity, unit)
+        first = min(share_of(self.first_replicas, capacity, unit), most)
+        is_held = direction == UP and self.initial_replicas is not None
+        least = first if is_held else min(share_of(self.min_replicas, capacity, unit), most)
+        return Bounds(least, most, first, unit, capacity)
+
     def warnings(self) -> list[str]:
         """Return warnings about valid options that are probably mistakes, each with a remedy."""
         found = []
@@ -302,7 +314,7 @@ class AutoscalingConfig(Options):
             )
         if self.smoothing_factor > 1 or self.up_factor > 1 or self.down_factor > 1:
             found.append("a factor above 1 overshoots and then scales back; set it to 1 or less")
-        bounds = Bounds.of(self)
+        bounds = self.bounds()
         if bounds.least == bounds.most:
             found.append(
                 f"min_replicas and max_replicas are both {bounds.most}, so there is nothing to scale; "

@@ -14,8 +14,7 @@ from daskserve.options.autoscaling import AutoscalingConfig
 from daskserve.options.base import CONTROLLER_ONLY, REPLACES, ByteCount, Options
 from daskserve.options.bounds import share_or_number
 from daskserve.options.credentials import masked, validated
-from daskserve.options.gang import GangSchedulingConfig, check_whole
-from daskserve.options.placement_group import Bundle, Strategy, check_bundles
+from daskserve.options.placement import Bundle, GangSchedulingConfig, Strategy, check_bundles, check_whole
 from daskserve.options.ray_names import translated
 
 #: Concurrency of a replica whose callable is a plain function, and of one that is ``async def``.
@@ -432,6 +431,8 @@ class BackendConfig(Options):
         ``ends_autoscaling``; otherwise the two together are an error.
         """
         # Not model_copy: that skips validation.
+        if not changes.model_fields_set - {"internal_metadata"}:
+            return self.model_copy()
         values = {name: getattr(self, name) for name in self.model_fields_set}
         config = changes.autoscaling_config
         if config is not None and not config.dry_run:

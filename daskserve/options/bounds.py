@@ -1,21 +1,27 @@
-"""The bounds of a backend's number of replicas, in whole groups and at the instance's target capacity.
+"""The number of replicas of a backend: its bounds, in whole groups and at the instance's target capacity, and
+the number that an external scaler requests (``external_scaler_enabled`` in `BackendConfig`).
 
 Policies import this module, so it does not import pydantic.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from daskserve.common.formatting import as_whole, shown
 from daskserve.errors import BadRequestError
 
 #: Directions of the last change of an instance's target capacity.
 UP, DOWN = "UP", "DOWN"
+#: Largest accepted number. A larger one is probably a mistake and would keep the controller busy for long.
+MOST_REPLICAS = 10_000
+#: The key of the number in a request, as in Ray Serve.
+KEY = "target_num_replicas"
 
 
 def share_of(replicas: int, capacity: float | None, multiple_of: int = 1) -> int:
@@ -69,21 +75,6 @@ def checked_capacity(percent: Any) -> float | None:
     )
 
 
-class ReplicaRange(Protocol):
-    """The options of `daskserve.options.autoscaling.AutoscalingConfig` that determine the bounds."""
-
-    @property
-    def min_replicas(self) -> int: ...
-    @property
-    def max_replicas(self) -> int: ...
-    @property
-    def initial_replicas(self) -> int | None: ...
-    @property
-    def first_replicas(self) -> int: ...
-    @property
-    def multiple_of(self) -> int: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Bounds:
     """The bounds of the autoscaler.
@@ -104,19 +95,6 @@ class Bounds:
     multiple_of: int = 1
     capacity: float | None = None
 
-    @classmethod
-    def of(cls, config: ReplicaRange, capacity: float | None = None, direction: str | None = None) -> Bounds:
-        """Return the bounds of a config at a target capacity.
-
-        While the capacity goes up, the initial number of replicas, if set, is the minimum.
-        """
-        unit = config.multiple_of
-        most = share_of(config.max_replicas // unit * unit, capacity, unit)
-        first = min(share_of(config.first_replicas, capacity, unit), most)
-        is_held = direction == UP and config.initial_replicas is not None
-        least = first if is_held else min(share_of(config.min_replicas, capacity, unit), most)
-        return cls(least, most, first, unit, capacity)
-
     def allows(self, replicas: int) -> bool:
         """Whether this number of replicas is allowed."""
         return self.least <= replicas <= self.most and replicas % self.multiple_of == 0
@@ -133,3 +111,42 @@ class Bounds:
     def capacity_note(self) -> str:
         """A human-readable note about the capacity, to follow a bound; empty at full capacity."""
         return "" if self.capacity is None else f", at a target capacity of {shown(self.capacity)} %"
+
+
+def checked_number(value: Any) -> int:
+    """Return the requested number of replicas if it is allowed.
+
+    Raises
+    ------
+    BadRequestError
+        The number is not allowed. As with ``num_replicas``, zero is not allowed either.
+    """
+    number = as_whole(value)
+    if number is None:
+        shown = repr(value) if len(repr(value)) <= 40 else f"{repr(value)[:40]}..."
+        raise BadRequestError(f"{KEY} is {shown}; give a whole number of replicas")
+    if not 1 <= number <= MOST_REPLICAS:
+        shown = str(number) if abs(number) <= 10**15 else "out of range"
+        raise BadRequestError(
+            f"{KEY} is {shown}; give a number from 1 to {MOST_REPLICAS}; only autoscaling_config allows 0 "
+            "replicas"
+        )
+    return number
+
+
+def number_in(body: bytes) -> int:
+    """Return the number of replicas in the body of a request.
+
+    Raises
+    ------
+    BadRequestError
+        The body is not JSON, has no number, or the number is not allowed.
+    """
+    example = f'{{"{KEY}": 3}}'
+    try:
+        wanted: Any = json.loads(body)
+    except (ValueError, RecursionError):
+        raise BadRequestError(f"the body is not JSON; send {example}") from None
+    if not isinstance(wanted, dict) or KEY not in wanted:
+        raise BadRequestError(f"the body has no {KEY}; send {example}")
+    return checked_number(wanted[KEY])

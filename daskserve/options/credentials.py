@@ -9,8 +9,8 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ValidationError
 from pydantic_core import InitErrorDetails
 
+from daskserve.options.base import as_details
 from daskserve.options.secrets import HIDDEN, checked_secret
-from daskserve.options.unknown import as_details
 
 #: The type of an option that holds a secret or a reference to one; see `daskserve.options.secrets`.
 Secret = Annotated[str | dict[str, str], BeforeValidator(checked_secret)]

@@ -31,14 +31,6 @@ class OptionValues:
     def __repr__(self) -> str:
         return f"<OptionValues {', '.join(vars(self))}>"
 
-    def for_replicas(self, **how: Any) -> dict[str, Any]:
-        """Return the options by name, as `daskserve.options.backend.BackendConfig.for_replicas` does."""
-        return dict(vars(self))
-
-    def model_dump(self, **how: Any) -> dict[str, Any]:
-        """Return the options by name, as the model does."""
-        return dict(vars(self))
-
 
 def dump_config(config: BackendConfig) -> dict[str, Any]:
     """Return all options that a replica reads, as plain values."""
@@ -64,9 +56,10 @@ class StartMessage:
 
     def encode(self) -> bytes:
         values = {each.name: getattr(self, each.name) for each in fields(self)}
-        return bytes(
-            msgpack.packb(values | {name: dump(values[name]) for name, dump in self.OPTIONS.items()})
-        )
+        for name, dump in self.OPTIONS.items():
+            options = values[name]
+            values[name] = vars(options) if isinstance(options, OptionValues) else dump(options)
+        return bytes(msgpack.packb(values))
 
     @classmethod
     def decode(cls, data: bytes) -> Self:

@@ -14,7 +14,6 @@ from daskserve.autoscaling.autoscaler import Autoscaler, ScalingStep
 from daskserve.autoscaling.context import Sample
 from daskserve.common.clock import seeded_rng
 from daskserve.options.autoscaling import AutoscalingConfig
-from daskserve.options.bounds import Bounds
 from daskserve.simulation.events import EventQueue
 from daskserve.simulation.queueing import FluidQueue, QueueLimits, SimulatedQueue
 from daskserve.simulation.trace import Trace
@@ -225,7 +224,7 @@ class _Run:
         self._rng = rng
         self._parts_s = duration_parts_s(1.0, cv, COARSE_PARTS)
         self._wall_s = trace.starts_at + wall_offset_s
-        self._fleet = Fleet(Bounds.of(config).first, service.start_up_s)
+        self._fleet = Fleet(config.bounds().first, service.start_up_s)
         self._interval_s = config.metrics_interval_s
         self._is_noisy = isinstance(queue, FluidQueue)
         # Counting latencies takes as long as all the rest, and most policies do not read them.

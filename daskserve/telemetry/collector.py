@@ -13,12 +13,12 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from daskserve._version import __version__
 from daskserve.telemetry.error_log import ErrorLog
 from daskserve.telemetry.histogram import HistogramCounts
-from daskserve.telemetry.table import METRICS, MetricKind, MetricSample, MetricSpec
+from daskserve.telemetry.table import METRICS, MetricKind, MetricSample, MetricSpec, Source
 from daskserve.telemetry.user import UserMetric, UserMetrics, UserSample
 
 if TYPE_CHECKING:
@@ -31,13 +31,6 @@ logger = logging.getLogger("daskserve.metrics")
 MAX_FOLDED = 10_000
 
 Key = tuple[str, tuple[str, ...]]
-
-
-class Source(Protocol):
-    """Something that is measured. Any thread may call it, also while it starts or stops."""
-
-    def samples(self) -> Iterable[MetricSample]:
-        """Return the present values without blocking; histograms may still be written to."""
 
 
 class _Known:

@@ -4,21 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from daskserve.common.types import Load, ReplicaTag
 from daskserve.errors import ReplicaBusyError
 from daskserve.telemetry.histogram import SIZE_BUCKETS, HistogramCounts, LatencyHistogram
 from daskserve.telemetry.table import MetricSample
 from daskserve.telemetry.user import UserMetrics, UserSample
-
-
-class MeteredQueue(Protocol):
-    """A queue for calls that user code makes."""
-
-    @property
-    def queued(self) -> int:
-        """Number of waiting calls; any thread may read it."""
 
 
 class BatchMetrics:
@@ -73,8 +65,8 @@ class ReplicaMetrics:
         self.start_failures = 0
         #: The metrics of user code.
         self.user = UserMetrics()
-        #: The queues of batched methods, by id. The references are weak.
-        self.user_queues: weakref.WeakValueDictionary[int, MeteredQueue] = weakref.WeakValueDictionary()
+        #: The methods that return the lengths of the queues of batched methods.
+        self.user_queues: list[weakref.WeakMethod[Callable[[], int]]] = []
 
     def batches_of(self, method: str) -> BatchMetrics:
         """Return the counters of one method's batches, created on first use; any thread may call this."""
@@ -83,13 +75,16 @@ class ReplicaMetrics:
             found = self.batches.setdefault(method, BatchMetrics())
         return found
 
-    def watch_queue(self, queue: MeteredQueue) -> None:
-        """Include a user-code queue in the queue length while it exists; any thread may call this."""
-        self.user_queues[id(queue)] = queue
+    def watch_queue(self, length: Callable[[], int]) -> None:
+        """Include a user-code queue in the queue length while it exists; any thread may call this.
+
+        ``length`` is a method of the queue, which any thread may call.
+        """
+        self.user_queues.append(weakref.WeakMethod(length, self.user_queues.remove))
 
     def _queued_calls(self) -> int:
-        queues = [ref() for ref in self.user_queues.valuerefs()]
-        return sum(queue.queued for queue in queues if queue is not None)
+        lengths = [each() for each in list(self.user_queues)]
+        return sum(length() for length in lengths if length is not None)
 
     def record_start(self, took_s: float, wall_time: float) -> None:
         """Record that the replica has started."""

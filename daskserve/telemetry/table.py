@@ -8,9 +8,10 @@ address), and ``deployment`` is the backend's tag.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Protocol
 
 from daskserve.telemetry.histogram import LATENCY_BUCKETS_S, SIZE_BUCKETS, HistogramCounts
 
@@ -25,6 +26,14 @@ class MetricKind(Enum):
 
 #: One value of one metric: the name, the label values in order, and the value.
 MetricSample = tuple[str, tuple[str, ...], float | HistogramCounts]
+
+
+class Source(Protocol):
+    """Something that is measured. Any thread may call it, also while it starts or stops."""
+
+    def samples(self) -> Iterable[MetricSample]:
+        """Return the present values without blocking; histograms may still be written to."""
+
 
 #: Labels of short-lived objects. Their series end with the object, and no totals are kept.
 SHORT_LIVED = frozenset({"replica", "proxy"})

@@ -11,9 +11,12 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from daskserve.proxies.exchange.turns import AllLoopTurns
+
+if TYPE_CHECKING:
+    from daskserve.options.http import HTTPOptions
 
 #: The size of ``max_buffered_bytes`` by default, in bodies of the maximum size and in bytes.
 _BODIES = 8
@@ -93,31 +96,6 @@ class InflationRules:
         return max(BURST_S * self.bytes_per_s, self.max_message_bytes)
 
 
-class LimitOptions(Protocol):
-    """The part of `daskserve.options.http.HTTPOptions` with these limits."""
-
-    @property
-    def max_body_bytes(self) -> int: ...
-    @property
-    def max_buffered_bytes(self) -> int | None: ...
-    @property
-    def min_body_bytes_per_s(self) -> int: ...
-    @property
-    def body_grace_s(self) -> float: ...
-    @property
-    def write_stall_timeout_s(self) -> float: ...
-    @property
-    def busy_write_stall_timeout_s(self) -> float: ...
-    @property
-    def max_unsent_bytes(self) -> int: ...
-    @property
-    def max_websocket_message_bytes(self) -> int: ...
-    @property
-    def max_websocket_inflation_ratio(self) -> float: ...
-    @property
-    def max_websocket_inflation_per_s(self) -> int: ...
-
-
 class Budget:
     """Bytes of memory that many users share.
 
@@ -175,7 +153,7 @@ class Limits:
         How many requests, WebSockets and connections have met each limit; changed by `hit`.
     """
 
-    def __init__(self, options: LimitOptions | None = None) -> None:
+    def __init__(self, options: HTTPOptions | None = None) -> None:
         self.hits: Counter[str] = Counter(dict.fromkeys(LIMITS, 0))
         self._lock = threading.Lock()
         self.min_body_bytes_per_s = 0

@@ -13,7 +13,7 @@ import logging
 import random
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from daskserve.common.clock import RequestIds, stopwatch
 from daskserve.common.formatting import shown
@@ -33,6 +33,11 @@ from daskserve.proxies.ingress.request import (
 )
 from daskserve.proxies.ingress.routes import Route, RouteTable, normalize_prefix
 from daskserve.telemetry.histogram import cause_of
+
+if TYPE_CHECKING:
+    from starlette.middleware import Middleware
+
+    from daskserve.options.http import HTTPOptions
 
 log = logging.getLogger("daskserve.proxies")
 
@@ -70,30 +75,6 @@ _SCOPE_KEYS_KEPT_HERE = frozenset(("app", "state", "extensions", TRUSTED_TIMEOUT
 _PLAIN_TYPES = (str, bytes, int, float, type(None))
 
 
-class IngressOptions(Protocol):
-    """The part of `daskserve.options.http.HTTPOptions` that the ingress reads, once."""
-
-    @property
-    def root_path(self) -> str: ...
-    @property
-    def request_timeout_s(self) -> float | None: ...
-    @property
-    def debug(self) -> bool: ...
-    @property
-    def list_routes(self) -> bool: ...
-
-
-class StarletteMiddleware(Protocol):
-    """What `starlette.middleware.Middleware` carries."""
-
-    @property
-    def cls(self) -> Any: ...
-    @property
-    def args(self) -> Any: ...
-    @property
-    def kwargs(self) -> Any: ...
-
-
 @dataclass(frozen=True, slots=True)
 class IngressStatistics:
     """Counts since the ingress was made.
@@ -121,7 +102,7 @@ class IngressApp:
 
     Parameters
     ----------
-    options : IngressOptions
+    options : HTTPOptions
         ``root_path``, ``request_timeout_s``, ``debug`` and ``list_routes``.
     routes : callable
         Returns the current `RouteTable`, or None before the first one is received.
@@ -144,7 +125,7 @@ class IngressApp:
     def __init__(
         self,
         *,
-        options: IngressOptions,
+        options: HTTPOptions,
         routes: Callable[[], RouteTable | None],
         dispatch: CallBackend,
         rng: random.Random,
@@ -457,7 +438,7 @@ def is_plain(value: object) -> bool:
     return False
 
 
-def build_app(ingress: ASGIApp, middlewares: Iterable[StarletteMiddleware] = ()) -> ASGIApp:
+def build_app(ingress: ASGIApp, middlewares: Iterable[Middleware] = ()) -> ASGIApp:
     """Wrap Starlette ``Middleware`` objects around the ingress, the first one outermost."""
     app = ingress
     for middleware in reversed(list(middlewares)):

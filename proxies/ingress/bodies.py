@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
-from typing import Protocol
 from weakref import ref
 
 from daskserve.common.types import BodyUse, Receive, Send
@@ -45,30 +44,22 @@ def is_refused(receive: Receive) -> bool:
     return body is not None and body.is_refused
 
 
-class BodyRouter(Protocol):
-    """The part of `daskserve.data.caller.routing.router.Router` that knows about bodies."""
-
-    def body_rules(self, default_max_bytes: int, /) -> tuple[BodyUse, int]:
-        """Return what happens to the bodies of HTTP requests, and their maximum size."""
-
-    def check_queue(self) -> None:
-        """Raise `BackPressureError` if no further request may wait for a slot."""
-
-
 class BodyGate:
     """Prepares the bodies of one ingress.
 
     Parameters
     ----------
-    router_of : callable
-        Returns the router of an endpoint.
-    max_body_bytes : int
-        The maximum size for backends without one of their own.
+    rules_of : callable
+        Returns what happens to the bodies of requests to an endpoint, and their maximum size.
+    check_queue : callable
+        Raises `BackPressureError` if no further request to an endpoint may wait for a slot.
     """
 
-    def __init__(self, router_of: Callable[[str], BodyRouter], max_body_bytes: int) -> None:
-        self._router_of = router_of
-        self._max_body_bytes = max_body_bytes
+    def __init__(
+        self, rules_of: Callable[[str], tuple[BodyUse, int]], check_queue: Callable[[str], None]
+    ) -> None:
+        self._rules_of = rules_of
+        self._check_queue = check_queue
 
     def enter(self, endpoint: str, receive: Receive) -> Awaitable[None] | None:
         """Begin a request with a body; return what to wait for before it is sent.
@@ -83,12 +74,11 @@ class BodyGate:
         body = _body_of(receive)
         if body is None:
             return None
-        router = self._router_of(endpoint)
-        use, max_bytes = router.body_rules(self._max_body_bytes)
+        use, max_bytes = self._rules_of(endpoint)
         if body.is_ended and body.received_bytes <= max_bytes:
             return None
         body.limit_to(max_bytes)
         if use == "stream":
             return None
-        router.check_queue()
+        self._check_queue(endpoint)
         return body.gather(drops=use == "drop")

@@ -50,6 +50,6 @@ def health_server(ingress: ASGIApp, options: HTTPOptions, **arguments: Any) -> H
     if options.health_port is None:
         return None
     place = {"host": options.health_host or options.host, "port": options.health_port}
-    values = SimpleNamespace(**{**options.model_dump(), **place, **_LIMITS})
+    values = SimpleNamespace(**{**vars(options), **place, **_LIMITS})
     served = cast("HTTPOptions", values)
     return HTTPServer(HealthApp(ingress), served, port_option="health_port", **arguments)

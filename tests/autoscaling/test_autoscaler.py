@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from daskserve.autoscaling import AutoscalingContext, Decision, Sample
 from daskserve.autoscaling.autoscaler import Autoscaler, ScalingStep
 from daskserve.options.autoscaling import AutoscalingConfig
-from daskserve.options.bounds import Bounds
 
 
 class Bench:
@@ -424,7 +423,7 @@ def test_any_load_keeps_bounds_and_stops_at_one_before_zero(
     options: dict[str, Any], values: list[tuple[float, float, float, int]], first: int
 ) -> None:
     options = {"max_replicas": 8, **options}
-    bounds = Bounds.of(AutoscalingConfig(**options))
+    bounds = AutoscalingConfig(**options).bounds()
     bench = Bench(target=bounds.nearest(first), **options)
     for ongoing, queued, rate, current in values:
         before = bench.target

@@ -12,7 +12,7 @@ import daskserve as serve
 from daskserve.client.definitions.graph import ApplicationGraph
 from daskserve.common.types import described, described_actor, short_tag
 from daskserve.errors import BadRequestError, NotFoundError, ServeError
-from daskserve.options.app_spec import ApplicationSpec
+from daskserve.options.specs import ApplicationSpec
 
 
 class Counter:

@@ -21,7 +21,7 @@ from daskserve.common.types import SHARED_BYTES
 from daskserve.context import ReplicaContext, current_replica
 from daskserve.data.caller.calls.handle import Handle
 from daskserve.errors import BadRequestError, ClosedError, UnpicklableError
-from daskserve.options.app_spec import ApplicationSpec
+from daskserve.options.specs import ApplicationSpec
 from daskserve.payload.parcels import unpack_code
 
 

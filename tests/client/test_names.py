@@ -11,7 +11,7 @@ import daskserve as serve
 from daskserve.client.client import Client
 from daskserve.common.types import described, name_in, split_deployment_tag, tag_part
 from daskserve.errors import MethodNotFoundError, NotFoundError
-from daskserve.options.app_spec import deployment_tag
+from daskserve.options.specs import deployment_tag
 from daskserve.testing import local_instance
 
 NAMES = ["model", "a/b", "a#1", "/", "#", "50%", "100%25", "a%2Fb", "%252F", "a/b#c%2Fd", "größe 1:2"]

@@ -14,7 +14,7 @@ from daskserve.control.verbs import backends as verbs
 from daskserve.control.verbs.backends import Outcome
 from daskserve.errors import AlreadyRegisteredError, BadRequestError, NotFoundError, NotRegisteredError
 from daskserve.options.backend import BackendConfig
-from daskserve.options.backend_spec import BackendSpec
+from daskserve.options.specs import BackendSpec
 
 
 def backend_of(outcome: Outcome, tag: str = "b") -> BackendRecord:

@@ -6,7 +6,7 @@ import pytest
 from controller_harness import ScriptedReplica, ScriptedStore, Stage, boom, play
 
 from daskserve.errors import CodeLoadError
-from daskserve.options.app_spec import deployment_tag
+from daskserve.options.specs import deployment_tag
 
 
 class AsideStore(ScriptedStore):

@@ -14,7 +14,7 @@ from daskserve.common.types import WorkerInfo
 from daskserve.control.placement.cluster_demand import workers_needed
 from daskserve.control.placement.placement import Demand, explain, place, room_for
 from daskserve.control.records.state import State
-from daskserve.options.placement_group import Strategy
+from daskserve.options.placement import Strategy
 
 STRATEGIES: list[Strategy] = ["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
 workers_of = st.lists(

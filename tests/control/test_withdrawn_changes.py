@@ -10,8 +10,7 @@ from control_harness import app_spec
 from controller_harness import Stage, hang, play
 
 from daskserve.errors import AlreadyRegisteredError, DeployError, ReplicaStartError, SupersededError
-from daskserve.options.app_spec import ApplicationSpec
-from daskserve.options.backend_spec import BackendSpec
+from daskserve.options.specs import ApplicationSpec, BackendSpec
 
 GRAPH: Mapping[str, tuple[str, ...]] = {"back": (), "front": ("back",)}
 

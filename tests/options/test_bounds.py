@@ -39,7 +39,7 @@ def test_a_share_is_rounded_up_to_whole_groups(
 
 
 def bounds(capacity: float | None = None, direction: str | None = None, **options: Any) -> Bounds:
-    return Bounds.of(AutoscalingConfig(**options), capacity, direction)
+    return AutoscalingConfig(**options).bounds(capacity, direction)
 
 
 def test_a_capacity_scales_all_bounds() -> None:
@@ -79,12 +79,12 @@ def test_bounds_at_any_capacity_are_ordered_whole_groups(
         initial_replicas=least,
         multiple_of=unit,
     )
-    full, part = Bounds.of(config), Bounds.of(config, capacity, direction)
+    full, part = config.bounds(), config.bounds(capacity, direction)
     assert 0 <= part.least <= part.first <= part.most <= full.most
     assert part.least <= full.least
     assert all(each % unit == 0 for each in (part.least, part.first, part.most))
     assert (part.most == 0) == (capacity == 0)
-    assert Bounds.of(config, 100.0).most == full.most
+    assert config.bounds(100.0).most == full.most
     assert all(part.allows(part.nearest(wanted)) for wanted in range(60))
 
 

@@ -10,8 +10,8 @@ import pytest
 import daskserve as serve
 from daskserve.client.definitions.specs import make_spec
 from daskserve.errors import BadRequestError
-from daskserve.options.backend_spec import BackendSpec
 from daskserve.options.environment import CondaEnv, Environment, parse_environment
+from daskserve.options.specs import BackendSpec
 
 
 @pytest.mark.parametrize(

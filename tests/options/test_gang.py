@@ -8,7 +8,7 @@ import pytest
 
 from daskserve.options.autoscaling import AutoscalingConfig
 from daskserve.options.backend import BackendConfig
-from daskserve.options.gang import GangSchedulingConfig
+from daskserve.options.placement import GangSchedulingConfig
 
 PAIRS = {"gang_size": 2}
 

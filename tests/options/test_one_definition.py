@@ -8,12 +8,20 @@ import inspect
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgpack
 import pytest
 
+import daskserve as serve
+from daskserve.client.definitions.graph import ApplicationGraph
+from daskserve.control.records.encoding import decode, encode
+from daskserve.control.records.records import BackendRecord
+from daskserve.control.records.state import State
+from daskserve.control.verbs.applications import deploy
+from daskserve.options import base
 from daskserve.options.actor import ActorOptions
 from daskserve.options.backend import BackendConfig
-from daskserve.options.backend_spec import BackendSpec
 from daskserve.options.http import HTTPOptions
+from daskserve.options.specs import ApplicationSpec, BackendSpec
 from daskserve.options.start_messages import (
     ControllerStart,
     ProxyStart,
@@ -94,7 +102,8 @@ def test_a_restated_default_is_found(source: str) -> None:
 def test_what_carries_options_has_no_defaults(message: type) -> None:
     assert dataclasses.is_dataclass(message)
     for field in dataclasses.fields(message):
-        assert field.default is field.default_factory is dataclasses.MISSING, field.name
+        is_required = field.default is field.default_factory is dataclasses.MISSING
+        assert is_required or field.name == "parts", field.name  # these stay with the client
 
 
 def test_servers_take_their_options_as_the_model() -> None:
@@ -126,8 +135,39 @@ def test_a_start_message_holds_every_default() -> None:
     decoded = ReplicaStart.decode(start.encode())
     assert vars(decoded.config) == dump_config(BackendConfig())
     assert decoded.config.health_check_period_s == BackendConfig().health_check_period_s
-    again = dataclasses.replace(decoded, config=read_config(decoded.config.model_dump()))
+    again = dataclasses.replace(decoded, config=read_config(vars(decoded.config)))
     assert again.encode() == start.encode()
     proxy = ProxyStart.decode(ProxyStart(HTTPOptions(), None, False, True, "h").encode())
-    assert HTTPOptions(**proxy.options.model_dump()) == HTTPOptions()
-    assert dump_http(proxy.options) == dump_http(HTTPOptions())
+    assert HTTPOptions(**vars(proxy.options)) == HTTPOptions()
+    assert vars(proxy.options) == dump_http(HTTPOptions())
+
+
+def test_a_deploy_forms_a_config_once_in_the_client_and_once_in_the_controller(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    formed: list[type] = []
+    check = base.check_spellings
+    monkeypatch.setattr(
+        base, "check_spellings", lambda model, values: formed.append(model) or check(model, values)
+    )
+
+    def hello(request: object) -> str:
+        return "hello"
+
+    policy = {"policy": hello, "max_replicas": 5}
+    made = serve.deployment(autoscaling_config=policy, max_ongoing_requests=5, user_config={"a": 1})(hello)
+    assert formed.count(BackendConfig) == 1
+    spec = ApplicationGraph(made.bind(), "shop").spec(route="/", request_id="r")
+    assert formed.count(BackendConfig) == 1
+    assert spec.ingress.spec.config.model_fields_set == {
+        "autoscaling_config",
+        "internal_metadata",
+        "max_concurrent_queries",
+    }
+    found = ApplicationSpec.from_plain(msgpack.unpackb(msgpack.packb(spec.to_plain())))
+    assert found == spec
+    assert formed.count(BackendConfig) == 2
+    deployed = deploy(State(), [found], new_goal=lambda: "g", now=0.0)
+    record = next(each for each in deployed.change.values() if isinstance(each, BackendRecord))
+    assert formed.count(BackendConfig) == 2
+    assert decode(record.key, encode(record)) == record

@@ -11,7 +11,7 @@ from schedules import Between, OneOf, Several, first, rule
 from simulation import START_S, Simulation
 
 from daskserve.control.records.records import AppRecord
-from daskserve.options.app_spec import deployment_tag
+from daskserve.options.specs import deployment_tag
 
 #: Deployments with those that they need; the last is the ingress.
 GRAPHS: dict[str, dict[str, tuple[str, ...]]] = {

@@ -25,9 +25,8 @@ from daskserve.control.verbs import backends as backend_verbs
 from daskserve.control.verbs.backends import Outcome
 from daskserve.control.verbs.goals import ChangeLimits
 from daskserve.options.actor import ActorOptions
-from daskserve.options.app_spec import ApplicationSpec, DeploymentSpec, deployment_tag
 from daskserve.options.backend import BackendConfig
-from daskserve.options.backend_spec import BackendSpec
+from daskserve.options.specs import ApplicationSpec, BackendSpec, DeploymentSpec, deployment_tag
 
 #: What a replica occupies unless the test says otherwise.
 TENTH: Mapping[str, float] = {"CPU": 0.1}

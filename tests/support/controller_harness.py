@@ -30,8 +30,8 @@ from daskserve.control.controller import Controller
 from daskserve.control.records.encoding import CorruptRecordError, decode
 from daskserve.control.records.records import Record, ReplicaRecord
 from daskserve.errors import ReplicaStartError
-from daskserve.options.app_spec import ApplicationSpec
 from daskserve.options.http import HTTPOptions
+from daskserve.options.specs import ApplicationSpec
 from daskserve.options.start_messages import ControllerStart, ProxyStart, ReplicaStart
 from daskserve.telemetry.table import MetricSample
 from daskserve.testing import run_virtual, wait_until

@@ -10,12 +10,11 @@ from daskserve.client.definitions.specs import check_part_name
 from daskserve.data.replica.user_code.definitions import inspect_definition, python_methods
 from daskserve.options.actor import ActorOptions, parse_actor_options
 from daskserve.options.backend import BackendConfig
-from daskserve.options.base import parse_options
+from daskserve.options.base import parse_options, spellings_of
 from daskserve.options.deployment_actor import DeploymentActorConfig
 from daskserve.options.environment import parse_environment
-from daskserve.options.placement_group import check_covered
+from daskserve.options.placement import check_covered
 from daskserve.options.ray_names import TRANSLATED
-from daskserve.options.unknown import spellings_of
 
 #: The option whose default depends on the callable.
 CONCURRENCY = "max_concurrent_queries"
@@ -193,5 +192,7 @@ def default_name(definition: Any) -> str:
 
 def config_of(config: BackendConfig | Mapping[str, Any] | None, options: Mapping[str, Any]) -> BackendConfig:
     """Return a config with single options changed."""
+    if config is None:
+        return BackendConfig(**options)
     base = parse_options(BackendConfig, config, what="config")
     return base.merged(BackendConfig(**options), ends_autoscaling=True) if options else base

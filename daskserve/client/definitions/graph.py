@@ -28,9 +28,9 @@ from daskserve.data.replica.user_code.class_app import has_app
 from daskserve.data.replica.user_code.definitions import inspect_definition, python_methods
 from daskserve.errors import BadRequestError
 from daskserve.options.actor import ActorOptions
-from daskserve.options.app_spec import ApplicationSpec, DeploymentSpec, actor_tag, deployment_tag
 from daskserve.options.backend import BackendConfig
 from daskserve.options.deployment_actor import SEPARATOR, DeploymentActorConfig
+from daskserve.options.specs import ApplicationSpec, DeploymentSpec, actor_tag, deployment_tag
 from daskserve.payload.pickling import visit
 
 logger = logging.getLogger("daskserve.client")
@@ -104,11 +104,11 @@ class ApplicationGraph:
             An option, argument or callable is wrong, or cannot be pickled.
         """
         check_route(route)
-        changes = BackendConfig(external_scaler_enabled=True) if external_scaler_enabled else BackendConfig()
         deployments = []
         for node in self._order:
             deployment = node.application.deployment
-            deployment = replace(deployment, config=deployment.config.merged(changes))
+            if external_scaler_enabled:
+                deployment = deployment.options(external_scaler_enabled=True)
             if is_local:
                 deployment = localized(deployment)
             actors = [

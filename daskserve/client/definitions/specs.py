@@ -16,12 +16,12 @@ from daskserve.data.replica.user_code.definitions import CallableFacts, inspect_
 from daskserve.errors import BadRequestError
 from daskserve.options.actor import ActorOptions
 from daskserve.options.backend import BackendConfig, BackendMetadata
-from daskserve.options.backend_spec import BackendSpec
 from daskserve.options.base import parse_options, parse_typed
 from daskserve.options.environment import Environment, parse_environment
 from daskserve.options.http import HTTPOptions
-from daskserve.options.placement_group import check_covered
+from daskserve.options.placement import check_covered
 from daskserve.options.route_variables import check_variables
+from daskserve.options.specs import BackendSpec
 from daskserve.payload.parcels import pack_code
 from daskserve.payload.pickling import Substitute, load_bytes
 from daskserve.payload.unpicklable import (
@@ -125,19 +125,22 @@ def split_config(
     **options
         Options to set in the copy.
     """
-    values = config.model_dump(exclude_unset=True, exclude={"user_config", "internal_metadata"}) | options
-    autoscaling = values.get("autoscaling_config")
-    if autoscaling is not None and callable(autoscaling.get("policy")):
+    autoscaling = config.autoscaling_config
+    if autoscaling is not None and callable(autoscaling.policy):
         # User code, which only the controller may load.
         remedy = 'Name it by its import path, "module:function", if the workers have that module.'
-        autoscaling["policy"] = dump_option("policy", autoscaling["policy"], remedy)
+        policy = dump_option("policy", autoscaling.policy, remedy)
+        options["autoscaling_config"] = autoscaling.model_copy(update={"policy": policy})
     if metadata is not None:
-        values["internal_metadata"] = metadata
+        options["internal_metadata"] = metadata
     user_config = None
     if config.user_config is not None:
         remedy = "Pass what it is made from, and create it in reconfigure()."
         user_config = dump_option("user_config", config.user_config, remedy)
-    return BackendConfig(**values), user_config
+    hidden = {"user_config": None, "internal_metadata": BackendMetadata()}
+    sealed = config.model_copy(update=hidden | options)
+    sealed.model_fields_set.difference_update(hidden.keys() - options.keys())
+    return sealed, user_config
 
 
 def packed_middlewares(options: HTTPOptions) -> bytes | None:
@@ -168,7 +171,7 @@ class MisplacedObject(Exception):
 def join_user_config(config: BackendConfig, user_config: bytes | None) -> BackendConfig:
     """Return what `split_config` split, except for user code that only the controller may load."""
     return (
-        config if user_config is None else config.merged(BackendConfig(user_config=load_bytes(user_config)))
+        config if user_config is None else config.model_copy(update={"user_config": load_bytes(user_config)})
     )
 
 

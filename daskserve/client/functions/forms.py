@@ -14,11 +14,10 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from daskserve.client.client import AsyncClient, Client, ClientVerbs
 from daskserve.client.instance.connection import InstanceConnection
+from daskserve.client.verbs.blocking import finish_call
 from daskserve.cluster.protocols.base import ClientConnection
-from daskserve.errors import BlockingCallError
-from daskserve.loops.blocking import finish
 from daskserve.options.ray_names import INSTEAD
-from daskserve.payload.shown_errors import shown
+from daskserve.payload.shown_errors import shows_errors
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -57,15 +56,7 @@ def blocking(
     @functools.wraps(body)
     def form(*args: P.args, **kwargs: P.kwargs) -> T:
         coroutine = _called(body, name, owner, Form(False, Client), args, kwargs)
-        try:
-            return finish(coroutine)
-        except BlockingCallError:
-            raise BlockingCallError(
-                f"{owner}.{name}() would block the event loop that has to run it; use `await "
-                f"{owner}.{name}_async(...)`, or call it from another thread (asyncio.to_thread)."
-            ) from None
-        except Exception as error:
-            raise shown(error)  # noqa: B904 (it is the same error)
+        return finish_call(coroutine, f"{owner}.{name}()", f"{owner}.{name}_async(...)`")
 
     _name(form, name, body)
     return form
@@ -77,12 +68,10 @@ def awaitable(
     """Return the awaitable form of a function, named as its body with the suffix ``_async``."""
     name = f"{body.__name__.removeprefix('_')}_async"
 
+    @shows_errors
     @functools.wraps(body)
     async def form(*args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            return await _called(body, name, "serve", Form(True, AsyncClient), args, kwargs)
-        except Exception as error:
-            raise shown(error)  # noqa: B904 (it is the same error)
+        return await _called(body, name, "serve", Form(True, AsyncClient), args, kwargs)
 
     _name(form, name, body)
     return form

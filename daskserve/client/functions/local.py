@@ -135,7 +135,7 @@ class LocalInstance(threading.Thread):
         async with running_cluster(1, None, START_S) as cluster:
             ended = asyncio.Event()
             loop = asyncio.get_running_loop()
-            cluster.program.when_ended = lambda: self._end(loop, ended)
+            cluster.network.when_ended = lambda: self._end(loop, ended)
             self.connection = InstanceConnection(cluster.program.connection, cluster.instance, is_owner=True)
             self._begun.set()
             await ended.wait()

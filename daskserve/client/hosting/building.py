@@ -21,7 +21,7 @@ from daskserve.cluster.dask.connection import DaskConnection
 from daskserve.cluster.dask.worker_calls import call_in_worker
 from daskserve.common.types import InstanceName
 from daskserve.errors import BadRequestError, NoCapacityError, ReplicaStartError
-from daskserve.options.app_spec import ApplicationSpec
+from daskserve.options.specs import ApplicationSpec
 from daskserve.payload.importing import MODULE_REMEDY
 
 #: The modules whose frames lead from here to the user's module.

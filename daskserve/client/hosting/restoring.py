@@ -11,7 +11,7 @@ from daskserve.client.verbs.applications import ApplicationVerbs, BuiltApplicati
 from daskserve.common import settings
 from daskserve.common.types import BackendTag
 from daskserve.errors import AlreadyRegisteredError
-from daskserve.options.app_spec import ApplicationSpec
+from daskserve.options.specs import ApplicationSpec
 from daskserve.payload.parcels import Parcel
 
 
@@ -54,7 +54,7 @@ async def kept_application(verbs: ApplicationVerbs, name: str) -> KeptApplicatio
     found = await verbs._call("stored_application", name=name)
     spec = ApplicationSpec.from_plain(found["spec"])
     codes: Mapping[BackendTag, str] = found["codes"]
-    cluster: Any = verbs._connection.cluster_connection.cluster(verbs._connection.instance)
+    cluster = verbs._connection.cluster_connection.cluster(verbs._connection.instance)
     deployments = []
     for each in spec.deployments:
         parcel = Parcel.labelled(each.spec.code)

@@ -17,8 +17,7 @@ from daskserve.errors import (
     RequestTimeoutError,
     ServeError,
 )
-from daskserve.options.app_spec import ApplicationSpec
-from daskserve.options.backend_spec import BackendSpec
+from daskserve.options.specs import ApplicationSpec, BackendSpec, Spec
 from daskserve.payload.packed_errors import load_error
 from daskserve.payload.parcels import Parcel
 
@@ -149,7 +148,7 @@ def _specs_in(message: Mapping[str, Any]) -> list[BackendSpec]:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, (BackendSpec, ApplicationSpec)):
+    if isinstance(value, Spec):
         return value.to_plain()
     return [_plain(each) for each in value] if isinstance(value, list) else value
 

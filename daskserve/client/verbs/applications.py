@@ -27,7 +27,7 @@ from daskserve.common.types import (
 from daskserve.context import current_replica
 from daskserve.data.caller.calls.handle import Handle
 from daskserve.errors import BadRequestError, DeployError, NotFoundError, RequestTimeoutError, ServeError
-from daskserve.options.app_spec import ApplicationSpec, deployment_tag
+from daskserve.options.specs import ApplicationSpec, deployment_tag
 
 #: How long the deletion of an application may take.
 DELETE_S = 60.0

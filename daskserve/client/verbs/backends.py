@@ -15,7 +15,7 @@ from daskserve.common.types import GoalId
 from daskserve.options.actor import ActorOptions
 from daskserve.options.backend import BackendConfig
 from daskserve.options.base import parse_options
-from daskserve.options.external_scaling import checked_number
+from daskserve.options.bounds import checked_number
 
 
 class BackendVerbs(Verbs):

@@ -11,7 +11,7 @@ from typing import Protocol, TextIO, TypeAlias
 from daskserve.client.views.status import Status
 from daskserve.common.types import GoalId, short_tag
 from daskserve.loops.event_loop import in_notebook
-from daskserve.options.app_spec import deployment_tag
+from daskserve.options.specs import deployment_tag
 
 logger = logging.getLogger("daskserve.client")
 
@@ -31,7 +31,7 @@ class Display(Protocol):
         """Remove the line."""
 
 
-class RichDisplay:
+class RichDisplay(Display):
     """A line with a spinner, drawn by rich."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -55,7 +55,7 @@ class RichDisplay:
         self._status.stop()
 
 
-class LineDisplay:
+class LineDisplay(Display):
     """A new line for each new text, where rich is not installed."""
 
     def __init__(self, stream: TextIO) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from daskserve.cluster.channel.kept_results import KeptResults
 from daskserve.cluster.protocols.base import (
@@ -25,6 +25,7 @@ from daskserve.cluster.protocols.base import (
     Hosted,
     ReportsHealth,
     ReportsMetrics,
+    ReportsStart,
     TaskRequest,
     verb,
     verbs_of,
@@ -61,14 +62,6 @@ HOST_ACTOR = "host"
 
 def _nothing() -> None:
     pass
-
-
-@runtime_checkable
-class ReportsStart(Protocol):
-    """An actor whose start has stages, as that of a replica has."""
-
-    def stage(self) -> tuple[str, float]:
-        """Return what its start does now, such as "loading its code", and since when."""
 
 
 @dataclass(slots=True, eq=False)

@@ -280,7 +280,7 @@ class ChannelPool:
         return channel
 
     def samples(self) -> list[MetricSample]:
-        """Return the metrics; see `daskserve.telemetry.collector.Source`."""
+        """Return the metrics; see `daskserve.telemetry.table.Source`."""
         return [
             ("channels", (), len(self._serving)),
             ("channel_connections", (), self._opened),

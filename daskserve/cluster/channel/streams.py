@@ -10,7 +10,7 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from daskserve.cluster.channel.wire.frames import (
     ANSWER,
@@ -24,7 +24,7 @@ from daskserve.cluster.channel.wire.frames import (
     wire_message,
     wire_payload,
 )
-from daskserve.cluster.channel.wire.transport import CALL_WORK
+from daskserve.cluster.channel.wire.transport import CALL_WORK, Transport
 from daskserve.common.types import (
     DONE,
     ON_DEMAND,
@@ -121,16 +121,6 @@ class Offer:
         return {"type": "call.result", "payload": self.kept}
 
 
-class Outlet(Protocol):
-    """The part of a `daskserve.cluster.channel.wire.transport.Transport` that streams send through."""
-
-    @property
-    def turn(self) -> int: ...
-    @property
-    def is_closed(self) -> bool: ...
-    def post(self, frame: Any, work: int = ...) -> None: ...
-
-
 class Opened:
     """A request that this side sends to an actor on the other side: a `daskserve.common.types.ActorRequest`.
 
@@ -155,7 +145,7 @@ class Opened:
         self,
         number: int,
         streams: MutableMapping[int, Any],
-        outlet: Outlet,
+        outlet: Transport,
         address: ActorAddress,
         envelope: Envelope,
     ) -> None:
@@ -316,7 +306,7 @@ class Accepted:
 
     task: asyncio.Task[None]
 
-    def __init__(self, number: int, outlet: Outlet, *, has_body: bool | Literal[2]) -> None:
+    def __init__(self, number: int, outlet: Transport, *, has_body: bool | Literal[2]) -> None:
         self._number = number
         self._outlet = outlet
         # The last frame; messages are added to it until it is sent.

@@ -152,7 +152,12 @@ class DaskConnection:
         #: one.
         self.default_instance: Any = None
         self._address = "an unknown scheduler"
-        keep_connected(client, connection_args, lambda: (keyring, *self._clusters.values()), self.clock)
+        keep_connected(
+            client,
+            connection_args,
+            lambda: (keyring.resume, *(each.resume for each in self._clusters.values())),
+            self.clock,
+        )
 
     @property
     def owner_id(self) -> str:

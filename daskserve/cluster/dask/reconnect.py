@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Coroutine, Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from distributed import Client
 
@@ -65,21 +65,18 @@ async def _id_of(address: str, connection_args: Mapping[str, Any]) -> str:
         comm.abort()
 
 
-class Resumes(Protocol):
-    """What uses a Dask client, and has to begin again with another scheduler."""
-
-    def resume(self) -> Coroutine[Any, Any, None]: ...
-
-
 def keep_connected(
-    client: Client, connection_args: Mapping[str, Any], users: Callable[[], Iterable[Resumes]], clock: Clock
+    client: Client,
+    connection_args: Mapping[str, Any],
+    resumptions: Callable[[], Iterable[Callable[[], Coroutine[Any, Any, None]]]],
+    clock: Clock,
 ) -> None:
     """Have a Dask client connect to the next scheduler at its address once its own is lost, within a grace.
 
     Parameters
     ----------
-    users
-        Returns what uses the client and resumes after that.
+    resumptions
+        Returns the coroutine functions that run after that, one for each user of the client.
     """
     resuming = TaskSet(logger)
 
@@ -94,7 +91,7 @@ def keep_connected(
 
     def resume() -> None:
         resuming.cancel()  # the scheduler may be lost again before all have resumed
-        for user in users():
-            resuming.spawn(user.resume(), "resume")
+        for each in resumptions():
+            resuming.spawn(each(), "resume")
 
     connect_again_when(client, is_back, resume)

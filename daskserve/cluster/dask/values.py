@@ -17,6 +17,7 @@ from dask.base import is_dask_collection
 from distributed import Client, Future
 
 from daskserve.cluster.distributed_internals import call_scheduler, desire_keys, scheduler_address
+from daskserve.cluster.protocols.base import ValueTransfer
 from daskserve.common.types import Payload
 from daskserve.errors import BadRequestError, UnavailableError
 from daskserve.loops.event_loop import on_loop
@@ -107,7 +108,7 @@ async def _wait(future: Future[Any], scheduler: str) -> BaseException | None:
     return error
 
 
-class DaskTransfer:
+class DaskTransfer(ValueTransfer):
     """Takes Dask's values out of arguments, and fetches them."""
 
     def __init__(self, client: Client) -> None:

@@ -26,6 +26,7 @@ from typing import Any, Self, TypeVar
 
 from daskserve.cluster.actors.draining import drain
 from daskserve.cluster.actors.registry import ActorRegistry
+from daskserve.cluster.channel.pool import ChannelPool
 from daskserve.cluster.local.network import LocalNetwork
 from daskserve.cluster.local.process import LocalProcess
 from daskserve.cluster.local.run_state import RunState
@@ -164,8 +165,13 @@ class LocalCluster:
         self._replacing: asyncio.Task[None] | None = None
         self._is_ended = False
         self._tasks = TaskSet(logger)
+
+        def end_at(worker: WorkerAddress) -> tuple[ChannelPool, RunState] | None:
+            host = self._hosts.get(worker)
+            return None if host is None else (host.process.channels, host.process.state)
+
         latency = latency_s if callable(latency_s) else lambda: latency_s
-        self.network = LocalNetwork(self._hosts, latency, self._tasks.spawn)
+        self.network = LocalNetwork(end_at, latency, self._tasks.spawn)
         self.program = LocalProcess(self, RunState(self.clock))
         for each in [None] * workers if isinstance(workers, int) else workers:
             self._join(each)

@@ -137,6 +137,6 @@ class LocalConnection:
 
     async def instance_ended(self, instance: InstanceName, *, asynchronous: bool) -> None:
         """Let the creator of the local cluster close it, if it wants to know."""
-        close = self._world.program.when_ended
+        close = self._world.network.when_ended
         if close is not None:
             await asyncio.to_thread(close) if asynchronous else close()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
 from daskserve.cluster.channel.pool import ChannelPool
 from daskserve.cluster.channel.wire.transport import Transport
@@ -13,27 +13,13 @@ from daskserve.common.types import WorkerAddress
 from daskserve.errors import ActorLostError
 
 
-class Connected(Protocol):
-    """The part of a simulated process that the network uses."""
-
-    channels: ChannelPool
-    state: RunState
-
-
-class HoldsProcess(Protocol):
-    """A simulated worker."""
-
-    @property
-    def process(self) -> Connected: ...
-
-
 class LocalNetwork:
     """Connects processes with each other, and may be cut between two of them.
 
     Parameters
     ----------
-    hosts : mapping
-        The current workers.
+    end_at : callable
+        Returns the channels and the state of a worker's process; None if there is no such worker.
     latency_s : callable
         Called for the latency of each message.
     spawn : callable
@@ -42,14 +28,18 @@ class LocalNetwork:
 
     def __init__(
         self,
-        hosts: Mapping[WorkerAddress, HoldsProcess],
+        end_at: Callable[[WorkerAddress], tuple[ChannelPool, RunState] | None],
         latency_s: Callable[[], float],
         spawn: Callable[[Coroutine[Any, Any, None]], object],
     ) -> None:
-        self._hosts = hosts
+        self._end_at = end_at
         self._latency_s = latency_s
         self._spawn = spawn
         self._cut: set[frozenset[WorkerAddress]] = set()
+        #: The parts of the parcels that the user's program has sent, by digest.
+        self.parcels: dict[str, Sequence[Any]] = {}
+        #: Called in the thread of whoever has shut the instance down, and may block it.
+        self.when_ended: Callable[[], None] | None = None
 
     def cut(self, one: WorkerAddress, other: WorkerAddress) -> None:
         """Cut two workers off from each other, as if both had noticed by now.
@@ -57,8 +47,9 @@ class LocalNetwork:
         They still reach the scheduler, and through it each other.
         """
         self._cut.add(frozenset((one, other)))
-        self._hosts[one].process.channels.break_off(other)
-        self._hosts[other].process.channels.break_off(one)
+        for worker, peer in ((one, other), (other, one)):
+            channels, _ = self._found(worker)
+            channels.break_off(peer)
 
     def mend(self, one: WorkerAddress, other: WorkerAddress) -> None:
         """Undo `cut`."""
@@ -76,14 +67,17 @@ class LocalNetwork:
         OSError
             With ``directly``: the two are cut off from each other.
         """
-        host = self._hosts.get(worker)
-        if host is None:
-            raise ActorLostError(f"Worker {worker} has left the cluster.", begun=False)
+        channels, state = self._found(worker)
         is_cut = frozenset((caller, worker)) in self._cut
         if is_cut and directly:
             raise OSError("the network between them is cut")
-        process = host.process
-        ours, theirs = connect((caller, when_awake), (worker, process.state.when_awake), self._latency_s)
+        ours, theirs = connect((caller, when_awake), (worker, state.when_awake), self._latency_s)
         ours.is_relayed = is_cut
-        self._spawn(process.channels.serve(theirs))
+        self._spawn(channels.serve(theirs))
         return ours
+
+    def _found(self, worker: WorkerAddress) -> tuple[ChannelPool, RunState]:
+        end = self._end_at(worker)
+        if end is None:
+            raise ActorLostError(f"Worker {worker} has left the cluster.", begun=False)
+        return end

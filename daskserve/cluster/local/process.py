@@ -73,10 +73,6 @@ class LocalProcess(ActorCalls):
         self.clock = state.clock
         self.is_ended = False
         self.shared: dict[str, Any] = {}
-        #: The parts of the parcels that were sent from here, by digest.
-        self.parcels: dict[str, Sequence[Any]] = {}
-        #: Called in the thread of whoever has shut the instance down, and may block it.
-        self.when_ended: Callable[[], None] | None = None
         self.connection = LocalConnection(world, self)
         self.store: Store = _ProcessStore(world, state)
         self._world = world
@@ -165,11 +161,11 @@ class LocalProcess(ActorCalls):
 
     async def send_parcel(self, parcel: Parcel, parts: Sequence[Any]) -> None:
         await self.state.wait_until_running()
-        self._world.program.parcels[parcel.digest] = [bytes(each) for each in parts]
+        self._world.network.parcels[parcel.digest] = [bytes(each) for each in parts]
 
     async def fetch_parcel(self, code: str, parcel: Parcel) -> Sequence[Any]:
         await self.state.wait_until_running()
-        return self._world.program.parcels[parcel.digest]
+        return self._world.network.parcels[parcel.digest]
 
     async def controller(self) -> ActorAddress:
         await self.state.wait_until_running()

@@ -10,6 +10,7 @@ from dask.base import compute
 from distributed import Future
 
 from daskserve.cluster.dask.values import is_dask_value, may_hold_values
+from daskserve.cluster.protocols.base import ValueTransfer
 from daskserve.common.types import Payload
 from daskserve.payload.arguments import take_out
 from daskserve.payload.pickling import dump_bytes, load_bytes
@@ -27,8 +28,8 @@ class LocalValues:
         self.keys = await asyncio.to_thread(lambda: dump_bytes([_compute(value) for value in self._values]))
 
 
-class LocalTransfer:
-    """A `daskserve.cluster.protocols.base.ValueTransfer`."""
+class LocalTransfer(ValueTransfer):
+    """How the values of the local cluster travel: with the calls."""
 
     def take(self, payload: Payload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> LocalValues | None:
         """Take Dask's values out of a call's arguments; return None if there are none."""

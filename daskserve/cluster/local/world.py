@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Mapping, Sequence
 from typing import Any, Protocol
 
 from daskserve.cluster.local.network import LocalNetwork
@@ -14,22 +14,11 @@ from daskserve.common.clock import Clock
 from daskserve.common.types import ActorAddress, InstanceName, UsageReport, WorkerAddress, WorkerInfo
 
 
-class UserProgram(Protocol):
-    """The user's program, which keeps what it has sent, and learns when the instance was shut down."""
-
-    when_ended: Callable[[], None] | None
-
-    @property
-    def parcels(self) -> dict[str, Sequence[Any]]: ...
-
-
 class LocalWorld(Protocol):
     """See `daskserve.cluster.local.cluster.LocalCluster`, which implements it."""
 
     reported: UsageReport
 
-    @property
-    def program(self) -> UserProgram: ...
     @property
     def instance(self) -> InstanceName: ...
     @property

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar, runtime_checkable
 
@@ -39,7 +39,7 @@ from daskserve.errors import ServeError
 from daskserve.loops.thread_calls import CallInbox, CallsByLoop, ThreadCalls
 from daskserve.loops.threads import StartThread, start_daemon
 from daskserve.payload.parcels import Parcel
-from daskserve.telemetry.table import MetricSample
+from daskserve.telemetry.table import Source
 
 T = TypeVar("T")
 
@@ -56,7 +56,7 @@ class ActorSpec:
     incarnation: int
     instance: InstanceName
     payload: bytes = field(default=b"", repr=False)  # may hold passwords
-    start_timeout_s: float | None = None  # of each stage of its start, see `actor_book.ReportsStart`
+    start_timeout_s: float | None = None  # of each stage of its start, see `ReportsStart`
 
     @property
     def epoch(self) -> int:
@@ -117,7 +117,7 @@ class TaskRequest:
         """Return None: it needs a task."""
 
 
-class Hosted(Protocol):
+class Hosted(Source, Protocol):
     """An actor that a Host can run."""
 
     @property
@@ -133,8 +133,13 @@ class Hosted(Protocol):
     async def stop(self, grace_s: float) -> None:
         """Stop; running requests may finish for up to ``grace_s``. Idempotent; cancelled only if late."""
 
-    def samples(self) -> Iterable[MetricSample]:
-        """Return the actor's metrics; see `daskserve.telemetry.collector.Source`."""
+
+@runtime_checkable
+class ReportsStart(Protocol):
+    """An actor whose start has stages, as that of a replica has."""
+
+    def stage(self) -> tuple[str, float]:
+        """Return what its start does now, such as "loading its code", and since when."""
 
 
 @runtime_checkable

@@ -12,7 +12,7 @@ from daskserve.telemetry.table import MetricSample
 
 
 class SupervisorMetrics:
-    """A `daskserve.telemetry.collector.Source`."""
+    """A `daskserve.telemetry.table.Source`."""
 
     def __init__(
         self, instances: Mapping[InstanceName, Instance], hosts: HostRegistry, guard: SiteGuard

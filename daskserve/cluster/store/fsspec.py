@@ -71,7 +71,7 @@ from daskserve.cluster.store.journal import (
 )
 from daskserve.cluster.store.problems import StoreProblems
 from daskserve.cluster.store.reading import ATTEMPTS, positions_in, read_journal
-from daskserve.cluster.store.thread import BlockingCalls
+from daskserve.cluster.store.thread import BlockingCalls, BlockingStore
 from daskserve.common.types import InstanceName
 
 #: The folder of the epochs whose process has closed the store.
@@ -119,7 +119,7 @@ def _is_alive(pid: int) -> bool:
     return True
 
 
-class FsspecStore:
+class FsspecStore(BlockingStore):
     """A `BlockingStore` in a folder; the module docstring states its guarantees.
 
     Parameters

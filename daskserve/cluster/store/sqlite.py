@@ -53,6 +53,7 @@ from daskserve.cluster.store.sqlite_log import (
     stamp,
 )
 from daskserve.cluster.store.sqlite_rows import DAMAGED, checksum, format_of, is_sound, lack_of, name_of, scan
+from daskserve.cluster.store.thread import BlockingStore
 from daskserve.common.formatting import shown
 from daskserve.common.types import InstanceName
 from daskserve.errors import ServeError
@@ -131,7 +132,7 @@ class _OpenDatabase:
         self.connection.close()
 
 
-class SqliteStore:
+class SqliteStore(BlockingStore):
     """A `BlockingStore` in an SQLite file; the module docstring states its guarantees."""
 
     def __init__(self, url: str, instance: InstanceName, path: str) -> None:

@@ -110,15 +110,15 @@ class ChildProcess:
 
     @classmethod
     async def start(cls, name: str, interpreter: Interpreter, factory: str) -> ChildProcess:
-        """Start an interpreter that runs the `Served` object of a factory, and return the child.
+        """Start an interpreter that serves this process by a factory, and return the child.
 
         Parameters
         ----------
         name : str
             Name in the process list.
         factory : str
-            ``"package.module:name"`` of a callable without arguments that returns a `Served`; imported in
-            the child.
+            ``"package.module:name"`` of a `daskserve.cluster.worker.child_main.Factory`; imported in the
+            child.
 
         Raises
         ------
@@ -175,7 +175,7 @@ class ChildProcess:
     def request(self, number: int, envelope: Envelope) -> ActorRequest:
         """Return a request to the child; see `daskserve.cluster.channel.channel.Channel.request`.
 
-        The number reaches `Served.dispatch` unchanged: it identifies the request even after its end.
+        The number reaches the child's ``dispatch`` unchanged: it identifies the request even after its end.
         """
         address = ActorAddress(self.name, f"process {self.pid}", number)
         return self._channel.request(address, envelope)

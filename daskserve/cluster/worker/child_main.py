@@ -22,14 +22,13 @@ from collections.abc import Callable, Mapping
 from contextvars import copy_context
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
-from daskserve.cluster.channel.channel import Channel
+from daskserve.cluster.channel.channel import Channel, Dispatch
 from daskserve.cluster.channel.wire.segments import Segments
 from daskserve.cluster.channel.wire.transport import SocketTransport
 from daskserve.cluster.worker.log_thread import LogThread
 from daskserve.common import settings
-from daskserve.common.types import ActorRequest, Envelope
 from daskserve.internals.python import run_exit_functions
 from daskserve.loops.event_loop import new_event_loop
 from daskserve.loops.forks import ForkGuard
@@ -44,16 +43,9 @@ MAIN_GRACE_S = 0.2
 EXIT_SHARE = 0.1
 #: From -1000 to 1000: a process with the higher number is killed first. The numbers of others are 0.
 OOM_SCORE = 500
-
-
-class Served(Protocol):
-    """The object that answers requests in a child."""
-
-    def dispatch(self, name: str, number: int, envelope: Envelope) -> ActorRequest:
-        """Take a call or a request of the parent."""
-
-    def leave(self) -> None:
-        """Have the parent replace this process, which got SIGTERM."""
+#: Returns the function that takes the requests of the parent, and the function that asks the parent to
+#: replace this process, which got SIGTERM.
+Factory: TypeAlias = Callable[[StartThread], tuple[Dispatch, Callable[[], None]]]
 
 
 class _ReplacedFirst:
@@ -61,24 +53,24 @@ class _ReplacedFirst:
 
     def __init__(self, grace_s: float) -> None:
         self._serves_for_s = grace_s * (1 - EXIT_SHARE)
-        self._serving: tuple[asyncio.AbstractEventLoop, Served] | None = None
+        self._serving: tuple[asyncio.AbstractEventLoop, Callable[[], None]] | None = None
 
-    def open(self, served: Served) -> None:
+    def open(self, leave: Callable[[], None]) -> None:
         """Begin to answer SIGTERM, which ends the process before; call this on the loop that serves."""
-        self._serving = asyncio.get_running_loop(), served
+        self._serving = asyncio.get_running_loop(), leave
 
     def __call__(self, done: Callable[[], None]) -> None:
         if self._serving is None:
             done()
             return
-        loop, served = self._serving
+        loop, leave = self._serving
 
-        def leave() -> None:
-            served.leave()
+        def begin() -> None:
+            leave()
             loop.call_later(self._serves_for_s, done)
 
         try:
-            loop.call_soon_threadsafe(leave)
+            loop.call_soon_threadsafe(begin)
         except RuntimeError:  # the loop is closed: the process ends already
             done()
 
@@ -90,7 +82,7 @@ def prepare(options: Mapping[str, Any]) -> Callable[[socket.socket, int], None]:
     return partial(_run, getattr(importlib.import_module(module), name))
 
 
-def _run(factory: Callable[[StartThread], Served], pair: socket.socket, lifeline: int) -> None:
+def _run(factory: Factory, pair: socket.socket, lifeline: int) -> None:
     _end_with_parent(lifeline)
     _be_killed_before_parent()
     with contextlib.suppress(Exception):  # raised if there is no stderr
@@ -125,7 +117,7 @@ def _run(factory: Callable[[StartThread], Served], pair: socket.socket, lifeline
 
 
 def _serve(
-    factory: Callable[[StartThread], Served],
+    factory: Factory,
     pair: socket.socket,
     main: MainThread,
     is_ending: threading.Lock,
@@ -141,14 +133,12 @@ def _serve(
             _end(is_ending, 0)
 
 
-async def _answer(
-    factory: Callable[[StartThread], Served], pair: socket.socket, main: MainThread, leave: _ReplacedFirst
-) -> None:
+async def _answer(factory: Factory, pair: socket.socket, main: MainThread, leave: _ReplacedFirst) -> None:
     transport = SocketTransport(pair, f"parent://{os.getppid()}")
     transport.share(Segments(), begins=False)
-    served = factory(main.start)
-    leave.open(served)
-    await Channel(transport, served.dispatch, first_stream=1).serve()
+    dispatch, when_leaving = factory(main.start)
+    leave.open(when_leaving)
+    await Channel(transport, dispatch, first_stream=1).serve()
 
 
 def _end(is_ending: threading.Lock, status: int) -> None:

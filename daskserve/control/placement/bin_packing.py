@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from daskserve.common.types import WorkerAddress
-from daskserve.options.placement_group import Strategy
+from daskserve.options.placement import Strategy
 
 #: Tolerance for rounding errors, so that ten replicas with 0.1 CPU fit on 1 CPU.
 TOLERANCE = 1e-9

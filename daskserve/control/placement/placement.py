@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from daskserve.common.formatting import shown, shown_size
 from daskserve.common.types import BackendTag, WorkerAddress, WorkerInfo
@@ -38,7 +38,7 @@ from daskserve.control.placement.bin_packing import (
 from daskserve.control.records.bundles import places_of
 from daskserve.control.records.records import BackendRecord, Change, ReplicaRecord
 from daskserve.control.records.state import State
-from daskserve.options.placement_group import Strategy
+from daskserve.options.placement import Strategy
 
 #: As how many replicas the controller or a proxy counts where all workers are full.
 COMPANY = 2
@@ -80,18 +80,8 @@ class Demand:
         return len(self.bundles) > self.replicas
 
 
-class ResourceUsage(Protocol):
-    """The resources that replicas occupy; `daskserve.control.records.state.State` implements it."""
-
-    def used(self, worker: WorkerAddress) -> Mapping[str, float]: ...
-
-    def bundles_on(self) -> Mapping[WorkerAddress, int]: ...
-
-    def workers_of(self, backend: BackendTag) -> Mapping[WorkerAddress, int]: ...
-
-
 class TentativeUsage:
-    """The ledger of a state plus a change that has not been applied yet."""
+    """The state of a state plus a change that has not been applied yet."""
 
     def __init__(self, state: State, change: Change) -> None:
         self._state = state
@@ -153,6 +143,10 @@ def _sum(
     return {**known, **{worker: known.get(worker, 0) + change for worker, change in changes.items()}}
 
 
+#: The resources that replicas occupy.
+ResourceUsage: TypeAlias = State | TentativeUsage
+
+
 def capacity(worker: WorkerInfo) -> dict[str, float]:
     """Return a worker's amounts by resource: its threads as CPU, its memory, and its declared resources."""
     # Dask reports 0 for a worker without a memory limit.
@@ -166,11 +160,11 @@ def is_allowed(worker: WorkerInfo, allowed: tuple[str, ...] | None) -> bool:
 
 
 def ranks(
-    usage: ResourceUsage, workers: Iterable[WorkerInfo], demand: Demand, avoid: Iterable[WorkerAddress] = ()
+    state: ResourceUsage, workers: Iterable[WorkerInfo], demand: Demand, avoid: Iterable[WorkerAddress] = ()
 ) -> Callable[[WorkerAddress], WorkerRank]:
     """Return a function that ranks workers; `place` takes the smallest rank, which ends with the address."""
     known, avoided = {each.address: each for each in workers}, set(avoid)
-    same, total_on = usage.workers_of(demand.backend), usage.bundles_on()
+    same, total_on = state.workers_of(demand.backend), state.bundles_on()
     on_hosts = _count_on_hosts(known.values(), same)
 
     def rank(worker: WorkerAddress) -> WorkerRank:
@@ -200,7 +194,7 @@ def crowding(worker: WorkerInfo, bundles: int, *, is_avoided: bool) -> tuple[int
 
 
 def place(
-    usage: ResourceUsage, workers: Iterable[WorkerInfo], demand: Demand, avoid: Iterable[WorkerAddress] = ()
+    state: ResourceUsage, workers: Iterable[WorkerInfo], demand: Demand, avoid: Iterable[WorkerAddress] = ()
 ) -> tuple[WorkerAddress, ...] | None:
     """Return the best worker for each bundle, or None if they have no room together.
 
@@ -210,21 +204,21 @@ def place(
         The workers of the controller and the proxies.
     """
     known = list(workers)
-    rank = ranks(usage, known, demand, avoid)
-    on_hosts = _count_on_hosts(known, usage.workers_of(demand.backend))
+    rank = ranks(state, known, demand, avoid)
+    on_hosts = _count_on_hosts(known, state.workers_of(demand.backend))
     if len(demand.bundles) > 1:
-        return fit(_room_of(usage, known, demand), demand.bundles, demand.strategy, rank)
+        return fit(_room_of(state, known, demand), demand.bundles, demand.strategy, rank)
     best: WorkerRank | None = None
     for worker in known:
         ranked = rank(worker.address)
         # The rank first: it takes less time than the room, and few workers are better than all before them.
-        if (best is None or ranked < best) and _has_room(usage, worker, demand, on_hosts):
+        if (best is None or ranked < best) and _has_room(state, worker, demand, on_hosts):
             best = ranked
     return None if best is None else (best[-1],)
 
 
 def room_for(
-    usage: ResourceUsage,
+    state: ResourceUsage,
     workers: Iterable[WorkerInfo],
     demand: Demand,
     most: int,
@@ -237,7 +231,7 @@ def room_for(
     only : str, optional
         Count the room of this worker alone; the others count as neighbors on its host.
     """
-    free_resources = _room_of(usage, list(workers), demand)
+    free_resources = _room_of(state, list(workers), demand)
     if only is not None:
         free_resources.free = {only: free_resources.free[only]} if only in free_resources.free else {}
     first, strategy = demand.bundles[0], demand.strategy
@@ -267,14 +261,14 @@ def _count_equal(free_resources: FreeResources, amounts: Amounts, most: int) -> 
     return found
 
 
-def _has_room(usage: ResourceUsage, worker: WorkerInfo, demand: Demand, on_hosts: Mapping[str, int]) -> bool:
+def _has_room(state: ResourceUsage, worker: WorkerInfo, demand: Demand, on_hosts: Mapping[str, int]) -> bool:
     """Return whether a worker may be used and has room for the only bundle of a demand."""
-    free_resources = _room_of(usage, [worker], demand, on_hosts)
+    free_resources = _room_of(state, [worker], demand, on_hosts)
     return worker.address in free_resources.free and free_resources.has(worker.address, demand.bundles[0])
 
 
 def _room_of(
-    usage: ResourceUsage,
+    state: ResourceUsage,
     workers: Sequence[WorkerInfo],
     demand: Demand,
     on_hosts: Mapping[str, int] | None = None,
@@ -287,13 +281,13 @@ def _room_of(
     free = {}
     for worker in workers:
         if worker.is_available and not worker.is_system and is_allowed(worker, demand.allowed_workers):
-            offered, used = capacity(worker), usage.used(worker.address)
+            offered, used = capacity(worker), state.used(worker.address)
             free[worker.address] = {name: offered.get(name, 0) - used.get(name, 0) for name in names}
     hosts = {worker.address: worker.host for worker in workers}
     if demand.most_per_host is None:
         return FreeResources(free, hosts)
     if on_hosts is None:
-        on_hosts = _count_on_hosts(workers, usage.workers_of(demand.backend))
+        on_hosts = _count_on_hosts(workers, state.workers_of(demand.backend))
     left = {host: demand.most_per_host - on_hosts.get(host, 0) for host in hosts.values()}
     return FreeResources(free, hosts, Counter(left))
 
@@ -323,7 +317,7 @@ def demand_of(backend: BackendRecord) -> Demand:
     )
 
 
-def explain(usage: ResourceUsage, workers: Iterable[WorkerInfo], demand: Demand) -> str:
+def explain(state: ResourceUsage, workers: Iterable[WorkerInfo], demand: Demand) -> str:
     """Return the reason why no worker has room, with the numbers."""
     everyone = list(workers)
     known = [worker for worker in everyone if not worker.is_system]
@@ -338,12 +332,12 @@ def explain(usage: ResourceUsage, workers: Iterable[WorkerInfo], demand: Demand)
     if not allowed:
         names = ", ".join(sorted(demand.allowed_workers or ()))
         return f"actor_options['workers'] allows only {names}, and none of these is in the cluster"
-    free_resources = _room_of(usage, known, demand)
+    free_resources = _room_of(state, known, demand)
     if not free_resources.free:
         return f"all {len(allowed)} allowed workers are paused or closing"
     if len(demand.bundles) == 1:
         return _missing(free_resources, list(free_resources.free), demand, demand.bundles[0])
-    placed = _most_that_fit(usage, known, demand)
+    placed = _most_that_fit(state, known, demand)
     if demand.strategy == "STRICT_PACK":
         reason = _missing_on_one_host(free_resources, demand)
     else:
@@ -358,14 +352,14 @@ def explain(usage: ResourceUsage, workers: Iterable[WorkerInfo], demand: Demand)
 
 
 def _most_that_fit(
-    usage: ResourceUsage, workers: Sequence[WorkerInfo], demand: Demand
+    state: ResourceUsage, workers: Sequence[WorkerInfo], demand: Demand
 ) -> tuple[WorkerAddress, ...]:
     """Return the workers of as many of the first bundles as have room together."""
     least, most = 0, len(demand.bundles) - 1
     found: tuple[WorkerAddress, ...] = ()
     while least < most:
         count = (least + most + 1) // 2
-        free_resources = _room_of(usage, workers, demand)
+        free_resources = _room_of(state, workers, demand)
         placed = fit(free_resources, demand.bundles[:count], demand.strategy, lambda worker: (worker,))
         if placed is None:
             most = count - 1

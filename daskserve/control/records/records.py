@@ -41,7 +41,7 @@ class BackendRecord:
     code_key : str
         The `CodeRecord` that holds the callable.
     config, user_config, actor_options, env
-        As in `daskserve.options.backend_spec.BackendSpec`.
+        As in `daskserve.options.specs.BackendSpec`.
     config_id : str
         Id of the config; running replicas with another one are reconfigured in place.
     request_id : str
@@ -59,7 +59,7 @@ class BackendRecord:
     needs : tuple of str
         The backends of its application that it calls: they are up before it, and stop after it.
     actors, actor_of
-        As in `daskserve.options.app_spec.DeploymentSpec`.
+        As in `daskserve.options.specs.DeploymentSpec`.
     """
 
     KIND: ClassVar[str] = "backend"

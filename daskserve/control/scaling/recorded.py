@@ -27,7 +27,7 @@ def scaled(backend: BackendRecord, wanted: int, reason: str, wall: float) -> Bac
 
 def bounds_of(backend: BackendRecord, config: AutoscalingConfig) -> Bounds:
     """Return the bounds of the autoscaler at the current target capacity."""
-    return Bounds.of(config, backend.capacity, backend.capacity_direction)
+    return config.bounds(backend.capacity, backend.capacity_direction)
 
 
 def carried_over(backend: BackendRecord, before: BackendRecord | None, wall: float) -> BackendRecord:

@@ -18,8 +18,8 @@ from daskserve.control.verbs import goals
 from daskserve.control.verbs.backends import Outcome
 from daskserve.control.verbs.failed_deploys import application_not_found
 from daskserve.errors import AlreadyRegisteredError, BadRequestError
-from daskserve.options.app_spec import ApplicationSpec
 from daskserve.options.route_variables import shape_of
+from daskserve.options.specs import ApplicationSpec
 
 
 @dataclass(slots=True)

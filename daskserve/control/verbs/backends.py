@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,12 +20,13 @@ from daskserve.control.verbs.failed_deploys import not_found
 from daskserve.control.verbs.target_capacity import at_capacity
 from daskserve.errors import AlreadyRegisteredError, BadRequestError, NotFoundError, NotRegisteredError
 from daskserve.options.actor import ActorOptions
-from daskserve.options.app_spec import DeploymentSpec
 from daskserve.options.backend import BackendConfig
-from daskserve.options.backend_spec import BackendSpec
+from daskserve.options.specs import BackendSpec, DeploymentSpec
 
 #: Versions that the classic system reserves.
 RESERVED_VERSIONS = frozenset({"__v1__", "Unversioned"})
+#: The `BackendRecord.place_options` of a backend with default options.
+_PLAIN_PLACE: Mapping[str, Any] = {"demand": ActorOptions().demand()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,8 +236,7 @@ def _told_apart(record: BackendRecord, existing: BackendRecord | None) -> str:
     Replicas with other such options must be replaced, those of the change before the last one included: they
     may still run, and their version is all that is known about them. Without such options there is no mark.
     """
-    plain = replace(record, actor_options=ActorOptions(), config=BackendConfig())
-    if record.place_options == plain.place_options:
+    if record.place_options == _PLAIN_PLACE:
         return record.version
     # Earlier releases marked a version only where the one before it had other options.
     known = None if existing is None else (existing.version, existing.place_options)

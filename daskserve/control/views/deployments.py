@@ -10,8 +10,7 @@ from daskserve.control.records.state import State
 from daskserve.control.records.versions import unmarked
 from daskserve.control.verbs import applications as app_verbs
 from daskserve.control.verbs.failed_deploys import not_found
-from daskserve.options.app_spec import ApplicationSpec, DeploymentSpec
-from daskserve.options.backend_spec import BackendSpec
+from daskserve.options.specs import ApplicationSpec, BackendSpec, DeploymentSpec
 
 
 def stored_deployments(state: State, name: str | None) -> dict[str, dict[str, Any]]:
@@ -73,7 +72,6 @@ def _spec_of(state: State, backend: BackendRecord) -> BackendSpec:
         request_id="",
         timeout_s=None,
         progress_timeout_s=None,
-        parts=(),
     )
 
 

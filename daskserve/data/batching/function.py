@@ -153,7 +153,7 @@ class _BatchRunner:
             on_batch=None if metrics is None else metrics.batches_of(self.function.__name__).observe,
         )
         if metrics is not None:
-            metrics.watch_queue(queue)
+            metrics.watch_queue(queue.queued)
         return queue
 
     def warn_if_unreachable(self, limits: BatchLimits) -> None:

@@ -109,11 +109,10 @@ class BatchQueue(Generic[ItemT, ResultT]):
         self._tasks: dict[asyncio.Task[None], float] = {}
 
     def __repr__(self) -> str:
-        return f"<BatchQueue waiting={self.queued} running={len(self._tasks)}>"
+        return f"<BatchQueue waiting={self.queued()} running={len(self._tasks)}>"
 
-    @property
     def queued(self) -> int:
-        """The number of items that wait for their batch to run."""
+        """Return the number of items that wait for their batch to run; any thread may call this."""
         return sum(len(key_queue.entries) for key_queue in list(self._key_queues.values()))
 
     @property

@@ -83,7 +83,7 @@ class Replica:
     def stage(self) -> tuple[str, float]:
         """Return what the start does now, and since when.
 
-        See `daskserve.cluster.actors.registry.ReportsStart`.
+        See `daskserve.cluster.protocols.base.ReportsStart`.
         """
         return self._code.stage.doing, self._code.stage_since
 
@@ -197,7 +197,7 @@ class Replica:
     # ---- metrics
 
     def samples(self) -> list[MetricSample]:
-        """Return the replica's metrics; see `daskserve.telemetry.collector.Source`."""
+        """Return the replica's metrics; see `daskserve.telemetry.table.Source`."""
         code, slots = self._code, self._slots
         own = self._metrics.samples(self._labels) + self._metrics.states(
             self._labels,

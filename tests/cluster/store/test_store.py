@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import sqlite3
 import tempfile
 import threading
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ from hypothesis import strategies as st
 from store_harness import DURABLE, MakeStore, commit, compact, opened, place
 
 from daskserve.cluster.protocols.base import StoreChange
-from daskserve.cluster.store.opening import MemoryStore, open_store
+from daskserve.cluster.store.opening import MemoryStore, StoreFormatError, open_store
 from daskserve.errors import BadRequestError, ClosedError, StaleEpochError, UnavailableError
 
 
@@ -30,6 +32,16 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> MakeStore:
 def durable(request: pytest.FixtureRequest, tmp_path: Path) -> MakeStore:
     """Return a factory like `make`, for the locations that outlive their stores."""
     return place(request.param, tmp_path)
+
+
+def upgrade_format(path: Path, number: int) -> None:
+    """Mark what is stored below a path as written by a newer daskserve."""
+    file = path / "store.db"
+    if file.exists():
+        with closing(sqlite3.connect(file)) as db, db:
+            db.execute("UPDATE daskserve_meta SET value = ? WHERE name = 'format'", (number,))
+    else:
+        (path / "store" / "i" / "format" / f"{number:08}").write_bytes(b"")
 
 
 # ---- records
@@ -380,5 +392,38 @@ def test_the_error_for_a_missing_parent_folder_names_it(url: str, tmp_path: Path
             await store.open()
         with pytest.raises(ClosedError):
             await store.load()
+
+    asyncio.run(scenario())
+
+
+# ---- formats
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "folder"])
+def test_a_newer_format_is_refused_with_the_remedy(kind: str, tmp_path: Path) -> None:
+    def content() -> dict[Path, bytes]:
+        return {each: each.read_bytes() for each in tmp_path.rglob("*") if each.is_file()}
+
+    async def scenario() -> None:
+        make = place(kind, tmp_path)
+        async with opened(make("i")) as store:
+            await commit(store, 1, a=b"1")
+        upgrade_format(tmp_path, 7)
+        before = content()
+        with pytest.raises(StoreFormatError, match=r"has format 7; .* up to 1\. Install the vers"):
+            await make("i").open()
+        assert content().items() >= before.items()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "folder"])
+def test_claiming_an_epoch_refuses_a_format_upgraded_meanwhile(kind: str, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with opened(place(kind, tmp_path)("i")) as store:
+            assert await store.claim_epoch() == 1
+            upgrade_format(tmp_path, 2)
+            with pytest.raises(StoreFormatError):
+                await store.claim_epoch()
 
     asyncio.run(scenario())

@@ -33,7 +33,7 @@ from daskserve.cluster.store import fsspec as store_fsspec
 from daskserve.cluster.store import journal as store_journal
 from daskserve.cluster.store.folders import Folder
 from daskserve.cluster.store.fsspec import folder_of
-from daskserve.cluster.store.opening import StoreFormatError, StoreUnavailableError, open_store
+from daskserve.cluster.store.opening import StoreUnavailableError, open_store
 from daskserve.cluster.store.thread import BlockingCalls, ThreadedStore
 from daskserve.errors import StaleEpochError
 
@@ -570,27 +570,6 @@ def test_epochs_increase_even_if_their_objects_are_lost(tmp_path: Path) -> None:
         async with opened(folder_store(tmp_path)) as store:
             assert await store.claim_epoch() == 3
             assert await store.load() == {**records, "k3": b"3"}
-
-    asyncio.run(scenario())
-
-
-# ---- formats
-
-
-def test_a_newer_format_is_refused_with_the_remedy(tmp_path: Path) -> None:
-    journal_of(tmp_path, 1)
-    (tmp_path / "store" / "i" / "format" / "00000009").write_bytes(b"")
-    with pytest.raises(StoreFormatError, match=r"has format 9; .* reads formats up to 1\. Install"):
-        reopened(tmp_path)
-
-
-def test_claiming_an_epoch_refuses_a_format_upgraded_meanwhile(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with opened(folder_store(tmp_path)) as store:
-            await store.claim_epoch()
-            (tmp_path / "store" / "i" / "format" / "00000002").write_bytes(b"")
-            with pytest.raises(StoreFormatError):
-                await store.claim_epoch()
 
     asyncio.run(scenario())
 

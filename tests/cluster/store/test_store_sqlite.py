@@ -16,7 +16,7 @@ from store_harness import commit, in_thread, opened
 
 from daskserve.cluster.protocols.base import InstanceStore, StoreChange
 from daskserve.cluster.store import sqlite as store_sqlite
-from daskserve.cluster.store.opening import StoreError, StoreFormatError, StoreUnavailableError, open_store
+from daskserve.cluster.store.opening import StoreError, StoreUnavailableError, open_store
 from daskserve.cluster.store.sqlite import SqliteStore
 from daskserve.cluster.store.thread import ThreadedStore
 
@@ -184,32 +184,6 @@ def test_opening_a_locked_store_raises_unavailable(path: Path, monkeypatch: pyte
 
 
 # ---- formats
-
-
-def test_a_newer_format_is_refused_with_the_remedy(path: Path) -> None:
-    filled(path, {"a": b"1"})
-    with editing(path) as db:
-        db.execute("UPDATE daskserve_meta SET value = 7 WHERE name = 'format'")
-    before = path.read_bytes()
-    store = sqlite_store(path)
-    with pytest.raises(
-        StoreFormatError,
-        match=f"store sqlite:///{path} has format 7; this daskserve reads formats up to 1. Install the vers",
-    ):
-        asyncio.run(store.open())
-    assert path.read_bytes() == before
-
-
-def test_claiming_an_epoch_refuses_a_format_upgraded_meanwhile(path: Path) -> None:
-    async def scenario() -> None:
-        async with opened(sqlite_store(path)) as store:
-            assert await store.claim_epoch() == 1
-            with editing(path) as db:
-                db.execute("UPDATE daskserve_meta SET value = 2 WHERE name = 'format'")
-            with pytest.raises(StoreFormatError):
-                await store.claim_epoch()
-
-    asyncio.run(scenario())
 
 
 def test_an_older_format_is_upgraded(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

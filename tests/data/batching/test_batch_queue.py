@@ -54,7 +54,7 @@ def run(
         async with asyncio.timeout(10):
             await scenario(queue, runner)
         await turns()
-        assert (queue.queued, queue.running) == (0, {})
+        assert (queue.queued(), queue.running) == (0, {})
 
     asyncio.run(main())
 
@@ -83,7 +83,7 @@ def test_a_partial_batch_runs_when_its_first_item_has_waited_long_enough() -> No
         tasks = submit(queue, 1, 2)
         await turns()
         assert runner.batches == []
-        assert queue.queued == 2
+        assert queue.queued() == 2
         assert await asyncio.gather(*tasks) == [10, 20]
         assert loop.time() - began >= 0.019
         assert runner.batches == [[1, 2]]
@@ -133,7 +133,7 @@ def test_a_cancelled_item_is_removed_before_its_batch_runs() -> None:
         await turns()
         tasks[0].cancel()
         await turns()
-        assert queue.queued == 1
+        assert queue.queued() == 1
         tasks += submit(queue, 3, 4)
         await asyncio.gather(*tasks[1:])
         assert runner.batches == [[2, 3, 4]]
@@ -227,7 +227,7 @@ def test_a_queue_survives_many_cancellations_and_errors() -> None:
             for task in tasks[:: 1 + number % 3]:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        assert queue.queued == 0
+        assert queue.queued() == 0
         assert await queue.submit(7) == 7
 
     run(scenario, wait_s=0)
@@ -254,7 +254,7 @@ def test_at_most_max_running_batches_run_at_a_time() -> None:
         tasks = submit(queue, 1, 2, 3, 4, 5, 6, 7, 8, 9)
         await turns()
         assert runner.batches == [[1, 2, 3], [4, 5, 6]]
-        assert queue.queued == 3
+        assert queue.queued() == 3
         runner.go.set()
         await asyncio.gather(*tasks)
         assert runner.batches[2] == [7, 8, 9]
@@ -292,7 +292,7 @@ def test_an_item_cancelled_just_before_its_batch_starts_is_not_in_it() -> None:
     async def scenario(queue: BatchQueue[Any, Any], runner: Runner) -> None:
         tasks = submit(queue, 1, 2, 3)
         await asyncio.sleep(0)
-        assert queue.queued == 3
+        assert queue.queued() == 3
         tasks[1].cancel()
         tasks += submit(queue, 4)
         await asyncio.gather(*tasks, return_exceptions=True)

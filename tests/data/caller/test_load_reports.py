@@ -16,14 +16,20 @@ from daskserve.cluster.long_poll import LongPollClient
 from daskserve.cluster.protocols.base import Cluster
 from daskserve.common.clock import LoopClock
 from daskserve.common.types import ActorAddress, Envelope, EnvelopeKind, Load, Message
-from daskserve.data.caller.routing.load_reports import GATHER_S, PERIOD_S, STARVING_PERIOD_S, LoadReports
+from daskserve.data.caller.routing.load_reports import (
+    GATHER_S,
+    PERIOD_S,
+    STARVING_PERIOD_S,
+    BackendQueue,
+    LoadReports,
+)
 from daskserve.data.caller.routing.router import Routers
 from daskserve.errors import NotRunningError, ReplicaBusyError, UnavailableError
 from daskserve.testing import run_virtual
 
 
 @dataclass
-class Queue:
+class Queue(BackendQueue):
     """One backend's queue, in the test's hand."""
 
     waiting: int = 0

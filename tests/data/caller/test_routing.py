@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daskserve.data.caller.routing.choice import TrafficPolicy, choose, shard_draw
+from daskserve.data.caller.routing.choice import Candidate, TrafficPolicy, choose, shard_draw
 
 
 @dataclass
-class Replica:
+class Replica(Candidate):
     name: str
     load: float = 0
 

@@ -67,7 +67,7 @@ class Workers:
     def backend(self, tag: str = "b") -> ReplicaSet:
         rng = random.Random(1)
         routes = ScriptedRoutes()
-        contact = ControllerContact(cast(Listener, Silence()), LoopClock(), {})
+        contact = ControllerContact(cast(Listener, Silence()), LoopClock(), list)
         found = ReplicaSet(
             tag, cast(Cluster, self), LoopClock(), rng, routes, suspects=self.suspects, contact=contact
         )

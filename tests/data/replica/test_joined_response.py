@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from daskserve.common.types import WHOLE_RESPONSE, Message
-from daskserve.data.replica.user_code.joined_response import JoinedResponse
+from daskserve.data.replica.user_code.joined_response import JoinedResponse, ResponseSink
 
 TYPE = (b"content-type", b"text/plain")
 
@@ -22,7 +22,7 @@ def body(text: bytes = b"abc", **more: Any) -> Message:
     return {"type": "http.response.body", "body": text, **more}
 
 
-class Sink:
+class Sink(ResponseSink):
     """Notes messages; what it takes from a callback is taken an iteration of the loop later."""
 
     def __init__(self, found: list[Message]) -> None:

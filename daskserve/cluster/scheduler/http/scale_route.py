@@ -19,7 +19,7 @@ from typing import Any
 from distributed import Scheduler
 from tornado.web import stream_request_body
 
-from daskserve.cluster.actors.controller_calls import call_controller
+from daskserve.cluster.actors.controller_calls import FindsController, call_controller
 from daskserve.cluster.scheduler.controllers import Instance
 from daskserve.cluster.scheduler.hosts import HostRegistry
 from daskserve.cluster.scheduler.http.route import GuardedHandler, SchedulerRoute
@@ -34,7 +34,7 @@ from daskserve.errors import (
     UnavailableError,
     http_status_of,
 )
-from daskserve.options.external_scaling import KEY, number_in
+from daskserve.options.bounds import KEY, number_in
 
 logger = logging.getLogger("daskserve.supervisor")
 
@@ -106,7 +106,7 @@ class ScaleRoute:
         return int(await call_controller(_Finder(entry), call, clock=LoopClock(), check_s=CHECK_S))
 
 
-class _Finder:
+class _Finder(FindsController):
     """Waits for an instance's controller while it is being replaced."""
 
     def __init__(self, entry: Instance) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
+from daskserve.cluster.protocols.base import Process
 from daskserve.common.types import EndpointTag, InstanceName
 from daskserve.context import current_replica
 from daskserve.data.caller.calls.call_options import CallOptions
@@ -36,9 +37,9 @@ def bound_handle(endpoint: EndpointTag, changed: tuple[tuple[str, Any], ...] = (
     In a replica, it is of the replica's instance. Elsewhere it cannot call, but it can be deployed again.
     """
     replica = current_replica.get()
-    cluster: Any = None if replica is None else replica.cluster
-    if not hasattr(cluster, "listener"):
-        cluster = None  # in a child process, the first call connects to the cluster
+    found = None if replica is None else replica.cluster
+    # In a child process, the first call connects to the cluster.
+    cluster = cast(Process, found) if hasattr(found, "listener") else None
     handle: Handle = Handle(
         "" if replica is None else replica.instance,
         endpoint,

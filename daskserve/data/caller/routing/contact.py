@@ -7,8 +7,7 @@ so do new ones, until a controller answers again. A request that knows a replica
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 from daskserve.cluster.protocols.base import Listener
 from daskserve.common.clock import Clock
@@ -23,24 +22,21 @@ CONTROLLER_S = 30.0
 CHECK_S = 2.0
 
 
-class StarvingQueue(Protocol):
-    """The requests of one process to one backend; a `ReplicaSet`."""
-
-    @property
-    def is_starving(self) -> bool:
-        """Whether requests wait although there are no replicas."""
-
-    def fail_waiting(self) -> None:
-        """Fail the requests that wait."""
-
-
 class ControllerContact:
-    """Ends the waiting of one process's requests to one instance; see the module."""
+    """Ends the waiting of one process's requests to one instance; see the module.
 
-    def __init__(self, listener: Listener, clock: Clock, queues: Mapping[BackendTag, StarvingQueue]) -> None:
+    Parameters
+    ----------
+    starving : callable
+        Returns, for each backend whose requests wait although it has no replicas, a function that fails them.
+    """
+
+    def __init__(
+        self, listener: Listener, clock: Clock, starving: Callable[[], Sequence[Callable[[], None]]]
+    ) -> None:
         self._listener = listener
         self._clock = clock
-        self._queues = queues
+        self._starving = starving
         self._alarm = Alarm(self._check)
 
     @property
@@ -69,11 +65,11 @@ class ControllerContact:
         self._alarm.cancel()
 
     def _check(self) -> None:
-        starving = [each for each in self._queues.values() if each.is_starving]
+        starving = self._starving()
         if not starving:
             return
         if self.is_lost:
             for each in starving:
-                each.fail_waiting()
+                each()
         self._listener.ask()
         self.watch()

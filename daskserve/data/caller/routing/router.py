@@ -241,7 +241,7 @@ class Routers:
         self._shadows = TaskSet(logger)
         self._shadow_budget = ShadowBudget()
         self._reports = LoadReports(cluster, clock, self._sets)
-        self._contact = ControllerContact(listener, clock, self._sets)
+        self._contact = ControllerContact(listener, clock, self._starving)
         #: The workers that do not answer the controller.
         self._silent: frozenset[WorkerAddress] = frozenset()
         self._routes = routes
@@ -319,8 +319,11 @@ class Routers:
             self._contact.watch()
         self.largest_body_bytes = max(each.max_body_bytes or 0 for each in self._sets.values())
 
+    def _starving(self) -> list[Callable[[], None]]:
+        return [each.fail_waiting for each in self._sets.values() if each.is_starving]
+
     def samples(self) -> list[MetricSample]:
-        """Return the metric samples of all routers; see `daskserve.telemetry.collector.Source`."""
+        """Return the metric samples of all routers; see `daskserve.telemetry.table.Source`."""
         instance = self._cluster.instance
         found = [sample for each in list(self._sets.values()) for sample in each.samples()]
         for router in list(self._routers.values()):

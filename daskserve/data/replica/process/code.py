@@ -51,7 +51,7 @@ from daskserve.telemetry.user import UserSample
 logger = logging.getLogger("daskserve.replica")
 
 #: The factory of the object that the child serves.
-FACTORY = "daskserve.data.replica.process.replica:ReplicaServer"
+FACTORY = "daskserve.data.replica.process.replica:served_replica"
 #: The actor probes its child, so the child does not probe itself.
 UNPROBED: Mapping[str, Any] = {"health_check_period_s": 1e9}
 
@@ -162,7 +162,7 @@ class ChildCode:
 
     async def _start_child(self, child: ChildProcess) -> Mapping[str, Any]:
         spec = self._context.spec
-        unprobed = {**self._start.config.for_replicas(), **UNPROBED}
+        unprobed = {**vars(self._start.config), **UNPROBED}
         parts = await parts_of(self._start, self._context.cluster)
         try:
             facts: Mapping[str, Any] = await child.call(

@@ -6,7 +6,7 @@ import asyncio
 import gc
 import sys
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -90,7 +90,7 @@ class ChildReplica(Replica):
 
 
 class ReplicaServer:
-    """Serves one replica to its actor; a `daskserve.cluster.worker.child.Served`."""
+    """Serves one replica to its actor."""
 
     def __init__(self, start_thread: StartThread) -> None:
         self._start_thread = start_thread
@@ -112,7 +112,7 @@ class ReplicaServer:
         return Load()
 
     def leave(self) -> None:
-        """See `daskserve.cluster.worker.child_main.Served.leave`."""
+        """Have the actor replace this process, which got SIGTERM."""
         self._leaves.set()
 
     @verb
@@ -163,3 +163,11 @@ class ReplicaServer:
             gc.collect()  # objects in reference cycles may have destructors, and the process ends next
         if self._view is not None:
             await asyncio.to_thread(self._view.close)
+
+
+def served_replica(
+    start_thread: StartThread,
+) -> tuple[Callable[[str, int, Envelope], ActorRequest], Callable[[], None]]:
+    """Return how one replica is served; a `daskserve.cluster.worker.child_main.Factory`."""
+    server = ReplicaServer(start_thread)
+    return server.dispatch, server.leave

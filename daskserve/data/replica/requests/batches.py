@@ -79,7 +79,7 @@ class ReplicaBatches:
     @property
     def queued(self) -> int:
         """How many requests wait for their batch to run."""
-        return sum(queue.queued for queue in list(self.queues.values())) if self.queues else 0
+        return sum(queue.queued() for queue in list(self.queues.values())) if self.queues else 0
 
     def reconfigure(self, max_batch_size: int | None, wait_s: float) -> None:
         """Change the limits, also for the requests that wait already."""

@@ -1,19 +1,62 @@
-"""Placement groups: bundles of resources that each replica reserves together, with itself in the first."""
+"""Where the replicas of a backend go, and with what: gangs, and placement groups.
+
+The replicas of a gang start together or not at all, and end together. A placement group is bundles of
+resources that one replica reserves together, with itself in the first.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field, field_validator
 
 from daskserve.common.formatting import shown
 from daskserve.options.actor import ActorOptions
-from daskserve.options.base import as_bytes
+from daskserve.options.base import Options, as_bytes
 
 #: How bundles that are placed together lie to each other.
 Strategy: TypeAlias = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
+
+
+class GangSchedulingConfig(Options):
+    """How the replicas of a deployment form gangs, for code that works only if all its parts are there."""
+
+    place: ClassVar[str] = "gang_scheduling_config"
+
+    gang_size: int = Field(
+        ge=1, description="Number of replicas of a gang; ``num_replicas`` must be a multiple of it."
+    )
+    gang_placement_strategy: Literal["PACK", "SPREAD"] = Field(
+        "PACK",
+        description="Where the replicas of a gang go: ``PACK`` onto one worker if possible, else onto as few "
+        "workers and hosts as possible, or ``SPREAD`` over as many as possible.",
+    )
+    runtime_failure_policy: Literal["RESTART_GANG"] = Field(
+        "RESTART_GANG",
+        description="What happens when a replica is lost: the others of its gang are killed, and a new gang "
+        "starts.",
+    )
+
+    @field_validator("runtime_failure_policy", mode="before")
+    @classmethod
+    def _is_there(cls, value: Any) -> Any:
+        if value == "RESTART_REPLICA":
+            raise NotImplementedError(
+                "runtime_failure_policy='RESTART_REPLICA' is not available: a gang restarts as a whole. Use "
+                "'RESTART_GANG', or leave gang_scheduling_config out."
+            )
+        return value
+
+
+def check_whole(replicas: int, size: int) -> None:
+    """Raise `ValueError` unless a number of replicas is one of whole gangs."""
+    if replicas % size:
+        raise ValueError(
+            f"num_replicas={replicas} must be a multiple of gang_size={size}; the next one is "
+            f"{-(-replicas // size) * size}"
+        )
 
 
 def _memory_in_bytes(bundle: Any) -> Any:

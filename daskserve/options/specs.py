@@ -1,0 +1,152 @@
+"""The specs of backends and applications: what a client asks for, as it travels to the controller.
+
+The options are the models that the client formed. On the wire, and in the store, a model is the options that
+were set: a reader with newer models fills in its own defaults.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Self
+
+from pydantic import Field, TypeAdapter
+
+from daskserve.common.types import DEFAULT_APPLICATION, BackendTag, tag_part
+from daskserve.options.actor import ActorOptions
+from daskserve.options.backend import BackendConfig
+
+
+def deployment_tag(application: str, deployment: str) -> BackendTag:
+    """Return the tag of an application's deployment, which is its backend's tag and its endpoint's name.
+
+    The deployments of the default application have their own names; those of any other one are told apart by
+    its name.
+    """
+    name = tag_part(deployment)
+    return name if application == DEFAULT_APPLICATION else f"{tag_part(application)}/{name}"
+
+
+def actor_tag(application: str, deployment: str, actor: str) -> BackendTag:
+    """Return the tag of a deployment's actor, to which the digest of its version is added."""
+    return f"{deployment_tag(application, deployment)}:{actor}::"
+
+
+class Spec:
+    """Base class: encodes to and decodes from plain values."""
+
+    __slots__ = ()
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return the spec as plain values, without the parts of parcels."""
+        values: dict[str, Any] = _ADAPTERS[type(self)].dump_python(self, exclude_unset=True)
+        return values
+
+    @classmethod
+    def from_plain(cls, values: Mapping[str, Any]) -> Self:
+        """Return the spec that `to_plain` gave.
+
+        Its models are validated: so they fill in what follows from other options, and was not set.
+        """
+        spec: Self = _ADAPTERS[cls].validate_python(values)
+        return spec
+
+
+@dataclass(frozen=True, slots=True)
+class BackendSpec(Spec):
+    """A backend as a client asks for it; user code is bytes.
+
+    Attributes
+    ----------
+    config : BackendConfig
+        Without ``user_config``, and with a policy that is code of the user's pickled.
+    user_config : bytes or None
+        ``dump_bytes`` of what ``reconfigure`` gets.
+    version : str or None
+        Names the code; None: the controller derives it from the code.
+    user_version, prev_version : str or None
+        The version that the user named, and the one that must be there already.
+    env : str or None
+        The environment, as `daskserve.options.environment.Environment.to_text` returns it.
+    request_id : str
+        Tells the retry of a call from a second call.
+    timeout_s, progress_timeout_s : float or None
+        As in `daskserve.control.records.records.GoalRecord`.
+    parts : tuple
+        The content of the parcel that stands for the code, if it is large; stays with the client.
+    """
+
+    tag: BackendTag
+    code: bytes = field(repr=False)
+    config: BackendConfig
+    user_config: bytes | None = field(repr=False)
+    actor_options: ActorOptions
+    version: str | None
+    user_version: str | None
+    prev_version: str | None
+    env: str | None = field(repr=False)
+    request_id: str
+    timeout_s: float | None
+    progress_timeout_s: float | None
+    parts: Annotated[tuple[Any, ...], Field(exclude=True)] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class DeploymentSpec:
+    """One deployment of an application.
+
+    Attributes
+    ----------
+    name : str
+        Its name within the application; the tag of ``spec`` is `deployment_tag` of both.
+    needs : tuple of str
+        The tags of the deployments whose handles are among its arguments: they are up before it, and stop
+        after it.
+    actors : dict
+        The tags of its deployment actors, by name; they are among ``needs``.
+    actor_of : tuple of str
+        For a deployment actor: the names of its deployment and of the actor. The tag then also tells its
+        version apart, so that old replicas keep the old actor.
+    """
+
+    name: str
+    spec: BackendSpec
+    python_methods: tuple[str, ...] = ()
+    needs: tuple[BackendTag, ...] = ()
+    actors: Mapping[str, BackendTag] = field(default_factory=dict)
+    actor_of: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ApplicationSpec(Spec):
+    """An application as a client asks for it.
+
+    Attributes
+    ----------
+    route : str or None
+        The route of the ingress; no other deployment of the application has one. None: by handle only.
+    deployments : tuple of DeploymentSpec
+        Each after those that it needs, so the ingress is the last.
+    request_id : str
+        Tells the retry of a call from a second call.
+    timeout_s, progress_timeout_s : float or None
+        As in `daskserve.control.records.records.GoalRecord`.
+    """
+
+    name: str
+    route: str | None
+    deployments: tuple[DeploymentSpec, ...]
+    request_id: str
+    timeout_s: float | None
+    progress_timeout_s: float | None = None
+
+    @property
+    def ingress(self) -> DeploymentSpec:
+        """The deployment that requests to the application reach."""
+        return self.deployments[-1]
+
+
+_ADAPTERS: Mapping[type[Spec], TypeAdapter[Any]] = {
+    BackendSpec: TypeAdapter(BackendSpec),
+    ApplicationSpec: TypeAdapter(ApplicationSpec),
+}
