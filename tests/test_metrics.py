@@ -32,20 +32,20 @@ def exported(process: ProcessMetrics) -> list[str]:
     return [line for line in text.splitlines() if not line.startswith(("#", "daskserve_build_info"))]
 
 
-def in_replica(function: Callable[[], Any], metrics: ReplicaMetrics, request: Any = None) -> Any:
+def in_replica(function: Callable[[], Any], replica_metrics: ReplicaMetrics, request: Any = None) -> Any:
     """Run a function as user code of a replica."""
 
     def run() -> Any:
-        current_replica.set(ReplicaContext("i", "d", "d#1", metrics=metrics))
+        current_replica.set(ReplicaContext("i", "d", "d#1", metrics=replica_metrics))
         current_request.set(request)
         return function()
 
     return copy_context().run(run)
 
 
-def values(metrics: ReplicaMetrics) -> dict[str, float]:
+def values(replica_metrics: ReplicaMetrics) -> dict[str, float]:
     found = {}
-    for sample in metrics.user_samples(("i", "d", "d#1")):
+    for sample in replica_metrics.user_samples(("i", "d", "d#1")):
         assert isinstance(sample.value, float)
         found[" ".join(f"{key}={value}" for key, value in sample.labels)] = sample.value
     return found
@@ -56,12 +56,12 @@ def test_metrics_are_public_names() -> None:
     assert serve.metrics.__all__ == ["Counter", "Gauge", "Histogram"]
 
 
-def test_values_in_a_replica_get_its_labels_and_stay_in_its_metrics(process: ProcessMetrics) -> None:
-    metrics = ReplicaMetrics()
+def test_values_in_a_replica_get_its_labels_and_stay_in_its_figures(process: ProcessMetrics) -> None:
+    replica_metrics = ReplicaMetrics()
     hits = metrics.Counter("hits", "Hits.", tag_keys=("model",))
-    in_replica(lambda: hits.inc(tags={"model": "a"}), metrics)
-    in_replica(lambda: hits.inc(2, tags={"model": "a"}), metrics)
-    assert values(metrics) == {"serve_instance=i deployment=d replica=d#1 model=a": 3.0}
+    in_replica(lambda: hits.inc(tags={"model": "a"}), replica_metrics)
+    in_replica(lambda: hits.inc(2, tags={"model": "a"}), replica_metrics)
+    assert values(replica_metrics) == {"serve_instance=i deployment=d replica=d#1 model=a": 3.0}
     assert exported(process) == []
 
 
@@ -95,49 +95,49 @@ def test_default_tags_apply_unless_a_call_overrides_them(process: ProcessMetrics
 
 
 def test_a_declared_route_tag_gets_the_route_of_the_request() -> None:
-    metrics = ReplicaMetrics()
+    replica_metrics = ReplicaMetrics()
     hits = metrics.Counter("hits", tag_keys=("route",))
-    in_replica(hits.inc, metrics, RequestContext("r", "/a"))
-    in_replica(hits.inc, metrics)
-    assert set(values(metrics)) == {
+    in_replica(hits.inc, replica_metrics, RequestContext("r", "/a"))
+    in_replica(hits.inc, replica_metrics)
+    assert set(values(replica_metrics)) == {
         "serve_instance=i deployment=d replica=d#1 route=/a",
         "serve_instance=i deployment=d replica=d#1 route=",
     }
 
 
 def test_a_user_thread_measures_for_the_replica_that_created_the_metric() -> None:
-    metrics = ReplicaMetrics()
-    hits: metrics.Counter = in_replica(lambda: metrics.Counter("hits"), metrics)
+    replica_metrics = ReplicaMetrics()
+    hits: metrics.Counter = in_replica(lambda: metrics.Counter("hits"), replica_metrics)
     thread = threading.Thread(target=hits.inc)
     thread.start()
     thread.join()
-    assert list(values(metrics).values()) == [1.0]
+    assert list(values(replica_metrics).values()) == [1.0]
 
 
 def test_threads_lose_no_counts() -> None:
-    metrics = ReplicaMetrics()
+    replica_metrics = ReplicaMetrics()
     hits = metrics.Counter("hits")
 
     def count() -> None:
         for _ in range(2000):
-            in_replica(hits.inc, metrics)
+            in_replica(hits.inc, replica_metrics)
 
     threads = [threading.Thread(target=count) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert list(values(metrics).values()) == [8000.0]
+    assert list(values(replica_metrics).values()) == [8000.0]
 
 
 @pytest.mark.parametrize("dumps", [pickle.dumps, cloudpickle.dumps])
 def test_an_unpickled_metric_measures_where_it_is_used(dumps: Callable[[Any], bytes]) -> None:
-    metrics = ReplicaMetrics()
+    replica_metrics = ReplicaMetrics()
     sizes = metrics.Histogram("sizes", "Sizes.", [1.0], ("kind",)).set_default_tags({"kind": "a"})
     copy = pickle.loads(dumps(sizes))
     assert copy.info == sizes.info
-    in_replica(lambda: copy.observe(2), metrics)
-    (sample,) = metrics.user_samples(("i", "d", "d#1"))
+    in_replica(lambda: copy.observe(2), replica_metrics)
+    (sample,) = replica_metrics.user_samples(("i", "d", "d#1"))
     assert UserSample.from_plain(sample.plain()).plain() == sample.plain()
     assert sample.plain()[-1] == [[0, 1], 2.0]
 

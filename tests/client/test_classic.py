@@ -334,7 +334,7 @@ def test_large_code_that_the_instance_has_dropped() -> None:
         cluster=lambda instance: SimpleNamespace(fetch_parcel=fetch_parcel), sync=asyncio.run, runs_here=bool
     )
     code, _ = pack_code(np.ones(SHARED_BYTES, np.uint8))
-    stored = StoredCode("d", code, "d@1", SimpleNamespace(connection=connection, instance="i"))  # type: ignore[arg-type]
+    stored = StoredCode("d", code, "d@1", SimpleNamespace(cluster_connection=connection, instance="i"))  # type: ignore[arg-type]
     with pytest.raises(NotFoundError, match="'d' is no longer stored"):
         finish(stored.load(asynchronous=False))
 

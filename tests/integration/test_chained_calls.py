@@ -47,7 +47,7 @@ class Reader:
 
 
 def kept_here(dask_worker: Any) -> int:
-    links: list[Any] = [actor.connection for actor in actors_on(dask_worker) if hasattr(actor, "link")]
+    links: list[Any] = [actor.connection for actor in actors_on(dask_worker) if hasattr(actor, "connection")]
     return sum(len(connection._registry.kept) for connection in links)
 
 

@@ -70,6 +70,8 @@ def test_the_check_sees_an_override() -> None:
     assert line.endswith("Reader._read_message overrides HTTP1Connection._read_message")
 
 
-@pytest.mark.parametrize("name", ["daskserve.proxies.server.tornado", "daskserve.client.functions.instances"])
+@pytest.mark.parametrize(
+    "name", ["daskserve.proxies.server.tornado_transport", "daskserve.client.functions.instances"]
+)
 def test_the_check_sees_every_module(name: str) -> None:
     assert name in {module.__name__ for module in modules()}
