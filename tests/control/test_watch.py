@@ -9,7 +9,7 @@ from typing import Any
 
 from controller_harness import ScriptedReplica, Stage, play
 
-from daskserve.cluster.protocols.base import EPOCH_BITS, ActorSpec
+from daskserve.cluster.protocols.base import EPOCH_BITS, ActorSpec, TaskRequest
 from daskserve.common.types import ActorKind, Envelope, EnvelopeKind, Load, Location, nothing_to_receive
 from daskserve.control.observed.watch import ANSWER_S, MISSES, PERIOD_S, SWEEP_S
 from daskserve.data.caller.calls.handle import routers_of
@@ -131,8 +131,11 @@ def test_requests_on_a_worker_that_hangs_are_repeated_or_fail() -> None:
                 await asyncio.Event().wait()
             return Load()
 
+        def handle(replica: ScriptedReplica, envelope: Envelope) -> TaskRequest:
+            return TaskRequest(partial(answer, replica))
+
         for each in stage.running.values():
-            each.handle = partial(answer, each)  # type: ignore[method-assign]
+            each.handle = partial(handle, each)  # type: ignore[method-assign]
         router = (await routers_of(stage.cluster.program)).router("e")
         await router.wait_until_known()
 

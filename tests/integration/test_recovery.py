@@ -318,8 +318,9 @@ def test_an_adaptive_cluster_without_workers_starts_its_first_one() -> None:
             assert len(dask.scheduler_info(n_workers=-1)["workers"]) == 1
 
 
-def test_restarting_the_cluster_brings_all_deployments_back(dask: Client) -> None:
-    with serve.start(dask_client=dask, **EPHEMERAL) as client:
+def test_restarting_the_cluster_brings_all_deployments_back() -> None:
+    """On a cluster of its own: Dask waits for as many workers as there were nannies, retired ones too."""
+    with nannied_cluster(2) as dask, serve.start(dask_client=dask, **EPHEMERAL) as client:
         url = serve_pids(client)
         dask.restart()
 
