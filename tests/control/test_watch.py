@@ -178,7 +178,10 @@ def test_a_worker_that_only_the_scheduler_reaches_is_no_worker_that_hangs() -> N
             await asyncio.Event().wait()
             raise AssertionError
 
-        reach, process.channels.request = process.channels.request, hear_nothing  # type: ignore
+        def reach_nobody(*_: Any) -> TaskRequest:
+            return TaskRequest(hear_nothing)
+
+        reach, process.channels.request = process.channels.request, reach_nobody  # type: ignore
         await stage.clock.sleep(2 * NOTICED_S)
         assert len(stage.started) == 2
         status = await stage.call("status")
