@@ -10,7 +10,7 @@ import functools
 import inspect
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast
 
 from daskserve.client.client import AsyncClient, Client, ClientVerbs
 from daskserve.client.instance.connection import InstanceConnection
@@ -56,7 +56,10 @@ def blocking(
     @functools.wraps(body)
     def form(*args: P.args, **kwargs: P.kwargs) -> T:
         coroutine = _called(body, name, owner, Form(False, Client), args, kwargs)
-        return finish_call(coroutine, f"{owner}.{name}()", f"{owner}.{name}_async(...)`")
+        result, error = finish_call(coroutine, f"{owner}.{name}()", f"{owner}.{name}_async(...)`")
+        if error is not None:
+            raise error
+        return cast(T, result)
 
     _name(form, name, body)
     return form

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Coroutine
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 from daskserve.client.instance.connection import Verbs
 from daskserve.errors import BlockingCallError
@@ -16,8 +16,12 @@ T = TypeVar("T")
 VerbsT = TypeVar("VerbsT", bound=Verbs)
 
 
-def finish_call(coroutine: Coroutine[Any, Any, T], call: str, instead: str) -> T:
-    """Return the result of a coroutine whose steps block; its errors are shown as users should see them.
+def finish_call(
+    coroutine: Coroutine[Any, Any, T], call: str, instead: str
+) -> tuple[T, None] | tuple[None, Exception]:
+    """Return the result of a coroutine whose steps block, or its error as users should see it.
+
+    The caller raises the error: a frame fewer in what users see.
 
     Parameters
     ----------
@@ -25,14 +29,14 @@ def finish_call(coroutine: Coroutine[Any, Any, T], call: str, instead: str) -> T
         The call that blocks, and the one to await instead, as users write them.
     """
     try:
-        return finish(coroutine)
+        return finish(coroutine), None
     except BlockingCallError:
-        raise BlockingCallError(
+        return None, BlockingCallError(
             f"{call} would block the event loop that has to run it; use `await {instead}, or call it from "
             "another thread (asyncio.to_thread)."
-        ) from None
+        )
     except Exception as error:
-        raise shown(error)  # noqa: B904 (it is the same error)
+        return None, shown(error)
 
 
 def method(
@@ -52,10 +56,13 @@ def method(
                 raise BlockingCallError
             return await verb(self._verbs, *args, **kwargs)
 
-        return finish_call(
+        result, error = finish_call(
             call(),
             f"client.{name}()",
             f"client.{name}(...)` of the client that serve.start_async() or serve.connect_async() returns",
         )
+        if error is not None:
+            raise error
+        return cast(T, result)
 
     return form
