@@ -216,11 +216,13 @@ def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is None and name in _PRIVATE_NAMES:
         return getattr(importlib.import_module(__name__), name.removeprefix("_"))
-    if home is None and not name.startswith("_"):
-        # The classic functions were here before they had a module; programs may go on using them here.
-        classic = importlib.import_module("daskserve.classic")
-        if name in classic.__all__:
-            return getattr(classic, name)
+    # The classic functions were here before they had a module; programs may go on using them here.
+    if (
+        home is None
+        and not name.startswith("_")
+        and name in importlib.import_module("daskserve.classic").__all__
+    ):
+        home = "classic"
     if home is None:
         from daskserve.options.ray_names import missing_name
 

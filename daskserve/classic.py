@@ -5,56 +5,58 @@ Its names are those of Ray Serve before applications. They work beside `daskserv
 
 from __future__ import annotations
 
-from typing import Any
+import importlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
-from daskserve.client.client import AsyncClient, Client
-from daskserve.client.functions.classic import (
-    create_backend,
-    create_backend_async,
-    create_endpoint,
-    create_endpoint_async,
-    delete_backend,
-    delete_backend_async,
-    delete_deployment,
-    delete_deployment_async,
-    delete_endpoint,
-    delete_endpoint_async,
-    get_backend_config,
-    get_backend_config_async,
-    get_deployment,
-    get_deployment_async,
-    get_deployment_info,
-    get_deployment_info_async,
-    get_handle,
-    get_handle_async,
-    list_backends,
-    list_backends_async,
-    list_deployments,
-    list_deployments_async,
-    list_endpoints,
-    list_endpoints_async,
-    set_traffic,
-    set_traffic_async,
-    shadow_traffic,
-    shadow_traffic_async,
-    update_backend_config,
-    update_backend_config_async,
-    wait_for_goal,
-    wait_for_goal_async,
-)
-from daskserve.client.functions.deployment import deployment
-from daskserve.client.functions.finding import connect, connect_async
-from daskserve.client.functions.instances import shutdown, shutdown_async, start, start_async
-from daskserve.context import get_current_backend_tag, get_current_replica_tag, get_replica_context
-from daskserve.data.batching.decorator import batch
-from daskserve.data.replica.requests.accept_batch import accept_batch
-from daskserve.data.replica.user_code.class_app import ingress
-from daskserve.data.replica.user_code.request_objects import ServeRequest
-from daskserve.options.actor import ActorOptions
-from daskserve.options.backend import BackendConfig
-from daskserve.options.environment import CondaEnv
-from daskserve.options.http import HTTPOptions
-from daskserve.options.ray_names import missing_name
+if TYPE_CHECKING:
+    from daskserve.client.client import AsyncClient, Client
+    from daskserve.client.functions.classic import (
+        create_backend,
+        create_backend_async,
+        create_endpoint,
+        create_endpoint_async,
+        delete_backend,
+        delete_backend_async,
+        delete_deployment,
+        delete_deployment_async,
+        delete_endpoint,
+        delete_endpoint_async,
+        get_backend_config,
+        get_backend_config_async,
+        get_deployment,
+        get_deployment_async,
+        get_deployment_info,
+        get_deployment_info_async,
+        get_handle,
+        get_handle_async,
+        list_backends,
+        list_backends_async,
+        list_deployments,
+        list_deployments_async,
+        list_endpoints,
+        list_endpoints_async,
+        set_traffic,
+        set_traffic_async,
+        shadow_traffic,
+        shadow_traffic_async,
+        update_backend_config,
+        update_backend_config_async,
+        wait_for_goal,
+        wait_for_goal_async,
+    )
+    from daskserve.client.functions.deployment import deployment
+    from daskserve.client.functions.finding import connect, connect_async
+    from daskserve.client.functions.instances import shutdown, shutdown_async, start, start_async
+    from daskserve.context import get_current_backend_tag, get_current_replica_tag, get_replica_context
+    from daskserve.data.batching.decorator import batch
+    from daskserve.data.replica.requests.accept_batch import accept_batch
+    from daskserve.data.replica.user_code.class_app import ingress
+    from daskserve.data.replica.user_code.request_objects import ServeRequest
+    from daskserve.options.actor import ActorOptions
+    from daskserve.options.backend import BackendConfig
+    from daskserve.options.environment import CondaEnv
+    from daskserve.options.http import HTTPOptions
 
 __all__ = [
     "ActorOptions",
@@ -111,6 +113,42 @@ __all__ = [
     "wait_for_goal_async",
 ]
 
+#: Where each name lives, by default in `daskserve.client.functions.classic`. Loaded on first use, as in
+#: `daskserve`: a replica's first request must not load a whole client to know its replica's tag.
+_HOMES: Mapping[str, str] = dict.fromkeys(__all__, "client.functions.classic") | {
+    "ActorOptions": "options.actor",
+    "AsyncClient": "client.client",
+    "BackendConfig": "options.backend",
+    "Client": "client.client",
+    "CondaEnv": "options.environment",
+    "HTTPOptions": "options.http",
+    "ServeRequest": "data.replica.user_code.request_objects",
+    "accept_batch": "data.replica.requests.accept_batch",
+    "batch": "data.batching.decorator",
+    "connect": "client.functions.finding",
+    "connect_async": "client.functions.finding",
+    "deployment": "client.functions.deployment",
+    "get_current_backend_tag": "context",
+    "get_current_replica_tag": "context",
+    "get_replica_context": "context",
+    "ingress": "data.replica.user_code.class_app",
+    "shutdown": "client.functions.instances",
+    "shutdown_async": "client.functions.instances",
+    "start": "client.functions.instances",
+    "start_async": "client.functions.instances",
+}
+
 
 def __getattr__(name: str) -> Any:
-    raise missing_name(__name__, name)
+    home = _HOMES.get(name)
+    if home is None:
+        from daskserve.options.ray_names import missing_name
+
+        raise missing_name(__name__, name)
+    value = getattr(importlib.import_module(f"daskserve.{home}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -177,6 +177,19 @@ def test_importing_loads_nothing_heavy_and_starts_nothing() -> None:
     assert done.stdout.split("\n")[0] == "[] 1"
 
 
+def test_a_classic_name_loads_no_more_than_its_home() -> None:
+    """A replica's process has no client, and loading one would delay its first request by a second."""
+    code = (
+        "import sys, daskserve as serve\n"
+        "serve.get_current_replica_tag, serve.accept_batch, serve.ServeRequest\n"
+        "print('daskserve.client' in sys.modules, 'get_current_replica_tag' in vars(serve))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout == "False True\n"
+
+
 def test_no_public_name_is_hidden_by_a_submodule() -> None:
     """Importing a submodule sets it as an attribute of the package and replaces an equal name."""
     code = (
