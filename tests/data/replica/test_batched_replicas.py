@@ -136,7 +136,7 @@ def test_a_cancelled_call_leaves_its_batch(client: serve.Client, event_loop: str
 
     class Watched(Model):
         async def waiting(self) -> int:
-            return sum(queue.queued for queue in type(self).double.state_of(self).queues())  # type: ignore[attr-defined]
+            return sum(queue.queued() for queue in type(self).double.state_of(self).queues())  # type: ignore[attr-defined]
 
     handle = deploy(client, "watched", Watched, event_loop=event_loop)
     asyncio.run(asyncio.wait_for(scenario(), DEADLINE_S))
