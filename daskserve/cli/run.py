@@ -199,7 +199,7 @@ def _alone(found: Status) -> set[str]:
 @click.command(name="rewrite-store")
 @instance_options
 def rewrite_store(address: str | None, name: str | None) -> None:
-    """Write all records of the instance on a cluster anew, after its store was removed, moved or replaced."""
+    """Rewrite all records of the instance on a cluster after its store was removed, moved or replaced."""
     tell(address, name, lambda client: f"{client.rewrite_store()} records written.")
 
 

@@ -51,7 +51,9 @@ def backup(url: str, file: Path, instances: tuple[str, ...]) -> None:
 @click.argument("url")
 @instances_option
 @click.option(
-    "--force", is_flag=True, help="Restore even if a process uses the store, or may. It has to start anew."
+    "--force",
+    is_flag=True,
+    help="Restore even if a process uses the store, or may use it. Restart that process afterwards.",
 )
 def restore(file: Path, url: str, instances: tuple[str, ...], force: bool) -> None:
     """Replace what the store at URL has by the backup FILE; the kind of the store may be another one."""

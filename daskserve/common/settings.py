@@ -63,7 +63,7 @@ class ProcessSettings:
     #: Days after which an environment that no replica has used is deleted, when another one is made; None
     #: keeps all.
     environments_days: float | None = 30.0
-    #: Seconds that whoever sends SIGTERM to a worker waits before it kills (``TimeoutStopSec`` of systemd,
+    #: Seconds between SIGTERM to a worker and the SIGKILL of its sender (``TimeoutStopSec`` of systemd,
     #: ``terminationGracePeriodSeconds`` of Kubernetes, ``KillWait`` of SLURM): within this time, its actors
     #: move and its requests complete, as when it is retired. 0 leaves SIGTERM to Dask, whose workers end at
     #: once.

@@ -38,7 +38,7 @@ class LocalNetwork:
         self._cut: set[frozenset[WorkerAddress]] = set()
         #: The parts of the parcels that the user's program has sent, by digest.
         self.parcels: dict[str, Sequence[Any]] = {}
-        #: Called in the thread of whoever has shut the instance down, and may block it.
+        #: Called in the thread that shuts the instance down; it may block.
         self.when_ended: Callable[[], None] | None = None
 
     def cut(self, one: WorkerAddress, other: WorkerAddress) -> None:

@@ -94,7 +94,7 @@ class Retirement:
             async with asyncio.timeout(NEWS_S):
                 await ask_from_worker(self._worker, "depart", worker=self._worker.address)
         except (OSError, TimeoutError, ServeError) as error:
-            # Nobody tells them: they know it from the first request that is refused.
+            # Routers find out from the first request that this worker refuses.
             logger.warning("The scheduler cannot announce that this worker has ended: %r", error)
         await self._clock.sleep(NEWS_S / 2)
 
