@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast
 
 from daskserve.client.client import AsyncClient, Client, ClientVerbs
+from daskserve.client.instance.calls import run_on
 from daskserve.client.instance.connection import InstanceConnection
 from daskserve.client.verbs.blocking import finish_call
 from daskserve.cluster.protocols.base import ClientConnection
@@ -33,11 +34,7 @@ class Form(Generic[ClientT]):
 
     async def run(self, cluster_connection: ClientConnection, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the connection's loop and return its result."""
-        return (
-            await cluster_connection.wait(coroutine)
-            if self.asynchronous
-            else cluster_connection.sync(coroutine)
-        )
+        return await run_on(cluster_connection, coroutine, asynchronous=self.asynchronous)
 
     def verbs(self, connection: InstanceConnection) -> ClientVerbs:
         """Return the verbs of an instance, which wait in this form."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
-from typing import Any
+from functools import partial
 
+from daskserve.client.instance.calls import run_on
 from daskserve.cluster.protocols.base import ClientConnection
 from daskserve.common.types import InstanceName
 from daskserve.data.caller.routing.waiting_calls import wait_until_sent
@@ -41,9 +41,7 @@ async def end_instance(
         Whether to leave an instance that other programs use.
     """
     cluster_connection.release_default(instance)
-
-    async def run(coroutine: Coroutine[Any, Any, None]) -> None:
-        await cluster_connection.wait(coroutine) if asynchronous else cluster_connection.sync(coroutine)
+    run = partial(run_on, cluster_connection, asynchronous=asynchronous)
 
     try:
         if cluster_connection.is_open and drains:
