@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import random
 import signal
 import sqlite3
 import threading
@@ -237,25 +236,6 @@ def retire_a_proxy_under_load(dask: Client, server: str) -> None:
         assert set(client.http_urls()) == {url}
 
 
-@pytest.mark.nightly
-def test_a_worker_that_dies_during_retirement_blocks_nothing(dask: Client) -> None:
-    with serve.start(dask_client=dask, **EPHEMERAL) as client:
-        serve_pids(client)
-        others = {worker_of(client, "proxy"), worker_of(client, "controller")}
-        leaving = [each for each in pids(dask) if each not in others]
-        victim = pids(dask)[leaving[0]]
-        retiring = dask.sync(_retire_and_kill, dask, leaving, victim, asynchronous=False)
-        assert leaving[1] in retiring
-        assert set(running(client, "b")).isdisjoint(leaving)
-
-
-async def _retire_and_kill(dask: Any, workers: list[str], victim: int) -> Any:
-    retiring = asyncio.ensure_future(dask.scheduler.retire_workers(workers=workers))
-    os.kill(victim, signal.SIGKILL)
-    async with asyncio.timeout(30):
-        return await retiring
-
-
 def test_retiring_the_controllers_worker_moves_the_controller(dask: Client) -> None:
     with serve.start(dask_client=dask, **EPHEMERAL) as client:
         with Load(serve_pids(client, num_replicas=1)) as load:
@@ -399,34 +379,3 @@ def test_requests_to_damaged_code_get_503_until_it_is_deployed_again(tmp_path: P
         deploy(client)
         assert fetch(address).status == 200
         assert client.status().problems == {}
-
-
-@pytest.mark.nightly
-def test_acknowledged_changes_survive_kills_of_the_controller(dask: Client) -> None:
-    """50 mixed changes under load, while the controller's worker is killed at random moments."""
-    rng = random.Random(7)
-    with serve.start(dask_client=dask, **EPHEMERAL) as client:
-        wanted: dict[str, int] = {}
-        with Load(serve_pids(client)) as load:
-            kills = sorted(rng.sample(range(50), 4))
-            for number in range(50):
-                if number in kills:
-                    victim = worker_of(client, "controller")
-                    if victim not in {worker_of(client, "proxy"), *running(client, "b")}:
-                        os.kill(pids(dask)[victim], signal.SIGKILL)
-                tag = f"x{rng.randrange(6)}"
-                if tag not in wanted:
-                    client.create_backend(tag, pid_of_replica)
-                    wanted[tag] = 1
-                elif rng.random() < 0.5:
-                    wanted[tag] = rng.randrange(1, 3)
-                    client.update_backend_config(tag, {"num_replicas": wanted[tag]})
-                else:
-                    client.delete_backend(tag)
-                    del wanted[tag]
-                held = {name: each.num_replicas for name, each in client.list_backends().items()}
-                assert held == {"b": 2, **wanted}
-            load.more()
-        assert load.failures == []
-        for tag, count in wanted.items():
-            poll_for(lambda tag=tag, count=count: len(running(client, tag)) == count)
