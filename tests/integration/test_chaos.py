@@ -32,23 +32,3 @@ def test_a_minute_of_chaos_breaks_no_promise(tmp_path: Path) -> None:
         pytest.skip(program.output)
     assert status == 0, program.output
     assert "All invariants held." in program.output
-
-
-def refused(folder: Path, *arguments: str, **environment: str) -> str:
-    """Return what a run says that tries nothing."""
-    program = Program([str(CHAOS), *arguments], folder, environment=environment)
-    try:
-        assert program.wait(30) == 2, program.report()
-    finally:
-        program.kill()
-    return program.output + program.errors
-
-
-def test_a_run_without_its_tools_is_no_success(tmp_path: Path) -> None:
-    output = refused(tmp_path, "--only", "cut", PATH=str(tmp_path))
-    assert "nothing was tried" in output
-    assert "install ip and iptables (Debian's packages iproute2 and iptables)" in output
-
-
-def test_a_run_of_unknown_faults_is_no_success(tmp_path: Path) -> None:
-    assert "no faults of these names: 'cuts'" in refused(tmp_path, "--only", "cut,cuts")

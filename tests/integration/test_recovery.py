@@ -54,20 +54,15 @@ def incarnations(client: serve.Client, backend: str = "b") -> set[str]:
 
 
 @pytest.mark.smoke
-def test_a_killed_replica_is_replaced_and_no_get_fails(dask: Client) -> None:
-    for server in ("tornado", "asyncio"):
-        restore(dask)
-        kill_a_replica_under_load(dask, server)
-
-
-def kill_a_replica_under_load(dask: Client, server: str) -> None:
+@pytest.mark.parametrize("server", ["tornado", pytest.param("asyncio", marks=pytest.mark.nightly)])
+def test_a_killed_replica_is_replaced_and_no_get_fails(server: str, dask: Client) -> None:
     with serve.start(dask_client=dask, http_options={"port": 0, "server": server}) as client:
         with Load(serve_pids(client), connections=16) as load:
             victim = replica_without_proxy(client)
             os.kill(pids(dask)[victim], signal.SIGKILL)
             poll_for(lambda: len(running(client, "b")) == 2 and victim not in running(client, "b"))
             load.more()
-        assert load.failures == [], server
+        assert load.failures == []
 
 
 @pytest.mark.parametrize("is_busy", [pytest.param(False, marks=pytest.mark.nightly), True])
@@ -217,13 +212,8 @@ def test_retiring_a_worker_moves_its_replicas_first(dask: Client) -> None:
 
 
 @pytest.mark.nightly
-def test_retiring_one_of_several_proxies_on_a_port_fails_no_get() -> None:
-    with nannied_cluster(4) as dask:
-        for server in ("tornado", "asyncio"):
-            retire_a_proxy_under_load(dask, server)
-
-
-def retire_a_proxy_under_load(dask: Client, server: str) -> None:
+@pytest.mark.parametrize("server", ["tornado", "asyncio"])
+def test_retiring_one_of_several_proxies_on_a_port_fails_no_get(server: str, dask: Client) -> None:
     options = {"port": 0, "location": "EveryWorker", "server": server}
     with serve.start(dask_client=dask, http_options=options) as client:
         url = serve_pids(client)
@@ -280,6 +270,7 @@ def test_adaptive_scale_down_keeps_workers_in_use() -> None:
         assert load.failures == []
 
 
+@pytest.mark.nightly
 def test_waiting_replicas_make_an_adaptive_cluster_grow() -> None:
     with nannied_cluster(1) as dask, serve.start(dask_client=dask, **EPHEMERAL) as client:
         dask.cluster.adapt(minimum=1, maximum=3, interval="100ms", wait_count=2)
@@ -298,6 +289,7 @@ def test_an_adaptive_cluster_without_workers_starts_its_first_one() -> None:
             assert len(dask.scheduler_info(n_workers=-1)["workers"]) == 1
 
 
+@pytest.mark.nightly
 def test_restarting_the_cluster_brings_all_deployments_back() -> None:
     """On a cluster of its own: Dask waits for as many workers as there were nannies, retired ones too."""
     with nannied_cluster(2) as dask, serve.start(dask_client=dask, **EPHEMERAL) as client:

@@ -53,7 +53,7 @@ def application() -> Any:
 @pytest.fixture(
     params=[
         pytest.param(("HeadOnly", "tornado"), marks=pytest.mark.nightly),
-        ("EveryWorker", "tornado"),
+        pytest.param(("EveryWorker", "tornado"), marks=pytest.mark.nightly),
         ("HeadOnly", "asyncio"),
     ],
     ids=str,
