@@ -167,38 +167,6 @@ def _actors_on(dask_worker: Any) -> list[str]:
     ]
 
 
-@pytest.mark.nightly
-def test_a_stopped_replica_is_replaced_and_ends_when_resumed(dask: Client) -> None:
-    with serve.start(dask_client=dask, **EPHEMERAL) as client:
-        with Load(serve_pids(client)) as load:
-            victim = replica_without_proxy(client)
-            pid = pids(dask)[victim]
-            os.kill(pid, signal.SIGSTOP)
-            try:
-                poll_for(lambda: len(running(client, "b")) == 2 and victim not in running(client, "b"))
-                load.more()
-            finally:
-                os.kill(pid, signal.SIGCONT)
-            poll_for(lambda: dask.run(_actors_on, workers=[victim])[victim] == [])
-
-
-@pytest.mark.nightly
-def test_a_stopped_proxy_is_replaced_on_its_port() -> None:
-    with nannied_cluster(3) as dask, serve.start(dask_client=dask, **EPHEMERAL) as client:
-        url = serve_pids(client)
-        os.kill(pids(dask)[worker_of(client, "proxy")], signal.SIGSTOP)
-
-        def answers() -> bool:
-            try:
-                return fetch(f"{url}/e", timeout_s=1.0).status == 200
-            except OSError:
-                return False
-
-        poll_for(lambda: not answers(), what="the stopped proxy still answers")
-        poll_for(answers)
-        assert client.http_urls() == [url]
-
-
 @pytest.mark.smoke
 def test_retiring_a_worker_moves_its_replicas_first(dask: Client) -> None:
     with serve.start(dask_client=dask, **EPHEMERAL) as client:
@@ -209,21 +177,6 @@ def test_retiring_a_worker_moves_its_replicas_first(dask: Client) -> None:
             assert victim not in running(client, "b")
             load.more()
         assert load.failures == []
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("server", ["tornado", "asyncio"])
-def test_retiring_one_of_several_proxies_on_a_port_fails_no_get(server: str, dask: Client) -> None:
-    options = {"port": 0, "location": "EveryWorker", "server": server}
-    with serve.start(dask_client=dask, http_options=options) as client:
-        url = serve_pids(client)
-        with Load(url, connections=16) as load:
-            victim = next(each for each in pids(dask) if each != worker_of(client, "controller"))
-            assert victim in dask.retire_workers([victim])
-            assert {each.worker for each in client.status().actors if each.kind == "proxy"} == set(pids(dask))
-            load.more()
-        assert load.failures == [], server
-        assert set(client.http_urls()) == {url}
 
 
 def test_retiring_the_controllers_worker_moves_the_controller(dask: Client) -> None:
@@ -256,18 +209,6 @@ def test_the_end_of_a_worker_lifetime_fails_no_request(tmp_path: Path) -> None:
                 load.more()
         assert load.failures == []
         poll_for(lambda: mortal not in running(client, "b"))
-
-
-@pytest.mark.nightly
-def test_adaptive_scale_down_keeps_workers_in_use() -> None:
-    with nannied_cluster(4) as dask, serve.start(dask_client=dask, **EPHEMERAL) as client:
-        with Load(serve_pids(client)) as load:
-            holders = {*running(client, "b"), worker_of(client, "proxy"), worker_of(client, "controller")}
-            dask.cluster.adapt(minimum=0, maximum=4, interval="100ms", wait_count=2)
-            poll_for(lambda: len(dask.scheduler_info(n_workers=-1)["workers"]) <= len(holders))
-            load.more()
-            assert holders <= set(dask.scheduler_info(n_workers=-1)["workers"])
-        assert load.failures == []
 
 
 @pytest.mark.nightly
