@@ -9,6 +9,7 @@ import time
 from typing import Any
 from urllib.parse import quote
 
+import pytest
 from clusters import nannied_cluster, pids, running, worker_of
 from dask_processes import ExternalCluster, Reply, fetch, poll_for, within
 from distributed import Client
@@ -70,6 +71,7 @@ def test_the_scale_route_reaches_the_controller_of_its_instance(external: Extern
     assert fetch(f"{dashboard(dask)}/health").status == 200
 
 
+@pytest.mark.nightly
 def test_the_number_is_recorded_even_if_the_controller_dies() -> None:
     with nannied_cluster(3) as dask, serve.start(dask_client=dask, http_options={"port": 0}) as client:
         client.create_backend("b", answer, config={**OPEN, "num_replicas": 2})
