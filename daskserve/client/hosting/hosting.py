@@ -1,4 +1,4 @@
-"""Running one application as a program of its own, as ``daskserve run`` does."""
+"""Runs one application as a program, as ``daskserve run`` does."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from daskserve.errors import AlreadyRegisteredError, BadRequestError
 
 @dataclass(frozen=True)
 class HostingMode:
-    """What becomes of the application, and of one that runs under its name.
+    """Whether an application stays, and whether it may replace one of its name.
 
     Attributes
     ----------
@@ -54,7 +54,7 @@ async def _host(
     report: Callable[[str], Any],
     timeout_s: float | None = None,
 ) -> None:
-    """Run an application until Ctrl-C or SIGTERM, and end what this call has started.
+    """Run an application until Ctrl-C or SIGTERM, and end the parts that this call has started.
 
     That is the cluster without an ``address``; the instance, if none runs there; and the application, if none
     of its name runs there. What this call only changes keeps running. If the call fails or is interrupted
@@ -115,7 +115,7 @@ class _Hosting:
         self._target = target
         self._stay = stay
         self._report = report
-        #: The ids of the calls that have deployed what the target may replace; None: anything.
+        #: The ids of the calls whose deployments the target may replace; None: any.
         self._expected: dict[str, str] | None = None
         self._kept: KeptApplication | None = None
 
@@ -199,7 +199,7 @@ class _Hosting:
         )
 
     async def _leave(self, request_id: str, signal_name: str = "") -> None:
-        """End what this call has started; whatever it has only replaced stays, or is given back."""
+        """End the parts that this call has started; keep or restore an application that it has replaced."""
         name = self._target.name
         is_new = not (self._expected or {}).get(name)
         if not is_new and self._connection.cluster_connection.is_open:
