@@ -110,6 +110,12 @@ def test_the_location_of_the_proxies_has_ray_serves_name_too(theirs: str, ours: 
         assert found.has_proxies == (theirs != "Disabled")
 
 
+def test_old_and_new_http_arguments_exclude_each_other() -> None:
+    for old in ({"http_host": "127.0.0.1"}, {"http_port": 8000}, {"http_middlewares": []}):
+        with pytest.raises(ValueError, match=f"You cannot specify both http_options and {next(iter(old))}"):
+            given_http_options(**old, http_options={"port": 0})  # type: ignore[arg-type]
+
+
 def test_a_wrong_or_doubled_location_is_an_error() -> None:
     with pytest.raises(ValueError, match="HeadOnly"):
         given_http_options(proxy_location="Nowhere")
