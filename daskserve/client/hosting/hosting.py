@@ -15,13 +15,14 @@ from daskserve.client.functions.forms import Form, blocking
 from daskserve.client.functions.http_differences import differences
 from daskserve.client.functions.instances import checked_http, start_with
 from daskserve.client.hosting.building import build_in_worker, build_path
-from daskserve.client.hosting.restoring import KeptApplication, kept_application
+from daskserve.client.hosting.restoring import copy_application, restore_application
 from daskserve.client.instance.calls import wait_for_http
 from daskserve.client.instance.connection import InstanceConnection
 from daskserve.client.verbs.applications import BuiltApplication, RunTarget, check_targets
 from daskserve.cluster.dask.connection import DaskConnection
 from daskserve.common import settings
 from daskserve.errors import AlreadyRegisteredError, BadRequestError
+from daskserve.options.specs import ApplicationSpec
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ class _Hosting:
         self._report = report
         #: The ids of the calls whose deployments the target may replace; None: any.
         self._expected: dict[str, str] | None = None
-        self._kept: KeptApplication | None = None
+        self._kept: ApplicationSpec | None = None
 
     async def check(self, http_options: Mapping[str, Any]) -> None:
         """Raise `BadRequestError` for what cannot be done on an instance that runs already."""
@@ -139,7 +140,7 @@ class _Hosting:
             )
         self._expected = {name: before}
         if before and self._stay.restores:
-            self._kept = await kept_application(self._verbs, name)
+            self._kept = await copy_application(self._verbs, name)
 
     async def run_first(self, built: BuiltApplication | None, timeout_s: float | None) -> None:
         """Run the application on an instance that this call has started, and end that unless it stays."""
@@ -206,7 +207,7 @@ class _Hosting:
             is_ours = await self._verbs._request_of(name) == request_id
             if is_ours and self._kept is not None:
                 self._report(f"Giving back the version of application {name!r} from before.")
-                await self._kept.restore(self._verbs, request_id)
+                await restore_application(self._verbs, self._kept, request_id)
             elif is_ours:
                 self._report(f"Application {name!r} keeps running in this version.")
         await leave_instance(self._verbs, {name: request_id} if is_new else {}, signal_name)

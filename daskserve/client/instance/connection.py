@@ -220,11 +220,14 @@ class Verbs:
         return await self._complete(await self._call(verb, **message), blocking=blocking)
 
     async def _complete(self, answer: Mapping[str, Any], *, blocking: bool) -> GoalId | None:
-        """Return when an accepted change is complete; see `ControllerCalls.complete`."""
+        """Wait until an accepted change is complete; with ``blocking=False`` return its goal instead."""
         goal: GoalId | None = answer.get("goal")
-        if goal is None or not blocking:
-            return await self._run(self._connection.calls.complete(answer, blocking=blocking))
-        await self._wait_visibly(goal)
+        if goal is not None and not blocking:
+            return goal
+        if goal is not None:
+            await self._wait_visibly(goal)
+        else:
+            await self._run(self._connection.calls.complete(answer))
         return None
 
     async def _wait_visibly(self, goal: GoalId) -> None:
