@@ -20,7 +20,7 @@ QUICK = {"health_check_period_s": 0.3, "health_check_timeout_s": 0.3, "health_ch
 class BlocksItsLoop:
     async def __call__(self, request: Any) -> str:
         if request.query_params.get("block"):
-            time.sleep(5)  # noqa: ASYNC251  # the fault under test
+            time.sleep(5)  # the fault under test
         return "fine"
 
 
@@ -82,7 +82,7 @@ def test_a_replica_with_a_blocked_loop_is_replaced_and_delays_no_other(
 def test_without_liveness_checks_a_blocked_loop_is_tolerated(client: serve.Client, url: str) -> None:
     class Briefly(BlocksItsLoop):
         async def __call__(self, request: Any) -> str:
-            time.sleep(1.5)  # noqa: ASYNC251
+            time.sleep(1.5)
             return "done"
 
     client.create_backend("b", Briefly, config={**QUICK, "liveness": None})
