@@ -69,7 +69,7 @@ def test_post_soon_does_not_wait_for_the_end_of_a_long_loop_iteration(
         while not done.is_set():
             thread_calls.post_soon(done.set)
             assert time.monotonic() < deadline
-            time.sleep(MAX_DELAY_S / 10)  # noqa: ASYNC251 - the iteration is long
+            time.sleep(MAX_DELAY_S / 10)
 
     asyncio.run(main())
 
