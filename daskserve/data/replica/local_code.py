@@ -28,7 +28,7 @@ from daskserve.data.replica.errors.rules import rule_in
 from daskserve.data.replica.execution.executor import UserExecutor
 from daskserve.data.replica.health import probe_liveness
 from daskserve.data.replica.requests.batches import ReplicaBatches
-from daskserve.data.replica.requests.calls import CallRequest, call_answer_for
+from daskserve.data.replica.requests.calls import CallRequest, request_class_for
 from daskserve.data.replica.requests.chained_values import filled
 from daskserve.data.replica.requests.http import LocalHTTPRequest
 from daskserve.data.replica.requests.replica_request import LocalRequest, ReplicaRequest
@@ -184,7 +184,7 @@ class LocalCode:
         )
         self._serving.fill = self._fill
         if servable.facts.accepts_batches:
-            self.slots.queue = self._batches
+            self.slots.count_batched = self._batches.queued
         self._serving.place = {
             "replica_tag": start.replica_tag,
             "backend": start.backend_tag,
@@ -245,7 +245,7 @@ class LocalCode:
         if envelope.kind is EnvelopeKind.HTTP:
             kind = LocalHTTPRequest
         elif envelope.kind is EnvelopeKind.CALL:
-            kind = call_answer_for(envelope.head) if "stream" in envelope.head else CallRequest
+            kind = request_class_for(envelope.head) if "stream" in envelope.head else CallRequest
         else:
             raise BadRequestError(f"A replica takes no requests of kind {envelope.kind!r}.")
         request = kind(envelope, serving.slots, serving.metrics)

@@ -25,6 +25,8 @@ DEADLINE_S = 10.0
 
 
 class Child:
+    async def ping(self) -> None: ...
+
     async def hang(self) -> None:
         await asyncio.sleep(DEADLINE_S)
 
@@ -50,8 +52,15 @@ class Base:
         return self.child.fail.remote(what)
 
     def free(self) -> None:
+        """Cancel the held requests, and return when they have left the queue and the slot of the child."""
         for each in self.__dict__.pop("held", ()):
             each.cancel()
+        while True:
+            try:
+                self.child.ping.remote().result(DEADLINE_S)
+            except errors.BackPressureError:
+                continue  # the queue is still full
+            return
 
 
 class AsyncParent(Base):

@@ -10,7 +10,7 @@ import threading
 import time
 import types
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, cast
 
 import anyio.to_thread
 import pytest
@@ -523,12 +523,8 @@ class WatchedLoop:
         self.timers: list[tuple[float, Callable[[], None]]] = []
         self.posts: list[Callable[[], None]] = []
         self.is_blocked = False
-        # Of an executor and of a user's loop.
-        self.loop = self.thread_calls = self.to_worker = self
-        self.runs = {"a run"}
-        self.is_closed = False
-        self.is_loop_shared = False
-        self.blocked_count = 0
+        # Of a user's loop.
+        self.loop = self.thread_calls = self
         self.thread = threading.current_thread()
 
     def time(self) -> float:
@@ -581,10 +577,11 @@ class WatchedLoops:
         def frames() -> dict[int | None, Any]:
             return {threading.get_ident(): self.frame}
 
-        own: Any = LoopWatch(self.worker, self.user, frames)  # type: ignore[arg-type]
-        self.shared: Any = SharedLoopWatch(self.both, "b#AAAAAA", frames)  # type: ignore[arg-type]
+        runs, worker, user, both = ["a run"], *cast(Any, (self.worker, self.user, self.both))
+        self.own = LoopWatch(worker, runs, worker, user, frames=frames)
+        self.shared: Any = SharedLoopWatch(both, runs, "b#AAAAAA", frames)
         self.shared._periodic = types.SimpleNamespace(resume=lambda: None, pause=lambda: None)
-        own.arm()
+        self.own.arm()
         self.shared.arm()
 
     def run(self, blocked: range, *, looks_every_ms: int = round(1000 * WATCH_INTERVAL_S)) -> None:
@@ -598,7 +595,7 @@ class WatchedLoops:
 
     @property
     def counts(self) -> tuple[int, int]:
-        return self.worker.blocked_count, self.both.blocked_count
+        return self.own.blocked_count, self.shared.blocked_count
 
 
 @pytest.mark.parametrize(("blocked_ms", "count"), [(90, 0), (135, 1), (20_000, 1)])

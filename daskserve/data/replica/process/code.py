@@ -96,7 +96,7 @@ class ChildCode:
         self._start = start
         self.own_metrics = metrics
         self.slots = Slots(start.replica_tag, start.concurrency, metrics)
-        self.slots.queue = self
+        self.slots.count_batched = self._count_batched
         #: The numbers of requests, which the child knows them by.
         self.numbers = itertools.count(1)
         #: Why the replica is lost, if its child ended unexpectedly.
@@ -121,9 +121,8 @@ class ChildCode:
     def __repr__(self) -> str:
         return repr(self._child)
 
-    @property
-    def queued(self) -> int:
-        """How many requests waited for a batch at the last answer of the child."""
+    def _count_batched(self) -> int:
+        """Return how many requests waited for a batch at the last answer of the child."""
         return min(self._queued, self.slots.ongoing)
 
     def note_queued(self, queued: int) -> None:

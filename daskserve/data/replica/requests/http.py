@@ -152,7 +152,7 @@ class LocalHTTPRequest(LocalRequest):
             _open_pipe(self, first)
             item = BatchItem(self._scope, self._scope, body or b"")
             try:
-                self.accept(await self.code.batches.submit(method, item, self))
+                self.accept(await self.code.batches.submit(method, item, self.hold))
             except PackedError as error:
                 self.accept(error)
         else:
@@ -185,7 +185,7 @@ def _open_pipe(answer: LocalHTTPRequest, first: Message | None) -> MessagePipe:
         pipe = open_pipe(code.executor, kind, receive, send, first)
     answer.pipe = pipe
     pipe.is_body_assumed = first is not None and not answer.envelope.has_body
-    pipe.owner = answer
+    pipe.on_message = answer.partial
     return pipe
 
 

@@ -278,12 +278,12 @@ class ReplicaRequest:
 
     # ---- for the kinds of request
 
-    def hold(self) -> None:
-        """Keep the slot until `unhold`, for a run that is not the request's own."""
+    def hold(self) -> Callable[[], None]:
+        """Keep the slot for a run that is not the request's own; return what ends this."""
         self.holds += 1
+        return self._unhold
 
-    def unhold(self) -> None:
-        """End a `hold`."""
+    def _unhold(self) -> None:
         self.holds -= 1
         if self.state == CANCELLED:
             self._free_if_ended()
