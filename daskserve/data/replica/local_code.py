@@ -68,7 +68,7 @@ CHECKING = Stage("running its first health check", "failed its first health chec
 
 
 async def parts_of(start: ReplicaStart, cluster: HasConnection) -> Sequence[Any]:
-    """Return the parts of the parcel that stands for a replica's code; nothing without a parcel."""
+    """Return the parts of the parcel of a replica's code; empty if the message has the code itself."""
     parcel = Parcel.labelled(start.code)
     return () if parcel is None else await cluster.fetch_parcel(start.code_name, parcel)
 
@@ -237,7 +237,7 @@ class LocalCode:
     # ---- requests
 
     def handle(self, envelope: Envelope) -> ReplicaRequest:
-        """Return the answer to a request, in the state WAITING."""
+        """Return a request in the state WAITING."""
         serving = self._serving
         if serving is None:
             raise self.slots.not_running()
@@ -276,7 +276,7 @@ class LocalCode:
         ):
             servable.hook("reconfigure")
             async with self.slots.quiet(self._context.clock, patience_s):
-                self._user_config = None  # after a failure, nobody knows which one is in effect
+                self._user_config = None  # unknown after a failure
                 before, self._holder.rank_info = self._holder.rank_info, rank_info
                 try:
                     await self._run_reconfigure(executor, servable, user_config)
@@ -416,7 +416,7 @@ def _load(start: ReplicaStart, parts: Sequence[Any]) -> Servable:
 
 
 def _wants_rank(servable: Servable, before: RankInfo, after: RankInfo) -> bool:
-    """Return whether the user's ``reconfigure`` has to learn of a changed rank."""
+    """Return whether a changed rank goes to the user's ``reconfigure``."""
     return before[:3] != after[:3] and takes_rank(servable.hook("reconfigure"))
 
 

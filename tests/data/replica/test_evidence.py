@@ -6,7 +6,7 @@ import sys
 import types
 from typing import Any
 
-import pytest
+from cases import case
 
 from daskserve.data.replica.execution.evidence import (
     BLOCKED_AFTER_S,
@@ -29,9 +29,8 @@ def stack(*modules: str) -> list[Any]:
     return frames
 
 
-@pytest.mark.parametrize(
-    ("modules", "call"),
-    [
+def test_the_outermost_call_of_user_code_is_found() -> None:
+    for modules, call in [
         (["threading", "asyncio.events", "daskserve.data.replica.user_code.servable", "app"], 3),
         # A background task of the user's.
         (["__main__", "asyncio.base_events", "asyncio.events", "app"], 3),
@@ -69,16 +68,14 @@ def stack(*modules: str) -> list[Any]:
         ),
         # Behind the proxy of the same process.
         (["asyncio.events", "uvicorn.protocols", "daskserve.proxies", "daskserve.data.replica", "app"], 4),
-    ],
-)
-def test_the_outermost_call_of_user_code_is_found(modules: list[str], call: int) -> None:
-    frames = stack(*modules)
-    assert user_call(frames[-1]) is frames[call]
+    ]:
+        with case(modules, call):
+            frames = stack(*modules)
+            assert user_call(frames[-1]) is frames[call]
 
 
-@pytest.mark.parametrize(
-    "modules",
-    [
+def test_libraries_and_the_rest_of_a_program_are_no_user_code() -> None:
+    for modules in [
         ["threading", "asyncio.base_events", "selectors"],
         ["threading", "daskserve.data.replica.execution.user_threads", "queue"],
         ["asyncio.events", "daskserve.data.replica.replica", "logging", "rich.traceback"],
@@ -86,11 +83,10 @@ def test_the_outermost_call_of_user_code_is_found(modules: list[str], call: int)
         ["asyncio.events", "tornado.http1connection"],
         ["runpy", "app"],
         ["app"],
-    ],
-)
-def test_libraries_and_the_rest_of_a_program_are_no_user_code(modules: list[str]) -> None:
-    assert user_call(stack(*modules)[-1]) is None
-    assert user_call(None) is None
+    ]:
+        with case(modules):
+            assert user_call(stack(*modules)[-1]) is None
+            assert user_call(None) is None
 
 
 def test_the_place_begins_with_the_users_own_line() -> None:

@@ -30,7 +30,7 @@ class MessagePipe:
     kind : str
         ``"http"``, ``"websocket"`` or ``"call"``.
     receive, send : callable, optional
-        Of the request's caller. A request that is answered without a task has none before `connect`.
+        Of the request's caller. Without a task, there is none before `connect`.
     first : Message, optional
         A message that the worker's side has received already. So a small body needs no crossing of its own.
     """
@@ -61,7 +61,7 @@ class MessagePipe:
     is_complete = False
     #: How much of the body is missing, if its length is known.
     _missing_bytes: float = math.inf
-    #: Whether ``first`` stands for a request without a body: the client's side sends an empty one as well.
+    #: Whether ``first`` is the empty body of a request without one, which the client's side sends as well.
     is_body_assumed = False
     _is_closed = _is_accepted = _is_leaving = False
     #: Called on the worker's loop when there are messages in the `outbox`.
@@ -294,7 +294,7 @@ class DirectPipe(MessagePipe):
         try:
             await send(message)
         except OSError:
-            self._is_closed = True  # the caller has left; user code is not told, as on its own loop
+            self._is_closed = True  # the caller has left; user code goes on, as on its own loop
             return
         self._note_sent(message)
         if self.on_message is not None:

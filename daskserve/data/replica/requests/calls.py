@@ -1,4 +1,4 @@
-"""Calls through a handle: with one result, or with a stream of items."""
+"""Calls by a handle at their replica: with one result, or with a stream of items."""
 
 from __future__ import annotations
 

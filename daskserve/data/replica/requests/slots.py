@@ -1,8 +1,8 @@
 """The slots of a replica, and the short queue of requests that wait at it for one.
 
 Problem: each router knows only its own requests at a replica. If a refused router could only ask again, it
-would mostly be refused again, and the router whose request just ended, which learns first that a slot is
-free, would take it each time. Choice: if a router knows no other replica with room, its request carries
+would mostly be refused again: the router whose request has just ended knows first that a slot is free, and
+would take it each time. Choice: if a router knows no other replica with room, its request carries
 `daskserve.common.types.QueueTimeout` and waits here, where a free slot is known first. A slot passes directly
 to the first request of the queue, so a later request never finds it free.
 
