@@ -460,20 +460,6 @@ def answer(servable: Servable, head: dict[str, Any], *args: Any, **kwargs: Any) 
     return pickling.load(result)
 
 
-def echo(*args: Any, **kwargs: Any) -> Any:
-    return args, kwargs
-
-
-async def echo_async(*args: Any, **kwargs: Any) -> Any:
-    return args, kwargs
-
-
-def test_a_call_hands_over_its_arguments_as_they_are() -> None:
-    for function in [echo, echo_async]:
-        with case(function):
-            assert answer(made(function), {"legacy": False}, 1, k=2) == ((1,), {"k": 2})
-
-
 def describe(request: Any) -> Any:
     return request.data, dict(request.query_params), request.headers.get("h"), request.method
 
@@ -492,16 +478,6 @@ def test_a_classic_call_hands_over_one_request() -> None:
 def test_a_classic_call_of_a_callable_without_parameters_passes_none() -> None:
     assert answer(made(without_parameters), {"legacy": True}, "data") == "nothing"
     assert answer(made(Counter), {"legacy": True, "method": "static"}) == "static"
-
-
-def test_methods_are_called_by_name() -> None:
-    servable = made(Counter, 1)
-    assert answer(servable, {"method": "add"}, 2) == 3
-    assert answer(servable, {"method": "slow"}) == "slow"
-
-
-def test_a_plain_function_may_return_an_awaitable() -> None:
-    assert answer(made(lambda: echo_async(1)), {}) == ((1,), {})
 
 
 # ---- lifespan

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+import threading
 import types
 from typing import Any
 
 from cases import case
 
+from daskserve.data.replica.execution.cpu_wait import starved_s
 from daskserve.data.replica.execution.evidence import (
     BLOCKED_AFTER_S,
     WATCH_INTERVAL_S,
@@ -127,3 +129,13 @@ def test_a_call_that_waits_for_a_processor_explains_no_delay() -> None:
 
 def test_real_frames_have_what_the_evidence_reads() -> None:
     assert user_call(sys._getframe()) is None  # pytest called this test, not a loop
+
+
+def test_the_time_of_a_running_thread_is_known_or_zero() -> None:
+    first = starved_s(threading.get_native_id())
+    assert 0 <= first <= starved_s(threading.get_native_id())
+
+
+def test_no_thread_waits_for_no_time() -> None:
+    assert starved_s(None) == 0
+    assert starved_s(0) == 0

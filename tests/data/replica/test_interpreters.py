@@ -60,6 +60,8 @@ def test_the_error_about_a_path_without_an_environment_names_the_missing_file(tm
 
 
 def test_a_conda_environment_is_found_by_name(tmp_path: Path) -> None:
+    make_environment(tmp_path)
+    prefix = make_environment(tmp_path / "envs" / "x")
     for variables in [
         {"CONDA_EXE": "{root}/bin/conda"},
         {"MAMBA_ROOT_PREFIX": "{root}"},
@@ -69,8 +71,6 @@ def test_a_conda_environment_is_found_by_name(tmp_path: Path) -> None:
         {"CONDA_ENVS_DIRS": "{root}/envs"},
     ]:
         with case(variables):
-            make_environment(tmp_path)
-            prefix = make_environment(tmp_path / "envs" / "x")
             environ = {name: value.format(root=tmp_path) for name, value in variables.items()}
             found = find_interpreter("x", environ)
             assert (found.python, found.is_own) == (f"{prefix}/bin/python", False)

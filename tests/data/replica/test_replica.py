@@ -30,7 +30,6 @@ from daskserve.data.replica.replica import Replica
 from daskserve.data.replica.requests.accept_batch import accept_batch
 from daskserve.errors import (
     ActorLostError,
-    BadRequestError,
     CodeLoadError,
     ReplicaBusyError,
     ReplicaStartError,
@@ -712,18 +711,6 @@ def test_an_error_is_a_500_with_details_only_in_debug_mode(
     assert "KeyError: 'secret'" in caplog.text
 
 
-def unwritable(request: Any) -> Any:
-    return {"value": object()}
-
-
-def test_a_result_that_cannot_be_written_is_a_500_and_a_log_line(caplog: pytest.LogCaptureFixture) -> None:
-    async def scenario(replica: Replica) -> None:
-        assert (await http(replica)).status == 500
-
-    run(scenario, unwritable)
-    assert "A result of type builtins.object cannot be written as JSON" in caplog.text
-
-
 def fails_late(request: Any) -> Iterator[str]:
     yield "half"
     raise KeyError("late")
@@ -805,18 +792,6 @@ def test_a_plain_callable_rejects_web_sockets() -> None:
 
 
 # ---- calls
-
-
-def unpicklable(request: Any) -> Any:
-    return threading.Lock()
-
-
-def test_a_result_that_cannot_be_pickled_is_named_by_its_type() -> None:
-    async def scenario(replica: Replica) -> None:
-        with pytest.raises(UserCodeError, match=r"of backend 'b' returned a _thread\.lock"):
-            await call(replica)
-
-    run(scenario, unpicklable)
 
 
 class Unreadable:
@@ -1040,14 +1015,6 @@ def test_a_kept_error_does_not_keep_the_users_object() -> None:
     assert len(destructions) == 2
     assert all(thread.startswith("daskserve-b#AAAAAA") for thread in destructions)
     assert all(error.__cause__ is None and error.__context__ is None for error in kept)
-
-
-def test_a_user_config_without_a_method_to_take_it_is_an_error() -> None:
-    async def scenario(replica: Replica) -> None:
-        with pytest.raises(BadRequestError, match=r"has no reconfigure\(\) method"):
-            await replica.reconfigure(**reconfiguration(user_config=pickling.dump_bytes(1), concurrency=4))
-
-    run(scenario, plain)
 
 
 def test_batching_limits_can_be_changed() -> None:
@@ -1345,23 +1312,6 @@ def test_a_destructor_that_fails_is_logged(caplog: pytest.LogCaptureFixture) -> 
 
     run(scenario, Fails)
     assert "in the destructor" in caplog.text
-
-
-async def lifespan_app(scope: Any, receive: Any, send: Any) -> None:
-    while scope["type"] == "lifespan":
-        message = await receive()
-        GATES.notes.append((message["type"], where()))
-        await send({"type": f"{message['type']}.complete"})
-        if message["type"] == "lifespan.shutdown":
-            return
-
-
-def test_the_lifespan_of_an_application_spans_the_replicas() -> None:
-    async def scenario(replica: Replica) -> None:
-        assert GATES.notes == [("lifespan.startup", "daskserve-b#AAAAAA")]
-
-    run(scenario, lifespan_app)
-    assert GATES.notes[-1] == ("lifespan.shutdown", "daskserve-b#AAAAAA")
 
 
 def test_a_replica_that_was_never_started_can_be_stopped() -> None:

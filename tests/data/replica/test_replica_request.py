@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextvars
 import itertools
 import pickle
@@ -14,8 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daskserve.common.types import DONE as SENT
-from daskserve.common.types import Envelope, EnvelopeKind, Load, Message, QueueTimeout
+from daskserve.common.types import Envelope, EnvelopeKind, Load, Message
 from daskserve.data.replica.execution.runner import CodeRun
 from daskserve.data.replica.requests import states
 from daskserve.data.replica.requests.replica_request import InvalidRequestTransition, ReplicaRequest
@@ -24,17 +22,14 @@ from daskserve.data.replica.requests.states import (
     CANCELLED,
     DONE,
     OPEN_STATES,
-    RUNNING,
-    STREAMING,
     TRANSITIONS,
     WAITING,
     RequestEvent,
     RequestState,
 )
 from daskserve.data.replica.user_code.responses import Unfinished
-from daskserve.errors import ActorLostError, ReplicaBusyError
+from daskserve.errors import ActorLostError
 from daskserve.telemetry.replica import ReplicaMetrics
-from daskserve.testing import run_virtual
 
 
 class ScriptedRun(CodeRun):
@@ -147,23 +142,6 @@ def test_an_invalid_event_names_the_state_of_the_answer() -> None:
 # ---- what is counted, and when the slot is free
 
 
-def test_an_answered_request_gives_its_slot_back_and_counts_once() -> None:
-    answer = ScriptedRequest()
-    answer.run_code().end("value")
-    assert (answer.state, answer.slots.load()) == (RUNNING, Load(1, 0))
-    answer.answered()
-    assert (answer.state, answer.slots.load(), answer.counts) == (DONE, Load(0, 0), (1, 0, 0, 0, 1))
-
-
-def test_a_request_whose_code_failed_counts_as_failed() -> None:
-    answer = ScriptedRequest()
-    answer.run_code().end(None, KeyError("k"))
-    answer.fail()
-    answer.leave()
-    answer.fail()
-    assert (answer.state, answer.slots.load(), answer.counts) == (DONE, Load(0, 0), (1, 1, 0, 0, 1))
-
-
 @pytest.mark.parametrize(("now", "late"), [(None, 0), (6.9, 0), (7.0, 1)])
 def test_a_caller_that_leaves_cancels_the_code_once_and_the_slot_waits_for_its_end(
     now: float | None, late: int
@@ -251,63 +229,3 @@ def test_whatever_happens_the_slot_is_freed_once_and_each_request_counts_once(
 
 
 # ---- both ways to the caller
-
-
-def test_a_task_takes_the_steps_of_user_code_and_sends_its_answer() -> None:
-    async def main() -> None:
-        answer, sent = ScriptedRequest(), []
-
-        def send(message: Message) -> Any:
-            sent.append(message)
-            return SENT
-
-        carrying = asyncio.create_task(answer.respond(None, send))  # type: ignore[arg-type]
-        await asyncio.sleep(0)
-        first = answer.code
-        first.end(Unfinished("rest"))
-        await asyncio.sleep(0)
-        assert (answer.state, answer.code is first) == (STREAMING, False)
-        answer.code.end("value")
-        assert await carrying == Load(0, 0)
-        assert sent == [{"type": "call.result", "payload": "value"}]
-        assert answer.state == DONE
-
-    run_virtual(main)
-
-
-def test_a_task_that_gets_no_slot_leaves_no_trace() -> None:
-    async def main() -> None:
-        answer = ScriptedRequest()
-        answer.slots.ongoing = 1
-        with pytest.raises(ReplicaBusyError):
-            await answer.respond(None, None)  # type: ignore[arg-type]
-        assert (answer.state, answer.metrics.refused, answer.counts) == (DONE, 1, (0, 0, 0, 0, 0))
-
-        waiting = ScriptedRequest()
-        waiting.envelope.queue_timeout = QueueTimeout(60.0)
-        waiting.slots.ongoing = 1
-        carrying = asyncio.create_task(waiting.respond(None, None))  # type: ignore[arg-type]
-        await asyncio.sleep(1)
-        assert waiting.slots.load() == Load(1, 1)
-        carrying.cancel()
-        await asyncio.wait([carrying])
-        assert (waiting.state, waiting.slots.load(), waiting.counts) == (DONE, Load(1, 0), (0, 0, 0, 0, 0))
-
-    run_virtual(main)
-
-
-@pytest.mark.parametrize("end", ["value", "error", "abort"])
-def test_a_caller_without_a_task_is_told_once(end: str) -> None:
-    error = LookupError("it")  # not the module's own: its traceback keeps the answer
-    told: list[Any] = []
-    answer = ScriptedRequest(ends_when_cancelled=True)
-    give_up = answer.start(lambda *how: told.append(how))
-    assert give_up is not None
-    if end == "abort":
-        answer.code.abort(error)
-    else:
-        answer.code.end("value", error if end == "error" else None)
-    give_up()
-    message = {"type": "call.result", "payload": "value"}
-    assert told == [(message, Load(0, 0)) if end == "value" else (None, error)]
-    assert answer.state == DONE
