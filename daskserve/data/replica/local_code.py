@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from anyio.to_thread import current_default_thread_limiter
+
 from daskserve.cluster.protocols.base import ContextWith
 from daskserve.common.types import (
     Envelope,
@@ -21,7 +23,6 @@ from daskserve.common.types import (
     short_tag,
 )
 from daskserve.context import HasConnection, PlacementBundle, RankHolder, ReplicaContext, current_replica
-from daskserve.data.replica.app_threads import add_threads
 from daskserve.data.replica.code_protocol import CLOSE_GRACE_S
 from daskserve.data.replica.errors.log import FailureLog, keep_loggers_enabled, log_error
 from daskserve.data.replica.errors.rules import rule_in
@@ -231,7 +232,7 @@ class LocalCode:
     async def _allow_app_threads(self, executor: UserExecutor, servable: Servable, concurrency: int) -> None:
         more = concurrency - self._app_threads
         if servable.facts.is_asgi_app and more:
-            await executor.run_async(add_threads, more)
+            await executor.run_async(_add_app_threads, more)
             self._app_threads = concurrency
 
     # ---- requests
@@ -407,6 +408,15 @@ class LocalCode:
 
     def __repr__(self) -> str:
         return f"the code of {self._start.replica_tag}"
+
+
+async def _add_app_threads(count: int) -> None:
+    """Let the plain functions of an application have more threads on this loop, or fewer if negative.
+
+    AnyIO allows FastAPI and Starlette 40 for each event loop, whatever a replica may run at a time. Each slot
+    adds one, so a request that has a slot never waits for a thread of another one.
+    """
+    current_default_thread_limiter().total_tokens += count
 
 
 def _load(start: ReplicaStart, parts: Sequence[Any]) -> Servable:

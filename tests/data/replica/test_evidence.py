@@ -9,12 +9,12 @@ from typing import Any
 
 from cases import case
 
-from daskserve.data.replica.execution.cpu_wait import starved_s
 from daskserve.data.replica.execution.evidence import (
     BLOCKED_AFTER_S,
     WATCH_INTERVAL_S,
     Evidence,
     describe,
+    starved_s,
     user_call,
 )
 

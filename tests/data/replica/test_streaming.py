@@ -601,6 +601,7 @@ def test_trouble_of_calls_that_a_generator_makes_is_its_own(everywhere: Deployed
                 list(stream)
             assert type(caught.value) is UnavailableError
             assert everywhere.ask("told")[0] == 1
+            everywhere.ask("reset")
 
 
 def test_two_cannot_iterate_at_the_same_time(deployed: Deployed) -> None:

@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping, Sized
 from types import FrameType
 from typing import TypeAlias
 
-from daskserve.data.replica.execution.cpu_wait import starved_s
-from daskserve.data.replica.execution.evidence import BLOCKED_AFTER_S, WATCH_INTERVAL_S, Evidence
+from daskserve.data.replica.execution.evidence import BLOCKED_AFTER_S, WATCH_INTERVAL_S, Evidence, starved_s
 from daskserve.data.replica.execution.user_loop import UserLoop
 from daskserve.loops.thread_calls import ThreadCalls
 from daskserve.loops.threads import RunningThread

@@ -56,11 +56,9 @@ class MessagePipe:
     # Most requests never change any of these, and one is made for each.
     #: Whether user code has begun its response.
     is_started = False
-    #: Whether the caller has the whole response, or as many bytes as its ``content-length`` says.
-    #: Applications may send the end of a response late, for example after their background tasks.
-    is_complete = False
-    #: How much of the body is missing, if its length is known.
-    _missing_bytes: float = math.inf
+    #: How much of the response's body the caller does not have yet, if its length is known; 0: it has the
+    #: whole response. Applications may send the end late, for example after their background tasks.
+    missing_bytes: float = math.inf
     #: Whether ``first`` is the empty body of a request without one, which the client's side sends as well.
     is_body_assumed = False
     _is_closed = _is_accepted = _is_leaving = False
@@ -124,10 +122,6 @@ class MessagePipe:
             room.wait()
         return not self._is_closed
 
-    def has_closed(self) -> bool:
-        """Whether the pipe is detached from the client."""
-        return self._is_closed
-
     def _disconnect(self) -> Message:
         if self._kind == "websocket":
             return {"type": "websocket.disconnect", "code": 1006, "reason": ""}
@@ -181,12 +175,11 @@ class MessagePipe:
     def _note_sent(self, message: Message) -> None:
         kind = message["type"]
         if kind == "http.response.start":
-            self._missing_bytes = _content_length(message)
-        elif kind == "http.response.body":
-            self._missing_bytes -= len(message.get("body", b""))
-            self.is_complete = not message.get("more_body", False) or self._missing_bytes == 0
-        elif kind == WHOLE_RESPONSE:
-            self.is_complete = True
+            self.missing_bytes = _content_length(message)
+        elif kind == "http.response.body" and message.get("more_body", False):
+            self.missing_bytes -= len(message.get("body", b""))
+        elif kind == "http.response.body" or kind == WHOLE_RESPONSE:
+            self.missing_bytes = 0
 
     def leave(self) -> None:
         """Close a WebSocket with code 1001 as soon as it is open; user code then receives its disconnect."""

@@ -323,7 +323,9 @@ class ReplicaRequest:
             self.slots.free()
             return
         pipe = self.pipe
-        is_left_to_run = (event == LEFT and self.survives_caller) or (pipe is not None and pipe.is_complete)
+        is_left_to_run = (event == LEFT and self.survives_caller) or (
+            pipe is not None and pipe.missing_bytes == 0
+        )
         if self.run is not None and not is_left_to_run:
             self.run.cancel()  # first: code that reads must be cancelled, not receive a disconnect
         self.release()

@@ -305,7 +305,7 @@ class Servable:
             if method.takes_argument:
                 request = HTTPRequest(scope, pipe.receive)
                 request.whole_body = body
-                request.has_disconnected = pipe.has_closed
+                request.has_disconnected = lambda: pipe.is_closed
                 return to_answer(self._bound[method.name](request))
             return to_answer(self._bound[method.name]())
         except NOT_FAILURES as error:
