@@ -13,11 +13,7 @@ from daskserve.common.formatting import as_whole, shown, shown_size
 
 ROOT = Path(__file__).parent.parent
 #: Modules whose numbers are read by programs, or on an axis.
-FOR_PROGRAMS = {
-    "daskserve/dashboards/alerts.py",
-    "daskserve/dashboards/promql.py",
-    "daskserve/simulation/svg.py",
-}
+FOR_PROGRAMS = {"daskserve/simulation/svg.py"}
 
 
 @pytest.mark.parametrize(
