@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from scenarios import scenarios
+from scenarios import for_each, scenarios
 from scripted_routes import ScriptedRoutes
 
 from daskserve.cluster.long_poll import LongPollClient
@@ -259,7 +259,7 @@ async def test_an_end_without_an_answer_is_an_error(process: Process) -> None:
     assert process.idle_replicas() == {"r1": 0}
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("refusal", "cause"),
     [
         (ReplicaBusyError("full", ongoing=2), "busy"),
@@ -416,7 +416,7 @@ async def test_an_answered_call_cannot_be_cancelled(process: Process) -> None:
     assert process.metrics() == ONE
 
 
-@pytest.mark.parametrize(
+@for_each(
     "outcome",
     [
         Load(),

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 from by_task import by_task
-from scenarios import scenarios
+from scenarios import for_each, scenarios
 from scripted_routes import ScriptedRoutes
 
 from daskserve.cluster.long_poll import LongPollClient
@@ -162,7 +162,7 @@ class Listener:
 NOTHING = {"replicas": [], "concurrency": 1, "max_queued": 5, "max_crash_retries": 1, "autoscaled": True}
 
 
-@pytest.mark.parametrize("is_known", [True, False])
+@for_each("is_known", [True, False])
 @virtual
 async def test_requests_to_a_backend_without_replicas_are_reported_together_at_once(is_known: bool) -> None:
     controller = Controller()

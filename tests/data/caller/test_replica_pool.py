@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scenarios import for_each
 
 from daskserve.common.types import ActorAddress, Load, Reachability
 from daskserve.data.caller.routing.replica_pool import (
@@ -114,7 +115,7 @@ def test_a_request_queues_only_if_no_replica_has_room_and_at_the_less_loaded_one
     assert [each.tag for each in take_all(pool)] == ["c", "c", "a", "b"]
 
 
-@pytest.mark.parametrize("what", ["an answer", "a long time", "a new one"])
+@for_each("what", ["an answer", "a long time", "a new one"])
 def test_a_replica_with_room_again_gets_as_many_requests_as_its_concurrency(what: str) -> None:
     pool = pool_of("a", concurrency=2)
     (a, _) = take_all(pool)
@@ -273,7 +274,7 @@ def served_at(pool: ReplicaPool, pace_s: float, count: int = 50) -> None:
         assert (entry.tag, entry.pace_s) == ("n", pytest.approx(pace_s))
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("pace_s", "lead"),
     [
         (0.0001, HOP_S / 0.0001),  # a queue of ten costs as much as a hop
@@ -438,7 +439,7 @@ def all_set_aside_but_one(size: int) -> ReplicaPool:
     return pool
 
 
-@pytest.mark.parametrize("make", [idle, all_but_one_full, half_set_aside, all_set_aside_but_one])
+@for_each("make", [idle, all_but_one_full, half_set_aside, all_set_aside_but_one])
 def test_choosing_costs_the_same_among_a_thousand_replicas(make: Callable[[int], ReplicaPool]) -> None:
     def cost(size: int) -> int:
         pool, rng = make(size), random.Random(1)

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import pytest
 from by_task import by_task
-from scenarios import scenarios
+from scenarios import for_each, scenarios
 from scripted_routes import ScriptedRoutes
 
 from daskserve.cluster.long_poll import LongPollClient
@@ -272,7 +272,7 @@ async def test_a_full_queue_rejects_with_its_size_and_limit(stage: Stage) -> Non
     assert all(each.done() and each.exception() is None for each in sent)
 
 
-@pytest.mark.parametrize(("max_queued", "accepted"), [(2, 3), (0, 1), (-1, 30)])
+@for_each(("max_queued", "accepted"), [(2, 3), (0, 1), (-1, 30)])
 @staged
 async def test_the_queue_limit_holds_for_requests_that_arrive_before_it_is_known(
     stage: Stage, max_queued: int, accepted: int
@@ -294,7 +294,7 @@ async def test_the_queue_limit_holds_for_requests_that_arrive_before_it_is_known
         )
 
 
-@pytest.mark.parametrize(("max_queued", "waiting"), [(0, 0), (-1, 2000)])
+@for_each(("max_queued", "waiting"), [(0, 0), (-1, 2000)])
 @staged
 async def test_no_queue_and_a_queue_without_limit(stage: Stage, max_queued: int, waiting: int) -> None:
     backend = stage.backend("r1", max_queued=max_queued)
@@ -487,8 +487,8 @@ class OnlyReplica:
         assert [(each.waiting, each.in_flight) for each in self.backends] == [(0, 0)] * len(self.backends)
 
 
-@pytest.mark.parametrize("clients", [(3, 3), (1, 10), (3, 3, 3, 3, 3), (1, 10, 1, 2, 5), (1, 1, 1, 1, 1)])
-@pytest.mark.parametrize("took_s", [1.0, 0.3, 0.005])
+@for_each("clients", [(3, 3), (1, 10), (3, 3, 3, 3, 3), (1, 10, 1, 2, 5), (1, 1, 1, 1, 1)])
+@for_each("took_s", [1.0, 0.3, 0.005])
 @virtual
 async def test_routers_take_turns_at_a_replica_hardly_disturb_it_and_leave_it_no_time_to_idle(
     took_s: float, clients: tuple[int, ...]
@@ -504,7 +504,7 @@ async def test_routers_take_turns_at_a_replica_hardly_disturb_it_and_leave_it_no
     await slots.end()
 
 
-@pytest.mark.parametrize("took_s", [1.0, 0.02])
+@for_each("took_s", [1.0, 0.02])
 @virtual
 async def test_routers_use_and_share_all_of_many_slots(took_s: float) -> None:
     slots = OnlyReplica(took_s, routers=3, slots=8, jitter=0.4)
@@ -660,7 +660,7 @@ async def test_a_full_replica_queue_is_tried_again_after_a_moment(stage: Stage) 
     assert len(stage.replicas.asked) == 2 + 10
 
 
-@pytest.mark.parametrize(("replicas", "left_s"), [(1, PATIENCE_S), (1000, MIN_PATIENCE_S)])
+@for_each(("replicas", "left_s"), [(1, PATIENCE_S), (1000, MIN_PATIENCE_S)])
 @staged
 async def test_among_many_replicas_a_request_waits_less_at_each(
     stage: Stage, replicas: int, left_s: float
@@ -752,7 +752,7 @@ async def test_new_replicas_get_the_queued_requests_and_the_next_ones(stage: Sta
 # ---- replicas that are lost
 
 
-@pytest.mark.parametrize("envelope", [CALL, GET, POST], ids=["call", "get", "post"])
+@for_each("envelope", [CALL, GET, POST])
 @staged
 async def test_a_request_that_had_not_begun_is_retried_transparently(
     stage: Stage, envelope: Envelope
@@ -777,7 +777,7 @@ async def test_a_request_that_had_not_begun_is_retried_transparently(
     assert stage.replicas.asked.count("r1") >= 1
 
 
-@pytest.mark.parametrize("envelope", [CALL, POST], ids=["call", "post"])
+@for_each("envelope", [CALL, POST])
 @staged
 async def test_a_begun_request_that_must_not_be_retried_fails(stage: Stage, envelope: Envelope) -> None:
     backend = stage.backend("r1", "r2")
@@ -841,9 +841,7 @@ async def test_a_begun_idempotent_request_is_answered_once_by_another_replica(st
     assert caller.answers == [START, {"type": "http.response.body", "body": second.encode()}]
 
 
-@pytest.mark.parametrize(
-    ("body", "is_answered"), [(b"", True), (b"x" * (KEPT_BYTES + 1), False)], ids=["answered", "large body"]
-)
+@for_each(("body", "is_answered"), [(b"", True), (b"x" * (KEPT_BYTES + 1), False)])
 @staged
 async def test_a_request_with_a_begun_response_or_a_large_body_is_not_retried(
     stage: Stage, body: bytes, is_answered: bool
@@ -866,7 +864,7 @@ async def test_a_request_with_a_begun_response_or_a_large_body_is_not_retried(
     assert caller.answers == [START] * is_answered
 
 
-@pytest.mark.parametrize("begun", [True, False])
+@for_each("begun", [True, False])
 @staged
 async def test_a_broken_connection_suspends_a_running_replica_only_briefly(stage: Stage, begun: bool) -> None:
     """Its worker may well be there, and the next connection work."""
@@ -996,7 +994,7 @@ async def test_requests_without_a_replica_fail_once_no_controller_has_answered_f
     await again
 
 
-@pytest.mark.parametrize("is_lost_first", [False, True])
+@for_each("is_lost_first", [False, True])
 @staged
 async def test_requests_wait_for_a_controller_that_is_being_replaced(
     stage: Stage, is_lost_first: bool
@@ -1206,7 +1204,7 @@ async def test_a_shadow_gets_a_copy_and_its_response_is_discarded(stage: Stage) 
     assert [each["body"] for each in answers] == [b"r1"]
 
 
-@pytest.mark.parametrize("reads", [True, False])
+@for_each("reads", [True, False])
 def test_a_shadow_of_a_request_without_a_body_reads_an_empty_one(reads: bool) -> None:
     """Once, whether or not the original does: over a channel it has no need to."""
     read: list[Message] = []
@@ -1237,7 +1235,7 @@ def test_a_shadow_of_a_request_without_a_body_reads_an_empty_one(reads: bool) ->
     assert [each["type"] for each in read] == ["http.request", "http.disconnect"]
 
 
-@pytest.mark.parametrize("trouble", ["raises", "is lost", "is gone", "is full", "hangs"])
+@for_each("trouble", ["raises", "is lost", "is gone", "is full", "hangs"])
 @staged
 async def test_a_failing_shadow_does_not_affect_the_caller(stage: Stage, trouble: str) -> None:
     router = stage.endpoint({"b": 1.0}, {"s": 1.0})
@@ -1262,7 +1260,7 @@ async def test_a_failing_shadow_does_not_affect_the_caller(stage: Stage, trouble
     assert now() == 0
 
 
-@pytest.mark.parametrize(("size", "is_copied"), [(2 << 20, True), (65 << 20, False)])
+@for_each(("size", "is_copied"), [(2 << 20, True), (65 << 20, False)])
 def test_a_shadow_gets_a_large_body_that_comes_whole_if_there_is_memory(size: int, is_copied: bool) -> None:
     read: list[str] = []
 
@@ -1293,7 +1291,7 @@ def test_a_shadow_gets_a_large_body_that_comes_whole_if_there_is_memory(size: in
     assert read.count("shadow") == (3 if is_copied else 0)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("backends", "rules"),
     [
         ([{}], ("gather", 100)),
@@ -1339,7 +1337,7 @@ async def test_the_queue_of_an_endpoint_can_be_checked_beforehand(stage: Stage) 
     router.check_queue()
 
 
-@pytest.mark.parametrize("is_stuck", [False, True])
+@for_each("is_stuck", [False, True])
 def test_a_shadow_that_falls_behind_is_cancelled(is_stuck: bool) -> None:
     """One that keeps up gets it all, however large."""
     read = {"r1": 0, "shadow": 0}

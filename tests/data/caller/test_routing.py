@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scenarios import for_each
 
 from daskserve.data.caller.routing.choice import Candidate, TrafficPolicy, choose, shard_draw
 
@@ -30,7 +31,7 @@ def three_sigma(count: int, share: float) -> float:
 # ---- backends
 
 
-@pytest.mark.parametrize("seed", range(5))
+@for_each("seed", range(5))
 def test_traffic_is_split_by_weight(seed: int) -> None:
     policy = TrafficPolicy({"a": 0.8, "b": 0.2}, {})
     rng = random.Random(seed)
@@ -96,7 +97,7 @@ def test_many_keys_are_split_by_weight() -> None:
 # ---- shadows
 
 
-@pytest.mark.parametrize("proportion", [0.0, 0.1, 0.5, 1.0])
+@for_each("proportion", [0.0, 0.1, 0.5, 1.0])
 def test_shadows_get_their_proportion(proportion: float) -> None:
     policy = TrafficPolicy({"a": 1.0}, {"s": proportion})
     rng = random.Random(3)

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 from by_task import by_task
-from scenarios import scenarios
+from scenarios import for_each, scenarios
 from scripted_routes import ScriptedRoutes
 
 from daskserve.cluster.protocols.base import Cluster, Listener
@@ -165,7 +165,7 @@ async def failed(task: asyncio.Task[None]) -> BaseException | None:
 # ---- one poisonous request
 
 
-@pytest.mark.parametrize("seed", range(20))
+@for_each("seed", range(20))
 @staged
 async def test_a_request_that_kills_takes_two_processes_and_fails_no_other_request(
     workers: Workers, seed: int
@@ -241,7 +241,7 @@ async def test_a_retry_waits_for_room_rather_than_share_a_worker_with_a_proxy(wo
     assert now() == pytest.approx(2, abs=0.1)
 
 
-@pytest.mark.parametrize(("retries", "kills"), [(0, 1), (1, 2), (3, 4)])
+@for_each(("retries", "kills"), [(0, 1), (1, 2), (3, 4)])
 @staged
 async def test_the_option_says_how_often_a_request_is_retried_after_a_death(
     workers: Workers, retries: int, kills: int
@@ -316,7 +316,7 @@ async def test_kills_that_lie_more_than_a_minute_apart_refuse_nothing_and_are_fo
     assert not workers.suspects.known, "requests pay for suspects only as long as there are any"
 
 
-@pytest.mark.parametrize("path", ["/slow", "/fail/slow"])
+@for_each("path", ["/slow", "/fail/slow"])
 @staged
 async def test_an_answer_clears_a_url_that_was_there_when_processes_were_killed(
     workers: Workers, path: str
