@@ -13,7 +13,7 @@ from daskserve.cluster.protocols.ended import ended_error
 from daskserve.common.clock import RequestIds
 from daskserve.common.types import InstanceName
 from daskserve.errors import BadRequestError, BlockingCallError, NotRunningError, ServeError
-from daskserve.loops.thread_calls import CallInbox, CallsByLoop, ThreadCalls
+from daskserve.loops.thread_calls import CallInbox, LoopQueues, ThreadCalls
 
 T = TypeVar("T")
 
@@ -40,7 +40,7 @@ class LocalConnection:
         self.clock = world.clock
         self.rng = world.rng
         self.request_ids = RequestIds(self.rng)
-        self.calls_by_loop = CallsByLoop()
+        self.loop_queues = LoopQueues()
         self.values = LocalTransfer()
         self._inbox: CallInbox | None = None
         self._world = world
@@ -61,7 +61,7 @@ class LocalConnection:
     @property
     def thread_calls(self) -> ThreadCalls:
         """Calls to that loop from other threads."""
-        return self.calls_by_loop.onto(self.loop, self.inbox)
+        return self.loop_queues.get(self.loop, self.inbox)
 
     @property
     def is_open(self) -> bool:

@@ -28,7 +28,7 @@ from daskserve.errors import (
     ServeError,
     UnavailableError,
 )
-from daskserve.loops.thread_calls import CallsByLoop
+from daskserve.loops.thread_calls import LoopQueues
 from daskserve.payload.packed_errors import pack_now
 from daskserve.payload.pickling import dump
 from daskserve.telemetry.histogram import HistogramCounts
@@ -109,8 +109,8 @@ class Process:
         #: What `Request.start` does before it returns.
         self.on_ask: Callable[[Asked], None] = lambda asked: None
         self.loop = asyncio.get_running_loop()
-        self.calls_by_loop = CallsByLoop()
-        self.thread_calls = self.calls_by_loop.onto(self.loop)
+        self.loop_queues = LoopQueues()
+        self.thread_calls = self.loop_queues.get(self.loop)
         self.clock = Clock()
         self.request_ids = SimpleNamespace(next=lambda: "id")
         self.listener = Listener()

@@ -32,7 +32,7 @@ from daskserve.common.types import (
     Send,
 )
 from daskserve.data.caller.routing.contact import CHECK_S, CONTROLLER_S
-from daskserve.data.caller.routing.queued_request import MIN_PATIENCE_S, PATIENCE_S
+from daskserve.data.caller.routing.queued_request import MIN_QUEUE_TIMEOUT_S, QUEUE_TIMEOUT_S
 from daskserve.data.caller.routing.replay import KEPT_BYTES
 from daskserve.data.caller.routing.replica_pool import BUSY_BACKOFF_S, REPORT_S
 from daskserve.data.caller.routing.replica_set import (
@@ -156,14 +156,14 @@ class Stage:
         self.clock = LoopClock()
         self.sent: list[asyncio.Task[None]] = []
         self.routes = ScriptedRoutes()
-        self.learning = WaitingCalls()
+        self.waiting_calls = WaitingCalls()
         self.routers = Routers(
             cast(Cluster, self.replicas),
             cast(LongPollClient, self.listener),
             self.clock,
             random.Random(1),
             self.routes,
-            self.learning,
+            self.waiting_calls,
         )
 
     def publish(
@@ -426,9 +426,9 @@ async def test_if_all_replicas_are_full_a_request_queues_at_each_in_turn(stage: 
     assert queue_timeout == [
         None,
         None,
-        *(QueueTimeout(PATIENCE_S / 2, n * PATIENCE_S / 2) for n in range(3)),
+        *(QueueTimeout(QUEUE_TIMEOUT_S / 2, n * QUEUE_TIMEOUT_S / 2) for n in range(3)),
     ]
-    assert now() == PATIENCE_S
+    assert now() == QUEUE_TIMEOUT_S
     assert POST.queue_timeout is None
 
 
@@ -660,7 +660,7 @@ async def test_a_full_replica_queue_is_tried_again_after_a_moment(stage: Stage) 
     assert len(stage.replicas.asked) == 2 + 10
 
 
-@for_each(("replicas", "left_s"), [(1, PATIENCE_S), (1000, MIN_PATIENCE_S)])
+@for_each(("replicas", "left_s"), [(1, QUEUE_TIMEOUT_S), (1000, MIN_QUEUE_TIMEOUT_S)])
 @staged
 async def test_among_many_replicas_a_request_waits_less_at_each(
     stage: Stage, replicas: int, left_s: float
@@ -695,7 +695,7 @@ async def test_a_request_that_ran_out_of_patience_moves_to_a_replica_with_room()
     stage.publish("r1", "r2")
     await waiting
     assert stage.replicas.asked[-1] == "r2"
-    assert now() < 0.1 + PATIENCE_S + 10 * slots.TRANSIT_S
+    assert now() < 0.1 + QUEUE_TIMEOUT_S + 10 * slots.TRANSIT_S
     await slots.end()
 
 
@@ -1593,11 +1593,11 @@ async def test_a_worker_is_used_as_long_as_a_replica_is_there(stage: Stage) -> N
 @virtual
 async def test_a_deletion_can_wait_for_the_calls_that_learn_where_to_go() -> None:
     stage = Stage()
-    waiting = asyncio.create_task(stage.learning.wait_until_over())
+    waiting = asyncio.create_task(stage.waiting_calls.wait_until_over())
     await waiting
     router = stage.endpoint({"b": 1.0})
     stage.send(router)
-    waiting = asyncio.create_task(stage.learning.wait_until_over())
+    waiting = asyncio.create_task(stage.waiting_calls.wait_until_over())
     await asyncio.sleep(1)
     assert not waiting.done()  # the replicas are not known yet
     connected = asyncio.Event()
@@ -1616,7 +1616,7 @@ async def test_a_deletion_can_wait_for_the_calls_that_learn_where_to_go() -> Non
     # What waits for a slot is the queue's own affair.
     stage.send(router)
     await asyncio.sleep(0)
-    await stage.learning.wait_until_over()
+    await stage.waiting_calls.wait_until_over()
     assert router.only is not None
     assert router.only.waiting == 1
     for task in stage.sent:

@@ -192,7 +192,7 @@ async def finished(tasks: list[asyncio.Task[None]]) -> list[asyncio.Task[None]]:
 @staged
 async def test_a_retry_avoids_workers_with_a_proxy_or_the_controller(workers: Workers) -> None:
     backend = workers.backend()
-    workers.suspects.learn_system_workers({"workers": ["w1", "w2", "w3"]})
+    workers.suspects.update_system_workers({"workers": ["w1", "w2", "w3"]})
     workers.publish("w0")
     poison = workers.send(backend, "/kill")
     await asyncio.sleep(0)
@@ -204,7 +204,7 @@ async def test_a_retry_avoids_workers_with_a_proxy_or_the_controller(workers: Wo
 @staged
 async def test_a_retry_goes_to_the_proxys_worker_if_there_is_no_other(workers: Workers) -> None:
     backend = workers.backend()
-    workers.suspects.learn_system_workers({"workers": ["w1", "w2"]})
+    workers.suspects.update_system_workers({"workers": ["w1", "w2"]})
     workers.publish("w1", "w2")
     lost = workers.send(backend, "/slow")
     await asyncio.sleep(TOOK_S)
@@ -230,7 +230,7 @@ async def test_a_retry_goes_to_another_host_because_the_whole_machine_may_be_los
 @staged
 async def test_a_retry_waits_for_room_rather_than_share_a_worker_with_a_proxy(workers: Workers) -> None:
     backend = workers.backend()
-    workers.suspects.learn_system_workers({"workers": ["w1"]})
+    workers.suspects.update_system_workers({"workers": ["w1"]})
     workers.publish("w2", "w3", concurrency=1)
     slow = [workers.send(backend, f"/slow/{number}") for number in range(2)]
     await asyncio.sleep(0.5)
