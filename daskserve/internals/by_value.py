@@ -230,7 +230,7 @@ def made_quietly(make: Callable[..., Any], *args: Any) -> Any:
 def quiet_hook(hook: Any) -> Any:
     """Return an ``__init_subclass__`` that does not run for classes that are rebuilt.
 
-    It ran for the original, and its effects are pickled with the class. A class that is rebuilt has no attributes
+    It ran for the original, and its effects are pickled with the class. A rebuilt class has no attributes
     yet, and the arguments of the hook are not known.
     """
     function = hook.__func__

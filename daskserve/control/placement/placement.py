@@ -233,9 +233,8 @@ def room_for(
     """
     free_resources = _room_of(state, list(workers), demand)
     if only is not None:
-        free_resources.by_worker = (
-            {only: free_resources.by_worker[only]} if only in free_resources.by_worker else {}
-        )
+        found = free_resources.by_worker.get(only)
+        free_resources.by_worker = {} if found is None else {only: found}
     first, strategy = demand.bundles[0], demand.strategy
     are_free = len(demand.bundles) == 1 or strategy in ("PACK", "SPREAD")
     if are_free and all(each == first for each in demand.bundles):
@@ -265,10 +264,8 @@ def _count_equal(free_resources: FreeResources, amounts: Amounts, most: int) -> 
 
 def _has_room(state: ResourceUsage, worker: WorkerInfo, demand: Demand, on_hosts: Mapping[str, int]) -> bool:
     """Return whether a worker may be used and has room for the only bundle of a demand."""
-    free_resources = _room_of(state, [worker], demand, on_hosts)
-    return worker.address in free_resources.by_worker and free_resources.has(
-        worker.address, demand.bundles[0]
-    )
+    free = _room_of(state, [worker], demand, on_hosts)
+    return worker.address in free.by_worker and free.has(worker.address, demand.bundles[0])
 
 
 def _room_of(
@@ -388,11 +385,8 @@ def _missing_beside(free_resources: FreeResources, placed: Sequence[WorkerAddres
 def _missing_on_one_host(free_resources: FreeResources, demand: Demand) -> str:
     """Return why no host has room for all bundles."""
     hosts = by_host(free_resources, free_resources.by_worker).values()
-    lacks = _lacks(
-        total(demand.bundles),
-        [total(free_resources.by_worker[each] for each in here) for here in hosts],
-        "host",
-    )
+    by_hosts = [total(free_resources.by_worker[each] for each in here) for here in hosts]
+    lacks = _lacks(total(demand.bundles), by_hosts, "host")
     return f"together they need {lacks}" if lacks else "no host has workers on which all of them fit"
 
 
