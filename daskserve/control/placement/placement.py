@@ -233,8 +233,8 @@ def room_for(
     """
     free_resources = _room_of(state, list(workers), demand)
     if only is not None:
-        found = free_resources.by_worker.get(only)
-        free_resources.by_worker = {} if found is None else {only: found}
+        kept = free_resources.by_worker.get(only)
+        free_resources.by_worker = {} if kept is None else {only: kept}
     first, strategy = demand.bundles[0], demand.strategy
     are_free = len(demand.bundles) == 1 or strategy in ("PACK", "SPREAD")
     if are_free and all(each == first for each in demand.bundles):
