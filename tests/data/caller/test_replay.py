@@ -38,16 +38,6 @@ def test_the_next_replica_gets_the_replayed_messages_and_then_the_rest() -> None
     asyncio.run(main())
 
 
-def test_a_request_is_not_retried_after_its_response_has_begun() -> None:
-    async def main() -> None:
-        replay, envelope = replay_over([])
-        assert replay.rewind(begun=True)
-        envelope.has_started = lambda: True
-        assert not replay.rewind(begun=True)
-
-    asyncio.run(main())
-
-
 @for_each(("size", "may_repeat"), [(KEPT_BYTES, True), (KEPT_BYTES + 1, False)])
 def test_a_body_is_kept_up_to_a_size_limit(size: int, may_repeat: bool) -> None:
     async def main() -> None:

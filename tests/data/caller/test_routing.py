@@ -31,26 +31,6 @@ def three_sigma(count: int, share: float) -> float:
 # ---- backends
 
 
-@for_each("seed", range(5))
-def test_traffic_is_split_by_weight(seed: int) -> None:
-    policy = TrafficPolicy({"a": 0.8, "b": 0.2}, {})
-    rng = random.Random(seed)
-    drawn = Counter(policy.draw(rng.random()) for _ in range(1000))
-    assert abs(drawn["a"] - 800) <= three_sigma(1000, 0.8)
-    assert drawn["a"] + drawn["b"] == 1000
-
-
-def test_a_backend_without_weight_gets_nothing() -> None:
-    policy = TrafficPolicy({"a": 0.0, "b": 1.0, "c": 0}, {})
-    assert {policy.draw(number / 100) for number in range(100)} == {"b"}
-    assert policy.backends == {"a", "b", "c"}
-
-
-def test_without_any_weight_no_backend_is_drawn() -> None:
-    assert TrafficPolicy({}, {}).draw(0.5) is None
-    assert TrafficPolicy({"a": 0}, {}).draw(0.5) is None
-
-
 @given(
     weights=st.dictionaries(st.text(max_size=3), st.floats(0, 1), min_size=1, max_size=6),
     number=st.floats(0, 1, exclude_max=True),
@@ -115,12 +95,6 @@ def test_shadow_draws_are_independent() -> None:
 
 
 # ---- replicas
-
-
-def test_the_idle_one_of_two_replicas_is_chosen() -> None:
-    busy, idle = Replica("busy", load=2), Replica("idle", load=1)
-    rng = random.Random(1)
-    assert {choose([busy, idle], 0, rng) is idle for _ in range(50)} == {True}
 
 
 def test_equally_loaded_replicas_share_requests() -> None:
