@@ -22,13 +22,13 @@ sys.path[:0] = [str(ROOT / each) for each in ("tests/support", "tests/integratio
 from dashboard_load import Traffic, deploy, trouble  # noqa: E402
 from dask_processes import ExternalCluster, dask_scheduler, dask_worker, fetch, poll_for  # noqa: E402
 from distributed import Client  # noqa: E402
+from grafana.dashboards import DASHBOARDS  # noqa: E402
+from grafana.panels import Dashboard, Panel, PanelKind, Row  # noqa: E402
 from panel_drawing import Series, named, screen  # noqa: E402
 from scraping import dashboard, prometheus  # noqa: E402
 from test_dashboards import command, substituted  # noqa: E402
 
 import daskserve as serve  # noqa: E402
-from daskserve.dashboards.grafana import DASHBOARDS  # noqa: E402
-from daskserve.dashboards.panels import Dashboard, Panel, PanelKind, Row  # noqa: E402
 
 SCREENS = ROOT / "docs/screens"
 STEP_S = 2

@@ -34,10 +34,19 @@ CHECK_S = 1.0
 
 
 async def run_on(
-    cluster_connection: ClientConnection, coroutine: Coroutine[Any, Any, T], *, asynchronous: bool
+    cluster_connection: ClientConnection,
+    coroutine: Coroutine[Any, Any, T],
+    *,
+    asynchronous: bool,
+    timeout_s: float | None = None,
 ) -> T:
-    """Run a coroutine on a connection's loop and return its result; see `daskserve.loops.blocking`."""
-    return await cluster_connection.wait(coroutine) if asynchronous else cluster_connection.sync(coroutine)
+    """Run a coroutine on a connection's loop and return its result; see `daskserve.loops.blocking`.
+
+    A blocking wait ends after ``timeout_s`` with `TimeoutError`.
+    """
+    if asynchronous:
+        return await cluster_connection.wait(coroutine)
+    return cluster_connection.sync(coroutine, timeout_s=timeout_s)
 
 
 class ControllerCalls:

@@ -17,6 +17,8 @@ logger = logging.getLogger("daskserve.client.client")
 
 #: Timeout of an answer of the scheduler.
 SHUTDOWN_S = 15.0
+#: Timeout of the end of an instance, also if the event loop of the connection does not run any more.
+END_S = SHUTDOWN_S + 5.0
 
 
 async def end_instance(
@@ -43,15 +45,21 @@ async def end_instance(
     cluster_connection.release_default(instance)
     run = partial(run_on, cluster_connection, asynchronous=asynchronous)
 
+    async def end() -> None:
+        try:
+            await run(_end(cluster_connection, instance, start_id, if_alone=if_alone), timeout_s=END_S)
+        except TimeoutError:
+            logger.warning("Instance %s did not end within %s s", instance, END_S)
+
     try:
         if cluster_connection.is_open and drains:
             await run(_drain(cluster_connection, instance))
         if cluster_connection.is_open:
-            await run(_end(cluster_connection, instance, start_id, if_alone=if_alone))
+            await end()
     except (KeyboardInterrupt, asyncio.CancelledError):
         # A second Ctrl-C does not wait, but it leaves nothing behind either.
         if cluster_connection.is_open:
-            await run(_end(cluster_connection, instance, start_id, if_alone=if_alone))
+            await end()
         raise
     finally:
         await cluster_connection.instance_ended(instance, asynchronous=asynchronous)
