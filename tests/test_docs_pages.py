@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from scenarios import for_each
 
 from daskserve.testing import local_instance
 
@@ -48,7 +49,7 @@ def test_the_service_beside_those_of_others_answers(tmp_path: Path, monkeypatch:
     assert (ended.stdout, ended.stderr) == (answer, "")
 
 
-@pytest.mark.parametrize("kind", ["SLURMCluster", "PBSCluster"])
+@for_each("kind", ["SLURMCluster", "PBSCluster"])
 def test_a_job_ends_with_its_worker(kind: str) -> None:
     """What dask-jobqueue submits: no shell stays between the job and the worker, and it leaves in time."""
     pytest.importorskip("dask_jobqueue")
