@@ -8,9 +8,10 @@ of tests/integration/test_dashboards.py, with a peak in the middle and a worker 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import base64
 import json
 import math
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,13 +26,14 @@ sys.path[:0] = [str(ROOT / each) for each in ("tests/support", "tests/integratio
 from dashboard_load import Traffic, deploy, trouble  # noqa: E402
 from dask_processes import ExternalCluster, dask_scheduler, dask_worker, fetch, poll_for  # noqa: E402
 from distributed import Client, LocalCluster  # noqa: E402
+from grafana.dashboards import DASHBOARDS  # noqa: E402
+from grafana.panels import Dashboard, Panel, PanelKind, Row  # noqa: E402
 from panel_drawing import Series, named, screen  # noqa: E402
 from scraping import dashboard, prometheus  # noqa: E402
 from test_dashboards import command, substituted  # noqa: E402
+from tornado.websocket import websocket_connect  # noqa: E402
 
 import daskserve as serve  # noqa: E402
-from daskserve.dashboards.grafana import DASHBOARDS  # noqa: E402
-from daskserve.dashboards.panels import Dashboard, Panel, PanelKind, Row  # noqa: E402
 
 SCREENS = ROOT / "docs/screens"
 STEP_S = 2
@@ -117,16 +119,33 @@ def draw_dask() -> None:
     ):
         serve.run(serve.deployment(num_replicas=4)(lambda _: "ok").bind(), http_options={"port": 0})
         tasks = dask.map(lambda number: time.sleep(0.2) or number, range(1_000))
-        photograph(cluster.dashboard_link, SCREENS / "dask-dashboard.png")
+        (SCREENS / "dask-dashboard.png").write_bytes(asyncio.run(photograph(cluster.dashboard_link)))
         dask.cancel(tasks)
         serve.shutdown()
 
 
-def photograph(url: str, file: Path) -> None:
-    """Save a page as a browser shows it."""
+async def photograph(url: str) -> bytes:
+    """Return a page as PNG, as a browser shows it some seconds later, with data that arrived by WebSocket."""
     options = ["--headless", "--no-sandbox", "--hide-scrollbars", "--window-size=1200,640"]
-    wait = ["--virtual-time-budget=8000", f"--screenshot={file}"]
-    subprocess.run(["chromium", *options, *wait, url], check=True, capture_output=True, timeout=60)
+    control = ["--remote-debugging-port=0", "--remote-allow-origins=*"]
+    command = ["chromium", *options, *control, url]
+    browser = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
+    try:
+        async with asyncio.timeout(60):
+            assert browser.stderr is not None
+            while b"DevTools listening" not in (line := await browser.stderr.readline()):
+                assert line, "chromium ended"
+            address = line.split()[-1].decode().removeprefix("ws://").partition("/")[0]
+            pages = json.loads(fetch(f"http://{address}/json").text)
+            page = next(each for each in pages if each["type"] == "page")
+            socket = await websocket_connect(page["webSocketDebuggerUrl"], max_message_size=2**24)
+            await asyncio.sleep(8)
+            await socket.write_message(json.dumps({"id": 1, "method": "Page.captureScreenshot"}))
+            reply = json.loads(str(await socket.read_message()))
+            return base64.b64decode(reply["result"]["data"])
+    finally:
+        browser.kill()
+        await browser.wait()
 
 
 def write(url: str, instance: str, start: float, end: float) -> None:
