@@ -1,8 +1,8 @@
-"""One HTTP request under either server, and the ASGI application that answers it.
+"""One HTTP request, and the ASGI application that answers it.
 
-The server's `ConnectionReader` reads: it passes the parts of the request to the exchange, and waits while the
-future that `data_received` returned is pending. The exchange writes the response to the stream, and
-then has the reader continue with the next request. A request ends in one of these ways:
+The connection reads: it passes the parts of the request to the exchange, and waits while the future that
+`data_received` returned is pending. The exchange writes the response to the stream, and then has the
+connection continue with the next request. A request ends in one of these ways:
 
 1. Request and response are complete: the server keeps or closes the connection.
 2. Only the response is complete: the rest of the request is dropped for up to `LINGER_S`, because closing a
@@ -25,10 +25,10 @@ from collections.abc import Awaitable
 from typing import Any
 from urllib.parse import unquote_to_bytes
 
-from daskserve.common.types import DONE, WHOLE_RESPONSE, Message
+from daskserve.common.types import DONE, Message
 from daskserve.errors import http_status_of
 from daskserve.payload.packed_errors import is_logged
-from daskserve.proxies.asgi import Headers, Scope, begin_response
+from daskserve.proxies.asgi import Headers, Scope
 from daskserve.proxies.exchange.limits import LINGER
 from daskserve.proxies.exchange.request_body import BodyOnDemand, RequestBody
 from daskserve.proxies.exchange.request_head import (
@@ -41,9 +41,10 @@ from daskserve.proxies.exchange.request_head import (
     keeps_alive,
     split_target,
 )
+from daskserve.proxies.exchange.response import Response
 from daskserve.proxies.exchange.response_head import BodyPart, ResponseWriter, as_buffer, plain_text
 from daskserve.proxies.exchange.server_state import Connection, ServerState
-from daskserve.proxies.exchange.stream import GONE, ConnectionReader, Stream
+from daskserve.proxies.exchange.stream import Stream
 from daskserve.proxies.exchange.unsent import UnsentParts
 from daskserve.proxies.exchange.websocket.session import BadHandshakeError, WebSocketSession
 
@@ -56,29 +57,27 @@ _JOIN_BYTES = 64 * 1024
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
-class Exchange:
+class Exchange(Response):
     """Runs the application on one request, and writes its response.
 
-    The reader that creates an exchange has its connection watched for inactivity.
+    The connection that creates an exchange is watched for inactivity.
     """
 
     body: RequestBody  # set by `begin`
 
-    def __init__(self, server_state: ServerState, connection: Connection, reader: ConnectionReader) -> None:
+    def __init__(self, server_state: ServerState, connection: Connection) -> None:
+        super().__init__()
         self._server_state = server_state
         self._connection = connection
-        self._reader = reader
         self._stream = connection.stream
         connection.exchange = self
-        self._start: Message | None = None
         self._closes = False
         self.is_begun = False  # a part of the response was written
         self.is_whole = False  # the complete response was written
-        self._is_gone = False  # no further part of the application's response can be sent
         self._is_refused = False  # where the next request begins is unclear
         self._is_unsent = False  # the complete response waits for the client, the application for nothing
         self._linger: asyncio.TimerHandle | None = None
-        self.is_over = False  # the reader continues with the next request, or closes
+        self.is_over = False  # the connection continues with the next request, or closes
         self._task: asyncio.Task[None] | None = None
         self._method = ""
         self._is_http11 = True
@@ -94,7 +93,7 @@ class Exchange:
         Returns
         -------
         int or None
-            The size of the body that the reader has to read; None if it is chunked.
+            The size of the body that the connection has to read; None if it is chunked.
         """
         method, target, version, headers, framing = head
         self._method = method
@@ -148,13 +147,13 @@ class Exchange:
         return length
 
     def data_received(self, chunk: bytes, *, is_last: bool = False) -> asyncio.Future[None] | None:
-        """Pass on a part of the body; the reader waits for the returned future before it reads on.
+        """Pass on a part of the body; the connection waits for the returned future before it reads on.
 
-        After the last part, the reader calls `finish` at once.
+        After the last part, the connection calls `finish` at once.
         """
         watch = self._server_state.watch
         room = self.body.feed(chunk)
-        if self._is_gone or self.is_whole:
+        if self._is_closed or self.is_whole:
             return None  # lingering
         if self.body.excess is not None and not self._server_state.make_room(self.body):
             self.refuse(*self.body.excess)
@@ -197,7 +196,7 @@ class Exchange:
 
     def on_connection_close(self) -> None:
         """Cancel the request because its client has disconnected. Idempotent, and valid in every state."""
-        self._is_gone = self.is_over = True
+        self._is_closed = self.is_over = True
         self._server_state.watch.unwatch(self._connection)
         if self._linger is not None:
             self._linger.cancel()
@@ -241,7 +240,7 @@ class Exchange:
     @property
     def wants_body(self) -> bool:
         """Whether the body is incomplete and still needed, and the client sends it unasked or was asked."""
-        is_done = self.body.is_ended or self._is_gone or self.is_whole
+        is_done = self.body.is_ended or self._is_closed or self.is_whole
         return self.body.is_asked and not is_done
 
     @property
@@ -250,63 +249,39 @@ class Exchange:
         is_deaf = self._task is not None and not self.is_over and self.body.is_ended
         return self._stream if is_deaf else None
 
-    # ---- called by the application
+    # ---- writing: the rest is private
 
-    def send(self, message: Message) -> Awaitable[None]:
-        """Write one ASGI message, with back-pressure from the client.
-
-        Raises
-        ------
-        OSError
-            The client has disconnected.
-        RuntimeError, TypeError, ValueError
-            The message is not valid at this point.
-        """
-        if self._is_gone:
-            raise ConnectionResetError(GONE)
-        kind = message["type"]
-        if kind == "http.response.start" or kind == WHOLE_RESPONSE:
-            if kind == WHOLE_RESPONSE and self._start is None:
-                sent = self._send_whole(message)
-                if sent is not None:
-                    return sent
-            self._start, body = begin_response(self._start, message)
-            if body is None:
-                return DONE
-            message = body
-        elif kind != "http.response.body":
-            raise RuntimeError(f"a message of type {kind!r} is not part of an HTTP response")
-        if self._start is None or self.is_whole:
-            raise RuntimeError("a response body was sent before its start or after its end")
+    def _send_body(self, message: Message) -> Awaitable[None]:
         more_body = bool(message.get("more_body", False))
         try:
             flushed = self._write(as_buffer(message.get("body", b"")), more_body)
         except ConnectionResetError:
-            self._is_gone = True
+            self._is_closed = self.is_gone = True
             raise
+        if not self.status and self._start is not None:
+            self.status = self._start["status"]
+        self.is_complete = not more_body
         if flushed is not None and not flushed.done():
             return self._wait_for_client(flushed, len(message.get("body", b"")), more_body)
         if not more_body:
             self._complete()
         return DONE
 
-    # ---- the rest is private
-
     def _send_whole(self, message: Message) -> Awaitable[None] | None:
-        """Write a whole response in one piece; return None if it needs the general writer."""
         server_state, body = self._server_state, self.body
         is_usual = self._is_http11 and body.is_ended and self._method != "HEAD" and not self._closes
         if not is_usual or len(message["body"]) > _JOIN_BYTES or server_state.is_draining:
             return None
-        data = server_state.heads.write(message)
+        data = server_state.heads.write(message, self.request_id)
         if data is None:
             return None
         self._start = message
-        self.is_begun = True
+        self.is_begun = self.is_complete = True
+        self.status = message["status"]
         try:
             flushed = self._stream.write(data)
         except ConnectionResetError:
-            self._is_gone = True
+            self._is_closed = self.is_gone = True
             raise
         if not flushed.done():
             return self._wait_for_client(flushed, len(data), False)
@@ -335,7 +310,7 @@ class Exchange:
         try:
             await room
         except ConnectionResetError:
-            self._is_gone = True
+            self._is_closed = self.is_gone = True
             raise
         if not more_body:
             self._complete()
@@ -344,13 +319,13 @@ class Exchange:
         """Top loop of one request: failures of the application end here, in the log."""
         body = self.body
         try:
-            await self._server_state.app(scope, body, self.send)
+            await self._server_state.app(scope, body, self)
         except asyncio.CancelledError:
-            if not self._is_gone and not self.is_whole:
+            if not self._is_closed and not self.is_whole:
                 self._fail()  # cancelled by the application itself, or with the whole loop
             raise
         except Exception as error:
-            if self._is_gone:
+            if self._is_closed:
                 log.debug("A request failed after its client had gone", exc_info=error)
                 return
             if not is_logged(error):
@@ -359,7 +334,7 @@ class Exchange:
                 log.error("%s failed: %r", _request_line(scope), error, exc_info=is_fault)
             self._fail()
         else:
-            if not self.is_whole and not self._is_gone:
+            if not self.is_whole and not self._is_closed:
                 log.error("%s was left without a whole response", _request_line(scope))
                 self._fail()
         finally:
@@ -391,7 +366,7 @@ class Exchange:
             return
         self.is_over = True
         server_state.watch.unwatch(self._connection)
-        self._reader.detach()
+        self._connection.detach()
         server_state.sockets.add(session)
         if server_state.is_draining:
             session.leave()
@@ -399,7 +374,7 @@ class Exchange:
 
     def _ask_for_body(self) -> None:
         """Send 100 Continue, unless the response has begun."""
-        if not (self._is_gone or self.is_begun or self._stream.closed()):
+        if not (self._is_closed or self.is_begun or self._stream.closed()):
             self._stream.write(_CONTINUE)
         if self.wants_body:
             self._server_state.watch.watch(self._connection)
@@ -449,13 +424,13 @@ class Exchange:
         if self._linger is not None:
             self._linger.cancel()
         if self._is_refused:
-            return self._reader.leave()
-        self._reader.finish()  # closes the connection if the request is incomplete
+            return self._connection.leave()
+        self._connection.finish()  # closes the connection if the request is incomplete
         if self._closes:
-            self._reader.close()
+            self._connection.close_when_sent()
 
     def _expect_more(self, _: asyncio.Future[None]) -> None:
-        if not self._is_gone and not self.is_whole and not self.body.is_ended:
+        if not self._is_closed and not self.is_whole and not self.body.is_ended:
             self._server_state.watch.watch(self._connection)
 
     def _fail(self) -> None:
@@ -470,7 +445,7 @@ class Exchange:
         if self._stream.closed():
             return
         flushed = self._write(body, False)
-        self._is_gone = True
+        self._is_closed = True
         if not is_coming:
             self.body.is_ended = True
         if flushed is None or flushed.done():
@@ -480,9 +455,9 @@ class Exchange:
 
     def _cut(self) -> None:
         if not self.is_whole and not self.is_over:
-            self._is_gone = self.is_over = True
+            self._is_closed = self.is_over = True
             self.body.close()
-            self._reader.close()
+            self._connection.close_when_sent()
 
 
 def _request_line(scope: Scope) -> str:

@@ -5,15 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 from daskserve.options.http import HTTPOptions
 from daskserve.proxies.asgi import ASGIApp
 from daskserve.proxies.exchange.http_connection import HTTPConnection
-from daskserve.proxies.exchange.server_state import ServerState
-from daskserve.proxies.exchange.stream import Stream
-from daskserve.proxies.server import life
+from daskserve.proxies.server.life import HTTPServer
 
 #: How much a transport passes on at a time.
 _PIECE_BYTES = 64 * 1024
@@ -119,38 +117,17 @@ class MemoryTransport(asyncio.Transport):
         self.get_extra_info("socket").close()
 
 
-class MemoryListener:
-    """A `daskserve.proxies.server.life.ServerListener` whose connections are made by `connect`."""
-
-    def __init__(self, server_state: ServerState) -> None:
-        self.server_state = server_state
-        self._open_streams: set[Stream] = set()
-
-    def connect(self) -> MemoryTransport:
-        return MemoryTransport(HTTPConnection(self.server_state, self._open_streams, lambda: None))
-
-    def take(self, sock: socket.socket, made: Callable[[], object]) -> None:
-        raise NotImplementedError
-
-    async def wait_made(self) -> None:
-        pass
-
-    async def wait_closed(self) -> None:
-        while self._open_streams:  # noqa: ASYNC110 - as the real listeners do
-            await asyncio.sleep(0)
+def connect(server: HTTPServer) -> MemoryTransport:
+    """Return a new connection of a server."""
+    return MemoryTransport(HTTPConnection(server.state, lambda: None))
 
 
 @contextlib.asynccontextmanager
-async def serving_in_memory(app: ASGIApp) -> AsyncIterator[MemoryListener]:
+async def serving_in_memory(app: ASGIApp, **options: Any) -> AsyncIterator[HTTPServer]:
     """Run a server whose connections the test makes."""
-    server = life.HTTPServer(app, HTTPOptions(port=0).model_copy(update={"server": "memory"}))
+    server = HTTPServer(app, HTTPOptions(port=0, **options))
     server.start()
-    listener = server._listener
-    assert isinstance(listener, MemoryListener)
     try:
-        yield listener
+        yield server
     finally:
         await server.stop()
-
-
-life.LISTENERS = {**life.LISTENERS, "memory": MemoryListener}

@@ -549,7 +549,7 @@ def test_only_a_host_of_a_usual_length_is_kept_with_its_connection(host: str, is
         async with serving(hello) as server, connected(server) as client:
             await client.send(f"GET / HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
             assert (await client.response()).status == 200
-            assert [each.host for each in server._server_state.connections] == [host if is_kept else None]
+            assert [each.host for each in server.state.connections] == [host if is_kept else None]
             await client.send(b"GET / HTTP/1.1\r\nHost: a b\r\n\r\n")
             assert (await client.response()).status == 400
 

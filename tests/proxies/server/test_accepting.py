@@ -177,7 +177,7 @@ def test_uploads_and_responses_under_way_do_not_give_way(server_state: str) -> N
                 reading.writer.transport.pause_reading()  # type: ignore[attr-defined]
                 await reading.send(request("/large"))
                 await poll_for(
-                    lambda: any(each.stream.writing() for each in server._server_state.connections)
+                    lambda: any(each.stream.writing() for each in server.state.connections)
                 )
                 advance(2)
                 async with connected(server) as waiting:

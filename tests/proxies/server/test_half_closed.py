@@ -118,7 +118,7 @@ def test_a_client_that_leaves_is_noticed_before_the_next_regular_check(
                 await client.send(request())
                 await poll_for(lambda: app.running)
             await poll_for(lambda: app.cancelled)
-            await poll_for(lambda: not server._server_state.connections)
+            await poll_for(lambda: not server.state.connections)
 
     run(test)
 
@@ -145,7 +145,7 @@ def test_a_client_that_leaves_shortly_before_its_turn_does_not_get_it(
             await poll_for(turn.locked)
             async with connected(server) as second:
                 await second.send(request())
-                await poll_for(lambda: len(server._server_state.connections) == 2)
+                await poll_for(lambda: len(server.state.connections) == 2)
                 await poll_for(lambda: len(turn._waiters or ()) == 1)  # type: ignore[attr-defined]
             await poll_for(lambda: not turn._waiters)  # type: ignore[attr-defined]
             go.set()
@@ -167,7 +167,7 @@ def test_a_client_that_has_left_has_its_request_cancelled(version: str, is_reset
                 if is_reset:
                     client.reset()
             await poll_for(lambda: app.cancelled)
-            await poll_for(lambda: not server._server_state.connections)
+            await poll_for(lambda: not server.state.connections)
 
     run(test)
 
@@ -211,7 +211,7 @@ def test_a_request_that_ends_too_early_is_not_answered(is_first: bool) -> None:
             if not is_first:
                 assert (await client.response()).status == 200
             assert await client.rest() == b""
-            await poll_for(lambda: not server._server_state.tasks)
+            await poll_for(lambda: not server.state.tasks)
             assert completed == ([] if is_first else [b"whole"])
 
     run(test)
@@ -223,6 +223,6 @@ def test_an_end_between_requests_closes_the_connection() -> None:
             await client.get()
             client.writer.write_eof()
             assert await client.rest() == b""
-            await poll_for(lambda: not server._server_state.connections)
+            await poll_for(lambda: not server.state.connections)
 
     run(test)

@@ -156,7 +156,7 @@ def test_a_connection_that_has_ended_is_not_watched() -> None:
                 assert (await client.get("/", "Connection: close")).status == 200
                 assert await client.rest() == b""
             await poll_for(lambda: "0 connections" in repr(server))
-            assert len(server._server_state.watch) == 0
+            assert len(server.state.watch) == 0
 
     run(test)
 
@@ -194,7 +194,7 @@ def test_a_disconnect_after_unread_data_is_detected(pieces: tuple[bytes, ...]) -
                 for piece in pieces[1:]:
                     await client.send(piece)
                 advance(PERIOD_S)
-                await poll_for(lambda: server._server_state.connections)
+                await poll_for(lambda: server.state.connections)
                 assert app.cancelled == 0  # 1. it is still there
             advance(2 * PERIOD_S)
             await poll_for(lambda: app.cancelled)  # 2. and now it is not
@@ -219,7 +219,7 @@ def test_a_disconnect_before_a_websocket_is_accepted_is_detected() -> None:
                 await poll_for(lambda: app.running)
             advance(2 * PERIOD_S)
             await poll_for(
-                lambda: server._server_state.sockets and "gone" in repr(*server._server_state.sockets)
+                lambda: server.state.sockets and "gone" in repr(*server.state.sockets)
             )
             advance(DISCONNECT_GRACE_S)
             await poll_for(lambda: app.cancelled)
