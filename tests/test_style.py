@@ -47,7 +47,6 @@ PROTOCOL_EXCEPTIONS: Mapping[str, str] = dict.fromkeys(
         "LoopPlace",
         "LoopGuest",
         "MayLeaveAnswer",
-        "ServerListener",
         "Caller",
         "SlotHolder",
         "HasQueued",

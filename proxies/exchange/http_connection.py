@@ -17,7 +17,7 @@ from daskserve.proxies.exchange.exchange import LINGER_S, Exchange
 from daskserve.proxies.exchange.limits import LINGER
 from daskserve.proxies.exchange.request_head import RefusedRequestError, RequestHead, read_head
 from daskserve.proxies.exchange.server_state import Connection, ServerState
-from daskserve.proxies.exchange.stream import Stream
+from daskserve.proxies.exchange.stream import can_tell_hangups
 from daskserve.proxies.exchange.turns import SLICE_BYTES, SLOW
 
 log = logging.getLogger("daskserve.proxies")
@@ -55,10 +55,8 @@ class HTTPConnection(Connection):
     # ---- called by the transport
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
         self._transport = transport
-        self.open(Stream(transport, self.server_state.streams))
-        self.server_state.connections.add(self)
-        self.server_state.watch.watch(self)
         self._on_made()
 
     def data_received(self, data: bytes) -> None:
@@ -69,8 +67,11 @@ class HTTPConnection(Connection):
 
     def eof_received(self) -> bool:
         """Return whether the connection stays open: the client may have closed only its own side."""
-        if self.server_state.tls is not None or not self.stays_open():
+        exchange = self.exchange
+        waits = can_tell_hangups() and exchange is not None and exchange.unread is not None
+        if self.server_state.tls is not None or not waits:
             return False
+        self.server_state.note_end(self)
         self._has_ended = True
         return True
 
@@ -176,8 +177,7 @@ class HTTPConnection(Connection):
             found = read_head(self._rest, self._searched, self.server_state.head_limits)
         except RefusedRequestError as error:
             self._is_busy = True
-            self.exchange = Exchange(self.server_state, self)
-            self.exchange.refuse_head(error)
+            Exchange(self.server_state, self).refuse_head(error)
             return True
         if found is None:
             self._searched = len(self._rest)
@@ -193,7 +193,7 @@ class HTTPConnection(Connection):
         self.awaits_head = False
         self._is_busy = True
         self._is_read = False
-        self.exchange = exchange = Exchange(self.server_state, self)
+        exchange = Exchange(self.server_state, self)  # sets `exchange`
         length = exchange.begin(head)
         if self.exchange is None:  # a WebSocket now
             rest, self._rest = self._rest, b""

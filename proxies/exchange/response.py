@@ -12,8 +12,8 @@ from daskserve.proxies.exchange.stream import GONE
 class Response:
     """Takes the messages of one response; itself the ``send`` of the application.
 
-    The start is held until the first part of the body: until then a failure can still become another response.
-    Subclasses write the parts.
+    The start is held until the first part of the body: until then a failure can still become another
+    response. Subclasses write the parts.
 
     Attributes
     ----------
@@ -23,13 +23,15 @@ class Response:
         The status of the application's response, once it was begun; 0 before.
     is_complete : bool
         Whether the application has sent the last part.
+    is_closed : bool
+        Whether no further part of the application's response can be sent.
     is_gone : bool
         Whether a part could not be sent because the client has disconnected.
     """
 
     def __init__(self) -> None:
         self._start: Message | None = None
-        self._is_closed = False  # no further part of the application's response can be sent
+        self.is_closed = False
         self.request_id = b""
         self.status = 0
         self.is_complete = False
@@ -53,7 +55,7 @@ class Response:
         RuntimeError, TypeError, ValueError
             The message is not valid at this point.
         """
-        if self._is_closed:
+        if self.is_closed:
             self.is_gone = True
             raise ConnectionResetError(GONE)
         kind = message["type"]

@@ -177,7 +177,7 @@ class HeadCache:
     """
 
     def __init__(self, date: DateHeader) -> None:
-        self._date = date
+        self.date = date
         self._line = b""
         self._heads: dict[tuple[int, Headers], bytes] = {}
 
@@ -187,7 +187,7 @@ class HeadCache:
         Valid for HTTP/1.1 requests that are not HEAD and keep their connection open. The request id is not
         checked.
         """
-        line = self._date.line()
+        line = self.date.line()
         if line is not self._line:
             self._line = line
             self._heads.clear()

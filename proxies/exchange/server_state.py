@@ -16,7 +16,7 @@ from daskserve.proxies.exchange.limits import BODY_RATE, BODY_SIZE, BUFFERS, IDL
 from daskserve.proxies.exchange.request_body import RequestBody
 from daskserve.proxies.exchange.request_head import MALFORMED, HeadLimits, check_host
 from daskserve.proxies.exchange.response_head import DateHeader, HeadCache
-from daskserve.proxies.exchange.stream import Stream, addresses_of, can_tell_hangups
+from daskserve.proxies.exchange.stream import Stream, addresses_of
 from daskserve.proxies.exchange.websocket.session import WebSocketSession
 
 #: Why a body is refused, by the status of the response.
@@ -50,6 +50,9 @@ class Ongoing(Protocol):
     @property
     def wants_body(self) -> bool:
         """Whether the body is incomplete and still needed, and the client sends it unasked or was asked."""
+
+    def finish_response(self) -> None:
+        """Note that the response is complete."""
 
     def refuse(self, status: int, text: str, headers: Headers = ()) -> None:
         """Answer in place of the application, and close the connection."""
@@ -139,8 +142,7 @@ class ServerState:
         self.make_room: Callable[[RequestBody], bool] = lambda body: False
         self.watch = IdleWatch(idle_timeout_s, self._end_idle)
         self.clock = clock
-        self.date = DateHeader(clock)
-        self.heads = HeadCache(self.date)
+        self.heads = HeadCache(DateHeader(clock))
 
     def _end_idle(self, connection: Connection) -> None:
         self.limits.hit(IDLE)
@@ -183,9 +185,9 @@ class Connection(asyncio.Protocol):
         #: A host that was checked: most clients never change it.
         self.host: str | None = None
 
-    def open(self, stream: Stream) -> None:
-        """Use a stream."""
-        self.stream = stream
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Add the connection to those of the server."""
+        self.stream = stream = Stream(transport, self.server_state.streams)
         self.client, server = addresses_of(stream.socket)
         self.scope = {
             "type": "http",
@@ -196,6 +198,8 @@ class Connection(asyncio.Protocol):
             "server": server,
             **dict.fromkeys(("http_version", "method", "path", "raw_path", "query_string", "headers")),
         }
+        self.server_state.connections.add(self)
+        self.server_state.watch.watch(self)
 
     def check_host(self, framing: Mapping[str, str], version: str) -> None:
         """Check the host of a request, and keep it; raises `RefusedRequestError`."""
@@ -216,13 +220,6 @@ class Connection(asyncio.Protocol):
         if not self.awaits_head:
             self.awaits_head = True
             self.server_state.watch.watch(self)
-
-    def stays_open(self) -> bool:
-        """Return whether the connection stays open for a response when the client ends its side."""
-        waits = can_tell_hangups() and self.exchange is not None and self.exchange.unread is not None
-        if waits:
-            self.server_state.note_end(self)
-        return waits
 
     def finish(self) -> None:
         """Go on to the next request; close the connection if this one was not read to its end."""

@@ -258,7 +258,9 @@ class IngressApp:
         elif problem := self._problem(table, is_ready=path == READYZ):
             await self._refuse(request, 503, problem)
         else:
-            await send_whole(request.response.send, 200, STORE_IS_TAKEN if self._is_store_taken() else b"success")
+            await send_whole(
+                request.response.send, 200, STORE_IS_TAKEN if self._is_store_taken() else b"success"
+            )
 
     def _problem(self, table: RouteTable, *, is_ready: bool) -> str:
         """Return why this proxy should get no requests, or why the instance is not ready; else nothing."""

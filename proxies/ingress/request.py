@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Iterable
+from collections.abc import Iterable
 from typing import Literal
 
-from daskserve.common.types import DONE, ON_DEMAND, Message, Send
+from daskserve.common.types import ON_DEMAND, Message, Send
 from daskserve.proxies.asgi import REQUEST_ID
 from daskserve.proxies.exchange.response import Response
 from daskserve.proxies.ingress.metrics import NO_ROUTE

@@ -47,7 +47,10 @@ _CANCEL_S = 5.0
 
 
 #: The transports, by their names in ``http_options``.
-TRANSPORTS: Mapping[str, Connect] = {"tornado": tornado_transport.connect, "asyncio": asyncio_transport.connect}
+TRANSPORTS: Mapping[str, Connect] = {
+    "tornado": tornado_transport.connect,
+    "asyncio": asyncio_transport.connect,
+}
 
 
 class HTTPServer:
@@ -199,9 +202,7 @@ class HTTPServer:
         await self._close_sockets(accepts=True)
         for session in list(self.state.sockets):
             session.leave()
-        while (left_s := deadline - self._clock.now()) > 0 and (
-            self.state.connections or self.state.sockets
-        ):
+        while (left_s := deadline - self._clock.now()) > 0 and (self.state.connections or self.state.sockets):
             if self.state.tasks:
                 await asyncio.wait(self.state.tasks, timeout=left_s)
             else:

@@ -67,7 +67,12 @@ def slow() -> Iterator[RawCase]:
         start = head(b"Content-Length: 9", first=b"POST /%b HTTP/1.1" % path) + b"hi"
         seen = ((b"POST /" + path, None),)
         yield RawCase(
-            f"nothing after a part of a body for {shown(path)}", start, (200,), seen, is_closed=False, is_cut=True
+            f"nothing after a part of a body for {shown(path)}",
+            start,
+            (200,),
+            seen,
+            is_closed=False,
+            is_cut=True,
         )
     half = RawCase(
         "half a request after a whole one", head() + head()[:20], (200,), ((echo, b""),), is_closed=False

@@ -28,7 +28,6 @@ from daskserve.proxies.asgi import Scope
 from daskserve.proxies.exchange.http_connection import HTTPConnection
 
 LIMIT = HTTPOptions().max_header_bytes
-pytestmark = pytest.mark.usefixtures("server_state")
 
 
 def head_of(size: int) -> bytes:
@@ -169,7 +168,8 @@ def test_no_requests_are_read_while_others_wait() -> None:
     run(test)
 
 
-@pytest.mark.parametrize("server_state", ["asyncio"], indirect=True)
+@pytest.mark.parametrize("transport", ["asyncio"], indirect=True)
+@pytest.mark.usefixtures("transport")
 def test_a_client_that_never_reads_its_last_response_is_disconnected() -> None:
     async def test() -> None:
         async def app(scope: Scope, receive: Receive, send: Send) -> None:

@@ -32,7 +32,7 @@ from daskserve.proxies.exchange.websocket.connection import MAX_PONGS
 from daskserve.proxies.exchange.websocket.inbox import MAX_INBOX_BYTES
 from daskserve.proxies.server.life import HTTPServer
 
-pytestmark = [pytest.mark.usefixtures("server_state"), pytest.mark.smoke]
+pytestmark = pytest.mark.smoke
 
 
 class SocketClient:
