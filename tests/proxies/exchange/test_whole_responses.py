@@ -73,15 +73,15 @@ async def outcome(server: HTTPServer, app: Application, data: bytes, *messages: 
     return *parts_of(bytes(client.received)), *found
 
 
-def test_whole_responses_and_two_messages_give_the_same_bytes_and_states() -> None:
+@pytest.mark.parametrize("status", [200, 204, 304, 500, 299])
+def test_whole_responses_and_two_messages_give_the_same_bytes_and_states(status: int) -> None:
     async def test() -> None:
         app = Application()
         count = 0
         async with serving_in_memory(app) as server:
-            for method, version, status, is_draining, line, size, extra in itertools.product(
-                ("GET", "HEAD", "POST"),
+            for method, version, is_draining, line, size, extra in itertools.product(
+                ("GET", "HEAD"),
                 ("HTTP/1.1", "HTTP/1.0"),
-                (200, 204, 304, 500, 299),
                 (False, True),
                 ("", "Connection: keep-alive", "Connection: close", "Transfer-Encoding: chunked"),
                 (0, 2, JOIN_BYTES, JOIN_BYTES + 1),
@@ -109,7 +109,7 @@ def test_whole_responses_and_two_messages_give_the_same_bytes_and_states() -> No
                     assert b"content-length" in names or status in (204, 304), case
                     assert body == (b"" if method == "HEAD" or status in (204, 304) else b"x" * size), case
                 count += 1
-        assert count == 3 * 5 * 2 * (4 + 3) * 4 * 4
+        assert count == 2 * 2 * (4 + 3) * 4 * 4
 
     run(test)
 
