@@ -109,7 +109,7 @@ def test_the_program_serves_on_an_ssh_cluster(tmp_path: Path, ssh_port: int) -> 
 
 
 def test_the_program_serves_on_workers_of_jobs(tmp_path: Path) -> None:
-    """The form of dask-jobqueue whose jobs are processes of this machine, without a shell and its directives."""
+    """The form of dask-jobqueue whose jobs are processes of this machine, without a shell."""
     pytest.importorskip("dask_jobqueue")
     cluster, _, program = programs("slurm.md")
     cluster = replaced(
