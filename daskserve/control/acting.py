@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 from daskserve.cluster.protocols.base import STOP_MARGIN_S, ActorSpec, Cluster
 from daskserve.common.clock import Clock
 from daskserve.common.formatting import shown
-from daskserve.common.types import ActorKind, RankInfo, UsageReport, as_rank_info, described, short_tag
+from daskserve.common.types import ActorKind, RankInfo, UsageReport, as_rank_info, short_tag
 from daskserve.control.backend.actions import ReconfigureReplica, StartReplica, StopReplica
 from daskserve.control.backend.ranks import rank_info_of
 from daskserve.control.observed.observed import Observed
@@ -187,7 +187,7 @@ class Acting:
         code = self._state.codes.get(f"{replica.backend}@{replica.version}")
         if code is None:
             raise CodeLoadError(
-                f"The store has no code for version {replica.named_version} of {described(replica.backend)}: "
+                f"The store has no code for version {replica.named_version} of {backend.display_name}: "
                 "it is lost or damaged. Deploy it again."
             )
         return ActorSpec(

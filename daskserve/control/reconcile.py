@@ -16,7 +16,7 @@ from typing import Any
 
 from daskserve.cluster.protocols.base import EPOCH_BITS
 from daskserve.common.clock import Clock, stopwatch
-from daskserve.common.types import Location, UsageReport, WorkerAddress, described
+from daskserve.common.types import Location, UsageReport, WorkerAddress
 from daskserve.control import shutdown_order as departure
 from daskserve.control.acting import ACTION_RETRY_S, Acting, Commit
 from daskserve.control.backend import application as app_state
@@ -200,7 +200,7 @@ class Reconciler:
 
     def _failed_step(self, tag: str, error: Exception) -> None:
         self.metrics.failures += 1
-        what = "the proxies" if tag == PROXIES else described(tag)
+        what = "the proxies" if tag == PROXIES else self._state.described(tag)
         is_expected = isinstance(error, (ServeError, OSError))
         text = "A control step of %s failed; trying again in %s s: %r"
         logger.error(text, what, ACTION_RETRY_S, error, exc_info=not is_expected)

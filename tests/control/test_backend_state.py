@@ -836,6 +836,7 @@ def test_only_running_replicas_are_published_to_routers() -> None:
         "concurrency": 5,
         "max_queued": 9,
         "max_crash_retries": 1,
+        "kind": "backend",
     }
     assert published_backend(state, "other") is None
 

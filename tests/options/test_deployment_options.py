@@ -86,7 +86,7 @@ def test_the_signature_has_every_option_of_the_model() -> None:
         ({"env": "not/absolute"}, "absolute path"),
         (
             {"max_ongoing_requests": 2, "max_concurrent_queries": 2},
-            "max_ongoing_requests is another spelling",
+            "max_concurrent_queries is another spelling",
         ),
         ({"ray_actor_options": {"memory": "2 elephants"}}, "'2 elephants' is not an amount of bytes; give a"),
         ({"ray_actor_options": {"foo": None}}, "ActorOptions has no option 'foo'"),
@@ -123,7 +123,7 @@ PAIRS = {"gang_size": 2}
         ),
         ({"num_replicas": 3}, {"num_replicas": None}, {"num_replicas": 3}),
         ({"num_replicas": 3}, {"num_replicas": None, "autoscaling_config": {}}, auto()),
-        ({"max_ongoing_requests": 3}, {"max_concurrent_queries": 4}, {"max_concurrent_queries": 4}),
+        ({"max_ongoing_requests": 3}, {"max_concurrent_queries": 4}, {"max_ongoing_requests": 4}),
         ({"max_unavailable": 1}, {"rolling_update_percentage": 0.2}, {"max_unavailable": "20%"}),
         ({"placement_group_bundles": BUNDLES}, {"placement_group_strategy": "SPREAD"}, None),
         ({"placement_group_strategy": "SPREAD"}, {"placement_group_bundles": BUNDLES}, None),

@@ -17,8 +17,8 @@ import copy
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias
 
-from daskserve.common.formatting import shown
-from daskserve.common.types import BackendTag, ReplicaState, ReplicaTag, described, short_tag
+from daskserve.common.formatting import capitalized, shown
+from daskserve.common.types import BackendTag, ReplicaState, ReplicaTag, short_tag
 from daskserve.control.backend import application as app_state
 from daskserve.control.backend.inputs import Step, StepInputs
 from daskserve.control.observed.lifecycle import PLACED_STATES
@@ -236,19 +236,19 @@ def with_note(error: ServeError, far: str) -> ServeError:
 
 def late_error(goal: GoalRecord, backend: BackendRecord, why: str | None) -> ServeError:
     """Return the error of a change that took too long; ``why`` says why replicas have no room."""
-    tag, limit = backend.tag, shown(goal.limit_s or 0.0)
+    what, limit = backend.display_name, shown(goal.limit_s or 0.0)
     if why is not None:
         where = "placement_group_bundles" if backend.bundles else "actor_options"
         return NoCapacityError(
-            f"Cannot scale {described(tag)} to {backend.needed_replicas} replicas within {limit} s: {why}. "
-            f"Add workers, reduce the resources in {where}, or delete other backends."
+            f"Cannot scale {what} to {backend.needed_replicas} replicas within {limit} s: {why}. "
+            f"Add workers, reduce the resources in {where}, or delete other deployments."
         )
     if goal.timeout_s is None:
         return RequestTimeoutError(
-            f"The change of {described(tag)} made no progress for {limit} s (daskserve.timeouts.change-s)."
+            f"The change of {what} made no progress for {limit} s (daskserve.timeouts.change-s)."
         )
     return RequestTimeoutError(
-        f"{described(tag, 'Backend')} did not get to {backend.needed_replicas} running replicas within "
+        f"{capitalized(what)} did not get to {backend.needed_replicas} running replicas within "
         f"{limit} s. Pass a larger timeout_s, or none: then the change has the time that it needs, as long "
         "as it makes progress."
     )

@@ -139,7 +139,7 @@ class _Stepper:
         error = observed.reconfigure_failed.get(tag)
         if error is not None and replica.state is ReplicaState.RUNNING:
             self.notes.reconfigure_failed[tag] = error
-            if not self.fail_goal(start_error(self.backend.tag, error)):
+            if not self.fail_goal(start_error(self.backend, error)):
                 # No caller waits for the error, and retries would never end: replace the replica.
                 self.give_up(replica)
         elif tag in observed.configured:
@@ -166,7 +166,7 @@ class _Stepper:
             self.step.change[goal.key] = replace(goal, failures={**goal.failures, tag: count})
             is_late = isinstance(error, RequestTimeoutError)
             if is_late or count >= self.backend.config.allowed_failures(self.backend.needed_replicas):
-                self.fail_goal(start_error(self.backend.tag, error))
+                self.fail_goal(start_error(self.backend, error))
             return
         notes.failures += 1
         notes.unloadable = str(error) if isinstance(error, CodeLoadError) else None

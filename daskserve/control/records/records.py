@@ -20,6 +20,7 @@ from daskserve.common.types import (
     ReplicaState,
     ReplicaTag,
     WorkerAddress,
+    described,
 )
 from daskserve.control.records.proxy import ProxyRecord
 from daskserve.control.records.versions import unmarked
@@ -104,6 +105,16 @@ class BackendRecord:
         return isinstance(other, BackendRecord) and to_plain(self) == to_plain(other)
 
     __hash__ = None  # type: ignore[assignment]
+
+    @property
+    def kind(self) -> str:
+        """What its user calls it, for `daskserve.common.types.described`."""
+        return "deployment" if self.is_deployment else "backend"
+
+    @property
+    def display_name(self) -> str:
+        """What messages call it, such as ``deployment 'model' of application 'shop'``."""
+        return described(self.tag, self.kind)
 
     @property
     def autoscaling(self) -> AutoscalingConfig | None:

@@ -7,7 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Set
 
-from daskserve.common.types import BackendTag, EndpointTag, ReplicaState, ReplicaTag, WorkerAddress
+from daskserve.common.types import (
+    BackendTag,
+    EndpointTag,
+    ReplicaState,
+    ReplicaTag,
+    WorkerAddress,
+    described,
+)
 from daskserve.control.records.applications import Applications
 from daskserve.control.records.bundles import places_of
 from daskserve.control.records.proxy import ProxyRecord
@@ -64,6 +71,11 @@ class State:
         if self.capacity != CapacityRecord():
             found[self.capacity.key] = self.capacity
         return found
+
+    def described(self, tag: BackendTag) -> str:
+        """Return what messages call a backend."""
+        backend = self.backends.get(tag)
+        return described(tag) if backend is None else backend.display_name
 
     def replicas_of(self, backend: BackendTag) -> list[ReplicaRecord]:
         """Return a backend's replicas, oldest first."""

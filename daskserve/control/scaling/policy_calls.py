@@ -155,7 +155,7 @@ def group_member_autoscaler(
 
 
 def _only_in_group(context: Any, **options: Any) -> Any:
-    raise RuntimeError("a group's policy was called for one backend; call it for the whole group")
+    raise RuntimeError("a group's policy was called for one deployment; call it for the whole group")
 
 
 def loaded_policy(config: AutoscalingConfig) -> CallablePolicy:

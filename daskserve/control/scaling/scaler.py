@@ -18,7 +18,7 @@ from daskserve.autoscaling.autoscaler import Autoscaler, ScalingStep
 from daskserve.common import settings
 from daskserve.common.clock import Clock
 from daskserve.common.formatting import shown
-from daskserve.common.types import BackendTag, ReplicaState, described
+from daskserve.common.types import BackendTag, ReplicaState
 from daskserve.control.observed.observed import Observed, Scaling
 from daskserve.control.records.records import BackendRecord
 from daskserve.control.records.state import State
@@ -179,7 +179,9 @@ class Scaler:
         def done(_: asyncio.Task[None]) -> None:
             entry.checking = None
             if not task.cancelled() and task.exception() is not None:
-                logger.error("The autoscaler of %s failed", described(tag), exc_info=task.exception())
+                logger.error(
+                    "The autoscaler of %s failed", self._state.described(tag), exc_info=task.exception()
+                )
             self._wake.set()
 
         task.add_done_callback(done)
@@ -262,6 +264,8 @@ class Scaler:
                 return
             entry.due = self._clock.now() + config.metrics_interval_s
             entry.error = ""
+            for warning in config.warnings():
+                logger.warning("The autoscaler of %s: %s", self._state.described(backend.tag), warning)
             self._watch_queries(backend.tag, config, entry)
             self._watch_queue(backend.tag, config, entry)
             if entry.policy_call is not None:
@@ -301,7 +305,7 @@ class Scaler:
             place = entry.loading.location if entry.loading is not None else ""
             entry.error = f"{still}: {place}" if place else still
             if not before.startswith(still):
-                logger.warning("%s: %s", described(tag, "Backend"), entry.error)
+                logger.warning("The autoscaler of %s: %s", self._state.described(tag), entry.error)
             return
         except Exception as error:
             entry.autoscaler = None
@@ -313,7 +317,9 @@ class Scaler:
         before, entry.error = entry.error, f"the policy cannot be used: {text}"
         entry.retry_at = self._clock.now() + policy_calls.POLICY_RETRY_S
         if entry.error != before:
-            logger.error("The autoscaling policy of %s cannot be used", described(tag), exc_info=error)
+            logger.error(
+                "The autoscaling policy of %s cannot be used", self._state.described(tag), exc_info=error
+            )
 
     def _start_call(self, tag: BackendTag, function: Callable[..., T], *args: Any) -> PolicyCall[T]:
         return PolicyCall(self._clock, f"daskserve-policy-{tag}", function, *args)
@@ -358,7 +364,7 @@ class Scaler:
         if options is not None:
             fetch = self._http()
             entry.backlog = Backlog(
-                tag,
+                self._state.described(tag),
                 options,
                 open_queue=lambda options: open_queue(options, fetch),
                 clock=self._clock,
@@ -409,10 +415,19 @@ class Scaler:
         decided.note(snapshot.sample, () if before is None else before.samples)
         self._observed.scalings[backend.tag] = decided
         if step.error is not None and (before is None or before.reason != step.reason):
-            logger.warning("%s: %s", described(backend.tag, "Backend"), step.reason)
+            logger.error(
+                "The autoscaler of %s: %s",
+                self._state.described(backend.tag),
+                step.reason,
+                exc_info=step.error,
+            )
         if decided.is_for(backend):
             logger.info(
-                "Backend %s: %s -> %s replicas: %s", backend.tag, decided.based_on, step.replicas, step.reason
+                "The autoscaler of %s: %s -> %s replicas: %s",
+                self._state.described(backend.tag),
+                decided.based_on,
+                step.replicas,
+                step.reason,
             )
             self._poke([backend.tag])
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from daskserve.common.types import ALL_HTTP_METHODS, BackendTag, GoalId
+from daskserve.common.types import ALL_HTTP_METHODS, BackendTag, GoalId, described
 from daskserve.control.records.records import AppRecord, BackendRecord, Change
 from daskserve.control.records.state import State
 from daskserve.control.verbs import backends as backend_verbs
@@ -158,7 +158,7 @@ def _deploy(
     for each in spec.deployments:
         if f"backend/{each.spec.tag}" in together:
             raise AlreadyRegisteredError(
-                f"Cannot deploy '{each.spec.tag}': two applications of this call have that deployment."
+                f"{described(each.spec.tag, 'Deployment')} is in two applications of this call."
             )
         found = backend_verbs.deployed(
             state, each.spec, now=now, application=spec.name, member=each, unloadable=unloadable
@@ -256,8 +256,8 @@ def check_separate(state: State, tag: BackendTag) -> None:
     backend = state.backends.get(tag)
     if backend is not None and backend.application in (app.name for app in state.apps):
         raise BadRequestError(
-            f"'{tag}' is a deployment of application '{backend.application}' and cannot be deleted alone. "
-            f"Delete the application, or deploy it without '{tag}'."
+            f"{described(tag, 'Deployment')} belongs to application '{backend.application}' and cannot be "
+            "deleted alone. Delete the application, or deploy it without this deployment."
         )
 
 

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeAlias
 
+from daskserve.common.formatting import capitalized
 from daskserve.common.types import BackendTag, GoalId, ReplicaState, described
 from daskserve.control.records.encoding import from_plain
 from daskserve.control.records.records import (
@@ -217,7 +218,8 @@ def overtaken(
     """
     app, backend = state.apps.get(goal.application), state.backends.get(goal.backend)
     is_deletion = any(each is not None and each.is_deleting for each in (app, backend))
-    what = f"Application '{goal.application}'" if goal.application else f"'{goal.backend}'"
+    name = f"application '{goal.application}'" if goal.application else state.described(goal.backend)
+    what = capitalized(name)
     whom = by or "another program"
     error: ServeError | None = None
     if now_wanted is None and not is_deletion:
@@ -226,7 +228,7 @@ def overtaken(
         version = now_wanted.user_version or unmarked(now_wanted.version)
         error = SupersededError(
             f"{what} was changed by {whom} before this {'deletion' if is_deletion else 'change'} was "
-            f"complete: version '{version}' of '{now_wanted.tag}' is deployed instead.",
+            f"complete: version '{version}' of {now_wanted.display_name} is deployed instead.",
             by=by,
             version=version,
             goal=successor,
@@ -273,7 +275,7 @@ def rolled_back(
                     why = (
                         f"{error}"
                         if culprit is None
-                        else f"{described(culprit.tag, 'Deployment')} failed in the same change."
+                        else f"{capitalized(culprit.display_name)} failed in the same change."
                     )
                     change.update(_removed(state, current, text if is_culprit else why))
         elif kind == "endpoint" and plain is not None:

@@ -34,6 +34,7 @@ def backend_status(state: State, observed: Observed, backend: BackendRecord) -> 
     replicas = state.replicas_of(backend.tag)
     running = sum(each.state is ReplicaState.RUNNING for each in replicas)
     return {
+        "kind": backend.kind,
         "status": status_word(observed, backend, running),
         "wanted": backend.num_replicas,
         "running": running,
@@ -276,6 +277,8 @@ def published_backend(state: State, tag: str, unloadable: str | None = None) -> 
         "max_queued": backend.config.max_queued_requests,
         "max_crash_retries": backend.config.max_crash_retries,
     }
+    if not backend.is_deployment:
+        value["kind"] = backend.kind
     if backend.config.bodies != "gather":
         value["bodies"] = backend.config.bodies
     if backend.config.max_body_bytes is not None:
