@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from daskserve.common.types import ALL_HTTP_METHODS, BackendTag, GoalId, described
+from daskserve.common.types import ALL_HTTP_METHODS, BackendTag, GoalId, described, split_deployment_tag
 from daskserve.control.records.records import AppRecord, BackendRecord, Change
 from daskserve.control.records.state import State
 from daskserve.control.verbs import backends as backend_verbs
@@ -255,9 +255,10 @@ def check_separate(state: State, tag: BackendTag) -> None:
     """Raise `BadRequestError` if a backend is a deployment of an application, which is deleted as a whole."""
     backend = state.backends.get(tag)
     if backend is not None and backend.application in (app.name for app in state.apps):
+        name = split_deployment_tag(tag)[1]
         raise BadRequestError(
-            f"{described(tag, 'Deployment')} belongs to application '{backend.application}' and cannot be "
-            "deleted alone. Delete the application, or deploy it without this deployment."
+            f"{name!r} is a deployment of application '{backend.application}' and cannot be deleted alone. "
+            f"Delete the application, or deploy it without {name!r}."
         )
 
 
