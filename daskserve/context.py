@@ -166,7 +166,7 @@ class ReplicaContext:
     actors: Mapping[str, BackendTag] = field(default_factory=dict)
     #: For a deployment actor: the names of its deployment and of the actor.
     actor_of: tuple[str, ...] = ()
-    #: What its user calls what it is a replica of: a deployment, or a backend of the classic system.
+    #: ``"deployment"``, or ``"backend"`` for a replica of the classic system.
     kind: str = "deployment"
     #: The tags of the replicas of its gang, in order; empty without one.
     gang: tuple[ReplicaTag, ...] = ()
@@ -175,7 +175,7 @@ class ReplicaContext:
 
     @property
     def display_name(self) -> str:
-        """What messages call it, such as ``deployment 'model' of application 'shop'``."""
+        """The name in messages, such as ``deployment 'model' of application 'shop'``."""
         return described(self.backend_tag, self.kind)
 
     @property

@@ -49,7 +49,7 @@ class ScalingStep:
     reason : str
         A human-readable explanation.
     error : BaseException or None
-        What the policy raised, or what is wrong with its answer. The target then does not change.
+        The exception of the policy, or what is wrong with its answer. The target then does not change.
     """
 
     replicas: int
@@ -194,7 +194,7 @@ class Autoscaler:
         queries: Mapping[str, float] | None = None,
         bounds: Bounds | None = None,
     ) -> ScalingStep:
-        """Do what `step` does, for a policy that may be async."""
+        """Do the same as `step`, for a policy that may be async."""
         context = self.context(now, wall, current, target, queries, bounds)
         try:
             answer = self._policy(context)

@@ -37,7 +37,7 @@ MAX_WITHDRAWN = 100
 class ChangingVerbs:
     """The verbs that change an instance: each takes the lock, calls a pure function and commits.
 
-    The argument ``by`` is the program that calls; others whose changes it replaces learn of it.
+    The argument ``by`` names the calling program, for the errors of programs whose changes it replaces.
     """
 
     def __init__(self, core: ControllerCore) -> None:
@@ -237,7 +237,7 @@ class ChangingVerbs:
 
     @verb
     async def withdraw(self, requests: Sequence[str], by: str = "") -> dict[str, Any]:
-        """Take back what some calls have asked for and is not complete; idempotent.
+        """Take back the incomplete changes of some calls; idempotent.
 
         Calls that have not arrived yet, because they travel on another connection, are refused later.
         """

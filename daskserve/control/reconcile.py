@@ -50,7 +50,7 @@ PROXIES = ""
 
 
 class Reconciler:
-    """Reconciles what runs with the target state.
+    """Reconciles the running actors with the target state.
 
     Parameters
     ----------
@@ -154,7 +154,7 @@ class Reconciler:
         return min([TICK_S, *(max(0.0, at - now) for at in self._wake_at.values())])
 
     async def step(self) -> None:
-        """Check everything that is marked once, and do what is due."""
+        """Step everything that is marked or due, once."""
         self._wake.clear()
         self.metrics.steps += 1
         now = self._clock.now()
@@ -188,7 +188,7 @@ class Reconciler:
         self._report()
 
     async def _attempt(self, tags: list[str], stepping: Awaitable[list[str]]) -> list[str]:
-        """Return what is left to do of a step; continue with others if it or the store fails."""
+        """Run a step; return the backends still to do, none if the step or the store fails."""
         try:
             return await stepping
         except StaleEpochError:
@@ -207,7 +207,7 @@ class Reconciler:
         self._wake_at[tag] = self._clock.now() + ACTION_RETRY_S
 
     def _report(self) -> None:
-        """Report what the instance uses to the scheduler, if that has changed."""
+        """Report the resources that the instance uses to the scheduler, if they have changed."""
         waiting = [
             gangs.demand_of_gang(backend, gang)
             for tag in self._observed.waiting
@@ -308,7 +308,7 @@ class Reconciler:
     def _affected(self, backend: BackendRecord, change: Change, later: set[str]) -> set[str]:
         """Return the backends for which a change from a step of one of them matters.
 
-        ``later`` are those that were stepped after it for the same transaction.
+        ``later`` are the backends that were stepped after it for the same transaction.
         """
         if not change:
             return set()

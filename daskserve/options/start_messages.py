@@ -128,12 +128,12 @@ class ReplicaStart(StartMessage):
 
     @property
     def kind(self) -> str:
-        """What its user calls its backend, for `daskserve.common.types.described`."""
+        """``"deployment"``, or ``"backend"`` for one of the classic system."""
         return "deployment" if self.is_deployment else "backend"
 
     @property
     def display_name(self) -> str:
-        """What messages call it, such as ``deployment 'model' of application 'shop'``."""
+        """The name in messages, such as ``deployment 'model' of application 'shop'``."""
         return described(self.backend_tag, self.kind)
 
 

@@ -1,4 +1,4 @@
-"""What the acting layer has observed of the cluster: levels that stay until they are no longer true.
+"""Observations of the cluster: levels that stay until they are no longer true.
 
 Observations are not stored: a new controller queries the cluster again.
 """
@@ -75,7 +75,7 @@ class DeadReplica:
 
 
 class Activity(NamedTuple):
-    """What an actor does while it starts, is reconfigured or drains, and for how many seconds."""
+    """The activity of an actor that starts, is reconfigured or drains, and its duration in seconds."""
 
     what: str
     for_s: float = 0.0
@@ -83,7 +83,7 @@ class Activity(NamedTuple):
 
 @dataclass(slots=True)
 class Notes:
-    """What a step of one backend has learnt; `Observed.learn` applies it.
+    """The notes of one backend's step; `Observed.learn` applies them.
 
     Attributes
     ----------
@@ -160,7 +160,7 @@ class Observed:
     #: The workers that other workers do not reach directly, each with its route.
     broken_routes: dict[WorkerAddress, Mapping[WorkerAddress, str]] = field(default_factory=dict)
     failed: dict[ReplicaTag, BaseException] = field(default_factory=dict)
-    #: What replicas do that start, are reconfigured or drain; only of those whose process was seen to do it.
+    #: Activities of replicas that start, are reconfigured or drain, as their processes report them.
     busy: dict[ReplicaTag, Activity] = field(default_factory=dict)
     gone: set[ReplicaTag] = field(default_factory=set)
     #: The config each replica runs with, as far as it differs from its record.
@@ -168,7 +168,7 @@ class Observed:
     reconfigure_failed: dict[ReplicaTag, BaseException] = field(default_factory=dict)
     #: The rank, and the number of replicas, with which each replica runs, as far as is known.
     rank_infos: dict[ReplicaTag, RankInfo] = field(default_factory=dict)
-    #: What the user's ``record_routing_stats`` returned last.
+    #: The last result of the user's ``record_routing_stats``.
     routing_stats: dict[ReplicaTag, Mapping[str, Any]] = field(default_factory=dict)
     #: The earliest time at which a backend whose replicas keep failing may start another one.
     retry_at: dict[BackendTag, float] = field(default_factory=dict)
@@ -181,7 +181,7 @@ class Observed:
     full_from: dict[BackendTag, float] = field(default_factory=dict)
     #: The pending goal of each backend, and the highest number of replicas of its version at once.
     most: dict[BackendTag, tuple[GoalId | None, int]] = field(default_factory=dict)
-    #: When the log last said what a backend's change waits for.
+    #: When a backend's change was last logged to be waiting.
     told_at: dict[BackendTag, float] = field(default_factory=dict)
     #: Why a backend's replicas cannot load its code.
     unloadable: dict[BackendTag, str] = field(default_factory=dict)
@@ -212,7 +212,7 @@ class Observed:
     proxies_apart: dict[str, float] = field(default_factory=dict)
 
     def marked(self, worker: WorkerInfo) -> WorkerInfo:
-        """Return a worker with the mark of those that are kept for the controller and the proxies."""
+        """Return a worker marked as a system worker, if it is kept for the controller and the proxies."""
         return replace(worker, is_system=worker.matches(self.system_workers))
 
     def has_system_workers(self) -> bool:
@@ -247,7 +247,7 @@ class Observed:
         ]
 
     def host_of(self, worker: WorkerAddress) -> str:
-        """Return the host of a worker; one that is not known counts as a host of its own."""
+        """Return the host of a worker; an unknown worker is its own host."""
         info = self.workers.get(worker)
         return worker if info is None else info.host
 
@@ -310,7 +310,7 @@ class Observed:
         return next(gone, None)
 
     def notes(self, tag: BackendTag) -> Notes:
-        """Return what is known of a backend, as the input of a step."""
+        """Return the notes about a backend, as the input of a step."""
         return Notes(
             self.failures.get(tag, 0),
             self.retry_at.get(tag),
@@ -324,7 +324,7 @@ class Observed:
         )
 
     def learn(self, tag: BackendTag, notes: Notes) -> None:
-        """Apply what a step of a backend has learnt."""
+        """Apply the notes of a backend's step."""
         _put(self.failures, tag, notes.failures or None)
         _put(self.retry_at, tag, notes.retry_at)
         _put(self.waiting, tag, notes.waiting)
@@ -349,7 +349,7 @@ class Observed:
                 del self.reconfigure_failed[replica]
 
     def learn_proxies(self, lost: Iterable[str], apart: Mapping[str, float]) -> None:
-        """Apply what a step of the proxies has learnt; those that are lost listen no more."""
+        """Apply the result of a step of the proxies; the lost ones no longer listen."""
         for name in lost:
             self.proxies_ready.pop(name, None)
             self.proxies_failed.pop(name, None)

@@ -23,7 +23,7 @@ class EvictionCriteria:
     ongoing : mapping
         The known number of running requests of each replica.
     others : callable
-        Returns what a worker holds besides replicas of this backend, as a number.
+        Returns the number of actors on a worker besides replicas of this backend.
     empties_workers : bool
         Whether to empty workers, because the cluster then removes them. Otherwise replicas stay spread.
     """

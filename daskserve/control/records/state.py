@@ -73,7 +73,7 @@ class State:
         return found
 
     def described(self, tag: BackendTag) -> str:
-        """Return what messages call a backend."""
+        """Return the display name of a backend."""
         backend = self.backends.get(tag)
         return described(tag) if backend is None else backend.display_name
 

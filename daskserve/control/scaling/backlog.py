@@ -97,7 +97,7 @@ class Backlog:
             await self._close()
 
     async def _queue(self) -> QueueLength:
-        """Return the queue at its broker; open it anew if a URL that the options refer to has changed."""
+        """Return the queue at its broker; reopen it if a URL that the options refer to has changed."""
         options = self.options
         if options.has_references:
             options = await asyncio.to_thread(options.resolved, self._variables)

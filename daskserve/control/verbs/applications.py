@@ -99,7 +99,7 @@ def _deployed_by(state: State, name: str) -> str:
 
 
 def _check_together(specs: Sequence[ApplicationSpec]) -> None:
-    """Raise `BadRequestError` or `AlreadyRegisteredError` for what is wrong whatever is deployed already."""
+    """Raise an error for specs that are invalid in any state."""
     names: set[str] = set()
     routes: dict[str, str] = {}
     for spec in specs:
@@ -194,10 +194,10 @@ def _deploy(
 
 
 def _settled(state: State, existing: AppRecord, request_id: str) -> Change:
-    """Return the change by a call that deploys what is deployed already, or is about to be.
+    """Return the change of a deploy that equals the current one, or the pending one.
 
-    A failed deploy is history once what runs is deployed again. It belongs to the last call that has deployed
-    it, and stays if an earlier one takes its own change back.
+    A failed deploy is forgotten once the running version is deployed again. The application belongs to the
+    last call that has deployed it, and stays if an earlier one takes its own change back.
     """
     settled = replace(existing, last_error="", failed="", tried=[], request_id=request_id)
     if settled == existing:

@@ -237,8 +237,8 @@ def _check_version(spec: BackendSpec, existing: BackendRecord | None) -> None:
 def _told_apart(record: BackendRecord, existing: BackendRecord | None) -> str:
     """Return the version of a deployment, marked with its options that are fixed for the life of a replica.
 
-    Replicas with other such options must be replaced, those of the change before the last one included: they
-    may still run, and their version is all that is known about them. Without such options there is no mark.
+    Replicas with other such options must be replaced, including replicas from before the last change, which
+    may still run: only their version is known. Without such options there is no mark.
     """
     if record.place_options == _PLAIN_PLACE:
         return record.version

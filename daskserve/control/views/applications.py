@@ -48,7 +48,7 @@ def _word(state: State, app: AppRecord, deployments: Mapping[str, Mapping[str, A
     words = {each["status"] for each in deployments.values()}
     if "UNHEALTHY" in words:
         return "UNHEALTHY"
-    # The autoscaler changes numbers all the time; what somebody asked for is a deploy.
+    # The autoscaler changes numbers all the time; a change that a user asked for is a deploy.
     asked = any(each["status_trigger"] == "CONFIG_UPDATE_STARTED" for each in deployments.values())
     return "DEPLOYING" if asked else "RUNNING"
 
@@ -91,7 +91,7 @@ def _failed_at_first(app: AppRecord) -> dict[str, Any]:
 def _deployment_word(
     observed: Observed, backend: BackendRecord, replicas: list[ReplicaRecord]
 ) -> tuple[str, str]:
-    """Return a deployment's status and what has led to it."""
+    """Return a deployment's status and its trigger."""
     if backend.is_deleting:
         return "UPDATING", "DELETING"
     if backend.goal is not None and not goals.is_reached(backend, replicas):

@@ -300,7 +300,7 @@ def broken_routes(
 ) -> dict[WorkerAddress, dict[WorkerAddress, str]]:
     """Return the workers that other workers do not reach directly, each with its route.
 
-    ``from_here`` are those that the controller's own worker does not reach. Workers that answer nobody are
+    ``from_here`` are those that the controller's own worker does not reach. Unresponsive workers are
     left out.
     """
     found = {**observed.broken_routes, here: {each: route.value for each, route in from_here.items()}}

@@ -43,7 +43,7 @@ class ReplicaAvailability:
 
     @property
     def name(self) -> str:
-        """What messages call the backend."""
+        """The name in messages."""
         return described(self._tag, self._kind)
 
     def may_wait(self, *, has_replicas: bool) -> bool:
