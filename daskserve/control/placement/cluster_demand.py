@@ -75,7 +75,7 @@ class _NewWorkers:
         )
 
     def parts(self, demand: Demand) -> Sequence[Amounts]:
-        """Return the units that each go to one worker: single bundles, or all of them if they must be together."""
+        """Return the units that go to one worker each: single bundles, or all of them together."""
         whole = total(demand.bundles)
         # Without room for all of them on one worker, they may lie on several of one host.
         is_one = demand.strategy == "STRICT_PACK" and self.kind_for(demand, whole) is not None

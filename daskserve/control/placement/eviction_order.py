@@ -41,7 +41,7 @@ def criteria_of(
     avoid: Collection[WorkerAddress],
     now: float,
 ) -> EvictionCriteria:
-    """Return the burdens of a backend's replicas; ``avoid`` are the workers of the controller and proxies."""
+    """Return the criteria of a backend; ``avoid`` are the workers of the controller and proxies."""
 
     def others(worker: WorkerAddress) -> int:
         # Actors that cannot move, or not without a visible effect, keep their worker in any case.
