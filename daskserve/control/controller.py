@@ -99,9 +99,9 @@ class ReadingVerbs:
     def _why(self, goal: GoalRecord) -> str | None:
         """Return the reason why replicas of a goal's backends wait."""
         app = self._core.state.apps.get(goal.application)
-        waiting = self._core.observed.waiting
         tags = (goal.backend,) if app is None else app.tags
-        return next((waiting[tag] for tag in tags if tag in waiting), None)
+        found = (self._core.observed.notes_of(tag).waiting for tag in tags)
+        return next((why for why in found if why is not None), None)
 
     @verb
     async def wait_for_http(self, timeout_s: float) -> dict[str, Any]:

@@ -315,7 +315,7 @@ class ControllerCore:
             elif record is None and key.startswith("proxy/"):
                 self.observed.forget_proxy(key.removeprefix("proxy/"))
             elif record is None and key.startswith("backend/"):
-                self.observed.dead.pop(key.removeprefix("backend/"), None)
+                self.observed.notes.pop(key.removeprefix("backend/"), None)
             elif isinstance(record, GoalRecord) and record.state is not GoalState.PENDING:
                 self.loop.metrics.goals[record.state] += 1
                 self.observed.deadlines.pop(record.goal_id, None)
@@ -371,7 +371,9 @@ class ControllerCore:
             elif kind == "endpoint":
                 values[key] = endpoint_state.published(self.state.endpoints.get(name))
             else:
-                values[key] = views.published_backend(self.state, name, self.observed.unloadable.get(name))
+                values[key] = views.published_backend(
+                    self.state, name, self.observed.notes_of(name).unloadable
+                )
         return self.news.notify(values)
 
     def _announce_silent(self) -> None:

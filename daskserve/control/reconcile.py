@@ -210,8 +210,8 @@ class Reconciler:
         """Report the resources that the instance uses to the scheduler, if they have changed."""
         waiting = [
             gangs.demand_of_gang(backend, gang)
-            for tag in self._observed.waiting
-            if (backend := self._state.backends.get(tag)) is not None
+            for tag, notes in self._observed.notes.items()
+            if notes.waiting is not None and (backend := self._state.backends.get(tag)) is not None
             for gang in gangs.by_gang(backend_state.unplaced(self._state.replicas_of(tag)))
         ]
         more = workers_needed(waiting, self._observed.workers.values()) if waiting else 0
@@ -297,11 +297,11 @@ class Reconciler:
             return None
 
     def _learn(self, taken: list[tuple[BackendRecord, Step]]) -> None:
-        unloadable = self._observed.unloadable
-        before = {backend.tag: unloadable.get(backend.tag) for backend, _ in taken}
+        changed = []
         for backend, step in taken:
+            if self._observed.notes_of(backend.tag).unloadable != step.notes.unloadable:
+                changed.append(backend.tag)
             self._observed.learn(backend.tag, step.notes)
-        changed = [tag for tag, reason in before.items() if unloadable.get(tag) != reason]
         if changed:
             self._acting.announce(changed)
 

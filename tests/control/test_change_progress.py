@@ -280,7 +280,7 @@ def test_a_new_controller_goes_on_where_the_one_before_was(
     bench.now, bench.wall = 5000.0, bench.wall + age_s
     assert bench.step().wake_at == bench.now + min(left_s, TELL_S)
     (deadline,) = observed.deadlines.values()
-    full_from = observed.full_from.get("b", bench.now)
+    full_from = observed.notes["b"].full_from or bench.now
     assert min(deadline, full_from + 60) == bench.now + left_s
 
 

@@ -45,8 +45,8 @@ def awaited(
         for each in needs
         if each.num_replicas
         and not _running(state, undone, each.tag)
-        and each.tag not in observed.failures
-        and each.tag not in observed.waiting
+        and not (notes := observed.notes_of(each.tag)).failures
+        and notes.waiting is None
     ]
 
 

@@ -97,7 +97,7 @@ def _deployment_word(
     if backend.goal is not None and not goals.is_reached(backend, replicas):
         return _SCALING.get(backend.last_change, "UPDATING"), "CONFIG_UPDATE_STARTED"
     running = sum(each.state is ReplicaState.RUNNING for each in replicas)
-    if running < backend.num_replicas and backend.tag in observed.failures:
+    if running < backend.num_replicas and observed.notes_of(backend.tag).failures:
         return "UNHEALTHY", "REPLICA_STARTUP_FAILED"
     is_missing = running < backend.num_replicas and views.is_replacing(observed, backend)
     if running != backend.num_replicas and backend.scaled_to is not None and not is_missing:
