@@ -184,18 +184,9 @@ class Autoscaler:
             return self._failed(context, error)
         return self.answered(context, answer)
 
-    async def step_async(
-        self,
-        *,
-        now: float,
-        wall: float,
-        current: int,
-        target: int,
-        queries: Mapping[str, float] | None = None,
-        bounds: Bounds | None = None,
-    ) -> ScalingStep:
+    async def step_async(self, **facts: Any) -> ScalingStep:
         """Do the same as `step`, for a policy that may be async."""
-        context = self.context(now, wall, current, target, queries, bounds)
+        context = self.context(**facts)
         try:
             answer = self._policy(context)
             if inspect.isawaitable(answer):
@@ -212,8 +203,8 @@ class Autoscaler:
         wall: float,
         current: int,
         target: int,
-        queries: Mapping[str, float] | None,
-        bounds: Bounds | None,
+        queries: Mapping[str, float] | None = None,
+        bounds: Bounds | None = None,
     ) -> AutoscalingContext:
         """Return the context for a policy; see `step` for the parameters."""
         self._follow_target(target, now)
