@@ -93,7 +93,7 @@ def _tell(inputs: StepInputs, step: Step, backend: BackendRecord, replicas: Iter
         parts = (notes.waiting, busy_text(inputs.observed, backend, replicas, step_s=1.0))
         count = f"{running(backend, replicas)} of {backend.needed_replicas} replicas run"
         step.messages.append(
-            f"A change of {short_tag(backend.tag)} takes long: {'; '.join([count, *filter(None, parts)])}"
+            f"A change of {backend.display_name} takes long: {'; '.join([count, *filter(None, parts)])}"
         )
     if is_due or notes.told_at is None:
         notes.told_at = inputs.now

@@ -589,7 +589,7 @@ def test_a_shadow_of_a_stream_ends_with_its_caller(client: serve.Client) -> None
 def test_trouble_of_calls_that_a_generator_makes_is_its_own(everywhere: Deployed, method: str) -> None:
     """As it is, the error would have the router take this replica for busy and ask again."""
     stream = everywhere.stream(method)
-    with pytest.raises(UnavailableError, match="A call made by this backend failed: full") as caught:
+    with pytest.raises(UnavailableError, match="A call made by this replica failed: full") as caught:
         list(stream)
     assert type(caught.value) is UnavailableError
     assert everywhere.ask("told")[0] == 1
