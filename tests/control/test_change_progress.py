@@ -300,7 +300,7 @@ def test_the_status_and_the_log_say_what_a_slow_start_does(caplog: pytest.LogCap
         assert [each["message"] for each in status["actors"] if each["name"] == tag] == ["starting for 60 s"]
         await creating
         assert (await stage.call("status"))["backends"]["b"]["message"] == ""
-        expected = f"A change of backend 'b' takes long: 0 of 2 replicas run; {tag} has been starting for"
+        expected = f"A change of deployment 'b' takes long: 0 of 2 replicas run; {tag} has been starting for"
         said = [each.message for each in caplog.records if "takes long" in each.message]
         assert [each.startswith(expected) for each in said] == [True, True, True]
 

@@ -63,7 +63,6 @@ def test_the_signature_has_every_option_of_the_model() -> None:
         ({"num_replicas": 0}, "num_replicas"),
         ({"num_replicas": 2, "autoscaling_config": {"max_replicas": 3}}, "together with"),
         ({"max_ongoing_requests": 0}, "max_ongoing_requests"),
-        ({"max_ongoing_requests": None}, "leave it out for the default"),
         ({"max_queued_requests": -2}, "max_queued_requests"),
         ({"max_queued_requests": 0}, "give a number from 1, or -1"),
         ({"max_replicas_per_node": 0}, "max_replicas_per_node"),
