@@ -1,15 +1,17 @@
 """A hook of MkDocs: pages outside of docs/ are part of the site, and links are written for the repository.
 
-README.md is the site's first page. A link such as ``../SECURITY.md#secrets`` works where the repository is
-read, and leads to the page of the site in the built one. A link to a file that is no page, such as an
-example's, becomes its plain text.
+README.md is the site's first page. The notebooks in examples/ are pages, too, with the outputs that they
+hold. A link such as ``../SECURITY.md#secrets`` works where the repository is read, and leads to the page of
+the site in the built one. A link to a file that is no page, such as an example's, becomes its plain text.
 """
 
 from __future__ import annotations
 
+import json
 import posixpath
 import re
 from pathlib import Path
+from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -25,17 +27,41 @@ OUTSIDE = {
     "benchmarks/README.md": "benchmarks.md",
     "examples/digits/README.md": "digits.md",
 }
+NOTEBOOKS = ROOT / "examples/notebooks"
 LINK = re.compile(r"(?<!!)\[([^\]\[]*)\]\(([^)\s#]+)((?:#[^)\s]*)?)\)")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     for source, page in OUTSIDE.items():
         files.append(File.generated(config, page, abs_src_path=str(ROOT / source)))
+    for notebook in sorted(NOTEBOOKS.glob("*.ipynb")):
+        files.append(File.generated(config, f"notebooks/{notebook.stem}.md", content=notebook_page(notebook)))
     return files
+
+
+def notebook_page(notebook: Path) -> str:
+    """Return a notebook as Markdown: its texts, its code, and the outputs with which it was saved."""
+    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    parts = []
+    for cell in cells:
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        parts += map(shown_output, cell.get("outputs", ()))
+    return "\n\n".join(parts) + f"\n\nThe notebook: `{notebook.relative_to(ROOT)}`\n"
+
+
+def shown_output(output: dict[str, Any]) -> str:
+    data = output.get("data", {"text/plain": output.get("text", ())})
+    for kind in ("image/svg+xml", "text/html"):
+        if kind in data:
+            return "".join(data[kind])
+    return "```text\n" + "".join(data["text/plain"]).rstrip() + "\n```"
 
 
 def site_path(path: str) -> str:
     """Return the site's path of a file in the repository, or "" if it is not part of the site."""
+    if path.endswith(".ipynb"):
+        return f"notebooks/{Path(path).stem}.md"
     return OUTSIDE.get(path) or (path.removeprefix("docs/") if path.startswith("docs/") else "")
 
 

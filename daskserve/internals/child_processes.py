@@ -11,8 +11,10 @@ import multiprocessing
 import os
 import signal
 import threading
+from collections.abc import Callable
 from multiprocessing import connection, util
 
+from daskserve.common.clock import stopwatch
 from daskserve.internals.checking import PYTHON, needs
 
 with needs(PYTHON, ">=3.11,<3.15") as check:
@@ -74,7 +76,7 @@ class ChildProcesses:
         process.daemon = False
         process._config[_KEY] = _EndsWithParent()  # type: ignore[attr-defined]
         # An exiting process otherwise waits for its children.
-        util.Finalize(None, _end_children, exitpriority=0)
+        util.Finalize(None, _end_children, args=(stopwatch,), exitpriority=0)
 
     def close(self) -> None:
         """Allow no more children; idempotent."""
@@ -84,10 +86,14 @@ class ChildProcesses:
             process._config.pop(_KEY, None)  # type: ignore[attr-defined]
 
 
-def _end_children() -> None:
+def _end_children(now: Callable[[], float]) -> None:
     children = multiprocessing.active_children()
     for child in children:
         child.terminate()
-    connection.wait([child.sentinel for child in children], TERMINATE_S)
+    deadline = now() + TERMINATE_S
+    # Without sentinels, `connection.wait` waits for the whole timeout; with several, for the first.
+    waiting = {child.sentinel for child in children}
+    while waiting and (left := deadline - now()) > 0:
+        waiting.difference_update(connection.wait(list(waiting), left))
     for child in children:
         child.kill()

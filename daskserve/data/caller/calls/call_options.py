@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
 from daskserve.errors import BadRequestError
@@ -70,6 +70,12 @@ class CallOptions:
                 raise BadRequestError(f"{name} must be a string; got {getattr(self, name)!r}.")
         check_serialization("request_serialization", self.request_serialization)
         check_serialization("response_serialization", self.response_serialization)
+
+    def set_options(self) -> dict[str, Any]:
+        """Return the options that differ from their defaults."""
+        defaults = type(self)()
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {name: value for name, value in values.items() if value != getattr(defaults, name)}
 
     def changed(self, changes: Mapping[str, Any]) -> Self:
         """Return a copy with changed options; raise `TypeError` for an unknown one, with the valid names."""

@@ -8,6 +8,7 @@ loop of that process's connection. Callers may be on any thread or loop.
 from __future__ import annotations
 
 from collections.abc import Coroutine, Mapping, Sequence
+from html import escape
 from typing import Any, Literal, NoReturn, TypeAlias, cast, overload
 
 from daskserve.cluster.protocols.base import ClusterConnection, Process, RemoteValues
@@ -116,6 +117,17 @@ class Handle:
     def __repr__(self) -> str:
         route, method = self._known_route(), self._options.method_name
         return f"<Handle of {short_tag(self._endpoint)!r} route={route!r} method={method!r}>"
+
+    def _repr_html_(self) -> str:
+        """Return a table of what the handle calls, for notebooks."""
+        rows = {
+            "handle of": short_tag(self._endpoint),
+            "route": self._known_route() or "none, by handle only",
+            "methods": ", ".join(self._known_methods() or ()),
+            **{name: repr(value) for name, value in self._options.set_options().items()},
+        }
+        cells = (f"<th>{escape(name)}</th><td>{escape(text)}</td>" for name, text in rows.items() if text)
+        return f"<table>{''.join(f'<tr>{each}</tr>' for each in cells)}</table>"
 
     @property
     def deployment_name(self) -> str:
