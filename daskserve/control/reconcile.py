@@ -29,7 +29,7 @@ from daskserve.control.placement.rebalancing import Rebalancer
 from daskserve.control.proxies import step as http_state
 from daskserve.control.proxies.take_over import Listening, ListenRules
 from daskserve.control.records.records import BackendRecord, Change
-from daskserve.control.records.state import State
+from daskserve.control.records.state import State, display_name
 from daskserve.control.views.metrics import ControlMetrics
 from daskserve.errors import (
     ServeError,
@@ -200,7 +200,7 @@ class Reconciler:
 
     def _failed_step(self, tag: str, error: Exception) -> None:
         self.metrics.failures += 1
-        what = "the proxies" if tag == PROXIES else self._state.described(tag)
+        what = "the proxies" if tag == PROXIES else display_name(self._state, tag)
         is_expected = isinstance(error, (ServeError, OSError))
         text = "A control step of %s failed; trying again in %s s: %r"
         logger.error(text, what, ACTION_RETRY_S, error, exc_info=not is_expected)

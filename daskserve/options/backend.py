@@ -393,14 +393,11 @@ class BackendConfig(Options):
             if REPLACES in field.metadata and (value := getattr(self, name)) != field.default
         }
 
-    @property
-    def max_concurrent_queries(self) -> int | None:
-        """The classic name of ``max_ongoing_requests``."""
-        return self.max_ongoing_requests
-
-    @max_concurrent_queries.setter
-    def max_concurrent_queries(self, value: int | None) -> None:
-        self.max_ongoing_requests = value
+    #: The classic name of ``max_ongoing_requests``.
+    max_concurrent_queries = property(  # type: ignore[pydantic-field]
+        lambda self: self.max_ongoing_requests,
+        lambda self, value: setattr(self, "max_ongoing_requests", value),
+    )
 
     def concurrency(self) -> int:
         """Return how many requests one replica may run, with the defaults filled in."""

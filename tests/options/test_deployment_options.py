@@ -230,3 +230,12 @@ def test_a_type_of_accelerator_is_a_resource_that_many_replicas_share() -> None:
     demand = ActorOptions(num_cpus=0, accelerator_type="A100").demand()
     assert demand.keys() == {"accelerator_type:A100"}
     assert 0 < demand["accelerator_type:A100"] <= 0.01
+
+
+def test_the_classic_name_of_max_ongoing_requests_can_be_read_and_set() -> None:
+    config = BackendConfig(max_concurrent_queries=3)
+    assert (config.max_ongoing_requests, config.to_plain()) == (3, {"max_ongoing_requests": 3})
+    config.max_concurrent_queries = 4
+    assert config.max_ongoing_requests == config.max_concurrent_queries == 4
+    with pytest.raises(ValueError, match="max_ongoing_requests"):
+        config.max_concurrent_queries = 0

@@ -72,11 +72,6 @@ class State:
             found[self.capacity.key] = self.capacity
         return found
 
-    def described(self, tag: BackendTag) -> str:
-        """Return the display name of a backend."""
-        backend = self.backends.get(tag)
-        return described(tag) if backend is None else backend.display_name
-
     def replicas_of(self, backend: BackendTag) -> list[ReplicaRecord]:
         """Return a backend's replicas, oldest first."""
         return [self.replicas[tag] for tag in self._replicas_of.get(backend, ())]
@@ -250,3 +245,9 @@ def _add(counts: dict[str, int], name: str, by: int) -> None:
     counts[name] = counts.get(name, 0) + by
     if not counts[name]:
         del counts[name]
+
+
+def display_name(state: State, tag: BackendTag) -> str:
+    """Return the name of a backend in messages, also of one that is gone."""
+    backend = state.backends.get(tag)
+    return described(tag) if backend is None else backend.display_name

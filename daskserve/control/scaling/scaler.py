@@ -21,7 +21,7 @@ from daskserve.common.formatting import shown
 from daskserve.common.types import BackendTag, ReplicaState
 from daskserve.control.observed.observed import Observed, Scaling
 from daskserve.control.records.records import BackendRecord
-from daskserve.control.records.state import State
+from daskserve.control.records.state import State, display_name
 from daskserve.control.scaling import policy_calls
 from daskserve.control.scaling.backlog import Backlog
 from daskserve.control.scaling.brokers import open_queue
@@ -167,7 +167,7 @@ class Scaler:
             self._observed.scalings.pop(tag, None)
             self._observed.loads.forget_backend(tag)
         for tag in sorted(wanted - self._entries.keys()):
-            owner, thread = self._state.described(tag), f"daskserve-policy-{tag}"
+            owner, thread = display_name(self._state, tag), f"daskserve-policy-{tag}"
             self._entries[tag] = _ScaledBackend(self._clock.now(), PolicyLoader(self._clock, owner, thread))
 
     def _begin(self, tag: BackendTag, entry: _ScaledBackend) -> None:
@@ -177,7 +177,7 @@ class Scaler:
             entry.checking = None
             if not task.cancelled() and task.exception() is not None:
                 logger.error(
-                    "The autoscaler of %s failed", self._state.described(tag), exc_info=task.exception()
+                    "The autoscaler of %s failed", display_name(self._state, tag), exc_info=task.exception()
                 )
             self._wake.set()
 
@@ -262,7 +262,7 @@ class Scaler:
             entry.due = self._clock.now() + config.metrics_interval_s
             entry.loader.error = ""
             for warning in config.warnings():
-                logger.warning("The autoscaler of %s: %s", self._state.described(backend.tag), warning)
+                logger.warning("The autoscaler of %s: %s", backend.display_name, warning)
             self._watch_queries(backend.tag, config, entry)
             self._watch_queue(backend.tag, config, entry)
             if entry.policy_call is not None:
@@ -335,7 +335,7 @@ class Scaler:
         if options is not None:
             fetch = self._http()
             entry.backlog = Backlog(
-                self._state.described(tag),
+                display_name(self._state, tag),
                 options,
                 open_queue=lambda options: open_queue(options, fetch),
                 clock=self._clock,
@@ -389,14 +389,14 @@ class Scaler:
         if step.error is not None and (before is None or before.reason != step.reason):
             logger.error(
                 "The autoscaler of %s: %s",
-                self._state.described(backend.tag),
+                backend.display_name,
                 step.reason,
                 exc_info=step.error,
             )
         if decided.is_for(backend):
             logger.info(
                 "The autoscaler of %s: %s -> %s replicas: %s",
-                self._state.described(backend.tag),
+                backend.display_name,
                 decided.based_on,
                 step.replicas,
                 step.reason,

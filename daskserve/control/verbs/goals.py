@@ -25,7 +25,7 @@ from daskserve.control.records.records import (
     ReplicaRecord,
     to_plain,
 )
-from daskserve.control.records.state import State
+from daskserve.control.records.state import State, display_name
 from daskserve.control.records.versions import unmarked
 from daskserve.control.scaling.recorded import taken_back
 from daskserve.control.verbs import endpoints as endpoint_state
@@ -218,7 +218,7 @@ def overtaken(
     """
     app, backend = state.apps.get(goal.application), state.backends.get(goal.backend)
     is_deletion = any(each is not None and each.is_deleting for each in (app, backend))
-    name = f"application '{goal.application}'" if goal.application else state.described(goal.backend)
+    name = f"application '{goal.application}'" if goal.application else display_name(state, goal.backend)
     what = capitalized(name)
     whom = by or "another program"
     error: ServeError | None = None
