@@ -56,7 +56,7 @@ class ReplicaSet:
         routes: Routes,
         *,
         suspects: Suspects,
-        learning: WaitingCalls | None = None,
+        waiting_calls: WaitingCalls | None = None,
         contact: ControllerContact,
         reports: LoadReports | None = None,
     ) -> None:
@@ -67,14 +67,14 @@ class ReplicaSet:
         self.bodies: BodyUse = "gather"
         self.max_body_bytes: int | None = None
         self._reports = reports
-        self._learning = learning or WaitingCalls()
+        self._waiting_calls = waiting_calls or WaitingCalls()
         self._cluster = cluster
         self._clock = clock
         self._rng = rng
         self._routes = routes
         #: The replicas.
         self.pool = ReplicaPool(cluster.is_local, routes.to, cluster.handler_of)
-        #: Whether there will be replicas for who waits.
+        #: Whether waiting requests can expect a replica.
         self.availability = ReplicaAvailability(tag, contact)
         # Ordered, because a cancelled request leaves from any position.
         self._waiting: OrderedDict[asyncio.Future[PooledReplica], None] = OrderedDict()
@@ -170,7 +170,7 @@ class ReplicaSet:
         self.release(replica, None)
 
     def release(self, replica: PooledReplica, outcome: Load | Exception | None) -> None:
-        """Record that a request to a replica has ended, and what the outcome says about the replica."""
+        """Record the end of a request to a replica, and the load or the failure of the replica."""
         if type(outcome) is Load:
             self.pool.report(replica, outcome, self._clock.now())
         elif isinstance(outcome, (ReplicaBusyError, ActorLostError)):
@@ -238,7 +238,7 @@ class ReplicaSet:
             replica.sockets += is_socket
             try:
                 if replica.route is None:
-                    await self._learning.during(self._routes.connect(replica.address.worker))
+                    await self._waiting_calls.during(self._routes.connect(replica.address.worker))
                 if has_queued_request:
                     queued_since = self._clock.now() if queued_since is None else queued_since
                     load = await self._send_queued(replica, queued_since, envelope, receive, send)
@@ -299,7 +299,7 @@ class ReplicaSet:
         try:
             if self.max_queued is not None:
                 return await waiter
-            return await self._learning.during(waiter)
+            return await self._waiting_calls.during(waiter)
         except asyncio.CancelledError:
             if waiter in self._waiting:
                 del self._waiting[waiter]
