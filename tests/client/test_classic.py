@@ -87,10 +87,10 @@ class TestFunctions:
             (
                 Echo.bind(inner),
                 (),
-                "Backend 'b' has <Application 'Echo'> as an argument; run it with serve.run",
+                "'b' has <Application 'Echo'> as an argument; run it with serve.run",
             ),
-            (Echo, ([inner],), "Backend 'b' has <Application 'Echo'> as an argument"),
-            (Echo, (Echo,), r"Backend 'b' has Deployment\(name=Echo.* as an argument"),
+            (Echo, ([inner],), "'b' has <Application 'Echo'> as an argument"),
+            (Echo, (Echo,), r"'b' has Deployment\(name=Echo.* as an argument"),
             (Echo.bind(1), (2,), "<Application 'Echo'> is bound to its arguments already"),
             (
                 Echo.options(deployment_actors=[{"name": "a", "actor_class": dict}]),
