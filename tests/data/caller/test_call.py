@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import pytest
 from scenarios import for_each, scenarios
-from scripted_routes import ScriptedRoutes
+from scripted_routes import ScriptedListener, ScriptedRoutes
 
 from daskserve.cluster.long_poll import LongPollClient
 from daskserve.cluster.protocols.base import Cluster
@@ -113,7 +113,7 @@ class Process:
         self.thread_calls = self.loop_queues.get(self.loop)
         self.clock = Clock()
         self.request_ids = SimpleNamespace(next=lambda: "id")
-        self.listener = Listener()
+        self.listener = ScriptedListener()
         self.connection = self
         self.routers = Routers(
             cast(Cluster, self),
@@ -161,33 +161,6 @@ class Process:
         """Return what is in flight at each replica."""
         pool = self.routers.replica_set("b").pool
         return {entry.tag: entry.in_flight for entry in pool._entries.values()}
-
-
-class Listener:
-    """A long-poll client whose updates the test publishes."""
-
-    is_started = True
-
-    def __init__(self) -> None:
-        self.watchers: dict[str, Callable[[Any], None]] = {}
-
-    def watch(self, key: str, watcher: Callable[[Any], None]) -> Callable[[], None]:
-        self.watchers[key] = watcher
-        return lambda: None
-
-    silent_since: float | None = None
-
-    def ask(self) -> None:
-        pass
-
-    def on_worker_left(self, callback: Any) -> None:
-        pass
-
-    def on_ended(self, callback: Any) -> None:
-        pass
-
-    def tell(self, key: str, value: Any) -> None:
-        self.watchers[key](value)
 
 
 def play(scenario: Callable[[Process], Coroutine[Any, Any, None]]) -> None:

@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 from by_task import by_task
 from scenarios import for_each, scenarios
-from scripted_routes import ScriptedRoutes
+from scripted_routes import ScriptedListener, ScriptedRoutes
 
 from daskserve.cluster.long_poll import LongPollClient
 from daskserve.cluster.protocols.base import Cluster
@@ -141,24 +141,6 @@ async def test_a_failed_report_is_retried_with_the_newest_load() -> None:
     reports.close()
 
 
-class Listener:
-    """A long-poll client that hears nothing."""
-
-    def watch(self, key: str, watcher: Any) -> Any:
-        return lambda: None
-
-    silent_since: float | None = None
-
-    def ask(self) -> None:
-        pass
-
-    def on_worker_left(self, callback: Any) -> None:
-        pass
-
-    def on_ended(self, callback: Any) -> None:
-        pass
-
-
 NOTHING = {"replicas": [], "concurrency": 1, "max_queued": 5, "max_crash_retries": 1, "autoscaled": True}
 
 
@@ -168,7 +150,7 @@ async def test_requests_to_a_backend_without_replicas_are_reported_together_at_o
     controller = Controller()
     routers = Routers(
         cast(Cluster, controller),
-        cast(LongPollClient, Listener()),
+        cast(LongPollClient, ScriptedListener()),
         LoopClock(),
         random.Random(1),
         ScriptedRoutes(),
@@ -216,7 +198,7 @@ async def test_a_request_queued_at_a_replica_is_reported_once_as_waiting() -> No
     controller = FullReplica()
     routers = Routers(
         cast(Cluster, controller),
-        cast(LongPollClient, Listener()),
+        cast(LongPollClient, ScriptedListener()),
         LoopClock(),
         random.Random(1),
         ScriptedRoutes(),

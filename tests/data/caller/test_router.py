@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 from by_task import by_task
 from scenarios import for_each, scenarios
-from scripted_routes import ScriptedRoutes
+from scripted_routes import ScriptedListener, ScriptedRoutes
 
 from daskserve.cluster.long_poll import LongPollClient
 from daskserve.cluster.protocols.base import Cluster
@@ -115,44 +115,12 @@ class Replicas:
             future.set_result(outcome)
 
 
-class Listener:
-    """A long-poll client whose updates the test publishes."""
-
-    def __init__(self) -> None:
-        self.watchers: dict[str, list[Callable[[Any], None]]] = {}
-        self.left: list[Callable[[str], None]] = []
-        self.ended: list[Callable[[], None]] = []
-
-    def watch(self, key: str, watcher: Callable[[Any], None]) -> Callable[[], None]:
-        self.watchers.setdefault(key, []).append(watcher)
-        return lambda: self.watchers[key].remove(watcher)
-
-    silent_since: float | None = None
-    asked = 0
-
-    def ask(self) -> None:
-        self.asked += 1
-
-    def on_worker_left(self, callback: Callable[[str], None]) -> None:
-        self.left.append(callback)
-
-    def on_ended(self, callback: Callable[[], None]) -> None:
-        self.ended.append(callback)
-
-    async def start(self) -> None:
-        pass
-
-    def tell(self, key: str, value: Any) -> None:
-        for watcher in list(self.watchers.get(key, ())):
-            watcher(value)
-
-
 class Stage:
     """Routers, their replicas, and the hand of the test."""
 
     def __init__(self) -> None:
         self.replicas = Replicas()
-        self.listener = Listener()
+        self.listener = ScriptedListener()
         self.clock = LoopClock()
         self.sent: list[asyncio.Task[None]] = []
         self.routes = ScriptedRoutes()
@@ -1057,42 +1025,32 @@ async def test_a_deletion_elsewhere_completes_what_the_replicas_have_and_refuses
         await on_its_way
 
 
+@for_each(
+    ("why", "error", "text"),
+    [
+        (
+            {"unloadable": "it is damaged"},
+            CodeUnavailableError,
+            r"'b' is unavailable .* loaded: it is damaged",
+        ),
+        ({"off": True}, UnavailableError, "the target capacity of its instance is 0 %"),
+    ],
+)
 @staged
-async def test_requests_fail_at_once_if_no_replica_can_load_its_code(stage: Stage) -> None:
+async def test_requests_fail_at_once_if_no_replica_can_start(
+    stage: Stage, why: dict[str, Any], error: type[UnavailableError], text: str
+) -> None:
     backend = stage.backend("r1")
     running, waiting = stage.send(backend), stage.send(backend)
-    stage.publish("r1", unloadable="it is damaged")
+    await quiet()
+    stage.publish("r1", **why)
     await quiet()
     assert not waiting.done()  # r1 answers as long as it is there
-    stage.publish(unloadable="it is damaged")
+    stage.publish(**why)
     for each in (waiting, stage.send(backend)):
-        with pytest.raises(
-            CodeUnavailableError, match=r"'b' is unavailable .* loaded: it is damaged"
-        ) as info:
+        with pytest.raises(error, match=text) as info:
             await each
         assert http_status_of(info.value) == 503
-    stage.replicas.finish("r1")
-    await running
-    stage.publish()
-    waiting = stage.send(backend)  # it was deployed again
-    stage.publish("r2")
-    await quiet()
-    stage.replicas.finish("r2")
-    await waiting
-
-
-@staged
-async def test_requests_fail_at_once_if_the_target_capacity_is_zero(stage: Stage) -> None:
-    backend = stage.backend("r1")
-    running, waiting = stage.send(backend), stage.send(backend)
-    await quiet()
-    stage.publish("r1", off=True)
-    await quiet()
-    assert not waiting.done()  # r1 answers as long as it is there
-    stage.publish(off=True)
-    for each in (waiting, stage.send(backend)):
-        with pytest.raises(UnavailableError, match="the target capacity of its instance is 0 %"):
-            await each
     stage.replicas.finish("r1")
     await running
     stage.publish()
