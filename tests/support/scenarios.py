@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from collections.abc import Callable, Iterable
 from functools import partial, wraps
 from typing import Any
+
+from daskserve.testing import run_virtual
 
 
 def scenarios(run: Callable[[Any], None], provided: int = 1) -> Callable[[Callable[..., Any]], Any]:
@@ -31,6 +34,11 @@ def scenarios(run: Callable[[Any], None], provided: int = 1) -> Callable[[Callab
         return run_test
 
     return decorate
+
+
+#: For coroutines that need nothing else.
+virtual_time = scenarios(run_virtual, 0)
+real_time = scenarios(lambda test: asyncio.run(test()), 0)
 
 
 def for_each(names: str | tuple[str, ...], cases: Iterable[Any]) -> Callable[[Callable[..., Any]], Any]:

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import pytest
 from by_task import by_task
-from scenarios import for_each, scenarios
+from scenarios import for_each, scenarios, virtual_time
 from scripted_routes import ScriptedListener, ScriptedRoutes
 
 from daskserve.cluster.long_poll import LongPollClient
@@ -199,7 +199,6 @@ def run(scenario: Callable[[Stage], Coroutine[Any, Any, None]]) -> None:
 
 
 staged = scenarios(run)
-virtual = scenarios(run_virtual, 0)
 
 
 def now() -> float:
@@ -457,7 +456,7 @@ class OnlyReplica:
 
 @for_each("clients", [(3, 3), (1, 10), (3, 3, 3, 3, 3), (1, 10, 1, 2, 5), (1, 1, 1, 1, 1)])
 @for_each("took_s", [1.0, 0.3, 0.005])
-@virtual
+@virtual_time
 async def test_routers_take_turns_at_a_replica_hardly_disturb_it_and_leave_it_no_time_to_idle(
     took_s: float, clients: tuple[int, ...]
 ) -> None:
@@ -473,7 +472,7 @@ async def test_routers_take_turns_at_a_replica_hardly_disturb_it_and_leave_it_no
 
 
 @for_each("took_s", [1.0, 0.02])
-@virtual
+@virtual_time
 async def test_routers_use_and_share_all_of_many_slots(took_s: float) -> None:
     slots = OnlyReplica(took_s, routers=3, slots=8, jitter=0.4)
     for router, count in enumerate((10, 20, 40)):
@@ -485,7 +484,7 @@ async def test_routers_use_and_share_all_of_many_slots(took_s: float) -> None:
     await slots.end()
 
 
-@virtual
+@virtual_time
 async def test_an_occasional_request_to_a_busy_replica_soon_gets_a_slot() -> None:
     slots = OnlyReplica(0.01)
     slots.keep_asking(0, 3)
@@ -499,7 +498,7 @@ async def test_an_occasional_request_to_a_busy_replica_soon_gets_a_slot() -> Non
     await slots.end()
 
 
-@virtual
+@virtual_time
 async def test_a_replica_that_has_room_again_is_used_without_waiting() -> None:
     slots = OnlyReplica(1.0, slots=5)
     slots.keep_asking(0, 5)
@@ -647,7 +646,7 @@ async def test_among_many_replicas_a_request_waits_less_at_each(
     assert found == [QueueTimeout(left_s)]
 
 
-@virtual
+@virtual_time
 async def test_a_request_that_ran_out_of_patience_moves_to_a_replica_with_room() -> None:
     slots = OnlyReplica(1000.0)
     slots.stages[0].send(slots.backends[0])
@@ -1548,7 +1547,7 @@ async def test_a_worker_is_used_as_long_as_a_replica_is_there(stage: Stage) -> N
     assert not stage.routes.is_used("worker-of-r1")
 
 
-@virtual
+@virtual_time
 async def test_a_deletion_can_wait_for_the_calls_that_learn_where_to_go() -> None:
     stage = Stage()
     waiting = asyncio.create_task(stage.waiting_calls.wait_until_over())
