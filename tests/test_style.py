@@ -42,15 +42,9 @@ SIZE_EXCEPTIONS: Mapping[str, str] = {
 #: ``"Name": "why only its own module names this protocol"``
 PROTOCOL_EXCEPTIONS: Mapping[str, str] = dict.fromkeys(
     (
-        "Watched",
-        "PipeOwner",
-        "LoopPlace",
-        "LoopGuest",
         "MayLeaveAnswer",
         "ServerListener",
         "Caller",
-        "SlotHolder",
-        "HasQueued",
         "WebSocketOwner",
     ),
     "its room is being rebuilt",

@@ -13,6 +13,7 @@ from daskserve.cluster.protocols.ended import ended_error
 from daskserve.common.clock import RequestIds
 from daskserve.common.types import InstanceName
 from daskserve.errors import BadRequestError, BlockingCallError, NotRunningError, ServeError
+from daskserve.loops.event_loop import on_loop, running_loop
 from daskserve.loops.thread_calls import CallInbox, LoopQueues, ThreadCalls
 
 T = TypeVar("T")
@@ -79,10 +80,7 @@ class LocalConnection:
 
     def runs_here(self) -> bool:
         """Return whether the caller is on the cluster's own loop."""
-        try:
-            return asyncio.get_running_loop() is self.loop
-        except RuntimeError:
-            return False
+        return running_loop() is self.loop
 
     def cluster(self, instance: InstanceName) -> Process:
         """Return this process's view of the cluster's only instance; raise `NotRunningError` for others."""
@@ -121,9 +119,7 @@ class LocalConnection:
 
     async def wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the cluster's loop and return its result to a coroutine on any loop."""
-        if self.runs_here():
-            return await coroutine
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self.loop))
+        return await on_loop(self.loop, coroutine)
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """Run a coroutine without waiting for it; call on the loop only."""
