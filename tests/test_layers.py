@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from scenarios import for_each
+from cases import for_each
 
 ROOT = Path(__file__).parent.parent
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import cloudpickle
 import pytest
+from cases import for_each
 from prometheus_client import CollectorRegistry, generate_latest
-from scenarios import for_each
 
 import daskserve as serve
 from daskserve import metrics

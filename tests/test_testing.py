@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Literal
 
 import pytest
-from scenarios import for_each, real_time, virtual_time
+from cases import for_each
 
 import daskserve as serve
 from daskserve.common.clock import LoopClock
@@ -46,7 +46,7 @@ def test_time_starts_at_zero_and_passes_only_for_timers() -> None:
     assert time.monotonic() - began < 5
 
 
-@virtual_time
+@pytest.mark.virtual_time
 async def test_a_timer_fires_at_its_time_to_the_last_bit() -> None:
     """If it fired a rounding error early, `while now < deadline: wait(deadline - now)` would never end."""
     loop = asyncio.get_running_loop()
@@ -219,7 +219,6 @@ def test_the_functions_of_the_package_use_the_local_instance_of_their_block() ->
     assert serve.status().instance == ""
 
 
-@real_time
 async def test_the_functions_of_the_package_use_the_local_instance_of_their_async_block() -> None:
     async with local_instance_async() as client:
         handle = await serve.run_async(serve.deployment("builtins.repr", name="hello").bind())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from scenarios import for_each, virtual_time
 
 from daskserve.errors import RequestTimeoutError
 from daskserve.loops.deadlines import earliest, until
@@ -15,7 +14,7 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-@virtual_time
+@pytest.mark.virtual_time
 async def test_work_in_time_returns_its_result() -> None:
     async def work() -> str:
         await asyncio.sleep(4.9)
@@ -24,7 +23,7 @@ async def test_work_in_time_returns_its_result() -> None:
     assert await until(5.0, work(), "late") == "done"
 
 
-@virtual_time
+@pytest.mark.virtual_time
 async def test_late_work_is_cancelled() -> None:
     cancelled_at = []
 
@@ -40,7 +39,7 @@ async def test_late_work_is_cancelled() -> None:
     assert cancelled_at == [5.0]
 
 
-@virtual_time
+@pytest.mark.virtual_time
 async def test_work_is_not_begun_after_its_deadline() -> None:
     async def work() -> None:
         raise AssertionError("begun")
@@ -50,7 +49,7 @@ async def test_work_is_not_begun_after_its_deadline() -> None:
         await until(5.0, work(), "late")
 
 
-@virtual_time
+@pytest.mark.virtual_time
 async def test_errors_of_the_work_pass_through_including_timeouts() -> None:
     async def work() -> None:
         raise TimeoutError("the database")
@@ -60,8 +59,8 @@ async def test_errors_of_the_work_pass_through_including_timeouts() -> None:
     assert not isinstance(info.value, RequestTimeoutError)
 
 
-@for_each(("outer", "inner", "winner"), [(5, 5, "outer"), (5, 6, "outer"), (6, 5, "inner")])
-@virtual_time
+@pytest.mark.parametrize(("outer", "inner", "winner"), [(5, 5, "outer"), (5, 6, "outer"), (6, 5, "inner")])
+@pytest.mark.virtual_time
 async def test_the_earliest_nested_deadline_counts_and_the_outermost_of_equal_ones(
     outer: float, inner: float, winner: str
 ) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import logging
 
 import pytest
-from scenarios import virtual_time
 
 from daskserve.loops.tasks import TaskSet
 from daskserve.testing import run_virtual
@@ -14,7 +13,7 @@ from daskserve.testing import run_virtual
 logger = logging.getLogger("daskserve.test")
 
 
-@virtual_time
+@pytest.mark.virtual_time
 async def test_closing_cancels_the_tasks_and_waits_for_them() -> None:
     ended: list[str] = []
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from scenarios import real_time
 
 from daskserve.loops.termination import Termination, begin_on, on_sigterm
 
@@ -148,7 +147,6 @@ def test_a_forked_child_ends_by_the_signal(ended: list[int]) -> None:
     assert len(begun.dones) == 1  # nothing is held back in this process
 
 
-@real_time
 async def test_what_runs_on_an_event_loop_is_done_with_its_task(ended: list[int]) -> None:
     may_end = asyncio.Event()
     remove = on_sigterm(begin_on(asyncio.get_running_loop(), lambda: asyncio.ensure_future(may_end.wait())))

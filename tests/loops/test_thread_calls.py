@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from scenarios import for_each, real_time
+from cases import for_each
 
 from daskserve.loops.thread_calls import MAX_DELAY_S, CallInbox, LoopQueues, ThreadCalls
 
@@ -59,7 +59,6 @@ def test_post_soon_runs_after_the_current_loop_iteration(
     assert done.is_set()
 
 
-@real_time
 async def test_post_soon_does_not_wait_for_the_end_of_a_long_loop_iteration(
     other_loop: asyncio.AbstractEventLoop,
 ) -> None:
@@ -70,7 +69,7 @@ async def test_post_soon_does_not_wait_for_the_end_of_a_long_loop_iteration(
     while not done.is_set():
         thread_calls.post_soon(done.set)
         assert time.monotonic() < deadline
-        time.sleep(MAX_DELAY_S / 10)  # noqa: ASYNC251 - the iteration is long
+        time.sleep(MAX_DELAY_S / 10)
 
 
 def test_iterations_that_post_share_a_wake_up(

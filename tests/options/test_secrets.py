@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cases import for_each
 from control_harness import backend
 from pydantic import ValidationError
-from scenarios import for_each, real_time
 
 import daskserve as serve
 from daskserve.cluster.protocols.base import ActorSpec
@@ -139,7 +139,6 @@ class Queue:
         self.closes += 1
 
 
-@real_time
 async def test_the_url_of_a_broker_is_read_at_each_poll(tmp_path: Path) -> None:
     path = tmp_path / "url"
     queues: list[Queue] = []

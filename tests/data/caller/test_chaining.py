@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 from dask import delayed
-from scenarios import real_time
 from starlette.requests import ClientDisconnect, Request
 
 import daskserve as serve
@@ -129,7 +128,6 @@ def test_a_large_result_does_not_reach_the_caller_unless_it_asks(
     assert second.remote(between).result(DEADLINE_S) == LARGE  # now from the caller
 
 
-@real_time
 async def test_a_large_result_can_be_awaited_after_it_was_passed_on(
     first: serve.Handle, second: serve.Handle
 ) -> None:

@@ -10,7 +10,6 @@ from typing import Any, cast
 
 import pytest
 from by_task import by_task
-from scenarios import for_each, virtual_time
 from scripted_routes import ScriptedListener, ScriptedRoutes
 
 from daskserve.cluster.long_poll import LongPollClient
@@ -77,7 +76,7 @@ def make(**queues: Queue) -> tuple[Controller, LoadReports]:
     return controller, LoadReports(cast(Cluster, controller), LoopClock(), queues)
 
 
-@virtual_time
+@pytest.mark.virtual_time
 async def test_load_is_reported_every_second_and_its_end_once() -> None:
     queue = Queue(waiting=1, in_flight=2)
     controller, reports = make(b=queue, idle=Queue(), other=Queue(waiting=5, is_autoscaled=False))
@@ -90,7 +89,7 @@ async def test_load_is_reported_every_second_and_its_end_once() -> None:
     reports.close()
 
 
-@virtual_time
+@pytest.mark.virtual_time
 async def test_nothing_is_reported_if_no_backend_is_autoscaled() -> None:
     queue = Queue(waiting=1, is_autoscaled=False)
     controller, reports = make(b=queue)
@@ -108,7 +107,7 @@ async def test_nothing_is_reported_if_no_backend_is_autoscaled() -> None:
     reports.close()
 
 
-@virtual_time
+@pytest.mark.virtual_time
 async def test_a_request_without_replicas_is_reported_at_once_and_more_often() -> None:
     queue = Queue()
     controller, reports = make(b=queue)
@@ -124,7 +123,7 @@ async def test_a_request_without_replicas_is_reported_at_once_and_more_often() -
     reports.close()
 
 
-@virtual_time
+@pytest.mark.virtual_time
 async def test_a_failed_report_is_retried_with_the_newest_load() -> None:
     queue = Queue(waiting=1)
     controller, reports = make(b=queue)
@@ -141,8 +140,8 @@ async def test_a_failed_report_is_retried_with_the_newest_load() -> None:
 NOTHING = {"replicas": [], "concurrency": 1, "max_queued": 5, "max_crash_retries": 1, "autoscaled": True}
 
 
-@for_each("is_known", [True, False])
-@virtual_time
+@pytest.mark.parametrize("is_known", [True, False])
+@pytest.mark.virtual_time
 async def test_requests_to_a_backend_without_replicas_are_reported_together_at_once(is_known: bool) -> None:
     controller = Controller()
     routers = Routers(
@@ -189,7 +188,7 @@ class FullReplica(Controller):
         raise AssertionError
 
 
-@virtual_time
+@pytest.mark.virtual_time
 async def test_a_request_queued_at_a_replica_is_reported_once_as_waiting() -> None:
     """The replica does not count it as running, so it is no second request to the controller."""
     controller = FullReplica()
@@ -222,7 +221,7 @@ async def keep(message: Message) -> None:
     pass
 
 
-@virtual_time
+@pytest.mark.virtual_time
 async def test_reports_stop_when_the_instance_has_ended() -> None:
     controller, reports = make(b=Queue(waiting=1))
     controller.errors = [NotRunningError("it has been shut down")]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from scenarios import for_each, real_time
+import pytest
+from cases import for_each
 
 from daskserve.common.types import Envelope, EnvelopeKind, Message
 from daskserve.data.caller.routing.replay import KEPT_BYTES, MAX_REPEATS, Replay
@@ -25,7 +26,6 @@ def replay_over(messages: Sequence[Message], *, is_idempotent: bool = True) -> t
     return Replay(envelope, receive), envelope
 
 
-@real_time
 async def test_the_next_replica_gets_the_replayed_messages_and_then_the_rest() -> None:
     replay, _ = replay_over([body(b"a", True), body(b"b", True), body(b"c")])
     assert [await replay.receive(), await replay.receive()] == [body(b"a", True), body(b"b", True)]
@@ -35,16 +35,14 @@ async def test_the_next_replica_gets_the_replayed_messages_and_then_the_rest() -
     assert [(await replay.receive())["body"] for _ in range(3)] == [b"a", b"b", b"c"]
 
 
-@for_each(("size", "may_repeat"), [(KEPT_BYTES, True), (KEPT_BYTES + 1, False)])
-@real_time
+@pytest.mark.parametrize(("size", "may_repeat"), [(KEPT_BYTES, True), (KEPT_BYTES + 1, False)])
 async def test_a_body_is_kept_up_to_a_size_limit(size: int, may_repeat: bool) -> None:
     replay, _ = replay_over([body(b"x" * size)])
     await replay.receive()
     assert replay.rewind(begun=True) is may_repeat
 
 
-@for_each("is_idempotent", [True, False])
-@real_time
+@pytest.mark.parametrize("is_idempotent", [True, False])
 async def test_a_request_that_had_not_begun_is_retried_whatever_its_method(is_idempotent: bool) -> None:
     replay, _ = replay_over([body(b"read ahead", True), body(b"rest")], is_idempotent=is_idempotent)
     await replay.receive()
@@ -69,7 +67,6 @@ def test_only_idempotent_http_requests_are_retried(method: str, is_repeatable: b
     assert replay.rewind(begun=True) is is_repeatable
 
 
-@real_time
 async def test_a_whole_body_of_any_size_is_kept_for_a_replica_that_has_not_begun() -> None:
     whole = body(b"x" * 10 * KEPT_BYTES)
     replay, _ = replay_over([whole])
