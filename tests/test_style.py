@@ -43,7 +43,6 @@ SIZE_EXCEPTIONS: Mapping[str, str] = {
 PROTOCOL_EXCEPTIONS: Mapping[str, str] = dict.fromkeys(
     (
         "MayLeaveAnswer",
-        "ServerListener",
         "Caller",
         "WebSocketOwner",
     ),
