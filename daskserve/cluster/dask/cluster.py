@@ -13,16 +13,14 @@ from typing import Any
 from distributed import Client, Worker
 
 from daskserve._version import PROTOCOL, __version__
-from daskserve.cluster.actors.calls import ActorCalls
+from daskserve.cluster.actors.calls import ProcessView
 from daskserve.cluster.actors.registry import ActorRegistry
 from daskserve.cluster.channel.pool import ChannelPool
 from daskserve.cluster.dask.subscription import TopicSubscription
 from daskserve.cluster.distributed_internals import call_scheduler, until_connected
-from daskserve.cluster.long_poll import LongPollClient
 from daskserve.cluster.parcel_memory import ParcelCarrier
 from daskserve.cluster.protocols.base import ClusterConnection, TopicHandler
 from daskserve.cluster.protocols.stores import StoreChange, StoreOwnership
-from daskserve.cluster.routes import WorkerRoutes
 from daskserve.common.clock import Clock
 from daskserve.common.types import ActorAddress, InstanceName, UsageReport, WorkerAddress, WorkerInfo
 from daskserve.errors import (
@@ -164,7 +162,7 @@ class RemoteStore:
             ) from error
 
 
-class DaskCluster(ActorCalls):
+class DaskCluster(ProcessView):
     """The implementation of `daskserve.cluster.protocols.base.Cluster` on Dask.
 
     Parameters
@@ -188,39 +186,23 @@ class DaskCluster(ActorCalls):
         local_worker: Any = None,
         registry: ActorRegistry | None = None,
     ) -> None:
-        super().__init__(instance, channels, registry)
-        self.clock = clock
-        self.routes = WorkerRoutes(channels, clock)
+        super().__init__(instance, channels, registry, clock)
         self.store = RemoteStore(client, instance)
         self.connection = connection
-        #: Objects that the layers above keep once per process and instance, by name.
-        self.shared: dict[str, Any] = {}
         self._client = client
         self._worker = local_worker
         self._controller: ActorAddress | None = None
-        self._listener: LongPollClient | None = None
         self._parcels = ParcelCarrier(partial(ask_supervisor, client, instance=instance))
-        self.is_ended = False
         self._topic = TopicSubscription(client, topic_of(instance), clock)
         self._resumed_at: float | None = None
 
-    @property
-    def listener(self) -> LongPollClient:
-        """This process's long-poll client for the instance; created on first use, not yet started."""
-        if self._listener is None:
-            self._listener = LongPollClient(self, self.clock)
-            self._listener.on_worker_left(self._forget_worker)
-            self._listener.on_ended(self._mark_ended)
-        return self._listener
-
     def _forget_worker(self, worker: WorkerAddress) -> None:
-        self._channels.drop(worker)
+        super()._forget_worker(worker)
         if self._controller is not None and self._controller.worker == worker:
             self._controller = None
 
     def _mark_ended(self) -> None:
-        self.is_ended = True
-        self.routes.close()
+        super()._mark_ended()
         self._controller = None
         self._topic.end()  # the scheduler keeps the topic while this process listens
 
