@@ -37,7 +37,7 @@ from daskserve.telemetry.collector import PROCESS
 
 #: The scheduler handler that the supervisor plugin adds.
 SUPERVISOR_OP = "daskserve"
-#: How long after the return of the scheduler an instance that it does not know may still come back.
+#: Time after the scheduler's return in which an instance that it does not know may reconnect.
 RECONNECT_S = 10.0
 
 
@@ -79,9 +79,9 @@ def _value_of(answer: Any) -> Any:
 
 
 async def ask_if_supervised(client: Client, verb: str, **message: Any) -> Any:
-    """Call a verb of the supervisor, which may have gone with the last instance; see `ask_supervisor`.
+    """Call a verb of the supervisor if there is one; see `ask_supervisor`.
 
-    To call an operation that the scheduler does not have logs a traceback there.
+    The scheduler logs a traceback if it is called for an operation that it does not have.
     """
 
     def find(dask_scheduler: Any) -> bool:  # pickled by value, because it is nested
@@ -156,7 +156,7 @@ class RemoteStore:
             )
             self.learn(condition)
         except NotRunningError as error:
-            # Callers learn which of both it is when they look for the controller again.
+            # The next lookup of the controller tells callers which of the two it is.
             raise UnavailableError(
                 f"The instance has ended, or another scheduler starts it: {error}"
             ) from error
@@ -291,7 +291,7 @@ class DaskCluster(ProcessView):
         return await self._topic.subscribe(handler)
 
     async def resume(self) -> None:
-        """Listen to the scheduler that has taken the place of a lost one, and learn what was missed."""
+        """Listen to the scheduler that replaced a lost one, and fetch missed changes."""
         self._resumed_at = self.clock.now()
         self._controller = None
         await self._topic.resume()
