@@ -9,8 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 
 from daskserve.common.types import EVERY_ADDRESS, Location
-from daskserve.options.base import ByteCount, Masked, Options
-from daskserve.options.credentials import Secret
+from daskserve.options.base import ByteCount, Masked, Options, Secret
 from daskserve.options.secrets import hidden
 
 
@@ -233,7 +232,7 @@ class HTTPOptions(Options):
         return self
 
     def risks(self) -> list[str]:
-        """Return what these options reveal to clients that they may not be meant for."""
+        """Return warnings about options that reveal information to clients."""
         found = []
         if self.has_proxies and self.debug:
             found.append(

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from cases import for_each
 
 import daskserve as serve
 from daskserve.client.definitions.specs import make_spec
@@ -38,7 +39,7 @@ class Model:
     def __call__(self) -> None: ...
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@for_each("name", OPTIONS)
 def test_an_option_is_accepted_in_the_decorator_and_by_options(name: str) -> None:
     options = {name: OPTIONS[name]}
     plain = serve.deployment(Model)
@@ -56,14 +57,13 @@ def test_the_signature_has_every_option_of_the_model() -> None:
             assert parameters[name].default == field.get_default(call_default_factory=True)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("options", "match"),
     [
         ({"name": ""}, "name must not be empty"),
         ({"num_replicas": 0}, "num_replicas"),
         ({"num_replicas": 2, "autoscaling_config": {"max_replicas": 3}}, "together with"),
         ({"max_ongoing_requests": 0}, "max_ongoing_requests"),
-        ({"max_ongoing_requests": None}, "leave it out for the default"),
         ({"max_queued_requests": -2}, "max_queued_requests"),
         ({"max_queued_requests": 0}, "give a number from 1, or -1"),
         ({"max_replicas_per_node": 0}, "max_replicas_per_node"),
@@ -86,7 +86,7 @@ def test_the_signature_has_every_option_of_the_model() -> None:
         ({"env": "not/absolute"}, "absolute path"),
         (
             {"max_ongoing_requests": 2, "max_concurrent_queries": 2},
-            "max_ongoing_requests is another spelling",
+            "max_concurrent_queries is another spelling",
         ),
         ({"ray_actor_options": {"memory": "2 elephants"}}, "'2 elephants' is not an amount of bytes; give a"),
         ({"ray_actor_options": {"foo": None}}, "ActorOptions has no option 'foo'"),
@@ -108,7 +108,7 @@ BUNDLES = [{"CPU": 1}, {"CPU": 2}]
 PAIRS = {"gang_size": 2}
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("first", "then", "expected"),
     [
         ({"num_replicas": "auto"}, {"num_replicas": 2}, {"num_replicas": 2}),
@@ -123,7 +123,7 @@ PAIRS = {"gang_size": 2}
         ),
         ({"num_replicas": 3}, {"num_replicas": None}, {"num_replicas": 3}),
         ({"num_replicas": 3}, {"num_replicas": None, "autoscaling_config": {}}, auto()),
-        ({"max_ongoing_requests": 3}, {"max_concurrent_queries": 4}, {"max_concurrent_queries": 4}),
+        ({"max_ongoing_requests": 3}, {"max_concurrent_queries": 4}, {"max_ongoing_requests": 4}),
         ({"max_unavailable": 1}, {"rolling_update_percentage": 0.2}, {"max_unavailable": "20%"}),
         ({"placement_group_bundles": BUNDLES}, {"placement_group_strategy": "SPREAD"}, None),
         ({"placement_group_strategy": "SPREAD"}, {"placement_group_bundles": BUNDLES}, None),
@@ -143,7 +143,7 @@ def test_steps_are_merged_and_then_checked(
         assert made.config == whole
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("options", "match"),
     [
         (
@@ -162,9 +162,7 @@ def test_an_option_that_lacks_another_one_is_refused_when_it_is_used(
         make_spec("b", Model, (), {}, actor_options=None, config=options, timeout_s=None)
 
 
-@pytest.mark.parametrize(
-    ("text", "count"), [("2GB", 2 * 10**9), ("512 MiB", 2**29), ("1.5kB", 1500), (7, 7), (None, 0)]
-)
+@for_each(("text", "count"), [("2GB", 2 * 10**9), ("512 MiB", 2**29), ("1.5kB", 1500), (7, 7), (None, 0)])
 def test_amounts_of_bytes_are_numbers_or_texts(text: Any, count: int) -> None:
     made = serve.deployment(ray_actor_options={"memory": text, "num_gpus": None, "runtime_env": None})(Model)
     assert made.actor_options == ActorOptions(memory=count)
@@ -182,7 +180,7 @@ def test_options_of_another_type_are_refused() -> None:
         serve.deployment(ray_actor_options=[1])  # type: ignore[call-overload]
 
 
-@pytest.mark.parametrize(
+@for_each(
     "options",
     [
         "num_cpus",
@@ -231,3 +229,12 @@ def test_a_type_of_accelerator_is_a_resource_that_many_replicas_share() -> None:
     demand = ActorOptions(num_cpus=0, accelerator_type="A100").demand()
     assert demand.keys() == {"accelerator_type:A100"}
     assert 0 < demand["accelerator_type:A100"] <= 0.01
+
+
+def test_the_classic_name_of_max_ongoing_requests_can_be_read_and_set() -> None:
+    config = BackendConfig(max_concurrent_queries=3)
+    assert (config.max_ongoing_requests, config.to_plain()) == (3, {"max_ongoing_requests": 3})
+    config.max_concurrent_queries = 4
+    assert config.max_ongoing_requests == config.max_concurrent_queries == 4
+    with pytest.raises(ValueError, match="max_ongoing_requests"):
+        config.max_concurrent_queries = 0

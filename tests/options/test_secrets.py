@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cases import for_each
 from control_harness import backend
 from pydantic import ValidationError
 
@@ -84,7 +85,7 @@ def test_a_missing_variable_is_named() -> None:
         read_secret({"env": "A"}, "my_option", {"A": ""})
 
 
-@pytest.mark.parametrize(
+@for_each(
     "value",
     [{}, {"env": "A", "file": "/a"}, {"key": VALUE}, {"env": 1}, {"env": ""}, {"file": "a/b"}, 5, [VALUE]],
 )
@@ -138,7 +139,7 @@ class Queue:
         self.closes += 1
 
 
-def test_the_url_of_a_broker_is_read_at_each_poll(tmp_path: Path) -> None:
+async def test_the_url_of_a_broker_is_read_at_each_poll(tmp_path: Path) -> None:
     path = tmp_path / "url"
     queues: list[Queue] = []
 
@@ -156,18 +157,15 @@ def test_the_url_of_a_broker_is_read_at_each_poll(tmp_path: Path) -> None:
             path.write_text(content)
         await backlog._poll()
 
-    async def main() -> None:
-        await poll(None)
-        assert "queue 'q' cannot be read: broker_url is {'file'" in backlog.problem
-        await poll("ftp://u:hunter2@h")
-        assert "broker_url is 'ftp://***@h'" in backlog.problem
-        await poll("redis://:one@h\n")
-        await poll(None)
-        assert (backlog.value(), backlog.problem) == (3.0, "")
-        await poll("redis://:two@h")
-        assert [(each.url, each.closes) for each in queues] == [("redis://:one@h", 1), ("redis://:two@h", 0)]
-
-    asyncio.run(main())
+    await poll(None)
+    assert "queue 'q' cannot be read: broker_url is {'file'" in backlog.problem
+    await poll("ftp://u:hunter2@h")
+    assert "broker_url is 'ftp://***@h'" in backlog.problem
+    await poll("redis://:one@h\n")
+    await poll(None)
+    assert (backlog.value(), backlog.problem) == (3.0, "")
+    await poll("redis://:two@h")
+    assert [(each.url, each.closes) for each in queues] == [("redis://:one@h", 1), ("redis://:two@h", 0)]
 
 
 def test_both_urls_of_rabbitmq_may_be_references() -> None:
@@ -235,7 +233,7 @@ WRONG: Mapping[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("make", WRONG.values(), ids=WRONG)
+@for_each("make", WRONG.values())
 def test_errors_do_not_show_secrets(make: Callable[[], Any]) -> None:
     with pytest.raises(ValueError, match=r".") as caught:
         make()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from cases import for_each
 from pydantic import ValidationError
 
 import daskserve as serve
@@ -32,13 +33,13 @@ def test_the_three_nearest_options_are_listed() -> None:
     assert set(listed) <= ActorOptions.model_fields.keys()
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("model", "options", "text"),
     [
         (
             BackendConfig,
             {"max_ongoing_requests": 3, "max_concurrent_queries": 4},
-            "max_ongoing_requests is another spelling of max_concurrent_queries; give only one of them",
+            "max_concurrent_queries is another spelling of max_ongoing_requests; give only one of them",
         ),
         (
             BackendConfig,
@@ -74,7 +75,7 @@ def test_an_option_under_both_its_names_is_refused(
     assert "secret" not in message
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("model", "name", "hint"),
     [
         (BackendConfig, "num_replica", "Did you mean 'num_replicas'?"),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
-from typing import Any
+from functools import partial
 
+from daskserve.client.instance.calls import run_on
 from daskserve.cluster.protocols.base import ClientConnection
 from daskserve.common.types import InstanceName
 from daskserve.data.caller.routing.waiting_calls import wait_until_sent
@@ -43,16 +43,11 @@ async def end_instance(
         Whether to leave an instance that other programs use.
     """
     cluster_connection.release_default(instance)
-
-    async def run(coroutine: Coroutine[Any, Any, None], timeout_s: float | None = None) -> None:
-        if asynchronous:
-            await cluster_connection.wait(coroutine)
-        else:
-            cluster_connection.sync(coroutine, timeout_s=timeout_s)
+    run = partial(run_on, cluster_connection, asynchronous=asynchronous)
 
     async def end() -> None:
         try:
-            await run(_end(cluster_connection, instance, start_id, if_alone=if_alone), END_S)
+            await run(_end(cluster_connection, instance, start_id, if_alone=if_alone), timeout_s=END_S)
         except TimeoutError:
             logger.warning("Instance %s did not end within %s s", instance, END_S)
 

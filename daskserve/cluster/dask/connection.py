@@ -48,7 +48,7 @@ from daskserve.errors import (
 )
 from daskserve.loops.event_loop import on_loop, running_loop
 from daskserve.loops.tasks import TaskSet
-from daskserve.loops.thread_calls import CallInbox, CallsByLoop
+from daskserve.loops.thread_calls import CallInbox, LoopQueues
 from daskserve.telemetry.collector import PROCESS
 
 T = TypeVar("T")
@@ -111,9 +111,9 @@ class DaskConnection:
         self.loop: asyncio.AbstractEventLoop = io_loop.asyncio_loop
         self.clock = OneLoopClock(self.loop)
         #: Calls to event loops: this connection's own, and those of its callers.
-        self.calls_by_loop = CallsByLoop()
+        self.loop_queues = LoopQueues()
         self.inbox = CallInbox(self.loop)
-        self.thread_calls = self.calls_by_loop.onto(self.loop, self.inbox)
+        self.thread_calls = self.loop_queues.get(self.loop, self.inbox)
         self.rng = system_rng()
         self.request_ids = RequestIds(self.rng)
         channel = settings.channel() if worker is None else settings.worker_channel()

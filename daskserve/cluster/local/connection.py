@@ -14,7 +14,7 @@ from daskserve.common.clock import RequestIds
 from daskserve.common.types import InstanceName
 from daskserve.errors import BadRequestError, BlockingCallError, NotRunningError, ServeError
 from daskserve.loops.event_loop import on_loop, running_loop
-from daskserve.loops.thread_calls import CallInbox, CallsByLoop, ThreadCalls
+from daskserve.loops.thread_calls import CallInbox, LoopQueues, ThreadCalls
 
 T = TypeVar("T")
 
@@ -41,7 +41,7 @@ class LocalConnection:
         self.clock = world.clock
         self.rng = world.rng
         self.request_ids = RequestIds(self.rng)
-        self.calls_by_loop = CallsByLoop()
+        self.loop_queues = LoopQueues()
         self.values = LocalTransfer()
         self._inbox: CallInbox | None = None
         self._world = world
@@ -62,7 +62,7 @@ class LocalConnection:
     @property
     def thread_calls(self) -> ThreadCalls:
         """Calls to that loop from other threads."""
-        return self.calls_by_loop.onto(self.loop, self.inbox)
+        return self.loop_queues.get(self.loop, self.inbox)
 
     @property
     def is_open(self) -> bool:
