@@ -48,7 +48,7 @@ from daskserve.common.types import (
 from daskserve.data.caller.calls import handle as caller
 from daskserve.data.caller.routing.router import Routers
 from daskserve.data.replica.replica import Replica
-from daskserve.loops.thread_calls import CallsByLoop
+from daskserve.loops.thread_calls import LoopQueues
 from daskserve.options.backend import BackendConfig
 from daskserve.options.http import HTTPOptions
 from daskserve.options.start_messages import ReplicaStart
@@ -114,8 +114,8 @@ class OneConnection:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
-        self.calls_by_loop = CallsByLoop()
-        self.thread_calls = self.calls_by_loop.onto(loop)
+        self.loop_queues = LoopQueues()
+        self.thread_calls = self.loop_queues.get(loop)
         self.rng = random.Random(0)
         self.request_ids = RequestIds(self.rng)
 

@@ -107,7 +107,7 @@ class ProxyActor:
             watch("routes", self._update_routes),
             watch(UNREADY, self._update_unready),
             watch(STORE_TAKEN, self._update_store_taken),
-            watch("system", self._routers.suspects.learn_system_workers),
+            watch("system", self._routers.suspects.update_system_workers),
         ]
         options = self._start.options
         middlewares = load_bytes(self._start.middlewares) if self._start.middlewares else []

@@ -66,7 +66,7 @@ _FORMATTING = frozenset(
 )
 #: What a class may define that runs when its errors are pickled or unpickled.
 _PICKLING = frozenset(("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__getnewargs__"))
-#: What runs when `traceback` looks for the attribute that an `AttributeError` misses.
+#: Methods that run when `traceback` looks for the attribute that an `AttributeError` misses.
 _LOOKUP_HOOKS = frozenset(("__dir__", "__getattribute__", "__getattr__", "__class__"))
 _SCALARS = frozenset((float, complex, bool, type(None)))
 _CONTAINERS = frozenset((tuple, list, set, frozenset))
@@ -243,7 +243,7 @@ class _Dumps:
         return found
 
     def _value(self, name: str, value: Any, items: dict[str, bytes]) -> Any:
-        """Return an argument if it is plain, else what stands for it if it cannot be pickled."""
+        """Return an argument if it is plain; else keep its pickle, or return a substitute."""
         if is_plain(value):
             return value
         if self._foreign is Foreign.RUN:
@@ -302,7 +302,7 @@ class _Dumps:
 
 
 def _stand_in(value: Any, foreign: Foreign) -> Any:
-    """Return what stands for an argument that does not travel."""
+    """Return a substitute for an argument that cannot be pickled."""
     if type(value) is str:
         return shortened(value, MAX_TEXT)
     if type(value) is bytes:

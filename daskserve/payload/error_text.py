@@ -152,7 +152,7 @@ def traceback_text(error: BaseException) -> str:
         if not any(_has_large_text(each) or _has_large_notes(each) for each in chain_of(error)):
             lines = traceback.format_exception(type(error), error, user_frames(error), limit=-MAX_FRAMES)
             text = _joined(error) or "".join(lines)
-            # A traceback of another process, which is the cause, begins the text by itself.
+            # A traceback of another process, which is the cause, begins the text already.
             return shortened(text.removeprefix(_REMOTE), MAX_TRACEBACK)
     except BaseException:  # of user code; `traceback` reads more attributes than the text
         pass

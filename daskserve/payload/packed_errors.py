@@ -325,7 +325,7 @@ def _packed(
 
 
 def _as_raised_by_user(error: BaseException, summary: str) -> BaseException:
-    """Return the error that stands for one which would have another meaning to the caller."""
+    """Return the error to raise in place of one which would have another meaning to the caller."""
     if not is_raisable(error):
         return UserCodeError(f"User code raised {summary}")
     # Unchanged, these two would say that this replica has not begun the request.

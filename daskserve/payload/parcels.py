@@ -1,4 +1,4 @@
-"""User code with large constructor arguments, and the label that stands for it in messages and records."""
+"""User code with large constructor arguments, and the label that replaces it in messages and records."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ class Parcel:
 
     @classmethod
     def labelled(cls, code: bytes) -> Self | None:
-        """Return the parcel that stands for user code; None if the code itself is there."""
+        """Return the parcel that a label names; None if the code itself is there."""
         if not code.startswith(LABEL):
             return None
         digest, sizes = msgpack.unpackb(code[len(LABEL) :])
         return cls(digest, tuple(sizes))
 
     def label(self) -> bytes:
-        """Return the bytes that stand for the parcel's content."""
+        """Return the bytes that replace the parcel's content."""
         return LABEL + bytes(msgpack.packb((self.digest, self.sizes)))
 
     @property
@@ -91,7 +91,7 @@ def pack_code(
     substitution: Callable[[], Substitute] | None = None,
     classes: dict[type, bool] | None = None,
 ) -> tuple[bytes, tuple[Any, ...]]:
-    """Pickle user code; return what stands for it in messages, and the parts of its parcel, if it is one.
+    """Pickle user code; return it, or the label of its parcel, for messages, and the parcel's parts.
 
     The other arguments are those of `dump_code`.
     """

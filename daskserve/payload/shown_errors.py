@@ -1,11 +1,11 @@
 """Errors as their users see them: with the user's frames, and without those of daskserve.
 
-What has failed is told by the error's message and by the traceback of the process where it was raised, which
+The error's message and the traceback of the process where it was raised show what has failed. The latter
 is its cause. The frames of this process that are daskserve's own are left out where a function of daskserve
 returns to its caller; ``daskserve.errors.full-tracebacks`` keeps them. One stays, because Python adds it
 afterwards; a notebook leaves that one out as well.
 
-An error that nobody has meant to raise is a mistake in daskserve, and keeps its frames for the report.
+An error that is raised by mistake is a bug of daskserve, and keeps its frames for the report.
 """
 
 from __future__ import annotations

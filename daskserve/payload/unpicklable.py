@@ -1,4 +1,4 @@
-"""Why a value cannot be pickled: the object, the way to it, and what to write instead."""
+"""Explains why a value cannot be pickled: the object, the path to it, and the remedy."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ CODE = frozenset({"builtins", "__main__", "functools", "fastapi", "starlette", "
 
 
 class PathStep(NamedTuple):
-    """A step of the way to what cannot be pickled: its text, and the object that it leads to."""
+    """A step of the path to what cannot be pickled: its text, and the object that it leads to."""
 
     text: str
     value: Any
@@ -146,7 +146,7 @@ def dump_option(name: str, value: Any, remedy: str) -> bytes:
 def way_to(
     value: Any, roots: NamedParts, substitution: Callable[[], Substitute] | None = None
 ) -> list[PathStep]:
-    """Return the way to the part of a value that cannot be pickled; empty if that is not known.
+    """Return the path to the part of a value that cannot be pickled; empty if that is not known.
 
     Its first step is the root that it begins at.
     """
@@ -197,7 +197,7 @@ def shown(steps: Sequence[PathStep]) -> str:
 
 
 def _to_culprit(steps: list[PathStep]) -> tuple[list[PathStep], str]:
-    """Return the way to the object that the user knows, and the remedy for it; empty if there is none.
+    """Return the path to the object that the user knows, and the remedy for it; empty if there is none.
 
     That is the first one with a remedy, or the first of a library's class: what such an object consists of is
     the library's matter.

@@ -10,6 +10,7 @@ from typing import Any
 import msgpack
 import pydantic
 import pytest
+from cases import case
 from starlette.exceptions import HTTPException
 
 from daskserve import errors
@@ -217,21 +218,17 @@ def test_circles_and_long_chains_end() -> None:
     assert type(crossed(raised_by(recurse))) is RecursionError
 
 
-@pytest.mark.parametrize(
-    ("error", "text"),
-    [
+def test_an_error_that_would_end_its_caller_becomes_one_that_does_not() -> None:
+    for error, text in [
         (SystemExit(3), "SystemExit: 3"),
         (StopIteration(3), "StopIteration: 3"),
         (GeneratorExit(), "GeneratorExit"),
         (BaseExceptionGroup("g", [KeyboardInterrupt()]), "BaseExceptionGroup: g (1 sub-exception)"),
-    ],
-)
-def test_an_error_that_would_end_its_caller_becomes_one_that_does_not(
-    error: BaseException, text: str
-) -> None:
-    found = crossed(raised(error))
-    assert type(found) is UserCodeError
-    assert str(found) == f"User code raised {text}"
+    ]:
+        with case(error, text):
+            found = crossed(raised(error))
+            assert type(found) is UserCodeError
+            assert str(found) == f"User code raised {text}"
 
 
 def test_the_loss_of_another_replica_is_not_mistaken_for_that_of_this_one() -> None:
@@ -305,14 +302,15 @@ class Nameless(Code, metaclass=NamelessType):
 CODE = [TextIsNumber, TextRaises, Garbage, OtherValue, NeverLoads, Refusing, Pretending, Nameless]
 
 
-@pytest.mark.parametrize("cls", CODE, ids=lambda cls: str(type.__dict__["__name__"].__get__(cls)))
-def test_an_error_keeps_its_class_whatever_that_does(cls: type[Code]) -> None:
-    error = raised(cls("x"))
-    assert pack_now(error) is None
-    packed = pack_all(error)
-    assert type(packed.load()) is cls
-    assert "test_packed_errors.py" in packed.text
-    assert packed.summary.startswith(type.__dict__["__name__"].__get__(cls))
+def test_an_error_keeps_its_class_whatever_that_does() -> None:
+    for cls in CODE:
+        with case(cls):
+            error = raised(cls("x"))
+            assert pack_now(error) is None
+            packed = pack_all(error)
+            assert type(packed.load()) is cls
+            assert "test_packed_errors.py" in packed.text
+            assert packed.summary.startswith(type.__dict__["__name__"].__get__(cls))
 
 
 def test_notes_of_any_kind_do_no_harm() -> None:
@@ -365,18 +363,19 @@ class Large:
         return bytes, (b"x" * 5_000_000,)
 
 
-@pytest.mark.parametrize("value", ["x" * 5_000_000, b"x" * 5_000_000, [1] * 500_000, Large()])
-def test_a_large_error_is_cut_before_it_is_copied(value: Any) -> None:
-    error = ValueError(value, "small")
-    error.data, error.code = value, 7  # type: ignore[attr-defined]
-    error.add_note("y" * 1_000_000)
-    packed = pack_all(raised(error))
-    assert len(packed.data) < 2_500_000
-    assert len(packed.summary) < 20_000
-    assert len(packed.text) < 70_000
-    found = packed.load()
-    assert (type(found), found.args[1], found.code) == (ValueError, "small", 7)  # type: ignore[attr-defined]
-    assert type(found.args[0]) in (type(value), str)
+def test_a_large_error_is_cut_before_it_is_copied() -> None:
+    for value in ["x" * 5_000_000, b"x" * 5_000_000, [1] * 500_000, Large()]:
+        with case(value):
+            error = ValueError(value, "small")
+            error.data, error.code = value, 7  # type: ignore[attr-defined]
+            error.add_note("y" * 1_000_000)
+            packed = pack_all(raised(error))
+            assert len(packed.data) < 2_500_000
+            assert len(packed.summary) < 20_000
+            assert len(packed.text) < 70_000
+            found = packed.load()
+            assert (type(found), found.args[1], found.code) == (ValueError, "small", 7)  # type: ignore[attr-defined]
+            assert type(found.args[0]) in (type(value), str)
 
 
 def test_a_large_unicode_error_keeps_most_of_its_text() -> None:

@@ -65,6 +65,9 @@ class Measuring:
     def record_autoscaling_stats(self) -> dict[str, float]:
         return {"pid": os.getpid(), "bad": float("nan")}
 
+    def fail(self) -> None:
+        raise Trouble("what went wrong", 7)
+
     def count(self, kind: str, size: float) -> int:
         self.calls.inc(tags={"kind": kind})
         self.sizes.observe(size)
@@ -90,6 +93,10 @@ class Model:
 
     def __call__(self, request: Any) -> Any:
         ask = request.query_params.get("ask")
+        if "hold" in request.query_params:
+            return self.hold(request.query_params["hold"])
+        if ask == "where":
+            return self.where()
         if ask == "fail":
             raise KeyError("secret")
         if ask == "missing":
@@ -123,6 +130,9 @@ class Model:
         connect()
 
     def pid(self) -> int:
+        return os.getpid()
+
+    async def pid_async(self) -> int:
         return os.getpid()
 
     def fail(self) -> None:

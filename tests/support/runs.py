@@ -85,7 +85,7 @@ class PipedRequest(ReplicaRequest):
         self._function = function
         self._is_async = is_async
         self.pipe = pipe
-        pipe.owner = self
+        pipe.on_message = self.partial
 
     def begin(self, receive: Receive | None = None, send: Send | None = None) -> None:
         context = self._executor.context.copy()

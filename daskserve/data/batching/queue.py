@@ -212,11 +212,10 @@ class BatchQueue(Generic[ItemT, ResultT]):
         while key_queue.fitting < len(entries) and not key_queue.is_full:
             try:
                 size = self._measure([entry.item for entry in entries[: key_queue.fitting + 1]], limit)
-            except BaseException as error:  # of user code; it must not end the loop
+            except BaseException as error:  # SystemExit of user code, too: it must not end the loop
                 if key_queue.fitting:
-                    key_queue.is_full = (
-                        True  # each item is valid alone, so the next one goes into another batch
-                    )
+                    # Each item is valid alone, so the next one goes into another batch.
+                    key_queue.is_full = True
                 else:
                     _settle(entries.pop(0).result, error)  # the limit was lowered meanwhile
             else:
@@ -285,7 +284,7 @@ class BatchQueue(Generic[ItemT, ResultT]):
                     entry.result.cancel()
                 raise
             results = [error] * len(batch)  # the batch was not cancelled, so this is an error of user code
-        except BaseException as error:  # an error of every item; it must not end the loop
+        except BaseException as error:  # SystemExit of user code, too: it must not end the loop
             if all(entry.result.done() for entry in batch):
                 logger.warning("A batch failed after all of its callers had left", exc_info=error)
             results = [error] * len(batch)

@@ -45,7 +45,7 @@ class UserCode(Protocol):
         """Load, construct and probe the user code, and return facts about it; raise if that fails."""
 
     def handle(self, envelope: Envelope) -> ReplicaRequest:
-        """Return the answer to a request, not begun; raise `BadRequestError` for one of an unknown kind."""
+        """Return a request, not begun; raise `BadRequestError` for one of an unknown kind."""
 
     async def reconfigure(
         self,

@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from anyio.to_thread import current_default_thread_limiter
+
 from daskserve.cluster.protocols.base import ContextWith
 from daskserve.common.types import (
     Envelope,
@@ -21,14 +23,13 @@ from daskserve.common.types import (
     short_tag,
 )
 from daskserve.context import HasConnection, PlacementBundle, RankHolder, ReplicaContext, current_replica
-from daskserve.data.replica.app_threads import add_threads
 from daskserve.data.replica.code_protocol import CLOSE_GRACE_S
 from daskserve.data.replica.errors.log import FailureLog, keep_loggers_enabled, log_error
 from daskserve.data.replica.errors.rules import rule_in
 from daskserve.data.replica.execution.executor import UserExecutor
 from daskserve.data.replica.health import probe_liveness
 from daskserve.data.replica.requests.batches import ReplicaBatches
-from daskserve.data.replica.requests.calls import CallRequest, call_answer_for
+from daskserve.data.replica.requests.calls import CallRequest, request_class_for
 from daskserve.data.replica.requests.chained_values import filled
 from daskserve.data.replica.requests.http import LocalHTTPRequest
 from daskserve.data.replica.requests.replica_request import LocalRequest, ReplicaRequest
@@ -68,7 +69,7 @@ CHECKING = Stage("running its first health check", "failed its first health chec
 
 
 async def parts_of(start: ReplicaStart, cluster: HasConnection) -> Sequence[Any]:
-    """Return the parts of the parcel that stands for a replica's code; nothing without a parcel."""
+    """Return the parts of the parcel of a replica's code; empty if the message has the code itself."""
     parcel = Parcel.labelled(start.code)
     return () if parcel is None else await cluster.fetch_parcel(start.code_name, parcel)
 
@@ -184,7 +185,7 @@ class LocalCode:
         )
         self._serving.fill = self._fill
         if servable.facts.accepts_batches:
-            self.slots.queue = self._batches
+            self.slots.count_batched = self._batches.queued
         self._serving.place = {
             "replica_tag": start.replica_tag,
             "backend": start.backend_tag,
@@ -231,13 +232,13 @@ class LocalCode:
     async def _allow_app_threads(self, executor: UserExecutor, servable: Servable, concurrency: int) -> None:
         more = concurrency - self._app_threads
         if servable.facts.is_asgi_app and more:
-            await executor.run_async(add_threads, more)
+            await executor.run_async(_add_app_threads, more)
             self._app_threads = concurrency
 
     # ---- requests
 
     def handle(self, envelope: Envelope) -> ReplicaRequest:
-        """Return the answer to a request, in the state WAITING."""
+        """Return a request in the state WAITING."""
         serving = self._serving
         if serving is None:
             raise self.slots.not_running()
@@ -245,7 +246,7 @@ class LocalCode:
         if envelope.kind is EnvelopeKind.HTTP:
             kind = LocalHTTPRequest
         elif envelope.kind is EnvelopeKind.CALL:
-            kind = call_answer_for(envelope.head) if "stream" in envelope.head else CallRequest
+            kind = request_class_for(envelope.head) if "stream" in envelope.head else CallRequest
         else:
             raise BadRequestError(f"A replica takes no requests of kind {envelope.kind!r}.")
         request = kind(envelope, serving.slots, serving.metrics)
@@ -276,7 +277,7 @@ class LocalCode:
         ):
             servable.hook("reconfigure")
             async with self.slots.quiet(self._context.clock, patience_s):
-                self._user_config = None  # after a failure, nobody knows which one is in effect
+                self._user_config = None  # unknown after a failure
                 before, self._holder.rank_info = self._holder.rank_info, rank_info
                 try:
                     await self._run_reconfigure(executor, servable, user_config)
@@ -409,6 +410,15 @@ class LocalCode:
         return f"the code of {self._start.replica_tag}"
 
 
+async def _add_app_threads(count: int) -> None:
+    """Let the plain functions of an application have more threads on this loop, or fewer if negative.
+
+    AnyIO allows FastAPI and Starlette 40 for each event loop, whatever a replica may run at a time. Each slot
+    adds one, so a request that has a slot never waits for a thread of another one.
+    """
+    current_default_thread_limiter().total_tokens += count
+
+
 def _load(start: ReplicaStart, parts: Sequence[Any]) -> Servable:
     servable = load_definition(start.code, parts, backend_tag=start.backend_tag, is_debug=start.debug)
     servable.check_batching(start.config.max_batch_size)
@@ -416,7 +426,7 @@ def _load(start: ReplicaStart, parts: Sequence[Any]) -> Servable:
 
 
 def _wants_rank(servable: Servable, before: RankInfo, after: RankInfo) -> bool:
-    """Return whether the user's ``reconfigure`` has to learn of a changed rank."""
+    """Return whether a changed rank goes to the user's ``reconfigure``."""
     return before[:3] != after[:3] and takes_rank(servable.hook("reconfigure"))
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import cloudpickle
 import pytest
+from cases import case
 
 from daskserve import context as serve_context
 from daskserve.context import ReplicaContext, RequestContext, current_replica, current_request
@@ -140,9 +141,8 @@ def test_batches_run_one_at_a_time_by_default() -> None:
 # ---- BA02: validation
 
 
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [
+def test_an_invalid_option_is_named_with_its_value() -> None:
+    for options, error in [
         ({"max_batch_size": 2.5}, TypeError),
         ({"max_batch_size": "10"}, TypeError),
         ({"max_batch_size": True}, TypeError),
@@ -155,13 +155,12 @@ def test_batches_run_one_at_a_time_by_default() -> None:
         ({"max_concurrent_batches": 1.5}, TypeError),
         ({"batch_size_fn": 3}, TypeError),
         ({"batch_size_fn": square}, TypeError),
-    ],
-)
-def test_an_invalid_option_is_named_with_its_value(options: dict[str, Any], error: type[Exception]) -> None:
-    ((name, value),) = options.items()
-    with pytest.raises(error, match=name) as caught:
-        batch(**options)
-    assert str(value) in str(caught.value) or repr(value) in str(caught.value)
+    ]:
+        with case(options, error):
+            ((name, value),) = options.items()
+            with pytest.raises(error, match=name) as caught:
+                batch(**options)
+            assert str(value) in str(caught.value) or repr(value) in str(caught.value)
 
 
 def test_a_whole_float_is_a_whole_number() -> None:
@@ -179,27 +178,26 @@ def plain_generator(items: list[int]) -> Any:
     yield items
 
 
-@pytest.mark.parametrize("function", [plain, plain_generator, Model, 3, "name"])
-def test_only_async_def_functions_can_be_batched(function: Any) -> None:
-    for decorate in (batch, batch(max_batch_size=2)):
-        with pytest.raises(TypeError, match="async def"):
-            decorate(function)
+def test_only_async_def_functions_can_be_batched() -> None:
+    for function in [plain, plain_generator, Model, 3, "name"]:
+        with case(function):
+            for decorate in (batch, batch(max_batch_size=2)):
+                with pytest.raises(TypeError, match="async def"):
+                    decorate(function)
 
 
-@pytest.mark.parametrize(
-    ("setter", "value", "error"),
-    [
+def test_setters_validate_too() -> None:
+    for setter, value, error in [
         ("set_max_batch_size", 0, ValueError),
         ("set_max_batch_size", 1.5, TypeError),
         ("set_batch_wait_timeout_s", -1, ValueError),
-    ],
-)
-def test_setters_validate_too(setter: str, value: Any, error: type[Exception]) -> None:
-    model = Model()
-    with pytest.raises(error):
-        getattr(model.double, setter)(value)
-    assert model.double._get_max_batch_size() == 10
-    assert model.double._get_batch_wait_timeout_s() == 0.01
+    ]:
+        with case(setter, value, error):
+            model = Model()
+            with pytest.raises(error):
+                getattr(model.double, setter)(value)
+            assert model.double._get_max_batch_size() == 10
+            assert model.double._get_batch_wait_timeout_s() == 0.01
 
 
 # ---- BA03: arguments and results
@@ -300,6 +298,7 @@ def test_a_wrong_number_of_results_is_reported_with_both_numbers() -> None:
         (KeyboardInterrupt(), UserCodeError),
         (asyncio.CancelledError("own"), UserCodeError),
         (StopAsyncIteration(), UserCodeError),
+        (GeneratorExit(), UserCodeError),
     ],
 )
 def test_an_error_of_the_function_fails_its_batch_and_no_other(
@@ -665,6 +664,7 @@ def test_batch_size_fn_decides_the_size_of_batches() -> None:
         assert model.batches == [[4, 5], [2, 8]]
         results = await asyncio.gather(model.weighed(11), model.weighed(items=3), return_exceptions=True)
         assert type(results[0]) is RuntimeError
+        assert "The size of the item, 11 by batch_size_fn, is greater than max_batch_size" in str(results[0])
         assert results[1] == 3
 
     run(scenario)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import sys
 import threading
-import types
 import weakref
 from collections.abc import Awaitable, Callable
 from fractions import Fraction
@@ -15,12 +13,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cases import case
 from gates import Gates, anew_for_each_test
-from replica_starts import replica_start
+from replica_harness import make, our_threads
 
-from daskserve.cluster.protocols.base import ActorContext, ActorSpec
 from daskserve.common.clock import LoopClock
-from daskserve.common.types import ActorKind
 from daskserve.data.replica.replica import Replica
 from daskserve.data.replica.user_code import autoscaling_stats
 from daskserve.data.replica.user_code.autoscaling_stats import KEPT_S, MOST_VALUES, ChildStats, checked
@@ -56,10 +53,7 @@ CLOCK = ShiftedClock()
 
 
 def run(scenario: Callable[[Replica], Awaitable[None]], definition: Any, **options: Any) -> None:
-    start = replica_start(definition, concurrency=1, **options)
-    spec = ActorSpec(ActorKind.REPLICA, "replica/b#AAAAAA", 1, "an-instance", start.encode())
-    cluster: Any = types.SimpleNamespace()
-    replica = Replica(ActorContext(spec, cluster, CLOCK, random.Random(0)))
+    replica = make(definition, concurrency=1, clock=CLOCK, **options)
 
     async def main() -> None:
         async with asyncio.timeout(DEADLINE_S):
@@ -72,7 +66,7 @@ def run(scenario: Callable[[Replica], Awaitable[None]], definition: Any, **optio
 
     CLOCK.ahead_s = 0.0
     asyncio.run(main())
-    assert [each.name for each in threading.enumerate() if each.name.startswith("daskserve-")] == []
+    assert our_threads() == []
 
 
 def told(replica: Replica) -> dict[str, float] | None:
@@ -305,32 +299,29 @@ def test_a_replica_stops_though_its_method_hangs(caplog: pytest.LogCaptureFixtur
 # ---- what is gone by
 
 
-@pytest.mark.parametrize(
-    "value",
-    [1, 2.5, -3, np.float32(0.5), np.int64(7), Fraction(1, 2)],
-    ids=lambda value: type(value).__name__,
-)
-def test_every_kind_of_number_is_a_value(value: Any) -> None:
-    values, wrong = checked({"x": value})
-    assert (values, wrong) == ({"x": float(value)}, "")
-    assert type(values["x"]) is float
+def test_every_kind_of_number_is_a_value() -> None:
+    for value in [1, 2.5, -3, np.float32(0.5), np.int64(7), Fraction(1, 2)]:
+        with case(value):
+            values, wrong = checked({"x": value})
+            assert (values, wrong) == ({"x": float(value)}, "")
+            assert type(values["x"]) is float
 
 
-@pytest.mark.parametrize(
-    "value", [float("nan"), float("inf"), 10**400, True, np.True_, "3", None, 1j, [1], np.ones(2)], ids=str
-)
-def test_values_that_are_not_finite_are_dropped_and_the_rest_kept(value: Any) -> None:
-    values, wrong = checked({"x": value, "y": 1})
-    assert values == {"y": 1.0}
-    assert "for 'x'; a value must be a finite number" in wrong
-    assert len(wrong) < 300
+def test_values_that_are_not_finite_are_dropped_and_the_rest_kept() -> None:
+    for value in [float("nan"), float("inf"), 10**400, True, np.True_, "3", None, 1j, [1], np.ones(2)]:
+        with case(value):
+            values, wrong = checked({"x": value, "y": 1})
+            assert values == {"y": 1.0}
+            assert "for 'x'; a value must be a finite number" in wrong
+            assert len(wrong) < 300
 
 
-@pytest.mark.parametrize("name", ["", "x" * 101, "a\nb", "\ud800", 7, None])
-def test_invalid_names_are_dropped_and_the_rest_kept(name: Any) -> None:
-    values, wrong = checked({name: 1, "y": 1})
-    assert values == {"y": 1.0}
-    assert "printable characters" in wrong
+def test_invalid_names_are_dropped_and_the_rest_kept() -> None:
+    for name in ["", "x" * 101, "a\nb", "\ud800", 7, None]:
+        with case(name):
+            values, wrong = checked({name: 1, "y": 1})
+            assert values == {"y": 1.0}
+            assert "printable characters" in wrong
 
 
 def test_too_many_values_are_none() -> None:

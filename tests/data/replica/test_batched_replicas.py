@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import logging
 import threading
 import urllib.error
 import urllib.request
@@ -123,29 +121,6 @@ def test_reconfigure_changes_the_limits_of_its_replica(client: serve.Client) -> 
     assert response.result(DEADLINE_S) == [10, 1]
 
 
-def test_a_cancelled_call_leaves_its_batch(client: serve.Client, event_loop: str) -> None:
-    async def scenario() -> None:
-        first, *others = [asyncio.create_task(wait_for(handle.double.remote(n))) for n in range(2)]
-        await asyncio.sleep(0)
-        first.cancel()
-        await asyncio.wait([first])
-        while (await handle.waiting.remote()) != 1:
-            pass
-        others += [asyncio.create_task(wait_for(handle.double.remote(n))) for n in (7, 8)]
-        assert await asyncio.gather(*others) == [[2, 3], [14, 3], [16, 3]]
-
-    class Watched(Model):
-        async def waiting(self) -> int:
-            return sum(queue.queued() for queue in type(self).double.state_of(self).queues())  # type: ignore[attr-defined]
-
-    handle = deploy(client, "watched", Watched, event_loop=event_loop)
-    asyncio.run(asyncio.wait_for(scenario(), DEADLINE_S))
-
-
-async def wait_for(response: serve.Response) -> Any:
-    return await response
-
-
 @serve.batch(max_batch_size=2, batch_wait_timeout_s=LONG_S)
 async def lengths(requests: list[Any]) -> list[Any]:
     return [[request.data, len(requests)] for request in requests]
@@ -159,28 +134,3 @@ def test_a_function_can_be_a_backend(client: serve.Client, event_loop: str) -> N
     handle = client.get_handle(tag)
     responses = [handle.remote(n) for n in range(2)]
     assert [each.result(DEADLINE_S) for each in responses] == [[0, 2], [1, 2]]
-
-
-def test_replicas_of_one_process_batch_for_themselves(client: serve.Client) -> None:
-    """Two replicas of a class share it, and its batched methods, but not their batches."""
-    handle = deploy(client, "model", Model, num_replicas=2, max_concurrent_queries=3)
-    responses = [handle.double.remote(n) for n in range(6)]
-    assert [each.result(DEADLINE_S) for each in responses] == [[2 * n, 3] for n in range(6)]
-
-
-def test_a_batch_larger_than_the_replicas_concurrency_is_warned_of(
-    client: serve.Client, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Narrow:
-        @serve.batch(max_batch_size=4)
-        async def __call__(self, requests: list[Any]) -> list[Any]:
-            return [1] * len(requests)
-
-    handle = deploy(client, "narrow", Narrow, max_concurrent_queries=3)
-    with caplog.at_level(logging.WARNING, "daskserve.replica"):
-        assert handle.remote(1).result(DEADLINE_S) == 1
-        assert caplog.text.count("may never fill") == 1
-        assert "runs 3 requests" in caplog.text
-        client.update_backend_config("narrow", {"max_concurrent_queries": 4})
-        assert handle.remote(1).result(DEADLINE_S) == 1
-        assert caplog.text.count("may never fill") == 1

@@ -60,16 +60,6 @@ def body_of(outcome: Any) -> tuple[int, bytes]:
     return outcome.message["status"], outcome.message["body"]
 
 
-def test_http_requests_and_calls_share_a_batch() -> None:
-    def function(requests: list[Any]) -> list[Any]:
-        return [requests[0].data + 1, requests[1].body_json + 1, requests[2].query_params["k"]]
-
-    first, second, third = answer_both_ways(function, [call(1), http(b"2"), call(k="v")])
-    assert load(first) == 2
-    assert body_of(second) == (200, b"3")
-    assert load(third) == "v"
-
-
 @pytest.mark.parametrize(
     ("results", "match"),
     [
@@ -95,15 +85,6 @@ def test_any_ordered_results_will_do() -> None:
     for results in ((1, 2), iter([1, 2])):
         outcomes = answer_batch_in_thread(lambda requests, r=results: r, "f", [call(), call()])  # type: ignore[misc]
         assert [load(outcome) for outcome in outcomes if isinstance(outcome, Payload)] == [1, 2]
-
-
-def test_an_exception_of_user_code_is_one_for_the_whole_batch() -> None:
-    def function(requests: list[Any]) -> list[Any]:
-        raise KeyError("broken")
-
-    outcomes = answer_batch_in_thread(function, "Method f", [call(), http(), http()])
-    assert str(outcomes[0]) == "KeyError: 'broken'"
-    assert {id(each) for each in outcomes} == {id(outcomes[0])}
 
 
 def test_one_bad_result_or_argument_fails_one_request() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import cloudpickle
 import pytest
+from cases import case
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
@@ -138,9 +139,8 @@ APP = Starlette()
 # ---- what is known before anything runs
 
 
-@pytest.mark.parametrize(
-    ("definition", "blocking", "asgi", "batches", "methods"),
-    [
+def test_what_a_definition_says_of_itself() -> None:
+    for definition, blocking, asgi, batches, methods in [
         (plain, True, False, False, {CALL}),
         (coroutine, False, False, False, {CALL}),
         (async_generator, False, False, False, {CALL}),
@@ -154,14 +154,11 @@ APP = Starlette()
         (AsyncCounter, False, False, False, {CALL}),
         (Batcher, False, False, True, {CALL, "single"}),
         (Application, False, True, False, {CALL, "method"}),
-    ],
-)
-def test_what_a_definition_says_of_itself(
-    definition: Any, blocking: bool, asgi: bool, batches: bool, methods: set[str]
-) -> None:
-    facts = inspect_definition(definition)
-    assert (facts.is_blocking, facts.is_asgi_app, facts.accepts_batches) == (blocking, asgi, batches)
-    assert set(facts.methods) == methods
+    ]:
+        with case(definition, blocking, asgi, batches, methods):
+            facts = inspect_definition(definition)
+            assert (facts.is_blocking, facts.is_asgi_app, facts.accepts_batches) == (blocking, asgi, batches)
+            assert set(facts.methods) == methods
 
 
 def test_a_plain_callable_without_argument_ignores_bodies() -> None:
@@ -208,12 +205,15 @@ def test_each_method_is_known_for_itself() -> None:
     assert not batches["single"].accepts_batches
 
 
-@pytest.mark.parametrize(
-    ("function", "takes"),
-    [(plain, True), (without_parameters, False), (with_any_parameters, True), (lambda *, k=1: k, False)],
-)
-def test_a_callable_takes_the_request_or_nothing(function: Any, takes: bool) -> None:
-    assert inspect_definition(function).methods[CALL].takes_argument is takes
+def test_a_callable_takes_the_request_or_nothing() -> None:
+    for function, takes in [
+        (plain, True),
+        (without_parameters, False),
+        (with_any_parameters, True),
+        (lambda *, k=1: k, False),
+    ]:
+        with case(function, takes):
+            assert inspect_definition(function).methods[CALL].takes_argument is takes
 
 
 def test_a_marked_class_takes_batches_everywhere() -> None:
@@ -234,15 +234,16 @@ def test_of_an_import_path_nothing_is_known_yet() -> None:
     assert CallableFacts().is_blocking
 
 
-@pytest.mark.parametrize("definition", [3, None, {}, NotCallable()])
-def test_an_unsupported_definition_is_a_type_error(definition: Any) -> None:
-    with pytest.raises(TypeError) as caught:
-        inspect_definition(definition)
-    text = str(caught.value)
-    assert text.startswith(
-        "Backend definition must be a function, a class, an ASGI application or an import path, got "
-    )
-    assert type(definition).__name__ in text
+def test_an_unsupported_definition_is_a_type_error() -> None:
+    for definition in [3, None, {}, NotCallable()]:
+        with case(definition):
+            with pytest.raises(TypeError) as caught:
+                inspect_definition(definition)
+            text = str(caught.value)
+            assert text.startswith(
+                "Backend definition must be a function, a class, an ASGI application or an import path, got "
+            )
+            assert type(definition).__name__ in text
 
 
 def test_a_class_may_have_no_public_method() -> None:
@@ -251,12 +252,13 @@ def test_a_class_may_have_no_public_method() -> None:
     assert not facts.is_blocking
 
 
-@pytest.mark.parametrize("definition", [plain, APP, asgi_function])
-def test_only_a_class_takes_init_arguments(definition: Any) -> None:
-    for args, kwargs in (((1,), {}), ((), {"k": 1})):
-        with pytest.raises(ValueError, match="Only a class takes init arguments"):
-            inspect_definition(definition, args, kwargs)
-    inspect_definition(Counter, (1,), {"start": 2})
+def test_only_a_class_takes_init_arguments() -> None:
+    for definition in [plain, APP, asgi_function]:
+        with case(definition):
+            for args, kwargs in (((1,), {}), ((), {"k": 1})):
+                with pytest.raises(ValueError, match="Only a class takes init arguments"):
+                    inspect_definition(definition, args, kwargs)
+            inspect_definition(Counter, (1,), {"start": 2})
 
 
 def test_an_object_is_async_as_its_call_is() -> None:
@@ -294,10 +296,13 @@ def test_both_forms_of_import_path(package: str) -> None:
     assert import_definition(f"{package}.good:Outer.Inner") is outer.Inner
 
 
-@pytest.mark.parametrize("path", ["", "name", "mod:", ":name", "mod:a b", "a..b", "/file.py:x", "mod:a:b"])
-def test_an_import_path_of_another_form(path: str) -> None:
-    with pytest.raises(BadRequestError, match=r"must have the form 'pkg\.mod\.Name' or 'pkg\.mod:Name'"):
-        import_definition(path)
+def test_an_import_path_of_another_form() -> None:
+    for path in ["", "name", "mod:", ":name", "mod:a b", "a..b", "/file.py:x", "mod:a:b"]:
+        with case(path):
+            with pytest.raises(
+                BadRequestError, match=r"must have the form 'pkg\.mod\.Name' or 'pkg\.mod:Name'"
+            ):
+                import_definition(path)
 
 
 def test_an_import_path_to_nowhere(package: str) -> None:
@@ -366,19 +371,17 @@ def test_an_async_constructor_is_awaited() -> None:
     assert servable.target.value == 5
 
 
-@pytest.mark.parametrize(
-    ("definition", "is_async_at_all", "is_plain_at_all"),
-    [
+def test_where_a_servable_needs_to_run() -> None:
+    for definition, is_async_at_all, is_plain_at_all in [
         (plain, False, True),
         (coroutine, True, False),
         (Counter, True, True),
         (AsyncCounter, True, False),
         (APP, True, False),
-    ],
-)
-def test_where_a_servable_needs_to_run(definition: Any, is_async_at_all: bool, is_plain_at_all: bool) -> None:
-    servable = Servable(definition, (), {})
-    assert (servable.is_async_at_all, servable.is_plain_at_all) == (is_async_at_all, is_plain_at_all)
+    ]:
+        with case(definition, is_async_at_all, is_plain_at_all):
+            servable = Servable(definition, (), {})
+            assert (servable.is_async_at_all, servable.is_plain_at_all) == (is_async_at_all, is_plain_at_all)
 
 
 def test_letting_go_runs_the_destructor_in_the_same_thread() -> None:
@@ -457,19 +460,6 @@ def answer(servable: Servable, head: dict[str, Any], *args: Any, **kwargs: Any) 
     return pickling.load(result)
 
 
-def echo(*args: Any, **kwargs: Any) -> Any:
-    return args, kwargs
-
-
-async def echo_async(*args: Any, **kwargs: Any) -> Any:
-    return args, kwargs
-
-
-@pytest.mark.parametrize("function", [echo, echo_async])
-def test_a_call_hands_over_its_arguments_as_they_are(function: Any) -> None:
-    assert answer(made(function), {"legacy": False}, 1, k=2) == ((1,), {"k": 2})
-
-
 def describe(request: Any) -> Any:
     return request.data, dict(request.query_params), request.headers.get("h"), request.method
 
@@ -478,25 +468,16 @@ async def describe_async(request: Any) -> Any:
     return await request.body(), dict(request.query_params), request.headers["h"], request.method
 
 
-@pytest.mark.parametrize("function", [describe, describe_async])
-def test_a_classic_call_hands_over_one_request(function: Any) -> None:
-    head = {"legacy": True, "http_method": "PUT", "http_headers": {"h": "v"}}
-    assert answer(made(function), head, "data", k=2) == ("data", {"k": 2}, "v", "PUT")
+def test_a_classic_call_hands_over_one_request() -> None:
+    for function in [describe, describe_async]:
+        with case(function):
+            head = {"legacy": True, "http_method": "PUT", "http_headers": {"h": "v"}}
+            assert answer(made(function), head, "data", k=2) == ("data", {"k": 2}, "v", "PUT")
 
 
 def test_a_classic_call_of_a_callable_without_parameters_passes_none() -> None:
     assert answer(made(without_parameters), {"legacy": True}, "data") == "nothing"
     assert answer(made(Counter), {"legacy": True, "method": "static"}) == "static"
-
-
-def test_methods_are_called_by_name() -> None:
-    servable = made(Counter, 1)
-    assert answer(servable, {"method": "add"}, 2) == 3
-    assert answer(servable, {"method": "slow"}) == "slow"
-
-
-def test_a_plain_function_may_return_an_awaitable() -> None:
-    assert answer(made(lambda: echo_async(1)), {}) == ((1,), {})
 
 
 # ---- lifespan

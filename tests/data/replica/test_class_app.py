@@ -18,6 +18,7 @@ from typing import Annotated, Any
 
 import numpy as np
 import pytest
+from cases import case
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request, WebSocket
 from fastapi.openapi.utils import get_openapi
 from httpx import ASGITransport, AsyncClient, Response
@@ -767,19 +768,17 @@ def with_slots() -> type[Any]:
     return Slotted
 
 
-@pytest.mark.parametrize(
-    ("use", "error", "text"),
-    [
+def test_wrong_uses_say_what_to_do() -> None:
+    for use, error, text in [
         (lambda: ingress(FastAPI())(with_call()), ValueError, "Callable_ has a __call__ method"),
         (lambda: ingress(FastAPI())(with_slots()), ValueError, "Slotted has __slots__"),
         (lambda: ingress(FastAPI())(build), TypeError, "decorates classes, got <function build"),
         (lambda: ingress(7), TypeError, "takes an ASGI application, or a function .* got 7"),
         (lambda: ingress(get), TypeError, "'get' .* must take no arguments.* it takes app, path"),
-    ],
-)
-def test_wrong_uses_say_what_to_do(use: Callable[[], Any], error: type[Exception], text: str) -> None:
-    with pytest.raises(error, match=text):
-        use()
+    ]:
+        with case(use, error, text):
+            with pytest.raises(error, match=text):
+                use()
 
 
 def test_the_wrong_order_of_decorators_is_named() -> None:

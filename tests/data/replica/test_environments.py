@@ -6,31 +6,25 @@ import asyncio
 import fcntl
 import os
 import pickle
-import random
 import subprocess
 import sys
-import types
 import zipfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import dask.config
 import numpy
 import pytest
+from replica_harness import call, replica_of
+from replica_starts import replica_start
 
 from daskserve.client.definitions.specs import make_spec
-from daskserve.cluster.protocols.base import ActorContext, ActorSpec
-from daskserve.common.clock import LoopClock
-from daskserve.common.types import ActorKind, Envelope, EnvelopeKind, nothing_to_receive
 from daskserve.data.replica.environment import kept_folders, packages, working_dir
 from daskserve.data.replica.environment.interpreters import interpreter_of
-from daskserve.data.replica.process.code import ChildCode
-from daskserve.data.replica.replica import Replica
 from daskserve.errors import BadRequestError, ReplicaStartError
 from daskserve.options.environment import Environment
-from daskserve.options.start_messages import ReplicaStart
-from daskserve.payload import pickling
 
 DEADLINE_S = 60
 
@@ -110,35 +104,10 @@ sys.stdin.read()
 def run_replica(where: str, env: Any) -> Any:
     """Start a replica as the controller would, call it, stop it, and return what it answered."""
     spec = make_spec("b", Facts, (where,), {}, actor_options=None, config=None, timeout_s=None, env=env)
-    start = ReplicaStart(
-        backend_tag="b",
-        replica_tag="b#AAAAAA",
-        code=spec.code,
-        config=spec.config,
-        concurrency=2,
-        user_config=None,
-        environment=spec.env,
-        debug=False,
-        is_async=False,
-        code_name="b@1",
-        rank_info=(0, 0, 0, 1),
-        actors={},
-        actor_of=(),
-        gang=(),
-        bundles=(),
-        is_deployment=False,
-    )
-    actor = ActorSpec(ActorKind.REPLICA, "an-instance/replica/b#AAAAAA", 1, "an-instance", start.encode())
-    context = ActorContext(actor, types.SimpleNamespace(connection=None), LoopClock(), random.Random(0))  # type: ignore[arg-type]
+    start = replica_start(Facts, concurrency=2, environment=spec.env)
+    replica = replica_of(replace(start, code=spec.code, config=spec.config))
 
-    sent: list[Any] = []
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    async def main() -> None:
-        replica = Replica(context, ChildCode)
-        head = {"method": "ask", "legacy": False, "request_id": ""}
+    async def main() -> Any:
         async with asyncio.timeout(DEADLINE_S):
             starting = asyncio.create_task(replica.start())
             await asyncio.sleep(0)
@@ -148,13 +117,11 @@ def run_replica(where: str, env: Any) -> Any:
             # The constructor has its own time limit, which begins after the installation.
             assert (replica.stage()[0], replica.stage()[1] > 0) == ("running its constructor", True)
             try:
-                call = Envelope(EnvelopeKind.CALL, head, pickling.dump(((), {})))
-                await replica.handle(call).respond(nothing_to_receive, send)
+                return await call(replica, "ask")
             finally:
                 await replica.stop(0)
 
-    asyncio.run(main())
-    return pickling.load(sent[-1]["payload"])
+    return asyncio.run(main())
 
 
 @pytest.fixture(scope="module")

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import sys
+import threading
 import types
 from typing import Any
 
-import pytest
+from cases import case
 
 from daskserve.data.replica.execution.evidence import (
     BLOCKED_AFTER_S,
     WATCH_INTERVAL_S,
     Evidence,
     describe,
+    starved_s,
     user_call,
 )
 
@@ -29,9 +31,8 @@ def stack(*modules: str) -> list[Any]:
     return frames
 
 
-@pytest.mark.parametrize(
-    ("modules", "call"),
-    [
+def test_the_outermost_call_of_user_code_is_found() -> None:
+    for modules, call in [
         (["threading", "asyncio.events", "daskserve.data.replica.user_code.servable", "app"], 3),
         # A background task of the user's.
         (["__main__", "asyncio.base_events", "asyncio.events", "app"], 3),
@@ -69,16 +70,14 @@ def stack(*modules: str) -> list[Any]:
         ),
         # Behind the proxy of the same process.
         (["asyncio.events", "uvicorn.protocols", "daskserve.proxies", "daskserve.data.replica", "app"], 4),
-    ],
-)
-def test_the_outermost_call_of_user_code_is_found(modules: list[str], call: int) -> None:
-    frames = stack(*modules)
-    assert user_call(frames[-1]) is frames[call]
+    ]:
+        with case(modules, call):
+            frames = stack(*modules)
+            assert user_call(frames[-1]) is frames[call]
 
 
-@pytest.mark.parametrize(
-    "modules",
-    [
+def test_libraries_and_the_rest_of_a_program_are_no_user_code() -> None:
+    for modules in [
         ["threading", "asyncio.base_events", "selectors"],
         ["threading", "daskserve.data.replica.execution.user_threads", "queue"],
         ["asyncio.events", "daskserve.data.replica.replica", "logging", "rich.traceback"],
@@ -86,11 +85,10 @@ def test_the_outermost_call_of_user_code_is_found(modules: list[str], call: int)
         ["asyncio.events", "tornado.http1connection"],
         ["runpy", "app"],
         ["app"],
-    ],
-)
-def test_libraries_and_the_rest_of_a_program_are_no_user_code(modules: list[str]) -> None:
-    assert user_call(stack(*modules)[-1]) is None
-    assert user_call(None) is None
+    ]:
+        with case(modules):
+            assert user_call(stack(*modules)[-1]) is None
+            assert user_call(None) is None
 
 
 def test_the_place_begins_with_the_users_own_line() -> None:
@@ -131,3 +129,13 @@ def test_a_call_that_waits_for_a_processor_explains_no_delay() -> None:
 
 def test_real_frames_have_what_the_evidence_reads() -> None:
     assert user_call(sys._getframe()) is None  # pytest called this test, not a loop
+
+
+def test_the_time_of_a_running_thread_is_known_or_zero() -> None:
+    first = starved_s(threading.get_native_id())
+    assert 0 <= first <= starved_s(threading.get_native_id())
+
+
+def test_no_thread_waits_for_no_time() -> None:
+    assert starved_s(None) == 0
+    assert starved_s(0) == 0

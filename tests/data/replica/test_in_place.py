@@ -243,22 +243,6 @@ def test_abort_ends_the_code_and_tells_the_caller_why(waits_for_nothing: bool) -
     run(scenario)
 
 
-def test_timeouts_of_the_code_work_as_anywhere() -> None:
-    async def code() -> str:
-        try:
-            async with asyncio.timeout(2):
-                await asyncio.sleep(60)
-        except TimeoutError:
-            return "too late"
-        return "in time"
-
-    async def scenario(desk: Desk) -> None:
-        assert await desk.begin(code).wait() == "too late"
-        assert await desk.task(code) == "too late"
-
-    run(scenario)
-
-
 def test_a_loop_that_is_given_up_closes_the_code() -> None:
     async def code(desk: Desk) -> None:
         try:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from cases import case
 
 from daskserve.data.replica.environment.interpreters import find_interpreter
 from daskserve.errors import BadRequestError
@@ -58,25 +59,26 @@ def test_the_error_about_a_path_without_an_environment_names_the_missing_file(tm
         find_interpreter(f"{tmp_path}/x", {})
 
 
-@pytest.mark.parametrize(
-    "variables",
-    [
+def test_a_conda_environment_is_found_by_name(tmp_path: Path) -> None:
+    make_environment(tmp_path)
+    prefix = make_environment(tmp_path / "envs" / "x")
+    for variables in [
         {"CONDA_EXE": "{root}/bin/conda"},
         {"MAMBA_ROOT_PREFIX": "{root}"},
         {"CONDA_PREFIX": "{root}"},
         {"CONDA_PREFIX": "{root}/envs/other"},
         {"CONDA_ENVS_PATH": "/nowhere:{root}/envs"},
         {"CONDA_ENVS_DIRS": "{root}/envs"},
-    ],
-)
-def test_a_conda_environment_is_found_by_name(tmp_path: Path, variables: dict[str, str]) -> None:
-    make_environment(tmp_path)
-    prefix = make_environment(tmp_path / "envs" / "x")
-    environ = {name: value.format(root=tmp_path) for name, value in variables.items()}
-    found = find_interpreter("x", environ)
-    assert (found.python, found.is_own) == (f"{prefix}/bin/python", False)
-    assert found.variables is not None
-    assert (found.variables["CONDA_PREFIX"], found.variables["CONDA_DEFAULT_ENV"]) == (str(prefix), "x")
+    ]:
+        with case(variables):
+            environ = {name: value.format(root=tmp_path) for name, value in variables.items()}
+            found = find_interpreter("x", environ)
+            assert (found.python, found.is_own) == (f"{prefix}/bin/python", False)
+            assert found.variables is not None
+            assert (found.variables["CONDA_PREFIX"], found.variables["CONDA_DEFAULT_ENV"]) == (
+                str(prefix),
+                "x",
+            )
 
 
 def test_the_root_environment_is_found_by_its_names(tmp_path: Path) -> None:

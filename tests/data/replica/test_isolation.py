@@ -1,4 +1,4 @@
-"""Replicas whose user code runs in a child process: the same behaviour as in a thread, and a firmer end.
+"""What holds for a replica wherever its user code runs, and what only a child process adds.
 
 A child takes a third of a second to start, so a module's tests share one per definition.
 """
@@ -6,6 +6,7 @@ A child takes a third of a second to start, so a module's tests share one per de
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import signal
@@ -14,7 +15,6 @@ import sys
 import sysconfig
 import textwrap
 import time
-import types
 import venv
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import suppress
@@ -26,17 +26,15 @@ import isolated_code as code
 import numpy as np
 import psutil
 import pytest
-from replica_starts import reconfiguration, replica_start
+from replica_harness import PLACES, Reply, call, http, make, until
+from replica_starts import reconfiguration
 
 from daskserve._version import __version__
-from daskserve.cluster.protocols.base import ActorContext, ActorSpec, Hosted
-from daskserve.common.clock import LoopClock
-from daskserve.common.types import SLOT_TAKEN, ActorKind, Envelope, EnvelopeKind, Load, Message, QueueTimeout
-from daskserve.data.replica.local_code import LocalCode
-from daskserve.data.replica.process.code import ChildCode
+from daskserve.cluster.protocols.base import Hosted
+from daskserve.common.types import SLOT_TAKEN, Envelope, EnvelopeKind, Load, Message, QueueTimeout
+from daskserve.context import current_replica
 from daskserve.data.replica.process.metrics import ReportedMetrics
 from daskserve.data.replica.process.replica import ChildReplica
-from daskserve.data.replica.replica import Replica
 from daskserve.errors import (
     ActorLostError,
     BadRequestError,
@@ -50,24 +48,13 @@ from daskserve.errors import (
 from daskserve.loops.deadlines import until as hold_until
 from daskserve.loops.termination import SAME_S
 from daskserve.payload import pickling
-from daskserve.payload.packed_errors import PackedError, load_error
+from daskserve.payload.packed_errors import PackedError
 from daskserve.telemetry.histogram import HistogramCounts
 
 DEADLINE_S = 20.0
 #: The deadline on a replica on which a test has missed one: if it is stuck, the others fail soon, too.
 STUCK_DEADLINE_S = 2.0
 HERE, SUPPORT = Path(__file__).parent, Path(code.__file__).parent
-KINDS: dict[str, type[Any]] = {"thread": LocalCode, "process": ChildCode}
-
-
-def make(kind: str, definition: Any, *args: Any, **options: Any) -> Any:
-    options.setdefault("concurrency", 4)
-    if "user_config" in options:
-        options["user_config"] = pickling.dump_bytes(options["user_config"])
-    start = replica_start(definition, args, isolation=kind, **options)
-    spec = ActorSpec(ActorKind.REPLICA, "an-instance/replica/b#AAAAAA", 1, "an-instance", start.encode())
-    context = ActorContext(spec, types.SimpleNamespace(connection=None), LoopClock(), random.Random(0))  # type: ignore[arg-type]
-    return Replica(context, KINDS[kind])
 
 
 async def bounded(work: Coroutine[Any, Any, Any], deadline_s: float = DEADLINE_S) -> Any:
@@ -83,10 +70,10 @@ def run(work: Coroutine[Any, Any, Any]) -> None:
 class Bench:
     """A running replica on an event loop that outlives single tests."""
 
-    def __init__(self, kind: str, definition: Any, folder: Path, *args: Any, **options: Any) -> None:
-        self.kind = kind
+    def __init__(self, place: str, definition: Any, folder: Path, *args: Any, **options: Any) -> None:
+        self.place = place
         self.folder = folder
-        self.replica = make(kind, definition, *args, **options)
+        self.replica = make(definition, *args, place=place, **options)
         self._runner = asyncio.Runner()
         self._deadline_s = DEADLINE_S
 
@@ -112,7 +99,7 @@ class Bench:
             assert self.replica.load().ongoing == 0
         finally:
             self._runner.close()
-        if self.kind == "process":
+        if self.place == "process":
             wait_until(lambda: processes_of(self.pid) == [], "processes are left")
 
     @property
@@ -151,101 +138,29 @@ def wait_until(condition: Callable[[], Any], what: str = "") -> None:
         time.sleep(0.005)
 
 
-async def until(condition: Callable[[], Any]) -> None:
-    while not condition():  # noqa: ASYNC110 - the condition is set by another process
-        await asyncio.sleep(0.002)
-
-
-class Reply:
-    """One request over HTTP and what came of it."""
-
-    def __init__(self, *messages: Message) -> None:
-        self.messages = list(messages)
-        self.sent: list[Message] = []
-
-    async def receive(self) -> Message:
-        if not self.messages:
-            await asyncio.get_running_loop().create_future()
-        return self.messages.pop(0)
-
-    async def send(self, message: Message) -> None:
-        self.sent.append(message)
-
-    @property
-    def status(self) -> int:
-        return int(self.sent[0]["status"])
-
-    @property
-    def headers(self) -> dict[bytes, bytes]:
-        return dict(self.sent[0]["headers"])
-
-    @property
-    def body(self) -> bytes:
-        return b"".join(bytes(message.get("body", b"")) for message in self.sent)
-
-
-async def http(
-    replica: Hosted, *chunks: bytes, kind: str = "http", messages: Any = (), **parts: Any
-) -> Reply:
-    bodies = chunks or ((b"",) if kind == "http" else ())
-    many = [
-        {"type": "http.request", "body": chunk, "more_body": index + 1 < len(bodies)}
-        for index, chunk in enumerate(bodies)
-    ]
-    reply = parts.get("reply") or Reply(*many, *messages)
-    path = parts.get("path", "/")
-    scope = {
-        "type": kind,
-        "asgi": {"version": "3.0", "spec_version": "2.4"},
-        "method": parts.get("method", "GET"),
-        "path": path,
-        "raw_path": path.encode(),
-        "root_path": "",
-        "query_string": parts.get("query", b""),
-        "headers": [(b"host", b"test")],
-        "extensions": {"daskserve": {"request_id": "request-1", "route": "/r"}},
-    }
-    await replica.handle(Envelope(EnvelopeKind.HTTP, scope)).respond(reply.receive, reply.send)
-    return reply
-
-
-async def call(replica: Hosted, method: str, *args: Any, **kwargs: Any) -> Any:
-    """Return the result of a Python call, as a handle does."""
-    head = {"method": method, "legacy": method == "__call__", "request_id": "request-1"}
-    reply = Reply()
-    envelope = Envelope(EnvelopeKind.CALL, head, pickling.dump((args, kwargs)))
-    try:
-        await replica.handle(envelope).respond(reply.receive, reply.send)
-    except PackedError as packed:
-        error = load_error(packed.data)
-        raise error from error.__cause__
-    (answer,) = reply.sent
-    return pickling.load(answer["payload"])
-
-
 # ---- the same in a thread and in a process
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=PLACES)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     folder = tmp_path_factory.mktemp("model")
     with Bench(request.param, code.Model, folder, str(folder)) as bench:
         yield bench
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=PLACES)
 def app(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     with Bench(request.param, code.APP, tmp_path_factory.mktemp("app")) as bench:
         yield bench
 
 
+FACTS = ("is_blocking", "is_asgi_app", "accepts_batches")
+
+
 def test_start_returns_facts_about_the_callable(model: Bench) -> None:
-    assert (model.facts["is_blocking"], model.facts["is_asgi_app"]) == (True, False)
+    assert [model.facts[name] for name in FACTS] == [True, False, False]
     assert {"__call__", "echo", "reconfigure"} <= set(model.facts["methods"])
-
-
-def test_start_returns_facts_about_the_application(app: Bench) -> None:
-    assert (app.facts["is_blocking"], app.facts["is_asgi_app"]) == (False, True)
+    assert tuple(model.facts["rank_info"]) == (0, 0, 0, 1)
 
 
 def test_arguments_and_results_cross_unchanged(model: Bench) -> None:
@@ -270,28 +185,39 @@ def test_large_arrays_cross_out_of_band(model: Bench) -> None:
 
 
 def test_code_knows_its_replica_and_request(model: Bench) -> None:
-    assert model.run(call(model.replica, "where")) == ["an-instance", "b", "b#AAAAAA", True, "request-1"]
+    expected = ["an-instance", "b", "b#AAAAAA", True, "request-1"]
+    assert model.run(call(model.replica, "where")) == expected
+    assert json.loads(model.run(http(model.replica, query=b"ask=where")).body) == expected
+    assert current_replica.get() is None
 
 
 @pytest.mark.parametrize("method", ["fail", "fail_async"])
 def test_errors_of_user_code_reach_the_caller_unchanged(model: Bench, method: str) -> None:
+    failed = model.run(model.replica.statistics())["failed_total"]
     with pytest.raises(code.Trouble) as caught:
         model.run(call(model.replica, method))
+    assert model.run(model.replica.statistics())["failed_total"] == failed + 1
     assert (caught.value.args, caught.value.code) == (("what went wrong", 7), 7)
-    if model.kind == "process":
+    if model.place == "process":
         assert "isolated_code.py" in str(caught.value.__cause__)
 
 
-def test_an_unknown_method_is_rejected(model: Bench) -> None:
-    with pytest.raises(BadRequestError, match="has no public method 'missing'"):
-        model.run(call(model.replica, "missing"))
-    assert model.replica.load().ongoing == 0
+def test_requests_that_no_code_takes_are_rejected(model: Bench) -> None:
+    for name in ("missing", "_chunks", "__init__"):
+        with pytest.raises(BadRequestError, match=f"no public method '{name}'; it has: __call__, check"):
+            model.run(call(model.replica, name))
+    with pytest.raises(BadRequestError, match="takes no requests of kind"):
+        model.replica.handle(Envelope(EnvelopeKind.CONTROL, {}))
+    assert model.replica.load() == Load(0, 0)
 
 
 def test_http_answers_with_status_headers_and_body(model: Bench) -> None:
     reply = model.run(http(model.replica))
-    assert (reply.status, reply.headers[b"content-type"]) == (200, b"text/plain; charset=utf-8")
-    assert model.run(http(model.replica, query=b"ask=missing")).status == 404
+    assert (reply.status, reply.headers["content-type"]) == (200, "text/plain; charset=utf-8")
+    failed = model.run(model.replica.statistics())["failed_total"]
+    missing = model.run(http(model.replica, query=b"ask=missing"))
+    assert (missing.status, missing.body) == (404, b"no such thing")
+    assert model.run(model.replica.statistics())["failed_total"] == failed
     failed = model.run(http(model.replica, query=b"ask=fail"))
     assert (failed.status, failed.body) == (500, b"Internal Server Error")
 
@@ -322,9 +248,11 @@ def test_a_caller_that_cannot_be_sent_to_ends_its_request(model: Bench) -> None:
 
 
 def test_an_asgi_application_is_served_as_it_is(app: Bench) -> None:
+    assert [app.facts[name] for name in FACTS] == [False, True, False]
     reply = app.run(http(app.replica, b"a ", b"b", path="/hello/you", method="POST"))
-    assert (reply.status, reply.body, reply.headers[b"x-key"]) == (200, b"POST you a b", b"v")
+    assert (reply.status, reply.body, reply.headers["x-key"]) == (200, b"POST you a b", "v")
     assert app.run(http(app.replica, path="/other")).status == 404
+    app.run(app.replica.probe())
 
 
 def test_a_response_that_fails_half_way_is_cut_off(app: Bench) -> None:
@@ -425,9 +353,9 @@ def test_more_slots_are_for_those_in_line(model: Bench) -> None:
     model.run(scenario())
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_requests_queued_when_the_replica_stops_have_not_begun(kind: str, tmp_path: Path) -> None:
-    with Bench(kind, code.Model, tmp_path, str(tmp_path)) as bench:
+@pytest.mark.parametrize("place", PLACES)
+def test_requests_queued_when_the_replica_stops_have_not_begun(place: str, tmp_path: Path) -> None:
+    with Bench(place, code.Model, tmp_path, str(tmp_path)) as bench:
 
         async def scenario() -> None:
             held = [asyncio.create_task(call(bench.replica, "hold", f"stop-{n}")) for n in range(4)]
@@ -468,10 +396,14 @@ def test_requests_queued_when_the_process_ends_have_not_begun(tmp_path: Path) ->
         bench.run(scenario())
 
 
-def test_a_cancelled_plain_request_keeps_its_slot_until_it_returns(model: Bench) -> None:
+@pytest.mark.parametrize("over_http", [False, True])
+def test_a_cancelled_plain_request_keeps_its_slot_until_it_returns(model: Bench, over_http: bool) -> None:
     async def scenario() -> None:
-        request = asyncio.create_task(call(model.replica, "hold", "abandoned"))
-        await until((model.folder / "abandoned-began").exists)
+        name = f"abandoned-{over_http}"
+        before = await model.replica.statistics()
+        held = http(model.replica, query=b"hold=" + name.encode()) if over_http else None
+        request = asyncio.create_task(held or call(model.replica, "hold", name))
+        await until((model.folder / f"{name}-began").exists)
         request.cancel()
         with pytest.raises(asyncio.CancelledError):
             await request
@@ -480,8 +412,11 @@ def test_a_cancelled_plain_request_keeps_its_slot_until_it_returns(model: Bench)
             await call(model.replica, "pid")
         assert model.replica.load().ongoing == 1
         assert (await model.replica.statistics())["abandoned"] == 1
-        (model.folder / "abandoned-go").touch()
+        (model.folder / f"{name}-go").touch()
         await until(lambda: model.replica.load().ongoing == 0)
+        after = await model.replica.statistics()
+        assert after["abandoned"] == 0
+        assert after["cancelled_total"] == before["cancelled_total"] + 1
 
     model.run(scenario())
 
@@ -498,7 +433,7 @@ def test_a_request_that_is_late_ends_in_the_child_and_keeps_its_slot_until_its_c
         reply = Reply()
         work = model.replica.handle(envelope).respond(reply.receive, reply.send)
         with pytest.raises(RequestTimeoutError):
-            await (work if model.kind == "process" else hold_until(deadline, work, "late"))
+            await (work if model.place == "process" else hold_until(deadline, work, "late"))
 
     async def scenario() -> None:
         await late("hold_async", "late-async")
@@ -530,10 +465,11 @@ def test_requests_cancelled_at_any_moment_leave_no_slot_taken(model: Bench) -> N
     async def scenario() -> None:
         rng = random.Random(1)
         for _ in range(30):
-            requests = [
-                asyncio.create_task(http(model.replica) if n % 2 else call(model.replica, "pid"))
-                for n in range(4)
+            works = [
+                *(call(model.replica, name) for name in ("pid", "pid_async")),
+                *(http(model.replica) for _ in range(2)),
             ]
+            requests = [asyncio.create_task(each) for each in works]
             for _ in range(rng.randrange(12)):
                 await asyncio.sleep(0 if rng.random() < 0.7 else 0.0005)
             for request in rng.sample(requests, 2):
@@ -582,9 +518,8 @@ def test_the_users_health_check_is_part_of_the_probe(model: Bench) -> None:
     model.run(scenario())
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_requests_are_batched(kind: str, tmp_path: Path) -> None:
-    with Bench(kind, code.double, tmp_path, max_batch_size=3, batch_wait_timeout=60.0) as bench:
+def test_requests_are_batched_in_a_process(tmp_path: Path) -> None:
+    with Bench("process", code.double, tmp_path, max_batch_size=3, batch_wait_timeout=60.0) as bench:
 
         async def scenario() -> None:
             replica = bench.replica
@@ -596,9 +531,9 @@ def test_requests_are_batched(kind: str, tmp_path: Path) -> None:
         bench.run(scenario())
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_stop_waits_for_running_requests_rejects_new_ones_and_destructs(kind: str, tmp_path: Path) -> None:
-    with Bench(kind, code.Model, tmp_path, str(tmp_path)) as bench:
+@pytest.mark.parametrize("place", PLACES)
+def test_stop_waits_for_running_requests_rejects_new_ones_and_destructs(place: str, tmp_path: Path) -> None:
+    with Bench(place, code.Model, tmp_path, str(tmp_path)) as bench:
 
         async def scenario() -> None:
             replica = bench.replica
@@ -620,9 +555,9 @@ def test_stop_waits_for_running_requests_rejects_new_ones_and_destructs(kind: st
         bench.run(scenario())
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_requests_that_exceed_the_grace_period_are_cancelled(kind: str, tmp_path: Path) -> None:
-    with Bench(kind, code.Model, tmp_path, str(tmp_path)) as bench:
+@pytest.mark.parametrize("place", PLACES)
+def test_requests_that_exceed_the_grace_period_are_cancelled(place: str, tmp_path: Path) -> None:
+    with Bench(place, code.Model, tmp_path, str(tmp_path)) as bench:
 
         async def scenario() -> None:
             request = asyncio.create_task(call(bench.replica, "hold_async", "late"))
@@ -637,7 +572,7 @@ def test_requests_that_exceed_the_grace_period_are_cancelled(kind: str, tmp_path
             assert "was stopped" in str(outcome)
             await patient
             assert (tmp_path / "late-cancelled").exists()
-            if kind == "process":  # in a thread the outcome's traceback holds the user's object
+            if place == "process":  # in a thread the outcome's traceback holds the user's object
                 assert (tmp_path / "destructed").exists()
 
         bench.run(scenario())
@@ -661,10 +596,9 @@ def test_a_destructor_in_a_child_has_the_rest_of_the_grace_period(
         bench.run(scenario())
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_failed_start_reports_where_and_why(kind: str) -> None:
+def test_a_failed_start_in_a_process_reports_where_and_why() -> None:
     async def main() -> None:
-        replica = make(kind, code.DiesInConstructor, "raise")
+        replica = make(code.DiesInConstructor, "raise", place="process")
         with pytest.raises(
             ReplicaStartError, match="in its constructor: ZeroDivisionError: in the"
         ) as caught:
@@ -714,7 +648,7 @@ def test_a_signal_ends_a_process_by_the_handler_of_user_code_if_it_has_one(
     number: int, fate: str, tmp_path: Path
 ) -> None:
     async def main() -> None:
-        replica = make("process", code.MainPlain, str(tmp_path))
+        replica = make(code.MainPlain, str(tmp_path), place="process")
         os.kill((await replica.start())["child_pid"], number)
         with suppress(ActorLostError):
             while True:
@@ -763,7 +697,7 @@ def test_a_process_that_gets_sigterm_ends_when_its_time_is_over_or_at_a_second_o
 
 def test_a_process_answers_and_ends_while_code_blocks_its_main_thread(tmp_path: Path) -> None:
     async def main() -> None:
-        replica = make("process", code.MainPlain, str(tmp_path))
+        replica = make(code.MainPlain, str(tmp_path), place="process")
         facts = await replica.start()
         blocked = asyncio.create_task(call(replica, "block"))
         await until((tmp_path / "blocked").exists)
@@ -790,12 +724,12 @@ def test_it_says_why_handles_do_not_work_in_a_cluster_within_one_process(model: 
         model.run(call(model.replica, "connect"))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("place", PLACES)
 def test_the_requests_of_an_unhealthy_replica_that_is_stopped_may_be_the_reason(
-    kind: str, tmp_path: Path
+    place: str, tmp_path: Path
 ) -> None:
     often = {"health_check_period_s": 0.01, "health_check_threshold": 1}
-    with Bench(kind, code.Model, tmp_path, str(tmp_path), **often) as bench:
+    with Bench(place, code.Model, tmp_path, str(tmp_path), **often) as bench:
 
         async def scenario() -> None:
             request = asyncio.create_task(call(bench.replica, "hold_async", "ill"))
@@ -853,7 +787,7 @@ def test_an_answer_given_before_the_end_still_arrives(tmp_path: Path) -> None:
             await asyncio.sleep(0)
             await asyncio.sleep(0.001)
             # Meanwhile the child answers and ends, so the worker learns of both at the same time.
-            time.sleep(0.3)  # noqa: ASYNC251
+            time.sleep(0.3)
             assert await request == "last words" * 1_000
 
         bench.run(scenario())
@@ -862,7 +796,7 @@ def test_an_answer_given_before_the_end_still_arrives(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("how", "fate"), [("exit", "exited with status 7"), ("crash", "killed by SIGSEGV")])
 def test_a_process_that_ends_in_the_constructor_is_a_failed_start(how: str, fate: str) -> None:
     async def main() -> None:
-        replica = make("process", code.DiesInConstructor, how)
+        replica = make(code.DiesInConstructor, how, place="process")
         with pytest.raises(ReplicaStartError, match=f"did not survive its start: its process .*{fate}"):
             await replica.start()
         await replica.stop(0)
@@ -872,7 +806,7 @@ def test_a_process_that_ends_in_the_constructor_is_a_failed_start(how: str, fate
 
 def test_a_start_that_is_given_up_leaves_no_process(tmp_path: Path) -> None:
     async def main() -> None:
-        replica = make("process", code.NeverMade, str(tmp_path))
+        replica = make(code.NeverMade, str(tmp_path), place="process")
         starting = asyncio.create_task(replica.start())
         await until((tmp_path / "constructor-began").exists)
         child = replica._code._child.pid
@@ -888,7 +822,7 @@ def test_a_start_that_is_given_up_leaves_no_process(tmp_path: Path) -> None:
 @pytest.mark.parametrize("is_reversed", [False, True], ids=["in-order", "reversed"])
 def test_a_start_ends_with_its_event_loop(tmp_path: Path, is_reversed: bool) -> None:
     async def main() -> None:
-        replica = make("process", code.NeverMade, str(tmp_path))
+        replica = make(code.NeverMade, str(tmp_path), place="process")
         starting = asyncio.create_task(replica.start())
         await until((tmp_path / "constructor-began").exists)
         child = replica._code._child
@@ -907,7 +841,7 @@ def test_a_stuck_process_is_killed_with_all_that_it_started(tmp_path: Path) -> N
     async def scenario(method: str, event_loop: str) -> None:
         folder = tmp_path / method
         folder.mkdir()
-        replica = make("process", code.Breaker, str(folder), event_loop=event_loop)
+        replica = make(code.Breaker, str(folder), event_loop=event_loop, place="process")
         await replica.start()
         grandchild = psutil.Process(await call(replica, "spawn"))
         request = asyncio.create_task(call(replica, method, "stuck"))
@@ -937,7 +871,7 @@ import asyncio, sys, test_isolation as t
 async def main():
     calls = []
     for method in ("sleep", "hold_the_lock"):
-        replica = t.make("process", t.code.Breaker, sys.argv[1])
+        replica = t.make(t.code.Breaker, sys.argv[1], place="process")
         print((await replica.start())["child_pid"], await t.call(replica, "spawn"), flush=True)
         calls.append(asyncio.create_task(t.call(replica, method, method)))
     await asyncio.gather(*calls)
@@ -966,7 +900,7 @@ def test_processes_end_with_their_worker_whatever_they_do(tmp_path: Path) -> Non
 
 def test_a_cancelled_request_has_ended_when_its_code_has(tmp_path: Path) -> None:
     async def main() -> None:
-        replica = ChildReplica(make("thread", code.Model, str(tmp_path))._context)
+        replica = ChildReplica(make(code.Model, str(tmp_path))._context)
         await replica.start()
         head = {"method": "hold", "legacy": False, "request_id": ""}
         envelope = Envelope(EnvelopeKind.CALL, head, pickling.dump((("one",), {})))
@@ -1013,7 +947,7 @@ def start_error(environment: Path | str) -> Exception:
     async def main() -> None:
         before = set(psutil.Process().children())
         with pytest.raises((BadRequestError, InstanceError)) as caught:
-            await make("process", code.quick, environment=str(environment)).start()
+            await make(code.quick, environment=str(environment), place="process").start()
         assert set(psutil.Process().children()) <= before
         errors.append(caught.value)
 
@@ -1091,21 +1025,26 @@ def series(replica: Any) -> dict[tuple[str, ...], float]:
     }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_metrics_are_the_same_wherever_the_code_runs(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", PLACES)
+def test_metrics_are_the_same_wherever_the_code_runs(place: str, tmp_path: Path) -> None:
     async def scenario() -> None:
         replica = bench.replica
+        with pytest.raises(code.Trouble):
+            await call(replica, "fail")
         for size in (0.5, 5, 50):
             await call(replica, "count", "a", size)
-        await until(lambda: series(replica)[("deployment_requests",)] == 3)
+        await until(lambda: series(replica)[("deployment_requests",)] == 4)
         found = series(replica)
         me = "b#AAAAAA"
-        assert found[("deployment_request_duration_seconds",)] == 3
-        assert found[("deployment_replica_starts",)] == 1
-        assert (found[("replica_requests", me)], found[("replica_healthy", me)]) == (3, 1)
-        assert found[("replica_max_ongoing_requests", me)] == 4
-        assert (found[("replica_errors", me)], found[("replica_request_duration_seconds", me)]) == (0, 3)
-        assert found[("replica_startup_duration_seconds", me)] > 0
+        assert (found[("deployment_errors",)], found[("deployment_request_duration_seconds",)]) == (1, 4)
+        starts = ("deployment_replica_starts", "deployment_replica_start_failures")
+        assert [found[(name,)] for name in starts] == [1, 0]
+        assert (found[("replica_requests", me)], found[("replica_healthy", me)]) == (4, 1)
+        slots = ("replica_ongoing_requests", "replica_max_ongoing_requests")
+        assert [found[(name, me)] for name in slots] == [0, 4]
+        assert (found[("replica_errors", me)], found[("replica_request_duration_seconds", me)]) == (1, 4)
+        assert found[("replica_start_time_seconds", me)] > 1e9
+        assert 0 < found[("replica_startup_duration_seconds", me)] < DEADLINE_S
         await until(lambda: len(replica.user_samples()) == 2)
         calls, sizes = replica.user_samples()
         own = (("serve_instance", "an-instance"), ("deployment", "b"), ("replica", me))
@@ -1115,18 +1054,18 @@ def test_metrics_are_the_same_wherever_the_code_runs(kind: str, tmp_path: Path) 
         await until(lambda: "custom" in replica.metrics())
         assert replica.metrics()["custom"] == {"pid": await call(replica, "count", "a", 1)}
         metrics = await replica.statistics()
-        assert (metrics["handled_total"], sum(metrics["latency_counts"])) == (4, 4)
+        assert (metrics["handled_total"], sum(metrics["latency_counts"])) == (5, 5)
         assert not {"samples", "custom"} & set(metrics)
 
-    with Bench(kind, code.Measuring, tmp_path) as bench:
+    with Bench(place, code.Measuring, tmp_path) as bench:
         bench.run(scenario())
         bench.run(call(bench.replica, "count", "a", 1))
         bench.run(bench.replica.stop(1))
-    assert series(bench.replica)[("deployment_requests",)] == 5
+    assert series(bench.replica)[("deployment_requests",)] == 6
 
 
 def test_a_replica_that_refuses_says_so_in_one_figure() -> None:
-    replica = make("process", code.Model, "nowhere")
+    replica = make(code.Model, "nowhere", place="process")
     replica._metrics.refused = 2  # type: ignore[union-attr]
     replica._code._reported = ReportedMetrics([["deployment_rejections", ["an-instance", "b"], 3]])  # type: ignore[union-attr]
     rejections = [value for name, _, value in replica.samples() if name == "deployment_rejections"]

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import pytest
+from cases import case
 
 from daskserve.common.types import WHOLE_RESPONSE, Message
 from daskserve.data.replica.user_code.joined_response import JoinedResponse, ResponseSink
@@ -52,16 +52,16 @@ def passed_on(*messages: Message) -> list[Message]:
     return found
 
 
-@pytest.mark.parametrize("headers", [(), ((b"Content-Length", b"3"),), ([b"content-length", b"3"],)])
-@pytest.mark.parametrize("end", [{}, {"more_body": False}])
-def test_a_start_and_its_only_body_become_one_message(headers: Any, end: dict[str, Any]) -> None:
-    expected = {"type": WHOLE_RESPONSE, "status": 201, "headers": (TYPE,), "body": b"abc"}
-    assert passed_on(start(*headers, status=201), body(**end)) == [expected]
+def test_a_start_and_its_only_body_become_one_message() -> None:
+    for headers in [(), ((b"Content-Length", b"3"),), ([b"content-length", b"3"],)]:
+        for end in [{}, {"more_body": False}]:
+            with case(headers, end):
+                expected = {"type": WHOLE_RESPONSE, "status": 201, "headers": (TYPE,), "body": b"abc"}
+                assert passed_on(start(*headers, status=201), body(**end)) == [expected]
 
 
-@pytest.mark.parametrize(
-    "messages",
-    [
+def test_all_other_messages_are_passed_on_as_they_are() -> None:
+    for messages in [
         (start(), body(more_body=True), body(b"", more_body=False)),
         (start((b"content-length", b"4")), body()),  # the server refuses it
         (start((b"content-length", b"12")), body(b"")),  # a response to HEAD
@@ -71,10 +71,9 @@ def test_a_start_and_its_only_body_become_one_message(headers: Any, end: dict[st
         (body(),),
         (start(), body(memoryview(b"abc"))),
         (start(), body(more_body=True), start()),
-    ],
-)
-def test_all_other_messages_are_passed_on_as_they_are(messages: tuple[Message, ...]) -> None:
-    assert passed_on(*messages) == list(messages)
+    ]:
+        with case(messages):
+            assert passed_on(*messages) == list(messages)
 
 
 def test_a_start_that_stays_alone_is_passed_on_after_an_iteration_unless_it_has_a_length() -> None:

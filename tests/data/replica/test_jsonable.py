@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pydantic
 import pytest
+from cases import case
 
 from daskserve.data.replica.user_code.json import to_json
 from daskserve.errors import UserCodeError
@@ -45,9 +46,8 @@ class Opaque:
     pass
 
 
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
+def test_values_that_json_does_not_know() -> None:
+    for value, expected in [
         (datetime.datetime(2020, 1, 2, 3, 4, 5), "2020-01-02T03:04:05"),
         (datetime.time(3, 4), "03:04:00"),
         (datetime.timedelta(minutes=1), 60.0),
@@ -67,13 +67,12 @@ class Opaque:
         (types.MappingProxyType({"k": 1}), {"k": 1}),
         (OrderedDict(k=np.int64(1)), {"k": 1}),
         ({np.int64(1): "one", uuid.UUID(int=1): {Color.RED: 2}}, None),
-    ],
-)
-def test_values_that_json_does_not_know(value: Any, expected: Any) -> None:
-    if expected is None:
-        expected = {"1": "one", "00000000-0000-0000-0000-000000000001": {"red": 2}}
-    assert json.loads(to_json(value)) == expected
-    assert json.loads(to_json({"nested": [value]})) == {"nested": [expected]}
+    ]:
+        with case(value, expected):
+            if expected is None:
+                expected = {"1": "one", "00000000-0000-0000-0000-000000000001": {"red": 2}}
+            assert json.loads(to_json(value)) == expected
+            assert json.loads(to_json({"nested": [value]})) == {"nested": [expected]}
 
 
 def test_pandas_is_recognised_where_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,9 +108,8 @@ def test_a_model_is_written_by_its_own_serializer() -> None:
     assert to_json([model]) == b"[" + model.model_dump_json().encode() + b"]"
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
+def test_numbers_that_json_does_not_have_are_null() -> None:
+    for value in [
         math.nan,
         -math.inf,
         np.float32("nan"),
@@ -119,20 +117,18 @@ def test_a_model_is_written_by_its_own_serializer() -> None:
         np.datetime64("NaT", "s"),
         decimal.Decimal("NaN"),
         Model(score=math.nan, price=decimal.Decimal("1")).score,
-    ],
-)
-def test_numbers_that_json_does_not_have_are_null(value: Any) -> None:
-    assert to_json({"deep": [value, (value,)]}) == b'{"deep":[null,[null]]}'
-    assert to_json(np.array([[value]])) == b"[[null]]"
+    ]:
+        with case(value):
+            assert to_json({"deep": [value, (value,)]}) == b'{"deep":[null,[null]]}'
+            assert to_json(np.array([[value]])) == b"[[null]]"
 
 
 def test_keys_that_are_no_numbers_stay_apart() -> None:
     assert to_json({math.nan: 1, math.inf: 2, np.datetime64("NaT", "s"): 3}) == b'{"nan":1,"inf":2,"NaT":3}'
 
 
-@pytest.mark.parametrize(
-    "value", [Opaque(), {(1, 2): 3}, 1j, np.array([1j]), range(3), Opaque, b"\xff", "\ud800"]
-)
-def test_a_value_that_has_no_json_is_an_error(value: Any) -> None:
-    with pytest.raises(UserCodeError, match="cannot be written as JSON"):
-        to_json({"deep": [value]})
+def test_a_value_that_has_no_json_is_an_error() -> None:
+    for value in [Opaque(), {(1, 2): 3}, 1j, np.array([1j]), range(3), Opaque, b"\xff", "\ud800"]:
+        with case(value):
+            with pytest.raises(UserCodeError, match="cannot be written as JSON"):
+                to_json({"deep": [value]})

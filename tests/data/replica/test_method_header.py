@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from cases import case
 
 import daskserve as serve
 from daskserve.errors import BadRequestError
@@ -73,24 +74,20 @@ def fetch(client: serve.Client, path: str, method: str | None, body: bytes | Non
         return error.code, error.read().decode()
 
 
-@pytest.mark.parametrize("path", ["on", "isolated"])
-@pytest.mark.parametrize(
-    ("method", "text"),
-    [
-        (None, "call HTTPRequest 1"),
-        ("__call__", "call HTTPRequest 1"),
-        ("plain", "plain HTTPRequest 1 data"),
-        ("on_loop", "on_loop HTTPRequest data"),
-        ("bare", "bare"),
-        ("stream", "ab"),
-        ("batched", "batched HTTPRequest"),
-        ("many", "many HTTPRequest"),
-    ],
-)
-def test_the_header_picks_the_method_which_gets_the_same_request(
-    client: serve.Client, path: str, method: str | None, text: str
-) -> None:
-    assert fetch(client, path, method, b"data") == (200, text)
+def test_the_header_picks_the_method_which_gets_the_same_request(client: serve.Client) -> None:
+    for path in ["on", "isolated"]:
+        for method, text in [
+            (None, "call HTTPRequest 1"),
+            ("__call__", "call HTTPRequest 1"),
+            ("plain", "plain HTTPRequest 1 data"),
+            ("on_loop", "on_loop HTTPRequest data"),
+            ("bare", "bare"),
+            ("stream", "ab"),
+            ("batched", "batched HTTPRequest"),
+            ("many", "many HTTPRequest"),
+        ]:
+            with case(path, method, text):
+                assert fetch(client, path, method, b"data") == (200, text)
 
 
 def test_the_header_is_nothing_special_unless_asked_for(client: serve.Client) -> None:
@@ -98,15 +95,22 @@ def test_the_header_is_nothing_special_unless_asked_for(client: serve.Client) ->
         assert fetch(client, "off", method) == (200, "call HTTPRequest 1")
 
 
-@pytest.mark.parametrize(
-    "method", ["missing", "_secret", "__init__", "__del__", "reconfigure", "check_health", "app", "", "\xe9"]
-)
-def test_a_method_that_is_not_public_is_rejected_with_a_list_of_the_public_ones(
-    client: serve.Client, method: str
-) -> None:
-    status, text = fetch(client, "on", method)
-    assert status == 400
-    assert text.endswith("choose one of: __call__, bare, batched, many, on_loop, plain, stream.")
+def test_a_method_that_is_not_public_is_rejected_with_a_list_of_the_public_ones(client: serve.Client) -> None:
+    for method in [
+        "missing",
+        "_secret",
+        "__init__",
+        "__del__",
+        "reconfigure",
+        "check_health",
+        "app",
+        "",
+        "\xe9",
+    ]:
+        with case(method):
+            status, text = fetch(client, "on", method)
+            assert status == 400
+            assert text.endswith("choose one of: __call__, bare, batched, many, on_loop, plain, stream.")
 
 
 def test_it_can_be_switched_while_it_runs(client: serve.Client) -> None:

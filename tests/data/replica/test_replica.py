@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import threading
-import types
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -15,25 +13,23 @@ from typing import Any
 import pytest
 from anyio.to_thread import current_default_thread_limiter
 from gates import Gates, anew_for_each_test
+from replica_harness import Reply, body_messages, http, make, our_threads, replica_of, scope, until
+from replica_harness import call as call_method
 from replica_starts import reconfiguration, replica_start
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
-from starlette.routing import Route, WebSocketRoute
-from starlette.websockets import WebSocket
+from starlette.routing import Route
 
 from daskserve import context as serve_context
 from daskserve import metrics
-from daskserve.cluster.protocols.base import ActorContext, ActorSpec
-from daskserve.common.clock import LoopClock
-from daskserve.common.types import ActorKind, Envelope, EnvelopeKind, Load, Message, Payload
+from daskserve.common.types import Envelope, EnvelopeKind, Load, Message
 from daskserve.data.batching.decorator import batch
+from daskserve.data.replica.execution.message_pipe import WINDOW
 from daskserve.data.replica.replica import Replica
 from daskserve.data.replica.requests.accept_batch import accept_batch
 from daskserve.errors import (
     ActorLostError,
-    BadRequestError,
     CodeLoadError,
     ReplicaBusyError,
     ReplicaStartError,
@@ -45,7 +41,6 @@ from daskserve.payload import packed_errors, pickling
 from daskserve.telemetry.histogram import HistogramCounts
 
 DEADLINE_S = 10.0
-CLUSTER: Any = types.SimpleNamespace()
 
 
 class SharedGates(Gates):
@@ -60,15 +55,6 @@ class SharedGates(Gates):
 
 GATES = SharedGates()
 _fresh_gates = anew_for_each_test(GATES)
-
-
-def make(definition: Any, *args: Any, init_kwargs: dict[str, Any] | None = None, **options: Any) -> Replica:
-    options.setdefault("concurrency", 4)
-    if "user_config" in options:
-        options["user_config"] = pickling.dump_bytes(options["user_config"])
-    start = replica_start(definition, args, init_kwargs, **options)
-    spec = ActorSpec(ActorKind.REPLICA, "replica/b#AAAAAA", 1, "an-instance", start.encode())
-    return Replica(ActorContext(spec, CLUSTER, LoopClock(), random.Random(0)))
 
 
 def run(scenario: Callable[[Replica], Awaitable[None]], definition: Any, *args: Any, **options: Any) -> None:
@@ -89,94 +75,14 @@ def run(scenario: Callable[[Replica], Awaitable[None]], definition: Any, *args: 
     asyncio.run(main())
 
 
-def our_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("daskserve-")]
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():  # noqa: ASYNC110 - the condition is set in another thread
-        await asyncio.sleep(0.001)
+async def call(replica: Replica, *args: Any, method: str = "__call__", **kwargs: Any) -> Any:
+    return await call_method(replica, method, *args, **kwargs)
 
 
 async def begun(count: int = 1) -> None:
     """Return when user code has said so that often."""
     for _ in range(count):
         await until(lambda: GATES.began.acquire(blocking=False))
-
-
-class Reply:
-    """One request over HTTP and what came of it."""
-
-    def __init__(self, *messages: Message) -> None:
-        self.messages = list(messages) or [{"type": "http.request", "body": b"", "more_body": False}]
-        self.sent: list[Message] = []
-        self.load: Load | None = None
-
-    async def receive(self) -> Message:
-        if not self.messages:
-            await asyncio.get_running_loop().create_future()
-        return self.messages.pop(0)
-
-    async def send(self, message: Message) -> None:
-        self.sent.append(message)
-
-    @property
-    def status(self) -> int:
-        return int(self.sent[0]["status"])
-
-    @property
-    def headers(self) -> dict[str, str]:
-        return {name.decode(): value.decode() for name, value in self.sent[0]["headers"]}
-
-    @property
-    def body(self) -> bytes:
-        return b"".join(message.get("body", b"") for message in self.sent)
-
-
-def scope(path: str = "/", query: bytes = b"", method: str = "GET", kind: str = "http") -> dict[str, Any]:
-    return {
-        "type": kind,
-        "asgi": {"version": "3.0", "spec_version": "2.4"},
-        "method": method,
-        "path": path,
-        "raw_path": path.encode(),
-        "root_path": "",
-        "query_string": query,
-        "headers": [(b"host", b"test")],
-        "extensions": {"daskserve": {"request_id": "request-1", "route": "/r"}},
-    }
-
-
-async def http(
-    replica: Replica, *chunks: bytes, kind: str = "http", messages: Any = (), **parts: Any
-) -> Reply:
-    many = [
-        {"type": "http.request", "body": chunk, "more_body": index + 1 < len(chunks)}
-        for index, chunk in enumerate(chunks)
-    ]
-    reply = Reply(*many, *messages)
-    envelope = Envelope(EnvelopeKind.HTTP, scope(kind=kind, **parts))
-    reply.load = await replica.handle(envelope).respond(reply.receive, reply.send)
-    return reply
-
-
-async def call(replica: Replica, *args: Any, head: dict[str, Any] | None = None, **kwargs: Any) -> Any:
-    """Return the result of a Python call, classic unless the head says otherwise."""
-    head = {"method": "__call__", "legacy": True, "request_id": "request-1", **(head or {})}
-    reply = Reply()
-    envelope = Envelope(EnvelopeKind.CALL, head, pickling.dump((args, kwargs)))
-    try:
-        await replica.handle(envelope).respond(reply.receive, reply.send)
-    except packed_errors.PackedError as error:
-        raise error.load() from None  # as a handle does
-    (answer,) = reply.sent
-    assert answer["type"] == "call.result"
-    assert isinstance(answer["payload"], Payload)
-    return pickling.load(answer["payload"])
-
-
-def modern(method: str = "__call__") -> dict[str, Any]:
-    return {"method": method, "legacy": False}
 
 
 # ---- user code of all kinds
@@ -251,28 +157,6 @@ class AsyncModel:
 
 
 # ---- start
-
-
-@pytest.mark.parametrize(
-    ("definition", "facts"),
-    [
-        (plain, (True, False, False, ["__call__"])),
-        (coroutine, (False, False, False, ["__call__"])),
-        (Starlette(), (False, True, False, ["__call__"])),
-        (Model, (True, False, False, ["__call__", "reconfigure", "shout"])),
-    ],
-)
-def test_start_returns_facts_about_the_callable(definition: Any, facts: tuple[Any, ...]) -> None:
-    async def main() -> None:
-        replica = make(definition)
-        found = await replica.start()
-        assert found == dict(
-            zip(("is_blocking", "is_asgi_app", "accepts_batches", "methods"), facts, strict=True),
-            rank_info=(0, 0, 0, 1),
-        )
-        await replica.stop(1)
-
-    asyncio.run(main())
 
 
 def test_user_code_is_constructed_off_the_workers_loop_and_knows_its_replica() -> None:
@@ -405,13 +289,6 @@ def test_the_health_of_a_replica_says_that_reconfigure_runs() -> None:
     run(scenario, SlowToReconfigure)
 
 
-def test_init_arguments_reach_the_constructor() -> None:
-    async def scenario(replica: Replica) -> None:
-        assert await call(replica) == "given"
-
-    run(scenario, Model, init_kwargs={"word": "given"})
-
-
 class Broken:
     def __init__(self) -> None:
         raise ZeroDivisionError("in the constructor")
@@ -513,9 +390,7 @@ CODE = pickling.dump_bytes((Model, (), {}))
 )
 def test_code_that_cannot_be_loaded_is_told_from_user_code_that_fails(code: bytes) -> None:
     async def main() -> None:
-        start = replace(replica_start(Model, concurrency=1), code=code)
-        spec = ActorSpec(ActorKind.REPLICA, "replica/b#AAAAAA", 1, "an-instance", start.encode())
-        replica = Replica(ActorContext(spec, CLUSTER, LoopClock(), random.Random(0)))
+        replica = replica_of(replace(replica_start(Model, concurrency=1), code=code))
         with pytest.raises(CodeLoadError, match="'b' could not be loaded: "):
             await replica.start()
         await replica.stop(1)
@@ -559,22 +434,6 @@ def test_a_start_that_is_cancelled_leaves_nothing() -> None:
         assert our_threads() == []
 
     asyncio.run(main())
-
-
-def test_the_context_shows_replica_request_and_object() -> None:
-    class Curious:
-        def __call__(self, request: Any) -> list[Any]:
-            replica = serve_context.get_replica_context()
-            asked = serve_context.current_request.get()
-            assert asked is not None
-            return [replica.instance, replica.backend_tag, replica.servable_object is self, asked.request_id]
-
-    async def scenario(replica: Replica) -> None:
-        assert await call(replica) == ["an-instance", "b", True, "request-1"]
-        assert (await http(replica)).body == b'["an-instance","b",true,"request-1"]'
-        assert serve_context.current_replica.get() is None
-
-    run(scenario, Curious)
 
 
 # ---- HTTP
@@ -659,7 +518,7 @@ async def read_stream(request: Any) -> bytes:
 
 @pytest.mark.parametrize("event_loop", ["own", "worker"])
 @pytest.mark.parametrize("definition", [read_plain, read_async, read_stream])
-@pytest.mark.parametrize("chunks", [(b"",), (b"whole",), (b"in ", b"three ", b"parts")])
+@pytest.mark.parametrize("chunks", [(b"",), (b"whole",), tuple(b"%d," % n for n in range(5 * WINDOW))])
 def test_every_callable_can_read_the_body(
     definition: Any, event_loop: str, chunks: tuple[bytes, ...]
 ) -> None:
@@ -738,15 +597,11 @@ def test_a_plain_function_can_ask_whether_its_client_has_left() -> None:
 
 def test_a_plain_function_is_not_called_for_a_client_that_left_while_sending() -> None:
     async def scenario(replica: Replica) -> None:
-        reply = await http(replica, messages=({**part(b"a"), "more_body": True}, {"type": "http.disconnect"}))
+        reply = await http(replica, messages=(*body_messages(b"a", b"")[:1], {"type": "http.disconnect"}))
         assert reply.sent == []
         assert GATES.notes == []
 
     run(scenario, noting)
-
-
-def part(body: bytes) -> Message:
-    return {"type": "http.request", "body": body, "more_body": False}
 
 
 def noting(request: Any) -> None:
@@ -789,6 +644,28 @@ def test_results_may_be_streamed(definition: Any, event_loop: str) -> None:
     run(scenario, definition, event_loop=event_loop)
 
 
+def mixed_chunks(request: Any) -> Iterator[Any]:
+    yield "a"
+    yield b"b"
+    yield {"c": 1}
+
+
+async def mixed_chunks_async(request: Any) -> AsyncIterator[Any]:
+    for chunk in mixed_chunks(request):
+        yield chunk
+
+
+@pytest.mark.parametrize("definition", [mixed_chunks, mixed_chunks_async])
+def test_the_items_of_a_generator_are_encoded_one_by_one(definition: Any) -> None:
+    async def scenario(replica: Replica) -> None:
+        reply = await http(replica)
+        assert (reply.headers["content-type"], reply.body) == ("text/plain; charset=utf-8", b'ab{"c":1}')
+        more = [message["more_body"] for message in reply.sent[1:]]
+        assert more == [True] * (len(more) - 1) + [False]
+
+    run(scenario, definition)
+
+
 def fails(request: Any = None) -> None:
     raise KeyError("secret")
 
@@ -801,7 +678,17 @@ async def fails_as_app(scope: Any, receive: Any, send: Any) -> None:
     raise KeyError("secret")
 
 
-@pytest.mark.parametrize("definition", [fails, fails_async, fails_as_app])
+def fails_first(request: Any) -> Iterator[str]:
+    raise KeyError("secret")
+    yield
+
+
+async def fails_first_async(request: Any) -> AsyncIterator[str]:
+    raise KeyError("secret")
+    yield
+
+
+@pytest.mark.parametrize("definition", [fails, fails_async, fails_as_app, fails_first, fails_first_async])
 @pytest.mark.parametrize("debug", [False, True])
 def test_an_error_is_a_500_with_details_only_in_debug_mode(
     definition: Any, debug: bool, caplog: pytest.LogCaptureFixture
@@ -824,44 +711,18 @@ def test_an_error_is_a_500_with_details_only_in_debug_mode(
     assert "KeyError: 'secret'" in caplog.text
 
 
-def not_found(request: Any) -> None:
-    raise HTTPException(404, "no such thing")
-
-
-def unwritable(request: Any) -> Any:
-    return {"value": object()}
-
-
-def test_an_http_exception_is_the_answer() -> None:
-    async def scenario(replica: Replica) -> None:
-        reply = await http(replica)
-        assert (reply.status, reply.body) == (404, b"no such thing")
-        assert (await replica.statistics())["failed_total"] == 0
-
-    run(scenario, not_found)
-
-
-def test_a_result_that_cannot_be_written_is_a_500_and_a_log_line(caplog: pytest.LogCaptureFixture) -> None:
-    async def scenario(replica: Replica) -> None:
-        assert (await http(replica)).status == 500
-
-    run(scenario, unwritable)
-    assert "A result of type builtins.object cannot be written as JSON" in caplog.text
-
-
-async def fails_late(scope: Any, receive: Any, send: Any) -> None:
-    await send({"type": "http.response.start", "status": 200, "headers": []})
-    await send({"type": "http.response.body", "body": b"half", "more_body": True})
-    raise KeyError("late")
-
-
-def fails_late_plain(request: Any) -> Iterator[str]:
+def fails_late(request: Any) -> Iterator[str]:
     yield "half"
     raise KeyError("late")
 
 
-@pytest.mark.parametrize("definition", [fails_late, fails_late_plain])
-def test_an_error_after_the_start_of_the_response_cuts_it_off(
+async def fails_late_async(request: Any) -> AsyncIterator[str]:
+    yield "half"
+    raise KeyError("late")
+
+
+@pytest.mark.parametrize("definition", [fails_late, fails_late_async])
+def test_an_error_of_a_generator_cuts_its_response_off(
     definition: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def scenario(replica: Replica) -> None:
@@ -884,35 +745,6 @@ def test_an_application_that_answers_nothing_is_a_500(caplog: pytest.LogCaptureF
     assert "without a response" in caplog.text
 
 
-async def hello(request: Request) -> PlainTextResponse:
-    return PlainTextResponse(f"hello {request.path_params['name']} {(await request.body()).decode()}")
-
-
-async def echo_socket(socket: WebSocket) -> None:
-    await socket.accept()
-    while True:
-        text = await socket.receive_text()
-        if text == "end":
-            break
-        await socket.send_text(text.upper())
-    await socket.close(4000)
-
-
-APP = Starlette(
-    routes=[Route("/hello/{name}", hello, methods=["POST"]), WebSocketRoute("/echo", echo_socket)]
-)
-
-
-@pytest.mark.parametrize("event_loop", ["own", "worker"])
-def test_an_asgi_application_is_served_as_it_is(event_loop: str) -> None:
-    async def scenario(replica: Replica) -> None:
-        reply = await http(replica, b"a ", b"b", path="/hello/you", method="POST")
-        assert (reply.status, reply.body) == (200, b"hello you a b")
-        assert (await http(replica, path="/other")).status == 404
-
-    run(scenario, APP, event_loop=event_loop)
-
-
 async def listens_on(scope: Any, receive: Any, send: Any) -> None:
     if scope["type"] == "lifespan":
         return
@@ -927,11 +759,11 @@ def test_nothing_listens_to_the_client_once_the_request_has_been_answered() -> N
     async def scenario(replica: Replica) -> None:
         listening = asyncio.Event()
         given_up = asyncio.Event()
-        reply = Reply()
+        messages = body_messages(b"")
 
         async def receive() -> Message:
-            if reply.messages:
-                return reply.messages.pop(0)
+            if messages:
+                return messages.pop(0)
             listening.set()
             try:
                 nothing: Message = await asyncio.get_running_loop().create_future()
@@ -951,21 +783,6 @@ def test_nothing_listens_to_the_client_once_the_request_has_been_answered() -> N
     run(scenario, listens_on)
 
 
-@pytest.mark.parametrize("event_loop", ["own", "worker"])
-def test_web_sockets_reach_the_application(event_loop: str) -> None:
-    texts = [f"text {number}" for number in range(40)]
-    frames = [{"type": "websocket.receive", "text": text} for text in [*texts, "end"]]
-
-    async def scenario(replica: Replica) -> None:
-        messages = [{"type": "websocket.connect"}, *frames]
-        reply = await http(replica, kind="websocket", path="/echo", messages=messages)
-        assert reply.sent[0]["type"] == "websocket.accept"
-        assert [message["text"] for message in reply.sent[1:-1]] == [text.upper() for text in texts]
-        assert reply.sent[-1]["code"] == 4000
-
-    run(scenario, APP, event_loop=event_loop)
-
-
 def test_a_plain_callable_rejects_web_sockets() -> None:
     async def scenario(replica: Replica) -> None:
         reply = await http(replica, kind="websocket", messages=[{"type": "websocket.connect"}])
@@ -975,52 +792,6 @@ def test_a_plain_callable_rejects_web_sockets() -> None:
 
 
 # ---- calls
-
-
-def test_classic_and_modern_calls_of_a_class() -> None:
-    async def scenario(replica: Replica) -> None:
-        assert await call(replica, "data", k=1) == "word"
-        assert await call(replica, "text", head=modern("shout")) == "TEXT"
-        for name in ("_secret", "__init__", "missing"):
-            with pytest.raises(ServeError, match="it has: __call__, reconfigure, shout"):
-                await call(replica, head=modern(name))
-        assert replica.load() == Load(0, 0)
-
-    run(scenario, Model)
-
-
-def test_the_same_code_serves_http_and_handles() -> None:
-    async def scenario(replica: Replica) -> None:
-        assert (await call(replica, n="7")).endswith(" 7")
-        assert (await http(replica, query=b"n=7")).body.endswith(b" 7")
-
-        metrics = replica.metrics()
-        assert (metrics["ongoing"], metrics["ended"], sum(metrics["latency_counts"])) == (0, 2, 2)
-
-    for definition in (plain, coroutine):
-        run(scenario, definition)
-
-
-@pytest.mark.parametrize("definition", [fails, fails_async])
-def test_errors_of_a_call_reach_the_caller_unchanged(definition: Any) -> None:
-    async def scenario(replica: Replica) -> None:
-        with pytest.raises(KeyError, match="secret"):
-            await call(replica)
-        assert (await replica.statistics())["failed_total"] == 1
-
-    run(scenario, definition)
-
-
-def unpicklable(request: Any) -> Any:
-    return threading.Lock()
-
-
-def test_a_result_that_cannot_be_pickled_is_named_by_its_type() -> None:
-    async def scenario(replica: Replica) -> None:
-        with pytest.raises(UserCodeError, match=r"of backend 'b' returned a _thread\.lock"):
-            await call(replica)
-
-    run(scenario, unpicklable)
 
 
 class Unreadable:
@@ -1041,62 +812,13 @@ def test_arguments_are_unpickled_on_the_users_side(definition: Any) -> None:
     run(scenario, definition)
 
 
-def test_a_control_request_is_rejected() -> None:
-    async def scenario(replica: Replica) -> None:
-        reply = Reply()
-        with pytest.raises(BadRequestError):
-            await replica.handle(Envelope(EnvelopeKind.CONTROL, {})).respond(reply.receive, reply.send)
-        assert replica.load() == Load(0, 0)
-
-    run(scenario, plain)
-
-
 # ---- slots
 
 
-@pytest.mark.parametrize("definition", [held, held_async])
-def test_no_more_requests_run_than_there_are_slots(definition: Any) -> None:
-    async def scenario(replica: Replica) -> None:
-        running = [asyncio.create_task(call(replica)) for _ in range(2)]
-        await begun(2)
-        with pytest.raises(ReplicaBusyError) as caught:
-            await call(replica)
-        assert caught.value.ongoing == 2
-        assert replica.load() == Load(2, 0)
-        GATES.go.set()
-        assert await asyncio.gather(*running) == ["held", "held"]
-        assert await call(replica) == "held"
-        metrics = await replica.statistics()
-        assert (metrics["handled_total"], metrics["refused_total"], metrics["ongoing"]) == (3, 1, 0)
-
-    run(scenario, definition, concurrency=2)
-
-
-@pytest.mark.parametrize("over_http", [False, True])
-def test_a_cancelled_plain_request_keeps_its_slot_until_it_returns(over_http: bool) -> None:
-    async def scenario(replica: Replica) -> None:
-        request = asyncio.create_task(http(replica) if over_http else call(replica))
-        await begun()
-        request.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await request
-        assert replica.load() == Load(1, 0)
-        assert (await replica.statistics())["abandoned"] == 1
-        with pytest.raises(ReplicaBusyError):
-            await call(replica)
-        GATES.go.set()
-        await until(lambda: replica.load() == Load(0, 0))
-        metrics = await replica.statistics()
-        assert (metrics["abandoned"], metrics["cancelled_total"]) == (0, 1)
-
-    run(scenario, held, concurrency=1)
-
-
 @pytest.mark.parametrize("event_loop", ["own", "worker"])
-@pytest.mark.parametrize("over_http", [False, True])
-def test_a_cancelled_async_request_is_cancelled_and_frees_its_slot(event_loop: str, over_http: bool) -> None:
+def test_a_cancelled_async_request_over_http_is_cancelled_and_frees_its_slot(event_loop: str) -> None:
     async def scenario(replica: Replica) -> None:
-        request = asyncio.create_task(http(replica) if over_http else call(replica))
+        request = asyncio.create_task(http(replica))
         await begun()
         request.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -1160,23 +882,6 @@ def test_a_stream_that_never_pauses_is_cancelled_at_any_moment() -> None:
     run(scenario, stream_without_a_pause)
 
 
-def test_requests_cancelled_at_any_moment_leave_no_slot_taken() -> None:
-    async def scenario(replica: Replica) -> None:
-        rng = random.Random(1)
-        for _ in range(30):
-            requests = [asyncio.create_task(http(replica) if n % 2 else call(replica, n=n)) for n in range(8)]
-            for _ in range(rng.randrange(6)):
-                await asyncio.sleep(0)
-            for request in rng.sample(requests, 4):
-                request.cancel()
-            await asyncio.gather(*requests, return_exceptions=True)
-            await until(lambda: replica.load() == Load(0, 0))
-        assert (await replica.statistics())["abandoned"] == 0
-
-    for definition in (plain, coroutine):
-        run(scenario, definition, concurrency=8)
-
-
 # ---- batches
 
 
@@ -1227,7 +932,7 @@ def test_without_a_batch_size_a_marked_callable_gets_lists_of_one() -> None:
 
 def test_methods_that_are_not_marked_are_called_singly() -> None:
     async def scenario(replica: Replica) -> None:
-        assert await call(replica, head={"method": "single"}) == "single"
+        assert await call(replica, None, method="single") == "single"
 
     run(scenario, BatchModel, max_batch_size=3)
 
@@ -1289,43 +994,6 @@ def test_verbs_are_those_that_can_be_called() -> None:
     assert all(asyncio.iscoroutinefunction(verb) for verb in verbs.values())
 
 
-def test_reconfiguring_changes_user_config_and_limits_in_place() -> None:
-    async def scenario(replica: Replica) -> None:
-        await replica.reconfigure(
-            **reconfiguration(
-                user_config=pickling.dump_bytes("changed"),
-                concurrency=1,
-                max_batch_size=None,
-                batch_wait_timeout=0.0,
-            )
-        )
-        assert await call(replica) == "changed"
-        assert (await replica.statistics())["concurrency"] == 1
-        await replica.reconfigure(
-            **reconfiguration(user_config=None, concurrency=3, max_batch_size=None, batch_wait_timeout=0)
-        )
-        assert await call(replica) == "changed"
-        assert (await replica.statistics())["concurrency"] == 3
-
-    for definition in (Model, AsyncModel):
-        run(scenario, definition)
-
-
-def test_a_reconfigure_that_fails_changes_nothing() -> None:
-    async def scenario(replica: Replica) -> None:
-        with pytest.raises(ReplicaStartError, match="ValueError: bad config") as caught:
-            await replica.reconfigure(
-                **reconfiguration(user_config=pickling.dump_bytes("bad"), concurrency=9)
-            )
-        assert "in reconfigure" in caught.value.user_traceback
-        with pytest.raises(BadRequestError, match="max_batch_size is 4"):
-            await replica.reconfigure(**reconfiguration(user_config=None, concurrency=9, max_batch_size=4))
-        assert (await replica.statistics())["concurrency"] == 4
-        assert await call(replica) == "word"
-
-    run(scenario, Model)
-
-
 def test_a_kept_error_does_not_keep_the_users_object() -> None:
     kept: list[ReplicaStartError] = []
 
@@ -1349,34 +1017,6 @@ def test_a_kept_error_does_not_keep_the_users_object() -> None:
     assert all(error.__cause__ is None and error.__context__ is None for error in kept)
 
 
-def test_a_user_config_without_a_method_to_take_it_is_an_error() -> None:
-    async def scenario(replica: Replica) -> None:
-        with pytest.raises(BadRequestError, match=r"has no reconfigure\(\) method"):
-            await replica.reconfigure(**reconfiguration(user_config=pickling.dump_bytes(1), concurrency=4))
-
-    run(scenario, plain)
-
-
-class Held:
-    def reconfigure(self, config: Any) -> None:
-        GATES.notes.append(config)
-
-    def __call__(self, request: Any) -> str:
-        return held()
-
-
-def test_reconfiguring_does_not_wait_for_requests() -> None:
-    async def scenario(replica: Replica) -> None:
-        request = asyncio.create_task(call(replica))
-        await begun()
-        await replica.reconfigure(**reconfiguration(user_config=pickling.dump_bytes("new"), concurrency=1))
-        assert GATES.notes == ["new"]
-        GATES.go.set()
-        await request
-
-    run(scenario, Held, concurrency=1)
-
-
 def test_batching_limits_can_be_changed() -> None:
     async def scenario(replica: Replica) -> None:
         assert await call(replica, n=1) == 2
@@ -1387,15 +1027,6 @@ def test_batching_limits_can_be_changed() -> None:
         assert GATES.notes == [1, 2]
 
     run(scenario, double)
-
-
-@pytest.mark.parametrize("definition", [plain, coroutine, Model, APP])
-@pytest.mark.parametrize("event_loop", ["own", "worker"])
-def test_a_healthy_replica_passes_its_probe(definition: Any, event_loop: str) -> None:
-    async def scenario(replica: Replica) -> None:
-        assert await replica.probe() is None  # type: ignore[func-returns-value]
-
-    run(scenario, definition, event_loop=event_loop)
 
 
 def test_a_probe_passes_while_slots_are_busy_and_fails_when_all_are_abandoned() -> None:
@@ -1587,58 +1218,6 @@ def test_an_error_while_code_is_loaded_says_so(is_async: bool) -> None:
 # ---- stop
 
 
-@pytest.mark.parametrize("definition", [held, held_async])
-def test_stop_rejects_new_requests_and_waits_for_running_ones(definition: Any) -> None:
-    async def scenario(replica: Replica) -> None:
-        request = asyncio.create_task(call(replica))
-        await begun()
-        stopping = asyncio.create_task(replica.stop(DEADLINE_S))
-        await asyncio.sleep(0)
-        with pytest.raises(ActorLostError) as caught:
-            await call(replica)
-        assert not caught.value.begun
-        for verb in (
-            replica.probe(),
-            replica.reconfigure(**reconfiguration(user_config=None, concurrency=1)),
-        ):
-            with pytest.raises(ActorLostError):
-                await verb
-        assert not stopping.done()
-        GATES.go.set()
-        assert await request == "held"
-        await stopping
-
-    run(scenario, definition)
-
-
-@pytest.mark.parametrize("event_loop", ["own", "worker"])
-def test_requests_that_exceed_the_grace_period_are_cancelled(event_loop: str) -> None:
-    async def scenario(replica: Replica) -> None:
-        requests = [asyncio.create_task(call(replica)), asyncio.create_task(http(replica))]
-        await begun(2)
-        await replica.stop(0.01)
-        for result in await asyncio.gather(*requests, return_exceptions=True):
-            assert isinstance(result, ActorLostError)
-            assert result.begun
-        assert GATES.notes == ["cancelled"] * 2
-
-    run(scenario, held_async, event_loop=event_loop)
-
-
-def test_stopping_is_idempotent_and_a_second_stop_may_be_more_impatient() -> None:
-    async def scenario(replica: Replica) -> None:
-        request = asyncio.create_task(call(replica))
-        await begun()
-        patient = asyncio.create_task(replica.stop(DEADLINE_S))
-        await asyncio.sleep(0)
-        await replica.stop(0)
-        await patient
-        assert isinstance((await asyncio.gather(request, return_exceptions=True))[0], ActorLostError)
-        await replica.stop(0)
-
-    run(scenario, held_async)
-
-
 def test_a_stop_that_is_cancelled_still_leaves_nothing_behind() -> None:
     async def scenario(replica: Replica) -> None:
         request = asyncio.create_task(call(replica))
@@ -1735,23 +1314,6 @@ def test_a_destructor_that_fails_is_logged(caplog: pytest.LogCaptureFixture) -> 
     assert "in the destructor" in caplog.text
 
 
-async def lifespan_app(scope: Any, receive: Any, send: Any) -> None:
-    while scope["type"] == "lifespan":
-        message = await receive()
-        GATES.notes.append((message["type"], where()))
-        await send({"type": f"{message['type']}.complete"})
-        if message["type"] == "lifespan.shutdown":
-            return
-
-
-def test_the_lifespan_of_an_application_spans_the_replicas() -> None:
-    async def scenario(replica: Replica) -> None:
-        assert GATES.notes == [("lifespan.startup", "daskserve-b#AAAAAA")]
-
-    run(scenario, lifespan_app)
-    assert GATES.notes[-1] == ("lifespan.shutdown", "daskserve-b#AAAAAA")
-
-
 def test_a_replica_that_was_never_started_can_be_stopped() -> None:
     async def main() -> None:
         replica = make(plain)
@@ -1775,35 +1337,6 @@ def series(replica: Replica) -> dict[tuple[str, ...], float]:
     return found
 
 
-def test_a_replica_counts_its_requests() -> None:
-    async def scenario(replica: Replica) -> None:
-        await http(replica)
-        with pytest.raises(KeyError):
-            await call(replica, boom=True)
-        found = series(replica)
-        assert found[("deployment_requests",)] == 2
-        assert found[("deployment_errors",)] == 1
-        assert found[("deployment_request_duration_seconds",)] == 2
-        assert found[("deployment_replica_starts",)] == 1
-        assert found[("deployment_replica_start_failures",)] == 0
-        me = "b#AAAAAA"
-        assert found[("replica_requests", me)] == 2
-        assert found[("replica_errors", me)] == 1
-        assert found[("replica_request_duration_seconds", me)] == 2
-        assert found[("replica_ongoing_requests", me)] == 0
-        assert found[("replica_max_ongoing_requests", me)] == 4
-        assert found[("replica_healthy", me)] == 1
-        assert found[("replica_start_time_seconds", me)] > 1e9
-        assert 0 < found[("replica_startup_duration_seconds", me)] < DEADLINE_S
-
-    def answer(request: Any) -> str:
-        if "boom" in request.query_params:
-            raise KeyError("boom")
-        return "well"
-
-    run(scenario, answer)
-
-
 def test_a_replica_that_does_not_start_is_counted_and_has_no_state() -> None:
     class Broken:
         def __init__(self) -> None:
@@ -1823,9 +1356,7 @@ def test_requests_that_are_cancelled_are_counted_and_late_ones_twice() -> None:
         await asyncio.Event().wait()
 
     async def give_up(replica: Replica, deadline: float | None) -> None:
-        reply = Reply()
-        envelope = Envelope(EnvelopeKind.HTTP, scope(), deadline=deadline)
-        task = asyncio.create_task(replica.handle(envelope).respond(reply.receive, reply.send))
+        task = asyncio.create_task(http(replica, deadline=deadline))
         await until(lambda: bool(replica.load().ongoing))
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -1890,11 +1421,11 @@ def test_whatever_waits_for_its_batch_is_counted_until_it_goes(event_loop: str) 
         await until(lambda: queued() == 1)  # of accept_batch
         second = asyncio.create_task(http(replica))
         await until(lambda: queued() == 2 and not replica.load().queued)  # of serve.batch
-        third = asyncio.create_task(call(replica, 4, head={"method": "half", "legacy": False}))
+        third = asyncio.create_task(call(replica, 4, method="half"))
         await until(lambda: queued() == 3)  # of a generator
         third.cancel()
         await until(lambda: queued() == 2)
-        assert await call(replica, 4, head={"method": "double", "legacy": False}) == 8
+        assert await call(replica, 4, method="double") == 8
         await asyncio.gather(first, second)
         assert queued() == 0
 
@@ -1916,7 +1447,7 @@ def test_user_code_of_all_kinds_measures_for_its_replica() -> None:
 
     async def scenario(replica: Replica) -> None:
         await http(replica)
-        await call(replica, head=modern("plain"))
+        await call(replica, method="plain")
         found = {sample.labels[3:]: sample.value for sample in replica.user_samples()}
         assert found == {
             (("kind", kind), ("route", route)): 1.0

@@ -3,45 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import threading
-import types
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
 import ranked_code as code
-from replica_starts import reconfiguration, replica_start
+from cases import case
+from replica_harness import call, make
+from replica_starts import reconfiguration
 
 import daskserve as serve
-from daskserve.cluster.protocols.base import ActorContext, ActorSpec
-from daskserve.common.clock import LoopClock
-from daskserve.common.types import ActorKind, Envelope, EnvelopeKind, Message, ReplicaRank
+from daskserve.common.types import ReplicaRank
 from daskserve.context import ReplicaContext
-from daskserve.data.replica.local_code import LocalCode
-from daskserve.data.replica.process.code import ChildCode
 from daskserve.data.replica.replica import Replica
 from daskserve.data.replica.user_code.recorded_stats import MOST_CHARACTERS, checked_plain
 from daskserve.errors import NotInReplicaError, ReplicaStartError
 from daskserve.payload import pickling
 from daskserve.testing import local_instance
 
-KINDS: dict[str, type[Any]] = {"thread": LocalCode, "process": ChildCode}
-CONFIG = pickling.dump_bytes("config")
-
-
-async def call(replica: Replica, method: str = "__call__") -> Any:
-    sent: list[Message] = []
-
-    async def send(message: Message) -> None:
-        sent.append(message)
-
-    async def receive() -> Message:
-        return {"type": "http.disconnect"}
-
-    envelope = Envelope(EnvelopeKind.CALL, {"method": method, "request_id": "r"}, None)
-    await replica.handle(envelope).respond(receive, send)
-    return sent[-1]["payload"].load()
+CONFIG = "config"
+PICKLED = pickling.dump_bytes(CONFIG)
 
 
 def play(
@@ -50,12 +32,7 @@ def play(
     """Run a scenario with a started replica and the facts of its start."""
 
     async def main() -> None:
-        isolation = options.pop("isolation", "thread")
-        start = replica_start(definition, concurrency=4, isolation=isolation, **options)
-        spec = ActorSpec(ActorKind.REPLICA, "i/replica/b#AAAAAA", 1, "i", start.encode())
-        connection = types.SimpleNamespace(connection=None)
-        context = ActorContext(spec, connection, LoopClock(), random.Random(0))  # type: ignore[arg-type]
-        replica = Replica(context, KINDS[isolation])
+        replica = make(definition, **options)
         async with asyncio.timeout(20):
             facts = await replica.start()
             try:
@@ -66,10 +43,10 @@ def play(
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("isolation", KINDS)
-def test_user_code_learns_who_it_is_and_of_every_change_of_its_rank(isolation: str) -> None:
+@pytest.mark.parametrize("place", ["thread", "process"])
+def test_user_code_learns_who_it_is_and_of_every_change_of_its_rank(place: str) -> None:
     async def scenario(replica: Replica, facts: Any) -> None:
-        found = await call(replica)
+        found = await call(replica, "__call__")
         assert found == {
             "app_name": "default",
             "deployment": "b",
@@ -83,11 +60,11 @@ def test_user_code_learns_who_it_is_and_of_every_change_of_its_rank(isolation: s
         assert await call(replica, "on_loop") == found
         assert facts["rank_info"] == (0, 0, 0, 1)
         assert facts["metadata"] == {"address": "tcp://b#AAAAAA", "first": 0}
-        told = reconfiguration(user_config=CONFIG, rank_info=(2, 1, 0, 5))
+        told = reconfiguration(user_config=PICKLED, rank_info=(2, 1, 0, 5))
         await replica.reconfigure(**told)
         await replica.reconfigure(**told)  # known already
         await replica.reconfigure(**told | {"rank_info": (2, 1, 0, 6)})  # another number alone is no call
-        found = await call(replica)
+        found = await call(replica, "__call__")
         assert (found["rank"], found["world_size"]) == (ReplicaRank(2, 1, 0), 6)
         first, second = ReplicaRank(0, 0, 0), ReplicaRank(2, 1, 0)
         assert await call(replica, "history") == [("config", first, first), ("config", second, second)]
@@ -95,38 +72,38 @@ def test_user_code_learns_who_it_is_and_of_every_change_of_its_rank(isolation: s
         with pytest.raises(ReplicaStartError, match="an unlucky rank"):
             await replica.reconfigure(**told | {"rank_info": (13, 0, 0, 14)})
         assert replica.health()["rank_info"] == (2, 1, 0, 6)
-        assert (await call(replica))["rank"] == second
+        assert (await call(replica, "__call__"))["rank"] == second
 
-    play(code.Ranked, scenario, user_config=CONFIG, isolation=isolation)
+    play(code.Ranked, scenario, user_config=CONFIG, place=place)
 
 
-@pytest.mark.parametrize("isolation", KINDS)
-def test_routing_statistics_are_read_with_the_health_of_a_replica(isolation: str) -> None:
+@pytest.mark.parametrize("place", ["thread", "process"])
+def test_routing_statistics_are_read_with_the_health_of_a_replica(place: str) -> None:
     async def scenario(replica: Replica, facts: Any) -> None:
-        if isolation == "process":
+        if place == "process":
             await replica.statistics()  # as the actor asks its child every second
         while "routing_stats" not in replica.health():
             await asyncio.sleep(0.01)
-            if isolation == "process":
+            if place == "process":
                 await replica.statistics()
         assert replica.health()["routing_stats"] == {"asked": 1}
         assert replica.health()["routing_stats"] == {"asked": 1}  # not due again for 10 s
 
-    play(code.Ranked, scenario, user_config=CONFIG, isolation=isolation)
+    play(code.Ranked, scenario, user_config=CONFIG, place=place)
 
 
 def test_a_rank_goes_only_to_a_reconfigure_that_takes_one() -> None:
     async def scenario(replica: Replica, facts: Any) -> None:
-        await replica.reconfigure(**reconfiguration(user_config=CONFIG, rank_info=(1, 0, 0, 2)))
+        await replica.reconfigure(**reconfiguration(user_config=PICKLED, rank_info=(1, 0, 0, 2)))
         assert await call(replica, "history") == ["config"]
-        assert (await call(replica))["rank"] == ReplicaRank(1, 0, 0)
+        assert (await call(replica, "__call__"))["rank"] == ReplicaRank(1, 0, 0)
 
     play(code.Unranked, scenario, user_config=CONFIG)
 
 
 def test_an_async_reconfigure_gets_its_rank_by_keyword() -> None:
     async def scenario(replica: Replica, facts: Any) -> None:
-        await replica.reconfigure(**reconfiguration(user_config=CONFIG, rank_info=(1, 0, 0, 2)))
+        await replica.reconfigure(**reconfiguration(user_config=PICKLED, rank_info=(1, 0, 0, 2)))
         assert [each[1].rank for each in await call(replica, "history")] == [0, 1]
 
     play(code.AsyncRanked, scenario, user_config=CONFIG)
@@ -149,35 +126,34 @@ class BadMetadata:
     def __call__(self) -> None: ...
 
 
-@pytest.mark.parametrize("answer", [None, {"a": object()}, {1: 2}])
-def test_metadata_that_cannot_be_sent_fails_the_start(answer: Any) -> None:
-    kind = type("Bad", (BadMetadata,), {"answer": answer})
+def test_metadata_that_cannot_be_sent_fails_the_start() -> None:
+    for answer in [None, {"a": object()}, {1: 2}]:
+        with case(answer):
+            kind = type("Bad", (BadMetadata,), {"answer": answer})
 
-    async def scenario(replica: Replica, facts: Any) -> None:
-        raise AssertionError("it started")
+            async def scenario(replica: Replica, facts: Any) -> None:
+                raise AssertionError("it started")
 
-    with pytest.raises(
-        ReplicaStartError, match=r"failed in record_replica_metadata\(\): TypeError: it returned"
-    ):
-        play(kind, scenario)
+            with pytest.raises(
+                ReplicaStartError, match=r"failed in record_replica_metadata\(\): TypeError: it returned"
+            ):
+                play(kind, scenario)
 
 
-@pytest.mark.parametrize(
-    ("answer", "wrong"),
-    [
+def test_what_hooks_return_is_checked_where_it_is_made() -> None:
+    for answer, wrong in [
         ({"a": [1, None, {"b": 0.5}]}, ""),
         ([], "returned list; return a dict"),
         ({"a": 1 << 70}, "cannot be sent as JSON"),
         ({"a": "\ud800"}, "cannot be sent as JSON"),
         ({"a": b"bytes"}, "cannot be sent as JSON"),
         ({"a": "x" * MOST_CHARACTERS}, "4096 are allowed"),
-    ],
-)
-def test_what_hooks_return_is_checked_where_it_is_made(answer: Any, wrong: str) -> None:
-    values, problem = checked_plain(answer)
-    assert (values == answer) == (not wrong)
-    assert wrong in problem
-    assert bool(problem) == bool(wrong)
+    ]:
+        with case(answer, wrong):
+            values, problem = checked_plain(answer)
+            assert (values == answer) == (not wrong)
+            assert wrong in problem
+            assert bool(problem) == bool(wrong)
 
 
 def test_an_application_and_a_name_are_told_apart() -> None:

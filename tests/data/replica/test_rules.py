@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from cases import case
 
 import daskserve as serve
 from daskserve.testing import local_instance
@@ -72,23 +73,19 @@ class HandlesSignals:
     def __call__(self, request: Any = None) -> None: ...
 
 
-@pytest.mark.parametrize(
-    ("definition", "config", "note"),
-    [
+def test_a_failed_constructor_names_the_rule(client: serve.Client) -> None:
+    for definition, config, note in [
         (RunsLoopOfItsOwn, {}, "Write `async def __init__` and `await` the coroutine"),
         (NeedsLoop, {}, "run without an event loop. Write `async def __init__`"),
         (NeedsWorkersLoop, {"event_loop": "worker"}, "run without an event loop. Write `async def __init__`"),
         (AsksForLoop, {}, "run without an event loop. Write `async def __init__`"),
         (HandlesSignals, {}, "Deploy with isolation='process'"),
-    ],
-)
-def test_a_failed_constructor_names_the_rule(
-    definition: Any, config: dict[str, Any], note: str, client: serve.Client
-) -> None:
-    with pytest.raises(serve.errors.DeployError) as caught:
-        deploy(client, definition, **config)
-    assert note in str(caught.value)
-    assert '"Threads and event loops" in docs/deployments.md' in str(caught.value)
+    ]:
+        with case(definition, config, note):
+            with pytest.raises(serve.errors.DeployError) as caught:
+                deploy(client, definition, **config)
+            assert note in str(caught.value)
+            assert '"Threads and event loops" in docs/deployments.md' in str(caught.value)
 
 
 class Notes:

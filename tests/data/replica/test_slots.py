@@ -1,4 +1,7 @@
-"""The line at a replica: turns in order, no slot lost or doubled whatever happens, nothing left behind."""
+"""The queue for slots: its order, its length, and that no slot is lost or given twice.
+
+test_isolation.py has what a replica shows of it.
+"""
 
 from __future__ import annotations
 
@@ -108,27 +111,6 @@ def test_a_freed_slot_goes_to_the_oldest_queued_request() -> None:
     run(1, scenario)
 
 
-def test_a_free_slot_is_taken_immediately() -> None:
-    async def scenario(holder: Holder) -> None:
-        await asyncio.gather(holder.request("a", 1.0, 9.0), holder.request("b", 1.0))
-        assert now() == 1.0
-
-    run(2, scenario)
-
-
-def test_a_request_that_times_out_in_the_queue_is_rejected_and_removed() -> None:
-    async def scenario(holder: Holder) -> None:
-        running = asyncio.create_task(holder.request("first", 1.0))
-        await quiet()
-        waiting = asyncio.create_task(holder.request("patient", 1.0, 9.0, waited_s=0.1))
-        with pytest.raises(ReplicaBusyError) as caught:
-            await holder.request("hasty", 1.0, 0.5, waited_s=1.0)
-        assert (caught.value.ongoing, now(), holder.load()) == (1, 0.5, Load(1, 1))
-        await asyncio.gather(running, waiting)
-
-    run(1, scenario)
-
-
 def test_a_line_has_an_end() -> None:
     async def scenario(holder: Holder) -> None:
         room = 3 * 2 + EXTRA_WAITERS
@@ -164,34 +146,6 @@ def test_a_cancelled_request_leaves_the_queue_and_passes_its_slot_on() -> None:
     run(1, scenario)
 
 
-def test_a_slot_is_free_again_if_the_router_cannot_be_told_of_it() -> None:
-    async def scenario(holder: Holder) -> None:
-        with pytest.raises(ConnectionError):
-            await holder.request("a", 1.0, 9.0, send_error=ConnectionError())
-        assert holder.load() == Load(0, 0)
-
-    run(1, scenario)
-
-
-def test_requests_queued_at_the_stop_have_not_begun() -> None:
-    async def scenario(holder: Holder) -> None:
-        running = asyncio.create_task(holder.request("first", 1.0))
-        await quiet()
-        waiting = [asyncio.create_task(holder.request(name, 1.0, 9.0)) for name in "abc"]
-        await quiet()
-        waiting[0].cancel()
-        holder.close()
-        outcomes = await asyncio.gather(*waiting, return_exceptions=True)
-        assert isinstance(outcomes[0], asyncio.CancelledError)
-        assert [each.begun for each in outcomes[1:] if isinstance(each, ActorLostError)] == [False, False]
-        assert now() == 0.0
-        await holder.wait_until_idle()
-        assert now() == 1.0
-        await running
-
-    run(1, scenario)
-
-
 def test_a_request_that_gets_its_slot_during_the_stop_has_not_begun() -> None:
     async def scenario(holder: Holder) -> None:
         first = asyncio.create_task(holder.request("first", 1.0))
@@ -204,23 +158,6 @@ def test_a_request_that_gets_its_slot_during_the_stop_has_not_begun() -> None:
         with pytest.raises(ActorLostError):
             await waiting
         assert holder.begun == ["first"]
-
-    run(1, scenario)
-
-
-def test_more_slots_go_to_the_line_at_once_and_fewer_hold_it_up() -> None:
-    async def scenario(holder: Holder) -> None:
-        async with asyncio.TaskGroup() as group:
-            for number in range(6):
-                group.create_task(holder.request(number, 1.0, 9.0))
-                await quiet()
-            holder.resize(3)
-            await quiet()
-            assert (holder.begun, holder.load()) == ([0, 1, 2], Load(3, 3))
-            holder.resize(1)
-            await asyncio.sleep(1.5)
-            assert (holder.begun, holder.load()) == ([0, 1, 2, 3], Load(1, 2))
-        assert now() == 4.0
 
     run(1, scenario)
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cases import case
 
 import daskserve as serve
 from daskserve.data.replica.requests.accept_batch import accept_batch
@@ -269,12 +270,16 @@ def test_plain_generators_run_in_threads_and_async_ones_on_the_loop(client: serv
     assert on_loop.startswith("daskserve-threads#")
 
 
-@pytest.mark.parametrize(
-    "method",
-    ["returns_async", "returns_plain", "returns_async_from_thread", "returns_awaitable", "returns_iterator"],
-)
-def test_methods_may_return_a_stream_that_others_make(deployed: Deployed, method: str) -> None:
-    assert list(deployed.stream(method)) == [0, 1, 2]
+def test_methods_may_return_a_stream_that_others_make(deployed: Deployed) -> None:
+    for method in [
+        "returns_async",
+        "returns_plain",
+        "returns_async_from_thread",
+        "returns_awaitable",
+        "returns_iterator",
+    ]:
+        with case(method):
+            assert list(deployed.stream(method)) == [0, 1, 2]
 
 
 def test_items_of_any_size_and_kind(everywhere: Deployed) -> None:
@@ -382,11 +387,12 @@ def test_an_item_that_cannot_be_pickled_ends_the_stream(deployed: Deployed) -> N
 # ---- what is no stream, and what is none but a stream
 
 
-@pytest.mark.parametrize("method", ["one", "one_async"])
-def test_a_stream_of_a_non_generator_is_rejected(everywhere: Deployed, method: str) -> None:
-    with pytest.raises(TypeError, match=f"Method {method} .* stream=True .* no generator") as caught:
-        next(everywhere.stream(method))
-    assert isinstance(caught.value, StreamOptionError)
+def test_a_stream_of_a_non_generator_is_rejected(everywhere: Deployed) -> None:
+    for method in ["one", "one_async"]:
+        with case(method):
+            with pytest.raises(TypeError, match=f"Method {method} .* stream=True .* no generator") as caught:
+                next(everywhere.stream(method))
+            assert isinstance(caught.value, StreamOptionError)
 
 
 def test_a_stream_of_batches_is_rejected(deployed: Deployed) -> None:
@@ -394,10 +400,11 @@ def test_a_stream_of_batches_is_rejected(deployed: Deployed) -> None:
         next(deployed.stream("many"))
 
 
-@pytest.mark.parametrize("method", ["thread", "thread_async", "returns_plain", "returns_async_from_thread"])
-def test_a_generator_without_stream_is_rejected(everywhere: Deployed, method: str) -> None:
-    with pytest.raises(TypeError, match=r"handle\.options\(stream=True\)"):
-        everywhere.ask(method)
+def test_a_generator_without_stream_is_rejected(everywhere: Deployed) -> None:
+    for method in ["thread", "thread_async", "returns_plain", "returns_async_from_thread"]:
+        with case(method):
+            with pytest.raises(TypeError, match=r"handle\.options\(stream=True\)"):
+                everywhere.ask(method)
 
 
 def test_a_stream_is_no_single_response(deployed: Deployed) -> None:
@@ -585,14 +592,16 @@ def test_a_shadow_of_a_stream_ends_with_its_caller(client: serve.Client) -> None
         assert time.monotonic() < deadline
 
 
-@pytest.mark.parametrize("method", ["busy", "busy_async", "busy_at_once"])
-def test_trouble_of_calls_that_a_generator_makes_is_its_own(everywhere: Deployed, method: str) -> None:
+def test_trouble_of_calls_that_a_generator_makes_is_its_own(everywhere: Deployed) -> None:
     """As it is, the error would have the router take this replica for busy and ask again."""
-    stream = everywhere.stream(method)
-    with pytest.raises(UnavailableError, match="A call made by this backend failed: full") as caught:
-        list(stream)
-    assert type(caught.value) is UnavailableError
-    assert everywhere.ask("told")[0] == 1
+    for method in ["busy", "busy_async", "busy_at_once"]:
+        with case(method):
+            stream = everywhere.stream(method)
+            with pytest.raises(UnavailableError, match="A call made by this backend failed: full") as caught:
+                list(stream)
+            assert type(caught.value) is UnavailableError
+            assert everywhere.ask("told")[0] == 1
+            everywhere.ask("reset")
 
 
 def test_two_cannot_iterate_at_the_same_time(deployed: Deployed) -> None:

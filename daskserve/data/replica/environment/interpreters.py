@@ -67,7 +67,7 @@ def _read_variables(environment: Environment, variables: Mapping[str, str]) -> d
 
 
 def find_interpreter(environment: str | None, variables: Mapping[str, str]) -> Interpreter:
-    """Return the interpreter of a Python environment on this machine; None stands for this process's own.
+    """Return the interpreter of a Python environment on this machine; for None, that of this process.
 
     Parameters
     ----------

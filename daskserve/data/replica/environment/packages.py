@@ -32,7 +32,7 @@ SHOWN_LINES = 15
 
 
 def find_installer(variables: Mapping[str, str]) -> str | None:
-    """Return the path of uv, if it is installed here; None stands for pip."""
+    """Return the path of uv, if it is installed here; None otherwise, so pip is used."""
     return shutil.which("uv", path=variables.get("PATH", os.defpath)) or (
         # Where it is when it was installed as a package of the worker's environment.
         shutil.which("uv", path=os.path.join(sys.prefix, "bin"))

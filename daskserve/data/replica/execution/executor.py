@@ -24,9 +24,9 @@ from daskserve.data.replica.execution.error_packing import ErrorPackers
 from daskserve.data.replica.execution.loop_thread import LoopThread
 from daskserve.data.replica.execution.loop_watch import LoopWatch, SharedLoopWatch
 from daskserve.data.replica.execution.runner import CodeRun, RunListener, RunResult, Runs
-from daskserve.data.replica.execution.user_loop import UserLoop
+from daskserve.data.replica.execution.task_run import TaskRun
+from daskserve.data.replica.execution.user_loop import LoopRunner, UserLoop
 from daskserve.data.replica.execution.user_threads import UserThreads
-from daskserve.data.replica.execution.worker_loop import TaskRun, WorkerLoop
 from daskserve.errors import ClosedError
 from daskserve.loops.tasks import is_cancelling
 from daskserve.loops.thread_calls import CallInbox, ThreadCalls
@@ -73,13 +73,11 @@ class UserExecutor:
         self.to_worker = ThreadCalls(self.loop, inbox)
         self.context = context
         self.is_on_worker_loop = event_loop == "worker"
-        #: How many times user code was seen blocking its own loop.
-        self.blocked_count = 0
         #: Off while user code starts: no request waits behind a slow constructor.
         self.is_watched = True
         #: The runs that have started and not ended.
         self.packers = ErrorPackers(f"daskserve-{name}-errors", self.to_worker)
-        self.runs: Runs = _ExecutorRuns(self.packers)
+        self.runs = Runs(self.packers.pack)
         self.is_loop_shared = is_loop_shared
         self.threads: UserThreads
         #: Serves probes only, so that they need not wait for requests.
@@ -96,11 +94,16 @@ class UserExecutor:
         self._name = name
         self._start_thread = start_thread
         self._user_loop: UserLoop | None = None
-        self._worker_loop = WorkerLoop(self.loop, self.runs)
+        self._worker_loop = LoopRunner(self.loop, self.runs)
         self._watch: LoopWatch | SharedLoopWatch | None = None
         if self.is_on_worker_loop:
-            self._watch = SharedLoopWatch(self, name)
+            self._watch = SharedLoopWatch(self.loop, self.runs, name)
         self.is_closed = False
+
+    @property
+    def blocked_count(self) -> int:
+        """How many times user code was seen blocking its event loop."""
+        return 0 if self._watch is None else self._watch.blocked_count
 
     @property
     def abandoned(self) -> int:
@@ -120,7 +123,7 @@ class UserExecutor:
         """Make the user's own loop; its thread first calls ``before``, which must not raise."""
         loop = UserLoop(f"daskserve-{self._name}", self.context.copy(), self.to_worker, self.runs)
         self._user_loop = loop
-        self._watch = LoopWatch(self, loop)
+        self._watch = LoopWatch(self.loop, self.runs, self.to_worker, loop, is_silent=self.is_loop_shared)
         loop.run_in_thread(self.threads, self._start_thread, before)
         return loop
 
@@ -137,7 +140,7 @@ class UserExecutor:
     ) -> CodeRun | None:
         """Start user code where code of its kind runs.
 
-        See `daskserve.data.replica.execution.runner.Runner.start`.
+        See `daskserve.data.replica.execution.runner`.
         """
         if self.is_closed:
             raise ClosedError("The replica has been stopped.")
@@ -168,7 +171,7 @@ class UserExecutor:
         except StopIteration as end:
             on_end.run_ended(end.value, None)
             return None
-        except BaseException as error:
+        except BaseException as error:  # all errors go to the caller
             # Not by `isinstance`, which may run code of the class.
             if issubclass(type(error), asyncio.CancelledError) and is_cancelling():
                 raise
@@ -211,15 +214,6 @@ class UserExecutor:
         if self._user_loop is not None:
             closing.append(self._user_loop.close(grace_s))
         return all(await asyncio.gather(*closing))
-
-
-class _ExecutorRuns(Runs):
-    def __init__(self, packers: ErrorPackers) -> None:
-        super().__init__()
-        self._packers = packers
-
-    def pack(self, error: BaseException, context: Context) -> asyncio.Future[PackedError]:
-        return self._packers.pack(error, context)
 
 
 async def _raise_packed(packing: asyncio.Future[PackedError]) -> NoReturn:

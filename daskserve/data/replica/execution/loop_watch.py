@@ -8,12 +8,12 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sized
 from types import FrameType
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
-from daskserve.data.replica.execution.cpu_wait import starved_s
-from daskserve.data.replica.execution.evidence import BLOCKED_AFTER_S, WATCH_INTERVAL_S, Evidence
+from daskserve.data.replica.execution.evidence import BLOCKED_AFTER_S, WATCH_INTERVAL_S, Evidence, starved_s
 from daskserve.data.replica.execution.user_loop import UserLoop
 from daskserve.loops.thread_calls import ThreadCalls
+from daskserve.loops.threads import RunningThread
 
 logger = logging.getLogger("daskserve.replica")
 
@@ -21,64 +21,77 @@ logger = logging.getLogger("daskserve.replica")
 StackFrames: TypeAlias = Callable[[], Mapping[int, FrameType]]
 
 
-class Watched(Protocol):
-    """The parts of a `daskserve.data.replica.execution.executor.UserExecutor` that the watch needs."""
+class _Watch:
+    """What both watches count, and the timer of the next check while one is armed."""
 
-    blocked_count: int
-    to_worker: ThreadCalls
-    #: Whether plain functions may block the loop.
-    is_loop_shared: bool
+    def __init__(self, loop: asyncio.AbstractEventLoop, runs: Sized, frames: StackFrames) -> None:
+        #: How many times user code was seen blocking its event loop.
+        self.blocked_count = 0
+        #: None while the watch is not armed.
+        self.timer: asyncio.TimerHandle | None = None
+        self._loop = loop
+        self._runs = runs
+        self._frames = frames
+        self._is_closed = False
+        self._evidence = Evidence()
+        self._sampled_at = 0.0
 
-    @property
-    def loop(self) -> asyncio.AbstractEventLoop: ...
-    @property
-    def runs(self) -> Sized: ...
-    @property
-    def is_closed(self) -> bool: ...
+    def _sample(self, thread: threading.Thread | RunningThread, now: float) -> None:
+        frame = self._frames().get(thread.ident or 0)
+        self._evidence.add(frame, now - self._sampled_at, starved_s(thread.native_id))
 
 
-class LoopWatch:
+class LoopWatch(_Watch):
     """Logs and counts blocks of a user's loop; it checks from the worker's loop while calls run.
 
     A block of one and a half times `BLOCKED_AFTER_S` is always detected, even if it is over when the watch
     looks. The watch also fetches what a user's loop posted before it was blocked, and so has not announced.
+
+    Parameters
+    ----------
+    is_silent : bool
+        Whether blocks are neither logged nor counted: plain functions may block the loop.
     """
 
     def __init__(
-        self, executor: Watched, user_loop: UserLoop, frames: StackFrames = sys._current_frames
+        self,
+        loop: asyncio.AbstractEventLoop,
+        runs: Sized,
+        to_worker: ThreadCalls,
+        user_loop: UserLoop,
+        *,
+        is_silent: bool = False,
+        frames: StackFrames = sys._current_frames,
     ) -> None:
-        self._executor = executor
+        super().__init__(loop, runs, frames)
+        self._to_worker = to_worker
         self._user_loop = user_loop
-        self._frames = frames
-        #: The timer of the next check; None while the watch is not armed.
-        self.timer: asyncio.TimerHandle | None = None
-        self._asked_at = self._took_s = self._sampled_at = 0.0
+        self._is_silent = is_silent
+        self._asked_at = self._took_s = 0.0
         self._is_answered = self._is_reported = True
-        self._evidence = Evidence()
 
     def arm(self) -> None:
-        if self.timer is None and not self._executor.is_closed:
-            self.timer = self._executor.loop.call_later(WATCH_INTERVAL_S, self._tick)
+        if self.timer is None and not self._is_closed:
+            self.timer = self._loop.call_later(WATCH_INTERVAL_S, self._tick)
 
     def close(self) -> None:
-        """End the watch; the executor is closed, so its timer is not set again."""
+        """End the watch."""
+        self._is_closed = True
 
     def _tick(self) -> None:
         self.timer = None
-        self._executor.to_worker.drain()
-        now = self._executor.loop.time()
+        self._to_worker.drain()
+        now = self._loop.time()
         if not self._is_reported:
             is_answered = self._is_answered
             if not is_answered:  # the block may be over before it counts as one
-                thread = self._user_loop.thread
-                frame = self._frames().get(thread.ident or 0)
-                self._evidence.add(frame, now - self._sampled_at, starved_s(thread.native_id))
+                self._sample(self._user_loop.thread, now)
                 self._sampled_at = now
             if self._evidence.explains(self._took_s if is_answered else now - self._asked_at):
                 self._report()
         if self._is_answered:
             self._evidence = Evidence()
-            if not self._executor.runs:
+            if not self._runs:
                 return
             self._is_answered = self._is_reported = False
             self._asked_at = self._sampled_at = now
@@ -91,9 +104,9 @@ class LoopWatch:
 
     def _report(self) -> None:
         self._is_reported = True
-        if self._executor.is_loop_shared:
+        if self._is_silent:
             return
-        self._executor.blocked_count += 1
+        self.blocked_count += 1
         logger.warning(
             "User code blocks the event loop of %s for more than %d ms, at %s; its other requests wait. "
             "Make it a plain function, or move what blocks to a thread.",
@@ -103,49 +116,49 @@ class LoopWatch:
         )
 
 
-class SharedLoopWatch:
+class SharedLoopWatch(_Watch):
     """Logs and counts blocks of the worker's own loop while calls run on it.
 
-    A thread looks while that loop is late; the loop reports it afterwards.
+    A thread takes samples while that loop is late; the loop reports it afterwards.
     """
 
-    def __init__(self, executor: Watched, name: str, frames: StackFrames = sys._current_frames) -> None:
-        self._executor = executor
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        runs: Sized,
+        name: str,
+        frames: StackFrames = sys._current_frames,
+    ) -> None:
+        super().__init__(loop, runs, frames)
         self._name = name
-        self._frames = frames
         self._loop_thread = threading.current_thread()
         self._periodic = PeriodicThread(self.look, f"daskserve-{name}-watch")
-        #: The timer of the next check; None while the watch is not armed.
-        self.timer: asyncio.TimerHandle | None = None
-        self._evidence = Evidence()
-        self._sampled_at = 0.0
 
     def arm(self) -> None:
-        if self.timer is None and not self._executor.is_closed:
+        if self.timer is None and not self._is_closed:
             self._evidence = Evidence()
-            self._sampled_at = self._executor.loop.time()
-            self.timer = self._executor.loop.call_later(WATCH_INTERVAL_S, self._tick)
+            self._sampled_at = self._loop.time()
+            self.timer = self._loop.call_later(WATCH_INTERVAL_S, self._tick)
             self._periodic.resume()
 
     def close(self) -> None:
-        """End the thread."""
+        """End the watch and its thread."""
+        self._is_closed = True
         self._periodic.close()
 
     def look(self) -> None:
-        """Sample the stack of the worker's loop; in the thread of the lookout."""
-        timer, evidence, now = self.timer, self._evidence, self._executor.loop.time()
+        """Sample the stack of the worker's loop if that is late; in the thread of the watch."""
+        timer, now = self.timer, self._loop.time()
         if timer is not None and now > timer.when():
-            thread = self._loop_thread
-            frame = self._frames().get(thread.ident or 0)
-            evidence.add(frame, now - self._sampled_at, starved_s(thread.native_id))
+            self._sample(self._loop_thread, now)
         self._sampled_at = now
 
     def _tick(self) -> None:
         assert self.timer is not None
-        late_s = self._executor.loop.time() - self.timer.when()
+        late_s = self._loop.time() - self.timer.when()
         self.timer = None
         if self._evidence.explains(late_s):
-            self._executor.blocked_count += 1
+            self.blocked_count += 1
             logger.warning(
                 "User code blocked the worker's event loop for %d ms, at %s, while requests of %s ran there; "
                 "everything in the process waited. With event_loop='own' only the replica would wait.",
@@ -153,7 +166,7 @@ class SharedLoopWatch:
                 self._evidence.place,
                 self._name,
             )
-        if self._executor.runs:
+        if self._runs:
             self.arm()
         else:
             self._periodic.pause()

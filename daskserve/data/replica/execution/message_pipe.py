@@ -8,7 +8,6 @@ import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
-from typing import Protocol
 
 from daskserve.common.clock import LoopClock
 from daskserve.common.types import WHOLE_RESPONSE, Message, Receive, Send
@@ -20,62 +19,18 @@ WINDOW = 16
 JOIN_BYTES = 64 * 1024
 
 
-class PipeOwner(Protocol):
-    """Is notified of messages in a pipe; `ReplicaRequest` implements it."""
-
-    def partial(self) -> None:
-        """Note that user code has sent a message."""
-
-
-class ResponseProgress:
-    """Whether the caller has a whole response, or as many bytes as its ``content-length`` says.
-
-    Applications may send the end of a response late, for example after their background tasks.
-    """
-
-    __slots__ = ("_missing_bytes", "_start", "is_complete")
-
-    def __init__(self) -> None:
-        self.is_complete = False
-        self._start: Message | None = None
-        self._missing_bytes: float | None = None
-
-    def note(self, message: Message) -> None:
-        """Record a message that was passed on."""
-        kind = message["type"]
-        if kind == WHOLE_RESPONSE:
-            self.is_complete = True
-        elif kind == "http.response.start":
-            self._start = message
-        elif kind == "http.response.body":
-            if not message.get("more_body", False):
-                self.is_complete = True
-                return
-            if self._missing_bytes is None:
-                self._missing_bytes = self._content_length()
-            self._missing_bytes -= len(message.get("body", b""))
-            self.is_complete = self._missing_bytes == 0
-
-    def _content_length(self) -> float:
-        start = self._start
-        for name, value in start.get("headers", ()) if start is not None else ():
-            if bytes(name).lower() == b"content-length" and bytes(value).isdigit():
-                return int(value)
-        return math.inf
-
-
 class MessagePipe:
     """Carries the messages of one request across the executor.
 
-    User code calls `receive`, `send` and `send_from_thread`. On the worker's loop, the pipe notifies its
-    owner when there are messages to `flush`.
+    User code calls `receive`, `send` and `send_from_thread`. On the worker's loop, the pipe calls
+    `on_message` when there are messages to `flush`.
 
     Parameters
     ----------
     kind : str
         ``"http"``, ``"websocket"`` or ``"call"``.
     receive, send : callable, optional
-        Of the request's caller. A request that is answered without a task has none before `connect`.
+        Of the request's caller. Without a task, there is none before `connect`.
     first : Message, optional
         A message that the worker's side has received already. So a small body needs no crossing of its own.
     """
@@ -101,13 +56,14 @@ class MessagePipe:
     # Most requests never change any of these, and one is made for each.
     #: Whether user code has begun its response.
     is_started = False
-    #: How much of the response was passed on; None before the first message.
-    _progress: ResponseProgress | None = None
-    #: Whether ``first`` stands for a request without a body: the client's side sends an empty one as well.
+    #: How much of the response's body the caller does not have yet, if its length is known; 0: it has the
+    #: whole response. Applications may send the end late, for example after their background tasks.
+    missing_bytes: float = math.inf
+    #: Whether ``first`` is the empty body of a request without one, which the client's side sends as well.
     is_body_assumed = False
     _is_closed = _is_accepted = _is_leaving = False
-    #: Notified on the worker's loop when there are messages in the `outbox`.
-    owner: PipeOwner | None = None
+    #: Called on the worker's loop when there are messages in the `outbox`.
+    on_message: Callable[[], None] | None = None
     # Exists while user code reads before `connect`.
     _connected: asyncio.Event | None = None
     # Outgoing. The user's side counts `_sent`, the worker's side `_passed`; no other code writes them.
@@ -166,10 +122,6 @@ class MessagePipe:
             room.wait()
         return not self._is_closed
 
-    def has_closed(self) -> bool:
-        """Whether the pipe is detached from the client."""
-        return self._is_closed
-
     def _disconnect(self) -> Message:
         if self._kind == "websocket":
             return {"type": "websocket.disconnect", "code": 1006, "reason": ""}
@@ -220,15 +172,14 @@ class MessagePipe:
             if self._blocked and self._has_room():
                 self._release()
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether the caller has the whole response; see `ResponseProgress`."""
-        return self._progress is not None and self._progress.is_complete
-
     def _note_sent(self, message: Message) -> None:
-        if self._progress is None:
-            self._progress = ResponseProgress()
-        self._progress.note(message)
+        kind = message["type"]
+        if kind == "http.response.start":
+            self.missing_bytes = _content_length(message)
+        elif kind == "http.response.body" and message.get("more_body", False):
+            self.missing_bytes -= len(message.get("body", b""))
+        elif kind == "http.response.body" or kind == WHOLE_RESPONSE:
+            self.missing_bytes = 0
 
     def leave(self) -> None:
         """Close a WebSocket with code 1001 as soon as it is open; user code then receives its disconnect."""
@@ -242,7 +193,7 @@ class MessagePipe:
         if self._is_closed:
             return
         self._is_closed = True
-        self.owner = None
+        self.on_message = None
         if self._blocked:
             self._release()
         if self._reading is not None:
@@ -256,8 +207,8 @@ class MessagePipe:
             self._is_accepted = True
             if self._is_leaving:
                 self.outbox.append(_going_away())
-        if self.owner is not None:
-            self.owner.partial()
+        if self.on_message is not None:
+            self.on_message()
 
     def _release(self) -> None:
         while self._blocked:
@@ -308,7 +259,7 @@ class DirectPipe(MessagePipe):
             super().close()
         else:
             self._is_closed = True
-            self.owner = None
+            self.on_message = None
 
     async def receive(self) -> Message:
         if not self._inbox and self._is_closed:
@@ -336,11 +287,11 @@ class DirectPipe(MessagePipe):
         try:
             await send(message)
         except OSError:
-            self._is_closed = True  # the caller has left; user code is not told, as on its own loop
+            self._is_closed = True  # the caller has left; user code goes on, as on its own loop
             return
         self._note_sent(message)
-        if self.owner is not None:
-            self.owner.partial()
+        if self.on_message is not None:
+            self.on_message()
         if message["type"] == "websocket.accept":
             self._is_accepted = True
             if self._is_leaving:
@@ -377,6 +328,13 @@ def _join_parts(first: Message, others: deque[Message]) -> tuple[Message, int]:
     if len(parts) == 1:
         return first, 1
     return {"type": "http.response.body", "body": b"".join(parts), "more_body": more_body}, len(parts)
+
+
+def _content_length(start: Message) -> float:
+    for name, value in start.get("headers", ()):
+        if bytes(name).lower() == b"content-length" and bytes(value).isdigit():
+            return int(value)
+    return math.inf
 
 
 def _going_away() -> Message:

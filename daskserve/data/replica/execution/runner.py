@@ -1,6 +1,7 @@
-"""Runners: the places where user code runs, behind one protocol.
+"""Runners: the places where user code runs.
 
-A runner starts a piece of user code and reports its end, whatever the place:
+``runner.start(function, args, context, listener)`` starts user code in a context, and notifies the listener
+exactly once when the code has ended. It returns the `CodeRun`, by which the code can be cancelled:
 
 ====================  =======================================================  ==========================
 runner                where the code runs                                      how it is cancelled
@@ -8,7 +9,7 @@ runner                where the code runs                                      h
 `UserLoop`            async code, on the user's event loop in its own thread   ``Task.cancel``
 `UserThreads`         plain functions, in the user's threads                   it is not: it is abandoned
 `LoopThread`          plain functions, in the thread of the user's loop        it is not: it is abandoned
-`WorkerLoop`          async code, on the worker's event loop                   ``Task.cancel``
+`LoopRunner`          async code, on the worker's event loop                   ``Task.cancel``
 `ChildRunner`         a whole request, in a child process                      by a frame to the child
 ====================  =======================================================  ==========================
 
@@ -21,7 +22,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextvars import Context
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from daskserve.context import current_request
 from daskserve.data.replica.errors.log import pack_raised
@@ -42,12 +43,25 @@ class RunListener(Protocol):
         """Stop waiting for the code and fail with ``error``; the run is cancelled, and ends later."""
 
 
-class Runs(set["CodeRun"]):
-    """The runs that have started and not ended."""
+#: Packs an error of user code, on the worker's loop; see `execution.error_packing.ErrorPackers.pack`.
+PackError: TypeAlias = Callable[[BaseException, Context], asyncio.Future[PackedError]]
 
-    def pack(self, error: BaseException, context: Context) -> asyncio.Future[PackedError]:
-        """Pack an error that cannot be packed where one of the runs has raised it; on the worker's loop."""
-        raise NotImplementedError
+
+class Runs(set["CodeRun"]):
+    """The runs that have started and not ended.
+
+    Parameters
+    ----------
+    pack : callable, optional
+        Packs the errors that cannot be packed where one of the runs has raised them, if there are such.
+    """
+
+    pack: PackError
+
+    def __init__(self, pack: PackError | None = None) -> None:
+        super().__init__()
+        if pack is not None:
+            self.pack = pack
 
 
 class CodeRun:
@@ -128,18 +142,6 @@ class CodeRun:
         del self._listener  # the code's task or thread may keep this object for a moment, but not the request
         self._runs.discard(self)
         listener.run_ended(value, error)
-
-
-class Runner(Protocol):
-    """A place where user code runs: the user's loop, the user's threads or the worker's loop."""
-
-    def start(
-        self, function: Callable[..., Any], args: tuple[Any, ...], context: Context, on_end: RunListener
-    ) -> CodeRun | None:
-        """Start a function in a context, and notify ``on_end`` exactly once when it has ended.
-
-        Return None if it has ended already.
-        """
 
 
 class RunResult:

@@ -24,28 +24,6 @@ class _MovedError(Exception):
     """Ends a reader of the pipe: the messages come on another way."""
 
 
-class _Turns:
-    """Measures for how long user code works on each message: until it asks for the next."""
-
-    __slots__ = ("_began", "_note")
-
-    def __init__(self, note: Callable[[float], object]) -> None:
-        self._note = note
-        self._began = 0.0
-
-    def end(self) -> None:
-        """User code asks for a message."""
-        if self._began:
-            self._note(stopwatch() - self._began)
-            self._began = 0.0
-
-    def begin(self, message: Message) -> Message:
-        """User code gets a message."""
-        if message["type"] == "websocket.receive":
-            self._began = stopwatch()
-        return message
-
-
 class UserPlace:
     """The user's own loop as the `SocketPlace` of one WebSocket."""
 
@@ -99,8 +77,14 @@ class UserPlace:
         self.is_decided.set()
 
 
-class SocketPipe(MessagePipe):
-    """The pipe of a WebSocket whose connection can come to the user's own loop."""
+class _SocketPipe(MessagePipe):
+    """The pipe of a WebSocket, whose connection can come to the loop of user code.
+
+    Parameters
+    ----------
+    envelope : Envelope
+        Says whether the connection may come, and takes the time that user code works on each message.
+    """
 
     def __init__(
         self,
@@ -111,21 +95,32 @@ class SocketPipe(MessagePipe):
         first: Message | None,
     ) -> None:
         super().__init__(executor, "websocket", receive, send, first)
-        self._turns = _Turns(envelope.note_turn or _ignore)
+        self._note_turn = envelope.note_turn
+        #: When user code got the message that it works on; 0 if it works on none.
+        self._turn_began = 0.0
         self._is_direct = envelope.is_direct
         #: Exists from the accept on.
-        self._place: UserPlace | None = None
+        self._place: UserPlace | WorkerPlace | None = None
 
-    # ---- on the user's side
+    def _make_place(self) -> UserPlace | WorkerPlace:
+        raise NotImplementedError
 
     async def receive(self) -> Message:
-        self._turns.end()
+        if self._turn_began and self._note_turn is not None:
+            self._note_turn(stopwatch() - self._turn_began)
+        self._turn_began = 0.0
+        message = await self._receive_message()
+        if message["type"] == "websocket.receive":
+            self._turn_began = stopwatch()
+        return message
+
+    async def _receive_message(self) -> Message:
         while True:
             place = self._place
             if place is not None and place.socket is not None and not self._inbox:
-                return self._turns.begin(await place.socket.receive())
+                return await place.socket.receive()
             try:
-                return self._turns.begin(await super().receive())
+                return await super().receive()
             except _MovedError:
                 pass
 
@@ -133,7 +128,7 @@ class SocketPipe(MessagePipe):
         place = self._place
         if place is None:
             if message["type"] == "websocket.accept" and self._is_direct:
-                place = self._place = UserPlace(self._executor.user_loop, self)
+                place = self._place = self._make_place()
                 await super().send({**message, SOCKET_PLACE: place})
                 if self._is_closed:
                     place.give_up()
@@ -150,6 +145,15 @@ class SocketPipe(MessagePipe):
             await place.socket.send(message)
         except OSError:
             pass  # user code receives the disconnect, and may have to clean up
+
+
+class SocketPipe(_SocketPipe):
+    """The pipe of a WebSocket whose connection can come to the user's own loop."""
+
+    _place: UserPlace | None
+
+    def _make_place(self) -> UserPlace:
+        return UserPlace(self._executor.user_loop, self)
 
     def end_readers(self) -> None:
         """Send those who wait for a message to the connection, which has come."""
@@ -193,6 +197,11 @@ class WorkerPlace:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
         self.socket: OpenSocket | None = None
+        self.is_decided = asyncio.Event()
+        self.is_decided.set()
+
+    def give_up(self) -> None:
+        """Do nothing: messages never wait."""
 
     def post(self, function: Callable[..., object], *args: Any) -> None:
         """Call a function on this loop, where everything is."""
@@ -209,40 +218,11 @@ class WorkerPlace:
         """Do nothing: the session ends the connection."""
 
 
-class DirectSocketPipe(DirectPipe):
-    """The same for user code on the worker's loop."""
+class DirectSocketPipe(_SocketPipe, DirectPipe):
+    """The pipe of a WebSocket for user code on the worker's loop."""
 
-    def __init__(
-        self,
-        executor: UserExecutor,
-        envelope: Envelope,
-        receive: Receive | None,
-        send: Send | None,
-        first: Message | None,
-    ) -> None:
-        super().__init__(executor, "websocket", receive, send, first)
-        self._turns = _Turns(envelope.note_turn or _ignore)
-        self._is_direct = envelope.is_direct
-        self._place = WorkerPlace(executor.loop)
-
-    async def receive(self) -> Message:
-        self._turns.end()
-        socket = self._place.socket
-        if socket is None or self._inbox:
-            return self._turns.begin(await super().receive())
-        return self._turns.begin(await socket.receive())
-
-    async def send(self, message: Message) -> None:
-        socket = self._place.socket
-        if socket is None:
-            if message["type"] == "websocket.accept" and self._is_direct:
-                message = {**message, SOCKET_PLACE: self._place}
-            await super().send(message)
-            return
-        try:
-            await socket.send(message)
-        except OSError:
-            pass  # user code receives the disconnect, and may have to clean up
+    def _make_place(self) -> WorkerPlace:
+        return WorkerPlace(self._executor.loop)
 
 
 def open_socket_pipe(
@@ -255,6 +235,3 @@ def open_socket_pipe(
     """Return the kind of pipe that fits where the executor runs async code."""
     pipe = DirectSocketPipe if executor.is_on_worker_loop else SocketPipe
     return pipe(executor, envelope, receive, send, first)
-
-
-def _ignore(turn_s: float) -> None: ...

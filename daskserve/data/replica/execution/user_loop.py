@@ -14,9 +14,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from contextvars import Context
 from functools import partial
-from typing import Any, Protocol, TypeAlias
+from typing import Any
 
 from daskserve.common.clock import LoopClock
+from daskserve.common.types import OpenSocket
 from daskserve.data.replica.execution.runner import CodeRun, RunListener, Runs
 from daskserve.data.replica.execution.user_threads import UserThreads, wait_for_event
 from daskserve.loops.event_loop import new_event_loop
@@ -26,69 +27,67 @@ from daskserve.loops.threads import RunningThread, StartThread
 
 logger = logging.getLogger("daskserve.replica")
 
-#: ``post(function, *args)`` calls a function on a loop.
-Post: TypeAlias = Callable[..., None]
 
+class LoopRunner:
+    """Runs coroutine functions in tasks of the worker's event loop, with which user code shares a thread."""
 
-class LoopPlace(Protocol):
-    """An event loop that runs user code, and how to call functions on it and on the worker's loop."""
-
-    loop: asyncio.AbstractEventLoop
-    runs: Runs
     #: Whether it is the worker's loop, which must run no more of user code than it has to.
-    is_workers: bool
+    is_workers = True
 
-    @property
-    def to_user(self) -> Post:
-        """Calls a function on the loop of user code."""
+    def __init__(self, loop: asyncio.AbstractEventLoop, runs: Runs) -> None:
+        self.loop = loop
+        self.runs = runs
 
-    @property
-    def to_worker(self) -> Post:
-        """Calls a function on the worker's loop."""
+    def start(
+        self, function: Callable[..., Any], args: tuple[Any, ...], context: Context, on_end: RunListener
+    ) -> LoopRun:
+        """Run a coroutine function in a task; see `daskserve.data.replica.execution.runner`."""
+        return LoopRun(self, function, args, context, on_end)
 
+    def to_user(self, function: Callable[..., object], *args: Any) -> None:
+        """Call a function on the loop of user code."""
+        function(*args)
 
-class LoopGuest(Protocol):
-    """A connection that lives on the user's loop; see `daskserve.common.types.OpenSocket`."""
-
-    def abort(self) -> None:
-        """End the connection at once."""
+    def to_worker(self, function: Callable[..., object], *args: Any) -> None:
+        """Call a function on the worker's loop."""
+        function(*args)
 
 
 class LoopRun(CodeRun):
     """A coroutine function in a task of its own."""
 
-    __slots__ = ("_place", "_task")
+    __slots__ = ("_runner", "_task")
 
     def __init__(
         self,
-        place: LoopPlace,
+        runner: LoopRunner,
         function: Callable[..., Any],
         args: tuple[Any, ...],
         context: Context,
         listener: RunListener,
     ) -> None:
         # The same as `CodeRun.__init__`, without one more call per request.
-        self._runs = runs = place.runs
+        self._runs = runs = runner.runs
         self._function = function
         self._args = args
         self._context = context
         self._listener = listener
         self.is_cancelled = self.is_ended = False
-        self._place = place
+        self._runner = runner
         self._task: asyncio.Task[None] | None = None
         runs.add(self)
-        place.to_user(self._begin)
+        runner.to_user(self._begin)
 
     def _stop(self) -> None:
-        self._place.to_user(self._cancel)
+        self._runner.to_user(self._cancel)
 
     # ---- on the user's loop
 
     def _begin(self) -> None:
         if self.is_cancelled:
-            self._place.to_worker(self._end, None, None)
+            self._runner.to_worker(self._end, None, None)
         else:
-            self._task = self._place.loop.create_task(self._run(), context=self._context)
+            self._task = self._runner.loop.create_task(self._run(), context=self._context)
 
     def _cancel(self) -> None:
         if self._task is not None:
@@ -97,36 +96,34 @@ class LoopRun(CodeRun):
             self._task.add_done_callback(self._report_cancelled)
 
     def _report_cancelled(self, task: asyncio.Task[None]) -> None:
-        self._place.to_worker(self._end, None, None)
+        self._runner.to_worker(self._end, None, None)
 
     async def _run(self) -> None:
         pid = os.getpid()
         try:
             value = await self._function(*self._args)
-        except BaseException as error:
+        except BaseException as error:  # SystemExit, too, goes to the caller: the loop runs other requests
             if os.getpid() != pid:
                 end_fork()
-            if self._place.is_workers and not self.is_cancelled:
+            if self._runner.is_workers and not self.is_cancelled:
                 self._pack(error)
             else:
-                self._fail(error, self._place.to_worker)
-            # A sys.exit() in a handler ends that request, not the loop that the others run on.
+                self._fail(error, self._runner.to_worker)
             if issubclass(type(error), asyncio.CancelledError):
                 raise
         else:
             if os.getpid() != pid:
                 end_fork()
-            self._place.to_worker(self._end, value, None)
+            self._runner.to_worker(self._end, value, None)
 
 
-class UserLoop:
+class UserLoop(LoopRunner):
     """Runs coroutine functions on an event loop in a daemon thread of its own, each in a task."""
 
     is_workers = False
 
     def __init__(self, name: str, context: Context, to_worker: ThreadCalls, runs: Runs) -> None:
-        self.runs = runs
-        self.loop = new_event_loop()
+        super().__init__(new_event_loop(), runs)
         self.thread_calls = ThreadCalls(self.loop)
         #: The thread of the loop, once it runs.
         self.thread: RunningThread
@@ -137,7 +134,7 @@ class UserLoop:
         self._closing: asyncio.Future[None] | None = None
         self._grace_s = 0.0
         self._ended = asyncio.Event()
-        self._guests: set[LoopGuest] = set()
+        self._guests: set[OpenSocket] = set()
         self._no_guests = asyncio.Event()
 
     def run_in_thread(
@@ -159,18 +156,10 @@ class UserLoop:
             self.thread = idle
             idle.name = self._name
 
-    def start(
-        self, function: Callable[..., Any], args: tuple[Any, ...], context: Context, on_end: RunListener
-    ) -> LoopRun:
-        """Run a coroutine function in a task; see `daskserve.data.replica.execution.runner.Runner`."""
-        return LoopRun(self, function, args, context, on_end)
-
     def to_user(self, function: Callable[..., object], *args: Any) -> None:
-        """Call a function on this loop."""
         self._post(self.thread_calls, function, args)
 
     def to_worker(self, function: Callable[..., object], *args: Any) -> None:
-        """Call a function on the worker's loop."""
         self._post(self._worker, function, args)
 
     def _post(
@@ -180,11 +169,11 @@ class UserLoop:
         post = thread_calls.post_soon if len(self.runs) > 1 else thread_calls.post
         post(function, *args)
 
-    def admit(self, guest: LoopGuest) -> None:
+    def admit(self, guest: OpenSocket) -> None:
         """Let a connection live on this loop, where this is called; it must not outlive the loop."""
         self._guests.add(guest)
 
-    def dismiss(self, guest: LoopGuest) -> None:
+    def dismiss(self, guest: OpenSocket) -> None:
         """Note that a connection has ended."""
         self._guests.discard(guest)
         if not self._guests:

@@ -127,10 +127,7 @@ class UserThreads:
     def start(
         self, function: Callable[..., Any], args: tuple[Any, ...], context: Context, on_end: RunListener
     ) -> ThreadRun:
-        """Run a function as soon as a thread is free.
-
-        See `daskserve.data.replica.execution.runner.Runner`.
-        """
+        """Run a function as soon as a thread is free; see `daskserve.data.replica.execution.runner`."""
         run = ThreadRun(self, function, args, context, on_end)
         self.runs.add(run)
         self._jobs.put(run)

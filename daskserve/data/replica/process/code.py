@@ -57,7 +57,7 @@ UNPROBED: Mapping[str, Any] = {"health_check_period_s": 1e9}
 
 
 class ForwardedRequest(ReplicaRequest):
-    """The answer to a request that the child answers."""
+    """A request that the child answers."""
 
     __slots__ = ("_code",)
 
@@ -96,7 +96,7 @@ class ChildCode:
         self._start = start
         self.own_metrics = metrics
         self.slots = Slots(start.replica_tag, start.concurrency, metrics)
-        self.slots.queue = self
+        self.slots.count_batched = self._count_batched
         #: The numbers of requests, which the child knows them by.
         self.numbers = itertools.count(1)
         #: Why the replica is lost, if its child ended unexpectedly.
@@ -121,9 +121,8 @@ class ChildCode:
     def __repr__(self) -> str:
         return repr(self._child)
 
-    @property
-    def queued(self) -> int:
-        """How many requests waited for a batch at the last answer of the child."""
+    def _count_batched(self) -> int:
+        """Return how many requests waited for a batch at the last answer of the child."""
         return min(self._queued, self.slots.ongoing)
 
     def note_queued(self, queued: int) -> None:
@@ -183,7 +182,7 @@ class ChildCode:
     # ---- requests
 
     def handle(self, envelope: Envelope) -> ReplicaRequest:
-        """Return the answer to a request, not begun."""
+        """Return a request, not begun."""
         if envelope.kind is EnvelopeKind.CONTROL:
             raise BadRequestError(f"A replica takes no requests of kind {envelope.kind!r}.")
         return ForwardedRequest(self, envelope)
@@ -223,11 +222,10 @@ class ChildCode:
     ) -> None:
         """Take over changed options without a restart.
 
-        The child pauses by itself. This side does, too, where it knows that the child will, so that requests
-        do not go there and back.
+        The child takes no requests while user code runs. If that is known here, requests are refused here.
         """
         calls_code = user_config is not None and user_config != self._user_config
-        self._user_config = None  # after a failure, nobody knows which one is in effect
+        self._user_config = None  # unknown after a failure
         message = {
             "user_config": user_config,
             "concurrency": concurrency,

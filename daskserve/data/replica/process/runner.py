@@ -101,7 +101,7 @@ class ChildRunner:
     def start(
         self, function: Callable[..., Any], args: tuple[Any, ...], context: Context, on_end: RunListener
     ) -> ChildRun:
-        """Prepare a request to the child; see `daskserve.data.replica.execution.runner.Runner`.
+        """Prepare a request to the child; see `daskserve.data.replica.execution.runner`.
 
         ``function`` is `ChildProcess.request`. An error of user code ends the run, packed.
         """

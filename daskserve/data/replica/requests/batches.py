@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from daskserve.data.batching.queue import BatchLimits, BatchQueue
 from daskserve.data.replica.errors.log import FailureLog
@@ -23,29 +23,24 @@ from daskserve.data.replica.user_code.servable import Servable
 from daskserve.payload.packed_errors import PackedError
 from daskserve.telemetry.replica import ReplicaMetrics
 
-
-class SlotHolder(Protocol):
-    """A request of a batch: its `daskserve.data.replica.requests.replica_request.ReplicaRequest`."""
-
-    def hold(self) -> None:
-        """Keep the slot until `unhold`."""
-
-    def unhold(self) -> None:
-        """Take back a `hold`."""
+#: Keeps the slot of a request until what it returns is called; see
+#: `daskserve.data.replica.requests.replica_request.ReplicaRequest.hold`.
+HoldSlot: TypeAlias = Callable[[], Callable[[], None]]
 
 
 class BatchResult(RunResult):
     """The result of one batch. Its requests release their slots when the batch has ended."""
 
-    __slots__ = ("_requests",)
+    __slots__ = ("releases",)
 
-    def __init__(self, requests: list[SlotHolder]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._requests = requests
+        #: Release the slots of its requests.
+        self.releases: list[Callable[[], None]] = []
 
     def run_ended(self, value: Any, error: Exception | None) -> None:
-        for request in self._requests:
-            request.unhold()
+        for release in self.releases:
+            release()
         super().run_ended(value, error)
 
     def run_aborted(self, error: Exception) -> None:
@@ -74,11 +69,10 @@ class ReplicaBatches:
         self._metrics = metrics
         self._limits = BatchLimits(max_batch_size or 1, wait_s)
         #: The queue of each method, by its name.
-        self.queues: dict[str, BatchQueue[tuple[BatchItem, SlotHolder], ItemOutcome]] = {}
+        self.queues: dict[str, BatchQueue[tuple[BatchItem, HoldSlot], ItemOutcome]] = {}
 
-    @property
     def queued(self) -> int:
-        """How many requests wait for their batch to run."""
+        """Return how many requests wait for their batch to run."""
         return sum(queue.queued() for queue in list(self.queues.values())) if self.queues else 0
 
     def reconfigure(self, max_batch_size: int | None, wait_s: float) -> None:
@@ -88,7 +82,7 @@ class ReplicaBatches:
         for queue in self.queues.values():
             queue.reconsider()
 
-    async def submit(self, method: Method, item: BatchItem, request: SlotHolder) -> ItemOutcome:
+    async def submit(self, method: Method, item: BatchItem, hold: HoldSlot) -> ItemOutcome:
         """Return the outcome of a request; it holds its slot until its whole batch has ended."""
         queue = self.queues.get(method.name)
         if queue is None:
@@ -99,18 +93,16 @@ class ReplicaBatches:
                 max_running=None if method.is_async else 1,
                 on_batch=self._metrics.batches_of(method.name).observe,
             )
-        return await queue.submit((item, request))
+        return await queue.submit((item, hold))
 
-    async def _run(self, method: Method, entries: list[tuple[BatchItem, SlotHolder]]) -> list[ItemOutcome]:
+    async def _run(self, method: Method, entries: list[tuple[BatchItem, HoldSlot]]) -> list[ItemOutcome]:
         executor, servable = self._running()
         items = [item for item, _ in entries]
-        requests = [request for _, request in entries]
         answer: Any = answer_batch if method.is_async else answer_batch_in_thread
         parts = (servable.bound(method), servable.describe(method), items)
-        result = BatchResult(requests)
+        result = BatchResult()
         run = executor.start(method.is_async, answer, parts, executor.context.copy(), result)
-        for request in requests:
-            request.hold()
+        result.releases = [hold() for _, hold in entries]
         try:
             outcomes: list[ItemOutcome] = await result.wait(run)
         except PackedError as error:  # one that would have ended the thread or the loop

@@ -1,4 +1,4 @@
-"""Answers to calls through a handle: with one result, or with a stream of items."""
+"""Calls by a handle at their replica: with one result, or with a stream of items."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from daskserve.common.clock import stopwatch
-from daskserve.common.types import Envelope, Message, Receive, Send
+from daskserve.common.types import Envelope, Message, Payload, Receive, Send
 from daskserve.context import RequestContext
 from daskserve.data.replica.execution.message_pipe import open_pipe
 from daskserve.data.replica.requests.accept_batch import BatchItem
@@ -32,7 +32,7 @@ def _request_context(envelope: Envelope) -> RequestContext:
 
 
 class CallRequest(LocalRequest):
-    """The answer to a call: one pickled result."""
+    """A call, whose answer is one pickled result."""
 
     __slots__ = ()
 
@@ -51,9 +51,9 @@ class CallRequest(LocalRequest):
         self.runs_in_task = (
             self.is_in_task and envelope.deadline is None and self.code.executor.is_on_worker_loop
         )
-        answer: Any = servable.answer_call if method.is_async else servable.answer_call_in_thread
+        function: Any = servable.answer_call if method.is_async else servable.answer_call_in_thread
         set_context(self)
-        self.start_code(method.is_async, answer, method, envelope.head, envelope.payload)
+        self.start_code(method.is_async, function, method, envelope.head, envelope.payload)
         return None
 
     def go_on(self, unfinished: Unfinished) -> None:
@@ -63,13 +63,13 @@ class CallRequest(LocalRequest):
         return {"type": "call.result", "payload": value}
 
 
-async def _submit(answer: CallRequest, method: Method) -> None:
-    item = BatchItem(answer.envelope.head, payload=answer.envelope.payload)
-    answer.accept(await answer.code.batches.submit(method, item, answer))
+async def _submit(request: CallRequest, method: Method) -> None:
+    item = BatchItem(request.envelope.head, payload=request.envelope.payload)
+    request.accept(await request.code.batches.submit(method, item, request.hold))
 
 
 class StreamRequest(CallRequest):
-    """The answer to a streaming call: any number of pickled items.
+    """A streaming call, whose answer is any number of pickled items.
 
     See `daskserve.data.replica.requests.streaming`.
     """
@@ -86,7 +86,7 @@ class StreamRequest(CallRequest):
             )
         self.runs_in_task = False
         self.pipe = open_pipe(code.executor, "call", receive, send)
-        self.pipe.owner = self
+        self.pipe.on_message = self.partial
         produce: Any = stream if method.is_async else stream_in_thread
         set_context(self)
         self.start_code(
@@ -105,96 +105,65 @@ class StreamRequest(CallRequest):
         return None
 
 
-class ValuesRequest(LocalRequest):
-    """The answer to a call with responses or values of Dask among its arguments, which are fetched first."""
+class _PreparedRequest(LocalRequest):
+    """A call that waits for something before user code begins.
 
-    __slots__ = ()
-
-    def begin(self, receive: Receive | None = None, send: Send | None = None) -> Awaitable[None] | None:
-        if "values" not in self.envelope.head:
-            return super().begin(receive, send)
-        return self._fetch_and_begin(receive, send)
-
-    async def _fetch_and_begin(self, receive: Receive | None, send: Send | None) -> None:
-        envelope = self.envelope
-        payload = envelope.payload
-        assert payload is not None
-        try:
-            payload = await self.code.fill(payload, envelope.head["values"])
-        except ServeError:
-            raise
-        except Exception as error:  # of a task of Dask
-            executor = self.code.executor
-            raise await executor.packers.pack(error, executor.context) from None
-        self.envelope = replace(envelope, payload=payload)
-        preparing = super().begin(receive, send)
-        if preparing is not None:
-            await preparing
-
-
-class ValuesCallRequest(ValuesRequest, CallRequest):
-    """The answer to a call with one result."""
-
-    __slots__ = ()
-
-
-class ValuesStreamRequest(ValuesRequest, StreamRequest):
-    """The answer to a streaming call."""
-
-    __slots__ = ()
-
-
-class ReservedRequest(ValuesRequest):
-    """The answer to a call whose arguments follow once its caller has the slot.
-
-    See `daskserve.data.caller.calls.replica_choice`.
+    - A broadcast runs beyond the limit of the replica, with a thread of its own if need be.
+    - The arguments of a reserved call follow once its caller has the slot; see
+      `daskserve.data.caller.calls.replica_choice`.
+    - Responses and Dask's values among the arguments are fetched from where they are.
     """
 
     __slots__ = ()
 
     def begin(self, receive: Receive | None = None, send: Send | None = None) -> Awaitable[None] | None:
-        assert receive is not None
-        assert send is not None
-        return self._reserve_and_begin(receive, send)
+        head = self.envelope.head
+        if "broadcast" in head:
+            self.code.executor.threads.make_room(self.slots.ongoing)
+        if "reserve" in head or "values" in head:
+            assert receive is not None
+            assert send is not None
+            return self._prepare_and_begin(receive, send)
+        return super().begin(receive, send)
 
-    async def _reserve_and_begin(self, receive: Receive, send: Send) -> None:
-        await send({"type": "call.reserved", "replica": self.code.place})
-        message = await self.code.arguments_of(receive)
-        self.envelope = replace(self.envelope, head=message["head"], payload=message["payload"])
-        self._began = stopwatch()  # until now, the caller has not asked for anything
+    async def _prepare_and_begin(self, receive: Receive, send: Send) -> None:
+        if "reserve" in self.envelope.head:
+            await send({"type": "call.reserved", "replica": self.code.place})
+            message = await self.code.arguments_of(receive)
+            self.envelope = replace(self.envelope, head=message["head"], payload=message["payload"])
+            self._began = stopwatch()  # until now, the caller has not asked for anything
+        if "values" in self.envelope.head:
+            self.envelope = replace(self.envelope, payload=await self._fetch_values())
         preparing = super().begin(receive, send)
         if preparing is not None:
             await preparing
 
+    async def _fetch_values(self) -> Payload:
+        payload = self.envelope.payload
+        assert payload is not None
+        try:
+            return await self.code.fill(payload, self.envelope.head["values"])
+        except ServeError:
+            raise
+        except Exception as error:  # of a task of Dask
+            executor = self.code.executor
+            raise await executor.packers.pack(error, executor.context) from None
 
-class ReservedCallRequest(ReservedRequest, CallRequest):
-    """The answer to a call with one result."""
+
+class PreparedCallRequest(_PreparedRequest, CallRequest):
+    """A call with one result."""
 
     __slots__ = ()
 
 
-class ReservedStreamRequest(ReservedRequest, StreamRequest):
-    """The answer to a streaming call."""
+class PreparedStreamRequest(_PreparedRequest, StreamRequest):
+    """A streaming call."""
 
     __slots__ = ()
 
 
-class BroadcastRequest(ValuesCallRequest):
-    """The answer to a call that runs beyond the limit of the replica, with a thread of its own if need be."""
-
-    __slots__ = ()
-
-    def begin(self, receive: Receive | None = None, send: Send | None = None) -> Awaitable[None] | None:
-        self.code.executor.threads.make_room(self.slots.ongoing)
-        return super().begin(receive, send)
-
-
-def call_answer_for(head: Mapping[str, Any]) -> type[CallRequest]:
-    """Return the kind of answer to a call whose head has ``"stream"``."""
-    if "reserve" in head:
-        return ReservedStreamRequest if head["stream"] else ReservedCallRequest
-    if "broadcast" in head:
-        return BroadcastRequest
-    if "values" not in head:
-        return StreamRequest
-    return ValuesStreamRequest if head["stream"] else ValuesCallRequest
+def request_class_for(head: Mapping[str, Any]) -> type[CallRequest]:
+    """Return the class of requests for a call whose head has ``"stream"``."""
+    if "reserve" in head or "broadcast" in head or "values" in head:
+        return PreparedStreamRequest if head["stream"] else PreparedCallRequest
+    return StreamRequest

@@ -1,4 +1,4 @@
-"""Answers to HTTP requests and WebSockets."""
+"""HTTP requests and WebSockets at their replica."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _request_context(envelope: Envelope) -> RequestContext:
 
 
 class LocalHTTPRequest(LocalRequest):
-    """The answer to an HTTP request or a WebSocket.
+    """An HTTP request or a WebSocket.
 
     User code that runs in the request's own task needs no `MessagePipe` as long as its response is whole.
     """
@@ -152,7 +152,7 @@ class LocalHTTPRequest(LocalRequest):
             _open_pipe(self, first)
             item = BatchItem(self._scope, self._scope, body or b"")
             try:
-                self.accept(await self.code.batches.submit(method, item, self))
+                self.accept(await self.code.batches.submit(method, item, self.hold))
             except PackedError as error:
                 self.accept(error)
         else:
@@ -174,18 +174,18 @@ class LocalHTTPRequest(LocalRequest):
             self.start_code(False, servable.answer_http_in_thread, method, scope, pipe, body)
 
 
-def _open_pipe(answer: LocalHTTPRequest, first: Message | None) -> MessagePipe:
-    kind = answer._scope["type"]
-    code, receive, send = answer.code, answer._receive, answer._send
+def _open_pipe(request: LocalHTTPRequest, first: Message | None) -> MessagePipe:
+    kind = request._scope["type"]
+    code, receive, send = request.code, request._receive, request._send
     pipe: MessagePipe
     if kind == "websocket":
-        pipe = open_socket_pipe(code.executor, answer.envelope, receive, send, first)
+        pipe = open_socket_pipe(code.executor, request.envelope, receive, send, first)
         code.sockets.add(pipe)
     else:
         pipe = open_pipe(code.executor, kind, receive, send, first)
-    answer.pipe = pipe
-    pipe.is_body_assumed = first is not None and not answer.envelope.has_body
-    pipe.owner = answer
+    request.pipe = pipe
+    pipe.is_body_assumed = first is not None and not request.envelope.has_body
+    pipe.on_message = request.partial
     return pipe
 
 

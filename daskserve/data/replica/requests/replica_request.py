@@ -1,10 +1,10 @@
-"""The answer to one request, as a state machine.
+"""One request at its replica, as a state machine.
 
-A replica answers calls, streaming calls, HTTP requests and WebSockets, alone or in batches. User code runs
-where its runner puts it (`daskserve.data.replica.execution.runner`). The caller gets the answer where user
-code reports its end (`ReplicaRequest.start`), or, where something may wait, from a task
-(`ReplicaRequest.respond`): for a slot, for the body of a request, or for a caller that reads a stream slowly.
-What happens to a request in between is the same for all: see `daskserve.data.replica.requests.states`.
+A replica answers calls, streaming calls, HTTP requests and WebSockets, alone or in batches. A runner runs
+user code (`daskserve.data.replica.execution.runner`). Without a task, the caller gets the answer when user
+code ends (`ReplicaRequest.start`). A task responds (`ReplicaRequest.respond`) if the request may have to
+wait: for a slot, for its body, or for a caller that reads a stream slowly. The states are the same for all
+requests: see `daskserve.data.replica.requests.states`.
 
 The request holds its slot until it is DONE, even if its caller left long ago. So a replica never runs more
 requests than it has slots, and code that cannot be stopped is visible. User code is cancelled once, when the
@@ -58,7 +58,7 @@ from daskserve.telemetry.replica import ReplicaMetrics
 
 
 class InvalidRequestTransition(ServeError):
-    """An event does not fit the state of an answer: a bug in the replica."""
+    """An event does not fit the state of a request: a bug in the replica."""
 
 
 class ReplicaRequest:
@@ -183,7 +183,7 @@ class ReplicaRequest:
     # ---- what a kind of request defines
 
     def needs_task(self) -> bool:
-        """Return whether the request can only be answered from a task, because something may have to wait."""
+        """Return whether only a task can respond, because something may have to wait."""
         return True
 
     def begin(self, receive: Receive | None = None, send: Send | None = None) -> Awaitable[None] | None:
@@ -278,12 +278,12 @@ class ReplicaRequest:
 
     # ---- for the kinds of request
 
-    def hold(self) -> None:
-        """Keep the slot until `unhold`, for a run that is not the request's own."""
+    def hold(self) -> Callable[[], None]:
+        """Keep the slot for a run that is not the request's own; return what ends this."""
         self.holds += 1
+        return self._unhold
 
-    def unhold(self) -> None:
-        """End a `hold`."""
+    def _unhold(self) -> None:
         self.holds -= 1
         if self.state == CANCELLED:
             self._free_if_ended()
@@ -323,7 +323,9 @@ class ReplicaRequest:
             self.slots.free()
             return
         pipe = self.pipe
-        is_left_to_run = (event == LEFT and self.survives_caller) or (pipe is not None and pipe.is_complete)
+        is_left_to_run = (event == LEFT and self.survives_caller) or (
+            pipe is not None and pipe.missing_bytes == 0
+        )
         if self.run is not None and not is_left_to_run:
             self.run.cancel()  # first: code that reads must be cancelled, not receive a disconnect
         self.release()
@@ -402,7 +404,7 @@ def _changed(request: ReplicaRequest) -> None:
 
 
 class LocalRequest(ReplicaRequest):
-    """The answer to a request whose user code runs in this process."""
+    """A request whose user code runs in this process."""
 
     __slots__ = ("_method", "code", "context", "runs_in_task")
 

@@ -1,4 +1,4 @@
-"""User code that is ready to serve, and what the answers of a replica share."""
+"""User code that is ready to serve, and what the requests of a replica share."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from daskserve.telemetry.replica import ReplicaMetrics
 
 
 class ServingCode:
-    """What the answers of one replica share: its user code, the executor, the slots and the metrics."""
+    """What the requests of one replica share: its user code, the executor, the slots and the metrics."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class ServingCode:
         self.has_method_header = False
         #: Returns a call's arguments with the values that the caller took out of them.
         self.fill: Callable[[Payload, Any], Awaitable[Payload]]
-        #: What a caller that chooses this replica learns about it.
+        #: The description of the replica for callers that choose it; see `daskserve.ReplicaSelection`.
         self.place: Mapping[str, Any] = {}
         #: The option ``on_disconnect``.
         self.on_disconnect: str | None = None

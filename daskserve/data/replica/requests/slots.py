@@ -1,8 +1,8 @@
 """The slots of a replica, and the short queue of requests that wait at it for one.
 
 Problem: each router knows only its own requests at a replica. If a refused router could only ask again, it
-would mostly be refused again, and the router whose request just ended, which learns first that a slot is
-free, would take it each time. Choice: if a router knows no other replica with room, its request carries
+would mostly be refused again: the router whose request has just ended knows first that a slot is free, and
+would take it each time. Choice: if a router knows no other replica with room, its request carries
 `daskserve.common.types.QueueTimeout` and waits here, where a free slot is known first. A slot passes directly
 to the first request of the queue, so a later request never finds it free.
 
@@ -20,7 +20,6 @@ import itertools
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Protocol
 
 from daskserve.common.clock import Clock
 from daskserve.common.formatting import shown
@@ -89,13 +88,6 @@ class SlotQueue:
                 waiter.set_exception(error())
 
 
-class HasQueued(Protocol):
-    """Requests that wait at the replica for something other than a slot, though they have one."""
-
-    @property
-    def queued(self) -> int: ...
-
-
 class Slots:
     """The slots of one replica: how many requests run, may run, and wait for a slot.
 
@@ -115,8 +107,8 @@ class Slots:
         #: Why the replica takes no requests while it is not open.
         self.closed_because = f"Replica {short_tag(replica_tag)!r} is not running."
         self.replica_tag = replica_tag
-        #: Requests that have a slot and wait for something else.
-        self.queue: HasQueued | None = None
+        #: Returns how many requests have a slot and wait for their batch.
+        self.count_batched: Callable[[], int] | None = None
         self._metrics = metrics
         self._waiters = SlotQueue()
         self._idle: asyncio.Event | None = None  # created by `wait_until_idle`
@@ -130,8 +122,8 @@ class Slots:
 
     def load(self) -> Load:
         """Return how many requests run, and how many wait."""
-        queue = self.queue
-        return Load(self.ongoing, (0 if queue is None else queue.queued) + len(self._waiters.places))
+        count = self.count_batched
+        return Load(self.ongoing, (0 if count is None else count()) + len(self._waiters.places))
 
     def not_running(self) -> ActorLostError:
         """Return the error for a request that arrives while the replica is not open."""

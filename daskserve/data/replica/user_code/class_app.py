@@ -3,8 +3,16 @@
 Problem: ``@app.get("/")`` in the body of a class registers a function that takes ``self``, and FastAPI takes
 ``self`` for a query parameter. Several classes may use one application, and several replicas run in one
 process. Choice: each object of the class gets a copy of the application, without the routes of other classes,
-whose endpoints find the object in the request. For the code of a replica, from the constructor on, the names
-of the application and its routers stand for the copies: what it adds to them is served by this replica alone.
+whose endpoints find the object in the request. While the code of a replica runs, from the constructor on, the
+names of the application and its routers refer to the copies: routes that it adds are served by this replica
+alone.
+
+FastAPI's public interface does not suffice. If each class had an application to itself,
+``self = Depends(current_object)`` in a copied signature would bind the methods, and ``include_router`` would
+put their routes into another application. It copies neither middlewares, exception handlers, mounted
+applications, a changed ``openapi`` nor the routes of Starlette. It changes the application that it includes
+into, which other classes and replicas of the process use. And with it, ``app.add_api_route`` in a constructor
+cannot act on one replica.
 """
 
 from __future__ import annotations
@@ -171,7 +179,7 @@ class ObjectApp:
     app : ASGI application
         What answers; None until a builder has made it.
     copies : mapping
-        What the names of the application and its parts stand for in the object's code.
+        The copies to which the names of the application and its parts refer in the object's code.
     """
 
     def __init__(self, cls: type[Any]) -> None:
@@ -205,7 +213,7 @@ class ObjectApp:
 
 @contextmanager
 def constructing(cls: type[Any]) -> Iterator[Callable[[Any], None]]:
-    """Make an object of a class; if it has an application, the names of that stand for the object's own.
+    """Make an object of a class; meanwhile the names of its application refer to the object's own.
 
     Yields a function that gives the object its application. It is called here, because the lifespan protocol
     hides errors of the application.
@@ -235,7 +243,7 @@ def forget_endpoints() -> None:
 
 
 def enter_app(made: Any) -> None:
-    """Let the names of an object's application stand for its own, in the current context from now on."""
+    """Let the names of an application refer to the object's own, in the current context from now on."""
     found = getattr(made, "__dict__", {}).get(APP)
     if isinstance(found, ObjectApp):
         current_copies.set(found.copies)
@@ -299,7 +307,7 @@ def _copier(change: Callable[[Any], Any]) -> AppCopier:
 
 
 def _share_parts(cls: type[Any], app: Any) -> list[Any]:
-    """Let an application, and others that the methods of a class refer to, stand for those of each object."""
+    """Share an application, and those that the methods of a class refer to, among the class's objects."""
     functions = [_function(value) for each in cls.__mro__ for value in vars(each).values()]
     found = [app, *(each for function in functions for each in _apps_of(function))]
     # With the paths, because classes that `ingress` makes have one name.

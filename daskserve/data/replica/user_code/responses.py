@@ -120,7 +120,7 @@ def to_answer(result: Any) -> ConvertedResponse | Unfinished:
 async def finish(
     scope: MutableMapping[str, Any], pipe: MessagePipe, result: Any
 ) -> ConvertedResponse | Unfinished:
-    """Send an unfinished result from the user's loop, or turn an awaitable into what it stands for."""
+    """Send an unfinished result from the user's loop; await an awaitable, and convert its result."""
     try:
         if isinstance(result, Response):
             await result(scope, pipe.receive, pipe.send)

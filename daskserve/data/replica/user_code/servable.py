@@ -53,7 +53,7 @@ def load_definition(
 ) -> Servable:
     """Return the servable in `daskserve.options.start_messages.ReplicaStart.code`, not yet constructed.
 
-    ``parts`` are those of the parcel, if one stands for the code.
+    ``parts`` are those of the parcel, if the code is in one.
     """
     try:
         *_, definition, init_args, init_kwargs = unpack_code(code, parts)
@@ -100,7 +100,7 @@ class Servable:
         self.target: Any = None
         #: Whether the replica ends, so that an object that is made now ends at once.
         self.is_ending = False
-        # Whoever acquires it calls the destructor.
+        # The first to acquire it calls the destructor.
         self._claim = threading.Lock()
         self._definition = definition
         self._init_args = init_args
@@ -305,7 +305,7 @@ class Servable:
             if method.takes_argument:
                 request = HTTPRequest(scope, pipe.receive)
                 request.whole_body = body
-                request.has_disconnected = pipe.has_closed
+                request.has_disconnected = lambda: pipe.is_closed
                 return to_answer(self._bound[method.name](request))
             return to_answer(self._bound[method.name]())
         except NOT_FAILURES as error:

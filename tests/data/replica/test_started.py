@@ -1,25 +1,48 @@
-"""HTTP requests that a replica answers without a task: how they end, and go on in a task."""
+"""Requests that a replica answers without a task: how they end, and go on in a task."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
 import logging
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
 import pytest
+from replica_harness import make, until
 from starlette.requests import Request
 from starlette.responses import JSONResponse, StreamingResponse
-from started_requests import DEADLINE_S, Answers, began, held, run_replica, until
 
-from daskserve.common.types import DONE, WHOLE_RESPONSE, Envelope, EnvelopeKind, Load, Message
+from daskserve.common.types import DONE, WHOLE_RESPONSE, ActorRequest, Envelope, EnvelopeKind, Load, Message
 from daskserve.data.replica.execution.message_pipe import MessagePipe
+from daskserve.data.replica.execution.user_threads import UserThreads
 from daskserve.data.replica.replica import Replica
 from daskserve.data.replica.requests.replica_request import ReplicaRequest
-from daskserve.errors import ActorLostError
+from daskserve.errors import ActorLostError, UserCodeError
+from daskserve.payload import pickling
+from daskserve.payload.packed_errors import PackedError
 
 pytestmark = pytest.mark.smoke
+
+DEADLINE_S = 10.0
+#: What hanging user code waits for, and by which it tells that it has begun.
+held, began = threading.Event(), threading.Event()
+
+
+class Answers:
+    """Takes what one request comes to."""
+
+    def __init__(self) -> None:
+        self.ends: list[tuple[Message | None, Any]] = []
+
+    def __call__(self, message: Message | None, outcome: Load | Exception | ActorRequest) -> None:
+        self.ends.append((message, outcome))
+
+    async def end(self) -> tuple[Message | None, Any]:
+        await until(lambda: self.ends)
+        (only,) = self.ends
+        return only
 
 
 async def quick(request: Request) -> str:
@@ -126,8 +149,70 @@ def get(**changes: Any) -> Envelope:
     return Envelope(EnvelopeKind.HTTP, scope, has_body=False)
 
 
-def run(function: Any, scenario: Callable[[Replica], Awaitable[None]], **options: Any) -> None:
-    run_replica(function, get(), scenario, **options)
+class Backend:
+    """Answers calls."""
+
+    def __call__(self, request: Any) -> Any:
+        return request
+
+    def plain(self, value: Any) -> Any:
+        return value
+
+    async def coroutine(self, value: Any) -> Any:
+        await asyncio.sleep(0)
+        return value
+
+    def awaitable(self, value: Any) -> Awaitable[Any]:
+        return self.coroutine(value)
+
+    def fail(self, value: Any) -> Any:
+        raise KeyError(value)
+
+    async def cancel_itself(self, value: Any) -> Any:
+        raise asyncio.CancelledError
+
+    def hang(self, value: Any) -> Any:
+        hang_in_thread(value)
+
+    async def sleep(self, value: Any) -> Any:
+        await hang(value)
+
+
+def call(method: str, **head: Any) -> Envelope:
+    return Envelope(EnvelopeKind.CALL, {"method": method, **head}, pickling.dump(((7,), {})))
+
+
+def run(
+    definition: Any, scenario: Callable[[Replica], Awaitable[None]], place: str = "thread", **options: Any
+) -> None:
+    """Start a replica, run the scenario, and hold it to leaving nothing behind.
+
+    No request is answered before the replica has started, or once it has stopped.
+    """
+    envelope = call("plain") if definition is Backend else get()
+    held.clear()
+    began.clear()
+
+    async def main() -> None:
+        replica = make(definition, place=place, concurrency=2, **options)
+        with pytest.raises(ActorLostError):
+            replica.handle(envelope)
+        async with asyncio.timeout(DEADLINE_S):
+            await replica.start()
+            try:
+                await scenario(replica)
+            finally:
+                held.set()
+                await replica.stop(DEADLINE_S)
+        assert replica.handle(envelope).start(Answers()) is None
+        assert replica.load() == Load(0, 0)
+
+    asyncio.run(main())
+
+
+places = pytest.mark.parametrize("place", ["thread", "worker"])
+
+# ---- answers
 
 
 @pytest.mark.parametrize(
@@ -154,6 +239,43 @@ def test_a_whole_response_comes_with_the_load_after_it(function: Any, status: in
         assert (metrics["handled_total"], metrics["failed_total"]) == (1, int(status == 500))
 
     run(function, scenario)
+
+
+@places
+@pytest.mark.parametrize("method", ["plain", "coroutine", "awaitable"])
+def test_the_result_of_a_call_comes_with_the_load_after_it(method: str, place: str) -> None:
+    async def scenario(replica: Replica) -> None:
+        answers = Answers()
+        give_up = replica.handle(call(method)).start(answers)
+        assert give_up is not None
+        assert replica.load() == Load(1, 0)
+        message, load = await answers.end()
+        assert message is not None
+        assert pickling.load(message["payload"]) == 7
+        assert load == replica.load() == Load(0, 0)
+        give_up()  # does nothing any more
+        assert len(answers.ends) == 1
+        assert replica.load() == Load(0, 0)
+
+    run(Backend, scenario, place)
+
+
+@places
+@pytest.mark.parametrize(("method", "kind"), [("fail", KeyError), ("cancel_itself", UserCodeError)])
+def test_errors_are_outcomes(method: str, kind: type[Exception], place: str) -> None:
+    async def scenario(replica: Replica) -> None:
+        answers = Answers()
+        replica.handle(call(method)).start(answers)
+        message, error = await answers.end()
+        assert message is None
+        assert isinstance(error, PackedError)
+        assert isinstance(error.load(), kind)
+        assert replica.load() == Load(0, 0)
+
+    run(Backend, scenario, place)
+
+
+# ---- what needs more
 
 
 async def carry(rest: Any) -> tuple[list[Message], Load]:
@@ -226,23 +348,38 @@ def test_a_rest_that_is_cancelled_ends_its_code() -> None:
     run(held_stream, scenario)
 
 
-@pytest.mark.parametrize("function", [hang, hang_in_thread])
-def test_what_is_given_up_tells_nobody_and_keeps_its_slot_until_its_code_ends(function: Any) -> None:
+# ---- other ends
+
+
+@pytest.mark.parametrize(
+    ("definition", "envelope", "place"),
+    [
+        (hang, get(), "thread"),
+        (hang_in_thread, get(), "thread"),
+        (Backend, call("sleep"), "thread"),
+        (Backend, call("sleep"), "worker"),
+        (Backend, call("hang"), "thread"),
+    ],
+)
+def test_a_request_that_is_given_up_has_no_answer_and_keeps_its_slot_until_its_code_ends(
+    definition: Any, envelope: Envelope, place: str
+) -> None:
     async def scenario(replica: Replica) -> None:
         answers = Answers()
-        give_up = replica.handle(get()).start(answers)
+        give_up = replica.handle(envelope).start(answers)
         assert give_up is not None
         await until(began.is_set)
         give_up()
         give_up()
-        if function is hang_in_thread:
+        if definition is hang_in_thread or envelope.head.get("method") == "hang":
             assert replica.load().ongoing == 1
         held.set()
         await until(lambda: replica.load().ongoing == 0)
+        give_up()
         assert answers.ends == []
         assert (await replica.statistics())["cancelled_total"] == 1
 
-    run(function, scenario)
+    run(definition, scenario, place)
 
 
 @pytest.mark.parametrize("function", [quick, plain, fail, stream])
@@ -292,40 +429,74 @@ def test_code_that_waits_for_the_end_of_its_client_is_cancelled_and_not_told() -
     run(wait_for_the_client, scenario)
 
 
-def test_a_replica_that_stops_ends_its_requests() -> None:
-    answers = Answers()
-
+def test_neither_code_on_the_workers_loop_nor_named_methods_go_that_way() -> None:
     async def scenario(replica: Replica) -> None:
-        replica.handle(get()).start(answers)
+        assert replica.handle(get()).start(Answers()) is None
+
+    run(quick, scenario, "worker")
+    run(quick, scenario, method_header=True)
+
+
+@pytest.mark.parametrize(
+    ("definition", "envelope", "place"),
+    [
+        (hang, get(), "thread"),
+        (Backend, call("sleep"), "thread"),
+        (Backend, call("sleep"), "worker"),
+    ],
+)
+def test_a_replica_that_stops_ends_its_requests(definition: Any, envelope: Envelope, place: str) -> None:
+    async def scenario(replica: Replica) -> None:
+        answers = Answers()
+        replica.handle(envelope).start(answers)
         await until(began.is_set)
         await replica.stop(0)
         message, error = await answers.end()
         assert message is None
         assert isinstance(error, ActorLostError)
 
-    run(hang, scenario)
+    run(definition, scenario, place)
 
 
-def test_it_takes_only_what_has_to_wait_for_nothing() -> None:
+def with_body() -> Envelope:
+    envelope = get(method="POST")
+    envelope.has_body = True
+    return envelope
+
+
+@pytest.mark.parametrize(
+    ("definition", "envelope", "others"),
+    [
+        (hang_in_thread, get(), [with_body(), get(type="websocket")]),
+        (Backend, call("hang"), [call("plain", stream=True), call("unknown")]),
+    ],
+)
+def test_requests_that_may_have_to_wait_need_a_task(
+    definition: Any, envelope: Envelope, others: list[Envelope]
+) -> None:
     async def scenario(replica: Replica) -> None:
-        with_body = get(method="POST")
-        with_body.has_body = True
-        for refused in (with_body, get(type="websocket")):
-            assert replica.handle(refused).start(Answers()) is None
+        assert [replica.handle(each).start(Answers()) for each in others] == [None, None]
         answers = [Answers(), Answers()]
         for each in answers:
-            assert replica.handle(get()).start(each) is not None
-        assert replica.handle(get()).start(Answers()) is None  # it is full
+            assert replica.handle(envelope).start(each) is not None
+        assert replica.handle(envelope).start(Answers()) is None  # it is full
+        assert replica.load().ongoing == 2
         held.set()
         for each in answers:
             await each.end()
 
-    run(hang_in_thread, scenario)
+    run(definition, scenario)
 
 
-def test_neither_code_on_the_workers_loop_nor_named_methods_go_that_way() -> None:
+def test_a_call_that_cannot_be_started_gives_its_slot_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **options: Any) -> Any:
+        raise RuntimeError("can't start new thread")
+
     async def scenario(replica: Replica) -> None:
-        assert replica.handle(get()).start(Answers()) is None
+        with monkeypatch.context() as patched:
+            patched.setattr(UserThreads, "start", refuse)
+            with pytest.raises(RuntimeError, match="new thread"):
+                replica.handle(call("plain")).start(Answers())
+        assert replica.load() == Load(0, 0)
 
-    run(quick, scenario, event_loop="worker")
-    run(quick, scenario, method_header=True)
+    run(Backend, scenario)

@@ -1,24 +1,25 @@
-"""The runner on the worker's own event loop, for backends with ``event_loop="worker"``.
+"""Async code within the task of its request, for backends with ``event_loop="worker"``.
 
-On this loop a task for each piece of user code costs as much as all that the router does for a request. It is
-needed for code that ignores its cancellation, so that the caller can continue without it. If the request has
-no deadline, no caller would, and the code runs within the request's own task (`TaskRun`). Code that never
-waits then needs neither a task nor a run: it has ended when
-`daskserve.data.replica.execution.executor.UserExecutor.enter` returns. A call that needs no task otherwise is
-better off with the one for its code: a third less CPU time for a call within the process, where routers, too,
-need none for it (`daskserve.data.caller.calls.call`).
+On the worker's loop, a task for each piece of user code costs as much as all that the router does for a
+request. Code that ignores its cancellation needs one, so that its caller can continue without it. If the
+request has no deadline, no caller does, and the code runs within the request's own task (`TaskRun`). Code
+that never waits then needs neither a task nor a run: it has ended when
+`daskserve.data.replica.execution.executor.UserExecutor.enter` returns.
+
+A call that needs no task otherwise is better off with one for its code
+(`daskserve.data.replica.execution.user_loop.LoopRunner`): it takes a third less CPU time within the process,
+where routers need no task for it either (`daskserve.data.caller.calls.call`).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Generator
+from collections.abc import Awaitable, Coroutine, Generator
 from contextvars import Context
 from typing import Any
 
 from daskserve.context import current_request
 from daskserve.data.replica.execution.runner import CodeRun, RunListener, Runs
-from daskserve.data.replica.execution.user_loop import LoopRun, Post
 from daskserve.loops.tasks import is_cancelling
 
 
@@ -104,28 +105,3 @@ class TaskRun(CodeRun):
         # As `Task.cancel` does, for a task that belongs to the caller.
         if self._waits_for is None or not self._waits_for.cancel():
             self._must_throw = True
-
-
-class WorkerLoop:
-    """Runs coroutine functions on the worker's event loop."""
-
-    is_workers = True
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, runs: Runs) -> None:
-        self.loop = loop
-        self.runs = runs
-        self.to_user: Post = _call_here  # there is no other thread
-        self.to_worker: Post = _call_here
-
-    def start(
-        self, function: Callable[..., Any], args: tuple[Any, ...], context: Context, on_end: RunListener
-    ) -> CodeRun | None:
-        """Run a coroutine function in a task of its own.
-
-        See `daskserve.data.replica.execution.runner.Runner`.
-        """
-        return LoopRun(self, function, args, context, on_end)
-
-
-def _call_here(function: Callable[..., object], *args: Any) -> None:
-    function(*args)
