@@ -10,7 +10,8 @@ from typing import Any
 
 def each_case(names: str | tuple[str, ...], cases: Iterable[Any]) -> Callable[[Callable[..., None]], Any]:
     """Run a test for each case, as ``pytest.mark.parametrize`` would, but as one test."""
-    rows = list(cases)
+    given = (names,) if isinstance(names, str) else names
+    rows = [(case,) if isinstance(names, str) else tuple(case) for case in cases]
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(test)
@@ -18,17 +19,13 @@ def each_case(names: str | tuple[str, ...], cases: Iterable[Any]) -> Callable[[C
             failures = []
             for row in rows:
                 try:
-                    test(
-                        **fixtures,
-                        **({names: row} if isinstance(names, str) else dict(zip(names, row, strict=True))),
-                    )
+                    test(**fixtures, **dict(zip(given, row, strict=True)))
                 except Exception as error:
                     error.add_note(f"in the case {row!r}")
                     failures.append(error)
             if failures:
                 raise ExceptionGroup(f"{len(failures)} of {len(rows)} cases failed", failures)
 
-        given = (names,) if isinstance(names, str) else names
         signature = inspect.signature(test)
         left = [each for each in signature.parameters.values() if each.name not in given]
         run.__signature__ = signature.replace(parameters=left)  # type: ignore[attr-defined]
