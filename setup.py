@@ -107,6 +107,7 @@ setup(
     entry_points={"console_scripts": ["daskserve = daskserve.cli.main:main"]},
     package_data={
         "daskserve": ["py.typed"],
+        "daskserve.dashboards": ["*.json", "*.yaml"],
         "daskserve.pages": ["*.md", "*/*.md"],
         "daskserve.proxies": ["py.typed"],
     },

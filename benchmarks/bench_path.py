@@ -48,7 +48,7 @@ from daskserve.common.types import (
 from daskserve.data.caller.calls import handle as caller
 from daskserve.data.caller.routing.router import Routers
 from daskserve.data.replica.replica import Replica
-from daskserve.loops.thread_calls import CallsByLoop
+from daskserve.loops.thread_calls import LoopQueues
 from daskserve.options.backend import BackendConfig
 from daskserve.options.http import HTTPOptions
 from daskserve.options.start_messages import ReplicaStart
@@ -114,8 +114,8 @@ class OneConnection:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
-        self.calls_by_loop = CallsByLoop()
-        self.thread_calls = self.calls_by_loop.onto(loop)
+        self.loop_queues = LoopQueues()
+        self.thread_calls = self.loop_queues.get(loop)
         self.rng = random.Random(0)
         self.request_ids = RequestIds(self.rng)
 
@@ -217,7 +217,7 @@ def our_protocols(app: ASGIApp) -> Callable[[], Any]:
         idle_timeout_s=60,
         clock=clock,
     )
-    return lambda: HTTPConnection(server_state, set(), lambda: None)
+    return lambda: HTTPConnection(server_state, lambda: None)
 
 
 async def http_round(protocols: Callable[[], Any]) -> None:
@@ -304,7 +304,7 @@ class Bench:
             routes=lambda: table,
             dispatch=dispatch,
             rng=random.Random(0),
-            takes_whole=True,
+            is_direct=True,
         )
 
     def app(self, handle: TakeRequest, *, is_local: bool = True) -> IngressApp:

@@ -69,81 +69,41 @@ if TYPE_CHECKING:
     from daskserve.options.http import HTTPOptions
     from daskserve.options.placement import GangSchedulingConfig
 
-#: Where each public name lives. Loaded on first use: importing daskserve must cost little and start nothing.
-_HOMES: Mapping[str, str] = {
-    # instances
-    "start": "client.functions.instances",
-    "start_async": "client.functions.instances",
-    "connect": "client.functions.finding",
-    "connect_async": "client.functions.finding",
-    "shutdown": "client.functions.instances",
-    "shutdown_async": "client.functions.instances",
-    "status": "client.functions.instances",
-    "status_async": "client.functions.instances",
-    "Status": "client.views.status",
-    "explain": "client.functions.instances",
-    "explain_async": "client.functions.instances",
-    "scale": "client.functions.instances",
-    "scale_async": "client.functions.instances",
-    "Explanation": "client.views.explanation",
-    "set_target_capacity": "client.functions.instances",
-    "set_target_capacity_async": "client.functions.instances",
-    "Client": "client.client",
-    "AsyncClient": "client.client",
-    # deployments
-    "run": "client.functions.applications",
-    "run_async": "client.functions.applications",
-    "run_many": "client.functions.applications",
-    "run_many_async": "client.functions.applications",
-    "RunTarget": "client.verbs.applications",
-    "delete": "client.functions.applications",
-    "delete_async": "client.functions.applications",
-    "get_app_handle": "client.functions.applications",
-    "get_app_handle_async": "client.functions.applications",
-    "get_deployment_handle": "client.functions.applications",
-    "get_deployment_handle_async": "client.functions.applications",
-    "deployment": "client.functions.deployment",
-    "ingress": "data.replica.user_code.class_app",
-    "Deployment": "client.definitions.deployments",
-    "Application": "client.definitions.deployments",
-    # the classic system
-    "classic": "",
-    # options
-    "HTTPOptions": "options.http",
-    "BackendConfig": "options.backend",
-    "ActorOptions": "options.actor",
-    "AutoscalingConfig": "options.autoscaling",
-    "DeploymentActorConfig": "options.deployment_actor",
-    "GangSchedulingConfig": "options.placement",
-    "Environment": "options.environment",
-    # policies
-    "AutoscalingContext": "autoscaling",
-    "Decision": "autoscaling",
-    # calls
-    "Handle": "data.caller.calls.handle",
-    "Response": "data.caller.calls.response",
-    "ResponseGenerator": "data.caller.calls.response_stream",
-    "handle": "",
-    "batch": "data.batching.decorator",
-    # inside a backend
-    "context": "",
-    "get_replica_context": "context",
-    "ReplicaContext": "context",
-    "GangContext": "context",
-    "PlacementBundle": "context",
-    "PlacementGroup": "context",
-    "ReplicaRank": "common.types",
-    "get_deployment_actor": "data.caller.calls.deployment_actor",
-    "get_deployment_actor_context": "context",
-    "metrics": "",
-    # errors
-    "ServeError": "errors",
-    "errors": "",
-    # names of Ray Serve's modules
-    "config": "",
-    "exceptions": "",
-    "schema": "",
+#: The public names by module. Loaded on first use: importing daskserve must cost little and start nothing.
+_NAMES: Mapping[str, str] = {
+    "client.functions.instances": "start start_async shutdown shutdown_async status status_async "
+    "explain explain_async scale scale_async set_target_capacity set_target_capacity_async",
+    "client.functions.finding": "connect connect_async",
+    "client.functions.applications": "run run_async run_many run_many_async delete delete_async "
+    "get_app_handle get_app_handle_async get_deployment_handle get_deployment_handle_async",
+    "client.functions.deployment": "deployment",
+    "client.client": "Client AsyncClient",
+    "client.views.status": "Status",
+    "client.views.explanation": "Explanation",
+    "client.verbs.applications": "RunTarget",
+    "client.definitions.deployments": "Deployment Application",
+    "options.http": "HTTPOptions",
+    "options.backend": "BackendConfig",
+    "options.actor": "ActorOptions",
+    "options.autoscaling": "AutoscalingConfig",
+    "options.deployment_actor": "DeploymentActorConfig",
+    "options.placement": "GangSchedulingConfig",
+    "options.environment": "Environment",
+    "autoscaling": "AutoscalingContext Decision",
+    "data.caller.calls.handle": "Handle",
+    "data.caller.calls.response": "Response",
+    "data.caller.calls.response_stream": "ResponseGenerator",
+    "data.caller.calls.deployment_actor": "get_deployment_actor",
+    "data.batching.decorator": "batch",
+    "data.replica.user_code.class_app": "ingress",
+    "context": "get_replica_context get_deployment_actor_context ReplicaContext GangContext "
+    "PlacementBundle PlacementGroup",
+    "common.types": "ReplicaRank",
+    "errors": "ServeError",
+    # Modules; the last four have the names of those of Ray Serve.
+    "": "classic context errors metrics config exceptions handle schema",
 }
+_HOMES: Mapping[str, str] = {name: home for home, names in _NAMES.items() for name in names.split()}
 
 #: Private names of Ray Serve that programs use for their argument ``_blocking``.
 _PRIVATE_NAMES = frozenset({"_run", "_run_many"})

@@ -107,7 +107,7 @@ class ProxyActor:
             watch("routes", self._update_routes),
             watch(UNREADY, self._update_unready),
             watch(STORE_TAKEN, self._update_store_taken),
-            watch("system", self._routers.suspects.learn_system_workers),
+            watch("system", self._routers.suspects.update_system_workers),
         ]
         options = self._start.options
         middlewares = load_bytes(self._start.middlewares) if self._start.middlewares else []
@@ -118,7 +118,7 @@ class ProxyActor:
             routes=self._routes,
             dispatch=self._routers.send,
             rng=self._context.rng,
-            takes_whole=not middlewares,
+            is_direct=not middlewares,
             bodies=BodyGate(
                 lambda endpoint: self._routers.router(endpoint).body_rules(options.max_body_bytes),
                 lambda endpoint: self._routers.router(endpoint).check_queue(),

@@ -113,29 +113,25 @@ __all__ = [
     "wait_for_goal_async",
 ]
 
-#: Where each name lives, by default in `daskserve.client.functions.classic`. Loaded on first use, as in
+#: The names by module, of other modules than `daskserve.client.functions.classic`. Loaded on first use, as in
 #: `daskserve`: a replica's first request must not load a whole client to know its replica's tag.
+_NAMES: Mapping[str, str] = {
+    "client.client": "AsyncClient Client",
+    "client.functions.deployment": "deployment",
+    "client.functions.finding": "connect connect_async",
+    "client.functions.instances": "shutdown shutdown_async start start_async",
+    "context": "get_current_backend_tag get_current_replica_tag get_replica_context",
+    "data.batching.decorator": "batch",
+    "data.replica.requests.accept_batch": "accept_batch",
+    "data.replica.user_code.class_app": "ingress",
+    "data.replica.user_code.request_objects": "ServeRequest",
+    "options.actor": "ActorOptions",
+    "options.backend": "BackendConfig",
+    "options.environment": "CondaEnv",
+    "options.http": "HTTPOptions",
+}
 _HOMES: Mapping[str, str] = dict.fromkeys(__all__, "client.functions.classic") | {
-    "ActorOptions": "options.actor",
-    "AsyncClient": "client.client",
-    "BackendConfig": "options.backend",
-    "Client": "client.client",
-    "CondaEnv": "options.environment",
-    "HTTPOptions": "options.http",
-    "ServeRequest": "data.replica.user_code.request_objects",
-    "accept_batch": "data.replica.requests.accept_batch",
-    "batch": "data.batching.decorator",
-    "connect": "client.functions.finding",
-    "connect_async": "client.functions.finding",
-    "deployment": "client.functions.deployment",
-    "get_current_backend_tag": "context",
-    "get_current_replica_tag": "context",
-    "get_replica_context": "context",
-    "ingress": "data.replica.user_code.class_app",
-    "shutdown": "client.functions.instances",
-    "shutdown_async": "client.functions.instances",
-    "start": "client.functions.instances",
-    "start_async": "client.functions.instances",
+    name: home for home, names in _NAMES.items() for name in names.split()
 }
 
 

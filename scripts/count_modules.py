@@ -13,7 +13,6 @@ import argparse
 import http.client
 import sys
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -63,18 +62,16 @@ def take_counts() -> dict[tuple[str, str], int]:
     return found
 
 
-def count(dask: Any, request: Callable[[], object]) -> list[tuple[str, str]]:
-    """Return the modules and functions that each request enters, in any process."""
+def count(dask: Any, request: Callable[[], object]) -> list[list[tuple[str, str]]]:
+    """Return the modules and functions that each request enters, in each process, in the order of entry."""
     for _ in range(REQUESTS):
         request()
     take_counts()
     dask.run(take_counts)
     for _ in range(REQUESTS):
         request()
-    entered: Counter[tuple[str, str]] = Counter()
-    for each in (take_counts(), *dask.run(take_counts).values()):
-        entered.update(each)
-    return sorted(key for key, times in entered.items() if times >= REQUESTS)
+    processes = (take_counts(), *dask.run(take_counts).values())
+    return [[key for key, times in entered.items() if times >= REQUESTS] for entered in processes]
 
 
 def getter(url: str) -> Callable[[], object]:
@@ -90,8 +87,8 @@ def getter(url: str) -> Callable[[], object]:
     return get
 
 
-def case_of(name: str) -> list[tuple[str, str]]:
-    """Return what a request of one case enters."""
+def case_of(name: str) -> list[list[tuple[str, str]]]:
+    """Return what a request of one case enters, in each process."""
     cluster, dask = start_local_cluster(LocalClusterSize(2, 2), has_dashboard=False)
     dask.run(watch_loop)
     watch_thread()
@@ -138,7 +135,7 @@ def main() -> None:
     arguments = parser.parse_args()
     for name, title in CASES.items():
         if arguments.case in (None, name):
-            found = case_of(name)
+            found = sorted({each for process in case_of(name) for each in process})
             print(f"{title}: {len({module for module, _ in found})} modules, {len(found)} functions")
             if arguments.list:
                 print_functions(found)

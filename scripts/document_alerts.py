@@ -7,24 +7,27 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Mapping
+from typing import Any
 
+import yaml
 from generated_tables import GeneratedTables
 
-from daskserve.dashboards.alerts import Alert, alerts
+from daskserve.dashboards.files import rules
 
 
-def row(alert: Alert) -> str:
+def row(rule: Mapping[str, Any]) -> str:
     """Return the table row of one rule."""
-    meaning = re.sub(r"\{\{ \$labels\.(\w+) \}\}", r"*\1*", alert.summary)
+    meaning = re.sub(r"\{\{ \$labels\.(\w+) \}\}", r"*\1*", rule["annotations"]["summary"])
     # Omit the common parts of all expressions, which would make the table too wide.
-    limit = re.sub(r"(sum|max) by \([\w, ]*\) |daskserve_", "", alert.expression)
-    return f"| `{alert.name}` | {alert.severity.value} | {alert.lasts} | {meaning} | `{limit}` |"
+    limit = re.sub(r"(sum|max) by \([\w, ]*\) |daskserve_", "", rule["expr"])
+    return f"| `{rule['alert']}` | {rule['labels']['severity']} | {rule['for']} | {meaning} | `{limit}` |"
 
 
 def table() -> str:
     """Return all rules as Markdown."""
     head = "| alert | severity | after | meaning | while |\n| --- | --- | --- | --- | --- |\n"
-    return "\n" + head + "\n".join(map(row, alerts())) + "\n\n"
+    return "\n" + head + "\n".join(map(row, yaml.safe_load(rules())["groups"][0]["rules"])) + "\n\n"
 
 
 TABLES = GeneratedTables("docs/grafana.md", "alerts", table)

@@ -1,18 +1,22 @@
-"""Draw the screens of docs/grafana.md: run a cluster with faults, scrape it with Prometheus, and query that.
+"""Draw the screens of docs/: run a cluster with faults, scrape it with Prometheus, and query that.
 
-It needs Debian's package prometheus, and takes ``--minutes``. The load is that of
-tests/integration/test_dashboards.py, with a peak in the middle and a worker that is killed.
+Those of Grafana are drawn from the answers of Prometheus; the terminal's and Dask's dashboard are taken from
+a cluster, too. It needs Debian's packages prometheus and chromium, and takes ``--minutes``. The load is that
+of tests/integration/test_dashboards.py, with a peak in the middle and a worker that is killed.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import base64
 import json
 import math
 import sys
 import tempfile
 import time
 from contextlib import ExitStack
+from html import escape
 from pathlib import Path
 from urllib.parse import urlencode
 
@@ -21,14 +25,15 @@ sys.path[:0] = [str(ROOT / each) for each in ("tests/support", "tests/integratio
 
 from dashboard_load import Traffic, deploy, trouble  # noqa: E402
 from dask_processes import ExternalCluster, dask_scheduler, dask_worker, fetch, poll_for  # noqa: E402
-from distributed import Client  # noqa: E402
+from distributed import Client, LocalCluster  # noqa: E402
+from grafana.dashboards import DASHBOARDS  # noqa: E402
+from grafana.panels import Dashboard, Panel, PanelKind, Row  # noqa: E402
 from panel_drawing import Series, named, screen  # noqa: E402
 from scraping import dashboard, prometheus  # noqa: E402
 from test_dashboards import command, substituted  # noqa: E402
+from tornado.websocket import websocket_connect  # noqa: E402
 
 import daskserve as serve  # noqa: E402
-from daskserve.dashboards.grafana import DASHBOARDS  # noqa: E402
-from daskserve.dashboards.panels import Dashboard, Panel, PanelKind, Row  # noqa: E402
 
 SCREENS = ROOT / "docs/screens"
 STEP_S = 2
@@ -85,9 +90,62 @@ def draw(minutes: float) -> None:
         time.sleep(max(0.0, 0.35 * seconds - (time.time() - start)))
         stack.enter_context(trouble(client, ExternalCluster(address, dask, folder), folder, wanted=4))
         time.sleep(max(0.0, 0.65 * seconds - (time.time() - start)))
+        (SCREENS / "terminal-status.svg").write_text(terminal("daskserve status", str(client.status())))
         doomed.kill()
         time.sleep(max(0.0, seconds - (time.time() - start)))
         write(scraped.url, client.instance_name, start, start + seconds)
+
+
+def terminal(command: str, output: str) -> str:
+    """Return a terminal with a command and its output as SVG."""
+    lines = [line if len(line) < 120 else line[:119] + "…" for line in (f"$ {command}", *output.splitlines())]
+    width, height = 24 + 7.3 * max(map(len, lines)), 20 + 16 * len(lines)
+    texts = (
+        f'<text x="12" y="{22 + 16 * number}" xml:space="preserve">{escape(line)}</text>'
+        for number, line in enumerate(lines)
+    )
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height}" '
+        f'font-family="monospace" font-size="12" fill="#e5e7eb">'
+        f'<rect width="100%" height="100%" rx="8" fill="#1f2933"/>{"".join(texts)}</svg>\n'
+    )
+
+
+def draw_dask() -> None:
+    """Save Dask's dashboard of a cluster that serves, and which is busy with tasks, too."""
+    with (
+        LocalCluster(n_workers=4, threads_per_worker=2, dashboard_address=":0") as cluster,
+        Client(cluster) as dask,
+    ):
+        serve.run(serve.deployment(num_replicas=4)(lambda _: "ok").bind(), http_options={"port": 0})
+        tasks = dask.map(lambda number: time.sleep(0.2) or number, range(1_000))
+        (SCREENS / "dask-dashboard.png").write_bytes(asyncio.run(photograph(cluster.dashboard_link)))
+        dask.cancel(tasks)
+        serve.shutdown()
+
+
+async def photograph(url: str) -> bytes:
+    """Return a page as PNG, as a browser shows it some seconds later, with data that arrived by WebSocket."""
+    options = ["--headless", "--no-sandbox", "--hide-scrollbars", "--window-size=1200,640"]
+    control = ["--remote-debugging-port=0", "--remote-allow-origins=*"]
+    command = ["chromium", *options, *control, url]
+    browser = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
+    try:
+        async with asyncio.timeout(60):
+            assert browser.stderr is not None
+            while b"DevTools listening" not in (line := await browser.stderr.readline()):
+                assert line, "chromium ended"
+            address = line.split()[-1].decode().removeprefix("ws://").partition("/")[0]
+            pages = json.loads(fetch(f"http://{address}/json").text)
+            page = next(each for each in pages if each["type"] == "page")
+            socket = await websocket_connect(page["webSocketDebuggerUrl"], max_message_size=2**24)
+            await asyncio.sleep(8)
+            await socket.write_message(json.dumps({"id": 1, "method": "Page.captureScreenshot"}))
+            reply = json.loads(str(await socket.read_message()))
+            return base64.b64decode(reply["result"]["data"])
+    finally:
+        browser.kill()
+        await browser.wait()
 
 
 def write(url: str, instance: str, start: float, end: float) -> None:
@@ -107,4 +165,6 @@ def write(url: str, instance: str, start: float, end: float) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=4.0)
-    draw(parser.parse_args().minutes)
+    minutes = parser.parse_args().minutes
+    draw_dask()
+    draw(minutes)

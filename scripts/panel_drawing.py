@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
 
-from daskserve.dashboards.panels import (
+from grafana.panels import (
     GRID_COLUMNS,
     Dashboard,
     GridPosition,

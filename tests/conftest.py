@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
+from contextlib import AsyncExitStack, _AsyncGeneratorContextManager
 from pathlib import Path
 
 import pytest
 from hypothesis import Phase, settings
 
+from daskserve.testing import run_virtual
+
 HERE = Path(__file__).parent
+#: A test that takes longer hangs.
+DEADLINE_S = 120.0
 
 # The same examples in every run, and no deadline: a busy machine is not a failure.
 # A failure is shown as found: to shrink a schedule takes longer than the suite may; nightly does it.
@@ -21,6 +28,35 @@ settings.load_profile("daskserve")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--nightly", action="store_true", help="run the tests marked nightly, too")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a coroutine function as a test, with a deadline.
+
+    It runs in virtual time if it is marked so, or on a loop of the fixture ``loop_factory`` if it has that. A
+    fixture that returns an asynchronous context manager is entered on that loop; the test gets its value.
+    """
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    is_virtual = pyfuncitem.get_closest_marker("virtual_time") is not None
+
+    async def run() -> None:
+        values = dict(pyfuncitem.funcargs)
+        async with asyncio.timeout(None if is_virtual else DEADLINE_S), AsyncExitStack() as stack:
+            for name, value in values.items():
+                if isinstance(value, _AsyncGeneratorContextManager):
+                    values[name] = await stack.enter_async_context(value)
+            await pyfuncitem.obj(
+                **{name: values[name] for name in inspect.signature(pyfuncitem.obj).parameters}
+            )
+
+    if is_virtual:
+        run_virtual(run)
+    else:
+        with asyncio.Runner(loop_factory=pyfuncitem.funcargs.get("loop_factory")) as runner:
+            runner.run(run())
+    return True
 
 
 def is_named(item: pytest.Item, arguments: list[str]) -> bool:

@@ -10,9 +10,9 @@ from types import ModuleType
 from xml.etree import ElementTree
 
 import pytest
+from grafana.dashboards import DASHBOARDS
 
 import daskserve as serve
-from daskserve.dashboards.grafana import DASHBOARDS
 from daskserve.options.backend import BackendConfig
 from daskserve.options.http import HTTPOptions
 from daskserve.telemetry.histogram import CAUSES

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from scenarios import for_each
 
 ROOT = Path(__file__).parent.parent
 
@@ -328,7 +329,7 @@ LAZY = "def start():\n    from daskserve.control import goals\n"
 TYPES_ONLY = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    "
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("rule", "files", "place"),
     [
         (modules_without_a_layer, {"daskserve/extra/tools.py": ""}, "daskserve/extra/tools.py:1"),

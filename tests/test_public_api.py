@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from scenarios import for_each
 
 import daskserve as serve
 from daskserve.options.http import HTTPOptions
@@ -79,7 +80,7 @@ def test_the_public_names_are_exactly_these() -> None:
     assert dir(serve) == sorted(PUBLIC)
 
 
-@pytest.mark.parametrize("name", sorted(PUBLIC))
+@for_each("name", sorted(PUBLIC))
 def test_every_public_name_exists_and_is_documented(name: str) -> None:
     value = getattr(serve, name)
     assert value is getattr(serve, name)
@@ -113,7 +114,7 @@ def test_an_unknown_name_raises_attribute_error() -> None:
         _ = serve.nonsense
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "text"),
     [
         (
@@ -129,7 +130,7 @@ def test_a_name_of_ray_serve_raises_an_error_with_the_alternative(name: str, tex
     assert not hasattr(serve, name)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("module", "name", "ours"),
     [
         ("config", "AutoscalingConfig", "AutoscalingConfig"),
@@ -149,7 +150,7 @@ def test_the_places_of_proxies_have_ray_serves_names() -> None:
     assert (places.HeadOnly, places.EveryNode) == ("HeadOnly", "EveryNode")
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("statement", "text"),
     [
         ("from daskserve import multiplexed", "from 'daskserve'. That is Ray Serve's name: there is no"),

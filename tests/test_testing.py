@@ -9,6 +9,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Literal
 
 import pytest
+from scenarios import for_each
 
 import daskserve as serve
 from daskserve.common.clock import LoopClock
@@ -163,7 +164,7 @@ def test_the_loop_works_as_a_runner_loop_factory() -> None:
 # ---- waiting for a condition
 
 
-@pytest.mark.parametrize("run", [run_virtual, lambda function: asyncio.run(function())])
+@for_each("run", [run_virtual, lambda function: asyncio.run(function())])
 def test_wait_until_waits_for_a_condition(
     run: Callable[[Callable[[], Coroutine[Any, Any, None]]], None],
 ) -> None:
@@ -245,7 +246,7 @@ def test_backends_of_a_local_instance_call_each_other() -> None:
         assert client.get_handle("outer").remote(20).result(5) == 41
 
 
-@pytest.mark.parametrize("server", ["tornado", "asyncio", "uvicorn"])
+@for_each("server", ["tornado", "asyncio", "uvicorn"])
 def test_a_local_instance_serves_http_if_enabled(server: Literal["tornado", "asyncio", "uvicorn"]) -> None:
     httpx = pytest.importorskip("httpx")
     with local_instance(http_options=HTTPOptions(port=0, server=server)) as client:

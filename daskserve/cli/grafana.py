@@ -7,10 +7,8 @@ from pathlib import Path
 
 import click
 
-from daskserve.dashboards.alerts import AlertThresholds
-from daskserve.dashboards.grafana import files
+from daskserve.dashboards.files import ERROR_RATIO, P99_S, files
 
-DEFAULTS = AlertThresholds()
 USE = """\
 Grafana: copy provisioning/ into its provisioning folder (usually /etc/grafana/provisioning), then restart it.
 Grafana needs read access to {dashboards}.
@@ -40,7 +38,7 @@ Prometheus: add "rule_files: [{rules}/*.yaml]" to prometheus.yml, then reload it
 @click.option(
     "--error-ratio",
     type=click.FloatRange(0, 1, min_open=True),
-    default=DEFAULTS.error_ratio,
+    default=ERROR_RATIO,
     show_default=True,
     help="Share of failed requests above which an alert fires.",
 )
@@ -48,7 +46,7 @@ Prometheus: add "rule_files: [{rules}/*.yaml]" to prometheus.yml, then reload it
     "--p99",
     "p99_s",
     type=click.FloatRange(0, min_open=True),
-    default=DEFAULTS.p99_s,
+    default=P99_S,
     show_default=True,
     help="99th percentile of an endpoint's request durations above which an alert fires, in seconds.",
 )
@@ -70,7 +68,7 @@ def grafana(
         )
     root = Path(os.path.abspath(output))
     where = dashboards_path or str(root / "dashboards")
-    for name, text in files(prometheus_url, where, interval_s, AlertThresholds(error_ratio, p99_s)).items():
+    for name, text in files(prometheus_url, where, interval_s, error_ratio, p99_s).items():
         file = root / name
         try:
             file.parent.mkdir(parents=True, exist_ok=True)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 import yaml
@@ -24,88 +23,11 @@ from daskserve.simulation.trace import Trace, TraceError, read_trace
 
 #: A policy for comparison only, which cannot be deployed.
 KNATIVE = "knative"
-CommandT = TypeVar("CommandT", bound=Callable[..., Any])
 
 
 @click.group()
 def simulate() -> None:
     """Try autoscaling policies on a recorded load."""
-
-
-def _config_options(command: CommandT) -> CommandT:
-    """Add the command-line options for an `AutoscalingConfig`."""
-    for option in reversed(
-        [
-            click.option("--policy", help="Policy: a name or an import path, as in AutoscalingConfig."),
-            click.option(
-                "--config",
-                "config_path",
-                type=click.Path(exists=True, dir_okay=False),
-                help="YAML file with options of AutoscalingConfig; command-line options take precedence.",
-            ),
-            click.option(
-                "--set",
-                "settings",
-                multiple=True,
-                metavar="OPTION=VALUE",
-                help="Another option of AutoscalingConfig. May be repeated.",
-            ),
-            click.option("--target", type=float, help="The option target_ongoing_requests."),
-            click.option("--min", "min_replicas", type=int, help="The option min_replicas."),
-            click.option("--max", "max_replicas", type=int, help="The option max_replicas.  [default: 100]"),
-            click.option("--initial", "initial_replicas", type=int, help="The option initial_replicas."),
-        ]
-    ):
-        command = option(command)
-    return command
-
-
-def _service_options(command: CommandT) -> CommandT:
-    """Add the command-line options for a `Service`."""
-    for option in reversed(
-        [
-            click.option(
-                "--concurrency",
-                type=int,
-                default=8,
-                show_default=True,
-                help="Maximum number of concurrent requests per replica.",
-            ),
-            click.option(
-                "--duration-s",
-                type=float,
-                default=0.1,
-                show_default=True,
-                help="Mean duration of a request, if the trace has no durations.",
-            ),
-            click.option(
-                "--duration-cv",
-                type=float,
-                default=1.0,
-                show_default=True,
-                help="Standard deviation of durations divided by their mean, if the trace has no durations.",
-            ),
-            click.option(
-                "--start-up-s",
-                type=float,
-                default=10.0,
-                show_default=True,
-                help="Start-up time of a replica.",
-            ),
-            click.option(
-                "--max-queued",
-                type=float,
-                default=1000.0,
-                show_default=True,
-                help="Maximum number of queued requests; more are rejected.",
-            ),
-            click.option(
-                "--deadline-s", type=float, default=math.inf, help="Maximum waiting time of a request."
-            ),
-        ]
-    ):
-        command = option(command)
-    return command
 
 
 @simulate.command("policy")
@@ -117,8 +39,60 @@ def _service_options(command: CommandT) -> CommandT:
     help="CSV file with the columns timestamp_s,requests, or with timestamp_s and a line per request; "
     "duration_s may be added.",
 )
-@_config_options
-@_service_options
+@click.option("--policy", help="Policy: a name or an import path, as in AutoscalingConfig.")
+@click.option(
+    "--config",
+    "config_path",
+    type=click.Path(exists=True, dir_okay=False),
+    help="YAML file with options of AutoscalingConfig; command-line options take precedence.",
+)
+@click.option(
+    "--set",
+    "settings",
+    multiple=True,
+    metavar="OPTION=VALUE",
+    help="Another option of AutoscalingConfig. May be repeated.",
+)
+@click.option("--target", "target_ongoing_requests", type=float, help="The option target_ongoing_requests.")
+@click.option("--min", "min_replicas", type=int, help="The option min_replicas.")
+@click.option("--max", "max_replicas", type=int, help="The option max_replicas.  [default: 100]")
+@click.option("--initial", "initial_replicas", type=int, help="The option initial_replicas.")
+@click.option(
+    "--concurrency",
+    type=int,
+    default=8,
+    show_default=True,
+    help="Maximum number of concurrent requests per replica.",
+)
+@click.option(
+    "--duration-s",
+    type=float,
+    default=0.1,
+    show_default=True,
+    help="Mean duration of a request, if the trace has no durations.",
+)
+@click.option(
+    "--duration-cv",
+    type=float,
+    default=1.0,
+    show_default=True,
+    help="Standard deviation of durations divided by their mean, if the trace has no durations.",
+)
+@click.option(
+    "--start-up-s",
+    type=float,
+    default=10.0,
+    show_default=True,
+    help="Start-up time of a replica.",
+)
+@click.option(
+    "--max-queued",
+    type=float,
+    default=1000.0,
+    show_default=True,
+    help="Maximum number of queued requests; more are rejected.",
+)
+@click.option("--deadline-s", type=float, default=math.inf, help="Maximum waiting time of a request.")
 @click.option(
     "--compare",
     multiple=True,
@@ -193,15 +167,8 @@ def _print(trace: Trace, outcomes: list[SimulationResult], price: float) -> None
 def _configs(options: dict[str, Any], compare: tuple[str, ...]) -> dict[str, AutoscalingConfig]:
     """Return the config of each policy by its display name, the main policy first."""
     values = _from_file(options["config_path"]) | _from_settings(options["settings"])
-    for name, option in (
-        ("policy", "policy"),
-        ("target_ongoing_requests", "target"),
-        ("min_replicas", "min_replicas"),
-        ("max_replicas", "max_replicas"),
-        ("initial_replicas", "initial_replicas"),
-    ):
-        if options[option] is not None:
-            values[name] = options[option]
+    given = ("policy", "target_ongoing_requests", "min_replicas", "max_replicas", "initial_replicas")
+    values |= {name: options[name] for name in given if options[name] is not None}
     values.setdefault("max_replicas", max(100, values.get("min_replicas") or 1))
     first = str(values.get("policy", AutoscalingConfig.model_fields["policy"].default))
     found = {}

@@ -1,4 +1,4 @@
-"""Numbers as people write them: in messages, without exponents or digits that say nothing, and as options."""
+"""Numbers in messages, without exponents and meaningless digits, and whole numbers in options."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
 
 def as_whole(value: Any) -> int | None:
-    """Return a whole number as an int, whatever its type is; None for anything else.
+    """Return a whole number of any type as an int; None for anything else.
 
     Examples
     --------
@@ -44,7 +44,7 @@ def shown(value: float) -> str:
 
 
 def shown_size(count: float) -> str:
-    """Return a number of bytes in the largest unit of which there is at least one.
+    """Return a number of bytes in the largest unit in which it is at least 1.
 
     Examples
     --------

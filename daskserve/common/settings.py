@@ -57,8 +57,8 @@ class ProcessSettings:
     #: Whether a thread of its own calls the handlers of ``logging`` in a worker's process, so that a slow
     #: handler delays no request.
     log_thread: bool = True
-    #: The folder in which this machine keeps what backends ask for in ``env``: virtual environments with
-    #: packages, and unpacked files. What is in it may be deleted while nothing runs.
+    #: The folder of virtual environments and unpacked files that backends request with ``env``. You may
+    #: delete its contents while nothing runs.
     environments_folder: str = "~/.cache/daskserve"
     #: Days after which an environment that no replica has used is deleted, when another one is made; None
     #: keeps all.
@@ -178,8 +178,8 @@ def process() -> ProcessSettings:
     if isinstance(grace_s, bool) or not isinstance(grace_s, (int, float)) or not 0 <= grace_s < math.inf:
         raise ValueError(
             f"Dask's configuration has daskserve.process.termination-grace-s: {grace_s!r}; set it to the "
-            "number of seconds that whoever sends SIGTERM waits before it kills, or to 0 to leave SIGTERM to "
-            "Dask."
+            "number of seconds between SIGTERM and SIGKILL of your process manager, or to 0 to leave SIGTERM "
+            "to Dask."
         )
     return found
 

@@ -32,7 +32,7 @@ Send: TypeAlias = Callable[[Message], Awaitable[None]]
 
 
 async def nothing_to_receive() -> Message:
-    """Stand for a caller that sends nothing after its envelope; a `Receive`."""
+    """Receive nothing: a `Receive` for requests without messages after the envelope."""
     return {"type": "http.disconnect"}
 
 
@@ -78,7 +78,7 @@ class SocketPlace(Protocol):
         """Call a function on `loop`, from any thread."""
 
     def expect_socket(self) -> None:
-        """Note that the socket will come, and that nothing more may be sent on the way of the accept."""
+        """Expect the socket: after the accept, nothing more may be sent the usual way."""
 
     def take_socket(self, socket: OpenSocket) -> None:
         """Take the open socket; called once, on `loop`, after `expect_socket`."""
@@ -97,9 +97,9 @@ DEFAULT_APPLICATION = "default"
 
 
 def tag_part(name: str) -> str:
-    """Return a name as it is in tags, where slashes and ``#`` part it from other names.
+    """Return a name as a part of a tag, with slashes and ``#`` escaped.
 
-    Names without these characters are as they are, except for what looks as if it stood for one.
+    Names without these characters stay as they are, unless they contain an escape such as ``%2F``.
     """
     if "%" in name:
         name = re.sub("%(?=2F|23|25)", "%25", name)
@@ -107,7 +107,7 @@ def tag_part(name: str) -> str:
 
 
 def name_in(part: str) -> str:
-    """Return the name that `tag_part` got."""
+    """Return the name of a part of a tag; the inverse of `tag_part`."""
     return re.sub("%(2F|23|25)", lambda found: _QUOTED[found[1]], part) if "%" in part else part
 
 
@@ -115,7 +115,7 @@ _QUOTED: Mapping[str, str] = {"2F": "/", "23": "#", "25": "%"}
 
 
 def split_deployment_tag(tag: BackendTag) -> tuple[str, str]:
-    """Return what `daskserve.options.specs.deployment_tag` made a tag of: the application and the name."""
+    """Return the application and the name in a deployment's tag."""
     application, _, name = tag.rpartition("/")
     return name_in(application) or DEFAULT_APPLICATION, name_in(name)
 
@@ -129,7 +129,7 @@ def split_import_path(path: str) -> tuple[str, str]:
     return (module, name) if is_path else ("", "")
 
 
-#: The tag of a deployment's actor, as `daskserve.options.specs.actor_tag` begins it, or of its replica.
+#: The tag of a deployment's actor (`daskserve.options.specs.actor_tag`), or of its replica.
 _ACTOR_TAG = re.compile(r"((.+):([^:/#]+))::[0-9a-f]*(?=#|$)")
 
 
@@ -229,7 +229,7 @@ SILENT_WORKERS: Final = "silent_workers"
 UNREADY: Final = "unready"
 #: The key of the published fact whether another cluster has taken over the instance's store.
 STORE_TAKEN: Final = "store_taken"
-#: Hosts that stand for every address of a machine, to listen on.
+#: Hosts that mean every address of a machine, to listen on.
 EVERY_ADDRESS: Final = frozenset(("", "0.0.0.0", "::", "[::]"))
 
 
@@ -300,7 +300,7 @@ class WorkerInfo:
 
 
 class RetirementStatus(enum.StrEnum):
-    """What a worker that got SIGTERM is told."""
+    """The state of a worker that retires after SIGTERM."""
 
     #: Ask again.
     MOVING = "moving"

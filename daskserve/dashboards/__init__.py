@@ -1,1 +1,1 @@
-"""Dashboards for Grafana and alert rules for Prometheus: their definitions and the generated files."""
+"""Dashboards for Grafana and alert rules for Prometheus: the files that users install."""

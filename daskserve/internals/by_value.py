@@ -135,7 +135,7 @@ def _reduce_type_alias(value: Any) -> Any:
     return made, (type(value), (value.__name__, value.__value__), {"type_params": value.__type_params__})
 
 
-# ---- collections, and what threads and tasks share
+# ---- collections, and objects that threads and tasks share
 
 
 def _reduce_weak_mapping(value: Any) -> Any:
@@ -192,7 +192,7 @@ RENEWED: Mapping[type[Any], Callable[[Any], Any]] = {
 }
 
 
-#: The types of what is rebuilt only where code uses it.
+#: The types of objects that are rebuilt only where code uses them.
 HELD = frozenset({*RENEWED, *LOCK_HOLDERS, queue.SimpleQueue})
 
 
@@ -230,7 +230,7 @@ def made_quietly(make: Callable[..., Any], *args: Any) -> Any:
 def quiet_hook(hook: Any) -> Any:
     """Return an ``__init_subclass__`` that does not run for classes that are rebuilt.
 
-    It ran for the original, and what it did travels with the class. A class that is rebuilt has no attributes
+    It ran for the original, and its effects are pickled with the class. A rebuilt class has no attributes
     yet, and the arguments of the hook are not known.
     """
     function = hook.__func__
@@ -250,9 +250,9 @@ _MEMBER_NAMES = frozenset({"_value_", "_name_", "__objclass__", "_sort_order_"})
 
 
 class EnumMember:
-    """A member of an enumeration: what its ``__new__`` was given, and its attributes.
+    """A member of an enumeration: the arguments of its ``__new__``, and its attributes.
 
-    cloudpickle keeps the values alone, without what the ``__new__`` or ``__init__`` of the enumeration did.
+    cloudpickle keeps only the values, without the effects of the enumeration's ``__new__`` or ``__init__``.
     """
 
     def __init__(self, arguments: tuple[Any, ...], value: Any, attributes: Mapping[str, Any]) -> None:

@@ -7,7 +7,7 @@ A module of internals imports and checks everything within one `needs`::
 
         check.attributes(HTTP1Connection, "_parse_headers")
 
-Whatever is missing raises one `LibraryVersionError` that names the library, its version and what to install.
+A missing part raises one `LibraryVersionError` with the library, its version and the one to install.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PYTHON = "python"
 
 
 class Check:
-    """Collects what a library lacks, so that one error names all of it."""
+    """Collects the missing parts of a library, so that one error names them all."""
 
     def __init__(self) -> None:
         self.missing: list[str] = []

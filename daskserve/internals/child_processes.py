@@ -21,7 +21,7 @@ with needs(PYTHON, ">=3.11,<3.15") as check:
     check.attributes(multiprocessing.current_process(), "_config", "daemon")
     check.attributes(util, "Finalize", "register_after_fork")
 
-#: The key of the `_EndsWithParent` in what a process hands down to its children.
+#: The key of the `_EndsWithParent` in the data that a process passes to its children.
 _KEY = "daskserve"
 #: Interval at which a new child checks whether it knows its parent.
 STARTING_S = 0.01
@@ -32,7 +32,7 @@ TERMINATE_S = 1.0
 class _EndsWithParent:
     """Ends the children of the process that has it; they get it, and hand it down to their own.
 
-    A forked child calls what the registry of its parent has. Any other one unpickles this object.
+    A forked child inherits the registry of its parent. Any other child unpickles this object.
     """
 
     def __init__(self, is_child: bool = False) -> None:

@@ -1,7 +1,7 @@
 """A pickler for user code, and the parts of cloudpickle that its documentation does not describe.
 
 cloudpickle stores the functions and classes that no module of the receiver has. Other things in them belong
-to this process alone, and would make an application unpicklable that needs them anew or not at all: the
+to this process alone, and would make an application unpicklable that needs new ones or none: the
 variables of the function that defines a pydantic model, caches, locks, and what `by_value` lists.
 """
 
@@ -67,7 +67,7 @@ CONTAINERS = frozenset({dict, list, tuple, set, frozenset, deque, defaultdict, O
 SEARCHED_DEPTH = 3
 SEARCHED_ITEMS = 1000
 #: The types whose objects are found in a module if code has imported them from there, because a copy is not
-#: what that module uses.
+#: the globals that the module uses.
 SHARED_TYPES = frozenset({*by_value.RENEWED, *by_value.REBUILT, *by_value.LOCK_HOLDERS})
 
 #: A module and the name of an object in it.
@@ -83,14 +83,14 @@ class NotSentError(pickle.PicklingError):
 
 
 class CodePickler(Pickler):  # type: ignore[misc]
-    """Pickles what user code needs, by value where the receiver has no module of it.
+    """Pickles user code, by value where the receiver does not have its module.
 
     Locks are rebuilt if code or an object of a class that travels by value holds them.
 
     Parameters
     ----------
     substitute : callable, optional
-        Returns what to pickle in place of an object, as ``__reduce__`` does, or `NotImplemented`.
+        Returns the reduced form of an object, like ``__reduce__``, or `NotImplemented`.
     classes : dict, optional
         Gets all classes, with whether they are pickled by value here for the first time in this process.
     places : mapping, optional
@@ -164,7 +164,7 @@ class CodePickler(Pickler):  # type: ignore[misc]
         if reduced is NotImplemented or len(reduced) < 3:
             return reduced
         attributes, _ = reduced[2]
-        # cloudpickle leaves out what equals the attribute of a base class, as at the top of a module.
+        # cloudpickle omits attributes that equal those of a base class, as at the top of a module.
         if NAMESPACE in vars(value) and attributes.pop(NAMESPACE, None) is not None:
             attributes |= needed_namespace(value)
         self._hold(attributes.values())
@@ -253,7 +253,7 @@ class CodePickler(Pickler):  # type: ignore[misc]
 class SeparatingPickler(CodePickler):
     """Leaves out the values for which ``is_taken`` returns True, and appends each of them to ``values`` once.
 
-    A number stands for each of them in the pickle, which `pickle.Unpickler.persistent_load` receives.
+    The pickle has a number for each of them, which `pickle.Unpickler.persistent_load` receives.
     """
 
     def __init__(
@@ -295,7 +295,7 @@ def _contents(cell: CellType) -> tuple[Any, ...]:
         return ()
 
 
-# ---- what is pickled by its name
+# ---- objects that are pickled by name
 
 
 def _is_named(value: Any) -> bool:
@@ -343,7 +343,7 @@ def place_of(value: Any) -> ModulePlace | None:
 def trace(
     value: Any, substitution: Callable[[], Callable[[Any], Any]] | None = None
 ) -> tuple[dict[int, ModulePlace], list[Any]]:
-    """Return what a value cannot be pickled without, and the path to what cannot be pickled at all.
+    """Return the parts that a value's pickle needs, and the path to a part that cannot be pickled.
 
     The first are the ids and places of objects that cannot be pickled, but that code may have imported from
     their modules: a connection, an engine. The path is empty if the rest can be pickled.

@@ -1,4 +1,4 @@
-"""The undocumented parts of FastAPI that daskserve uses: what its routes are made of.
+"""The undocumented parts of FastAPI that daskserve uses: the parts of its routes.
 
 FastAPI is optional. Import this module only for an application of FastAPI.
 """

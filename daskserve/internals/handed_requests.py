@@ -1,7 +1,7 @@
-"""Requests of Starlette as arguments of calls: what travels of a request, and how its body is read for that.
+"""Requests of Starlette as arguments of calls: how they are pickled, and how their bodies are read before.
 
 The connection stays where it is. What travels is the scope, as far as it is plain, and the body or the form
-as code has read them. Of a request that nobody has read yet, the body can be read first: `read_ahead`.
+as code has read them. If the body has not been read, `read_ahead` reads it first.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def reduce_request(request: Request, rebuild: Callable[..., Any]) -> tuple[Any, 
     PassedResponseError
         No code has read the body, and only the event loop of the request can.
     UnpicklableError
-        The body was read in parts, which nobody has kept.
+        The body was streamed, so its parts are gone.
     """
     body = _body_of(request)
     form = None if request._form is None else _plain_form(request._form)

@@ -37,13 +37,13 @@ def is_from_import(depth: int) -> bool:
 
 
 def run_exit_functions() -> None:
-    """Call what was registered with `atexit`, for a process that then ends by `os._exit`."""
+    """Call the functions registered with `atexit`, before `os._exit`."""
     atexit._run_exitfuncs()
 
 
 @contextmanager
 def without_running_loop() -> Iterator[None]:
-    """Let code in a callback of an event loop see no running loop, so that it may run one of its own."""
+    """Hide the running event loop from code in a callback, so that it may run another loop."""
     loop = asyncio.get_running_loop()
     asyncio._set_running_loop(None)
     try:
@@ -53,12 +53,12 @@ def without_running_loop() -> Iterator[None]:
 
 
 class TracingPickler(PicklerInPython):  # type: ignore[misc]
-    """Records where it is in a value, to find what cannot be pickled; the pickle itself is dropped.
+    """Records its path in a value, to find a part that cannot be pickled; the pickle itself is dropped.
 
     Parameters
     ----------
     reducers : pickle.Pickler
-        Says how to pickle what the standard library cannot.
+        Reduces objects that the standard library cannot pickle.
     """
 
     def __init__(self, reducers: pickle.Pickler) -> None:

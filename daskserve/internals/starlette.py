@@ -1,4 +1,4 @@
-"""The undocumented parts of Starlette that daskserve uses: what an application consists of.
+"""The undocumented parts of Starlette that daskserve uses: the parts of an application.
 
 Starlette's applications cannot be copied with `copy.deepcopy`: their middlewares and routers refer to each
 other by bound methods, and what they hold (locks, connections) is the user's. `AppCopier` copies only the
@@ -35,7 +35,7 @@ with needs("starlette", ">=0.42,<2") as check:
 
 #: A name for a part of an application, which is the same in each process that has the application.
 PartName: TypeAlias = tuple[str, int]
-#: The copies that the names of parts stand for in the code that runs.
+#: The copies of parts in the present context, by the part.
 current_copies: ContextVar[Mapping[PartName, Any] | None] = ContextVar("current_copies", default=None)
 
 
@@ -67,7 +67,7 @@ def _base_of(route: BaseRoute) -> Any:
     return getattr(route, "_base_app", getattr(route, "app", None)) if included is None else included
 
 
-# ---- parts that stand for copies of them
+# ---- parts that forward to copies
 
 
 class SharedPart:
@@ -116,7 +116,7 @@ def _made_shared(name: PartName, make: Callable[..., Any], *arguments: Any) -> A
 
 
 def share(apps: Iterable[Any], name: str) -> None:
-    """Let the parts of applications stand for the copies of the code that runs, unless they do already."""
+    """Make the parts of applications forward to the copies of the running code, unless they do already."""
     seen: set[int] = set()
     parts = [part for app in apps for part in parts_of(app, seen)]
     taken = {type(each).part_name for each in parts if isinstance(each, SharedPart)}

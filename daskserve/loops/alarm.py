@@ -1,4 +1,4 @@
-"""A timer that is set again and again."""
+"""A timer that can be set repeatedly."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 class Alarm:
-    """Calls a function at the earliest of the times that were set, then waits to be set again.
+    """Calls a function at the earliest of the times that were set; then it can be set again.
 
     It keeps its time itself: uvloop returns a handle without ``when()`` if the time is less than
     a millisecond away.

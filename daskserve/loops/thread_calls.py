@@ -134,21 +134,21 @@ class ThreadCalls:
                 logger.exception("Internal error: a function posted from another thread failed: %r", function)
 
 
-class CallsByLoop:
-    """One `ThreadCalls` per event loop that has waiting callers; for use from any thread."""
+class LoopQueues:
+    """One `ThreadCalls` per event loop; any thread may use it."""
 
     def __init__(self) -> None:
         #: Keyed by the loop's ``id``, because a call needs this lookup several times.
         self._by_loop: dict[int, ThreadCalls] = {}
 
-    def onto(self, loop: asyncio.AbstractEventLoop, inbox: CallInbox | None = None) -> ThreadCalls:
-        """Return the calls to a loop; create the queue on first use, with this inbox or a new one."""
+    def get(self, loop: asyncio.AbstractEventLoop, inbox: CallInbox | None = None) -> ThreadCalls:
+        """Return the queue of a loop; the first call creates it, with this inbox or a new one."""
         thread_calls = self._by_loop.get(id(loop))
         if thread_calls is not None and thread_calls.loop is loop:
             return thread_calls
         # Two threads may do this at once; then some posts share a wake-up with fewer others. Queues of closed
         # loops are dropped, because programs may run one loop after another.
-        calls_by_loop = {key: each for key, each in list(self._by_loop.items()) if not each.loop.is_closed()}
-        thread_calls = calls_by_loop[id(loop)] = ThreadCalls(loop, inbox)
-        self._by_loop = calls_by_loop
+        by_loop = {key: each for key, each in list(self._by_loop.items()) if not each.loop.is_closed()}
+        thread_calls = by_loop[id(loop)] = ThreadCalls(loop, inbox)
+        self._by_loop = by_loop
         return thread_calls

@@ -44,7 +44,7 @@ JobT = TypeVar("JobT")
 
 
 def waiter_for_jobs(jobs: queue.SimpleQueue[JobT]) -> Callable[[], JobT]:
-    """Return what waits for an item of a queue in this thread; the main thread handles signals meanwhile."""
+    """Return a function that waits for a queue's next item; in the main thread it lets signals be handled."""
     is_main = threading.current_thread() is threading.main_thread()
     return partial(_next_job, jobs) if is_main else jobs.get
 
@@ -59,7 +59,7 @@ def _next_job(jobs: queue.SimpleQueue[JobT]) -> JobT:
 
 
 class _MainThreadJob:
-    """What the main thread runs now; keeps its own name, because libraries know that of the main thread."""
+    """The job of the main thread, whose own name stays, because libraries rely on it."""
 
     def __init__(self, name: str, function: Callable[[], object]) -> None:
         self.name = name
@@ -79,7 +79,7 @@ class _MainThreadJob:
 
 
 class MainThread:
-    """Has functions run in the main thread, where user code may set signal handlers."""
+    """Runs functions in the main thread, where user code may set signal handlers."""
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[_MainThreadJob | None] = queue.SimpleQueue()

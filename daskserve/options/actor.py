@@ -10,12 +10,12 @@ from pydantic import Field, field_validator, model_validator
 from daskserve.options.base import Amount, ByteCount, Options, parse_typed
 from daskserve.options.ray_names import INSTEAD
 
-#: What a replica takes of the resource of its accelerator's type: any number of replicas may share one.
+#: The amount of its accelerator's resource that a replica takes, so that many replicas can share one.
 ACCELERATOR_SHARE = 0.001
 
 
 class ActorOptions(Options):
-    """Resources of one replica; daskserve compares them with what the workers declare."""
+    """Resources of one replica; daskserve compares them with those that the workers declare."""
 
     place: ClassVar[str] = "actor_options"
 

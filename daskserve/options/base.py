@@ -83,7 +83,7 @@ Amount = Annotated[float, BeforeValidator(_as_number)]
 
 
 class Effect(enum.StrEnum):
-    """What a change of an option does to running replicas."""
+    """The effect of a change of an option on running replicas."""
 
     AT_ONCE = "acts at once"
     TOLD = "reconfigures replicas"
@@ -91,7 +91,7 @@ class Effect(enum.StrEnum):
 
 
 def effect_of(field: FieldInfo) -> Effect:
-    """Return what a change of an option of a backend does to its running replicas."""
+    """Return the effect of a change of a backend's option on its running replicas."""
     if REPLACES in field.metadata:
         return Effect.REPLACES
     return Effect.AT_ONCE if CONTROLLER_ONLY in field.metadata else Effect.TOLD
@@ -125,7 +125,7 @@ class Options(BaseModel):
 
     @classmethod
     def _masked_field(cls) -> dict[str, Callable[[Any], Any]]:
-        """Return what is shown of the values of options with secrets, by the option's name."""
+        """Return the masked values of options with secrets, by the option's name."""
         return {
             name: each.show
             for name, field in cls.model_fields.items()
@@ -163,7 +163,7 @@ def parse_options(model: type[ModelT], value: Any, *, what: str) -> ModelT:
     TypeError
         The value is neither the model nor a mapping.
     pydantic.ValidationError
-        A `ValueError` that names the option and what is wrong with it.
+        A `ValueError` that names the option and the problem.
     """
     if value is None:
         return model()
@@ -184,7 +184,7 @@ def parse_typed(model: type[ModelT], value: Any, *, what: str) -> ModelT:
     TypeError
         The value is neither the model nor a mapping, or has an option of a wrong type: a `WrongTypeError`.
     pydantic.ValidationError
-        A `ValueError` that names the option and what is wrong with it.
+        A `ValueError` that names the option and the problem.
     """
     try:
         return parse_options(model, value, what=what)
@@ -261,7 +261,7 @@ def explained(
     Parameters
     ----------
     masked_field : mapping
-        The options with secrets, each with a function that returns what is shown of a value.
+        The options with secrets, each with a function that masks a value.
     """
     listed = list(places)
 
@@ -303,7 +303,7 @@ def has_wrong_type(error: ValidationError) -> bool:
 
 
 def as_details(found: Any) -> InitErrorDetails:
-    """Return one of `ValidationError.errors`, as what the error can be made from again."""
+    """Return one of `ValidationError.errors` in the form from which the error can be rebuilt."""
     context = found.get("ctx", {})
     kind = found["type"]
     if kind in (OPTION_NAME, WRONG_TYPE):

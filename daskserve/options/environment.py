@@ -50,7 +50,7 @@ class CondaEnv:
 
 
 class Environment(Options):
-    """The environment of a backend's replicas, each of which then runs in a process of its own."""
+    """The environment of a backend's replicas, each of which then runs in its own process."""
 
     place: ClassVar[str] = "env"
 
@@ -104,7 +104,7 @@ class Environment(Options):
         return self
 
     def to_text(self) -> str:
-        """Return what `from_text` reads; the same text stands for the same environment.
+        """Return the environment as text for `from_text`; equal environments have equal texts.
 
         Without the working directory, whose files travel with the code.
         """
@@ -145,7 +145,7 @@ class Interpreter:
 
 
 def parse_environment(value: Any) -> Environment | None:
-    """Return a user's ``env`` as options; None stands for the worker's environment.
+    """Return a user's ``env`` as options; None is the worker's environment.
 
     Parameters
     ----------

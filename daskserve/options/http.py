@@ -233,7 +233,7 @@ class HTTPOptions(Options):
         return self
 
     def risks(self) -> list[str]:
-        """Return what these options reveal to clients that they may not be meant for."""
+        """Return warnings about options that reveal information to clients."""
         found = []
         if self.has_proxies and self.debug:
             found.append(

@@ -1,4 +1,4 @@
-"""Names of Ray Serve: those that are spelled in another way here, and what to use instead of the rest."""
+"""Names of Ray Serve: other spellings of options, and replacements of names that daskserve lacks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ INSTEAD: Mapping[str, str] = {
     "request_router_config": "requests go to the replica with the least load; leave it out",
     "backpressure_config": "a full queue answers 503 with Retry-After; leave it out",
 }
-#: Names of Ray Serve's modules that daskserve does not have, with what to use instead.
+#: Names of Ray Serve's modules that daskserve does not have, with replacements.
 OTHER_NAMES: Mapping[str, str] = {
     "multiplexed": "there is no multiplexing; keep several models in one object, or a deployment for each",
     "get_multiplexed_model_id": "there is no multiplexing; pass the model's name as an argument",

@@ -15,7 +15,7 @@ from typing import Any
 
 from daskserve.errors import BadRequestError
 
-#: The kinds of variables: what a value looks like, and what it becomes. Of two that match, the first is used.
+#: The kinds of variables: the pattern of a value, and its type. The first match is used.
 KINDS: Mapping[str, tuple[str, Callable[[str], Any]]] = {
     "int": ("[0-9]{1,18}", int),
     "float": (r"[0-9]{1,18}(?:\.[0-9]{1,18})?", float),

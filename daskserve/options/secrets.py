@@ -108,5 +108,5 @@ def hidden(value: Any) -> Any:
 
 
 def each_hidden(values: Any) -> Any:
-    """Return what may be shown of secrets by name."""
+    """Return secrets by name, masked."""
     return {name: hidden(each) for name, each in values.items()} if isinstance(values, Mapping) else HIDDEN

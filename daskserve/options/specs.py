@@ -1,4 +1,4 @@
-"""The specs of backends and applications: what a client asks for, as it travels to the controller.
+"""The specs of backends and applications that clients send to the controller.
 
 The options are the models that the client formed. On the wire, and in the store, a model is the options that
 were set: a reader with newer models fills in its own defaults.
@@ -46,7 +46,7 @@ class Spec:
     def from_plain(cls, values: Mapping[str, Any]) -> Self:
         """Return the spec that `to_plain` gave.
 
-        Its models are validated: so they fill in what follows from other options, and was not set.
+        Its models are validated, which fills in options that follow from others.
         """
         spec: Self = _ADAPTERS[cls].validate_python(values)
         return spec
@@ -73,7 +73,7 @@ class BackendSpec(Spec):
     timeout_s, progress_timeout_s : float or None
         As in `daskserve.control.records.records.GoalRecord`.
     parts : tuple
-        The content of the parcel that stands for the code, if it is large; stays with the client.
+        The content of the code's parcel, if the code is large; stays with the client.
     """
 
     tag: BackendTag

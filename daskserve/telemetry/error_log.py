@@ -1,4 +1,4 @@
-"""Logs of what occurs again and again."""
+"""Logs of errors that recur."""
 
 from __future__ import annotations
 

@@ -206,13 +206,6 @@ class TestDeploy:
         assert serve.wait_for_goal(goal, 10)
         assert Echo.deploy(_blocking=False) is None
 
-    def test_without_a_version_it_always_replaces_the_replicas(self) -> None:
-        unversioned = serve.deployment(Echo.func_or_class, name="u")
-        assert unversioned.deploy() is True
-        before = call(unversioned)
-        assert unversioned.deploy() is True
-        assert call(unversioned) != before
-
     def test_the_previous_version_must_match(self) -> None:
         with pytest.raises(ValueError, match="no existing deployment"):
             Echo.options(version="2", prev_version="1").deploy()
@@ -230,13 +223,6 @@ class TestDeploy:
         assert deployment.get_handle().arguments.remote().result(10) == ((1,), {"k": 2})
         deployment.options(version="b").deploy(3)
         assert deployment.get_handle().arguments.remote().result(10) == ((3,), {})
-
-    def test_delete(self) -> None:
-        Echo.deploy()
-        Echo.delete()
-        Echo.delete()
-        with pytest.raises(KeyError):
-            serve.get_deployment("Echo")
 
     def test_the_awaitable_forms(self) -> None:
         async def main() -> Any:

@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 import pytest
-from dask_processes import fetch, poll_for
+from dask_processes import fetch
 
 import daskserve as serve
 
@@ -20,16 +20,6 @@ def hello(request: Any) -> str:
 @serve.accept_batch
 def batch_size(requests: list[Any]) -> list[int]:
     return [len(requests)] * len(requests)
-
-
-class Tally:
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def __call__(self, request: Any) -> str:
-        with open(self.path, "a") as file:
-            file.write("x")
-        raise RuntimeError("an error of a shadow")
 
 
 class Slow:
@@ -63,27 +53,6 @@ def test_each_request_of_a_batch_gets_its_own_answer(client: serve.Client) -> No
     assert [each.result(10) for each in [handle.remote() for _ in range(4)]] == [4, 4, 4, 4]
     with pytest.raises(ValueError, match="accept_batch"):
         client.create_backend("unmarked", hello, config={"max_batch_size": 4})
-
-
-def test_shadows_get_their_share_and_do_not_affect_callers(
-    client: serve.Client, url: str, tmp_path: Any
-) -> None:
-    """CL28"""
-    path = tmp_path / "tally"
-    path.touch()
-    client.create_backend("b", hello)
-    client.create_backend("shadow", Tally, str(path))
-    client.create_endpoint("e", backend="b", route="/e")
-    client.shadow_traffic("e", "shadow", 1.0)
-    assert [fetch(f"{url}/e").status for _ in range(20)] == [200] * 20
-    poll_for(lambda: len(path.read_text()) == 20, what=lambda: path.read_text())
-    with pytest.raises(ValueError, match="is used by endpoint"):
-        client.delete_backend("shadow")
-    client.shadow_traffic("e", "shadow", 0)
-    assert fetch(f"{url}/e").status == 200
-    client.delete_backend("shadow")
-    with pytest.raises(TypeError):
-        client.shadow_traffic("e", "b", 1.5)
 
 
 def test_a_shard_key_stays_with_its_backend(client: serve.Client, url: str) -> None:

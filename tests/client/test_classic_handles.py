@@ -31,10 +31,6 @@ class Echo:
         return f"other {request.query_params.get('text')}"
 
 
-def body_of(request: Any) -> Any:
-    return request.data
-
-
 @pytest.fixture
 def echo(client: serve.Client) -> serve.Handle:
     client.create_backend("echo", Echo)
@@ -84,16 +80,6 @@ def test_handle_and_http_give_the_same_answer(echo: serve.Handle, url: str) -> N
         return await echo.remote(text="hi")
 
     assert asyncio.run(awaited())["text"] == "hi"
-
-
-def test_many_calls_from_an_event_loop(echo: serve.Handle) -> None:
-    """CL32: concurrent calls get their own answers, in two event loops one after the other."""
-
-    async def calls() -> list[Any]:
-        return await asyncio.gather(*(echo.remote(text=number) for number in range(200)))
-
-    for _ in range(2):
-        assert [each["text"] for each in asyncio.run(calls())] == list(range(200))
 
 
 def test_errors_of_user_code_keep_their_type(client: serve.Client) -> None:
@@ -185,26 +171,6 @@ def test_a_starlette_request_is_passed_through(client: serve.Client) -> None:
     scope = {"type": "http", "method": "GET", "path": "/from/afar", "query_string": b"", "headers": []}
     request = Request({**scope, "server": ("host", 80), "scheme": "http"})
     assert client.get_handle("method").remote(request).result(10) == [True, "/from/afar"]
-
-
-def test_a_handle_works_inside_another_backend(client: serve.Client, echo: serve.Handle, url: str) -> None:
-    """CL35: as an argument of a constructor, used by plain and by async code."""
-
-    class Outer:
-        def __init__(self, inner: serve.Handle) -> None:
-            self.inner = inner
-
-        def __call__(self, request: Any) -> str:
-            return f"outer({self.inner.remote(text='sync').result()['text']})"
-
-        async def later(self, request: Any) -> str:
-            return f"outer({(await self.inner.remote(text='async'))['text']})"
-
-    client.create_backend("outer", Outer, echo, config={"num_replicas": 2})
-    client.create_endpoint("outer", backend="outer", route="/outer")
-    assert {fetch(f"{url}/outer").text for _ in range(8)} == {"outer(sync)"}
-    later = client.get_handle("outer").options(method_name="later")
-    assert {later.remote().result(10) for _ in range(8)} == {"outer(async)"}
 
 
 def test_replica_context_inside_and_outside_a_replica(client: serve.Client, url: str) -> None:

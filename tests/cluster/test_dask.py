@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from daskserve.cluster.dask import cluster as dask
-from daskserve.cluster.dask.cluster import RETURN_S, DaskCluster, RemoteStore
+from daskserve.cluster.dask.cluster import RECONNECT_S, DaskCluster, RemoteStore
 from daskserve.cluster.dask.subscription import TopicSubscription
 from daskserve.cluster.protocols.base import StoreChange
 from daskserve.common.clock import LoopClock
 from daskserve.errors import NotRunningError, UnavailableError
-from daskserve.testing import run_virtual
+
+pytestmark = pytest.mark.virtual_time
 
 
 class Client:
@@ -47,68 +48,53 @@ def fail_with(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     monkeypatch.setattr(dask, "ask_if_supervised", ask)
 
 
-def test_an_instance_that_a_new_scheduler_does_not_know_yet_is_unavailable(
+async def test_an_instance_that_a_new_scheduler_does_not_know_yet_is_unavailable(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fail_with(monkeypatch, NotRunningError("no instance"))
-
-    async def main() -> None:
-        cluster = view(Client())
-        with pytest.raises(NotRunningError):
-            await cluster.controller()
-        await cluster.resume()
-        with pytest.raises(UnavailableError, match="'a' is coming back"):
-            await cluster.controller()
-        await asyncio.sleep(RETURN_S + 1)
-        with pytest.raises(NotRunningError):
-            await cluster.controller()
-
-    run_virtual(main)
+    cluster = view(Client())
+    with pytest.raises(NotRunningError):
+        await cluster.controller()
+    await cluster.resume()
+    with pytest.raises(UnavailableError, match="'a' is coming back"):
+        await cluster.controller()
+    await asyncio.sleep(RECONNECT_S + 1)
+    with pytest.raises(NotRunningError):
+        await cluster.controller()
 
 
-def test_a_store_whose_scheduler_does_not_know_the_instance_yet_is_unavailable(
+async def test_a_store_whose_scheduler_does_not_know_the_instance_yet_is_unavailable(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A controller of before may get a change: the caller retries it with the next controller."""
     fail_with(monkeypatch, NotRunningError("no instance"))
-
-    async def main() -> None:
-        store = RemoteStore(Client(), "a")  # type: ignore[arg-type]
-        for write in (store.commit, store.rewrite):
-            with pytest.raises(UnavailableError, match="no instance"):
-                await write(1, StoreChange())
-
-    run_virtual(main)
+    store = RemoteStore(Client(), "a")  # type: ignore[arg-type]
+    for write in (store.commit, store.rewrite):
+        with pytest.raises(UnavailableError, match="no instance"):
+            await write(1, StoreChange())
 
 
-def test_a_call_during_which_the_scheduler_is_lost_is_retried_unless_the_client_is_closed(
+async def test_a_call_during_which_the_scheduler_is_lost_is_retried_unless_the_client_is_closed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fail_with(monkeypatch, OSError("connection reset"))
-
-    async def main() -> None:
-        client = Client()
-        client.status = "connecting"
-        with pytest.raises(UnavailableError, match="connection reset"):
-            await view(client).controller()
-        client.status = "closed"
-        with pytest.raises(OSError, match="connection reset"):
-            await view(client).controller()
-
-    run_virtual(main)
+    client = Client()
+    client.status = "connecting"
+    with pytest.raises(UnavailableError, match="connection reset"):
+        await view(client).controller()
+    client.status = "closed"
+    with pytest.raises(OSError, match="connection reset"):
+        await view(client).controller()
 
 
-def test_a_process_that_listens_subscribes_again_at_the_next_scheduler() -> None:
-    async def main() -> None:
-        client: Any = Client()
-        topic = TopicSubscription(client, "daskserve/a", LoopClock())
-        await topic.resume()
-        assert client.subscribed == []
-        heard: list[Any] = []
-        await topic.subscribe(heard.append)
-        await topic.resume()
-        assert client.subscribed == ["daskserve/a", "daskserve/a"]
-        await client.log_event("daskserve/a", {"kind": "update"})
-        assert heard == [{"kind": "update"}]
-
-    run_virtual(main)
+async def test_a_process_that_listens_subscribes_again_at_the_next_scheduler() -> None:
+    client: Any = Client()
+    topic = TopicSubscription(client, "daskserve/a", LoopClock())
+    await topic.resume()
+    assert client.subscribed == []
+    heard: list[Any] = []
+    await topic.subscribe(heard.append)
+    await topic.resume()
+    assert client.subscribed == ["daskserve/a", "daskserve/a"]
+    await client.log_event("daskserve/a", {"kind": "update"})
+    assert heard == [{"kind": "update"}]

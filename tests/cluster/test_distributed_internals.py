@@ -93,16 +93,13 @@ def test_a_replaced_method_answers_local_and_remote_calls_until_it_is_restored()
     assert (scheduler.b(), scheduler.handlers["b"]()) == ("b", "b")
 
 
-def test_a_clients_listening_task_ends_with_the_client() -> None:
-    async def main() -> None:
-        closed = asyncio.Event()
-        client: Any = Mock(_handle_report_task=asyncio.ensure_future(asyncio.sleep(0)))
-        call_when_closed(client, closed.set)
-        assert not closed.is_set()
-        async with asyncio.timeout(5):
-            await closed.wait()
-
-    asyncio.run(main())
+async def test_a_clients_listening_task_ends_with_the_client() -> None:
+    closed = asyncio.Event()
+    client: Any = Mock(_handle_report_task=asyncio.ensure_future(asyncio.sleep(0)))
+    call_when_closed(client, closed.set)
+    assert not closed.is_set()
+    async with asyncio.timeout(5):
+        await closed.wait()
 
 
 async def _connected_pair(scheme: str, **options: Any) -> tuple[Comm, Comm]:
@@ -115,59 +112,47 @@ async def _connected_pair(scheme: str, **options: Any) -> tuple[Comm, Comm]:
         listener.stop()
 
 
-def test_a_connection_presents_the_given_handshake() -> None:
-    async def main() -> None:
-        near, far = await _connected_pair("tcp", handshake={"python": (3, 99, 0), "pickle-protocol": 4})
-        assert peer_handshake(far)["python"] == (3, 99, 0)
-        assert far.handshake_options["pickle-protocol"] == near.handshake_options["pickle-protocol"] == 4
-        assert set(peer_handshake(near)) == {"compression", "python", "pickle-protocol"}
-        agree(near, {**peer_handshake(near), "pickle-protocol": 3})
-        assert near.handshake_options["pickle-protocol"] == 3
-        await near.write({"hello": "world"})
-        assert await far.read() == {"hello": "world"}
-        near.abort()
-        far.abort()
-
-    asyncio.run(main())
+async def test_a_connection_presents_the_given_handshake() -> None:
+    near, far = await _connected_pair("tcp", handshake={"python": (3, 99, 0), "pickle-protocol": 4})
+    assert peer_handshake(far)["python"] == (3, 99, 0)
+    assert far.handshake_options["pickle-protocol"] == near.handshake_options["pickle-protocol"] == 4
+    assert set(peer_handshake(near)) == {"compression", "python", "pickle-protocol"}
+    agree(near, {**peer_handshake(near), "pickle-protocol": 3})
+    assert near.handshake_options["pickle-protocol"] == 3
+    await near.write({"hello": "world"})
+    assert await far.read() == {"hello": "world"}
+    near.abort()
+    far.abort()
 
 
-def test_a_refused_connection_fails_immediately() -> None:
-    async def main() -> None:
-        near, far = await _connected_pair("tcp")
-        address = near.peer_address
-        near.abort()
-        far.abort()
-        with pytest.raises(OSError, match=r"refused"):
-            await connect_comm(address)
-
-    asyncio.run(main())
+async def test_a_refused_connection_fails_immediately() -> None:
+    near, far = await _connected_pair("tcp")
+    address = near.peer_address
+    near.abort()
+    far.abort()
+    with pytest.raises(OSError, match=r"refused"):
+        await connect_comm(address)
 
 
-def test_the_socket_of_a_plain_connection_outlives_it() -> None:
-    async def main() -> None:
-        near, far = await _connected_pair("tcp")
-        assert is_plain_tcp(near)
-        assert stream_of(near) is not None
-        assert socket_of(near) is not None
-        with detach_socket(near) as mine, detach_socket(far) as theirs:
-            assert near.closed()
-            assert (stream_of(near), socket_of(near)) == (None, None)
-            mine.sendall(b"still open")
-            theirs.setblocking(True)
-            assert theirs.recv(100) == b"still open"
-
-    asyncio.run(main())
-
-
-def test_a_connection_within_the_process_has_no_socket() -> None:
-    async def main() -> None:
-        near, far = await _connected_pair("inproc")
-        assert not is_plain_tcp(near)
+async def test_the_socket_of_a_plain_connection_outlives_it() -> None:
+    near, far = await _connected_pair("tcp")
+    assert is_plain_tcp(near)
+    assert stream_of(near) is not None
+    assert socket_of(near) is not None
+    with detach_socket(near) as mine, detach_socket(far) as theirs:
+        assert near.closed()
         assert (stream_of(near), socket_of(near)) == (None, None)
-        near.abort()
-        far.abort()
+        mine.sendall(b"still open")
+        theirs.setblocking(True)
+        assert theirs.recv(100) == b"still open"
 
-    asyncio.run(main())
+
+async def test_a_connection_within_the_process_has_no_socket() -> None:
+    near, far = await _connected_pair("inproc")
+    assert not is_plain_tcp(near)
+    assert (stream_of(near), socket_of(near)) == (None, None)
+    near.abort()
+    far.abort()
 
 
 def test_a_message_goes_to_open_connections_and_closed_ones_stay_subscribed() -> None:
@@ -221,69 +206,56 @@ class ClosingWorker:
 BROKE = "worker-handle-scheduler-connection-broken"
 
 
-@pytest.mark.parametrize(
-    ("fate", "closed"),
-    [
+async def test_a_function_decides_what_becomes_of_a_worker_whose_stream_breaks() -> None:
+    for fate, closed in [
         (WorkerOutcome.STAYS, []),
         (WorkerOutcome.RESTARTS, [(False, False, BROKE)]),
         (WorkerOutcome.CLOSES, [(True, True, BROKE)]),
-    ],
-)
-def test_a_function_decides_what_becomes_of_a_worker_whose_stream_breaks(
-    fate: WorkerOutcome, closed: Any
-) -> None:
-    async def survive() -> WorkerOutcome:
-        return fate
+    ]:
 
-    async def main() -> None:
+        async def survive(fate: WorkerOutcome = fate) -> WorkerOutcome:
+            return fate
+
         worker: Any = ClosingWorker()
         answer_lost_scheduler(worker, survive)
         await worker.close(reason=BROKE)
-        assert worker.closed == closed
+        assert worker.closed == closed, fate
         stop_answering_lost_scheduler(worker)
-        assert "close" not in vars(worker)
-
-    asyncio.run(main())
+        assert "close" not in vars(worker), fate
 
 
-def test_a_worker_that_is_told_to_close_closes_while_its_scheduler_is_away() -> None:
-    async def main() -> None:
-        worker: Any = ClosingWorker()
-        back = asyncio.Event()
+async def test_a_worker_that_is_told_to_close_closes_while_its_scheduler_is_away() -> None:
+    worker: Any = ClosingWorker()
+    back = asyncio.Event()
 
-        async def survive() -> WorkerOutcome:
-            await back.wait()
-            return WorkerOutcome.STAYS
+    async def survive() -> WorkerOutcome:
+        await back.wait()
+        return WorkerOutcome.STAYS
 
-        answer_lost_scheduler(worker, survive)
-        waiting = asyncio.create_task(worker.close(reason=BROKE))
-        await asyncio.sleep(0)
-        await worker.close(reason="worker-heartbeat-missing")  # of the next scheduler
-        assert worker.closed == []
-        await worker.close(nanny=False, reason="signal-15")
-        assert worker.closed == [(True, False, "signal-15")]
-        back.set()
-        await waiting
-
-    asyncio.run(main())
+    answer_lost_scheduler(worker, survive)
+    waiting = asyncio.create_task(worker.close(reason=BROKE))
+    await asyncio.sleep(0)
+    await worker.close(reason="worker-heartbeat-missing")  # of the next scheduler
+    assert worker.closed == []
+    await worker.close(nanny=False, reason="signal-15")
+    assert worker.closed == [(True, False, "signal-15")]
+    back.set()
+    await waiting
 
 
-def test_a_worker_whose_survival_fails_closes_and_its_nanny_starts_another() -> None:
-    async def main() -> None:
-        worker: Any = ClosingWorker()
+async def test_a_worker_whose_survival_fails_closes_and_its_nanny_starts_another() -> None:
+    worker: Any = ClosingWorker()
 
-        async def survive() -> WorkerOutcome:
-            raise ValueError("refused")
+    async def survive() -> WorkerOutcome:
+        raise ValueError("refused")
 
-        answer_lost_scheduler(worker, survive)
-        with pytest.raises(ValueError, match="refused"):
-            await worker.close(reason=BROKE)
-        assert worker.closed == [(True, False, BROKE)]
-
-    asyncio.run(main())
+    answer_lost_scheduler(worker, survive)
+    with pytest.raises(ValueError, match="refused"):
+        await worker.close(reason=BROKE)
+    assert worker.closed == [(True, False, BROKE)]
 
 
-def test_a_scheduler_that_a_signal_ends_leaves_before_it_closes() -> None:
+async def test_a_scheduler_that_a_signal_ends_leaves_before_it_closes() -> None:
     class ClosingScheduler:
         status = Status.running
 
@@ -293,19 +265,16 @@ def test_a_scheduler_that_a_signal_ends_leaves_before_it_closes() -> None:
         async def close(self, timeout: float | None, reason: str) -> None:
             self.events.append(reason)
 
-    async def main() -> None:
-        scheduler: Any = ClosingScheduler()
-        answer_signal(scheduler, lambda: scheduler.events.append("left"))
-        await scheduler.close(reason="scheduler-close")
-        await scheduler.close(reason="signal-15")
-        assert scheduler.events == ["scheduler-close", "left", "signal-15"]
-        stop_answering_signal(scheduler)
-        assert "close" not in vars(scheduler)
-
-    asyncio.run(main())
+    scheduler: Any = ClosingScheduler()
+    answer_signal(scheduler, lambda: scheduler.events.append("left"))
+    await scheduler.close(reason="scheduler-close")
+    await scheduler.close(reason="signal-15")
+    assert scheduler.events == ["scheduler-close", "left", "signal-15"]
+    stop_answering_signal(scheduler)
+    assert "close" not in vars(scheduler)
 
 
-def test_a_client_connects_again_only_when_its_scheduler_is_back() -> None:
+async def test_a_client_connects_again_only_when_its_scheduler_is_back() -> None:
     class ConnectingClient:
         status = "connecting"
 
@@ -318,16 +287,13 @@ def test_a_client_connects_again_only_when_its_scheduler_is_back() -> None:
             self._scheduler_identity = {"id": "s"}
             self.status = "running"
 
-    async def main() -> None:
-        client: Any = ConnectingClient()
+    client: Any = ConnectingClient()
 
-        async def is_back() -> None:
-            client.events.append("back")
+    async def is_back() -> None:
+        client.events.append("back")
 
-        connect_again_when(client, is_back, lambda: client.events.append("resumed"))
-        await client._ensure_connected(timeout=1)
-        assert client.events == ["connected"]
-        await client._ensure_connected(timeout=1)
-        assert client.events[1:] == ["back", "connected", "resumed"]
-
-    asyncio.run(main())
+    connect_again_when(client, is_back, lambda: client.events.append("resumed"))
+    await client._ensure_connected(timeout=1)
+    assert client.events == ["connected"]
+    await client._ensure_connected(timeout=1)
+    assert client.events[1:] == ["back", "connected", "resumed"]

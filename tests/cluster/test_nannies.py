@@ -63,28 +63,27 @@ async def until(condition: Callable[[], Any]) -> None:
             await asyncio.sleep(0.001)
 
 
-def test_a_nanny_waits_until_its_worker_has_retired_and_then_ends_as_dask_wants(ended: list[int]) -> None:
-    async def main() -> None:
-        may_end = asyncio.Event()
-        asked: list[Any] = []
+async def test_a_nanny_waits_until_its_worker_has_retired_and_then_ends_as_dask_wants(
+    ended: list[int],
+) -> None:
+    may_end = asyncio.Event()
+    asked: list[Any] = []
 
-        async def run(function: Any) -> None:
-            asked.append(function)
-            await may_end.wait()
+    async def run(function: Any) -> None:
+        asked.append(function)
+        await may_end.wait()
 
-        nanny: Any = Nanny(run)
-        answer_in_nanny(30.0, nanny)
-        answer_in_nanny(30.0, nanny)  # the next worker of this nanny
-        signal.raise_signal(signal.SIGTERM)
-        await until(lambda: asked)
-        assert (asked, nanny.addresses, ended) == ([retire_in_worker], ["tcp://worker"], [])
-        # Otherwise the end of the worker's process, which may have got SIGTERM as well, would start another.
-        assert nanny.reasons == ["daskserve-sigterm"]
-        may_end.set()
-        await until(lambda: ended)
-        assert (len(asked), ended) == (1, [signal.SIGTERM])
-
-    asyncio.run(main())
+    nanny: Any = Nanny(run)
+    answer_in_nanny(30.0, nanny)
+    answer_in_nanny(30.0, nanny)  # the next worker of this nanny
+    signal.raise_signal(signal.SIGTERM)
+    await until(lambda: asked)
+    assert (asked, nanny.addresses, ended) == ([retire_in_worker], ["tcp://worker"], [])
+    # Otherwise the end of the worker's process, which may have got SIGTERM as well, would start another.
+    assert nanny.reasons == ["daskserve-sigterm"]
+    may_end.set()
+    await until(lambda: ended)
+    assert (len(asked), ended) == (1, [signal.SIGTERM])
 
 
 async def _fail(function: Any) -> None:
@@ -100,57 +99,44 @@ async def _hang(function: Any) -> None:
 
 
 @pytest.mark.parametrize("run", [_fail, _lose, _hang])
-def test_a_worker_that_does_not_answer_is_ended_all_the_same(ended: list[int], run: Any) -> None:
-    async def main() -> None:
-        answer_in_nanny(0.05, Nanny(run))  # type: ignore[arg-type]
-        signal.raise_signal(signal.SIGTERM)
-        await until(lambda: ended)
-
-    asyncio.run(main())
+async def test_a_worker_that_does_not_answer_is_ended_all_the_same(ended: list[int], run: Any) -> None:
+    answer_in_nanny(0.05, Nanny(run))  # type: ignore[arg-type]
+    signal.raise_signal(signal.SIGTERM)
+    await until(lambda: ended)
 
 
-def test_a_nanny_without_a_worker_ends_at_once(ended: list[int]) -> None:
-    async def main() -> None:
-        nanny: Any = Nanny(_hang)
-        nanny.status.name = "closing"
-        answer_in_nanny(30.0, nanny)
-        signal.raise_signal(signal.SIGTERM)
-        await until(lambda: ended)
-        assert nanny.reasons == nanny.addresses == []
-
-    asyncio.run(main())
+async def test_a_nanny_without_a_worker_ends_at_once(ended: list[int]) -> None:
+    nanny: Any = Nanny(_hang)
+    nanny.status.name = "closing"
+    answer_in_nanny(30.0, nanny)
+    signal.raise_signal(signal.SIGTERM)
+    await until(lambda: ended)
+    assert nanny.reasons == nanny.addresses == []
 
 
-def test_sigterm_is_left_alone_in_a_users_program_that_has_nannies(
+async def test_sigterm_is_left_alone_in_a_users_program_that_has_nannies(
     ended: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for each in ("distributed.cli.dask_worker", "distributed.cli.dask_spec"):
         monkeypatch.delitem(sys.modules, each, raising=False)
-
-    async def main() -> None:
-        answer_in_nanny(30.0, Nanny(_hang))  # type: ignore[arg-type]
-        signal.raise_signal(signal.SIGTERM)
-        assert ended == [signal.SIGTERM]
-
-    asyncio.run(main())
+    answer_in_nanny(30.0, Nanny(_hang))  # type: ignore[arg-type]
+    signal.raise_signal(signal.SIGTERM)
+    assert ended == [signal.SIGTERM]
 
 
-def test_a_worker_tells_its_nanny_how_long_it_may_wait() -> None:
-    async def main() -> None:
-        told: list[Any] = []
+async def test_a_worker_tells_its_nanny_how_long_it_may_wait() -> None:
+    told: list[Any] = []
 
-        async def run(*call: Any) -> None:
-            told.append(call)
+    async def run(*call: Any) -> None:
+        told.append(call)
 
-        worker: Any = Process(run)
-        worker.nanny = "tcp://nanny"
-        await watch_nanny(worker, 12.0)
-        assert (worker.addresses, told) == (["tcp://nanny"], [(answer_in_nanny, 12.0)])
-        worker.nanny = None
-        await watch_nanny(worker, 12.0)
-        assert len(told) == 1
-
-    asyncio.run(main())
+    worker: Any = Process(run)
+    worker.nanny = "tcp://nanny"
+    await watch_nanny(worker, 12.0)
+    assert (worker.addresses, told) == (["tcp://nanny"], [(answer_in_nanny, 12.0)])
+    worker.nanny = None
+    await watch_nanny(worker, 12.0)
+    assert len(told) == 1
 
 
 def test_a_nanny_that_cannot_be_told_is_logged(caplog: pytest.LogCaptureFixture) -> None:

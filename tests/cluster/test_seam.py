@@ -20,7 +20,7 @@ def processes(real: DaskCluster, local: LocalProcess) -> tuple[Process, Process]
     return real, local
 
 
-def links(real: DaskConnection, local: LocalConnection) -> tuple[ClientConnection, ClientConnection]:
+def connections(real: DaskConnection, local: LocalConnection) -> tuple[ClientConnection, ClientConnection]:
     return real, local
 
 

@@ -89,9 +89,8 @@ def test_arguments_that_only_mention_dask_are_sent_as_they_are(client: serve.Cli
     assert repr(handle.plain.remote(handle).result(10)) == repr(handle)
 
 
-@pytest.mark.parametrize(
-    ("args", "is_expected"),
-    [
+def test_arguments_are_searched_for_values() -> None:
+    for args, is_expected in [
         ((1, "text", None, {"a": [2.5]}), False),
         ((np.zeros(10_000),), False),
         ((half(3),), True),
@@ -99,11 +98,9 @@ def test_arguments_that_only_mention_dask_are_sent_as_they_are(client: serve.Cli
         ((b"x" * 100_000, {"a": [half(3)]}), True),
         ((b"x" * 100_000, {"a": ["text"]}), False),
         (([f"{number:01000}" for number in range(MAX_ITEMS)] + [half(3)],), False),
-    ],
-)
-def test_arguments_are_searched_for_values(args: tuple[Any, ...], is_expected: bool) -> None:
-    payload = dump((args, {}))
-    assert (may_mention_dask(payload) and may_hold_values(payload, args, {})) == is_expected
+    ]:
+        payload = dump((args, {}))
+        assert (may_mention_dask(payload) and may_hold_values(payload, args, {})) == is_expected, args
 
 
 def test_what_is_taken_out_is_put_in_again() -> None:

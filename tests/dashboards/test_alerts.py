@@ -10,18 +10,22 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 from click.testing import CliRunner
 
 from daskserve.cli.main import main
-from daskserve.dashboards.alerts import Alert, AlertThresholds, alerts, rules
+from daskserve.dashboards.files import ERROR_RATIO, P99_S, rules
+from daskserve.telemetry.table import METRICS
 
 needs_promtool = pytest.mark.skipif(
     shutil.which("promtool") is None, reason="promtool comes with Debian's package prometheus"
 )
 
-ALERTS = {each.name: each for each in alerts()}
+RULES: Sequence[Mapping[str, Any]] = yaml.safe_load(rules())["groups"][0]["rules"]
+ALERTS = {each["alert"]: each for each in RULES}
 D = {"serve_instance": "i", "deployment": "d"}
 E = {"serve_instance": "i", "endpoint": "e"}
 I = {"serve_instance": "i"}  # noqa: E741
@@ -203,20 +207,20 @@ def selected(name: str, labels: Mapping[str, str]) -> str:
     return f"{name}{{{','.join(f'{key}={json.dumps(value)}' for key, value in labels.items())}}}"
 
 
-def unit_tests(alert: Alert, case: Case) -> list[object]:
+def unit_tests(alert: Mapping[str, Any], case: Case) -> list[object]:
     """Return two tests for promtool: one with the complete alert, and one without an alert."""
     raised = {
-        "exp_labels": {**case.labels, "severity": alert.severity.value},
+        "exp_labels": {**case.labels, "severity": alert["labels"]["severity"]},
         "exp_annotations": {
-            "summary": written(alert.summary, case),
-            "description": written(alert.description, case),
+            "summary": written(alert["annotations"]["summary"], case),
+            "description": written(alert["annotations"]["description"], case),
         },
     }
     return [
         {
             "interval": "1m",
             "input_series": [{"series": selected(*each[:2]), "values": each[2]} for each in series],
-            "alert_rule_test": [{"eval_time": case.at, "alertname": alert.name, "exp_alerts": expected}],
+            "alert_rule_test": [{"eval_time": case.at, "alertname": alert["alert"], "exp_alerts": expected}],
         }
         for series, expected in ((case.fires, [raised]), (case.is_silent, []))
     ]
@@ -242,7 +246,7 @@ def run_unit_tests(folder: Path, text: str) -> str:
 def test_each_rule_has_a_case() -> None:
     assert list(CASES) == list(dict.fromkeys(CASES))
     assert set(CASES) == set(ALERTS)
-    assert len(ALERTS) == len(alerts())
+    assert len(ALERTS) == len(RULES)
 
 
 @needs_promtool
@@ -261,13 +265,12 @@ def test_a_wrong_rule_fails_its_case(tmp_path: Path) -> None:
 
 
 @needs_promtool
-@pytest.mark.parametrize("limits", [AlertThresholds(), AlertThresholds(error_ratio=0.001, p99_s=0.25)])
-def test_promtool_accepts_the_rules(limits: AlertThresholds, tmp_path: Path) -> None:
-    (tmp_path / "rules.yaml").write_text(rules(limits))
+@pytest.mark.parametrize("limits", [(ERROR_RATIO, P99_S), (0.001, 0.25)])
+def test_promtool_accepts_the_rules(limits: tuple[float, float], tmp_path: Path) -> None:
+    (tmp_path / "rules.yaml").write_text(rules(*limits))
     done = promtool(tmp_path, "check", "rules", "--lint=all", "--lint-fatal", "rules.yaml")
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{len(ALERTS)} rules found" in done.stdout
-    assert f"> {limits.p99_s:g}\n" in rules(limits)
 
 
 @needs_promtool
@@ -282,10 +285,22 @@ def test_promtool_accepts_the_documented_configuration(tmp_path: Path) -> None:
     assert f"{len(ALERTS)} rules found" in done.stdout
 
 
-@pytest.mark.parametrize("alert", alerts(), ids=lambda alert: alert.name)
-def test_each_alert_names_its_subject_and_its_value(alert: Alert) -> None:
-    assert alert.name.startswith("Daskserve")
-    assert "$value" in alert.description
-    assert re.fullmatch(r"[A-Z].*[a-z0-9}x]", alert.summary)
-    assert alert.description.endswith((".", "?"))
-    assert re.fullmatch(r"\d+m", alert.lasts)
+def test_each_alert_names_its_subject_and_its_value() -> None:
+    for name, alert in ALERTS.items():
+        texts = alert["annotations"]
+        assert name.startswith("Daskserve")
+        assert "$value" in texts["description"], name
+        assert re.fullmatch(r"[A-Z].*[a-z0-9}x]", texts["summary"]), name
+        assert texts["description"].endswith((".", "?")), name
+        assert re.fullmatch(r"\d+m", alert["for"]), name
+
+
+def test_the_rules_use_exported_metrics_and_the_given_thresholds() -> None:
+    exported = {spec.exported_name for spec in METRICS.values()}
+    for name, alert in ALERTS.items():
+        metrics = re.findall(r"daskserve_\w+", alert["expr"])
+        assert {re.sub("_(bucket|sum|count)$", "", each) for each in metrics} <= exported, name
+    text = rules(0.001, 0.25)
+    assert "@" not in text
+    assert text.count("> 0.001\n") == 2
+    assert text.count("> 0.25\n") == 1

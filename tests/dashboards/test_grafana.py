@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import write_dashboards
 import yaml
 from click.testing import CliRunner, Result
+from grafana.dashboards import DASHBOARDS, as_json
+from grafana.panels import GRID_COLUMNS, Dashboard, Panel, PanelKind, Query, Row, placed
+from grafana.promql import gauge, mean, quantile, rate
 
 from daskserve.cli.main import main
-from daskserve.dashboards.grafana import DASHBOARDS, as_json, files
-from daskserve.dashboards.panels import GRID_COLUMNS, Dashboard, Panel, PanelKind, Query, Row, placed
-from daskserve.dashboards.promql import gauge, mean, quantile, rate
+from daskserve.dashboards.files import files
 from daskserve.telemetry.table import METRICS
 
 #: Metrics that Prometheus and prometheus_client export in addition.
@@ -31,6 +33,11 @@ def run(*arguments: str) -> Result:
 def dashboard(request: pytest.FixtureRequest) -> Dashboard:
     found: Dashboard = request.param
     return found
+
+
+def test_the_files_are_up_to_date() -> None:
+    for path, text in write_dashboards.generated().items():
+        assert path.read_text() == text, "run python scripts/write_dashboards.py"
 
 
 def test_links_lead_to_existing_dashboards() -> None:

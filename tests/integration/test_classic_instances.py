@@ -324,34 +324,3 @@ def test_a_client_reports_a_shutdown_by_another_client(external: ExternalCluster
     first.shutdown()
     with pytest.raises(serve.ServeError, match="already been shut down"):
         first.list_backends()
-
-
-@pytest.mark.parametrize(("trusted", "client_host"), [([], "127.0.0.1"), (["127.0.0.0/8"], "192.0.2.9")])
-def test_forwarded_headers_are_trusted_only_from_listed_proxies(
-    trusted: list[str], client_host: str, external: ExternalCluster
-) -> None:
-    options = {"port": 0, "trusted_forwarders": trusted}
-    with serve.start(http_options=options, dask_client=external.client) as client:
-        client.create_backend("who", lambda request: request.client.host)
-        client.create_endpoint("who", backend="who", route="/who")
-        reply = fetch(f"{client.http_urls()[0]}/who", headers={"X-Forwarded-For": "192.0.2.9"})
-        assert reply.text == client_host
-
-
-def raise_error(request: Any) -> None:
-    raise LookupError("a secret of the inside")
-
-
-def test_a_user_error_with_debug_shows_the_traceback(external: ExternalCluster) -> None:
-    """CL38: with ``debug=True`` the body is the traceback."""
-    options = {"port": 0, "debug": True}
-    with pytest.warns(UserWarning, match="debug=True shows tracebacks"):
-        client = serve.start(http_options=options, dask_client=external.client)
-    with client:
-        client.create_backend("plain", raise_error)
-        client.create_endpoint("plain", backend="plain", route="/plain")
-        reply = fetch(f"{client.http_urls()[0]}/plain")
-        assert reply.status == 500
-        assert "Traceback" in reply.text
-        assert "in raise_error" in reply.text
-        assert "LookupError: a secret of the inside" in reply.text

@@ -36,7 +36,9 @@ def assert_works(client: serve.Client, tag: str) -> None:
 # ---- starting
 
 
-@pytest.mark.parametrize("shares_port", [False, True], ids=["exclusive", "SO_REUSEPORT"])
+@pytest.mark.parametrize(
+    "shares_port", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["exclusive", "SO_REUSEPORT"]
+)
 @pytest.mark.parametrize("location", ["HeadOnly", pytest.param("EveryWorker", marks=pytest.mark.nightly)])
 def test_a_taken_port_is_named_in_the_error(
     shares_port: bool, location: str, external: ExternalCluster
@@ -71,9 +73,6 @@ class RaisingMiddleware:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"prot": 8000}, "prot"),
-        ({"port": 99999}, "99999|65535"),
-        ({"location": "Everywhere"}, "HeadOnly"),
         ({"host": "203.0.113.7", "port": 0}, "203.0.113.7.*no address of this machine"),
         ({"host": "no.such.host.invalid", "port": 0}, "no.such.host.invalid.*does not resolve"),
         ({"middlewares": [Middleware(RaisingMiddleware)], "port": 0}, "no such database"),
@@ -162,9 +161,8 @@ module.Client = FailsOnce
 """
 
 
-@pytest.mark.parametrize(
-    "module", ["scheduler.supervisor", pytest.param("worker.host", marks=pytest.mark.nightly)]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("module", ["scheduler.supervisor", "worker.host"])
 def test_a_client_that_fails_to_connect_once_fails_only_one_start(module: str, tmp_path: Path) -> None:
     prelude = _FIRST_CLIENT_FAILS.format(module=module)
     of_scheduler, of_worker = (prelude, "") if module == "scheduler.supervisor" else ("", prelude)

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from dashboard_load import Traffic, deploy, trouble
 from dask_processes import ExternalCluster, poll_for
+from grafana.dashboards import DASHBOARDS
+from grafana.panels import Dashboard, Panel
 from scraping import Prometheus, dashboard, needs_prometheus, prometheus
 
 import daskserve as serve
-from daskserve.dashboards.grafana import DASHBOARDS
-from daskserve.dashboards.panels import Dashboard, Panel
 
 #: Events that a test cannot cause, or that are over before the next scrape: an unhealthy replica is replaced
 #: at once. These lines have no data, but must exist.

@@ -15,7 +15,6 @@ from clusters import nannied_cluster, worker_of
 from cut_off import MIB, cut_off_caller
 from dask_processes import dask_scheduler, dask_worker, fetch
 from distributed import Client, Security
-from scaling import QUICK, scale_from_zero_and_back
 
 import daskserve as serve
 from daskserve.errors import BadRequestError, ClusterUnreachableError
@@ -68,15 +67,6 @@ def test_the_connection_to_a_replica_is_encrypted(client: serve.Client, encrypte
 def test_handles_reach_replicas_from_outside(client: serve.Client) -> None:
     array = np.arange(MIB)
     assert (client.get_handle("doubler").remote(array).result(20) == array * 2).all()
-
-
-@pytest.mark.nightly
-def test_autoscaling_from_zero_and_back(client: serve.Client, encrypted: Client) -> None:
-    config = {**QUICK, "max_replicas": 3, "downscale_delay_s": 0.5, "look_back_period_s": 1.0}
-    scale_from_zero_and_back(client, client.http_urls()[0], config)
-    assert set().union(*encrypted.run(connections).values()) == {"TLS"}
-    client.delete_endpoint("e")
-    client.delete_backend("b", force=True)
 
 
 def test_a_splice_is_encrypted_on_both_sides(

@@ -87,6 +87,7 @@ def names(client: serve.Client) -> set[str]:
     return {each.name for each in client.status().replicas("b")}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("isolation", ["thread", pytest.param("process", marks=pytest.mark.nightly)])
 def test_exits_and_forks_in_a_handler_cost_nothing(
     served: serve.Client, dask: Client, isolation: str

@@ -52,33 +52,3 @@ def test_an_unpickled_handle_uses_the_default_client(external: ExternalCluster, 
         copy.remote(text="x")
     with external.client.as_current():
         assert copy.remote(text="x").result(10) == "other x"
-
-
-def test_dask_works_inside_a_backend(client: serve.Client, external: ExternalCluster) -> None:
-    """Dask's ``get_client`` and ``get_worker`` work in user code."""
-
-    class Inside:
-        def __call__(self, request: Any) -> Any:
-            from distributed import get_client, get_worker
-
-            return [get_worker().address, get_client().submit(lambda x: x + 1, 41).result(timeout=10)]
-
-    client.create_backend("inside", Inside)
-    client.create_endpoint("inside", backend="inside")
-    address, answer = client.get_handle("inside").remote().result(20)
-    assert address in external.client.scheduler_info(n_workers=-1)["workers"]
-    assert answer == 42
-
-
-def test_large_and_unusual_values_arrive_unchanged(client: serve.Client) -> None:
-    """CL32: bytes of many frames, arrays, None and functions."""
-    np = pytest.importorskip("numpy")
-    client.create_backend("same", lambda request: request.data)
-    client.create_endpoint("same", backend="same")
-    handle = client.get_handle("same")
-    array = np.arange(1_000_000, dtype="float64")
-    assert np.array_equal(handle.remote(array).result(10), array)
-    big = os.urandom(8 << 20)
-    assert handle.remote(big).result(10) == big
-    assert handle.remote(None).result(10) is None
-    assert handle.remote(lambda: 42).result(10)() == 42

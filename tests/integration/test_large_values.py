@@ -134,7 +134,8 @@ class Holder:
         return os.getpid(), int(self.array[0]), int(self.array[-1]), self.array.flags.writeable
 
 
-@pytest.mark.parametrize("isolation", ["thread", pytest.param("process", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("isolation", ["thread", "process"])
 def test_replicas_share_the_memory_of_their_constructor_arguments(
     dask: Client, client: serve.Client, isolation: str
 ) -> None:

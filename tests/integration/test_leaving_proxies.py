@@ -113,22 +113,24 @@ def proxy_workers(client: serve.Client) -> set[str]:
 
 
 def test_a_worker_that_retires_fails_no_request_and_cuts_no_stream() -> None:
-    """Also under ``adapt()``, which takes the workers that hold nothing but one proxy of many."""
-    with nannied_cluster(4) as dask:
-        with served(dask, server="tornado") as (client, url):
-            with loaded(url):
-                victim = worker_of(client, "proxy")
-                dask.retire_workers([victim])
-                assert victim not in proxy_workers(client)
-            assert list(client.http_urls()) == [url]
-        with served(dask, server="asyncio", location="EveryWorker") as (client, url):
-            assert len(proxy_workers(client)) == 3
-            with loaded(url):
-                needed = {*running(client, "b"), worker_of(client, "controller")}
-                dask.cluster.adapt(minimum=0, maximum=4, interval="100ms", wait_count=2)
-                poll_for(lambda: proxy_workers(client) == needed)
-                poll_for(lambda: set(dask.scheduler_info(n_workers=-1)["workers"]) == needed)
-            assert list(client.http_urls()) == [url]
+    with nannied_cluster(3) as dask, served(dask) as (client, url):
+        with loaded(url):
+            victim = worker_of(client, "proxy")
+            dask.retire_workers([victim])
+            assert victim not in proxy_workers(client)
+        assert list(client.http_urls()) == [url]
+
+
+@pytest.mark.nightly
+def test_adapt_takes_the_workers_that_hold_nothing_but_one_proxy_of_many() -> None:
+    with nannied_cluster(4) as dask, served(dask, server="asyncio", location="EveryWorker") as (client, url):
+        assert len(proxy_workers(client)) == 4
+        with loaded(url):
+            needed = {*running(client, "b"), worker_of(client, "controller")}
+            dask.cluster.adapt(minimum=0, maximum=4, interval="100ms", wait_count=2)
+            poll_for(lambda: proxy_workers(client) == needed)
+            poll_for(lambda: set(dask.scheduler_info(n_workers=-1)["workers"]) == needed)
+        assert list(client.http_urls()) == [url]
 
 
 @pytest.mark.nightly

@@ -69,31 +69,6 @@ def test_instances_share_a_local_cluster_until_the_last_ends(client: serve.Clien
     assert is_listening(client.http_urls()[0])
 
 
-def test_run_uses_the_instance_that_was_started(client: serve.Client) -> None:
-    """Deployments run on it and replace each other."""
-
-    @serve.deployment
-    class Adder:
-        def __init__(self, more: int) -> None:
-            self.more = more
-
-        def __call__(self, request: Any) -> int:
-            return int(request.query_params["n"]) + self.more
-
-        def add(self, n: int) -> int:
-            return n + self.more
-
-    handle = serve.run(Adder.bind(1), route_prefix="/adder")
-    assert handle.add.remote(1).result(10) == 2
-    handle = serve.run(Adder.bind(2), route_prefix="/adder")
-    assert handle.add.remote(1).result(10) == 3
-    assert serve.status().instance == client.instance_name
-    serve.set_target_capacity(0)
-    assert (serve.status().target_capacity, serve.explain("Adder").wanted) == (0.0, 0)
-    serve.set_target_capacity(None)
-    assert fetch(f"{client.http_urls()[0]}/adder?n=1").json == 3
-
-
 def test_a_local_cluster_whose_workers_cannot_start_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     """Local and detached starts raise soon and leave nothing of the cluster."""
     default = _get_global_client()

@@ -70,7 +70,10 @@ class Fetching:
 
 
 @pytest.mark.smoke
-def test_the_loss_of_the_scheduler_fails_no_request_and_costs_no_replica(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.nightly)])
+def test_the_loss_of_the_scheduler_fails_no_request_and_costs_no_replica(
+    how: signal.Signals, tmp_path: Path
+) -> None:
     """Of an instance with its records in the scheduler's memory, whose owner lives on."""
     with cluster(tmp_path, 2) as (port, scheduler, _), Client(f"tcp://127.0.0.1:{port}") as dask:
         dask.wait_for_workers(2, timeout=30)
@@ -78,20 +81,17 @@ def test_the_loss_of_the_scheduler_fails_no_request_and_costs_no_replica(tmp_pat
             url = serve_pids(client)
             handle = client.get_handle("e")
             first = {actor.name: actor.pid for actor in client.status().actors if actor.kind != "controller"}
-            replicas = 2
             with Load(url) as load:
-                for how in (signal.SIGKILL, signal.SIGTERM):
-                    end(scheduler, how)
+                end(scheduler, how)
+                load.more()
+                assert handle.remote(None).result(5)
+                scheduler = start_scheduler(port, tmp_path)
+                try:
+                    client.update_backend_config("b", {"num_replicas": 3})
                     load.more()
-                    assert handle.remote(None).result(5)
-                    scheduler = start_scheduler(port, tmp_path)
-                    try:
-                        replicas += 1
-                        client.update_backend_config("b", {"num_replicas": replicas})
-                        load.more()
-                    except BaseException:
-                        scheduler.kill()
-                        raise
+                except BaseException:
+                    scheduler.kill()
+                    raise
             assert load.failures == []
             found = {actor.name: actor.pid for actor in client.status().actors}
             assert first.items() <= found.items()

@@ -40,7 +40,7 @@ client.shutdown()
 
 #: The line or the signal that the program gets, and its exit status.
 ENDS = [
-    pytest.param("exit", 0, id="exits"),
+    pytest.param("exit", 0, id="exits", marks=pytest.mark.nightly),
     pytest.param("raise", 1, id="raises", marks=pytest.mark.nightly),
     pytest.param(signal.SIGINT, -signal.SIGINT, id="SIGINT", marks=pytest.mark.nightly),
     pytest.param(signal.SIGTERM, -signal.SIGTERM, id="SIGTERM", marks=pytest.mark.nightly),

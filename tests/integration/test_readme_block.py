@@ -49,32 +49,8 @@ def run(
     return program
 
 
-@pytest.mark.smoke
-def test_the_block_runs_as_a_script(block: str, port: int, tmp_path: Path) -> None:
-    script = tmp_path / "hello.py"
-    script.write_text(block)
-    program = run([str(script)], tmp_path, port, workers=2)
-    assert (program.output.splitlines(), program.errors) == (GREETINGS, "")
-
-
-@pytest.mark.nightly
-def test_the_block_runs_from_standard_input(block: str, port: int, tmp_path: Path) -> None:
-    program = run(["-"], tmp_path, port, stdin=block)
-    assert (program.output.splitlines(), program.errors) == (GREETINGS, "")
-
-
-@pytest.mark.nightly
-def test_the_block_runs_in_a_repl(block: str, port: int, tmp_path: Path) -> None:
-    """Pasted line by line; an empty line ends a block."""
-    program = run(["-q", "-i"], tmp_path, port, stdin=block)
-    assert program.output.splitlines() == GREETINGS
-    assert set(re.sub(r">>> |\.\.\. ", "", program.errors).split()) == set(), program.errors
-
-
-@pytest.mark.nightly
-def test_the_block_runs_in_a_notebook_cell(block: str, port: int, tmp_path: Path) -> None:
-    """The cell runs in the main module while an event loop runs in the same thread."""
-    source = f"""
+#: Runs the block in the main module while an event loop runs in the same thread, as a cell of a notebook.
+CELL = """
 import asyncio, sys, types
 
 shell = types.SimpleNamespace(kernel=None)
@@ -85,8 +61,28 @@ async def run_cell():
 
 asyncio.run(run_cell())
 """
-    program = run(["-c", source], tmp_path, port)
+
+
+@pytest.mark.smoke
+def test_the_block_runs_as_a_script(block: str, port: int, tmp_path: Path) -> None:
+    script = tmp_path / "hello.py"
+    script.write_text(block)
+    program = run([str(script)], tmp_path, port, workers=2)
     assert (program.output.splitlines(), program.errors) == (GREETINGS, "")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("how", ["standard input", "REPL", "notebook cell"])
+def test_the_block_runs_elsewhere(how: str, block: str, port: int, tmp_path: Path) -> None:
+    """In a REPL it is pasted line by line; an empty line ends a block."""
+    commands = {
+        "standard input": ["-"],
+        "REPL": ["-q", "-i"],
+        "notebook cell": ["-c", CELL.format(block=block)],
+    }
+    program = run(commands[how], tmp_path, port, stdin=None if how == "notebook cell" else block)
+    assert program.output.splitlines() == GREETINGS
+    assert re.sub(r">>> |\.\.\. ", "", program.errors).split() == [], program.errors
 
 
 def test_the_block_for_a_cluster_serves_until_ctrl_c(

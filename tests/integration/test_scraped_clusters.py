@@ -107,6 +107,7 @@ def test_a_disconnected_client_is_counted(client: serve.Client, external: Extern
     poll_for(lambda: Metrics(external.client).total("daskserve_deployment_cancellations_total", **me) == 1)
 
 
+@pytest.mark.nightly
 def test_series_of_ended_replicas_disappear_and_totals_stay(
     client: serve.Client, external: ExternalCluster
 ) -> None:
@@ -187,6 +188,7 @@ def test_scrapes_are_answered_while_an_instance_starts_and_ends(external: Extern
     assert fetch(f"{dashboard(external.client)}/daskserve/targets").status == 404
 
 
+@pytest.mark.nightly
 def test_targets_follow_the_workers(client: serve.Client, external: ExternalCluster) -> None:
     urls = target_urls(external.client)
     assert len(urls) == 3
@@ -216,6 +218,7 @@ client.shutdown()
     assert sorted(done.stdout.splitlines()) == ["scheduler True", "worker True", "worker True"]
 
 
+@pytest.mark.nightly
 def test_workers_in_one_process_are_one_target() -> None:
     program = """
 import urllib.request, daskserve as serve

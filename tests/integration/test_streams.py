@@ -21,7 +21,7 @@ import daskserve as serve
 
 MIB = 1 << 20
 #: The size of a large body, and the memory that a process may use for it.
-BODY_BYTES, LIMIT_BYTES = 256 * MIB, 64 * MIB
+BODY_BYTES, LIMIT_BYTES = 128 * MIB, 48 * MIB
 
 
 def application() -> Any:
@@ -72,9 +72,9 @@ def bounded(processes: list[psutil.Process]) -> Iterator[None]:
     ("server", "kind"),
     [
         ("tornado", "upload"),
-        ("tornado", "download that is read late"),
+        ("asyncio", "download that is read late"),
         pytest.param("asyncio", "upload", marks=pytest.mark.nightly),
-        pytest.param("asyncio", "download that is read late", marks=pytest.mark.nightly),
+        pytest.param("tornado", "download that is read late", marks=pytest.mark.nightly),
     ],
     indirect=["server"],
 )

@@ -21,14 +21,14 @@ NO_GRACE = "import dask; dask.config.set({'daskserve.scheduler.grace-s': 0})"
 
 @pytest.fixture(autouse=True)
 def short_timeouts() -> Iterator[None]:
-    """Shorten the connect timeout to 1 s and the owner's grace period to 0.5 s; both defaults are 5 s."""
-    with dask.config.set({"daskserve.timeouts": {"connect-s": 1, "grace-s": 0.5}}):
+    """Shorten the connect timeout and the owner's grace period to 0.5 s; both defaults are 5 s."""
+    with dask.config.set({"daskserve.timeouts": {"connect-s": 0.5, "grace-s": 0.5}}):
         yield
 
 
 def assert_unreachable(address: str) -> None:
     for call in (serve.start, serve.connect):
-        with pytest.raises(ClusterUnreachableError) as caught, within(4):
+        with pytest.raises(ClusterUnreachableError) as caught, within(3):
             call(address=address)
         assert f"No Dask scheduler answers at {address!r}" in str(caught.value)
         assert "such as tcp://host:8786" in str(caught.value)
@@ -57,11 +57,9 @@ def test_a_worker_address_is_refused(external: ExternalCluster) -> None:
     assert_unreachable(next(iter(external.client.scheduler_info(n_workers=-1)["workers"])))
 
 
-@pytest.mark.parametrize(
-    "address", ["", "no address at all", "tcp://", "udp://127.0.0.1:1", "tls://127.0.0.1:1"]
-)
-def test_an_invalid_address_is_refused(address: str) -> None:
-    assert_unreachable(address)
+def test_an_invalid_address_is_refused() -> None:
+    for address in ("", "no address at all", "tcp://", "udp://127.0.0.1:1", "tls://127.0.0.1:1"):
+        assert_unreachable(address)
 
 
 def test_a_failed_connection_is_closed(external: ExternalCluster, client: serve.Client) -> None:

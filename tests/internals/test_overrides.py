@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from scenarios import for_each
 from tornado.http1connection import HTTP1Connection
 
 import daskserve
@@ -70,8 +71,6 @@ def test_the_check_sees_an_override() -> None:
     assert line.endswith("Reader._read_message overrides HTTP1Connection._read_message")
 
 
-@pytest.mark.parametrize(
-    "name", ["daskserve.proxies.server.tornado_transport", "daskserve.client.functions.instances"]
-)
+@for_each("name", ["daskserve.proxies.server.tornado_transport", "daskserve.client.functions.instances"])
 def test_the_check_sees_every_module(name: str) -> None:
     assert name in {module.__name__ for module in modules()}

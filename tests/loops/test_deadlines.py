@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 import pytest
+from scenarios import for_each
 
 from daskserve.errors import RequestTimeoutError
 from daskserve.loops.deadlines import earliest, until
@@ -76,7 +77,7 @@ def test_errors_of_the_work_pass_through_including_timeouts() -> None:
     play(scenario)
 
 
-@pytest.mark.parametrize(("outer", "inner", "winner"), [(5, 5, "outer"), (5, 6, "outer"), (6, 5, "inner")])
+@for_each(("outer", "inner", "winner"), [(5, 5, "outer"), (5, 6, "outer"), (6, 5, "inner")])
 def test_the_earliest_nested_deadline_counts_and_the_outermost_of_equal_ones(
     outer: float, inner: float, winner: str
 ) -> None:

@@ -12,18 +12,19 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
+from scenarios import for_each
 
-from daskserve.loops.thread_calls import MAX_DELAY_S, CallInbox, CallsByLoop, ThreadCalls
+from daskserve.loops.thread_calls import MAX_DELAY_S, CallInbox, LoopQueues, ThreadCalls
 
 DEADLINE_S = 10.0
 
 
 def test_closed_loops_are_forgotten() -> None:
-    calls_by_loop = CallsByLoop()
+    loop_queues = LoopQueues()
     refs = []
     for _ in range(5):
         loop = asyncio.new_event_loop()
-        assert calls_by_loop.onto(loop) is calls_by_loop.onto(loop)
+        assert loop_queues.get(loop) is loop_queues.get(loop)
         refs.append(weakref.ref(loop))
         loop.close()
         del loop
@@ -69,7 +70,7 @@ def test_post_soon_does_not_wait_for_the_end_of_a_long_loop_iteration(
         while not done.is_set():
             thread_calls.post_soon(done.set)
             assert time.monotonic() < deadline
-            time.sleep(MAX_DELAY_S / 10)  # noqa: ASYNC251 - the iteration is long
+            time.sleep(MAX_DELAY_S / 10)
 
     asyncio.run(main())
 
@@ -205,19 +206,19 @@ def test_no_post_is_lost_during_catch_up() -> None:
     async def main() -> None:
         loop = asyncio.get_running_loop()
         inbox = CallInbox(loop)
-        calls_by_loop = [ThreadCalls(loop, inbox) for _ in range(3)]
+        loop_queues = [ThreadCalls(loop, inbox) for _ in range(3)]
         ended = asyncio.Event()
 
         def post(poster: int) -> None:
             for number in range(5000):
-                calls_by_loop[(poster + number) % 3 if poster == 3 else poster].post(
+                loop_queues[(poster + number) % 3 if poster == 3 else poster].post(
                     seen.append, (poster, number)
                 )
 
         def post_end() -> None:
             for poster in posters:
                 poster.join()
-            calls_by_loop[0].post(ended.set)
+            loop_queues[0].post(ended.set)
 
         posters = [threading.Thread(target=post, args=(each,)) for each in range(4)]
         for each in (*posters, threading.Thread(target=post_end)):
@@ -241,7 +242,7 @@ def test_an_inbox_of_a_closed_loop_drops_posts() -> None:
         ThreadCalls(loop, inbox).post(print)
 
 
-@pytest.mark.parametrize("error", [asyncio.CancelledError, KeyboardInterrupt])
+@for_each("error", [asyncio.CancelledError, KeyboardInterrupt])
 def test_a_failing_call_does_not_block_calls_of_other_threads(error: type[BaseException]) -> None:
     loop = SleepingLoop()
     inbox = CallInbox(loop)

@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 import pytest
+from scenarios import for_each
 
 from daskserve.options.autoscaling import AutoscalingConfig
 
@@ -31,7 +32,7 @@ def test_the_classic_spelling_and_a_nested_policy_are_accepted() -> None:
     assert (found.policy, found.policy_kwargs) == ("a.b:c", {"d": 1})
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("options", "message"),
     [
         (

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scenarios import for_each
 
 from daskserve.errors import BadRequestError
 from daskserve.options.autoscaling import AutoscalingConfig
 from daskserve.options.bounds import DOWN, UP, Bounds, checked_capacity, share_of
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("replicas", "capacity", "unit", "expected"),
     [
         (10, None, 1, 10),
@@ -88,9 +89,7 @@ def test_bounds_at_any_capacity_are_ordered_whole_groups(
     assert all(part.allows(part.nearest(wanted)) for wanted in range(60))
 
 
-@pytest.mark.parametrize(
-    "percent", [-1, 100.1, math.nan, math.inf, "50", "", True, [50], b"50", 1j, object()]
-)
+@for_each("percent", [-1, 100.1, math.nan, math.inf, "50", "", True, [50], b"50", 1j, object()])
 def test_an_invalid_percentage_is_refused(percent: Any) -> None:
     with pytest.raises(BadRequestError, match="give a percentage from 0 to 100, or None for all"):
         checked_capacity(percent)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from scenarios import for_each
 
 import daskserve as serve
 from daskserve.client.definitions.specs import make_spec
@@ -38,7 +39,7 @@ class Model:
     def __call__(self) -> None: ...
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@for_each("name", OPTIONS)
 def test_an_option_is_accepted_in_the_decorator_and_by_options(name: str) -> None:
     options = {name: OPTIONS[name]}
     plain = serve.deployment(Model)
@@ -56,7 +57,7 @@ def test_the_signature_has_every_option_of_the_model() -> None:
             assert parameters[name].default == field.get_default(call_default_factory=True)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("options", "match"),
     [
         ({"name": ""}, "name must not be empty"),
@@ -108,7 +109,7 @@ BUNDLES = [{"CPU": 1}, {"CPU": 2}]
 PAIRS = {"gang_size": 2}
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("first", "then", "expected"),
     [
         ({"num_replicas": "auto"}, {"num_replicas": 2}, {"num_replicas": 2}),
@@ -143,7 +144,7 @@ def test_steps_are_merged_and_then_checked(
         assert made.config == whole
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("options", "match"),
     [
         (
@@ -162,9 +163,7 @@ def test_an_option_that_lacks_another_one_is_refused_when_it_is_used(
         make_spec("b", Model, (), {}, actor_options=None, config=options, timeout_s=None)
 
 
-@pytest.mark.parametrize(
-    ("text", "count"), [("2GB", 2 * 10**9), ("512 MiB", 2**29), ("1.5kB", 1500), (7, 7), (None, 0)]
-)
+@for_each(("text", "count"), [("2GB", 2 * 10**9), ("512 MiB", 2**29), ("1.5kB", 1500), (7, 7), (None, 0)])
 def test_amounts_of_bytes_are_numbers_or_texts(text: Any, count: int) -> None:
     made = serve.deployment(ray_actor_options={"memory": text, "num_gpus": None, "runtime_env": None})(Model)
     assert made.actor_options == ActorOptions(memory=count)
@@ -182,7 +181,7 @@ def test_options_of_another_type_are_refused() -> None:
         serve.deployment(ray_actor_options=[1])  # type: ignore[call-overload]
 
 
-@pytest.mark.parametrize(
+@for_each(
     "options",
     [
         "num_cpus",

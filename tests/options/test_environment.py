@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from scenarios import for_each
 
 import daskserve as serve
 from daskserve.client.definitions.specs import make_spec
@@ -14,7 +15,7 @@ from daskserve.options.environment import CondaEnv, Environment, parse_environme
 from daskserve.options.specs import BackendSpec
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("value", "expected"),
     [
         (None, None),
@@ -31,19 +32,19 @@ def test_an_environment_is_a_name_or_an_absolute_path(value: Any, expected: str 
     assert (None if found is None else found.to_text()) == expected
 
 
-@pytest.mark.parametrize("value", [3, b"/env", ["x"], b"x"])
+@for_each("value", [3, b"/env", ["x"], b"x"])
 def test_any_other_type_is_a_type_error(value: Any) -> None:
     with pytest.raises(TypeError, match="env must be"):
         parse_environment(value)
 
 
-@pytest.mark.parametrize("value", ["", " ", "./env", "envs/x", " x"])
+@for_each("value", ["", " ", "./env", "envs/x", " x"])
 def test_a_relative_path_or_an_invalid_name_is_a_value_error(value: str) -> None:
     with pytest.raises(ValueError, match="env"):
         parse_environment(value)
 
 
-@pytest.mark.parametrize("name", ["", "/path/to/env", " x"])
+@for_each("name", ["", "/path/to/env", " x"])
 def test_a_conda_environment_has_a_name(name: str) -> None:
     with pytest.raises(BadRequestError, match="not the name of a conda environment"):
         CondaEnv(name)
@@ -79,7 +80,7 @@ def test_an_environment_has_packages_variables_and_files(tmp_path: Path) -> None
     assert Environment.from_text(with_both.to_text()) == with_both
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("options", "text"),
     [
         ({"packages": ["x"], "conda": "base"}, "names another environment"),

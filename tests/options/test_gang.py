@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from scenarios import for_each
 
 from daskserve.options.autoscaling import AutoscalingConfig
 from daskserve.options.backend import BackendConfig
@@ -13,7 +14,7 @@ from daskserve.options.placement import GangSchedulingConfig
 PAIRS = {"gang_size": 2}
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("options", "message"),
     [
         ({"num_replicas": 3}, "num_replicas=3 must be a multiple of gang_size=2; the next one is 4"),

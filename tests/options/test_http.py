@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from scenarios import for_each
 
 import daskserve as serve
 from daskserve.client.functions import instances as api
@@ -14,7 +15,7 @@ from daskserve.options.http import HTTPOptions
 OPEN = {"host": "0.0.0.0", "port": 80}
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("options", "beginnings"),
     [
         ({}, []),

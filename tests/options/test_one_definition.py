@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgpack
 import pytest
+from scenarios import for_each
 
 import daskserve as serve
 from daskserve.client.definitions.graph import ApplicationGraph
@@ -85,7 +86,7 @@ def test_no_default_is_restated() -> None:
     assert found - EXCEPTIONS.keys() == set()
 
 
-@pytest.mark.parametrize(
+@for_each(
     "source",
     [
         "def f(host='0.0.0.0'): ...",
@@ -98,7 +99,7 @@ def test_a_restated_default_is_found(source: str) -> None:
     assert list(restated("x.py", source))
 
 
-@pytest.mark.parametrize("message", [ReplicaStart, ProxyStart, ControllerStart, BackendSpec])
+@for_each("message", [ReplicaStart, ProxyStart, ControllerStart, BackendSpec])
 def test_what_carries_options_has_no_defaults(message: type) -> None:
     assert dataclasses.is_dataclass(message)
     for field in dataclasses.fields(message):

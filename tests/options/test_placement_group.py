@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from scenarios import for_each
 
 import daskserve as serve
 from daskserve.client.definitions.specs import make_spec
@@ -18,7 +19,7 @@ class Model:
     def __call__(self) -> None: ...
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("options", "message"),
     [
         ({"placement_group_bundles": []}, "there is no bundle"),

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
+from scenarios import for_each
 
 from daskserve.autoscaling.loading import load_policy
 from daskserve.options.autoscaling import AutoscalingConfig
@@ -21,7 +22,7 @@ def config(**kwargs: Any) -> AutoscalingConfig:
     return AutoscalingConfig(policy="queue", policy_kwargs=kwargs)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("kwargs", "message"),
     [
         ({}, "missing a required argument: 'broker_url'; it needs a broker_url and a queue_name"),
@@ -103,7 +104,7 @@ def test_an_error_about_policy_arguments_shows_no_credentials() -> None:
     assert SECRET not in str(caught.value)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("text", "shown"),
     [
         ("redis://:p@h:1/0", "redis://***@h:1/0"),
@@ -121,7 +122,7 @@ def test_credentials_in_text_are_masked(text: str, shown: str) -> None:
     assert masked({"a": [text, 1], text: None}) == {"a": [shown, 1], shown: None}
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("broker", "management", "base", "vhost", "login"),
     [
         ("amqp://h", None, "http://h:15672", "/", ("guest", "guest")),

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from control_harness import backend
 from pydantic import ValidationError
+from scenarios import for_each
 
 import daskserve as serve
 from daskserve.cluster.protocols.base import ActorSpec
@@ -84,7 +85,7 @@ def test_a_missing_variable_is_named() -> None:
         read_secret({"env": "A"}, "my_option", {"A": ""})
 
 
-@pytest.mark.parametrize(
+@for_each(
     "value",
     [{}, {"env": "A", "file": "/a"}, {"key": VALUE}, {"env": 1}, {"env": ""}, {"file": "a/b"}, 5, [VALUE]],
 )
@@ -235,7 +236,7 @@ WRONG: Mapping[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("make", WRONG.values(), ids=WRONG)
+@for_each("make", WRONG.values())
 def test_errors_do_not_show_secrets(make: Callable[[], Any]) -> None:
     with pytest.raises(ValueError, match=r".") as caught:
         make()

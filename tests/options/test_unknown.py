@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
+from scenarios import for_each
 
 import daskserve as serve
 from daskserve.options.actor import ActorOptions
@@ -32,7 +33,7 @@ def test_the_three_nearest_options_are_listed() -> None:
     assert set(listed) <= ActorOptions.model_fields.keys()
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("model", "options", "text"),
     [
         (
@@ -74,7 +75,7 @@ def test_an_option_under_both_its_names_is_refused(
     assert "secret" not in message
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("model", "name", "hint"),
     [
         (BackendConfig, "num_replica", "Did you mean 'num_replicas'?"),

@@ -32,7 +32,7 @@ from chaos_verdict import report, violations  # noqa: E402
 from machines import Machines, machines  # noqa: E402
 
 
-def read_arguments() -> argparse.Namespace:
+def read_arguments(given: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="scripts/chaos", description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0, help="how long things break (10)")
     parser.add_argument("--seed", type=int, help="repeats the schedule of another run")
@@ -44,15 +44,15 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--keep", action="store_true", help="keep the folder with all logs, also of a good run"
     )
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(given)
     arguments.kinds = list(KINDS) if arguments.only is None else arguments.only.split(",")
     if unknown := [kind for kind in arguments.kinds if kind not in KINDS]:
         parser.error(f"--only has no faults of these names: {', '.join(map(repr, unknown))}; see --help")
     return arguments
 
 
-def main() -> int:
-    arguments = read_arguments()
+def main(given: list[str] | None = None) -> int:
+    arguments = read_arguments(given)
     seed = arguments.seed if arguments.seed is not None else random.SystemRandom().randrange(1_000_000)
     # The machines and all processes are removed then, too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))

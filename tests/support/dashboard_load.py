@@ -45,7 +45,7 @@ class Model:
         if kind == "hang":
             await asyncio.Event().wait()
         if kind == "block":
-            time.sleep(0.15)  # noqa: ASYNC251
+            time.sleep(0.15)
         if kind == "batch":
             return await self.embed(1)
         if kind == "stream":

@@ -8,11 +8,8 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
-
-from dask_processes import Program, dask_scheduler, dask_worker
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 #: Code that runs first in a process and moves it to a machine.
 ENTER = """
@@ -94,24 +91,6 @@ class Machines:
     def enter(self, name: str) -> str:
         """Return the code that moves a Python program to a machine."""
         return ENTER.format(machine=self._namespaces[name])
-
-    def scheduler(self, name: str, folder: Path) -> AbstractContextManager[str]:
-        """Run a scheduler on a machine; see `dask_scheduler`."""
-        return dask_scheduler(folder, prelude=self.enter(name), extra=["--host", self.addresses[name]])
-
-    def worker(
-        self, name: str, address: str, folder: Path, *extra: str, label: str = ""
-    ) -> AbstractContextManager[Program]:
-        """Run a worker on a machine, named ``label`` or as the machine; see `dask_worker`."""
-        host = ["--host", self.addresses[name], *extra]
-        return dask_worker(address, folder, prelude=self.enter(name), name=label or name, extra=host)
-
-    def program(
-        self, name: str, module: str, arguments: Sequence[str], folder: Path, **environment: str
-    ) -> Program:
-        """Run the ``__main__`` part of a module of this folder on a machine."""
-        source = f"{self.enter(name)}\nimport runpy\nrunpy.run_module({module!r}, run_name='__main__')"
-        return Program(["-c", source, *arguments], folder, environment=environment)
 
 
 def _run(*command: str) -> None:

@@ -18,6 +18,7 @@ from daskserve.cluster.store.fsspec import FsspecStore, folder_of
 from daskserve.cluster.store.journal import Position
 from daskserve.cluster.store.opening import MemoryStore, open_store
 from daskserve.cluster.store.reading import positions_in
+from daskserve.cluster.store.sqlite import SqliteStore
 from daskserve.cluster.store.thread import BlockingCalls, ThreadedStore
 
 T = TypeVar("T")
@@ -73,6 +74,20 @@ def blocking(store: InstanceStore) -> FsspecStore:
     assert isinstance(store, ThreadedStore)
     assert isinstance(store.blocking, FsspecStore)
     return store.blocking
+
+
+def sqlite_half(store: InstanceStore) -> SqliteStore:
+    """Return the blocking half of a store in an SQLite file."""
+    assert isinstance(store, ThreadedStore)
+    assert isinstance(store.blocking, SqliteStore)
+    return store.blocking
+
+
+@contextlib.contextmanager
+def editing(path: Path) -> Iterator[sqlite3.Connection]:
+    """Open an SQLite file as another program would."""
+    with contextlib.closing(sqlite3.connect(path)) as db, db:
+        yield db
 
 
 async def in_thread(store: InstanceStore, job: Callable[[], T]) -> T:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from scenarios import for_each
 
 from daskserve import errors
 from daskserve.telemetry.histogram import (
@@ -72,7 +73,7 @@ def test_batches_are_counted_by_method() -> None:
     ]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("error", "cause"),
     [
         (errors.BackPressureError("x"), "back_pressure"),

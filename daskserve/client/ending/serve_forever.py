@@ -10,18 +10,17 @@ import queue
 import signal
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 from daskserve.client.ending.changes import ChangeReports
-from daskserve.client.instance.calls import ControllerCalls
+from daskserve.client.instance.calls import ControllerCalls, run_on
 from daskserve.cluster.protocols.base import ClientConnection
 from daskserve.common.types import InstanceName
 from daskserve.errors import ClusterUnreachableError
-
-T = TypeVar("T")
 
 #: Interval at which a program that serves checks its connection.
 CHECK_S = 1.0
@@ -121,11 +120,7 @@ async def _serve(
     cluster_connection: ClientConnection, instance: InstanceName, lines: _Lines, *, asynchronous: bool
 ) -> None:
     """Print lines until one is None; raise `ClusterUnreachableError` once the connection is closed."""
-
-    async def run(coroutine: Coroutine[Any, Any, T]) -> T:
-        return (
-            await cluster_connection.wait(coroutine) if asynchronous else cluster_connection.sync(coroutine)
-        )
+    run = partial(run_on, cluster_connection, asynchronous=asynchronous)
 
     async def listen() -> asyncio.Task[None]:
         listener = cluster_connection.cluster(instance).listener

@@ -9,7 +9,8 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from daskserve.client.functions.finding import default_verbs, find_default
+from daskserve.client.client import ClientVerbs
+from daskserve.client.functions.finding import find_default, of_default
 from daskserve.client.functions.forms import Form, awaitable, blocking
 from daskserve.client.functions.http_differences import differences
 from daskserve.client.functions.instances import checked_http, start_with
@@ -205,44 +206,7 @@ delete = blocking(_delete)
 delete_async = awaitable(_delete)
 
 
-async def _get_app_handle(form: Form[Any], name: str = DEFAULT_APPLICATION) -> Handle:
-    """Return a handle of an application's ingress.
-
-    Raises
-    ------
-    NotFoundError
-        There is no such application.
-    NotRunningError
-        No instance runs.
-    """
-    return await (await default_verbs(form)).get_app_handle(name)
-
-
-get_app_handle = blocking(_get_app_handle)
-get_app_handle_async = awaitable(_get_app_handle)
-
-
-async def _get_deployment_handle(
-    form: Form[Any], deployment_name: str, app_name: str | None = None
-) -> Handle:
-    """Return a handle of an application's deployment.
-
-    Parameters
-    ----------
-    app_name : str, optional
-        Default: in a replica, the replica's own application.
-
-    Raises
-    ------
-    BadRequestError
-        There is no ``app_name``, and the caller is not a replica.
-    NotFoundError
-        A `KeyError`: there is no such deployment.
-    NotRunningError
-        No instance runs.
-    """
-    return await (await default_verbs(form)).get_deployment_handle(deployment_name, app_name)
-
-
-get_deployment_handle = blocking(_get_deployment_handle)
-get_deployment_handle_async = awaitable(_get_deployment_handle)
+get_app_handle = blocking(of_default(ClientVerbs.get_app_handle))
+get_app_handle_async = awaitable(of_default(ClientVerbs.get_app_handle))
+get_deployment_handle = blocking(of_default(ClientVerbs.get_deployment_handle))
+get_deployment_handle_async = awaitable(of_default(ClientVerbs.get_deployment_handle))

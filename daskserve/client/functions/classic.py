@@ -5,7 +5,6 @@ Each is made from the verb of the client, in both forms, and uses the instance o
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Coroutine
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -13,7 +12,7 @@ from daskserve.client.classic_handles import classic_handle
 from daskserve.client.client import ClientVerbs
 from daskserve.client.definitions.specs import join_user_config
 from daskserve.client.functions.deployment import ClassicDeployment
-from daskserve.client.functions.finding import default_verbs
+from daskserve.client.functions.finding import default_verbs, of_default
 from daskserve.client.functions.forms import Form, awaitable, blocking
 from daskserve.client.verbs.deployments import StoredDeployment
 from daskserve.common.types import name_in, tag_part
@@ -29,14 +28,7 @@ def both_forms(
 ) -> tuple[Callable[P, T], Callable[P, Coroutine[Any, Any, T]]]:
     """Return the blocking and the awaitable function of a client's verb."""
 
-    async def body(form: Form[Any], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return await verb(await default_verbs(form), *args, **kwargs)
-
-    body.__name__, body.__doc__ = verb.__name__, verb.__doc__
-    signature = inspect.signature(verb)
-    first, *others = signature.parameters.values()
-    body.__dict__["__signature__"] = signature.replace(parameters=[first.replace(name="form"), *others])
-    return blocking(body), awaitable(body)
+    return blocking(of_default(verb)), awaitable(of_default(verb))
 
 
 create_backend, create_backend_async = both_forms(ClientVerbs.create_backend)

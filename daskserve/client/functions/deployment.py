@@ -287,21 +287,7 @@ def deployment(definition: Callable[..., Any] | str, /) -> ClassicDeployment: ..
 
 
 @overload
-def deployment(
-    *,
-    name: str | None = None,
-    config: BackendConfig | Mapping[str, Any] | None = None,
-    actor_options: ActorOptions | Mapping[str, Any] | None = None,
-    ray_actor_options: Mapping[str, Any] | None = None,
-    version: str | None = None,
-    env: Any = None,
-    deployment_actors: DeploymentActors | None = None,
-    init_args: tuple[Any, ...] | None = None,
-    init_kwargs: Mapping[str, Any] | None = None,
-    prev_version: str | None = None,
-    route_prefix: str | None = NAME_AS_ROUTE,
-    **options: Any,
-) -> Callable[[Callable[..., Any]], ClassicDeployment]: ...
+def deployment(**options: Any) -> Callable[[Callable[..., Any]], ClassicDeployment]: ...
 
 
 @_with_options

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import dask.config
 
@@ -18,6 +19,9 @@ from daskserve.common import settings
 from daskserve.common.types import DEFAULT_INSTANCE, InstanceName
 from daskserve.context import current_replica
 from daskserve.errors import BadRequestError, NotRunningError
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 async def _connect(
@@ -187,3 +191,18 @@ async def default_verbs(form: Form[Any]) -> ClientVerbs:
             "serve.connect() has the same methods."
         )
     raise NotRunningError("No instance runs here; deploy something with serve.run() first.")
+
+
+def of_default(
+    verb: Callable[Concatenate[ClientVerbs, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[Form[Any], P], Coroutine[Any, Any, T]]:
+    """Return the body of a function that calls a client's verb on the instance of `default_verbs`."""
+
+    async def body(form: Form[Any], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await verb(await default_verbs(form), *args, **kwargs)
+
+    body.__name__, body.__doc__ = verb.__name__, verb.__doc__
+    signature = inspect.signature(verb)
+    first, *others = signature.parameters.values()
+    body.__dict__["__signature__"] = signature.replace(parameters=[first.replace(name="form"), *others])
+    return body

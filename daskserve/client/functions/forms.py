@@ -10,11 +10,12 @@ import functools
 import inspect
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from daskserve.client.client import AsyncClient, Client, ClientVerbs
+from daskserve.client.instance.calls import run_on
 from daskserve.client.instance.connection import InstanceConnection
-from daskserve.client.verbs.blocking import finish_call
+from daskserve.client.verbs.blocking import blocking_form
 from daskserve.cluster.protocols.base import ClientConnection
 from daskserve.options.ray_names import INSTEAD
 from daskserve.payload.shown_errors import shows_errors
@@ -33,11 +34,7 @@ class Form(Generic[ClientT]):
 
     async def run(self, cluster_connection: ClientConnection, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the connection's loop and return its result."""
-        return (
-            await cluster_connection.wait(coroutine)
-            if self.asynchronous
-            else cluster_connection.sync(coroutine)
-        )
+        return await run_on(cluster_connection, coroutine, asynchronous=self.asynchronous)
 
     def verbs(self, connection: InstanceConnection) -> ClientVerbs:
         """Return the verbs of an instance, which wait in this form."""
@@ -53,14 +50,10 @@ def blocking(
     """
     name = body.__name__.removeprefix("_")
 
-    @functools.wraps(body)
-    def form(*args: P.args, **kwargs: P.kwargs) -> T:
-        coroutine = _called(body, name, owner, Form(False, Client), args, kwargs)
-        result, error = finish_call(coroutine, f"{owner}.{name}()", f"{owner}.{name}_async(...)`")
-        if error is not None:
-            raise error
-        return cast(T, result)
+    def start(*args: P.args, **kwargs: P.kwargs) -> Coroutine[Any, Any, T]:
+        return _called(body, name, owner, Form(False, Client), args, kwargs)
 
+    form = blocking_form(start, body, f"{owner}.{name}()", f"{owner}.{name}_async(...)`")
     _name(form, name, body)
     return form
 

@@ -12,15 +12,15 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from daskserve.client.client import ClientVerbs
 from daskserve.client.definitions.specs import check_name, packed_middlewares
 from daskserve.client.functions.connecting import find_connection, launch
-from daskserve.client.functions.finding import default_verbs, find_default, named_instance
+from daskserve.client.functions.finding import find_default, named_instance, of_default
 from daskserve.client.functions.forms import ClientT, Form, awaitable, blocking
 from daskserve.client.functions.local import running_instance
 from daskserve.client.instance.calls import ControllerCalls, wait_for_http
 from daskserve.client.instance.connection import InstanceConnection
 from daskserve.client.instance.ending import end_instance
-from daskserve.client.views.explanation import Explanation
 from daskserve.client.views.status import Status
 from daskserve.client.warning import warn_caller
 from daskserve.cluster.dask.connection import DaskConnection
@@ -296,63 +296,9 @@ status = blocking(_status)
 status_async = awaitable(_status)
 
 
-async def _explain(form: Form[Any], name: str) -> Explanation:
-    """Return an explanation of a deployment's number of replicas, in the instance that `run` uses.
-
-    Print it to read the current and target numbers, the bounds, the policy's decision, the latest metrics and
-    changes, and what replicas wait for.
-
-    Raises
-    ------
-    NotFoundError
-        There is no such deployment.
-    NotRunningError
-        No instance runs.
-    """
-    return await (await default_verbs(form)).explain(name)
-
-
-explain = blocking(_explain)
-explain_async = awaitable(_explain)
-
-
-async def _scale(form: Form[Any], name: str, target_num_replicas: int) -> int:
-    """Set the number of replicas of an externally scaled deployment and return it.
-
-    See `daskserve.client.client.Client.scale`.
-
-    Raises
-    ------
-    ExternalScalerDisabledError
-        Its config does not have ``external_scaler_enabled=True``.
-    NotFoundError
-        There is no such deployment.
-    BadRequestError
-        The number is invalid.
-    NotRunningError
-        No instance runs.
-    """
-    return await (await default_verbs(form)).scale(name, target_num_replicas)
-
-
-scale = blocking(_scale)
-scale_async = awaitable(_scale)
-
-
-async def _set_target_capacity(form: Form[Any], percent: float | None) -> None:
-    """Set the percentage of replicas that run in the instance that `run` uses; None means all of them.
-
-    See `daskserve.client.client.Client.set_target_capacity`.
-
-    Raises
-    ------
-    BadRequestError
-        A `ValueError`: the percentage is not a number from 0 to 100.
-    NotRunningError
-        No instance runs.
-    """
-    await (await default_verbs(form)).set_target_capacity(percent)
-
-
-set_target_capacity = blocking(_set_target_capacity)
-set_target_capacity_async = awaitable(_set_target_capacity)
+explain = blocking(of_default(ClientVerbs.explain))
+explain_async = awaitable(of_default(ClientVerbs.explain))
+scale = blocking(of_default(ClientVerbs.scale))
+scale_async = awaitable(of_default(ClientVerbs.scale))
+set_target_capacity = blocking(of_default(ClientVerbs.set_target_capacity))
+set_target_capacity_async = awaitable(of_default(ClientVerbs.set_target_capacity))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Coroutine, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from daskserve.cluster.actors.controller_calls import call_controller
 from daskserve.cluster.protocols.base import ClientConnection
@@ -21,6 +21,8 @@ from daskserve.options.specs import ApplicationSpec, BackendSpec, Spec
 from daskserve.payload.packed_errors import load_error
 from daskserve.payload.parcels import Parcel
 
+T = TypeVar("T")
+
 logger = logging.getLogger("daskserve.client")
 
 #: Maximum time that one call to the controller waits for a goal; then the client calls again.
@@ -29,6 +31,22 @@ POLL_S = 25.0
 CONTROLLER_S = 30.0
 #: Interval at which a running call checks whether its controller is still the current one.
 CHECK_S = 1.0
+
+
+async def run_on(
+    cluster_connection: ClientConnection,
+    coroutine: Coroutine[Any, Any, T],
+    *,
+    asynchronous: bool,
+    timeout_s: float | None = None,
+) -> T:
+    """Run a coroutine on a connection's loop and return its result; see `daskserve.loops.blocking`.
+
+    A blocking wait ends after ``timeout_s`` with `TimeoutError`.
+    """
+    if asynchronous:
+        return await cluster_connection.wait(coroutine)
+    return cluster_connection.sync(coroutine, timeout_s=timeout_s)
 
 
 class ControllerCalls:

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from daskserve.client.instance.calls import ControllerCalls
+from daskserve.client.instance.calls import ControllerCalls, run_on
 from daskserve.client.instance.ending import abandon_instance, end_instance
 from daskserve.client.views.progress import find_display, wait_visibly, waits_for
 from daskserve.client.views.status import Status
@@ -99,21 +99,16 @@ class InstanceConnection:
             self._ownership.detach()
         await end_instance(self.cluster_connection, self.instance, asynchronous=asynchronous, drains=True)
 
-    async def _is_alone(self, *, asynchronous: bool) -> bool:
-        asking = self.cluster_connection.started.is_alone(self.instance)
-        return (
-            await self.cluster_connection.wait(asking)
-            if asynchronous
-            else self.cluster_connection.sync(asking)
-        )
-
     async def disconnect(self, *, asynchronous: bool) -> None:
         """Close the connection, and its Dask client if daskserve created it.
 
         An owned instance ends, unless other programs have deployed something on it.
         """
         if self._ownership is not None and not self.is_closed:
-            if not self.cluster_connection.is_open or await self._is_alone(asynchronous=asynchronous):
+            started = self.cluster_connection.started
+            if not self.cluster_connection.is_open or await run_on(
+                self.cluster_connection, started.is_alone(self.instance), asynchronous=asynchronous
+            ):
                 await self.shutdown(asynchronous=asynchronous)
             else:
                 self._ownership.detach()
@@ -178,12 +173,7 @@ class Verbs:
 
     async def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the connection's loop and return its result."""
-        cluster_connection = self._connection.cluster_connection
-        return (
-            await cluster_connection.wait(coroutine)
-            if self._asynchronous
-            else cluster_connection.sync(coroutine)
-        )
+        return await run_on(self._connection.cluster_connection, coroutine, asynchronous=self._asynchronous)
 
     async def _call(self, verb: str, **message: Any) -> Any:
         """Return the controller's answer to a verb."""

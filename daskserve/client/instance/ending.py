@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
-from typing import Any
+from functools import partial
 
+from daskserve.client.instance.calls import run_on
 from daskserve.cluster.protocols.base import ClientConnection
 from daskserve.common.types import InstanceName
 from daskserve.data.caller.routing.waiting_calls import wait_until_sent
@@ -17,6 +17,8 @@ logger = logging.getLogger("daskserve.client.client")
 
 #: Timeout of an answer of the scheduler.
 SHUTDOWN_S = 15.0
+#: Timeout of the end of an instance, also if the event loop of the connection does not run any more.
+END_S = SHUTDOWN_S + 5.0
 
 
 async def end_instance(
@@ -41,19 +43,23 @@ async def end_instance(
         Whether to leave an instance that other programs use.
     """
     cluster_connection.release_default(instance)
+    run = partial(run_on, cluster_connection, asynchronous=asynchronous)
 
-    async def run(coroutine: Coroutine[Any, Any, None]) -> None:
-        await cluster_connection.wait(coroutine) if asynchronous else cluster_connection.sync(coroutine)
+    async def end() -> None:
+        try:
+            await run(_end(cluster_connection, instance, start_id, if_alone=if_alone), timeout_s=END_S)
+        except TimeoutError:
+            logger.warning("Instance %s did not end within %s s", instance, END_S)
 
     try:
         if cluster_connection.is_open and drains:
             await run(_drain(cluster_connection, instance))
         if cluster_connection.is_open:
-            await run(_end(cluster_connection, instance, start_id, if_alone=if_alone))
+            await end()
     except (KeyboardInterrupt, asyncio.CancelledError):
         # A second Ctrl-C does not wait, but it leaves nothing behind either.
         if cluster_connection.is_open:
-            await run(_end(cluster_connection, instance, start_id, if_alone=if_alone))
+            await end()
         raise
     finally:
         await cluster_connection.instance_ended(instance, asynchronous=asynchronous)

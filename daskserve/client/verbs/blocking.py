@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Coroutine
-from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from daskserve.client.instance.connection import Verbs
 from daskserve.errors import BlockingCallError
@@ -16,27 +16,35 @@ T = TypeVar("T")
 VerbsT = TypeVar("VerbsT", bound=Verbs)
 
 
-def finish_call(
-    coroutine: Coroutine[Any, Any, T], call: str, instead: str
-) -> tuple[T, None] | tuple[None, Exception]:
-    """Return the result of a coroutine whose steps block, or its error as users should see it.
-
-    The caller raises the error: a frame fewer in what users see.
+def blocking_form(
+    start: Callable[..., Coroutine[Any, Any, T]], source: Callable[..., Any], call: str, instead: str
+) -> Callable[..., T]:
+    """Return a function that runs coroutines whose steps block, and raises errors as users should see them.
 
     Parameters
     ----------
+    start
+        Returns the coroutine for some arguments.
+    source
+        The coroutine function whose docstring and signature the function has.
     call, instead : str
         The call that blocks, and the one to await instead, as users write them.
     """
-    try:
-        return finish(coroutine), None
-    except BlockingCallError:
-        return None, BlockingCallError(
-            f"{call} would block the event loop that has to run it; use `await {instead}, or call it from "
-            "another thread (asyncio.to_thread)."
-        )
-    except Exception as error:
-        return None, shown(error)
+
+    @functools.wraps(source)
+    def form(*args: Any, **kwargs: Any) -> T:
+        try:
+            return finish(start(*args, **kwargs))
+        except BlockingCallError:
+            error: Exception = BlockingCallError(
+                f"{call} would block the event loop that has to run it; use `await {instead}, or call it "
+                "from another thread (asyncio.to_thread)."
+            )
+        except Exception as raised:
+            error = shown(raised)
+        raise error  # a frame fewer in what users see, and without a context
+
+    return form
 
 
 def method(
@@ -47,22 +55,12 @@ def method(
     The verb's coroutine runs on the caller's thread. So does the caller's code that it calls, for example to
     pickle arguments, and Ctrl-C interrupts it.
     """
+
+    async def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        if self._connection.cluster_connection.runs_here():
+            raise BlockingCallError
+        return await verb(self._verbs, *args, **kwargs)
+
     name = verb.__name__
-
-    @functools.wraps(verb)
-    def form(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        async def call() -> T:
-            if self._connection.cluster_connection.runs_here():
-                raise BlockingCallError
-            return await verb(self._verbs, *args, **kwargs)
-
-        result, error = finish_call(
-            call(),
-            f"client.{name}()",
-            f"client.{name}(...)` of the client that serve.start_async() or serve.connect_async() returns",
-        )
-        if error is not None:
-            raise error
-        return cast(T, result)
-
-    return form
+    instead = f"client.{name}(...)` of the client that serve.start_async() or serve.connect_async() returns"
+    return blocking_form(call, verb, f"client.{name}()", instead)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from daskserve.client.instance.calls import run_on
 from daskserve.client.instance.connection import InstanceConnection
 from daskserve.errors import BadRequestError, BlockingCallError, CodeLoadError, InstanceError, NotFoundError
 from daskserve.payload.parcels import Parcel, unpack_code
@@ -69,9 +70,7 @@ class StoredCode:
             )
         fetching = cluster_connection.cluster(self.connection.instance).fetch_parcel(self.code_name, parcel)
         try:
-            return (
-                await cluster_connection.wait(fetching) if asynchronous else cluster_connection.sync(fetching)
-            )
+            return await run_on(cluster_connection, fetching, asynchronous=asynchronous)
         except (KeyError, CodeLoadError, InstanceError) as error:
             raise NotFoundError(
                 f"The code of deployment '{self.deployment}' is no longer stored: the deployment was deleted "

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from html import escape
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from daskserve.client.views.table import Table, html_table, table
 from daskserve.common.formatting import shown
@@ -18,16 +18,25 @@ from daskserve.payload.shown_errors import shortened
 class _FromPlain:
     """Base class: created from plain values; fields unknown to this version are ignored."""
 
-    @classmethod
-    def of(cls, values: Mapping[str, Any]) -> Self:
-        known = {each.name for each in fields(cls)}
-        given = {name: value for name, value in values.items() if name in known}
-        return cls(**given | cls._parts(values))
+    #: The functions that convert the fields which are not plain values.
+    PARTS: ClassVar[Mapping[str, Callable[[Any], Any]]] = {}
 
     @classmethod
-    def _parts(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the fields that are objects themselves."""
-        return {}
+    def of(cls, values: Mapping[str, Any]) -> Self:
+        known = [each.name for each in fields(cls) if each.name in values]
+        return cls(**{name: cls.PARTS.get(name, _same)(values[name]) for name in known})
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _all(kind: type[_FromPlain]) -> Callable[[Any], Any]:
+    return lambda values: tuple(kind.of(each) for each in values)
+
+
+def _named(kind: type[_FromPlain]) -> Callable[[Any], Any]:
+    return lambda values: {name: kind.of(each) for name, each in values.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +68,6 @@ class DeadReplicaStatus(_FromPlain):
     at: float
 
 
-def _dead(values: Mapping[str, Any]) -> tuple[DeadReplicaStatus, ...]:
-    return tuple(DeadReplicaStatus.of(each) for each in values.get("dead_replicas", ()))
-
-
 @dataclass(frozen=True, slots=True)
 class BackendStatus(_FromPlain):
     """One backend: HEALTHY, UPDATING, UNHEALTHY or DELETING; ``message`` says what is missing or failing.
@@ -77,9 +82,7 @@ class BackendStatus(_FromPlain):
     message: str = ""
     dead_replicas: tuple[DeadReplicaStatus, ...] = field(default=(), compare=False)
 
-    @classmethod
-    def _parts(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        return {"dead_replicas": _dead(values)}
+    PARTS: ClassVar[Mapping[str, Callable[[Any], Any]]] = {"dead_replicas": _all(DeadReplicaStatus)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +112,7 @@ class DeploymentStatus(_FromPlain):
     dead_replicas: tuple[DeadReplicaStatus, ...] = ()
     actor_of: str = ""
 
-    @classmethod
-    def _parts(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        return {"dead_replicas": _dead(values)}
+    PARTS: ClassVar[Mapping[str, Callable[[Any], Any]]] = {"dead_replicas": _all(DeadReplicaStatus)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,10 +139,7 @@ class ApplicationStatus(_FromPlain):
     route_prefix: str | None = None
     deployments: Mapping[str, DeploymentStatus] = field(default_factory=dict)
 
-    @classmethod
-    def _parts(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        found = values.get("deployments", {})
-        return {"deployments": {name: DeploymentStatus.of(each) for name, each in found.items()}}
+    PARTS: ClassVar[Mapping[str, Callable[[Any], Any]]] = {"deployments": _named(DeploymentStatus)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +150,8 @@ class EndpointStatus(_FromPlain):
     methods: tuple[str, ...]
     traffic: Mapping[str, float]
     shadows: Mapping[str, float]
+
+    PARTS: ClassVar[Mapping[str, Callable[[Any], Any]]] = {"methods": tuple}
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +171,7 @@ class GoalStatus(_FromPlain):
 
 
 @dataclass(frozen=True, slots=True)
-class Status:
+class Status(_FromPlain):
     """The current status of an instance; empty if none runs. Printed, it is a table.
 
     Attributes
@@ -220,31 +220,15 @@ class Status:
     target_capacity_direction: str | None = None
     applications: Mapping[str, ApplicationStatus] = field(default_factory=dict)
 
-    @classmethod
-    def of(cls, values: Mapping[str, Any]) -> Self:
-        """Return the status from the controller's plain values."""
-        return cls(
-            instance=values["instance"],
-            epoch=values["epoch"],
-            owns_store=values.get("owns_store", True),
-            actors=tuple(ActorStatus.of(each) for each in values["actors"]),
-            backends={name: BackendStatus.of(each) for name, each in values["backends"].items()},
-            applications={
-                name: ApplicationStatus.of(each) for name, each in values.get("applications", {}).items()
-            },
-            endpoints={
-                name: EndpointStatus.of({**each, "methods": tuple(each["methods"])})
-                for name, each in values["endpoints"].items()
-            },
-            goals=tuple(GoalStatus.of(each) for each in values["goals"]),
-            http_urls=tuple(values["http_urls"]),
-            unresponsive_workers=tuple(values["unresponsive_workers"]),
-            broken_routes={name: dict(each) for name, each in values["broken_routes"].items()},
-            refused_workers=dict(values["refused_workers"]),
-            problems=dict(values["problems"]),
-            target_capacity=values.get("target_capacity"),
-            target_capacity_direction=values.get("target_capacity_direction"),
-        )
+    PARTS: ClassVar[Mapping[str, Callable[[Any], Any]]] = {
+        "actors": _all(ActorStatus),
+        "backends": _named(BackendStatus),
+        "applications": _named(ApplicationStatus),
+        "endpoints": _named(EndpointStatus),
+        "goals": _all(GoalStatus),
+        "http_urls": tuple,
+        "unresponsive_workers": tuple,
+    }
 
     @property
     def proxies(self) -> dict[str, str]:

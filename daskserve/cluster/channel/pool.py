@@ -29,7 +29,7 @@ from daskserve.common.types import (
     Send,
     WorkerAddress,
 )
-from daskserve.errors import ActorLostError
+from daskserve.errors import ActorLostError, InstanceError
 from daskserve.loops.tasks import is_cancelling
 from daskserve.loops.thread_calls import CallInbox
 from daskserve.telemetry.table import MetricSample
@@ -39,6 +39,11 @@ Connect = Callable[[WorkerAddress], Awaitable[Transport]]
 
 #: Interval at which a channel that was replaced is checked for requests that are still under way on it.
 RETIRED_S = 1.0
+
+
+def refuse_requests(name: str, incarnation: int, envelope: Envelope) -> ActorRequest:
+    """Raise: the `Dispatch` of a process without actors."""
+    raise InstanceError("This process is a client and holds no actors.")
 
 
 class ChannelPool:

@@ -40,7 +40,7 @@ from daskserve.telemetry.collector import PROCESS
 #: The scheduler handler that the supervisor plugin adds.
 SUPERVISOR_OP = "daskserve"
 #: How long after the return of the scheduler an instance that it does not know may still come back.
-RETURN_S = 10.0
+RECONNECT_S = 10.0
 
 
 def topic_of(instance: InstanceName) -> str:
@@ -107,7 +107,7 @@ class RemoteStore:
 
     async def load(self) -> Mapping[str, bytes]:
         found = await ask_supervisor(self._client, "load_records", instance=self._instance)
-        self._note(found)
+        self.learn(found)
         records: Mapping[str, bytes] = found["records"]
         return records
 
@@ -119,9 +119,6 @@ class RemoteStore:
         return self._hold
 
     def learn(self, condition: Mapping[str, Any]) -> None:
-        self._note(condition)
-
-    def _note(self, condition: Mapping[str, Any]) -> None:
         self._problems, self._hold = condition["problems"], StoreOwnership(condition["hold"])
 
     async def commit(self, epoch: int, change: StoreChange) -> None:
@@ -144,7 +141,7 @@ class RemoteStore:
     ) -> Mapping[str, bytes | None] | None:
         message = {"epoch": epoch, "is_complete": is_complete, "own": list(own)}
         found = await ask_supervisor(self._client, "take_over_records", instance=self._instance, **message)
-        self._note(found)
+        self.learn(found)
         changed: Mapping[str, bytes | None] | None = found["changed"]
         return changed
 
@@ -159,7 +156,7 @@ class RemoteStore:
                 parcels=dict(change.parcels),
                 **message,
             )
-            self._note(condition)
+            self.learn(condition)
         except NotRunningError as error:
             # Callers learn which of both it is when they look for the controller again.
             raise UnavailableError(
@@ -289,7 +286,7 @@ class DaskCluster(ActorCalls):
                 ask = ask_if_supervised if self._worker is None else ask_supervisor
                 found = await ask(self._client, "controller", instance=self.instance)
             except NotRunningError as error:
-                if self._resumed_at is None or self.clock.now() > self._resumed_at + RETURN_S:
+                if self._resumed_at is None or self.clock.now() > self._resumed_at + RECONNECT_S:
                     raise
                 raise UnavailableError(f"Instance {self.instance!r} is coming back: {error}") from error
             except OSError as error:

@@ -22,7 +22,7 @@ from distributed.comm import connect
 from daskserve.cluster.actors.registry import ActorRegistry
 from daskserve.cluster.channel.connect.dialling import Dialler
 from daskserve.cluster.channel.connect.keyring import Keyring
-from daskserve.cluster.channel.pool import ChannelPool
+from daskserve.cluster.channel.pool import ChannelPool, refuse_requests
 from daskserve.cluster.dask.cluster import DaskCluster, ask_if_supervised, ask_supervisor
 from daskserve.cluster.dask.reconnect import identity_on, keep_connected
 from daskserve.cluster.dask.values import DaskTransfer
@@ -39,30 +39,27 @@ from daskserve.cluster.protocols.started import StartedInstances
 from daskserve.common import settings
 from daskserve.common.clock import OneLoopClock, RequestIds, system_rng
 from daskserve.common.formatting import shown
-from daskserve.common.types import ActorRequest, Envelope, InstanceName
+from daskserve.common.types import InstanceName
 from daskserve.errors import (
     BlockingCallError,
     ClusterUnreachableError,
-    InstanceError,
     ServeError,
     VersionMismatchError,
 )
 from daskserve.loops.event_loop import on_loop, running_loop
 from daskserve.loops.tasks import TaskSet
-from daskserve.loops.thread_calls import CallInbox, CallsByLoop
+from daskserve.loops.thread_calls import CallInbox, LoopQueues
 from daskserve.telemetry.collector import PROCESS
 
 T = TypeVar("T")
 
-logger = logging.getLogger("daskserve.link")
+logger = logging.getLogger("daskserve.connection")
 
-_ATTRIBUTE = "_daskserve_link"
+_ATTRIBUTE = "_daskserve_connection"
+#: How long closing the channels, or the Dask client, may take: a program that ends waits for it.
+CLOSE_S = 10.0
 #: Added to the timeout, so that Dask's own error, which is more specific, comes first if nothing listens.
 CONNECT_MARGIN_S = 0.2
-
-
-def _refuse(name: str, incarnation: int, envelope: Envelope) -> ActorRequest:
-    raise InstanceError("This process is a client and holds no actors.")
 
 
 class _InterruptibleCall(Generic[T]):
@@ -114,9 +111,9 @@ class DaskConnection:
         self.loop: asyncio.AbstractEventLoop = io_loop.asyncio_loop
         self.clock = OneLoopClock(self.loop)
         #: Calls to event loops: this connection's own, and those of its callers.
-        self.calls_by_loop = CallsByLoop()
+        self.loop_queues = LoopQueues()
         self.inbox = CallInbox(self.loop)
-        self.thread_calls = self.calls_by_loop.onto(self.loop, self.inbox)
+        self.thread_calls = self.loop_queues.get(self.loop, self.inbox)
         self.rng = system_rng()
         self.request_ids = RequestIds(self.rng)
         channel = settings.channel() if worker is None else settings.worker_channel()
@@ -124,7 +121,7 @@ class DaskConnection:
         keyring = Keyring(partial(ask_supervisor, client, "channel_secret"))
         dialler = Dialler(connection_args, lambda: scheduler_address(client), channel, self.clock, keyring)
         self.channels = ChannelPool(
-            _refuse if registry is None else registry.dispatch,
+            refuse_requests if registry is None else registry.dispatch,
             dialler.dial,
             self.inbox,
             keyring=keyring,
@@ -316,7 +313,7 @@ class DaskConnection:
         """Close the connection and its Dask client, and the scheduler or the cluster object if given."""
 
         def close_client() -> Any:
-            return self.client.shutdown() if ends_scheduler else self.client.close()
+            return self.client.shutdown() if ends_scheduler else self.client.close(timeout=CLOSE_S)
 
         async def close() -> None:
             if self.is_open:
@@ -327,8 +324,9 @@ class DaskConnection:
 
         def close_blocking() -> None:
             if self.is_open:
-                self.sync(self.close())
-                close_client()
+                with suppress(TimeoutError):
+                    self.sync(self.close(), timeout_s=CLOSE_S)
+                    close_client()
             if cluster is not None:
                 cluster.close()
 
@@ -337,7 +335,8 @@ class DaskConnection:
         elif asynchronous:
             await on_loop(self.loop, close())
         elif self.loop.is_running():
-            asyncio.run_coroutine_threadsafe(close(), self.loop).result()
+            with suppress(TimeoutError):
+                asyncio.run_coroutine_threadsafe(close(), self.loop).result(2 * CLOSE_S)
 
     def release_default(self, instance: InstanceName) -> None:
         """Clear the default instance if it is this one."""

@@ -1,12 +1,16 @@
-"""Closing a Dask cluster without tracebacks of Dask.
+"""Closing a Dask cluster without tracebacks of Dask, and within a limit.
 
 Problem: a worker that closes while the scheduler has not answered its heartbeat cuts that off, and logs a
 traceback. Choice: all heartbeats end before the workers do.
+
+A program that ends must not wait for a cluster that does not close. The workers end with the program in any
+case; see `daskserve.cluster.dask.kept_worker`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import pickle
 from contextlib import suppress
 from typing import Any
@@ -16,8 +20,12 @@ from distributed import SpecCluster, Worker
 from daskserve.cluster.distributed_internals import is_calling_scheduler, pause_heartbeat
 from daskserve.loops.blocking import settled
 
+logger = logging.getLogger("daskserve.launch")
+
 #: How long the close waits for the last heartbeats: a worker may hang.
 LAST_S = 2.0
+#: Limit of the whole close.
+CLOSE_S = 20.0
 #: Interval of the checks whether a worker's last heartbeat is over.
 CHECK_S = 0.005
 
@@ -33,12 +41,18 @@ class QuietCluster(SpecCluster):
         scheduler: Any = self.scheduler
 
         async def quietly() -> None:
-            # A worker that is gone or hangs is closed all the same.
-            with suppress(OSError):
-                async with asyncio.timeout(LAST_S):
-                    message = {"op": "run", "function": pickle.dumps(end_heartbeats), "wait": True}
-                    await scheduler.broadcast(msg=message, on_error="ignore")
-            await settled(close(timeout))
+            try:
+                async with asyncio.timeout(CLOSE_S):
+                    # A worker that is gone or hangs is closed all the same.
+                    with suppress(OSError):
+                        async with asyncio.timeout(LAST_S):
+                            message = {"op": "run", "function": pickle.dumps(end_heartbeats), "wait": True}
+                            await scheduler.broadcast(msg=message, on_error="ignore")
+                    await settled(close(timeout))
+            except TimeoutError:
+                logger.warning(
+                    "The local cluster did not close within %s s; it ends with this program", CLOSE_S
+                )
 
         return self.sync(quietly)
 

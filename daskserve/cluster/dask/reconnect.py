@@ -14,7 +14,7 @@ from daskserve.common.clock import Clock
 from daskserve.common.formatting import shown
 from daskserve.loops.tasks import TaskSet
 
-logger = logging.getLogger("daskserve.link")
+logger = logging.getLogger("daskserve.connection")
 
 #: Interval between two attempts to reach the scheduler, and the timeout of one.
 PERIOD_S = 0.25

@@ -17,7 +17,7 @@ from dask.base import is_dask_collection
 from distributed import Client, Future
 
 from daskserve.cluster.distributed_internals import call_scheduler, desire_keys, scheduler_address
-from daskserve.cluster.protocols.base import ValueTransfer
+from daskserve.cluster.protocols.base import RemoteValues, ValueTransfer
 from daskserve.common.types import Payload
 from daskserve.errors import BadRequestError, UnavailableError
 from daskserve.loops.event_loop import on_loop
@@ -56,9 +56,6 @@ def _holds_values(value: Any, depth: int) -> bool:
 def is_dask_value(value: Any) -> bool:
     """Return whether a value is a future, a delayed value or a collection of Dask."""
     return isinstance(value, Future) or is_dask_collection(value)
-
-
-# ---- on a Dask cluster
 
 
 class DaskValues:
@@ -108,22 +105,26 @@ async def _wait(future: Future[Any], scheduler: str) -> BaseException | None:
     return error
 
 
-class DaskTransfer(ValueTransfer):
-    """Takes Dask's values out of arguments, and fetches them."""
+class TakenValues(ValueTransfer):
+    """Takes Dask's values out of arguments; a subclass says how they travel."""
 
-    def __init__(self, client: Client) -> None:
-        self._client = client
-
-    def take(self, payload: Payload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> DaskValues | None:
+    def take(self, payload: Payload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> RemoteValues | None:
         """Take Dask's values out of a call's arguments and have them computed; None if there are none."""
         if not may_hold_values(payload, args, kwargs):
             return None
-        payload, values = take_out((args, kwargs), self.is_value)
+        payload, values = take_out((args, kwargs), is_dask_value)
         return self.hold(payload, values) if values else None
 
     def is_value(self, value: Any) -> bool:
         """Return whether a value is one of Dask's."""
         return is_dask_value(value)
+
+
+class DaskTransfer(TakenValues):
+    """Values that are computed on a Dask cluster, and fetched from its workers by their keys."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
 
     def hold(self, payload: Payload, values: Sequence[Any]) -> DaskValues:
         """Have values computed that were taken out of a call's arguments."""

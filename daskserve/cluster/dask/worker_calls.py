@@ -41,8 +41,8 @@ async def call_in_worker(
 async def _call_in_thread(
     function: Callable[..., Any], arguments: dict[str, Any], dask_worker: Worker
 ) -> dict[str, Any]:
-    links = (getattr(actor, "connection", None) for actor in actors_on(dask_worker))
-    connection = next((each for each in links if isinstance(each, DaskConnection)), None)
+    connections = (getattr(actor, "connection", None) for actor in actors_on(dask_worker))
+    connection = next((each for each in connections if isinstance(each, DaskConnection)), None)
 
     try:
         if connection is None:

@@ -13,7 +13,8 @@ from daskserve.cluster.protocols.ended import ended_error
 from daskserve.common.clock import RequestIds
 from daskserve.common.types import InstanceName
 from daskserve.errors import BadRequestError, BlockingCallError, NotRunningError, ServeError
-from daskserve.loops.thread_calls import CallInbox, CallsByLoop, ThreadCalls
+from daskserve.loops.event_loop import on_loop, running_loop
+from daskserve.loops.thread_calls import CallInbox, LoopQueues, ThreadCalls
 
 T = TypeVar("T")
 
@@ -40,7 +41,7 @@ class LocalConnection:
         self.clock = world.clock
         self.rng = world.rng
         self.request_ids = RequestIds(self.rng)
-        self.calls_by_loop = CallsByLoop()
+        self.loop_queues = LoopQueues()
         self.values = LocalTransfer()
         self._inbox: CallInbox | None = None
         self._world = world
@@ -61,7 +62,7 @@ class LocalConnection:
     @property
     def thread_calls(self) -> ThreadCalls:
         """Calls to that loop from other threads."""
-        return self.calls_by_loop.onto(self.loop, self.inbox)
+        return self.loop_queues.get(self.loop, self.inbox)
 
     @property
     def is_open(self) -> bool:
@@ -79,10 +80,7 @@ class LocalConnection:
 
     def runs_here(self) -> bool:
         """Return whether the caller is on the cluster's own loop."""
-        try:
-            return asyncio.get_running_loop() is self.loop
-        except RuntimeError:
-            return False
+        return running_loop() is self.loop
 
     def cluster(self, instance: InstanceName) -> Process:
         """Return this process's view of the cluster's only instance; raise `NotRunningError` for others."""
@@ -121,9 +119,7 @@ class LocalConnection:
 
     async def wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the cluster's loop and return its result to a coroutine on any loop."""
-        if self.runs_here():
-            return await coroutine
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self.loop))
+        return await on_loop(self.loop, coroutine)
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """Run a coroutine without waiting for it; call on the loop only."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from daskserve.cluster.actors.calls import ActorCalls
 from daskserve.cluster.actors.registry import ActorRegistry
-from daskserve.cluster.channel.pool import ChannelPool
+from daskserve.cluster.channel.pool import ChannelPool, refuse_requests
 from daskserve.cluster.channel.wire.transport import Transport
 from daskserve.cluster.local.connection import LocalConnection
 from daskserve.cluster.local.run_state import RunState
@@ -40,10 +40,6 @@ from daskserve.payload.parcels import Parcel
 
 #: Limit of the pauses between two tries of the direct way to a worker.
 RETRY_DIRECT_S = 30.0
-
-
-def _refuse(name: str, incarnation: int, envelope: Envelope) -> ActorRequest:
-    raise InstanceError("This process is a client and holds no actors.")
 
 
 class LocalProcess(ActorCalls):
@@ -77,7 +73,7 @@ class LocalProcess(ActorCalls):
         self.store: Store = _ProcessStore(world, state)
         self._world = world
         self.channels = ChannelPool(
-            _refuse if registry is None else registry.dispatch,
+            refuse_requests if registry is None else registry.dispatch,
             self._connect,
             kept=None if registry is None else registry.kept,
             connect_directly=partial(self._connect, directly=True),

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from dask.base import compute
 from distributed import Future
 
-from daskserve.cluster.dask.values import is_dask_value, may_hold_values
-from daskserve.cluster.protocols.base import ValueTransfer
+from daskserve.cluster.dask.values import TakenValues
 from daskserve.common.types import Payload
-from daskserve.payload.arguments import take_out
 from daskserve.payload.pickling import dump_bytes, load_bytes
 
 
@@ -28,19 +26,8 @@ class LocalValues:
         self.keys = await asyncio.to_thread(lambda: dump_bytes([_compute(value) for value in self._values]))
 
 
-class LocalTransfer(ValueTransfer):
-    """How the values of the local cluster travel: with the calls."""
-
-    def take(self, payload: Payload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> LocalValues | None:
-        """Take Dask's values out of a call's arguments; return None if there are none."""
-        if not may_hold_values(payload, args, kwargs):
-            return None
-        payload, values = take_out((args, kwargs), self.is_value)
-        return self.hold(payload, values) if values else None
-
-    def is_value(self, value: Any) -> bool:
-        """Return whether a value is one of Dask's."""
-        return is_dask_value(value)
+class LocalTransfer(TakenValues):
+    """Values that are computed in this process, and travel with the calls."""
 
     def hold(self, payload: Payload, values: Sequence[Any]) -> LocalValues:
         """Keep values that were taken out of a call's arguments."""

@@ -36,7 +36,7 @@ from daskserve.common.types import (
 )
 from daskserve.context import HasConnection
 from daskserve.errors import ServeError
-from daskserve.loops.thread_calls import CallInbox, CallsByLoop, ThreadCalls
+from daskserve.loops.thread_calls import CallInbox, LoopQueues, ThreadCalls
 from daskserve.loops.threads import StartThread, start_daemon
 from daskserve.payload.parcels import Parcel
 from daskserve.telemetry.table import Source
@@ -351,7 +351,7 @@ class ClusterConnection(Protocol):
     def request_ids(self) -> RequestIds: ...
 
     @property
-    def calls_by_loop(self) -> CallsByLoop:
+    def loop_queues(self) -> LoopQueues:
         """Calls to event loops: this connection's own, and those of its callers."""
 
     @property

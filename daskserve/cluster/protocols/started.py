@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from daskserve.common.types import InstanceName
 from daskserve.errors import NotRunningError, ServeError
 
-logger = logging.getLogger("daskserve.link")
+logger = logging.getLogger("daskserve.connection")
 
 #: How long a closing Dask client waits for the end of its instances.
 CLOSE_S = 5.0

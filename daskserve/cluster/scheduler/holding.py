@@ -9,7 +9,7 @@ between; and writes the rest in one transaction. Whatever ends it before that le
 An instance that was overtaken goes on from the records in memory: it replaces what dies, and refuses changes.
 It comes back to the store if that is given back to it, because the start of the other one failed after all.
 
-What a trial needs before it may claim depends on whether the owner is alive. It asks (`SharedStore.knock`),
+What a trial needs before it may claim depends on whether the owner is alive. It asks (`BlockingStore.knock`),
 and owners answer within `LOOK_S`. A live owner keeps the store until everything runs; a dead one has nothing
 to lose, and a broken backend must not prevent the others' return. Two that start at once claim the same
 epoch, and one of them gets it.
@@ -27,7 +27,6 @@ from daskserve.cluster.protocols.stores import (
     Claim,
     InstanceStore,
     OwnershipEvent,
-    SharedStore,
     StoreChange,
     StoreOwnership,
     turned,
@@ -35,6 +34,7 @@ from daskserve.cluster.protocols.stores import (
 from daskserve.cluster.scheduler.parcels import is_row
 from daskserve.cluster.store.errors import stale
 from daskserve.cluster.store.opening import MemoryStore
+from daskserve.cluster.store.thread import ThreadedStore
 from daskserve.common.clock import Clock, LoopClock
 from daskserve.errors import ServeError, StaleEpochError, StoreTakenError, UnavailableError
 
@@ -95,7 +95,7 @@ class Mirror:
         return change | {key: each for key, each in self.records.items() if stored.get(key) != each}
 
 
-def holding(store: MemoryStore | SharedStore, start_id: str) -> InstanceStore:
+def holding(store: MemoryStore | ThreadedStore, start_id: str) -> InstanceStore:
     """Return the store of an instance that a start with this id begins, given the place of its records."""
     if isinstance(store, MemoryStore):
         return store  # nobody else has it
@@ -103,7 +103,7 @@ def holding(store: MemoryStore | SharedStore, start_id: str) -> InstanceStore:
 
 
 class HeldStore:
-    """An `InstanceStore` in a `SharedStore`.
+    """An `InstanceStore` in a store that others may use, too.
 
     Parameters
     ----------
@@ -112,7 +112,7 @@ class HeldStore:
         be a part of a file name.
     """
 
-    def __init__(self, shared: SharedStore, owner: str, clock: Clock) -> None:
+    def __init__(self, shared: ThreadedStore, owner: str, clock: Clock) -> None:
         self.shared = shared
         self._owner = owner
         self._clock = clock
@@ -151,13 +151,13 @@ class HeldStore:
         await self.shared.close()
 
     async def begin(
-        self, *, returns: bool = False, epoch: int = 0, records: Mapping[str, bytes] | None = None
+        self, *, reconnects: bool = False, epoch: int = 0, records: Mapping[str, bytes] | None = None
     ) -> None:
         """Find out where the instance stands; until then, the store is used as it is.
 
         Parameters
         ----------
-        returns
+        reconnects
             Whether the instance has outlived another scheduler.
         epoch, records
             The newest epoch and the records that it had there, as far as they are known.
@@ -166,7 +166,7 @@ class HeldStore:
         stored = await self.shared.load()
         self._epoch = max(found.epoch, epoch)
         self._lived_at = self._clock.now()
-        if not returns:
+        if not reconnects:
             self._hold, self._before = StoreOwnership.TRIAL, found
             self._base = stored
             self._mirror.know(stored, rows=True)
@@ -180,7 +180,6 @@ class HeldStore:
             logger.error("Store %r: %s", self.shared, REFUSAL)
 
     async def release(self, *, gives_back: bool = False) -> None:
-        """See `InstanceStore.release`."""
         async with self._lock:
             if self.hold.is_ours and self._hold is not None:
                 owner = (self._before.owner or "") if gives_back else ""
@@ -219,7 +218,6 @@ class HeldStore:
     # Records
 
     async def load(self) -> Mapping[str, bytes]:
-        """See `Store.load`."""
         if self._hold is None:
             return await self.shared.load()
         async with self._lock:
@@ -232,7 +230,6 @@ class HeldStore:
             return dict(self._mirror.records)
 
     async def commit(self, epoch: int, change: StoreChange) -> None:
-        """See `Store.commit`."""
         if self._hold is None:
             return await self.shared.commit(epoch, change)
         async with self._lock:
@@ -247,7 +244,6 @@ class HeldStore:
             self._mirror.apply(change.records)
 
     async def rewrite(self, epoch: int, change: StoreChange, unreadable: Sequence[str] = ()) -> None:
-        """See `Store.rewrite`."""
         if self._hold is None:
             return await self.shared.rewrite(epoch, change, unreadable)
         async with self._lock:
@@ -281,11 +277,9 @@ class HeldStore:
     # Epochs
 
     async def newest_epoch(self) -> int:
-        """See `InstanceStore.newest_epoch`."""
         return await self.shared.newest_epoch() if self._hold is None else self._epoch
 
     async def claim_epoch(self) -> int:
-        """See `InstanceStore.claim_epoch`."""
         async with self._lock:
             if self.hold.is_ours and self._hold is not None:
                 try:
@@ -298,7 +292,6 @@ class HeldStore:
     async def take_over(
         self, epoch: int, *, is_complete: bool, own: Sequence[str]
     ) -> Mapping[str, bytes | None] | None:
-        """See `Store.take_over`."""
         async with self._lock:
             self._check_epoch(epoch)
             if self._hold is StoreOwnership.TRIAL and not await self._is_claimed(is_complete):

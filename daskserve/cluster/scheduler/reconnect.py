@@ -35,7 +35,7 @@ CHECK_S = 0.02
 
 
 @dataclass(slots=True)
-class _ReturningInstance:
+class _ReconnectingInstance:
     """An instance that is about to start."""
 
     start: Mapping[str, Any]
@@ -80,7 +80,7 @@ class KnownInstance:
     is_trial: bool = False
 
 
-class ReturningInstances:
+class ReconnectingInstances:
     """See the module.
 
     Parameters
@@ -106,12 +106,12 @@ class ReturningInstances:
         self._start = start
         self._end_after = end_after
         self._spawn = spawn
-        self._returning: dict[InstanceName, _ReturningInstance] = {}
+        self._reconnecting: dict[InstanceName, _ReconnectingInstance] = {}
 
     @property
     def are_pending(self) -> bool:
         """Whether an instance is about to start."""
-        return bool(self._returning)
+        return bool(self._reconnecting)
 
     async def bring_back(
         self,
@@ -136,11 +136,11 @@ class ReturningInstances:
         name = start["instance"]
         if name in self._instances:
             return self._instances[name].controller is not None
-        entry = self._returning.get(name)
+        entry = self._reconnecting.get(name)
         if entry is None:
             if is_in_memory(start["store"]) and records is None:
                 return False  # only the worker with the controller has the records
-            entry = self._returning[name] = _ReturningInstance(start, asyncio.get_running_loop().time())
+            entry = self._reconnecting[name] = _ReconnectingInstance(start, asyncio.get_running_loop().time())
             self._spawn(self._begin(name, entry))
         entry.workers |= {worker, *workers}
         entry.epoch = max(entry.epoch, epoch)
@@ -148,7 +148,7 @@ class ReturningInstances:
             entry.records, entry.records_epoch, entry.is_trial = records, epoch, is_trial
         return False
 
-    async def _begin(self, name: InstanceName, entry: _ReturningInstance) -> None:
+    async def _begin(self, name: InstanceName, entry: _ReconnectingInstance) -> None:
         loop = asyncio.get_running_loop()
         try:
             while not entry.is_due(self._scheduler.workers, loop.time()):  # noqa: ASYNC110 - many causes
@@ -168,7 +168,7 @@ class ReturningInstances:
         except (OSError, ServeError) as error:
             logger.error("Instance %s could not be brought back: %s", name, error)
         finally:
-            del self._returning[name]
+            del self._reconnecting[name]
 
 
 async def open_records(entry: Instance, url: str, back: KnownInstance | None) -> None:
@@ -177,10 +177,10 @@ async def open_records(entry: Instance, url: str, back: KnownInstance | None) ->
     known = back or KnownInstance()
     await restore(entry, url, known.epoch, known.records)
     if isinstance(entry.store, HeldStore):
-        await entry.store.begin(returns=back is not None, epoch=known.epoch, records=known.records)
+        await entry.store.begin(reconnects=back is not None, epoch=known.epoch, records=known.records)
 
 
-def check_return(entry: Instance, back: KnownInstance | None) -> None:
+def check_reconnected(entry: Instance, back: KnownInstance | None) -> None:
     """Refuse an instance that comes back, if it had not taken over its store: its start has failed.
 
     Call it once the workers are there, whose actors end then.

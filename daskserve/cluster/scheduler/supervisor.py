@@ -49,8 +49,8 @@ from daskserve.cluster.scheduler.metrics import SupervisorMetrics
 from daskserve.cluster.scheduler.parcels import parcel_verbs
 from daskserve.cluster.scheduler.reconnect import (
     KnownInstance,
-    ReturningInstances,
-    check_return,
+    ReconnectingInstances,
+    check_reconnected,
     close_records,
     open_records,
 )
@@ -111,8 +111,9 @@ class Supervisor(SchedulerPlugin):
         )
         guard = SiteGuard(scheduler)
         targets = Targets(scheduler, self._hosts.facts_of, guard)
-        routes = (targets, ScaleRoute(scheduler, self._instances, self._hosts, guard))
-        self._installed = (self._capacity, *routes)  # what changes the scheduler while there are Hosts
+        scaling = ScaleRoute(scheduler, self._instances, self._hosts, guard)
+        #: The changes of the scheduler while there are Hosts.
+        self._installed = (self._capacity, targets.route, scaling.route)
         self._controllers = ControllerKeeper(
             self._hosts,
             self._instances,
@@ -136,7 +137,7 @@ class Supervisor(SchedulerPlugin):
         self._cancelled_starts: deque[str] = deque(maxlen=MAX_CANCELLED_STARTS)
         self._is_closed = False
         self._drains = Drains(self._known, self._hosts.call, self._end_instance, self._tasks.spawn)
-        self._returns = ReturningInstances(
+        self._reconnects = ReconnectingInstances(
             scheduler, self._instances, self._start_instance, self._drains.end_after, self._tasks.spawn
         )
         self._verbs = self._make_verbs()
@@ -154,7 +155,7 @@ class Supervisor(SchedulerPlugin):
     def _make_verbs(self) -> dict[str, Callable[..., Awaitable[Any]]]:
         return {
             "start_instance": self._start_instance,
-            "bring_back": self._returns.bring_back,
+            "bring_back": self._reconnects.bring_back,
             "drain_instance": self._drains.drain_instance,
             "end_instance": partial(end_as_asked, self._instances, self._end_instance),
             "share_instance": partial(share_instance, self._known, self._hosts),
@@ -259,7 +260,7 @@ class Supervisor(SchedulerPlugin):
                     entry.watching = self._tasks.spawn(self._watch_store(entry, opened))
                 self._hosts.starts[instance] = start
                 await self._hosts_ready(entry, start["timeout_s"])
-                check_return(entry, back)
+                check_reconnected(entry, back)
                 await self._hosts.entrust(instance)
                 await self._controllers.start(entry)
             finally:
@@ -442,7 +443,7 @@ class Supervisor(SchedulerPlugin):
 
     async def _unregister_if_unused(self) -> None:
         async with self._lock:
-            if not self._instances and not self._returns.are_pending and not self._is_closed:
+            if not self._instances and not self._reconnects.are_pending and not self._is_closed:
                 await self.close()
 
     async def close(self) -> None:

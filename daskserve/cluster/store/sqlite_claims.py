@@ -50,7 +50,7 @@ class SqliteClaims:
             db.execute(_SET_EPOCH, (self._instance, epoch))
 
     def claim(self, db: sqlite3.Connection, after: int | None, owner: str) -> int:
-        """Claim the next epoch; see `daskserve.cluster.protocols.stores.SharedStore.claim_epoch`."""
+        """Claim the next epoch; see `daskserve.cluster.store.thread.BlockingStore.claim_epoch`."""
         newest = self.newest(db)
         if after is not None and newest != after:
             raise stale_claim(after, newest)

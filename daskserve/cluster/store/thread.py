@@ -161,20 +161,33 @@ class BlockingStore(Protocol):
         """Return the newest epoch; 0 if there is none."""
 
     def claim_epoch(self, after: int | None = None, owner: str = "") -> int:
-        """Return a new epoch, higher than any before; see `SharedStore.claim_epoch`."""
+        """Claim the next epoch, durably, and return it; commits with older ones fail from now on.
+
+        Parameters
+        ----------
+        after
+            Claim only the epoch after this one; None claims the next one in any case.
+        owner
+            The instance that claims it, as a part of a file name; empty for none.
+
+        Raises
+        ------
+        StaleEpochError
+            ``after`` is not the newest epoch. Of two that claim after the same one, one gets it.
+        """
 
     def look(self, *, answers: bool = False) -> Claim:
-        """Return the newest claim; see `SharedStore.look`."""
+        """Return the newest claim; with ``answers``, answer all knocks, because the owner is alive."""
 
     def knock(self, by: str) -> bool:
-        """Ask the owner whether it is alive; see `SharedStore.knock`."""
+        """Ask the owner whether it is alive, unless that was asked; return whether it has answered."""
 
     def forget_knock(self, by: str) -> None:
         """Remove a knock and its answer."""
 
 
 class ThreadedStore:
-    """A `SharedStore` that runs a `BlockingStore` in a thread.
+    """A store in a file or folder, which several clusters may use at once: a `BlockingStore` in a thread.
 
     A store that is not open raises `ClosedError`.
     """
@@ -189,7 +202,6 @@ class ThreadedStore:
         return f"<{kind} {self.blocking.url} {self.blocking.instance} {state} problems={problems}>"
 
     async def open(self) -> None:
-        """See `SharedStore.open`."""
         if self.calls.is_open:
             return
         self.calls.start()
@@ -200,46 +212,36 @@ class ThreadedStore:
             raise
 
     async def close(self) -> None:
-        """See `SharedStore.close`."""
         await self.calls.stop(self.blocking.close)
 
     async def load(self) -> Mapping[str, bytes]:
-        """See `Store.load`."""
         return await self.calls.run(self.blocking.load)
 
     async def commit(self, epoch: int, change: StoreChange) -> None:
-        """See `Store.commit`."""
         await self.calls.run(
             self.blocking.commit, epoch, dict(change.records), change.must_last, change.may_wait
         )
 
     async def rewrite(self, epoch: int, change: StoreChange, unreadable: Sequence[str] = ()) -> None:
-        """See `Store.rewrite`."""
         known = await self.load() if unreadable else {}
         kept = {key: known[key] for key in unreadable if key in known}
         written = {key: value for key, value in change.records.items() if value is not None}
         await self.calls.run(self.blocking.rewrite, epoch, {**kept, **written})
 
     async def newest_epoch(self) -> int:
-        """See `SharedStore.newest_epoch`."""
         return await self.calls.run(self.blocking.newest_epoch)
 
     async def claim_epoch(self, after: int | None = None, owner: str = "") -> int:
-        """See `SharedStore.claim_epoch`."""
         return await self.calls.run(self.blocking.claim_epoch, after, owner)
 
     async def look(self, *, answers: bool = False) -> Claim:
-        """See `SharedStore.look`."""
         return await self.calls.run(partial(self.blocking.look, answers=answers))
 
     async def knock(self, by: str) -> bool:
-        """See `SharedStore.knock`."""
         return await self.calls.run(self.blocking.knock, by)
 
     async def forget_knock(self, by: str) -> None:
-        """See `SharedStore.forget_knock`."""
         await self.calls.run(self.blocking.forget_knock, by)
 
     def problems(self) -> Mapping[str, str]:
-        """See `SharedStore.problems`."""
         return self.blocking.problems.all()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -136,8 +137,9 @@ class ChildView:
         with self._lock:
             client, self._client = self._client, None
         if client is not None:
-            from daskserve.cluster.dask.connection import connection_of
+            from daskserve.cluster.dask.connection import CLOSE_S, connection_of
 
             connection = connection_of(client)
-            connection.sync(connection.close())
-            client.close()
+            with suppress(TimeoutError):
+                connection.sync(connection.close(), timeout_s=CLOSE_S)
+                client.close(timeout=CLOSE_S)

@@ -38,7 +38,7 @@ from daskserve.cluster.protocols.base import ActorContext, ActorFactory, ActorSp
 from daskserve.cluster.worker.interpreter import InterpreterTuning
 from daskserve.cluster.worker.log_thread import LogThread
 from daskserve.cluster.worker.nannies import HOST_ATTRIBUTE
-from daskserve.cluster.worker.reconnect import Outage
+from daskserve.cluster.worker.reconnect import Reconnection
 from daskserve.cluster.worker.retirement import Retirement
 from daskserve.cluster.worker.user_clients import UserClients
 from daskserve.cluster.worker.worker_view import CurrentClient, WorkerView
@@ -101,7 +101,7 @@ class Host:
             on_change=self._tuning.objects_changed,
             broken_routes=lambda instance: self._open_connection.cluster(instance).routes.broken(),
         )
-        self._outage = Outage(self._worker, self.registry, settings.scheduler().grace_s)
+        self._reconnection = Reconnection(self._worker, self.registry, settings.scheduler().grace_s)
         grace_s = settings.process().termination_grace_s
         self.retirement = Retirement(self._worker, self.registry, LoopClock(), grace_s)
         # In this task thread, imports do not block the event loop, and later deploys do not wait for them.
@@ -139,7 +139,7 @@ class Host:
             self.connection.channels.learn(secret)
             # `close` may be called during the first await, so everything that it undoes is done before.
             add_handler(self._worker, CHANNEL_OP, self._accept)
-            self._outage.open(self.connection)
+            self._reconnection.open(self.connection)
             setattr(self._worker, HOST_ATTRIBUTE, self)
             self._user_clients = UserClients(
                 self._worker.scheduler.address,
@@ -154,12 +154,12 @@ class Host:
                 if settings.process().log_thread:
                     self._logs.open()
             await asyncio.gather(client, self.retirement.open(has_process=has_process))
-        self._outage.starts.update(starts)
+        self._reconnection.starts.update(starts)
         return {"pid": os.getpid(), "version": __version__, **facts_of_server(self._worker)}
 
     async def entrust(self, instance: InstanceName, start: Mapping[str, Any]) -> None:
         """Keep the message that starts an instance, to bring it back on the next scheduler."""
-        self._outage.starts[instance] = start
+        self._reconnection.starts[instance] = start
 
     async def _accept(self, comm: Any, by_socket: bool) -> Any:
         await self._open_connection.channels.accept(comm, by_socket=by_socket)
@@ -184,7 +184,7 @@ class Host:
 
     async def end_instance(self, instance: InstanceName) -> None:
         """Stop an instance's actors and forget the instance."""
-        self._outage.starts.pop(instance, None)
+        self._reconnection.starts.pop(instance, None)
         await self.registry.end_instance(instance)
         await self._open_connection.drop_cluster(instance)
         PROCESS.forget(instance)
@@ -199,7 +199,7 @@ class Host:
         self._children.close()
         await asyncio.to_thread(self._logs.close)
         if self.connection is not None:
-            self._outage.close()
+            self._reconnection.close()
             self.retirement.close()
             delattr(self._worker, HOST_ATTRIBUTE)
             connection, self.connection = self.connection, None

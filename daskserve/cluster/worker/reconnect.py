@@ -53,7 +53,7 @@ TASKS_S = 1.0
 ASK_S = 0.5
 
 
-class Outage:
+class Reconnection:
     """See the module.
 
     Parameters

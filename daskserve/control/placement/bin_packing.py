@@ -27,19 +27,19 @@ Rank: TypeAlias = Callable[[WorkerAddress], tuple[Any, ...]]
 
 @dataclass(slots=True)
 class FreeResources:
-    """What is left on some workers while bundles are placed there.
+    """The free resources of some workers while bundles are placed there.
 
     Attributes
     ----------
-    free
-        The amounts by worker, of each resource that a bundle needs.
+    by_worker
+        The free amounts of each worker, of each resource that a bundle needs.
     hosts
         The host of each worker.
     per_host
         The number of bundles that each host may still get; None if only resources count.
     """
 
-    free: dict[WorkerAddress, dict[str, float]]
+    by_worker: dict[WorkerAddress, dict[str, float]]
     hosts: Mapping[WorkerAddress, str]
     per_host: Counter[str] | None = None
 
@@ -47,12 +47,12 @@ class FreeResources:
         """Return whether a worker has these amounts left."""
         if self.per_host is not None and self.per_host[self.hosts[worker]] < 1:
             return False
-        free = self.free[worker]
+        free = self.by_worker[worker]
         return all(amount <= free[name] + TOLERANCE for name, amount in amounts.items())
 
     def take(self, worker: WorkerAddress, amounts: Amounts, count: int = 1) -> None:
         """Place a bundle on a worker; a ``count`` of -1 takes it away."""
-        free = self.free[worker]
+        free = self.by_worker[worker]
         for name, amount in amounts.items():
             free[name] -= count * amount
         if self.per_host is not None:
@@ -63,8 +63,8 @@ def fit(
     free_resources: FreeResources, bundles: Sequence[Amounts], strategy: Strategy, rank: Rank
 ) -> tuple[WorkerAddress, ...] | None:
     """Return a worker for each bundle, and take their room; None, and no change, without room for all."""
-    ranks = {each: rank(each) for each in free_resources.free}
-    free = total(free_resources.free.values())
+    ranks = {each: rank(each) for each in free_resources.by_worker}
+    free = total(free_resources.by_worker.values())
     order = sorted(range(len(bundles)), key=lambda place: _largest_first(bundles[place], free))
     for area in _areas(free_resources, bundles, strategy, ranks):
         chosen = _Search(free_resources, area, [bundles[place] for place in order], strategy, ranks).run()
@@ -118,7 +118,7 @@ def _areas(
     ranks: Mapping[WorkerAddress, tuple[Any, ...]],
 ) -> Iterator[list[WorkerAddress]]:
     """Yield the sets of workers onto which all bundles may go, the best first."""
-    workers = sorted(free_resources.free, key=ranks.__getitem__)
+    workers = sorted(free_resources.by_worker, key=ranks.__getitem__)
     if strategy in ("PACK", "STRICT_PACK"):
         whole = total(bundles)
         yield from ([each] for each in workers if free_resources.has(each, whole))
@@ -175,7 +175,7 @@ class _Search:
         """Return whether there is enough for all bundles, wherever it is."""
         if self._is_apart and len(by_host(self._free_resources, self._area)) < len(self._bundles):
             return False
-        free = total(self._free_resources.free[each] for each in self._area)
+        free = total(self._free_resources.by_worker[each] for each in self._area)
         needed = total(self._bundles)
         return all(amount <= free.get(name, 0) + TOLERANCE for name, amount in needed.items())
 
@@ -214,7 +214,7 @@ class _Search:
 
     def _count_fitting(self, worker: WorkerAddress) -> int:
         """Return how many of the next bundles have room on a worker together."""
-        free, count = dict(self._free_resources.free[worker]), 0
+        free, count = dict(self._free_resources.by_worker[worker]), 0
         for amounts in self._bundles[len(self._chosen) :]:
             if all(amount <= free[name] + TOLERANCE for name, amount in amounts.items()):
                 count += 1

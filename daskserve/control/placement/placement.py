@@ -233,7 +233,8 @@ def room_for(
     """
     free_resources = _room_of(state, list(workers), demand)
     if only is not None:
-        free_resources.free = {only: free_resources.free[only]} if only in free_resources.free else {}
+        kept = free_resources.by_worker.get(only)
+        free_resources.by_worker = {} if kept is None else {only: kept}
     first, strategy = demand.bundles[0], demand.strategy
     are_free = len(demand.bundles) == 1 or strategy in ("PACK", "SPREAD")
     if are_free and all(each == first for each in demand.bundles):
@@ -250,7 +251,7 @@ def room_for(
 def _count_equal(free_resources: FreeResources, amounts: Amounts, most: int) -> int:
     """Place as many equal bundles as have room, at most this many; return their number."""
     found = 0
-    for worker, free in free_resources.free.items():
+    for worker, free in free_resources.by_worker.items():
         wanted = most - found
         if free_resources.per_host is not None:
             wanted = min(wanted, free_resources.per_host[free_resources.hosts[worker]])
@@ -263,8 +264,8 @@ def _count_equal(free_resources: FreeResources, amounts: Amounts, most: int) -> 
 
 def _has_room(state: ResourceUsage, worker: WorkerInfo, demand: Demand, on_hosts: Mapping[str, int]) -> bool:
     """Return whether a worker may be used and has room for the only bundle of a demand."""
-    free_resources = _room_of(state, [worker], demand, on_hosts)
-    return worker.address in free_resources.free and free_resources.has(worker.address, demand.bundles[0])
+    free = _room_of(state, [worker], demand, on_hosts)
+    return worker.address in free.by_worker and free.has(worker.address, demand.bundles[0])
 
 
 def _room_of(
@@ -333,10 +334,10 @@ def explain(state: ResourceUsage, workers: Iterable[WorkerInfo], demand: Demand)
         names = ", ".join(sorted(demand.allowed_workers or ()))
         return f"actor_options['workers'] allows only {names}, and none of these is in the cluster"
     free_resources = _room_of(state, known, demand)
-    if not free_resources.free:
+    if not free_resources.by_worker:
         return f"all {len(allowed)} allowed workers are paused or closing"
     if len(demand.bundles) == 1:
-        return _missing(free_resources, list(free_resources.free), demand, demand.bundles[0])
+        return _missing(free_resources, list(free_resources.by_worker), demand, demand.bundles[0])
     placed = _most_that_fit(state, known, demand)
     if demand.strategy == "STRICT_PACK":
         reason = _missing_on_one_host(free_resources, demand)
@@ -372,7 +373,7 @@ def _missing_beside(free_resources: FreeResources, placed: Sequence[WorkerAddres
     """Return why the next bundle has no room beside those that were placed."""
     for worker, amounts in zip(placed, demand.bundles, strict=False):
         free_resources.take(worker, amounts)
-    workers = list(free_resources.free)
+    workers = list(free_resources.by_worker)
     if demand.strategy == "STRICT_SPREAD":
         hosts = {free_resources.hosts[each] for each in placed}
         workers = [each for each in workers if free_resources.hosts[each] not in hosts]
@@ -383,10 +384,9 @@ def _missing_beside(free_resources: FreeResources, placed: Sequence[WorkerAddres
 
 def _missing_on_one_host(free_resources: FreeResources, demand: Demand) -> str:
     """Return why no host has room for all bundles."""
-    hosts = by_host(free_resources, free_resources.free).values()
-    lacks = _lacks(
-        total(demand.bundles), [total(free_resources.free[each] for each in here) for here in hosts], "host"
-    )
+    hosts = by_host(free_resources, free_resources.by_worker).values()
+    by_hosts = [total(free_resources.by_worker[each] for each in here) for here in hosts]
+    lacks = _lacks(total(demand.bundles), by_hosts, "host")
     return f"together they need {lacks}" if lacks else "no host has workers on which all of them fit"
 
 
@@ -400,7 +400,7 @@ def _missing(
         if not workers:
             limit = demand.most_per_host
             return f"max_replicas_per_node is {limit}, and each of the {hosts} usable hosts has as many"
-    lacks = _lacks(amounts, [free_resources.free[each] for each in workers], "worker")
+    lacks = _lacks(amounts, [free_resources.by_worker[each] for each in workers], "worker")
     if lacks:
         who = "a bundle" if demand.has_groups else "a replica"
         return f"{who} needs {lacks}; {len(workers)} workers were looked at"

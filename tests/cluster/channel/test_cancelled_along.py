@@ -22,27 +22,22 @@ async def hang(*_: Any) -> Any:
 
 
 @pytest.mark.parametrize("turns", [None, 0, 1, 2])
-def test_a_request_cancelled_while_its_connection_closes_raises_cancelled(turns: int | None) -> None:
-    async def main() -> None:
-        pool = ChannelPool(cast(Any, hang), hang)
-        request = pool.request(ADDRESS, Envelope(EnvelopeKind.CALL, {})).respond(
-            cast(Any, hang), cast(Any, hang)
-        )
-        requesting = asyncio.create_task(request)
-        for _ in range(3):
-            await asyncio.sleep(0)
-        pool.abort()
-        if turns is None:
-            await asyncio.wait([requesting])
-            assert isinstance(requesting.exception(), ActorLostError)
-            return
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        assert requesting.cancel()
+async def test_a_request_cancelled_while_its_connection_closes_raises_cancelled(turns: int | None) -> None:
+    pool = ChannelPool(cast(Any, hang), hang)
+    request = pool.request(ADDRESS, Envelope(EnvelopeKind.CALL, {})).respond(cast(Any, hang), cast(Any, hang))
+    requesting = asyncio.create_task(request)
+    for _ in range(3):
+        await asyncio.sleep(0)
+    pool.abort()
+    if turns is None:
         await asyncio.wait([requesting])
-        assert requesting.cancelled()
-
-    asyncio.run(main())
+        assert isinstance(requesting.exception(), ActorLostError)
+        return
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    assert requesting.cancel()
+    await asyncio.wait([requesting])
+    assert requesting.cancelled()
 
 
 class HidesCancellation:
@@ -68,18 +63,15 @@ class HidesCancellation:
             raise UnavailableError("the connection was closed") from None
 
 
-def test_listening_ends_even_if_its_cancellation_is_swallowed() -> None:
-    async def main() -> None:
-        cluster = HidesCancellation()
-        listener = LongPollClient(cast(Cluster, cluster), LoopClock())
-        await listener.start()
-        listener.watch("routes", lambda value: None)
-        async with asyncio.timeout(10):
-            while not cluster.asked:  # noqa: ASYNC110 - the seam has no event for it
-                await asyncio.sleep(0)
-            (listening,) = asyncio.all_tasks() - {asyncio.current_task()}
-            await listener.stop()
-            await asyncio.wait([listening])
-        assert cluster.asked == 1
-
-    asyncio.run(main())
+async def test_listening_ends_even_if_its_cancellation_is_swallowed() -> None:
+    cluster = HidesCancellation()
+    listener = LongPollClient(cast(Cluster, cluster), LoopClock())
+    await listener.start()
+    listener.watch("routes", lambda value: None)
+    async with asyncio.timeout(10):
+        while not cluster.asked:  # noqa: ASYNC110 - the seam has no event for it
+            await asyncio.sleep(0)
+        (listening,) = asyncio.all_tasks() - {asyncio.current_task()}
+        await listener.stop()
+        await asyncio.wait([listening])
+    assert cluster.asked == 1

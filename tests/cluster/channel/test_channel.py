@@ -28,7 +28,9 @@ from daskserve.common.types import (
 )
 from daskserve.errors import ActorLostError, BadRequestError, RequestTimeoutError
 from daskserve.payload.pickling import MESSAGE_BYTES
-from daskserve.testing import run_virtual
+
+pytestmark = pytest.mark.virtual_time
+
 
 ADDRESS = ActorAddress("local/replica/b#AAAAAA", "there", 1)
 HTTP = Envelope(EnvelopeKind.HTTP, {"type": "http"})
@@ -148,42 +150,29 @@ class Client:
         self.answers.append(message)
 
 
-def play(scenario: Callable[[], Awaitable[None]]) -> None:
-    async def main() -> None:
-        await scenario()
-
-    run_virtual(main)
-
-
-def test_a_request_and_its_answer_are_carried() -> None:
+async def test_a_request_and_its_answer_are_carried() -> None:
     async def echo(receive: Receive, send: Send) -> None:
         message = await receive()
         await send(body(message["body"].upper(), more=False))
 
-    async def scenario() -> None:
-        client = Client(b"hello")
-        async with connected(echo) as pair:
-            load = await pair.here.request(ADDRESS, HTTP).respond(client.receive, client.send)
-        assert load == Load(3, 4)
-        assert client.answers == [body(b"HELLO", more=False)]
-
-    play(scenario)
+    client = Client(b"hello")
+    async with connected(echo) as pair:
+        load = await pair.here.request(ADDRESS, HTTP).respond(client.receive, client.send)
+    assert load == Load(3, 4)
+    assert client.answers == [body(b"HELLO", more=False)]
 
 
-def test_a_small_exchange_takes_two_frames_out_and_one_back() -> None:
+async def test_a_small_exchange_takes_two_frames_out_and_one_back() -> None:
     async def echo(receive: Receive, send: Send) -> None:
         await send(body((await receive())["body"], more=False))
 
-    async def scenario() -> None:
-        client = Client(b"x" * 1000)
-        async with connected(echo) as pair:
-            await pair.here.request(ADDRESS, HTTP).respond(client.receive, client.send)
-            assert [len(comm.written) for comm in pair.comms] == [2, 1]
-
-    play(scenario)
+    client = Client(b"x" * 1000)
+    async with connected(echo) as pair:
+        await pair.here.request(ADDRESS, HTTP).respond(client.receive, client.send)
+        assert [len(comm.written) for comm in pair.comms] == [2, 1]
 
 
-def test_messages_of_one_loop_iteration_share_a_frame() -> None:
+async def test_messages_of_one_loop_iteration_share_a_frame() -> None:
     async def chunks(receive: Receive, send: Send) -> None:
         for _ in range(3):
             await send(body(b"a", more=True))
@@ -191,51 +180,40 @@ def test_messages_of_one_loop_iteration_share_a_frame() -> None:
             await asyncio.sleep(1)
         await send(body(b"c", more=False))
 
-    async def scenario() -> None:
-        client = Client()
-        async with connected(chunks) as pair:
-            load = await pair.here.request(ADDRESS, HTTP).respond(client.receive, client.send)
-            assert load == Load(3, 4)
-            assert [len(comm.written) for comm in pair.comms][1] == 4
-        assert b"".join(answer["body"] for answer in client.answers) == b"abababc"
-
-    play(scenario)
+    client = Client()
+    async with connected(chunks) as pair:
+        load = await pair.here.request(ADDRESS, HTTP).respond(client.receive, client.send)
+        assert load == Load(3, 4)
+        assert [len(comm.written) for comm in pair.comms][1] == 4
+    assert b"".join(answer["body"] for answer in client.answers) == b"abababc"
 
 
-def test_a_complete_answer_arrives_while_its_handler_runs_on() -> None:
+async def test_a_complete_answer_arrives_while_its_handler_runs_on() -> None:
     async def lingering(receive: Receive, send: Send) -> None:
         await send(body(b"all there is", more=False))
         await asyncio.sleep(60)
 
-    async def scenario() -> None:
-        client = Client()
-        async with connected(lingering) as pair:
-            request = asyncio.create_task(
-                pair.here.request(ADDRESS, HTTP).respond(client.receive, client.send)
-            )
-            await asyncio.sleep(1)
-            assert client.answers == [body(b"all there is", more=False)]
-            assert await request == Load(3, 4)
-
-    play(scenario)
+    client = Client()
+    async with connected(lingering) as pair:
+        request = asyncio.create_task(pair.here.request(ADDRESS, HTTP).respond(client.receive, client.send))
+        await asyncio.sleep(1)
+        assert client.answers == [body(b"all there is", more=False)]
+        assert await request == Load(3, 4)
 
 
-def test_a_body_is_one_message_ahead_of_a_handler_that_does_not_read() -> None:
+async def test_a_body_is_one_message_ahead_of_a_handler_that_does_not_read() -> None:
     async def refuse(receive: Receive, send: Send) -> None:
         await asyncio.sleep(5)
         raise BadRequestError("no")
 
-    async def scenario() -> None:
-        client = Client(*[b"x" * 1000] * 50)
-        async with connected(refuse) as pair:
-            with pytest.raises(BadRequestError):
-                await pair.here.request(ADDRESS, HTTP).respond(client.receive, client.send)
-        assert client.given == 1
-
-    play(scenario)
+    client = Client(*[b"x" * 1000] * 50)
+    async with connected(refuse) as pair:
+        with pytest.raises(BadRequestError):
+            await pair.here.request(ADDRESS, HTTP).respond(client.receive, client.send)
+    assert client.given == 1
 
 
-def test_an_upload_is_at_most_a_window_ahead_of_a_slow_reader() -> None:
+async def test_an_upload_is_at_most_a_window_ahead_of_a_slow_reader() -> None:
     read = 0
     chunk = b"x" * 65536
 
@@ -250,18 +228,14 @@ def test_an_upload_is_at_most_a_window_ahead_of_a_slow_reader() -> None:
             await asyncio.sleep(1)
 
     client = Client()
-
-    async def scenario() -> None:
-        client.left = [chunk] * 200
-        async with connected(slow) as pair:
-            await pair.here.request(ADDRESS, HTTP).respond(client.receive, client.send)
-        assert read == client.given == 200
-
-    play(scenario)
+    client.left = [chunk] * 200
+    async with connected(slow) as pair:
+        await pair.here.request(ADDRESS, HTTP).respond(client.receive, client.send)
+    assert read == client.given == 200
 
 
 @pytest.mark.parametrize("size", [1, 1000, 65536, 3 * WINDOW_BYTES])
-def test_a_download_is_at_most_a_window_ahead_of_a_slow_reader(size: int) -> None:
+async def test_a_download_is_at_most_a_window_ahead_of_a_slow_reader(size: int) -> None:
     count = max(20, 4 * WINDOW_BYTES // (size + MESSAGE_BYTES))
     sent = 0
 
@@ -271,24 +245,19 @@ def test_a_download_is_at_most_a_window_ahead_of_a_slow_reader(size: int) -> Non
             await send(body(bytes([number % 256]) * size, more=number < count - 1))
             sent += 1
 
-    async def scenario() -> None:
-        client = Client(b"")
-        client.may_read.clear()
-        async with connected(stream) as pair:
-            request = asyncio.create_task(
-                pair.here.request(ADDRESS, HTTP).respond(client.receive, client.send)
-            )
-            await asyncio.sleep(60)
-            assert sent < count
-            assert (sent - 1) * (size + MESSAGE_BYTES) < WINDOW_BYTES
-            client.may_read.set()
-            await request
-        assert [each["body"][:1] for each in client.answers] == [bytes([n % 256]) for n in range(count)]
-
-    play(scenario)
+    client = Client(b"")
+    client.may_read.clear()
+    async with connected(stream) as pair:
+        request = asyncio.create_task(pair.here.request(ADDRESS, HTTP).respond(client.receive, client.send))
+        await asyncio.sleep(60)
+        assert sent < count
+        assert (sent - 1) * (size + MESSAGE_BYTES) < WINDOW_BYTES
+        client.may_read.set()
+        await request
+    assert [each["body"][:1] for each in client.answers] == [bytes([n % 256]) for n in range(count)]
 
 
-def test_python_values_count_toward_the_window() -> None:
+async def test_python_values_count_toward_the_window() -> None:
     sent = 0
     value = Payload(b"pickle", (bytearray(300_000),))
 
@@ -298,25 +267,22 @@ def test_python_values_count_toward_the_window() -> None:
             await send({"type": "call.item", "payload": value})
             sent += 1
 
-    async def scenario() -> None:
-        client = Client()
-        client.may_read.clear()
-        envelope = Envelope(EnvelopeKind.CALL, {}, value)
-        async with connected(stream) as pair:
-            request = asyncio.create_task(
-                pair.here.request(ADDRESS, envelope).respond(client.receive, client.send)
-            )
-            await asyncio.sleep(60)
-            assert sent <= 4
-            client.may_read.set()
-            await request
-        assert len(client.answers) == 20
-        assert bytes(client.answers[0]["payload"].buffers[0]) == bytes(300_000)
-
-    play(scenario)
+    client = Client()
+    client.may_read.clear()
+    envelope = Envelope(EnvelopeKind.CALL, {}, value)
+    async with connected(stream) as pair:
+        request = asyncio.create_task(
+            pair.here.request(ADDRESS, envelope).respond(client.receive, client.send)
+        )
+        await asyncio.sleep(60)
+        assert sent <= 4
+        client.may_read.set()
+        await request
+    assert len(client.answers) == 20
+    assert bytes(client.answers[0]["payload"].buffers[0]) == bytes(300_000)
 
 
-def test_a_websocket_is_carried_until_its_client_disconnects() -> None:
+async def test_a_websocket_is_carried_until_its_client_disconnects() -> None:
     count = 4 * WINDOW_BYTES // 100_000
     seen: list[Message] = []
 
@@ -325,27 +291,24 @@ def test_a_websocket_is_carried_until_its_client_disconnects() -> None:
             seen.append(await receive())
             await asyncio.sleep(0.01)
 
-    async def scenario() -> None:
-        given = 0
+    given = 0
 
-        async def receive() -> Message:
-            nonlocal given
-            given += 1
-            if given == 1:
-                return {"type": "websocket.connect"}
-            if given == count:
-                return {"type": "websocket.disconnect", "code": 1000}
-            assert given - len(seen) <= 2 * WINDOW_BYTES // 100_000
-            return {"type": "websocket.receive", "bytes": bytes(100_000), "text": None}
+    async def receive() -> Message:
+        nonlocal given
+        given += 1
+        if given == 1:
+            return {"type": "websocket.connect"}
+        if given == count:
+            return {"type": "websocket.disconnect", "code": 1000}
+        assert given - len(seen) <= 2 * WINDOW_BYTES // 100_000
+        return {"type": "websocket.receive", "bytes": bytes(100_000), "text": None}
 
-        async with connected(echo) as pair:
-            await pair.here.request(ADDRESS, HTTP).respond(receive, Client().send)
-        assert len(seen) == given == count
-
-    play(scenario)
+    async with connected(echo) as pair:
+        await pair.here.request(ADDRESS, HTTP).respond(receive, Client().send)
+    assert len(seen) == given == count
 
 
-def test_cancelling_while_the_window_is_full_ends_the_handler() -> None:
+async def test_cancelling_while_the_window_is_full_ends_the_handler() -> None:
     ended: list[type[BaseException]] = []
 
     async def stream(receive: Receive, send: Send) -> None:
@@ -356,22 +319,17 @@ def test_cancelling_while_the_window_is_full_ends_the_handler() -> None:
             ended.append(type(error))
             raise
 
-    async def scenario() -> None:
-        client = Client(b"")
-        client.may_read.clear()
-        async with connected(stream) as pair:
-            request = asyncio.create_task(
-                pair.here.request(ADDRESS, HTTP).respond(client.receive, client.send)
-            )
-            await asyncio.sleep(1)
-            request.cancel()
-            await asyncio.wait([request])
-        assert ended == [asyncio.CancelledError]
-
-    play(scenario)
+    client = Client(b"")
+    client.may_read.clear()
+    async with connected(stream) as pair:
+        request = asyncio.create_task(pair.here.request(ADDRESS, HTTP).respond(client.receive, client.send))
+        await asyncio.sleep(1)
+        request.cancel()
+        await asyncio.wait([request])
+    assert ended == [asyncio.CancelledError]
 
 
-def test_a_request_without_a_body_is_read_as_empty_and_sends_no_frame() -> None:
+async def test_a_request_without_a_body_is_read_as_empty_and_sends_no_frame() -> None:
     read: list[Message] = []
 
     async def handler(receive: Receive, send: Send) -> None:
@@ -379,27 +337,24 @@ def test_a_request_without_a_body_is_read_as_empty_and_sends_no_frame() -> None:
         await send(body(b"done", more=False))
         await receive()
 
-    async def scenario() -> None:
-        async with connected(handler) as pair:
-            envelope = Envelope(EnvelopeKind.HTTP, {"type": "http"}, has_body=False)
-            answers: list[Message] = []
+    async with connected(handler) as pair:
+        envelope = Envelope(EnvelopeKind.HTTP, {"type": "http"}, has_body=False)
+        answers: list[Message] = []
 
-            async def keep(message: Message) -> None:
-                answers.append(message)
+        async def keep(message: Message) -> None:
+            answers.append(message)
 
-            request = asyncio.create_task(pair.here.request(ADDRESS, envelope).respond(nothing, keep))
-            await asyncio.sleep(1)
-            assert read == [{"type": "http.request", "body": b"", "more_body": False}]
-            assert answers == [body(b"done", more=False)]
-            assert len(pair.comms[0].written) == 1
-            request.cancel()
-            await asyncio.wait([request])
-
-    play(scenario)
+        request = asyncio.create_task(pair.here.request(ADDRESS, envelope).respond(nothing, keep))
+        await asyncio.sleep(1)
+        assert read == [{"type": "http.request", "body": b"", "more_body": False}]
+        assert answers == [body(b"done", more=False)]
+        assert len(pair.comms[0].written) == 1
+        request.cancel()
+        await asyncio.wait([request])
 
 
 @pytest.mark.parametrize("is_lost", [False, True])
-def test_code_that_outlives_its_request_receives_a_disconnect(is_lost: bool) -> None:
+async def test_code_that_outlives_its_request_receives_a_disconnect(is_lost: bool) -> None:
     """Whether the request was cancelled or its connection was lost."""
     received = []
     readers = []
@@ -412,40 +367,34 @@ def test_code_that_outlives_its_request_receives_a_disconnect(is_lost: bool) -> 
         readers.append(asyncio.create_task(read()))
         await asyncio.Event().wait()
 
-    async def scenario() -> None:
-        async with connected(handler) as pair:
-            envelope = Envelope(EnvelopeKind.HTTP, {"type": "http"}, has_body=False)
+    async with connected(handler) as pair:
+        envelope = Envelope(EnvelopeKind.HTTP, {"type": "http"}, has_body=False)
 
-            async def ignore(message: Message) -> None: ...
+        async def ignore(message: Message) -> None: ...
 
-            request = asyncio.create_task(pair.here.request(ADDRESS, envelope).respond(nothing, ignore))
-            await asyncio.sleep(1)
-            assert received == [{"type": "http.request", "body": b"", "more_body": False}]
-            if is_lost:
-                pair.here.close()
-            else:
-                request.cancel()
-            await asyncio.wait([request, *readers])
-            assert received[1:] == [{"type": "http.disconnect"}]
-
-    play(scenario)
+        request = asyncio.create_task(pair.here.request(ADDRESS, envelope).respond(nothing, ignore))
+        await asyncio.sleep(1)
+        assert received == [{"type": "http.request", "body": b"", "more_body": False}]
+        if is_lost:
+            pair.here.close()
+        else:
+            request.cancel()
+        await asyncio.wait([request, *readers])
+        assert received[1:] == [{"type": "http.disconnect"}]
 
 
-def test_a_handler_cancelled_before_its_first_step_leaves_nothing() -> None:
+async def test_a_handler_cancelled_before_its_first_step_leaves_nothing() -> None:
     async def never(receive: Receive, send: Send) -> None:
         raise AssertionError("it was cancelled")
 
-    async def scenario() -> None:
-        async with connected(never) as pair:
-            await asyncio.sleep(1)
-            open_frame = (0, 0, ADDRESS.name, ADDRESS.incarnation, "call", {}, None, True, None, None)
-            pair.there._receive_frame(open_frame)
-            pair.there._receive_frame((4, 0))
-
-    play(scenario)
+    async with connected(never) as pair:
+        await asyncio.sleep(1)
+        open_frame = (0, 0, ADDRESS.name, ADDRESS.incarnation, "call", {}, None, True, None, None)
+        pair.there._receive_frame(open_frame)
+        pair.there._receive_frame((4, 0))
 
 
-def test_a_lost_connection_ends_both_sides_of_a_stream() -> None:
+async def test_a_lost_connection_ends_both_sides_of_a_stream() -> None:
     ended = 0
 
     async def stream(receive: Receive, send: Send) -> None:
@@ -455,46 +404,38 @@ def test_a_lost_connection_ends_both_sides_of_a_stream() -> None:
         finally:
             ended += 1
 
-    async def scenario() -> None:
-        client = Client(b"")
-        async with connected(stream) as pair:
-            request = asyncio.create_task(
-                pair.here.request(ADDRESS, HTTP).respond(client.receive, client.send)
-            )
-            await asyncio.sleep(1)
-            pair.comms[0].abort()
-            with pytest.raises(ActorLostError) as caught:
-                await request
-            assert caught.value.begun
-            await asyncio.sleep(1)
-            assert ended == 1
-            with pytest.raises(ActorLostError) as caught:
-                await pair.here.request(ADDRESS, HTTP).respond(client.receive, client.send)
-            assert not caught.value.begun
-
-    play(scenario)
+    client = Client(b"")
+    async with connected(stream) as pair:
+        request = asyncio.create_task(pair.here.request(ADDRESS, HTTP).respond(client.receive, client.send))
+        await asyncio.sleep(1)
+        pair.comms[0].abort()
+        with pytest.raises(ActorLostError) as caught:
+            await request
+        assert caught.value.begun
+        await asyncio.sleep(1)
+        assert ended == 1
+        with pytest.raises(ActorLostError) as caught:
+            await pair.here.request(ADDRESS, HTTP).respond(client.receive, client.send)
+        assert not caught.value.begun
 
 
-def test_an_unsent_request_on_a_lost_connection_had_not_begun() -> None:
+async def test_an_unsent_request_on_a_lost_connection_had_not_begun() -> None:
     async def stream(receive: Receive, send: Send) -> None:
         await asyncio.Event().wait()
 
-    async def scenario() -> None:
-        async with connected(stream) as pair:
-            sent = asyncio.create_task(pair.here.request(ADDRESS, HTTP).respond(nothing, Client().send))
-            await asyncio.sleep(1)
-            pair.comms[0].abort()  # the channel has not noticed yet
-            unsent = asyncio.create_task(pair.here.request(ADDRESS, HTTP).respond(nothing, Client().send))
-            for request, begun in ((sent, True), (unsent, False)):
-                with pytest.raises(ActorLostError) as caught:
-                    await request
-                assert caught.value.begun is begun
-                assert caught.value.is_disconnected
-
-    play(scenario)
+    async with connected(stream) as pair:
+        sent = asyncio.create_task(pair.here.request(ADDRESS, HTTP).respond(nothing, Client().send))
+        await asyncio.sleep(1)
+        pair.comms[0].abort()  # the channel has not noticed yet
+        unsent = asyncio.create_task(pair.here.request(ADDRESS, HTTP).respond(nothing, Client().send))
+        for request, begun in ((sent, True), (unsent, False)):
+            with pytest.raises(ActorLostError) as caught:
+                await request
+            assert caught.value.begun is begun
+            assert caught.value.is_disconnected
 
 
-def test_a_message_that_cannot_be_packed_fails_only_its_stream() -> None:
+async def test_a_message_that_cannot_be_packed_fails_only_its_stream() -> None:
     async def answer(receive: Receive, send: Send) -> None:
         message = await receive()
         if message["body"] == b"bad":
@@ -502,31 +443,32 @@ def test_a_message_that_cannot_be_packed_fails_only_its_stream() -> None:
             await asyncio.Event().wait()
         await send(body(b"fine", more=False))
 
-    async def scenario() -> None:
-        good, bad = Client(b"good"), Client(b"bad")
-        async with connected(answer) as pair:
-            outcomes = await asyncio.gather(
-                *(pair.here.request(ADDRESS, HTTP).respond(each.receive, each.send) for each in (bad, good)),
-                return_exceptions=True,
-            )
-        assert isinstance(outcomes[0], TypeError)
-        assert outcomes[1] == Load(3, 4)
-        assert good.answers == [body(b"fine", more=False)]
-
-    play(scenario)
+    good, bad = Client(b"good"), Client(b"bad")
+    async with connected(answer) as pair:
+        outcomes = await asyncio.gather(
+            *(pair.here.request(ADDRESS, HTTP).respond(each.receive, each.send) for each in (bad, good)),
+            return_exceptions=True,
+        )
+    assert isinstance(outcomes[0], TypeError)
+    assert outcomes[1] == Load(3, 4)
+    assert good.answers == [body(b"fine", more=False)]
 
 
-@pytest.mark.parametrize(
-    "garbage",
-    [7, "text", [7], [()], [(1,)], [(0, 2, "name")], [(0, 2, "n", 1, "no kind", {}, None)], [[1, 0]]],
-)
-def test_an_invalid_frame_ends_the_connection_and_its_streams(
-    garbage: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    async def stream(receive: Receive, send: Send) -> None:
-        await asyncio.Event().wait()
+async def test_an_invalid_frame_ends_the_connection_and_its_streams(caplog: pytest.LogCaptureFixture) -> None:
+    for garbage in [
+        7,
+        "text",
+        [7],
+        [()],
+        [(1,)],
+        [(0, 2, "name")],
+        [(0, 2, "n", 1, "no kind", {}, None)],
+        [[1, 0]],
+    ]:
 
-    async def scenario() -> None:
+        async def stream(receive: Receive, send: Send) -> None:
+            await asyncio.Event().wait()
+
         client = Client(b"")
         async with connected(stream) as pair:
             request = asyncio.create_task(
@@ -537,32 +479,27 @@ def test_an_invalid_frame_ends_the_connection_and_its_streams(
             pair.comms[1]._outgoing.put_nowait(garbage)
             with pytest.raises(ActorLostError) as caught:
                 await request
-            assert caught.value.begun
-            assert pair.here.is_closed
-
-    play(scenario)
-    assert "invalid frame" in caplog.text
+            assert caught.value.begun, garbage
+            assert pair.here.is_closed, garbage
+        assert "invalid frame" in caplog.text, garbage
 
 
-def test_frames_of_unknown_kinds_and_streams_are_ignored() -> None:
+async def test_frames_of_unknown_kinds_and_streams_are_ignored() -> None:
     async def echo(receive: Receive, send: Send) -> None:
         await send(body((await receive())["body"], more=False))
 
-    async def scenario() -> None:
-        client = Client(b"fine")
-        async with connected(echo) as pair:
-            unknown = [(99, 0), (1, 77, {"type": "x"}), (2, 77, 0, 0), (3, 77, b""), (4, 77), (5, 77, 10)]
-            pair.comms[0]._outgoing.put_nowait(unknown)
-            pair.comms[1]._outgoing.put_nowait(unknown)
-            assert await pair.here.request(ADDRESS, HTTP).respond(client.receive, client.send) == Load(3, 4)
-
-    play(scenario)
+    client = Client(b"fine")
+    async with connected(echo) as pair:
+        unknown = [(99, 0), (1, 77, {"type": "x"}), (2, 77, 0, 0), (3, 77, b""), (4, 77), (5, 77, 10)]
+        pair.comms[0]._outgoing.put_nowait(unknown)
+        pair.comms[1]._outgoing.put_nowait(unknown)
+        assert await pair.here.request(ADDRESS, HTTP).respond(client.receive, client.send) == Load(3, 4)
 
 
 # ---- deadlines
 
 
-def test_the_remaining_time_travels_and_the_other_side_enforces_it() -> None:
+async def test_the_remaining_time_travels_and_the_other_side_enforces_it() -> None:
     """The caller never cancels, like a stopped process."""
     cancelled_at = []
 
@@ -573,85 +510,73 @@ def test_the_remaining_time_travels_and_the_other_side_enforces_it() -> None:
             cancelled_at.append(asyncio.get_running_loop().time())
             raise
 
-    async def scenario() -> None:
-        await asyncio.sleep(100)
-        async with connected(handler) as pair:
-            envelope = Envelope(EnvelopeKind.CALL, {}, deadline=105.0)
-            with pytest.raises(RequestTimeoutError, match="The deadline of a request"):
-                await pair.here.request(ADDRESS, envelope).respond(nothing, nothing)
-            assert pair.comms[0].written[0][-2] == 5.0
-            assert cancelled_at == [105.0]
-
-    play(scenario)
-
-
-def test_the_handler_gets_its_deadline_on_its_own_clock() -> None:
-    async def scenario() -> None:
-        pair = Pair(lambda receive, send: nothing())
-        found = []
-
-        @by_task
-        async def dispatch(_: str, __: int, envelope: Envelope, receive: Receive, send: Send) -> Load:
-            found.append(envelope.deadline)
-            return Load()
-
-        pair.there._dispatch = dispatch
-        serving = [asyncio.create_task(side.serve()) for side in (pair.here, pair.there)]
-        for deadline in (None, 7.0):
-            envelope = Envelope(EnvelopeKind.CALL, {}, deadline=deadline)
+    await asyncio.sleep(100)
+    async with connected(handler) as pair:
+        envelope = Envelope(EnvelopeKind.CALL, {}, deadline=105.0)
+        with pytest.raises(RequestTimeoutError, match="The deadline of a request"):
             await pair.here.request(ADDRESS, envelope).respond(nothing, nothing)
-        frame = pair.comms[0].written[0]
-        assert frame[-2:] == (None, None)
-        await asyncio.sleep(1)
-        pair.there._receive_frame((frame[0], 98, *frame[2:-2], 2.5, None))
-        await asyncio.sleep(1)
-        assert found == [None, 7.0, 3.5]
-        pair.here.close()
-        pair.there.close()
-        await asyncio.gather(*serving)
-
-    play(scenario)
+        assert pair.comms[0].written[0][-2] == 5.0
+        assert cancelled_at == [105.0]
 
 
-def test_the_patience_of_a_request_travels() -> None:
-    async def scenario() -> None:
-        pair = Pair(lambda receive, send: nothing())
-        found = []
+async def test_the_handler_gets_its_deadline_on_its_own_clock() -> None:
+    pair = Pair(lambda receive, send: nothing())
+    found = []
 
-        @by_task
-        async def dispatch(_: str, __: int, envelope: Envelope, receive: Receive, send: Send) -> Load:
-            found.append(envelope.queue_timeout)
-            return Load()
+    @by_task
+    async def dispatch(_: str, __: int, envelope: Envelope, receive: Receive, send: Send) -> Load:
+        found.append(envelope.deadline)
+        return Load()
 
-        pair.there._dispatch = dispatch
-        serving = [asyncio.create_task(side.serve()) for side in (pair.here, pair.there)]
-        for queue_timeout in (None, QueueTimeout(0.5, 2.0)):
-            envelope = Envelope(EnvelopeKind.CALL, {}, queue_timeout=queue_timeout)
-            await pair.here.request(ADDRESS, envelope).respond(nothing, nothing)
-        assert found == [None, QueueTimeout(0.5, 2.0)]
-        pair.here.close()
-        pair.there.close()
-        await asyncio.gather(*serving)
+    pair.there._dispatch = dispatch
+    serving = [asyncio.create_task(side.serve()) for side in (pair.here, pair.there)]
+    for deadline in (None, 7.0):
+        envelope = Envelope(EnvelopeKind.CALL, {}, deadline=deadline)
+        await pair.here.request(ADDRESS, envelope).respond(nothing, nothing)
+    frame = pair.comms[0].written[0]
+    assert frame[-2:] == (None, None)
+    await asyncio.sleep(1)
+    pair.there._receive_frame((frame[0], 98, *frame[2:-2], 2.5, None))
+    await asyncio.sleep(1)
+    assert found == [None, 7.0, 3.5]
+    pair.here.close()
+    pair.there.close()
+    await asyncio.gather(*serving)
 
-    play(scenario)
+
+async def test_the_patience_of_a_request_travels() -> None:
+    pair = Pair(lambda receive, send: nothing())
+    found = []
+
+    @by_task
+    async def dispatch(_: str, __: int, envelope: Envelope, receive: Receive, send: Send) -> Load:
+        found.append(envelope.queue_timeout)
+        return Load()
+
+    pair.there._dispatch = dispatch
+    serving = [asyncio.create_task(side.serve()) for side in (pair.here, pair.there)]
+    for queue_timeout in (None, QueueTimeout(0.5, 2.0)):
+        envelope = Envelope(EnvelopeKind.CALL, {}, queue_timeout=queue_timeout)
+        await pair.here.request(ADDRESS, envelope).respond(nothing, nothing)
+    assert found == [None, QueueTimeout(0.5, 2.0)]
+    pair.here.close()
+    pair.there.close()
+    await asyncio.gather(*serving)
 
 
-def test_a_request_that_arrives_after_its_deadline_is_not_begun() -> None:
+async def test_a_request_that_arrives_after_its_deadline_is_not_begun() -> None:
     async def handler(receive: Receive, send: Send) -> None:
         raise AssertionError("begun")
 
-    async def scenario() -> None:
-        async with connected(handler) as pair:
-            await asyncio.sleep(6)
-            with pytest.raises(RequestTimeoutError):
-                await pair.here.request(ADDRESS, Envelope(EnvelopeKind.CALL, {}, deadline=5.0)).respond(
-                    nothing, nothing
-                )
-
-    play(scenario)
+    async with connected(handler) as pair:
+        await asyncio.sleep(6)
+        with pytest.raises(RequestTimeoutError):
+            await pair.here.request(ADDRESS, Envelope(EnvelopeKind.CALL, {}, deadline=5.0)).respond(
+                nothing, nothing
+            )
 
 
-def test_a_connection_accepted_while_the_pool_closes_is_closed() -> None:
+async def test_a_connection_accepted_while_the_pool_closes_is_closed() -> None:
     """Otherwise both sides would keep it until the other process ends."""
 
     class SlowComm(QueueComm):
@@ -665,14 +590,11 @@ def test_a_connection_accepted_while_the_pool_closes_is_closed() -> None:
     async def nowhere(worker: str) -> Any:
         raise AssertionError
 
-    async def scenario() -> None:
-        pool = ChannelPool(never_called, nowhere)
-        comm = SlowComm(asyncio.Queue(), asyncio.Queue())
-        accepting = asyncio.create_task(pool.accept(comm, by_socket=False))
-        await asyncio.sleep(0.5)
-        await pool.close()
-        await asyncio.wait_for(accepting, 1)
-        assert comm.written == [READY]
-        assert comm.closed()
-
-    play(scenario)
+    pool = ChannelPool(never_called, nowhere)
+    comm = SlowComm(asyncio.Queue(), asyncio.Queue())
+    accepting = asyncio.create_task(pool.accept(comm, by_socket=False))
+    await asyncio.sleep(0.5)
+    await pool.close()
+    await asyncio.wait_for(accepting, 1)
+    assert comm.written == [READY]
+    assert comm.closed()

@@ -156,36 +156,30 @@ def test_a_splice_that_carries_messages_packs_for_the_scheduler() -> None:
     assert comm.handshake_options is None
 
 
-def test_a_blocked_host_is_not_dialled_until_it_expires() -> None:
+@pytest.mark.virtual_time
+async def test_a_blocked_host_is_not_dialled_until_it_expires() -> None:
     network = Network(SCHEDULER)
-
-    async def main() -> None:
-        dialler = network.dialler(retry_direct_s=10.0)
-        await dialler.dial(WORKER)
-        await dialler.dial(NEIGHBOUR)
-        assert network.tried == [WORKER, SCHEDULER, SCHEDULER]
-        await asyncio.sleep(10)
-        network.reachable.add(WORKER)
-        await dialler.dial(WORKER)
-        assert network.tried[3:] == [WORKER]
-
-    run_virtual(main)
+    dialler = network.dialler(retry_direct_s=10.0)
+    await dialler.dial(WORKER)
+    await dialler.dial(NEIGHBOUR)
+    assert network.tried == [WORKER, SCHEDULER, SCHEDULER]
+    await asyncio.sleep(10)
+    network.reachable.add(WORKER)
+    await dialler.dial(WORKER)
+    assert network.tried[3:] == [WORKER]
 
 
-def test_a_dead_worker_does_not_block_its_host() -> None:
+@pytest.mark.virtual_time
+async def test_a_dead_worker_does_not_block_its_host() -> None:
     """The scheduler answers at once that it is gone; its host is not remembered as blocked."""
     network = Network(SCHEDULER, NEIGHBOUR, gone=True)
-
-    async def main() -> None:
-        dialler = network.dialler()
-        with pytest.raises(ActorLostError, match="gone") as caught:
-            await dialler.dial(WORKER)
-        assert not caught.value.begun
-        assert network.comms[0].is_aborted
-        await dialler.dial(NEIGHBOUR)
-        assert network.tried == [WORKER, SCHEDULER, NEIGHBOUR]
-
-    run_virtual(main)
+    dialler = network.dialler()
+    with pytest.raises(ActorLostError, match="gone") as caught:
+        await dialler.dial(WORKER)
+    assert not caught.value.begun
+    assert network.comms[0].is_aborted
+    await dialler.dial(NEIGHBOUR)
+    assert network.tried == [WORKER, SCHEDULER, NEIGHBOUR]
 
 
 def test_a_silent_worker_counts_as_blocked_after_the_timeout() -> None:
@@ -247,20 +241,17 @@ def test_settings_come_from_the_dask_configuration() -> None:
         assert settings.channel().lost_after_s == 0
 
 
-def test_a_silent_machine_is_reached_through_the_scheduler_without_another_try() -> None:
+@pytest.mark.virtual_time
+async def test_a_silent_machine_is_reached_through_the_scheduler_without_another_try() -> None:
     network = Network(SCHEDULER, WORKER)
-
-    async def main() -> None:
-        dialler = network.dialler()
-        assert not (await dialler.dial(WORKER)).is_relayed
-        dialler.note_silence(WORKER)
-        assert (await dialler.dial(NEIGHBOUR)).is_relayed
-        assert network.tried == [WORKER, SCHEDULER]
-        assert not (await dialler.dial_directly(WORKER)).is_relayed
-        await dialler.dial(WORKER)
-        assert network.tried[2:] == [WORKER, WORKER], "its host is reached again"
-
-    run_virtual(main)
+    dialler = network.dialler()
+    assert not (await dialler.dial(WORKER)).is_relayed
+    dialler.note_silence(WORKER)
+    assert (await dialler.dial(NEIGHBOUR)).is_relayed
+    assert network.tried == [WORKER, SCHEDULER]
+    assert not (await dialler.dial_directly(WORKER)).is_relayed
+    await dialler.dial(WORKER)
+    assert network.tried[2:] == [WORKER, WORKER], "its host is reached again"
 
 
 def test_workers_take_the_direct_route_or_else_that_through_the_scheduler() -> None:
@@ -272,59 +263,50 @@ def test_workers_take_the_direct_route_or_else_that_through_the_scheduler() -> N
     assert settings.worker_channel().retry_direct_s == settings.WORKER_RETRY_S
 
 
+@pytest.mark.virtual_time
 @pytest.mark.parametrize("route", ["direct", "scheduler"])
-def test_a_process_asks_for_the_secret_once(route: str) -> None:
+async def test_a_process_asks_for_the_secret_once(route: str) -> None:
     network = Network(SCHEDULER, WORKER, NEIGHBOUR)
-
-    async def main() -> None:
-        dialler = network.dialler(route=route)
-        assert network.asked == 0
-        await dialler.dial(WORKER)
-        await dialler.dial(NEIGHBOUR)
-        await dialler.dial_directly(WORKER)
-        assert network.asked == 1
-
-    run_virtual(main)
+    dialler = network.dialler(route=route)
+    assert network.asked == 0
+    await dialler.dial(WORKER)
+    await dialler.dial(NEIGHBOUR)
+    await dialler.dial_directly(WORKER)
+    assert network.asked == 1
 
 
+@pytest.mark.virtual_time
 @pytest.mark.parametrize("route", ["direct", "scheduler"])
-def test_a_worker_that_joined_another_scheduler_is_reached_with_the_new_secret(route: str) -> None:
+async def test_a_worker_that_joined_another_scheduler_is_reached_with_the_new_secret(route: str) -> None:
     """The scheduler was replaced, and the worker is new; this process knows only the old secret."""
     network = Network(SCHEDULER, WORKER)
-
-    async def main() -> None:
-        dialler = network.dialler(route=route)
+    dialler = network.dialler(route=route)
+    await dialler.dial(WORKER)
+    network.secret, network.keyring = ChannelSecret(), Keyring()
+    network.keyring.add(network.secret)
+    for _ in range(2):
         await dialler.dial(WORKER)
-        network.secret, network.keyring = ChannelSecret(), Keyring()
-        network.keyring.add(network.secret)
-        for _ in range(2):
-            await dialler.dial(WORKER)
-        await dialler.dial_directly(WORKER)
-        assert network.asked == 2
-        assert network.tried.count({"direct": WORKER, "scheduler": SCHEDULER}[route]) >= 4
-
-    run_virtual(main)
+    await dialler.dial_directly(WORKER)
+    assert network.asked == 2
+    assert network.tried.count({"direct": WORKER, "scheduler": SCHEDULER}[route]) >= 4
 
 
-def test_a_process_that_has_another_scheduler_is_not_refused_as_a_stranger() -> None:
+@pytest.mark.virtual_time
+async def test_a_process_that_has_another_scheduler_is_not_refused_as_a_stranger() -> None:
     network = Network(SCHEDULER, WORKER)
-
-    async def main() -> None:
-        dialler = network.dialler()
-        await dialler.dial(WORKER)
-        # The next scheduler has no supervisor yet, but the worker has not changed.
-        network.is_supervised = False
-        await network.known.resume()
-        await dialler.dial(WORKER)
-        network.is_supervised = True
-        network.secret, network.keyring = ChannelSecret(), Keyring()
-        network.keyring.add(network.secret)
-        await dialler.dial(WORKER)
-        assert [comm.is_aborted for comm in network.comms] == [False] * 3
-        await dialler.dial(WORKER)
-        assert network.asked == 3
-
-    run_virtual(main)
+    dialler = network.dialler()
+    await dialler.dial(WORKER)
+    # The next scheduler has no supervisor yet, but the worker has not changed.
+    network.is_supervised = False
+    await network.known.resume()
+    await dialler.dial(WORKER)
+    network.is_supervised = True
+    network.secret, network.keyring = ChannelSecret(), Keyring()
+    network.keyring.add(network.secret)
+    await dialler.dial(WORKER)
+    assert [comm.is_aborted for comm in network.comms] == [False] * 3
+    await dialler.dial(WORKER)
+    assert network.asked == 3
 
 
 def test_a_worker_of_another_cluster_is_lost() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -82,80 +83,83 @@ def dispatch(name: str, incarnation: int, envelope: Envelope) -> ActorRequest:
     return LargeRequest()
 
 
-def play(scenario: Callable[[Channel, Channel, KeptResults], Awaitable[None]]) -> None:
-    async def main() -> None:
-        kept = KeptResults("there")
-        ends = [SocketTransport(each, "there") for each in socket.socketpair()]
-        here = Channel(ends[0], dispatch, first_stream=0)
-        there = Channel(ends[1], dispatch, first_stream=1, kept=kept)
-        async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-            for each in (here, there):
-                tasks.create_task(each.serve())
-            await scenario(here, there, kept)
-            here.close()
-            there.close()
-        assert len(kept) == 0
-        assert not there._offered
+@pytest.fixture
+def kept() -> KeptResults:
+    return KeptResults("there")
 
-    asyncio.run(main())
+
+@pytest.fixture
+@asynccontextmanager
+async def channels(kept: KeptResults) -> AsyncIterator[tuple[Channel, Channel]]:
+    ends = [SocketTransport(each, "there") for each in socket.socketpair()]
+    here = Channel(ends[0], dispatch, first_stream=0)
+    there = Channel(ends[1], dispatch, first_stream=1, kept=kept)
+    async with asyncio.TaskGroup() as tasks:
+        for each in (here, there):
+            tasks.create_task(each.serve())
+        yield here, there
+        here.close()
+        there.close()
+    assert len(kept) == 0
+    assert not there._offered
 
 
 paths = pytest.mark.parametrize("needs_task", [True, False], ids=["task", "taskless"])
 
 
 @paths
-def test_a_large_answer_comes_when_its_caller_reads_it(needs_task: bool) -> None:
-    async def scenario(here: Channel, there: Channel, kept: KeptResults) -> None:
-        call = Call(leaves_value=False)
-        await call.make(here, needs_task=needs_task)
-        assert call.payload.nbytes == KEPT_BYTES
-        assert type(call.payload) is Payload
-        assert call.load == Load(1, 2)
-        assert len(kept) == 0
-
-    play(scenario)
-
-
-@paths
-def test_a_large_answer_stays_until_its_caller_drops_it(needs_task: bool) -> None:
-    async def scenario(here: Channel, there: Channel, kept: KeptResults) -> None:
-        call = Call(leaves_value=True)
-        await call.make(here, needs_task=needs_task)
-        assert type(call.payload) is KeptPayload
-        assert (call.payload.worker, call.payload.nbytes) == ("there", KEPT_BYTES)
-        assert call.load == Load(1, 2)
-        token = call.payload.token
-        assert kept.find(token) is LARGE
-        call.payload = None
-        gc.collect()
-        await wait_until(lambda: len(kept) == 0)
-        with pytest.raises(UnavailableError, match="is not there any more"):
-            kept.find(token)
-
-    play(scenario)
+async def test_a_large_answer_comes_when_its_caller_reads_it(
+    needs_task: bool, channels: tuple[Channel, Channel], kept: KeptResults
+) -> None:
+    here, _ = channels
+    call = Call(leaves_value=False)
+    await call.make(here, needs_task=needs_task)
+    assert call.payload.nbytes == KEPT_BYTES
+    assert type(call.payload) is Payload
+    assert call.load == Load(1, 2)
+    assert len(kept) == 0
 
 
 @paths
-def test_a_large_answer_is_dropped_with_the_connection_of_its_caller(needs_task: bool) -> None:
-    async def scenario(here: Channel, there: Channel, kept: KeptResults) -> None:
-        call = Call(leaves_value=True)
-        await call.make(here, needs_task=needs_task)
-        assert len(kept) == 1
-        here.close()
-        await wait_until(lambda: there.is_closed)
-        assert len(kept) == 0
-        call.payload = None  # the connection is closed: nothing to do
+async def test_a_large_answer_stays_until_its_caller_drops_it(
+    needs_task: bool, channels: tuple[Channel, Channel], kept: KeptResults
+) -> None:
+    here, _ = channels
+    call = Call(leaves_value=True)
+    await call.make(here, needs_task=needs_task)
+    assert type(call.payload) is KeptPayload
+    assert (call.payload.worker, call.payload.nbytes) == ("there", KEPT_BYTES)
+    assert call.load == Load(1, 2)
+    token = call.payload.token
+    assert kept.find(token) is LARGE
+    call.payload = None
+    gc.collect()
+    await wait_until(lambda: len(kept) == 0)
+    with pytest.raises(UnavailableError, match="is not there any more"):
+        kept.find(token)
 
-    play(scenario)
+
+@paths
+async def test_a_large_answer_is_dropped_with_the_connection_of_its_caller(
+    needs_task: bool, channels: tuple[Channel, Channel], kept: KeptResults
+) -> None:
+    here, there = channels
+    call = Call(leaves_value=True)
+    await call.make(here, needs_task=needs_task)
+    assert len(kept) == 1
+    here.close()
+    await wait_until(lambda: there.is_closed)
+    assert len(kept) == 0
+    call.payload = None  # the connection is closed: nothing to do
 
 
-def test_an_answer_that_is_offered_after_its_caller_left_is_dropped() -> None:
-    async def scenario(here: Channel, there: Channel, kept: KeptResults) -> None:
-        here._receive_frame = lambda frame: None  # type: ignore[method-assign]
-        envelope = Call(leaves_value=True).envelope(needs_task=False)
-        give_up = here.request(ADDRESS, envelope).start(lambda *_: None)
-        await wait_until(lambda: len(kept) == 1)  # the offer is on its way
-        give_up()
-        await wait_until(lambda: len(kept) == 0)
-
-    play(scenario)
+async def test_an_answer_that_is_offered_after_its_caller_left_is_dropped(
+    channels: tuple[Channel, Channel], kept: KeptResults
+) -> None:
+    here, _ = channels
+    here._receive_frame = lambda frame: None  # type: ignore[method-assign]
+    envelope = Call(leaves_value=True).envelope(needs_task=False)
+    give_up = here.request(ADDRESS, envelope).start(lambda *_: None)
+    await wait_until(lambda: len(kept) == 1)  # the offer is on its way
+    give_up()
+    await wait_until(lambda: len(kept) == 0)

@@ -32,7 +32,7 @@ def test_the_latest_secrets_are_kept() -> None:
     assert keyring.find(secrets[0].mark) is None
 
 
-def test_many_that_miss_a_secret_ask_once() -> None:
+async def test_many_that_miss_a_secret_ask_once() -> None:
     asked = 0
     present = ChannelSecret()
 
@@ -42,20 +42,14 @@ def test_many_that_miss_a_secret_ask_once() -> None:
         await asyncio.sleep(0)
         return await present.reveal()
 
-    async def main() -> None:
-        keyring = Keyring(fetch)
-        assert await asyncio.gather(*(keyring.renew([]) for _ in range(5))) == [True] * 5
-        assert asked == 1
-        known = keyring.marks
-        assert not await keyring.renew(known)
-        assert asked == 2
-
-    asyncio.run(main())
+    keyring = Keyring(fetch)
+    assert await asyncio.gather(*(keyring.renew([]) for _ in range(5))) == [True] * 5
+    assert asked == 1
+    known = keyring.marks
+    assert not await keyring.renew(known)
+    assert asked == 2
 
 
-def test_a_process_without_a_scheduler_has_no_secret() -> None:
-    async def main() -> None:
-        with pytest.raises(OSError, match="no scheduler"):
-            await Keyring().renew([])
-
-    asyncio.run(main())
+async def test_a_process_without_a_scheduler_has_no_secret() -> None:
+    with pytest.raises(OSError, match="no scheduler"):
+        await Keyring().renew([])

@@ -80,13 +80,11 @@ def test_a_message_with_the_maximum_number_of_parts() -> None:
     assert reading.messages == expected
 
 
-@pytest.mark.parametrize(
-    "data", [b"GET / HTTP/1.1\r\n", HEAD.pack(MAGIC, 0), HEAD.pack(MAGIC, MAX_PARTS + 1)]
-)
-def test_bytes_that_are_no_message_are_refused(data: bytes) -> None:
-    reading = Reading()
-    with pytest.raises(ValueError, match="no message begins with"):
-        reading.feed(data, 10**9)
+def test_bytes_that_are_no_message_are_refused() -> None:
+    for data in [b"GET / HTTP/1.1\r\n", HEAD.pack(MAGIC, 0), HEAD.pack(MAGIC, MAX_PARTS + 1)]:
+        reading = Reading()
+        with pytest.raises(ValueError, match="no message begins with"):
+            reading.feed(data, 10**9)
 
 
 @pytest.mark.parametrize("sizes", [[2 << 30], [5, 2 << 30]])
@@ -113,10 +111,8 @@ def test_a_part_that_takes_memory_as_it_arrives_is_like_any_other(monkeypatch: p
             each[0] = 77  # type: ignore[index]
 
 
-@pytest.mark.parametrize(
-    "sizes", [[MAX_MESSAGE_BYTES + 1], [2**64 - 1], [5, MAX_MESSAGE_BYTES], [MAX_MESSAGE_BYTES // 8] * 9]
-)
-def test_a_message_above_the_maximum_is_refused(sizes: list[int]) -> None:
-    reading = Reading()
-    with pytest.raises(ValueError, match=f"{sum(sizes)} bytes exceeds the maximum"):
-        reading.feed(HEAD.pack(MAGIC, len(sizes)) + b"".join(map(SIZE.pack, sizes)), 10**9)
+def test_a_message_above_the_maximum_is_refused() -> None:
+    for sizes in [[MAX_MESSAGE_BYTES + 1], [2**64 - 1], [5, MAX_MESSAGE_BYTES], [MAX_MESSAGE_BYTES // 8] * 9]:
+        reading = Reading()
+        with pytest.raises(ValueError, match=f"{sum(sizes)} bytes exceeds the maximum"):
+            reading.feed(HEAD.pack(MAGIC, len(sizes)) + b"".join(map(SIZE.pack, sizes)), 10**9)

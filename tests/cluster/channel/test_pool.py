@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -28,7 +29,9 @@ from daskserve.common.types import (
     nothing_to_receive,
 )
 from daskserve.errors import ActorLostError
-from daskserve.testing import run_virtual
+
+pytestmark = pytest.mark.virtual_time
+
 
 WORKER = "tcp://10.0.0.2:4000"
 ACTOR = ActorAddress("i/replica/b#A", WORKER, 1)
@@ -44,6 +47,7 @@ class Network:
     """A process and a worker, what is between them, and what the process was told."""
 
     def __init__(self) -> None:
+        self.is_reachable = True
         #: How long a direct dial takes; None if nothing answers, so that it goes through the scheduler.
         self.dial_s: float | None = 0.0
         self.dials: list[tuple[str, float]] = []
@@ -66,6 +70,8 @@ class Network:
         return Load()
 
     async def _dial(self, worker: str) -> Transport:
+        if not self.is_reachable:
+            raise OSError("nothing listens there")
         if self.dial_s is not None:
             return await self._dial_directly(worker)
         transport = self._connected()
@@ -95,114 +101,139 @@ class Network:
         envelope = Envelope(EnvelopeKind.CALL, {}, has_body=False, call=Leaves())
         return asyncio.create_task(self.pool.request(ACTOR, envelope).respond(nothing_to_receive, keep))
 
+    async def lose_connection(self) -> None:
+        for channel in list(self.far._serving):
+            channel.close()
+        await asyncio.sleep(1)
+
+    def counts(self) -> dict[str, Any]:
+        return {name: value for name, _, value in self.pool.samples()}
+
     async def close(self) -> None:
         await self.pool.close()
         await self.far.close()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
-def play(scenario: Callable[[Network], Coroutine[Any, Any, None]]) -> None:
-    async def main() -> None:
-        network = Network()
-        try:
-            await scenario(network)
-        finally:
-            await network.close()
-        await asyncio.sleep(0)
-        assert len(asyncio.all_tasks()) == 1
-
-    run_virtual(main)
-
-
-def test_a_worker_that_does_not_answer_the_dial_at_once_is_told_and_dialled_on() -> None:
-    async def scenario(network: Network) -> None:
-        network.dial_s = 3.0
-        with pytest.raises(ActorLostError, match=r"not answer within 0\.25 s") as caught:
-            await network.pool.connect(WORKER, 0.25)
-        assert (caught.value.begun, caught.value.is_disconnected) == (False, True)
-        assert network.told == [Reachability.NONE]
-        await network.pool.connect(WORKER)
-        assert network.told == [Reachability.NONE, Reachability.DIRECT]
-        assert network.dials == [(WORKER, 0.0)]
-        assert network.pool.route_to(WORKER) is Reachability.DIRECT
-
-    play(scenario)
+@pytest.fixture
+@asynccontextmanager
+async def network() -> AsyncIterator[Network]:
+    network = Network()
+    try:
+        yield network
+    finally:
+        await network.close()
+    await asyncio.sleep(0)
+    assert len(asyncio.all_tasks()) == 1
 
 
-def test_a_lost_connection_is_told() -> None:
-    async def scenario(network: Network) -> None:
-        request = network.request()
-        await asyncio.sleep(1)
-        network.far.abort()
-        with pytest.raises(ActorLostError, match="was lost"):
-            await request
-        assert network.told == [Reachability.DIRECT, Reachability.NONE]
-        assert network.pool.route_to(WORKER) is None
-
-    play(scenario)
-
-
-def test_breaking_off_fails_what_is_under_way() -> None:
-    async def scenario(network: Network) -> None:
-        request = network.request()
-        await asyncio.sleep(1)
-        network.pool.break_off(WORKER)
-        with pytest.raises(ActorLostError) as caught:
-            await request
-        assert caught.value.begun, "user code may have seen it"
-        assert network.told[-1] is Reachability.NONE
-
-    play(scenario)
+async def test_a_worker_that_does_not_answer_the_dial_at_once_is_told_and_dialled_on(
+    network: Network,
+) -> None:
+    network.dial_s = 3.0
+    with pytest.raises(ActorLostError, match=r"not answer within 0\.25 s") as caught:
+        await network.pool.connect(WORKER, 0.25)
+    assert (caught.value.begun, caught.value.is_disconnected) == (False, True)
+    assert network.told == [Reachability.NONE]
+    await network.pool.connect(WORKER)
+    assert network.told == [Reachability.NONE, Reachability.DIRECT]
+    assert network.dials == [(WORKER, 0.0)]
+    assert network.pool.route_to(WORKER) is Reachability.DIRECT
 
 
-def test_a_direct_channel_is_tried_again_with_growing_pauses_and_replaces_the_relayed_one() -> None:
-    async def scenario(network: Network) -> None:
-        network.dial_s = None
-        request = network.request()
-        await asyncio.sleep(24)
-        assert network.told == [Reachability.SCHEDULER]
-        assert list(network.pool.relayed) == [WORKER]
-        assert [at for _, at in network.dials] == [1, 3, 7, 15, 23]
-        network.dial_s = 0.0
-        await asyncio.sleep(8)
-        assert network.told == [Reachability.SCHEDULER, Reachability.DIRECT]
-        assert network.pool.route_to(WORKER) is Reachability.DIRECT
-        assert not list(network.pool.relayed)
-        # What was under way ends on the detour, which is then closed.
-        assert ("channels", (), 2) in network.pool.samples()
-        network.go.set()
+async def test_a_lost_connection_is_told(network: Network) -> None:
+    request = network.request()
+    await asyncio.sleep(1)
+    network.far.abort()
+    with pytest.raises(ActorLostError, match="was lost"):
         await request
-        await asyncio.sleep(2 * RETIRED_S)
-        assert ("channels", (), 1) in network.pool.samples()
-
-    play(scenario)
+    assert network.told == [Reachability.DIRECT, Reachability.NONE]
+    assert network.pool.route_to(WORKER) is None
 
 
-def test_a_relayed_channel_stays_as_long_as_the_worker_keeps_a_result_for_it() -> None:
-    async def scenario(network: Network) -> None:
-        network.dial_s = None
-        network.answer = Payload(b"", (bytes(KEPT_BYTES),))
-        network.go.set()
-        got: list[Message] = []
-        await network.request(got)
-        assert isinstance(got[0]["payload"], KeptPayload)
-        network.dial_s = 0.0
-        await asyncio.sleep(10)
-        assert ("channels", (), 2) in network.pool.samples()
-        got.clear()
-        await asyncio.sleep(2 * RETIRED_S)
-        assert ("channels", (), 1) in network.pool.samples()
-
-    play(scenario)
+async def test_breaking_off_fails_what_is_under_way(network: Network) -> None:
+    request = network.request()
+    await asyncio.sleep(1)
+    network.pool.break_off(WORKER)
+    with pytest.raises(ActorLostError) as caught:
+        await request
+    assert caught.value.begun, "user code may have seen it"
+    assert network.told[-1] is Reachability.NONE
 
 
-def test_a_worker_that_left_is_not_dialled_again() -> None:
-    async def scenario(network: Network) -> None:
-        network.dial_s = None
-        await network.pool.connect(WORKER)
-        network.pool.drop(WORKER)
-        await asyncio.sleep(60)
-        assert network.dials == []
-        assert network.told == [Reachability.SCHEDULER]
+async def test_a_direct_channel_is_tried_again_with_growing_pauses_and_replaces_the_relayed_one(
+    network: Network,
+) -> None:
+    network.dial_s = None
+    request = network.request()
+    await asyncio.sleep(24)
+    assert network.told == [Reachability.SCHEDULER]
+    assert list(network.pool.relayed) == [WORKER]
+    assert [at for _, at in network.dials] == [1, 3, 7, 15, 23]
+    network.dial_s = 0.0
+    await asyncio.sleep(8)
+    assert network.told == [Reachability.SCHEDULER, Reachability.DIRECT]
+    assert network.pool.route_to(WORKER) is Reachability.DIRECT
+    assert not list(network.pool.relayed)
+    # What was under way ends on the detour, which is then closed.
+    assert ("channels", (), 2) in network.pool.samples()
+    network.go.set()
+    await request
+    await asyncio.sleep(2 * RETIRED_S)
+    assert ("channels", (), 1) in network.pool.samples()
 
-    play(scenario)
+
+async def test_a_relayed_channel_stays_as_long_as_the_worker_keeps_a_result_for_it(network: Network) -> None:
+    network.dial_s = None
+    network.answer = Payload(b"", (bytes(KEPT_BYTES),))
+    network.go.set()
+    got: list[Message] = []
+    await network.request(got)
+    assert isinstance(got[0]["payload"], KeptPayload)
+    network.dial_s = 0.0
+    await asyncio.sleep(10)
+    assert ("channels", (), 2) in network.pool.samples()
+    got.clear()
+    await asyncio.sleep(2 * RETIRED_S)
+    assert ("channels", (), 1) in network.pool.samples()
+
+
+async def test_a_worker_that_left_is_not_dialled_again(network: Network) -> None:
+    network.dial_s = None
+    await network.pool.connect(WORKER)
+    network.pool.drop(WORKER)
+    await asyncio.sleep(60)
+    assert network.dials == []
+    assert network.told == [Reachability.SCHEDULER]
+
+
+# ---- metrics
+
+
+async def test_connections_reconnections_and_bytes_are_counted(network: Network) -> None:
+    network.go.set()
+    network.answer = Payload(b"x" * 1000)
+    for _ in range(2):
+        await network.request()
+    first = network.counts()
+    assert first["channel_received_bytes"] > 2000 > first["channel_sent_bytes"] > 0
+    assert (first["channels"], first["channel_connections"], first["channel_reconnects"]) == (1, 1, 0)
+    await network.lose_connection()
+    assert network.counts()["channels"] == 0
+    for _ in range(2):
+        await network.request()
+    second = network.counts()
+    assert second["channel_received_bytes"] == 2 * first["channel_received_bytes"]
+    assert second["channel_sent_bytes"] == 2 * first["channel_sent_bytes"]
+    assert (second["channels"], second["channel_connections"], second["channel_reconnects"]) == (1, 2, 1)
+    network.pool.drop(WORKER)  # the worker left; a later worker at this address is a different one
+    await asyncio.sleep(1)
+    await network.request()
+    assert network.counts()["channel_reconnects"] == 1
+
+
+async def test_failed_dials_are_counted(network: Network) -> None:
+    network.is_reachable = False
+    with pytest.raises(ActorLostError):
+        await network.request()
+    assert (network.counts()["channel_dial_failures"], network.counts()["channel_connections"]) == (1, 0)

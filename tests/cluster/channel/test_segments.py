@@ -7,6 +7,8 @@ import os
 import pickle
 import resource
 import warnings
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,118 +38,104 @@ def mapped(pool: Segments, segment: MemorySegment, at: int = 0, size_bytes: int 
     return pool.map(os.getpid(), segment.key, segment.descriptor, segment.inode, at, size_bytes)
 
 
-def run(main: Any) -> None:
-    """Run a coroutine function with a writing and a reading pool, which are closed afterwards."""
-
-    async def within() -> None:
-        writer, reader = Segments(), Segments()
-        try:
-            await main(writer, reader)
-        finally:
-            writer.close()
-            reader.close()
-
-    asyncio.run(within())
+@asynccontextmanager
+async def pool() -> AsyncIterator[Segments]:
+    pool = Segments()
+    try:
+        yield pool
+    finally:
+        pool.close()
 
 
-def test_a_segment_is_written_again_once_its_last_user_is_gone() -> None:
-    async def main(writer: Segments, reader: Segments) -> None:
-        first = filled(writer, b"a" * SIZE)
-        view = mapped(reader, first)
-        array = np.frombuffer(view, np.uint8)[10:]
-        writer.keep(first)
-        del view
-        other = filled(writer, b"b" * SIZE)
-        assert other is not first
-        assert array.tobytes() == b"a" * (SIZE - 10)
-        del array
-        assert filled(writer, b"c" * SIZE) is first
-        assert bytes(mapped(reader, first)) == b"c" * SIZE
-
-    run(main)
+writer = pytest.fixture(pool, name="writer")
+reader = pytest.fixture(pool, name="reader")
 
 
-def test_a_forked_process_keeps_what_it_inherits() -> None:
-    async def main(writer: Segments, reader: Segments) -> None:
-        segment = filled(writer, bytes(SIZE))
-        view = mapped(reader, segment)
-        until, end = os.pipe()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # the child runs no other thread's code
-            child = os.fork()
-        if not child:
-            os.close(end)
-            os.read(until, 1)
-            os._exit(0)
-        os.close(until)
-        del view
-        assert segment.is_used()
+async def test_a_segment_is_written_again_once_its_last_user_is_gone(
+    writer: Segments, reader: Segments
+) -> None:
+    first = filled(writer, b"a" * SIZE)
+    view = mapped(reader, first)
+    array = np.frombuffer(view, np.uint8)[10:]
+    writer.keep(first)
+    del view
+    other = filled(writer, b"b" * SIZE)
+    assert other is not first
+    assert array.tobytes() == b"a" * (SIZE - 10)
+    del array
+    assert filled(writer, b"c" * SIZE) is first
+    assert bytes(mapped(reader, first)) == b"c" * SIZE
+
+
+async def test_a_forked_process_keeps_what_it_inherits(writer: Segments, reader: Segments) -> None:
+    segment = filled(writer, bytes(SIZE))
+    view = mapped(reader, segment)
+    until, end = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # the child runs no other thread's code
+        child = os.fork()
+    if not child:
         os.close(end)
-        os.waitpid(child, 0)  # noqa: ASYNC222 - it exits at once
-        assert not segment.is_used()
-
-    run(main)
-
-
-def test_a_segment_fits_buffers_of_half_its_size_to_its_size() -> None:
-    async def main(writer: Segments, reader: Segments) -> None:
-        segment = filled(writer, bytes(SIZE))
-        for size in (SIZE + 1, SIZE // 2 - 1):
-            writer.keep(segment)
-            assert writer.take(size) is not segment
-            assert writer.take(SIZE // 2) is segment
-
-    run(main)
+        os.read(until, 1)
+        os._exit(0)
+    os.close(until)
+    del view
+    assert segment.is_used()
+    os.close(end)
+    os.waitpid(child, 0)
+    assert not segment.is_used()
 
 
-def test_a_view_is_read_only_and_starts_at_its_offset() -> None:
-    async def main(writer: Segments, reader: Segments) -> None:
-        data = bytes(range(256)) * (SIZE // 256)
-        view = mapped(reader, filled(writer, data), at=5, size_bytes=100)
-        assert bytes(view) == data[5:105]
-        with pytest.raises(TypeError):
-            view[0] = 1
-        assert not np.frombuffer(view, np.uint8).flags.writeable
-
-    run(main)
-
-
-def test_what_is_not_used_again_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PERIOD_S", 0.01)
-
-    async def main(writer: Segments, reader: Segments) -> None:
-        segment = filled(writer, bytes(SIZE))
-        view = mapped(reader, segment)
+async def test_a_segment_fits_buffers_of_half_its_size_to_its_size(
+    writer: Segments, reader: Segments
+) -> None:
+    segment = filled(writer, bytes(SIZE))
+    for size in (SIZE + 1, SIZE // 2 - 1):
         writer.keep(segment)
-        del segment
-        async with asyncio.timeout(DEADLINE_S):
-            while writer._kept or reader._mapped:  # noqa: ASYNC110 - there is no event for it
-                await asyncio.sleep(0.01)
-        assert bytes(view) == bytes(SIZE)  # its user keeps it
-        del view
-        assert open_segments() == 0
-
-    run(main)
+        assert writer.take(size) is not segment
+        assert writer.take(SIZE // 2) is segment
 
 
-def test_kept_segments_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_view_is_read_only_and_starts_at_its_offset(writer: Segments, reader: Segments) -> None:
+    data = bytes(range(256)) * (SIZE // 256)
+    view = mapped(reader, filled(writer, data), at=5, size_bytes=100)
+    assert bytes(view) == data[5:105]
+    with pytest.raises(TypeError):
+        view[0] = 1
+    assert not np.frombuffer(view, np.uint8).flags.writeable
+
+
+async def test_what_is_not_used_again_is_closed(
+    monkeypatch: pytest.MonkeyPatch, writer: Segments, reader: Segments
+) -> None:
+    monkeypatch.setattr(module, "PERIOD_S", 0.01)
+    segment = filled(writer, bytes(SIZE))
+    view = mapped(reader, segment)
+    writer.keep(segment)
+    del segment
+    async with asyncio.timeout(DEADLINE_S):
+        while writer._kept or reader._mapped:  # noqa: ASYNC110 - there is no event for it
+            await asyncio.sleep(0.01)
+    assert bytes(view) == bytes(SIZE)  # its user keeps it
+    del view
+    assert open_segments() == 0
+
+
+async def test_kept_segments_are_bounded(
+    monkeypatch: pytest.MonkeyPatch, writer: Segments, reader: Segments
+) -> None:
     monkeypatch.setattr(module, "MAX_KEPT_BYTES", 3 * SIZE)
-
-    async def main(writer: Segments, reader: Segments) -> None:
-        for each in [writer.take(SIZE) for _ in range(5)]:
-            writer.keep(each)
-        assert len(writer._kept) == 3
-        for each in [writer.take(1) for _ in range(2 * module.MAX_KEPT)]:
-            writer.keep(each)
-        assert len(writer._kept) == module.MAX_KEPT
-
-    run(main)
+    for each in [writer.take(SIZE) for _ in range(5)]:
+        writer.keep(each)
+    assert len(writer._kept) == 3
+    for each in [writer.take(1) for _ in range(2 * module.MAX_KEPT)]:
+        writer.keep(each)
+    assert len(writer._kept) == module.MAX_KEPT
 
 
-def test_near_the_limit_of_open_files_a_buffer_is_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_near_the_limit_of_open_files_a_buffer_is_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (4, 4))
-
-    async def main(writer: Segments, reader: Segments) -> None:
+    async with pool() as writer, pool() as reader:
         segment = filled(writer, b"a" * SIZE)
         view = mapped(reader, segment)
         writer.keep(segment)
@@ -155,43 +143,37 @@ def test_near_the_limit_of_open_files_a_buffer_is_a_copy(monkeypatch: pytest.Mon
         assert view.readonly
         assert bytes(view) == b"a" * SIZE
 
-    run(main)
+
+async def test_only_the_expected_segment_is_mapped(
+    tmp_path: Path, writer: Segments, reader: Segments
+) -> None:
+    segment = filled(writer, bytes(SIZE))
+    own = os.getpid()
+    with pytest.raises(ConnectionResetError, match="closed a segment"):
+        reader.map(own, 1, segment.descriptor, segment.inode + 1, 0, 1)
+    with pytest.raises(ConnectionResetError, match="closed a segment"):
+        reader.map(own, 1, 1_000_000, segment.inode, 0, 1)
+    with pytest.raises(ValueError, match="smaller than"):
+        reader.map(own, 1, segment.descriptor, segment.inode, SIZE, 1)
+    file = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    try:
+        with pytest.raises((OSError, ValueError)):
+            reader.map(own, 2, file, os.fstat(file).st_ino, 0, 1)
+    finally:
+        os.close(file)
 
 
-def test_only_the_expected_segment_is_mapped(tmp_path: Path) -> None:
-    async def main(writer: Segments, reader: Segments) -> None:
-        segment = filled(writer, bytes(SIZE))
-        own = os.getpid()
-        with pytest.raises(ConnectionResetError, match="closed a segment"):
-            reader.map(own, 1, segment.descriptor, segment.inode + 1, 0, 1)
-        with pytest.raises(ConnectionResetError, match="closed a segment"):
-            reader.map(own, 1, 1_000_000, segment.inode, 0, 1)
-        with pytest.raises(ValueError, match="smaller than"):
-            reader.map(own, 1, segment.descriptor, segment.inode, SIZE, 1)
-        file = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
-        try:
-            with pytest.raises((OSError, ValueError)):
-                reader.map(own, 2, file, os.fstat(file).st_ino, 0, 1)
-        finally:
-            os.close(file)
+async def test_the_mapping_under_arrays_and_views_is_found(writer: Segments, reader: Segments) -> None:
+    segment = filled(writer, bytes(SIZE))
+    array = np.frombuffer(mapped(reader, segment, at=8, size_bytes=SIZE - 8), np.uint8)
+    square = array[:100].reshape(10, 10)
 
-    run(main)
+    def under(value: Any) -> tuple[int, int] | None:
+        found = mapping_under(pickle.PickleBuffer(value).raw())
+        return None if found is None else (found[0].inode, found[1])
 
-
-def test_the_mapping_under_arrays_and_views_is_found() -> None:
-    async def main(writer: Segments, reader: Segments) -> None:
-        segment = filled(writer, bytes(SIZE))
-        array = np.frombuffer(mapped(reader, segment, at=8, size_bytes=SIZE - 8), np.uint8)
-        square = array[:100].reshape(10, 10)
-
-        def under(value: Any) -> tuple[int, int] | None:
-            found = mapping_under(pickle.PickleBuffer(value).raw())
-            return None if found is None else (found[0].inode, found[1])
-
-        assert under(array) == (segment.inode, 8)
-        assert under(array[100:]) == (segment.inode, 108)
-        assert under(square[2:].T) == (segment.inode, 28)
-        assert under(array.copy()) is None
-        assert under(bytearray(SIZE)) is None
-
-    run(main)
+    assert under(array) == (segment.inode, 8)
+    assert under(array[100:]) == (segment.inode, 108)
+    assert under(square[2:].T) == (segment.inode, 28)
+    assert under(array.copy()) is None
+    assert under(bytearray(SIZE)) is None

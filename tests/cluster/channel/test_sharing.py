@@ -86,9 +86,8 @@ async def sharing_pair(*, is_shared_there: bool = True) -> AsyncIterator[tuple[S
 
 
 @pytest.fixture(params=["uvloop", "asyncio"])
-def runner(request: pytest.FixtureRequest) -> Any:
-    with asyncio.Runner(loop_factory=new_event_loop if request.param == "uvloop" else None) as runner:
-        yield runner
+def loop_factory(request: pytest.FixtureRequest) -> Any:
+    return new_event_loop if request.param == "uvloop" else None
 
 
 def buffer(size_bytes: int, fill: int = 7) -> Any:
@@ -96,99 +95,83 @@ def buffer(size_bytes: int, fill: int = 7) -> Any:
 
 
 @pytest.mark.parametrize("size", [SHARED_BYTES, 3 * sharing.STEP_BYTES + 1])
-def test_a_large_buffer_goes_through_memory_in_both_directions(runner: asyncio.Runner, size: int) -> None:
-    async def main() -> None:
-        async with sharing_pair() as (here, there):
-            there.transport.post("not before the other side")
-            for sender, receiver in ((here, there), (there, here)):
-                await receiver.take(0)
-                sender.transport.post(("first", buffer(size), buffer(100)))
-                sender.transport.post("second")
-                found = await receiver.take(2)
-                while found[0] == "not before the other side":
-                    found = found[1:] + await receiver.take(1)
-                (_, large, small), second = found
-                assert second == "second"
-                assert (bytes(large), bytes(small)) == (b"\7" * size, b"\7" * 100)
-                assert large.readonly
-                assert mapping_under(large) is not None
-                assert sender.transport.traffic.sent_bytes >= size
-                assert receiver.transport.traffic.received_bytes >= size
-
-    runner.run(main())
+async def test_a_large_buffer_goes_through_memory_in_both_directions(loop_factory: Any, size: int) -> None:
+    async with sharing_pair() as (here, there):
+        there.transport.post("not before the other side")
+        for sender, receiver in ((here, there), (there, here)):
+            await receiver.take(0)
+            sender.transport.post(("first", buffer(size), buffer(100)))
+            sender.transport.post("second")
+            found = await receiver.take(2)
+            while found[0] == "not before the other side":
+                found = found[1:] + await receiver.take(1)
+            (_, large, small), second = found
+            assert second == "second"
+            assert (bytes(large), bytes(small)) == (b"\7" * size, b"\7" * 100)
+            assert large.readonly
+            assert mapping_under(large) is not None
+            assert sender.transport.traffic.sent_bytes >= size
+            assert receiver.transport.traffic.received_bytes >= size
 
 
-def test_bytes_stay_bytes_and_smaller_buffers_stay_writable() -> None:
-    async def main() -> None:
-        async with sharing_pair() as (here, there):
-            here.transport.post((OutOfBand(b"x" * SHARED_BYTES), buffer(SHARED_BYTES - 1)))
-            ((large, small),) = await there.take()
-            assert large == b"x" * SHARED_BYTES
-            assert not small.readonly
-
-    asyncio.run(main())
+async def test_bytes_stay_bytes_and_smaller_buffers_stay_writable() -> None:
+    async with sharing_pair() as (here, there):
+        here.transport.post((OutOfBand(b"x" * SHARED_BYTES), buffer(SHARED_BYTES - 1)))
+        ((large, small),) = await there.take()
+        assert large == b"x" * SHARED_BYTES
+        assert not small.readonly
 
 
-def test_the_memory_is_written_again_once_the_reader_drops_it() -> None:
-    async def main() -> None:
-        async with sharing_pair() as (here, there):
-            inodes = []
-            held = []
-            for number in range(6):
-                here.transport.post(buffer(SHARED_BYTES, number))
-                (large,) = await there.take()
-                assert bytes(large) == bytes([number]) * SHARED_BYTES
-                found = mapping_under(large)
-                assert found is not None
-                inodes.append(found[0].inode)
-                if number == 2:
-                    held.append(large)
-                del large, found
-                # Its answer has the note that the segment was opened.
-                there.transport.post("answer")
-                await here.take()
-            assert len(set(inodes)) == 2, "one more, while the reader holds the first"
-            assert bytes(held[0]) == b"\2" * SHARED_BYTES
-
-    asyncio.run(main())
+async def test_the_memory_is_written_again_once_the_reader_drops_it() -> None:
+    async with sharing_pair() as (here, there):
+        inodes = []
+        held = []
+        for number in range(6):
+            here.transport.post(buffer(SHARED_BYTES, number))
+            (large,) = await there.take()
+            assert bytes(large) == bytes([number]) * SHARED_BYTES
+            found = mapping_under(large)
+            assert found is not None
+            inodes.append(found[0].inode)
+            if number == 2:
+                held.append(large)
+            del large, found
+            # Its answer has the note that the segment was opened.
+            there.transport.post("answer")
+            await here.take()
+        assert len(set(inodes)) == 2, "one more, while the reader holds the first"
+        assert bytes(held[0]) == b"\2" * SHARED_BYTES
 
 
-def test_a_received_buffer_is_sent_on_without_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_received_buffer_is_sent_on_without_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     writes = []
     write = MemorySegment.write
     monkeypatch.setattr(
         MemorySegment, "write", lambda *given: (writes.append(len(given[1])), write(*given))[1]
     )
-
-    async def main() -> None:
-        async with sharing_pair() as (here, there):
-            here.transport.post(buffer(SHARED_BYTES + 100))
-            (large,) = await there.take()
-            writes.clear()
-            there.transport.post((OutOfBand(large), OutOfBand(large[50:-50])))
-            ((whole, part),) = await here.take()
-            assert writes == []
-            assert bytes(whole) == b"\7" * (SHARED_BYTES + 100)
-            assert bytes(part) == b"\7" * SHARED_BYTES
-
-    asyncio.run(main())
+    async with sharing_pair() as (here, there):
+        here.transport.post(buffer(SHARED_BYTES + 100))
+        (large,) = await there.take()
+        writes.clear()
+        there.transport.post((OutOfBand(large), OutOfBand(large[50:-50])))
+        ((whole, part),) = await here.take()
+        assert writes == []
+        assert bytes(whole) == b"\7" * (SHARED_BYTES + 100)
+        assert bytes(part) == b"\7" * SHARED_BYTES
 
 
-def test_an_end_that_shares_nothing_gets_buffers_over_the_connection() -> None:
-    async def main() -> None:
-        async with sharing_pair(is_shared_there=False) as (here, there):
-            here.transport.post(buffer(SHARED_BYTES))
-            (large,) = await there.take()
-            assert mapping_under(large) is None
-            there.transport.post(buffer(SHARED_BYTES))
-            (large,) = await here.take()
-            assert mapping_under(large) is None
-
-    asyncio.run(main())
+async def test_an_end_that_shares_nothing_gets_buffers_over_the_connection() -> None:
+    async with sharing_pair(is_shared_there=False) as (here, there):
+        here.transport.post(buffer(SHARED_BYTES))
+        (large,) = await there.take()
+        assert mapping_under(large) is None
+        there.transport.post(buffer(SHARED_BYTES))
+        (large,) = await here.take()
+        assert mapping_under(large) is None
 
 
 @pytest.mark.parametrize("reason", ["another token", "no such process", "no memory files"])
-def test_another_machine_gets_buffers_over_the_connection(
+async def test_another_machine_gets_buffers_over_the_connection(
     monkeypatch: pytest.MonkeyPatch, reason: str
 ) -> None:
     def refuse(*given: Any) -> Any:
@@ -200,105 +183,86 @@ def test_another_machine_gets_buffers_over_the_connection(
         monkeypatch.setattr(Mapping, "open", refuse)
     else:
         monkeypatch.setattr(sharing, "HAS_SEGMENTS", False)
-
-    async def main() -> None:
-        async with sharing_pair() as (here, there):
-            here.transport.post(buffer(SHARED_BYTES))
-            (large,) = await there.take()
-            assert (bytes(large), mapping_under(large)) == (b"\7" * SHARED_BYTES, None)
-            assert not large.readonly
-
-    asyncio.run(main())
+    async with sharing_pair() as (here, there):
+        here.transport.post(buffer(SHARED_BYTES))
+        (large,) = await there.take()
+        assert (bytes(large), mapping_under(large)) == (b"\7" * SHARED_BYTES, None)
+        assert not large.readonly
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EMFILE])
-def test_without_memory_or_files_buffers_go_over_the_connection(
+async def test_without_memory_or_files_buffers_go_over_the_connection(
     monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     def refuse(*given: Any) -> Any:
         raise OSError(code, os.strerror(code))
 
-    async def main() -> None:
-        async with sharing_pair() as (here, there):
-            here.transport.post("settled")
-            await there.take()
-            monkeypatch.setattr(
-                *((MemorySegment, "write") if code == errno.ENOSPC else (Segments, "take")), refuse
-            )
-            here.transport.post((buffer(SHARED_BYTES), "one"))
-            here.transport.post("two")
-            (large, one), two = await there.take(2)
-            assert (one, two) == ("one", "two")
-            assert (bytes(large), mapping_under(large)) == (b"\7" * SHARED_BYTES, None)
-            monkeypatch.undo()
-            here.transport.post(buffer(SHARED_BYTES))
-            (large,) = await there.take()
-            assert mapping_under(large) is not None
-
-    asyncio.run(main())
+    async with sharing_pair() as (here, there):
+        here.transport.post("settled")
+        await there.take()
+        monkeypatch.setattr(
+            *((MemorySegment, "write") if code == errno.ENOSPC else (Segments, "take")), refuse
+        )
+        here.transport.post((buffer(SHARED_BYTES), "one"))
+        here.transport.post("two")
+        (large, one), two = await there.take(2)
+        assert (one, two) == ("one", "two")
+        assert (bytes(large), mapping_under(large)) == (b"\7" * SHARED_BYTES, None)
+        monkeypatch.undo()
+        here.transport.post(buffer(SHARED_BYTES))
+        (large,) = await there.take()
+        assert mapping_under(large) is not None
 
 
-def test_a_frame_that_cannot_be_packed_fails_no_large_buffer() -> None:
-    async def main() -> None:
-        async with sharing_pair() as (here, there):
-            here.transport.post(buffer(SHARED_BYTES))
-            here.transport.post(("bad", buffer(SHARED_BYTES), object()))
-            here.transport.post("after")
-            large, after = await there.take(2)
-            assert (bytes(large), after) == (b"\7" * SHARED_BYTES, "after")
-            assert [frame[0] for frame in here.refused] == ["bad"]
-
-    asyncio.run(main())
+async def test_a_frame_that_cannot_be_packed_fails_no_large_buffer() -> None:
+    async with sharing_pair() as (here, there):
+        here.transport.post(buffer(SHARED_BYTES))
+        here.transport.post(("bad", buffer(SHARED_BYTES), object()))
+        here.transport.post("after")
+        large, after = await there.take(2)
+        assert (bytes(large), after) == (b"\7" * SHARED_BYTES, "after")
+        assert [frame[0] for frame in here.refused] == ["bad"]
 
 
-def test_the_loop_runs_between_the_steps_of_a_copy() -> None:
+async def test_the_loop_runs_between_the_steps_of_a_copy() -> None:
     steps = 20
-
-    async def main() -> None:
-        async with sharing_pair() as (here, there):
-            here.transport.post("settled")
-            await there.take()
-            here.transport.post(buffer(steps * sharing.STEP_BYTES))
-            turns = 0
-            while not there.frames:
-                await asyncio.sleep(0)
-                turns += 1
-            assert turns >= steps
-
-    asyncio.run(main())
+    async with sharing_pair() as (here, there):
+        here.transport.post("settled")
+        await there.take()
+        here.transport.post(buffer(steps * sharing.STEP_BYTES))
+        turns = 0
+        while not there.frames:
+            await asyncio.sleep(0)
+            turns += 1
+        assert turns >= steps
 
 
-def test_a_connection_that_ends_leaves_no_memory(runner: asyncio.Runner) -> None:
-    async def main() -> None:
-        before = open_segments()
-        async with sharing_pair() as (here, there):
-            here.transport.post("settled")
-            await there.take()
-            here.transport.post(buffer(SHARED_BYTES))
-            here.transport.post(buffer(10 * sharing.STEP_BYTES))
-            here.transport.flush()
-            assert open_segments() > before
-        gc.collect()
-        assert open_segments() == before
-
-    runner.run(main())
+async def test_a_connection_that_ends_leaves_no_memory(loop_factory: Any) -> None:
+    before = open_segments()
+    async with sharing_pair() as (here, there):
+        here.transport.post("settled")
+        await there.take()
+        here.transport.post(buffer(SHARED_BYTES))
+        here.transport.post(buffer(10 * sharing.STEP_BYTES))
+        here.transport.flush()
+        assert open_segments() > before
+    gc.collect()
+    assert open_segments() == before
 
 
-def test_a_segment_that_its_sender_has_closed_ends_the_connection(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_segment_that_its_sender_has_closed_ends_the_connection(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     caplog.set_level("INFO")
-
-    async def main() -> None:
-        async with sharing_pair() as (here, there):
-            here.transport.post("settled")
-            await there.take()
-            here.transport.post(buffer(SHARED_BYTES))
-            here.transport.flush()
-            # The message is written; its sender dies before the other end opens the segment.
-            here.transport._sharing._lent.clear()
-            async with asyncio.timeout(DEADLINE_S):
-                await there.running
-            assert there.frames == []
-
-    asyncio.run(main())
+    async with sharing_pair() as (here, there):
+        here.transport.post("settled")
+        await there.take()
+        here.transport.post(buffer(SHARED_BYTES))
+        here.transport.flush()
+        # The message is written; its sender dies before the other end opens the segment.
+        here.transport._sharing._lent.clear()
+        async with asyncio.timeout(DEADLINE_S):
+            await there.running
+        assert there.frames == []
     assert "Lost there" in caplog.text
     assert "invalid frame" not in caplog.text

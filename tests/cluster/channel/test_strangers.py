@@ -7,7 +7,7 @@ import pickle
 import socket
 import ssl
 import tracemalloc
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any
@@ -91,7 +91,7 @@ async def _answer(name: str, number: int, envelope: Envelope, receive: Receive, 
 
 
 @asynccontextmanager
-async def port(protocol: str, security: Security, keyring: Keyring) -> AsyncIterator[Port]:
+async def opened_port(protocol: str, security: Security, keyring: Keyring) -> AsyncIterator[Port]:
     is_tls = protocol == "tls"
     pool = ChannelPool(_answer, _nobody, keyring=keyring)
 
@@ -111,20 +111,6 @@ async def port(protocol: str, security: Security, keyring: Keyring) -> AsyncIter
         listener.stop()
 
 
-def play(
-    scenario: Callable[[Port], Coroutine[Any, Any, None]],
-    protocol: str,
-    security: Security,
-    *secrets: ChannelSecret,
-) -> None:
-    async def main() -> None:
-        async with asyncio.timeout(DEADLINE_S):
-            async with port(protocol, security, keyring(*secrets)) as found:
-                await scenario(found)
-
-    asyncio.run(main())
-
-
 def keyring(*secrets: ChannelSecret) -> Keyring:
     found = Keyring()
     for secret in secrets:
@@ -133,22 +119,20 @@ def keyring(*secrets: ChannelSecret) -> Keyring:
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_only_members_of_the_cluster_are_answered(protocol: str, security: Security) -> None:
+async def test_only_members_of_the_cluster_are_answered(protocol: str, security: Security) -> None:
     secret = ChannelSecret()
 
-    async def scenario(port: Port) -> None:
+    async with opened_port(protocol, security, keyring(secret)) as port:
         for stranger in (keyring(), keyring(ChannelSecret())):
             with pytest.raises(StrangerError):
                 await port.call(stranger)
         assert await port.call(keyring(secret)) == b"answer"
         assert ("channel_refusals", ("stranger",), 2) in port.pool.samples()
 
-    play(scenario, protocol, security, secret)
-
 
 @pytest.mark.parametrize("protocol", ["tcp", "tls"])
-def test_a_claim_of_two_gigabytes_takes_no_memory(protocol: str, security: Security) -> None:
-    async def scenario(port: Port) -> None:
+async def test_a_claim_of_two_gigabytes_takes_no_memory(protocol: str, security: Security) -> None:
+    async with opened_port(protocol, security, keyring(ChannelSecret())) as port:
         comm = await port.connect()
         stream = stream_of(comm)
         assert stream is not None
@@ -162,8 +146,6 @@ def test_a_claim_of_two_gigabytes_takes_no_memory(protocol: str, security: Secur
         finally:
             tracemalloc.stop()
         comm.abort()
-
-    play(scenario, protocol, security, ChannelSecret())
 
 
 class Bomb:
@@ -181,10 +163,10 @@ def _explode() -> None:
 
 @pytest.mark.parametrize("by_socket", [True, False])
 @pytest.mark.parametrize("protocol", ["tcp", "tls"])
-def test_nothing_is_unpickled_before_the_handshake(
+async def test_nothing_is_unpickled_before_the_handshake(
     protocol: str, by_socket: bool, security: Security
 ) -> None:
-    async def scenario(port: Port) -> None:
+    async with opened_port(protocol, security, keyring(ChannelSecret())) as port:
         comm = await port.connect(by_socket)
         await comm.write([(0, 0, to_serialize(Bomb()), pickle.dumps(Bomb()))] * 10)
         with pytest.raises(OSError, match=r"closed|reset|in <TCP|in <TLS"):
@@ -192,10 +174,8 @@ def test_nothing_is_unpickled_before_the_handshake(
         assert Bomb.unpickled == 0
         comm.abort()
 
-    play(scenario, protocol, security, ChannelSecret())
 
-
-def test_at_most_64_kib_are_read_before_the_handshake(security: Security) -> None:
+async def test_at_most_64_kib_are_read_before_the_handshake(security: Security) -> None:
     """The rest of what a stranger sends stays in the kernel until the connection is closed."""
     read: list[int] = []
 
@@ -205,29 +185,26 @@ def test_at_most_64_kib_are_read_before_the_handshake(security: Security) -> Non
             read.append(len(data) + self._stream._read_buffer_size)
             return data
 
-    async def main() -> None:
-        accepted: asyncio.Queue[Any] = asyncio.Queue()
-        listener = await listen("tcp://127.0.0.1:0", accepted.put)
-        comm = await connect(listener.contact_address)
-        far = await accepted.get()
-        stream = stream_of(comm)
-        assert stream is not None
-        writing = asyncio.ensure_future(stream.write(bytes(8 << 20)))
-        await asyncio.sleep(0)
-        wire = Watched(far)
-        await wire.receive(HELLO_BYTES)
-        wire.abort()
-        with pytest.raises(OSError):
-            await writing
-        assert HELLO_BYTES <= read[0] <= 64 * 1024
-        comm.abort()
-        listener.stop()
-
-    asyncio.run(main())
+    accepted: asyncio.Queue[Any] = asyncio.Queue()
+    listener = await listen("tcp://127.0.0.1:0", accepted.put)
+    comm = await connect(listener.contact_address)
+    far = await accepted.get()
+    stream = stream_of(comm)
+    assert stream is not None
+    writing = asyncio.ensure_future(stream.write(bytes(8 << 20)))
+    await asyncio.sleep(0)
+    wire = Watched(far)
+    await wire.receive(HELLO_BYTES)
+    wire.abort()
+    with pytest.raises(OSError):
+        await writing
+    assert HELLO_BYTES <= read[0] <= 64 * 1024
+    comm.abort()
+    listener.stop()
 
 
-def test_with_tls_a_stranger_without_a_certificate_cannot_ask_for_a_channel(security: Security) -> None:
-    async def scenario(port: Port) -> None:
+async def test_with_tls_a_stranger_without_a_certificate_cannot_ask_for_a_channel(security: Security) -> None:
+    async with opened_port("tls", security, keyring(ChannelSecret())) as port:
         context = ssl.create_default_context(cadata=security.tls_ca_file)
         context.check_hostname = False
         for other in (context, Security.temporary().get_connection_args("client")["ssl_context"]):
@@ -242,15 +219,11 @@ def test_with_tls_a_stranger_without_a_certificate_cannot_ask_for_a_channel(secu
                 while await loop.sock_recv(plain, 100):  # a TLS alert
                     pass
 
-    play(scenario, "tls", security, ChannelSecret())
 
-
-def test_a_pool_that_closes_ends_the_handshakes_under_way(security: Security) -> None:
-    async def scenario(port: Port) -> None:
+async def test_a_pool_that_closes_ends_the_handshakes_under_way(security: Security) -> None:
+    async with opened_port("tcp", security, keyring(ChannelSecret())) as port:
         comm = await port.connect()
         await port.pool.close()
         with pytest.raises(OSError):
             await comm.read()
         comm.abort()
-
-    play(scenario, "tcp", security, ChannelSecret())

@@ -63,9 +63,8 @@ SILENT, HEARD = info(last_ack_ms=5001), info(last_ack_ms=4999)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux reports this")
-@pytest.mark.parametrize(
-    ("infos", "times"),
-    [
+def test_two_consecutive_silent_checks_are_a_loss() -> None:
+    for infos, times in [
         ([SILENT, SILENT], 1),
         ([HEARD, SILENT, SILENT, SILENT], 1),
         ([info(last_ack_ms=9000, unacked=1, not_sent_bytes=5)] * 2, 1),
@@ -76,10 +75,8 @@ SILENT, HEARD = info(last_ack_ms=5001), info(last_ack_ms=4999)
         ([info(last_ack_ms=60_000, not_sent_bytes=1)] * 3, 0),
         # A kernel with a shorter struct.
         ([info(last_ack_ms=60_000)[:104]] * 3, 0),
-    ],
-)
-def test_two_consecutive_silent_checks_are_a_loss(infos: list[bytes], times: int) -> None:
-    assert times_lost(*infos) == times
+    ]:
+        assert times_lost(*infos) == times, infos
 
 
 def silences(*infos: bytes) -> list[float]:
@@ -94,32 +91,29 @@ def test_bytes_that_are_never_acknowledged_are_silence_although_packets_arrive()
     assert silences(info(acked_bytes=70), *[stuck] * 6) == [0, 1, 2, 3, 4, 5, 6]
 
 
-@pytest.mark.parametrize(
-    "well", [info(acked_bytes=70), info(unacked=2, acked_bytes=71), info(acked_bytes=70, not_sent_bytes=9)]
-)
-def test_progress_ends_the_silence(well: bytes) -> None:
-    # Nothing is in flight, something was acknowledged, or the other process does not read.
-    stuck = info(unacked=2, acked_bytes=70)
-    assert silences(stuck, stuck, stuck, well)[-2:] == [2, 0]
-    moving = [info(unacked=2, acked_bytes=each) for each in range(9)]
-    assert silences(*moving)[1:] == [0] * 8
+def test_progress_ends_the_silence() -> None:
+    for well in [
+        info(acked_bytes=70),
+        info(unacked=2, acked_bytes=71),
+        info(acked_bytes=70, not_sent_bytes=9),
+    ]:
+        stuck = info(unacked=2, acked_bytes=70)
+        assert silences(stuck, stuck, stuck, well)[-2:] == [2, 0], well
+        moving = [info(unacked=2, acked_bytes=each) for each in range(9)]
+        assert silences(*moving)[1:] == [0] * 8, well
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux reports this")
 @pytest.mark.parametrize(("lost_after_s", "left"), [(0.0, 1), (5.0, 0)])
-def test_a_socket_left_to_tcp_is_not_checked(
+async def test_a_socket_left_to_tcp_is_not_checked(
     monkeypatch: pytest.MonkeyPatch, lost_after_s: float, left: int
 ) -> None:
     monkeypatch.setattr(vanishing, "PERIOD_S", 0)
-
-    async def main() -> None:
-        with ScriptedSocket(SILENT) as sock:
-            PeerWatch(sock, lost_after_s, lambda: None)
-            for _ in range(5):
-                await asyncio.sleep(0)
-            assert len(sock.infos) == left
-
-    asyncio.run(main())
+    with ScriptedSocket(SILENT) as sock:
+        PeerWatch(sock, lost_after_s, lambda: None)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert len(sock.infos) == left
 
 
 @pytest.fixture

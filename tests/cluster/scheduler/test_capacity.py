@@ -11,7 +11,9 @@ import pytest
 from daskserve.cluster.scheduler.capacity import ADAPTIVE_S, REQUEST_WAIT_S, Capacity
 from daskserve.cluster.scheduler.hosts import HOST_KEY
 from daskserve.common.types import UsageReport
-from daskserve.testing import run_virtual
+
+pytestmark = pytest.mark.virtual_time
+
 
 W1, W2 = "tcp://w1", "tcp://w2"
 
@@ -142,38 +144,32 @@ def test_a_worker_in_use_that_is_not_held_may_leave_once_it_is_free(
 
 
 @pytest.mark.parametrize("is_adaptive", [False, True])
-def test_the_first_instance_waits_for_the_worker_of_an_adaptive_cluster(
+async def test_the_first_instance_waits_for_the_worker_of_an_adaptive_cluster(
     capacity: Capacity, scheduler: Any, is_adaptive: bool
 ) -> None:
-    async def main() -> None:
-        workers = dict(scheduler.workers)
-        scheduler.workers.clear()
-        loop = asyncio.get_running_loop()
-        began = loop.time()
-        waiting = asyncio.create_task(capacity.wait_for_worker(60.0))
-        await asyncio.sleep(REQUEST_WAIT_S - 1)
-        if is_adaptive:
-            scheduler.handlers["adaptive_target"]()
-            await asyncio.sleep(30.0)
-            assert not waiting.done()
-            scheduler.workers.update(workers)
-        await waiting
-        assert loop.time() - began == pytest.approx(REQUEST_WAIT_S + (29.0 if is_adaptive else 0.0), abs=0.1)
-
-    run_virtual(main)
+    workers = dict(scheduler.workers)
+    scheduler.workers.clear()
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    waiting = asyncio.create_task(capacity.wait_for_worker(60.0))
+    await asyncio.sleep(REQUEST_WAIT_S - 1)
+    if is_adaptive:
+        scheduler.handlers["adaptive_target"]()
+        await asyncio.sleep(30.0)
+        assert not waiting.done()
+        scheduler.workers.update(workers)
+    await waiting
+    assert loop.time() - began == pytest.approx(REQUEST_WAIT_S + (29.0 if is_adaptive else 0.0), abs=0.1)
 
 
-def test_an_adaptive_cluster_has_until_the_timeout_to_start_a_worker(
+async def test_an_adaptive_cluster_has_until_the_timeout_to_start_a_worker(
     capacity: Capacity, scheduler: Any
 ) -> None:
-    async def main() -> None:
-        scheduler.workers.clear()
-        scheduler.handlers["adaptive_target"]()
-        began = asyncio.get_running_loop().time()
-        await capacity.wait_for_worker(20.0)
-        assert asyncio.get_running_loop().time() - began == pytest.approx(20.0, abs=0.1)
-
-    run_virtual(main)
+    scheduler.workers.clear()
+    scheduler.handlers["adaptive_target"]()
+    began = asyncio.get_running_loop().time()
+    await capacity.wait_for_worker(20.0)
+    assert asyncio.get_running_loop().time() - began == pytest.approx(20.0, abs=0.1)
 
 
 @pytest.mark.parametrize("what", ["queued", "unrunnable", "processing", "more wanted"])
@@ -190,19 +186,16 @@ def test_the_target_for_tasks_is_left_to_dask(capacity: Capacity, scheduler: Any
     assert capacity.adaptive_target() == scheduler.by_tasks
 
 
-def test_a_cluster_is_adaptive_while_its_target_is_requested(
+async def test_a_cluster_is_adaptive_while_its_target_is_requested(
     capacity: Capacity, scheduler: Any, became_adaptive: list[bool]
 ) -> None:
-    async def main() -> None:
-        assert not capacity.is_adaptive
-        scheduler.adaptive_target()  # as metrics call it
-        assert not capacity.is_adaptive
-        scheduler.handlers["adaptive_target"]()
-        assert capacity.is_adaptive
-        await asyncio.sleep(ADAPTIVE_S - 1)
-        scheduler.handlers["adaptive_target"]()
-        assert became_adaptive == [True]
-        await asyncio.sleep(ADAPTIVE_S + 1)
-        assert not capacity.is_adaptive
-
-    run_virtual(main)
+    assert not capacity.is_adaptive
+    scheduler.adaptive_target()  # as metrics call it
+    assert not capacity.is_adaptive
+    scheduler.handlers["adaptive_target"]()
+    assert capacity.is_adaptive
+    await asyncio.sleep(ADAPTIVE_S - 1)
+    scheduler.handlers["adaptive_target"]()
+    assert became_adaptive == [True]
+    await asyncio.sleep(ADAPTIVE_S + 1)
+    assert not capacity.is_adaptive

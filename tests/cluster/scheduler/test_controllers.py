@@ -20,7 +20,7 @@ from daskserve.common.clock import LoopClock
 from daskserve.common.types import ActorAddress, ActorKind, WorkerAddress
 from daskserve.errors import ActorLostError
 from daskserve.loops.tasks import TaskSet
-from daskserve.testing import run_virtual, wait_until
+from daskserve.testing import wait_until
 
 
 class Controller:
@@ -115,75 +115,64 @@ class Site:
         )
 
 
-def test_a_controller_is_started_with_its_instances_payload() -> None:
-    async def scenario() -> None:
-        site = Site()
-        await site.keeper.start(site.entry)
-        [controller] = site.hosts.made
-        assert controller.spec == ActorSpec(ActorKind.CONTROLLER, "shop/controller", 1, "shop", b"settings")
-        assert site.entry.controller == ActorAddress("shop/controller", "w2", 1)
-
-    run_virtual(scenario)
+@pytest.mark.virtual_time
+async def test_a_controller_is_started_with_its_instances_payload() -> None:
+    site = Site()
+    await site.keeper.start(site.entry)
+    [controller] = site.hosts.made
+    assert controller.spec == ActorSpec(ActorKind.CONTROLLER, "shop/controller", 1, "shop", b"settings")
+    assert site.entry.controller == ActorAddress("shop/controller", "w2", 1)
 
 
-def test_a_controller_that_does_not_answer_pings_is_replaced_and_stopped() -> None:
-    async def scenario() -> None:
-        site = Site()
-        await site.keeper.start(site.entry)
-        site.tasks.spawn(site.keeper.watch())
-        await asyncio.sleep(10)
-        assert len(site.hosts.made) == 1
-        site.hosts.made[0].hangs = True
-        await wait_until(lambda: site.hosts.made[0].is_stopped)
-        assert site.entry.controller == ActorAddress("shop/controller", "w1", 2)
-        assert [controller.is_stopped for controller in site.hosts.made] == [True, False]
-        assert not site.hosts.suspects, "the worker's Host answers, so the worker is used again"
-        await site.tasks.close()
-
-    run_virtual(scenario)
+@pytest.mark.virtual_time
+async def test_a_controller_that_does_not_answer_pings_is_replaced_and_stopped() -> None:
+    site = Site()
+    await site.keeper.start(site.entry)
+    site.tasks.spawn(site.keeper.watch())
+    await asyncio.sleep(10)
+    assert len(site.hosts.made) == 1
+    site.hosts.made[0].hangs = True
+    await wait_until(lambda: site.hosts.made[0].is_stopped)
+    assert site.entry.controller == ActorAddress("shop/controller", "w1", 2)
+    assert [controller.is_stopped for controller in site.hosts.made] == [True, False]
+    assert not site.hosts.suspects, "the worker's Host answers, so the worker is used again"
+    await site.tasks.close()
 
 
-def test_a_lost_worker_does_not_prevent_the_replacement_of_its_controller() -> None:
-    async def scenario() -> None:
-        site = Site()
-        await site.keeper.start(site.entry)
-        site.hosts.lose("w2")
-        await site.keeper.replace(site.entry, {"w2"})
-        await site.tasks.wait()
-        assert site.entry.controller == ActorAddress("shop/controller", "w1", 2)
-
-    run_virtual(scenario)
+@pytest.mark.virtual_time
+async def test_a_lost_worker_does_not_prevent_the_replacement_of_its_controller() -> None:
+    site = Site()
+    await site.keeper.start(site.entry)
+    site.hosts.lose("w2")
+    await site.keeper.replace(site.entry, {"w2"})
+    await site.tasks.wait()
+    assert site.entry.controller == ActorAddress("shop/controller", "w1", 2)
 
 
-def test_a_lost_controller_is_replaced_once_another_cluster_has_taken_over(tmp_path: Path) -> None:
+async def test_a_lost_controller_is_replaced_once_another_cluster_has_taken_over(tmp_path: Path) -> None:
     """But that does not take the store back from the other instance."""
-
-    async def scenario() -> None:
-        site = Site()
-        url = f"sqlite:///{tmp_path}/store.db"
-        ours, others = (HeldStore(open_store(url, "shop"), name, LoopClock()) for name in ("a.1", "b.1"))
-        for store in (ours, others):
-            await store.open()
-            await store.begin()
-            epoch = await store.claim_epoch()
-            await store.take_over(epoch, is_complete=True, own=())
-        site.entry.store = ours
-        await site.keeper.start(site.entry)
-        await site.keeper.replace(site.entry, {"w2"})
-        await site.tasks.wait()
-        assert site.entry.controller == ActorAddress("shop/controller", "w1", 3)
-        assert ours.hold is StoreOwnership.TAKEN
-        await others.look()
-        assert others.hold is StoreOwnership.HELD
-        for store in (ours, others):
-            await store.close()
-
-    asyncio.run(scenario())
+    site = Site()
+    url = f"sqlite:///{tmp_path}/store.db"
+    ours, others = (HeldStore(open_store(url, "shop"), name, LoopClock()) for name in ("a.1", "b.1"))
+    for store in (ours, others):
+        await store.open()
+        await store.begin()
+        epoch = await store.claim_epoch()
+        await store.take_over(epoch, is_complete=True, own=())
+    site.entry.store = ours
+    await site.keeper.start(site.entry)
+    await site.keeper.replace(site.entry, {"w2"})
+    await site.tasks.wait()
+    assert site.entry.controller == ActorAddress("shop/controller", "w1", 3)
+    assert ours.hold is StoreOwnership.TAKEN
+    await others.look()
+    assert others.hold is StoreOwnership.HELD
+    for store in (ours, others):
+        await store.close()
 
 
-@pytest.mark.parametrize(
-    ("infos", "excluded", "proxies", "expected"),
-    [
+def test_a_controller_keeps_away_from_proxies() -> None:
+    for infos, excluded, proxies, expected in [
         ([], (), (), None),
         ([_info("a")], (), (), "a"),
         ([_info("a")], ("a",), (), None),
@@ -197,52 +186,42 @@ def test_a_lost_controller_is_replaced_once_another_cluster_has_taken_over(tmp_p
         ([_info("a"), _info("b")], (), ("a", "b"), "b"),
         ([_info("a"), _info("b", is_available=False)], (), ("a",), "a"),
         ([_info("a"), _info("b", is_retiring=True)], (), ("a",), "a"),
-    ],
-)
-def test_a_controller_keeps_away_from_proxies(
-    infos: list[dict[str, Any]],
-    excluded: tuple[str, ...],
-    proxies: tuple[str, ...],
-    expected: str | None,
-) -> None:
-    assert best_worker(infos, excluded, proxies) == expected
+    ]:
+        assert best_worker(infos, excluded, proxies) == expected, infos
 
 
-def test_a_controller_moves_once_there_is_a_worker_without_a_proxy() -> None:
-    async def scenario() -> None:
-        site = Site()
-        site.hosts.lose("w2")
-        await site.keeper.start(site.entry)
-        site.entry.proxies = frozenset({"w1"})
-        site.tasks.spawn(site.keeper.watch())
-        await asyncio.sleep(10)
-        assert site.entry.epoch == 1
-        site.hosts.join("w2")
-        site.may_move = False
-        await asyncio.sleep(10)
-        assert site.entry.epoch == 1, "an adaptive cluster would have one worker more in use"
-        site.may_move = True
-        await asyncio.sleep(5)
-        site.entry.proxies = frozenset({"w1", "w2"})  # it was only about to start there
-        await asyncio.sleep(5)
-        site.entry.proxies = frozenset({"w1"})
-        await asyncio.sleep(9)
-        assert site.entry.epoch == 1
-        await wait_until(lambda: site.entry.epoch == 2)
-        await asyncio.sleep(10)
-        assert site.entry.controller == ActorAddress("shop/controller", "w2", 2)
-        assert [controller.is_stopped for controller in site.hosts.made] == [True, False]
-        await site.tasks.close()
-
-    run_virtual(scenario)
+@pytest.mark.virtual_time
+async def test_a_controller_moves_once_there_is_a_worker_without_a_proxy() -> None:
+    site = Site()
+    site.hosts.lose("w2")
+    await site.keeper.start(site.entry)
+    site.entry.proxies = frozenset({"w1"})
+    site.tasks.spawn(site.keeper.watch())
+    await asyncio.sleep(10)
+    assert site.entry.epoch == 1
+    site.hosts.join("w2")
+    site.may_move = False
+    await asyncio.sleep(10)
+    assert site.entry.epoch == 1, "an adaptive cluster would have one worker more in use"
+    site.may_move = True
+    await asyncio.sleep(5)
+    site.entry.proxies = frozenset({"w1", "w2"})  # it was only about to start there
+    await asyncio.sleep(5)
+    site.entry.proxies = frozenset({"w1"})
+    await asyncio.sleep(9)
+    assert site.entry.epoch == 1
+    await wait_until(lambda: site.entry.epoch == 2)
+    await asyncio.sleep(10)
+    assert site.entry.controller == ActorAddress("shop/controller", "w2", 2)
+    assert [controller.is_stopped for controller in site.hosts.made] == [True, False]
+    await site.tasks.close()
 
 
 SYSTEM = {"system": 1.0}
 
 
-@pytest.mark.parametrize(
-    ("infos", "proxies", "expected"),
-    [
+def test_a_controller_goes_to_the_workers_that_are_kept_for_it() -> None:
+    for infos, proxies, expected in [
         ([_info("a", resources=SYSTEM), _info("b")], (), "a"),
         ([_info("a", resources=SYSTEM), _info("b")], ("a",), "a"),
         ([_info("a", resources=SYSTEM), _info("b", resources=SYSTEM), _info("c")], (), "b"),
@@ -250,28 +229,22 @@ SYSTEM = {"system": 1.0}
         ([_info("a", is_head=False, resources=SYSTEM), _info("b")], (), "a"),
         ([_info("a", is_available=False, resources=SYSTEM), _info("b")], (), "b"),
         ([_info("a"), _info("b")], ("b",), "a"),
-    ],
-)
-def test_a_controller_goes_to_the_workers_that_are_kept_for_it(
-    infos: list[dict[str, Any]], proxies: tuple[str, ...], expected: str
-) -> None:
-    assert best_worker(infos, (), proxies, ["system"]) == expected
+    ]:
+        assert best_worker(infos, (), proxies, ["system"]) == expected, infos
 
 
+@pytest.mark.virtual_time
 @pytest.mark.parametrize("is_shared", [True, False])
-def test_a_controller_moves_to_a_worker_that_is_kept_for_it_once_that_joins(is_shared: bool) -> None:
-    async def scenario() -> None:
-        site = Site()
-        site.may_move = False  # a worker that is kept for it does not keep an adaptive cluster larger
-        site.entry.system_workers = ("w0",)
-        await site.keeper.start(site.entry)
-        site.tasks.spawn(site.keeper.watch())
-        await asyncio.sleep(10)
-        assert site.entry.controller == ActorAddress("shop/controller", "w2", 1)
-        site.entry.proxies = frozenset({"w0"} if is_shared else {"w1"})
-        site.hosts.join("w0")
-        await asyncio.sleep(20)
-        assert site.entry.controller == ActorAddress("shop/controller", "w0", 2)
-        await site.tasks.close()
-
-    run_virtual(scenario)
+async def test_a_controller_moves_to_a_worker_that_is_kept_for_it_once_that_joins(is_shared: bool) -> None:
+    site = Site()
+    site.may_move = False  # a worker that is kept for it does not keep an adaptive cluster larger
+    site.entry.system_workers = ("w0",)
+    await site.keeper.start(site.entry)
+    site.tasks.spawn(site.keeper.watch())
+    await asyncio.sleep(10)
+    assert site.entry.controller == ActorAddress("shop/controller", "w2", 1)
+    site.entry.proxies = frozenset({"w0"} if is_shared else {"w1"})
+    site.hosts.join("w0")
+    await asyncio.sleep(20)
+    assert site.entry.controller == ActorAddress("shop/controller", "w0", 2)
+    await site.tasks.close()

@@ -11,7 +11,8 @@ import pytest
 
 from daskserve.cluster.scheduler.evacuation import EVACUATION_S, REPLACING_SHARE, Evacuations
 from daskserve.common.types import RetirementStatus
-from daskserve.testing import run_virtual
+
+pytestmark = pytest.mark.virtual_time
 
 
 class Cluster:
@@ -92,160 +93,119 @@ class Cluster:
 
 
 @pytest.mark.parametrize(("grace_s", "released_at"), [(0.0, EVACUATION_S), (300.0, 200.0), (100.0, 160.0)])
-def test_a_retiring_worker_waits_for_the_grace_period_of_its_requests(
+async def test_a_retiring_worker_waits_for_the_grace_period_of_its_requests(
     grace_s: float, released_at: float
 ) -> None:
     """Its actors have ended after 200 s."""
-
-    async def main() -> None:
-        cluster = Cluster(["w1", "w2"], free_after_s=200, grace_s=grace_s)
-        await cluster.until(asyncio.ensure_future(cluster.evacuations.evacuate(["w1"])))
-        assert cluster.released == [released_at]
-        assert (cluster.told, cluster.replaced) == ([(0, ["w1"])], ["i"])
-
-    run_virtual(main)
+    cluster = Cluster(["w1", "w2"], free_after_s=200, grace_s=grace_s)
+    await cluster.until(asyncio.ensure_future(cluster.evacuations.evacuate(["w1"])))
+    assert cluster.released == [released_at]
+    assert (cluster.told, cluster.replaced) == ([(0, ["w1"])], ["i"])
 
 
-def test_a_host_that_is_starting_on_a_retiring_worker_is_released() -> None:
+async def test_a_host_that_is_starting_on_a_retiring_worker_is_released() -> None:
     """Dask would refuse to retire the worker for the sake of an actor that nobody uses yet."""
-
-    async def main() -> None:
-        cluster = Cluster(["w1", "w2"], free_after_s=0)
-        cluster.starting = {"w1"}
-        await cluster.evacuations.evacuate(["w1"])
-        assert (cluster.released, cluster.hosts.retiring) == ([0], {"w1"})
-        assert cluster.told == cluster.replaced == []
-
-    run_virtual(main)
+    cluster = Cluster(["w1", "w2"], free_after_s=0)
+    cluster.starting = {"w1"}
+    await cluster.evacuations.evacuate(["w1"])
+    assert (cluster.released, cluster.hosts.retiring) == ([0], {"w1"})
+    assert cluster.told == cluster.replaced == []
 
 
-def test_a_worker_that_dask_did_not_retire_may_hold_actors_again() -> None:
+async def test_a_worker_that_dask_did_not_retire_may_hold_actors_again() -> None:
     """It holds data that no other worker may have, for example."""
-
-    async def main() -> None:
-        cluster = Cluster(["w1", "w2"], free_after_s=0)
-        await cluster.evacuations.evacuate(["w1"])
-        cluster.evacuations.stay({"w1", "w3"})
-        await asyncio.sleep(0)
-        assert (cluster.admitted, cluster.hosts.retiring) == (["w1"], set())
-
-    run_virtual(main)
+    cluster = Cluster(["w1", "w2"], free_after_s=0)
+    await cluster.evacuations.evacuate(["w1"])
+    cluster.evacuations.stay({"w1", "w3"})
+    await asyncio.sleep(0)
+    assert (cluster.admitted, cluster.hosts.retiring) == (["w1"], set())
 
 
-def test_a_worker_that_got_sigterm_is_told_when_all_has_moved() -> None:
+async def test_a_worker_that_got_sigterm_is_told_when_all_has_moved() -> None:
     """Its process ends by itself, and its nanny decides whether another one starts."""
-
-    async def main() -> None:
-        cluster = Cluster(["w1", "w2"], free_after_s=3)
-        answers = await cluster.until(cluster.leaving("w1", 30))
-        assert answers == [RetirementStatus.MOVING] * (len(answers) - 1) + [RetirementStatus.MOVED]
-        assert (cluster.released, cluster.replaced) == ([pytest.approx(3)], ["i"])
-        options = {"workers": ["w1"], "close_workers": False, "remove": False}
-        assert cluster.retired == [(pytest.approx(3), options)]
-        assert await cluster.evacuations.leave("w1", 30) == RetirementStatus.MOVED
-        assert len(cluster.released) == 1
-
-    run_virtual(main)
+    cluster = Cluster(["w1", "w2"], free_after_s=3)
+    answers = await cluster.until(cluster.leaving("w1", 30))
+    assert answers == [RetirementStatus.MOVING] * (len(answers) - 1) + [RetirementStatus.MOVED]
+    assert (cluster.released, cluster.replaced) == ([pytest.approx(3)], ["i"])
+    options = {"workers": ["w1"], "close_workers": False, "remove": False}
+    assert cluster.retired == [(pytest.approx(3), options)]
+    assert await cluster.evacuations.leave("w1", 30) == RetirementStatus.MOVED
+    assert len(cluster.released) == 1
 
 
 @pytest.mark.parametrize(("grace_s", "after_s"), [(0.0, 30), (20.0, 30 - 20), (60.0, 30 * REPLACING_SHARE)])
-def test_its_requests_have_their_time_even_if_its_actors_have_no_other_place(
+async def test_its_requests_have_their_time_even_if_its_actors_have_no_other_place(
     grace_s: float, after_s: float
 ) -> None:
-    async def main() -> None:
-        cluster = Cluster(["w1", "w2"], free_after_s=1000, grace_s=grace_s)
-        began = cluster.loop.time()
-        assert (await cluster.leaving("w1", 30))[-1] == RetirementStatus.STAYED
-        assert cluster.loop.time() - began == pytest.approx(after_s, abs=0.1)
-        assert cluster.released == cluster.retired == []
-
-    run_virtual(main)
+    cluster = Cluster(["w1", "w2"], free_after_s=1000, grace_s=grace_s)
+    began = cluster.loop.time()
+    assert (await cluster.leaving("w1", 30))[-1] == RetirementStatus.STAYED
+    assert cluster.loop.time() - began == pytest.approx(after_s, abs=0.1)
+    assert cluster.released == cluster.retired == []
 
 
-def test_all_workers_of_a_host_are_known_before_anything_moves() -> None:
-    async def main() -> None:
-        cluster = Cluster(["w1", "w2", "w3"], free_after_s=3)
-        both = asyncio.gather(cluster.leaving("w1", 30), cluster.leaving("w2", 30))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        assert (cluster.hosts.retiring, cluster.told) == ({"w1", "w2"}, [])
-        assert [answers[-1] for answers in await cluster.until(both)] == [RetirementStatus.MOVED] * 2
-        assert [sorted(told) for _, told in cluster.told] == [["w1"], ["w2"]]
-
-    run_virtual(main)
+async def test_all_workers_of_a_host_are_known_before_anything_moves() -> None:
+    cluster = Cluster(["w1", "w2", "w3"], free_after_s=3)
+    both = asyncio.gather(cluster.leaving("w1", 30), cluster.leaving("w2", 30))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert (cluster.hosts.retiring, cluster.told) == ({"w1", "w2"}, [])
+    assert [answers[-1] for answers in await cluster.until(both)] == [RetirementStatus.MOVED] * 2
+    assert [sorted(told) for _, told in cluster.told] == [["w1"], ["w2"]]
 
 
 @pytest.mark.parametrize("late_s", [0.0, 5.0])
-def test_the_last_workers_do_not_wait_for_a_place(late_s: float) -> None:
-    async def main() -> None:
-        cluster = Cluster(["w1", "w2"], free_after_s=1000)
-        one = cluster.leaving("w1", 30)
-        await asyncio.sleep(late_s)
-        other = cluster.leaving("w2", 30)
-        assert [(await each)[-1] for each in (one, other)] == [RetirementStatus.STAYED] * 2
-        assert cluster.loop.time() < late_s + 1
-
-    run_virtual(main)
+async def test_the_last_workers_do_not_wait_for_a_place(late_s: float) -> None:
+    cluster = Cluster(["w1", "w2"], free_after_s=1000)
+    one = cluster.leaving("w1", 30)
+    await asyncio.sleep(late_s)
+    other = cluster.leaving("w2", 30)
+    assert [(await each)[-1] for each in (one, other)] == [RetirementStatus.STAYED] * 2
+    assert cluster.loop.time() < late_s + 1
 
 
 @pytest.mark.parametrize("is_adaptive", [False, True])
-def test_a_worker_without_a_host_yet_and_one_that_an_adaptive_cluster_may_start_are_places(
+async def test_a_worker_without_a_host_yet_and_one_that_an_adaptive_cluster_may_start_are_places(
     is_adaptive: bool,
 ) -> None:
-    async def main() -> None:
-        cluster = Cluster(["w1"] if is_adaptive else ["w1", "w2"], free_after_s=3)
-        cluster.capacity.is_adaptive = is_adaptive
-        cluster.hosts.has = lambda worker: worker == "w1"
-        assert (await cluster.until(cluster.leaving("w1", 30)))[-1] == RetirementStatus.MOVED
-
-    run_virtual(main)
+    cluster = Cluster(["w1"] if is_adaptive else ["w1", "w2"], free_after_s=3)
+    cluster.capacity.is_adaptive = is_adaptive
+    cluster.hosts.has = lambda worker: worker == "w1"
+    assert (await cluster.until(cluster.leaving("w1", 30)))[-1] == RetirementStatus.MOVED
 
 
-def test_a_worker_without_daskserve_is_no_place() -> None:
-    async def main() -> None:
-        cluster = Cluster(["w1", "w2"], free_after_s=1000)
-        cluster.hosts.refused = lambda: {"w2": "it has no daskserve"}
-        assert await cluster.leaving("w1", 30) == [RetirementStatus.STAYED]
-
-    run_virtual(main)
+async def test_a_worker_without_daskserve_is_no_place() -> None:
+    cluster = Cluster(["w1", "w2"], free_after_s=1000)
+    cluster.hosts.refused = lambda: {"w2": "it has no daskserve"}
+    assert await cluster.leaving("w1", 30) == [RetirementStatus.STAYED]
 
 
-def test_a_worker_of_which_a_new_scheduler_knows_nothing_yet_lets_its_requests_complete_itself() -> None:
-    async def main() -> None:
-        cluster = Cluster(["w2"], free_after_s=0)
-        assert await cluster.evacuations.leave("w1", 30) == RetirementStatus.STAYED
-
-    run_virtual(main)
-
-
-def test_everybody_is_told_of_a_worker_that_has_nothing_any_more_before_it_ends() -> None:
-    async def main() -> None:
-        cluster = Cluster(["w1", "w2"], free_after_s=1000)
-        await cluster.evacuations.depart("w1")
-        assert cluster.left == ["w1"]
-
-    run_virtual(main)
+async def test_a_worker_of_which_a_new_scheduler_knows_nothing_yet_lets_its_requests_complete_itself() -> (
+    None
+):
+    cluster = Cluster(["w2"], free_after_s=0)
+    assert await cluster.evacuations.leave("w1", 30) == RetirementStatus.STAYED
 
 
-def test_an_address_that_is_used_again_leaves_again() -> None:
-    async def main() -> None:
-        cluster = Cluster(["w1", "w2"], free_after_s=0)
-        assert await cluster.leaving("w1", 30) == [RetirementStatus.MOVED]
-        cluster.evacuations.forget("w1")
-        cluster.hosts.retiring.clear()
-        assert await cluster.leaving("w1", 30) == [RetirementStatus.MOVED]
-        assert len(cluster.retired) == 2
-
-    run_virtual(main)
+async def test_everybody_is_told_of_a_worker_that_has_nothing_any_more_before_it_ends() -> None:
+    cluster = Cluster(["w1", "w2"], free_after_s=1000)
+    await cluster.evacuations.depart("w1")
+    assert cluster.left == ["w1"]
 
 
-def test_nobody_waits_for_a_supervisor_that_ends() -> None:
-    async def main() -> None:
-        cluster = Cluster(["w1", "w2"], free_after_s=1000)
-        waiting = asyncio.ensure_future(cluster.evacuations.evacuate(["w1"]))
-        await asyncio.sleep(1)
-        cluster.evacuations.close()
-        await waiting
-        assert cluster.loop.time() == 1
+async def test_an_address_that_is_used_again_leaves_again() -> None:
+    cluster = Cluster(["w1", "w2"], free_after_s=0)
+    assert await cluster.leaving("w1", 30) == [RetirementStatus.MOVED]
+    cluster.evacuations.forget("w1")
+    cluster.hosts.retiring.clear()
+    assert await cluster.leaving("w1", 30) == [RetirementStatus.MOVED]
+    assert len(cluster.retired) == 2
 
-    run_virtual(main)
+
+async def test_nobody_waits_for_a_supervisor_that_ends() -> None:
+    cluster = Cluster(["w1", "w2"], free_after_s=1000)
+    waiting = asyncio.ensure_future(cluster.evacuations.evacuate(["w1"]))
+    await asyncio.sleep(1)
+    cluster.evacuations.close()
+    await waiting
+    assert cluster.loop.time() == 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from itertools import product
 from pathlib import Path
@@ -73,23 +73,22 @@ class Instances:
         return store
 
 
-@pytest.fixture(params=DURABLE)
+@pytest.fixture(params=["sqlite", "folder"])
 def make(request: pytest.FixtureRequest, tmp_path: Path) -> MakeShared:
-    """Return a factory of stores at one location, for each kind that outlives its scheduler."""
+    """Return a factory of stores at one location, for two kinds that outlive their scheduler."""
     at = place(request.param, tmp_path)
     return lambda: at("i")
 
 
-def play(make: MakeShared, scenario: Callable[[Instances], Awaitable[None]]) -> None:
-    async def main() -> None:
-        instances = Instances(make)
-        try:
-            await scenario(instances)
-        finally:
-            for store in instances.opened:
-                await store.close()
-
-    asyncio.run(main())
+@pytest.fixture
+@asynccontextmanager
+async def instances(make: MakeShared) -> AsyncIterator[Instances]:
+    instances = Instances(make)
+    try:
+        yield instances
+    finally:
+        for store in instances.opened:
+            await store.close()
 
 
 def change(records: Mapping[str, bytes | None], *, must_last: bool = True) -> StoreChange:
@@ -141,181 +140,155 @@ def test_a_store_in_memory_is_nobody_elses() -> None:
 # ---- a start
 
 
-def test_a_trial_leaves_the_store_to_the_instance_that_has_it(make: MakeShared) -> None:
-    async def scenario(instances: Instances) -> None:
-        old = await instances.running("old", backend_a=b"1", replica_a=b"old")
-        new = await instances.new("new")
-        epoch = await new.claim_epoch()
-        assert await new.load() == {"backend/a": b"1", "replica/a": b"old"}
-        await new.commit(epoch, change({"replica_a": b"new"}, must_last=False))
-        with pytest.raises(UnavailableError, match="still starting"):
-            await new.commit(epoch, change({"backend_b": b"1"}))
-        assert (await new.load())["replica/a"] == b"new"
-        assert new.hold is StoreOwnership.TRIAL
-        await old.commit(1, change({"backend_a": b"2"}))
-        await old.look()
-        assert old.hold is StoreOwnership.HELD
-        await new.release(gives_back=True)  # its start has failed
-        assert await stored(instances) == {"backend/a": b"2", "replica/a": b"old"}
-        await old.commit(await old.claim_epoch(), change({"backend_a": b"3"}))
-
-    play(make, scenario)
+async def test_a_trial_leaves_the_store_to_the_instance_that_has_it(instances: Instances) -> None:
+    old = await instances.running("old", backend_a=b"1", replica_a=b"old")
+    new = await instances.new("new")
+    epoch = await new.claim_epoch()
+    assert await new.load() == {"backend/a": b"1", "replica/a": b"old"}
+    await new.commit(epoch, change({"replica_a": b"new"}, must_last=False))
+    with pytest.raises(UnavailableError, match="still starting"):
+        await new.commit(epoch, change({"backend_b": b"1"}))
+    assert (await new.load())["replica/a"] == b"new"
+    assert new.hold is StoreOwnership.TRIAL
+    await old.commit(1, change({"backend_a": b"2"}))
+    await old.look()
+    assert old.hold is StoreOwnership.HELD
+    await new.release(gives_back=True)  # its start has failed
+    assert await stored(instances) == {"backend/a": b"2", "replica/a": b"old"}
+    await old.commit(await old.claim_epoch(), change({"backend_a": b"3"}))
 
 
-def test_a_start_that_serves_takes_over_with_what_has_changed_meanwhile(make: MakeShared) -> None:
-    async def scenario(instances: Instances) -> None:
-        old = await instances.running("old", backend_a=b"1", backend_b=b"1", replica_a=b"old", parcel_a=b"p")
-        new = await instances.new("new")
-        epoch = await new.claim_epoch()
-        await new.commit(epoch, change({"replica_a": b"new", "replica_n": b"new"}, must_last=False))
-        await old.commit(1, change({"backend_a": b"2", "backend_b": None, "backend_c": b"1"}))
-        await old.commit(1, change({"replica_a": b"older", "replica_o": b"old", "parcel_c": b"p"}))
-        assert await take_over(new, epoch) == {
-            "backend/a": b"2",
-            "backend/b": None,
-            "backend/c": b"1",
-            "parcel/c": b"p",
-        }
-        assert new.hold is StoreOwnership.HELD
-        expected = {"backend/a": b"2", "backend/c": b"1", "replica/a": b"new", "replica/n": b"new"}
-        assert await stored(instances) == {**expected, "parcel/a": b"p", "parcel/c": b"p"}
-        assert await take_over(new, epoch) == {}, "it may be asked for again"
-        with pytest.raises(StoreTakenError, match="accepts no changes"):
-            await old.commit(1, change({"backend_a": b"3"}))
-        await new.commit(epoch, change({"backend_a": b"4"}))
-        assert (await stored(instances))["backend/a"] == b"4"
-
-    play(make, scenario)
+async def test_a_start_that_serves_takes_over_with_what_has_changed_meanwhile(instances: Instances) -> None:
+    old = await instances.running("old", backend_a=b"1", backend_b=b"1", replica_a=b"old", parcel_a=b"p")
+    new = await instances.new("new")
+    epoch = await new.claim_epoch()
+    await new.commit(epoch, change({"replica_a": b"new", "replica_n": b"new"}, must_last=False))
+    await old.commit(1, change({"backend_a": b"2", "backend_b": None, "backend_c": b"1"}))
+    await old.commit(1, change({"replica_a": b"older", "replica_o": b"old", "parcel_c": b"p"}))
+    assert await take_over(new, epoch) == {
+        "backend/a": b"2",
+        "backend/b": None,
+        "backend/c": b"1",
+        "parcel/c": b"p",
+    }
+    assert new.hold is StoreOwnership.HELD
+    expected = {"backend/a": b"2", "backend/c": b"1", "replica/a": b"new", "replica/n": b"new"}
+    assert await stored(instances) == {**expected, "parcel/a": b"p", "parcel/c": b"p"}
+    assert await take_over(new, epoch) == {}, "it may be asked for again"
+    with pytest.raises(StoreTakenError, match="accepts no changes"):
+        await old.commit(1, change({"backend_a": b"3"}))
+    await new.commit(epoch, change({"backend_a": b"4"}))
+    assert (await stored(instances))["backend/a"] == b"4"
 
 
-def test_a_live_owner_keeps_the_store_until_everything_runs_elsewhere(make: MakeShared) -> None:
-    async def scenario(instances: Instances) -> None:
-        old = await instances.running("old", backend_a=b"1")
-        new = await instances.new("new")
-        epoch = await new.claim_epoch()
-        for _ in range(5):
-            assert await take_over(new, epoch, is_complete=False) is None
-            await new.look()
-            await old.look()
-            instances.clock.at += PATIENCE_S / 2
-            await new.look()
-        await old.commit(1, change({"backend_a": b"2"}))
-        assert await take_over(new, epoch) == {"backend/a": b"2"}
-
-    play(make, scenario)
-
-
-def test_a_dead_owner_is_not_waited_for_long(make: MakeShared) -> None:
-    """A backend that cannot start must not keep the others from their return."""
-
-    async def scenario(instances: Instances) -> None:
-        await instances.running("old", backend_a=b"1")
-        new = await instances.new("new")
-        epoch = await new.claim_epoch()
+async def test_a_live_owner_keeps_the_store_until_everything_runs_elsewhere(instances: Instances) -> None:
+    old = await instances.running("old", backend_a=b"1")
+    new = await instances.new("new")
+    epoch = await new.claim_epoch()
+    for _ in range(5):
         assert await take_over(new, epoch, is_complete=False) is None
         await new.look()
-        instances.clock.at += PATIENCE_S
+        await old.look()
+        instances.clock.at += PATIENCE_S / 2
         await new.look()
-        assert await take_over(new, epoch, is_complete=False) == {}
-        assert new.hold is StoreOwnership.HELD
+    await old.commit(1, change({"backend_a": b"2"}))
+    assert await take_over(new, epoch) == {"backend/a": b"2"}
 
-    play(make, scenario)
+
+async def test_a_dead_owner_is_not_waited_for_long(instances: Instances) -> None:
+    """A backend that cannot start must not keep the others from their return."""
+    await instances.running("old", backend_a=b"1")
+    new = await instances.new("new")
+    epoch = await new.claim_epoch()
+    assert await take_over(new, epoch, is_complete=False) is None
+    await new.look()
+    instances.clock.at += PATIENCE_S
+    await new.look()
+    assert await take_over(new, epoch, is_complete=False) == {}
+    assert new.hold is StoreOwnership.HELD
 
 
 @pytest.mark.parametrize("is_new", [True, False])
-def test_a_store_that_is_nobodys_is_taken_at_once(make: MakeShared, is_new: bool) -> None:
-    async def scenario(instances: Instances) -> None:
-        if not is_new:
-            old = await instances.running("old", backend_a=b"1")
-            await old.release()
-            assert old.hold is StoreOwnership.RELEASED
-        new = await instances.new("new")
-        assert await take_over(new, await new.claim_epoch(), is_complete=False) == {}
-
-    play(make, scenario)
-
-
-def test_a_release_during_a_trial_does_not_stop_it(make: MakeShared) -> None:
-    async def scenario(instances: Instances) -> None:
+async def test_a_store_that_is_nobodys_is_taken_at_once(is_new: bool, instances: Instances) -> None:
+    if not is_new:
         old = await instances.running("old", backend_a=b"1")
-        new = await instances.new("new")
         await old.release()
-        assert await take_over(new, await new.claim_epoch(), is_complete=False) == {}
-
-    play(make, scenario)
-
-
-def test_a_new_controller_of_the_owner_does_not_stop_a_trial(make: MakeShared) -> None:
-    async def scenario(instances: Instances) -> None:
-        old = await instances.running("old", backend_a=b"1")
-        new = await instances.new("new")
-        epoch = await new.claim_epoch()
-        await old.commit(await old.claim_epoch(), change({"backend_a": b"2"}))
-        assert await take_over(new, epoch) == {"backend/a": b"2"}
-        # Its own controllers keep their numbers, and the next one has a higher one.
-        await new.commit(epoch, change({"backend_a": b"3"}))
-        later = await new.claim_epoch()
-        assert later > epoch
-        with pytest.raises(StaleEpochError):
-            await new.commit(epoch, change({"backend_a": b"4"}))
-        await new.commit(later, change({"backend_a": b"5"}))
-
-    play(make, scenario)
+        assert old.hold is StoreOwnership.RELEASED
+    new = await instances.new("new")
+    assert await take_over(new, await new.claim_epoch(), is_complete=False) == {}
 
 
-def test_controllers_that_die_during_a_trial_leave_it_going_on(make: MakeShared) -> None:
-    async def scenario(instances: Instances) -> None:
-        old = await instances.running("old", backend_a=b"1")
-        new = await instances.new("new")
-        epochs = [await new.claim_epoch() for _ in range(5)]
-        assert epochs == sorted(set(epochs))
-        await new.commit(epochs[-1], change({"replica_a": b"new"}, must_last=False))
-        with pytest.raises(StaleEpochError):
-            await take_over(new, epochs[0])
-        assert await take_over(new, epochs[-1]) == {}
-        assert await new.shared.newest_epoch() >= epochs[-1]
-        with pytest.raises(StoreTakenError):
-            await old.commit(1, change({"backend_a": b"2"}))
+async def test_a_release_during_a_trial_does_not_stop_it(instances: Instances) -> None:
+    old = await instances.running("old", backend_a=b"1")
+    new = await instances.new("new")
+    await old.release()
+    assert await take_over(new, await new.claim_epoch(), is_complete=False) == {}
 
-    play(make, scenario)
+
+async def test_a_new_controller_of_the_owner_does_not_stop_a_trial(instances: Instances) -> None:
+    old = await instances.running("old", backend_a=b"1")
+    new = await instances.new("new")
+    epoch = await new.claim_epoch()
+    await old.commit(await old.claim_epoch(), change({"backend_a": b"2"}))
+    assert await take_over(new, epoch) == {"backend/a": b"2"}
+    # Its own controllers keep their numbers, and the next one has a higher one.
+    await new.commit(epoch, change({"backend_a": b"3"}))
+    later = await new.claim_epoch()
+    assert later > epoch
+    with pytest.raises(StaleEpochError):
+        await new.commit(epoch, change({"backend_a": b"4"}))
+    await new.commit(later, change({"backend_a": b"5"}))
+
+
+async def test_controllers_that_die_during_a_trial_leave_it_going_on(instances: Instances) -> None:
+    old = await instances.running("old", backend_a=b"1")
+    new = await instances.new("new")
+    epochs = [await new.claim_epoch() for _ in range(5)]
+    assert epochs == sorted(set(epochs))
+    await new.commit(epochs[-1], change({"replica_a": b"new"}, must_last=False))
+    with pytest.raises(StaleEpochError):
+        await take_over(new, epochs[0])
+    assert await take_over(new, epochs[-1]) == {}
+    assert await new.shared.newest_epoch() >= epochs[-1]
+    with pytest.raises(StoreTakenError):
+        await old.commit(1, change({"backend_a": b"2"}))
 
 
 # ---- two starts at once
 
 
 @pytest.mark.parametrize("has_owner", [True, False])
-def test_of_two_starts_at_once_one_wins_and_the_other_fails(make: MakeShared, has_owner: bool) -> None:
-    async def scenario(instances: Instances) -> None:
-        if has_owner:
-            await instances.running("old", backend_a=b"1")
-        stores = [await instances.new(name) for name in ("one", "two", "three")]
-        epochs = [await store.claim_epoch() for store in stores]
+async def test_of_two_starts_at_once_one_wins_and_the_other_fails(
+    has_owner: bool, instances: Instances
+) -> None:
+    if has_owner:
+        await instances.running("old", backend_a=b"1")
+    stores = [await instances.new(name) for name in ("one", "two", "three")]
+    epochs = [await store.claim_epoch() for store in stores]
 
-        async def until_decided(store: HeldStore, epoch: int) -> bool:
-            try:
-                while await take_over(store, epoch) is None:
-                    pass
-            except StoreTakenError:
-                return False
-            return True
+    async def until_decided(store: HeldStore, epoch: int) -> bool:
+        try:
+            while await take_over(store, epoch) is None:
+                pass
+        except StoreTakenError:
+            return False
+        return True
 
-        outcomes = await asyncio.gather(*map(until_decided, stores, epochs))
-        assert sorted(outcomes) == [False, False, True]
-        for store, epoch, has_won in zip(stores, epochs, outcomes, strict=True):
-            assert store.hold is (StoreOwnership.HELD if has_won else StoreOwnership.REFUSED)
-            if has_won:
-                await store.commit(epoch, change({"backend_w": b"1"}))
-                continue
-            with pytest.raises(StoreTakenError):
-                await store.commit(epoch, change({"backend_l": b"1"}))
-            await asyncio.wait_for(store.watch(), 5)  # it returns, and the instance is ended
-            await store.release(gives_back=True)
-        winner = stores[outcomes.index(True)]
-        await winner.look()
-        assert winner.hold is StoreOwnership.HELD
-        assert "backend/l" not in await stored(instances)
-
-    play(make, scenario)
+    outcomes = await asyncio.gather(*map(until_decided, stores, epochs))
+    assert sorted(outcomes) == [False, False, True]
+    for store, epoch, has_won in zip(stores, epochs, outcomes, strict=True):
+        assert store.hold is (StoreOwnership.HELD if has_won else StoreOwnership.REFUSED)
+        if has_won:
+            await store.commit(epoch, change({"backend_w": b"1"}))
+            continue
+        with pytest.raises(StoreTakenError):
+            await store.commit(epoch, change({"backend_l": b"1"}))
+        await asyncio.wait_for(store.watch(), 5)  # it returns, and the instance is ended
+        await store.release(gives_back=True)
+    winner = stores[outcomes.index(True)]
+    await winner.look()
+    assert winner.hold is StoreOwnership.HELD
+    assert "backend/l" not in await stored(instances)
 
 
 # ---- an instance that was overtaken
@@ -331,159 +304,141 @@ async def _overtaken(instances: Instances) -> tuple[HeldStore, HeldStore]:
 
 
 @pytest.mark.parametrize("notices", ["looks", "commits", "loads", "loses its controller"])
-def test_an_instance_that_was_overtaken_goes_on_from_its_own_records(make: MakeShared, notices: str) -> None:
-    async def scenario(instances: Instances) -> None:
-        old, new = await _overtaken(instances)
-        epoch = 1
-        if notices == "looks":
-            await old.look()
-        elif notices == "loads":
-            assert (await old.load())["replica/a"] == b"old"
-        elif notices == "loses its controller":
-            epoch = await old.claim_epoch()
-            assert epoch > 1
-        await old.commit(epoch, change({"replica_b": b"old"}, must_last=False))
-        assert old.hold is StoreOwnership.TAKEN
-        assert "Another cluster" in old.problems()["store"]
-        with pytest.raises(StoreTakenError):
-            await old.commit(epoch, change({"backend_a": b"2"}))
-        with pytest.raises(StoreTakenError):
-            await old.rewrite(epoch, change({"backend_a": b"2"}))
-        with pytest.raises(StoreTakenError):
-            await take_over(old, epoch)
-        await new.commit(2, change({"backend_a": None, "parcel_a": None}))
-        later = await old.claim_epoch()
-        assert later > epoch
-        records = {"backend/a": b"1", "replica/a": b"old", "replica/b": b"old", "parcel/a": b"p"}
-        assert await old.load() == records
-        await new.look()
-        assert new.hold is StoreOwnership.HELD
-        assert await stored(instances) == {"replica/a": b"new"}
-        await old.release()
-        assert (await new.shared.look()).owner == "new.1", "its end changes nothing"
-
-    play(make, scenario)
-
-
-def test_a_start_that_fails_after_it_has_taken_over_gives_the_store_back(make: MakeShared) -> None:
-    async def scenario(instances: Instances) -> None:
-        old, new = await _overtaken(instances)
+async def test_an_instance_that_was_overtaken_goes_on_from_its_own_records(
+    notices: str, instances: Instances
+) -> None:
+    old, new = await _overtaken(instances)
+    epoch = 1
+    if notices == "looks":
         await old.look()
-        # While it was overtaken, it has replaced a replica, and had new controllers.
-        for _ in range(4):
-            epoch = await old.claim_epoch()
-        await old.commit(epoch, change({"replica_a": b"replaced"}, must_last=False))
-        await new.release(gives_back=True)
-        await old.look()
-        assert old.hold is StoreOwnership.HELD
-        assert "store" not in old.problems()
-        records = {"backend/a": b"1", "replica/a": b"replaced", "parcel/a": b"p"}
-        assert await stored(instances) == records
+    elif notices == "loads":
+        assert (await old.load())["replica/a"] == b"old"
+    elif notices == "loses its controller":
+        epoch = await old.claim_epoch()
+        assert epoch > 1
+    await old.commit(epoch, change({"replica_b": b"old"}, must_last=False))
+    assert old.hold is StoreOwnership.TAKEN
+    assert "Another cluster" in old.problems()["store"]
+    with pytest.raises(StoreTakenError):
         await old.commit(epoch, change({"backend_a": b"2"}))
-        assert await old.claim_epoch() > epoch
-        assert await old.load() == {**records, "backend/a": b"2"}
+    with pytest.raises(StoreTakenError):
+        await old.rewrite(epoch, change({"backend_a": b"2"}))
+    with pytest.raises(StoreTakenError):
+        await take_over(old, epoch)
+    await new.commit(2, change({"backend_a": None, "parcel_a": None}))
+    later = await old.claim_epoch()
+    assert later > epoch
+    records = {"backend/a": b"1", "replica/a": b"old", "replica/b": b"old", "parcel/a": b"p"}
+    assert await old.load() == records
+    await new.look()
+    assert new.hold is StoreOwnership.HELD
+    assert await stored(instances) == {"replica/a": b"new"}
+    await old.release()
+    assert (await new.shared.look()).owner == "new.1", "its end changes nothing"
 
-    play(make, scenario)
+
+async def test_a_start_that_fails_after_it_has_taken_over_gives_the_store_back(instances: Instances) -> None:
+    old, new = await _overtaken(instances)
+    await old.look()
+    # While it was overtaken, it has replaced a replica, and had new controllers.
+    for _ in range(4):
+        epoch = await old.claim_epoch()
+    await old.commit(epoch, change({"replica_a": b"replaced"}, must_last=False))
+    await new.release(gives_back=True)
+    await old.look()
+    assert old.hold is StoreOwnership.HELD
+    assert "store" not in old.problems()
+    records = {"backend/a": b"1", "replica/a": b"replaced", "parcel/a": b"p"}
+    assert await stored(instances) == records
+    await old.commit(epoch, change({"backend_a": b"2"}))
+    assert await old.claim_epoch() > epoch
+    assert await old.load() == {**records, "backend/a": b"2"}
 
 
-def test_an_instance_that_did_not_notice_has_its_store_back_with_the_next_change(make: MakeShared) -> None:
-    async def scenario(instances: Instances) -> None:
-        old, new = await _overtaken(instances)
-        await new.release(gives_back=True)
-        await old.commit(1, change({"backend_a": b"2"}))
-        assert await stored(instances) == {"backend/a": b"2", "replica/a": b"old", "parcel/a": b"p"}
+async def test_an_instance_that_did_not_notice_has_its_store_back_with_the_next_change(
+    instances: Instances,
+) -> None:
+    old, new = await _overtaken(instances)
+    await new.release(gives_back=True)
+    await old.commit(1, change({"backend_a": b"2"}))
+    assert await stored(instances) == {"backend/a": b"2", "replica/a": b"old", "parcel/a": b"p"}
 
-    play(make, scenario)
 
-
-def test_the_store_of_a_dead_instance_goes_back_to_nobody_who_answers(make: MakeShared) -> None:
-    async def scenario(instances: Instances) -> None:
-        _, new = await _overtaken(instances)
-        await new.release(gives_back=True)
-        third = await instances.new("third")
-        epoch = await third.claim_epoch()
-        assert await take_over(third, epoch) == {}
-
-    play(make, scenario)
+async def test_the_store_of_a_dead_instance_goes_back_to_nobody_who_answers(instances: Instances) -> None:
+    _, new = await _overtaken(instances)
+    await new.release(gives_back=True)
+    third = await instances.new("third")
+    epoch = await third.claim_epoch()
+    assert await take_over(third, epoch) == {}
 
 
 # ---- another scheduler
 
 
-def test_an_instance_that_comes_back_has_its_store_at_once(make: MakeShared) -> None:
-    async def scenario(instances: Instances) -> None:
-        await instances.running("old", backend_a=b"1")
-        back = HeldStore(instances._make(), "old.2", instances.clock)
-        instances.opened.append(back)
-        await back.open()
-        await back.begin(returns=True, epoch=1, records={"backend/a": b"known"})
-        assert back.hold is StoreOwnership.HELD
-        epoch = await back.claim_epoch()
-        assert await back.load() == {"backend/a": b"1"}
-        await back.commit(epoch, change({"backend_a": b"2"}))
-
-    play(make, scenario)
+async def test_an_instance_that_comes_back_has_its_store_at_once(instances: Instances) -> None:
+    await instances.running("old", backend_a=b"1")
+    back = HeldStore(instances._make(), "old.2", instances.clock)
+    instances.opened.append(back)
+    await back.open()
+    await back.begin(reconnects=True, epoch=1, records={"backend/a": b"known"})
+    assert back.hold is StoreOwnership.HELD
+    epoch = await back.claim_epoch()
+    assert await back.load() == {"backend/a": b"1"}
+    await back.commit(epoch, change({"backend_a": b"2"}))
 
 
 @pytest.mark.parametrize("knows", [True, False])
-def test_an_instance_that_comes_back_does_not_take_the_store_from_another(
-    make: MakeShared, knows: bool
+async def test_an_instance_that_comes_back_does_not_take_the_store_from_another(
+    knows: bool, instances: Instances
 ) -> None:
-    async def scenario(instances: Instances) -> None:
-        _, new = await _overtaken(instances)
-        back = HeldStore(instances._make(), "old.2", instances.clock)
-        instances.opened.append(back)
-        await back.open()
-        known = {"backend/a": b"1", "replica/a": b"old"} if knows else None
-        await back.begin(returns=True, epoch=9, records=known)
-        assert back.hold is StoreOwnership.TAKEN
-        epoch = await back.claim_epoch()
-        assert epoch == 10
-        await back.commit(epoch, change({"replica_b": b"old"}, must_last=False))
-        here = known or {"backend/a": b"1", "replica/a": b"new"}
-        assert await back.load() == {**here, "replica/b": b"old", "parcel/a": b"p"}
-        await new.look()
-        assert new.hold is StoreOwnership.HELD
-
-    play(make, scenario)
+    _, new = await _overtaken(instances)
+    back = HeldStore(instances._make(), "old.2", instances.clock)
+    instances.opened.append(back)
+    await back.open()
+    known = {"backend/a": b"1", "replica/a": b"old"} if knows else None
+    await back.begin(reconnects=True, epoch=9, records=known)
+    assert back.hold is StoreOwnership.TAKEN
+    epoch = await back.claim_epoch()
+    assert epoch == 10
+    await back.commit(epoch, change({"replica_b": b"old"}, must_last=False))
+    here = known or {"backend/a": b"1", "replica/a": b"new"}
+    assert await back.load() == {**here, "replica/b": b"old", "parcel/a": b"p"}
+    await new.look()
+    assert new.hold is StoreOwnership.HELD
 
 
 # ---- claims
 
 
-def test_of_two_claims_after_one_epoch_one_succeeds(make: MakeShared) -> None:
-    async def scenario(instances: Instances) -> None:
-        one, two = [(await instances.new(name)).shared for name in ("one", "two")]
-        assert await one.look() == Claim(0, None)
-        claims = await asyncio.gather(
-            one.claim_epoch(0, "one"), two.claim_epoch(0, "two"), return_exceptions=True
-        )
-        assert sorted(map(str, claims)) == ["1", "Epoch 0 is not the newest any more; epoch 1 is."]
-        winner = "one" if claims[0] == 1 else "two"
-        assert await one.look() == await two.look() == Claim(1, winner)
-        with pytest.raises(StaleEpochError):
-            await one.claim_epoch(7, "one")
-        assert await two.claim_epoch() == 2
-        assert await one.look() == Claim(2, "")
-
-    play(make, scenario)
+@pytest.mark.parametrize("make", DURABLE, indirect=True)
+async def test_of_two_claims_after_one_epoch_one_succeeds(instances: Instances) -> None:
+    one, two = [(await instances.new(name)).shared for name in ("one", "two")]
+    assert await one.look() == Claim(0, None)
+    claims = await asyncio.gather(
+        one.claim_epoch(0, "one"), two.claim_epoch(0, "two"), return_exceptions=True
+    )
+    assert sorted(map(str, claims)) == ["1", "Epoch 0 is not the newest any more; epoch 1 is."]
+    winner = "one" if claims[0] == 1 else "two"
+    assert await one.look() == await two.look() == Claim(1, winner)
+    with pytest.raises(StaleEpochError):
+        await one.claim_epoch(7, "one")
+    assert await two.claim_epoch() == 2
+    assert await one.look() == Claim(2, "")
 
 
-def test_knocks_are_answered_and_forgotten(make: MakeShared) -> None:
-    async def scenario(instances: Instances) -> None:
-        one, two = [(await instances.new(name)).shared for name in ("one", "two")]
-        await one.claim_epoch(0, "one")
-        assert not await two.knock("two")
-        assert not await two.knock("two")
-        await one.look()
-        assert not await two.knock("two")
-        assert await one.look(answers=True) == Claim(1, "one")
-        assert await two.knock("two")
-        await two.forget_knock("two")
-        await two.forget_knock("two")
-        assert not await two.knock("two")
-
-    play(make, scenario)
+@pytest.mark.parametrize("make", DURABLE, indirect=True)
+async def test_knocks_are_answered_and_forgotten(instances: Instances) -> None:
+    one, two = [(await instances.new(name)).shared for name in ("one", "two")]
+    await one.claim_epoch(0, "one")
+    assert not await two.knock("two")
+    assert not await two.knock("two")
+    await one.look()
+    assert not await two.knock("two")
+    assert await one.look(answers=True) == Claim(1, "one")
+    assert await two.knock("two")
+    await two.forget_knock("two")
+    await two.forget_knock("two")
+    assert not await two.knock("two")
 
 
 # ---- kills

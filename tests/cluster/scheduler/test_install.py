@@ -11,7 +11,7 @@ from daskserve.cluster.scheduler.install import start_instance
 
 
 class SwallowsCancellation:
-    """A link whose calls to the scheduler swallow a cancellation, as ``asyncio.wait_for`` may."""
+    """A connection whose calls to the scheduler swallow a cancellation, as ``asyncio.wait_for`` may."""
 
     def __init__(self) -> None:
         self.client: Any = self
@@ -28,14 +28,11 @@ class SwallowsCancellation:
         self.is_asked = True
 
 
-def test_a_swallowed_cancellation_does_not_start_an_instance() -> None:
-    async def main() -> None:
-        connection: Any = SwallowsCancellation()
-        starting = asyncio.create_task(start_instance(connection, "local", timeout_s=1.0))
-        await asyncio.sleep(0)
-        starting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await starting
-        assert not connection.is_asked
-
-    asyncio.run(main())
+async def test_a_swallowed_cancellation_does_not_start_an_instance() -> None:
+    connection: Any = SwallowsCancellation()
+    starting = asyncio.create_task(start_instance(connection, "local", timeout_s=1.0))
+    await asyncio.sleep(0)
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert not connection.is_asked

@@ -74,117 +74,93 @@ async def fetched(here: Scheduler) -> tuple[bytes, ...]:
     return tuple(bytes(each) for each in await ParcelCarrier(here.ask).fetch("b@1", PARCEL))
 
 
-def test_a_parcel_is_kept_with_its_code_and_hidden_from_controllers(url: str) -> None:
-    async def main() -> None:
-        async with scheduler(url) as here:
-            await deploy(here)
-            assert await fetched(here) == PARTS
-            records = await here.store.load()
-            assert len(records) == 4
-            assert here.parcels.without_rows(records) == CODE
-            await here.commit({"code/b@1": None})
-            assert dict(await here.store.load()) == {"backend/b": b"record"}
-            assert not here.parcels._memory
-
-    asyncio.run(main())
+async def test_a_parcel_is_kept_with_its_code_and_hidden_from_controllers(url: str) -> None:
+    async with scheduler(url) as here:
+        await deploy(here)
+        assert await fetched(here) == PARTS
+        records = await here.store.load()
+        assert len(records) == 4
+        assert here.parcels.without_rows(records) == CODE
+        await here.commit({"code/b@1": None})
+        assert dict(await here.store.load()) == {"backend/b": b"record"}
+        assert not here.parcels._memory
 
 
 @pytest.mark.parametrize("url", ["sqlite", "file"], indirect=True)
-def test_a_parcel_survives_the_scheduler(url: str) -> None:
-    async def main() -> None:
-        async with scheduler(url) as here:
-            await deploy(here)
-        async with scheduler(url) as here:
-            assert here.parcels.without_rows(await here.store.load()) == CODE
-            assert await fetched(here) == PARTS
-            await here.commit({"code/b@1": None})
-            assert dict(await here.store.load()) == {"backend/b": b"record"}
-
-    asyncio.run(main())
+async def test_a_parcel_survives_the_scheduler(url: str) -> None:
+    async with scheduler(url) as here:
+        await deploy(here)
+    async with scheduler(url) as here:
+        assert here.parcels.without_rows(await here.store.load()) == CODE
+        assert await fetched(here) == PARTS
+        await here.commit({"code/b@1": None})
+        assert dict(await here.store.load()) == {"backend/b": b"record"}
 
 
 @pytest.mark.parametrize("url", ["sqlite", "file"], indirect=True)
-def test_a_parcel_is_rewritten_with_all_other_records(url: str) -> None:
-    async def main() -> None:
-        async with scheduler(url) as here:
-            await deploy(here)
-            rows = await here.parcels.all_rows({"b@1": PARCEL.digest})
-            await here.store.rewrite(1, StoreChange({**CODE, **rows}))
-        async with scheduler(url) as here:
-            assert here.parcels.without_rows(await here.store.load()) == CODE
-            assert await fetched(here) == PARTS
-
-    asyncio.run(main())
+async def test_a_parcel_is_rewritten_with_all_other_records(url: str) -> None:
+    async with scheduler(url) as here:
+        await deploy(here)
+        rows = await here.parcels.all_rows({"b@1": PARCEL.digest})
+        await here.store.rewrite(1, StoreChange({**CODE, **rows}))
+    async with scheduler(url) as here:
+        assert here.parcels.without_rows(await here.store.load()) == CODE
+        assert await fetched(here) == PARTS
 
 
 @pytest.mark.parametrize("is_shared", [True, False])
-def test_other_machines_carry_the_content_in_pieces(monkeypatch: pytest.MonkeyPatch, is_shared: bool) -> None:
+async def test_other_machines_carry_the_content_in_pieces(
+    monkeypatch: pytest.MonkeyPatch, is_shared: bool
+) -> None:
     if is_shared:
         monkeypatch.setattr(ParcelMemory, "opened", lambda *given: None)
     else:
         monkeypatch.setattr(parcel_memory, "HAS_SEGMENTS", False)
-
-    async def main() -> None:
-        async with scheduler() as here:
-            await deploy(here)
-            assert here.asked.count("add_to_parcel") == 2
-            assert await fetched(here) == PARTS
-            assert here.asked.count("read_parcel") == 2
-
-    asyncio.run(main())
+    async with scheduler() as here:
+        await deploy(here)
+        assert here.asked.count("add_to_parcel") == 2
+        assert await fetched(here) == PARTS
+        assert here.asked.count("read_parcel") == 2
 
 
 @pytest.mark.skipif(not HAS_SEGMENTS, reason="this system has no anonymous files")
-def test_processes_of_one_machine_share_the_memory() -> None:
-    async def main() -> None:
-        async with scheduler() as here:
-            await deploy(here)
-            server_state = ParcelCarrier(here.ask)
-            first = await server_state.fetch("b@1", PARCEL)
-            second = await server_state.fetch("b@1", PARCEL)
-            assert here.asked == ["offer_parcel", "offer_parcel", "find_parcel"]
-            assert all(each.readonly for each in (*first, *second))
-            assert len({each.obj for each in (*first, *second)}) == 1
-
-    asyncio.run(main())
+async def test_processes_of_one_machine_share_the_memory() -> None:
+    async with scheduler() as here:
+        await deploy(here)
+        server_state = ParcelCarrier(here.ask)
+        first = await server_state.fetch("b@1", PARCEL)
+        second = await server_state.fetch("b@1", PARCEL)
+        assert here.asked == ["offer_parcel", "offer_parcel", "find_parcel"]
+        assert all(each.readonly for each in (*first, *second))
+        assert len({each.obj for each in (*first, *second)}) == 1
 
 
-def test_a_known_parcel_is_not_sent_again() -> None:
-    async def main() -> None:
-        async with scheduler() as here:
-            await deploy(here)
-            here.asked.clear()
-            await ParcelCarrier(here.ask).send(PARCEL, PARTS)
-            assert here.asked == ["offer_parcel"]
-
-    asyncio.run(main())
+async def test_a_known_parcel_is_not_sent_again() -> None:
+    async with scheduler() as here:
+        await deploy(here)
+        here.asked.clear()
+        await ParcelCarrier(here.ask).send(PARCEL, PARTS)
+        assert here.asked == ["offer_parcel"]
 
 
-def test_content_that_two_codes_share_stays_for_the_other() -> None:
-    async def main() -> None:
-        async with scheduler() as here:
-            await deploy(here)
-            await here.commit({"code/c@1": b"label"}, {"c@1": PARCEL.digest})
-            await here.commit({"code/b@1": None})
-            parts = await ParcelCarrier(here.ask).fetch("c@1", PARCEL)
-            assert tuple(map(bytes, parts)) == PARTS
-
-    asyncio.run(main())
+async def test_content_that_two_codes_share_stays_for_the_other() -> None:
+    async with scheduler() as here:
+        await deploy(here)
+        await here.commit({"code/c@1": b"label"}, {"c@1": PARCEL.digest})
+        await here.commit({"code/b@1": None})
+        parts = await ParcelCarrier(here.ask).fetch("c@1", PARCEL)
+        assert tuple(map(bytes, parts)) == PARTS
 
 
-def test_a_parcel_whose_change_does_not_come_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_parcel_whose_change_does_not_come_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PATIENCE_S", 0.0)
-
-    async def main() -> None:
-        async with scheduler() as here:
-            await ParcelCarrier(here.ask).send(PARCEL, PARTS)
-            async with asyncio.timeout(10):
-                while here.parcels._memory:  # noqa: ASYNC110 - there is no event for it
-                    await asyncio.sleep(0)
-            with pytest.raises(BadRequestError, match="deploy again"):
-                await here.commit(dict(CODE), {"b@1": PARCEL.digest})
-            with pytest.raises(CodeLoadError, match="lost"):
-                await fetched(here)
-            gc.collect()
-
-    asyncio.run(main())
+    async with scheduler() as here:
+        await ParcelCarrier(here.ask).send(PARCEL, PARTS)
+        async with asyncio.timeout(10):
+            while here.parcels._memory:  # noqa: ASYNC110 - there is no event for it
+                await asyncio.sleep(0)
+        with pytest.raises(BadRequestError, match="deploy again"):
+            await here.commit(dict(CODE), {"b@1": PARCEL.digest})
+        with pytest.raises(CodeLoadError, match="lost"):
+            await fetched(here)
+        gc.collect()

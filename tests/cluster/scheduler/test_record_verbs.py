@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
@@ -25,21 +24,15 @@ async def commit(entry: Instance, epoch: int) -> None:
     await verbs["commit_records"]("a", epoch=epoch, records={"backend/b": b"..."}, parcels={})
 
 
-def test_only_the_newest_controller_writes() -> None:
-    async def main() -> None:
-        entry = instance(epoch=2)
-        await commit(entry, 2)
-        with pytest.raises(StaleEpochError):
-            await commit(entry, 1)
-
-    asyncio.run(main())
+async def test_only_the_newest_controller_writes() -> None:
+    entry = instance(epoch=2)
+    await commit(entry, 2)
+    with pytest.raises(StaleEpochError):
+        await commit(entry, 1)
 
 
-def test_a_controller_of_another_scheduler_writes_nothing_while_its_instance_comes_back() -> None:
-    async def main() -> None:
-        entry = instance(epoch=0)
-        with pytest.raises(UnavailableError, match="comes back, and has no new controller yet"):
-            await commit(entry, 7)
-        assert await entry.store.load() == {}
-
-    asyncio.run(main())
+async def test_a_controller_of_another_scheduler_writes_nothing_while_its_instance_comes_back() -> None:
+    entry = instance(epoch=0)
+    with pytest.raises(UnavailableError, match="comes back, and has no new controller yet"):
+        await commit(entry, 7)
+    assert await entry.store.load() == {}

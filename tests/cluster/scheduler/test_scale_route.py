@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -75,8 +75,8 @@ class Site:
         sock, self.port = bind_unused_port()
         server.add_socket(sock)
         self.client: AsyncHTTPClient = SimpleAsyncHTTPClient(force_instance=True)
-        self.route.install()
-        self.route.install()
+        self.route.route.install()
+        self.route.route.install()
         try:
             yield self
         finally:
@@ -97,12 +97,14 @@ class Site:
         )
 
 
-def visit(scenario: Callable[[Site], Awaitable[None]], prefix: str = "") -> None:
-    async def main() -> None:
-        async with Site(prefix).open() as site:
-            await scenario(site)
+@pytest.fixture
+def prefix() -> str:
+    return ""
 
-    asyncio.run(main())
+
+@pytest.fixture
+def site(prefix: str) -> AbstractAsyncContextManager[Site]:
+    return Site(prefix).open()
 
 
 def message_of(reply: HTTPResponse) -> str:
@@ -112,169 +114,141 @@ def message_of(reply: HTTPResponse) -> str:
 
 
 @pytest.mark.parametrize("prefix", ["", "/dask"])
-def test_a_number_is_sent_to_the_controller_of_the_named_instance(prefix: str) -> None:
-    async def scenario(site: Site) -> None:
+async def test_a_number_is_sent_to_the_controller_of_the_named_instance(prefix: str, site: Site) -> None:
+    reply = await site.send()
+    assert (reply.code, json.loads(reply.body)["target_num_replicas"]) == (200, 3)
+    assert (await site.send(path="two%20words/sh%C3%B6p/b%C3%BC")).code == 200
+    assert site.hosts.calls == [
+        ("one/controller", 1, {"application": "default", "name": "b", "number": 3}),
+        ("two words/controller", 1, {"application": "shöp", "name": "bü", "number": 3}),
+    ]
+
+
+async def test_each_kind_of_refusal_has_its_status(site: Site) -> None:
+    reply = await site.send(path="three/default/b")
+    assert (reply.code, message_of(reply)) == (
+        404,
+        "Instance 'three' does not run on this cluster; running: one, two words.",
+    )
+    site.instances["two words"].is_ending = True
+    assert (await site.send(path="two%20words/default/b")).code == 404
+    reply = await site.send(b"three")
+    assert (reply.code, "not JSON" in message_of(reply)) == (400, True)
+    reply = await site.send(None, method="GET")
+    assert (reply.code, reply.headers["Allow"], message_of(reply)) == (405, "POST", "Method Not Allowed")
+    assert (await site.send(method="PUT")).code == 405
+    assert site.hosts.calls == []
+    for error, status in (
+        (NotFoundError("no such backend"), 404),
+        (ExternalScalerDisabledError("not enabled"), 412),
+        (StoreUnavailableError("the store is away"), 503),
+    ):
+
+        async def fail(_: int, error: Exception = error) -> None:
+            raise error
+
+        site.hosts.answer = fail
         reply = await site.send()
-        assert (reply.code, json.loads(reply.body)["target_num_replicas"]) == (200, 3)
-        assert (await site.send(path="two%20words/sh%C3%B6p/b%C3%BC")).code == 200
-        assert site.hosts.calls == [
-            ("one/controller", 1, {"application": "default", "name": "b", "number": 3}),
-            ("two words/controller", 1, {"application": "shöp", "name": "bü", "number": 3}),
-        ]
-
-    visit(scenario, prefix)
+        assert (reply.code, message_of(reply)) == (status, str(error))
+        assert ("Retry-After" in reply.headers) == (status == 503)
+    assert len(site.hosts.calls) == 3
 
 
-def test_each_kind_of_refusal_has_its_status() -> None:
-    async def scenario(site: Site) -> None:
-        reply = await site.send(path="three/default/b")
-        assert (reply.code, message_of(reply)) == (
-            404,
-            "Instance 'three' does not run on this cluster; running: one, two words.",
-        )
-        site.instances["two words"].is_ending = True
-        assert (await site.send(path="two%20words/default/b")).code == 404
-        reply = await site.send(b"three")
-        assert (reply.code, "not JSON" in message_of(reply)) == (400, True)
-        reply = await site.send(None, method="GET")
-        assert (reply.code, reply.headers["Allow"], message_of(reply)) == (405, "POST", "Method Not Allowed")
-        assert (await site.send(method="PUT")).code == 405
-        assert site.hosts.calls == []
-        for error, status in (
-            (NotFoundError("no such backend"), 404),
-            (ExternalScalerDisabledError("not enabled"), 412),
-            (StoreUnavailableError("the store is away"), 503),
-        ):
-
-            async def fail(_: int, error: Exception = error) -> None:
-                raise error
-
-            site.hosts.answer = fail
-            reply = await site.send()
-            assert (reply.code, message_of(reply)) == (status, str(error))
-            assert ("Retry-After" in reply.headers) == (status == 503)
-        assert len(site.hosts.calls) == 3
-
-    visit(scenario)
+async def test_a_body_that_is_too_large_is_refused(site: Site) -> None:
+    fitting = GOOD + b" " * (MAX_BODY_BYTES - len(GOOD))
+    assert (await site.send(fitting)).code == 200
+    for body in (fitting + b" ", b" " * (10 << 20)):
+        reply = await site.send(body)
+        assert (reply.code, message_of(reply)) == (400, "the body has more than 4096 bytes")
+    assert len(site.hosts.calls) == 1
+    assert site.guard.refusals["body"] == 2
 
 
-def test_a_body_that_is_too_large_is_refused() -> None:
-    async def scenario(site: Site) -> None:
-        fitting = GOOD + b" " * (MAX_BODY_BYTES - len(GOOD))
-        assert (await site.send(fitting)).code == 200
-        for body in (fitting + b" ", b" " * (10 << 20)):
-            reply = await site.send(body)
-            assert (reply.code, message_of(reply)) == (400, "the body has more than 4096 bytes")
-        assert len(site.hosts.calls) == 1
-        assert site.guard.refusals["body"] == 2
-
-    visit(scenario)
-
-
-def test_a_cross_site_request_is_refused() -> None:
-    async def scenario(site: Site) -> None:
-        for origin in ("http://evil.example", "null", f"http://127.0.0.1:{site.port + 1}"):
-            assert (await site.send(Origin=origin)).code == 403
-        reply = await site.send(**{"Sec-Fetch-Site": "cross-site"})
-        assert (reply.code, message_of(reply)) == (403, "Requests of pages of other sites are refused.")
-        reply = await site.send(Host=f"evil.example:{site.port}", Origin=f"http://evil.example:{site.port}")
-        assert (reply.code, "'evil.example' may be a name" in message_of(reply)) == (403, True)
-        assert reply.headers["X-Content-Type-Options"] == "nosniff"
-        assert site.hosts.calls == []
-        assert site.guard.refusals == {"site": 4, "host": 1, "body": 0}
-        own = {"Origin": f"http://127.0.0.1:{site.port}", "Sec-Fetch-Site": "same-origin"}
-        assert (await site.send(**own)).code == 200
-
-    visit(scenario)
+async def test_a_cross_site_request_is_refused(site: Site) -> None:
+    for origin in ("http://evil.example", "null", f"http://127.0.0.1:{site.port + 1}"):
+        assert (await site.send(Origin=origin)).code == 403
+    reply = await site.send(**{"Sec-Fetch-Site": "cross-site"})
+    assert (reply.code, message_of(reply)) == (403, "Requests of pages of other sites are refused.")
+    reply = await site.send(Host=f"evil.example:{site.port}", Origin=f"http://evil.example:{site.port}")
+    assert (reply.code, "'evil.example' may be a name" in message_of(reply)) == (403, True)
+    assert reply.headers["X-Content-Type-Options"] == "nosniff"
+    assert site.hosts.calls == []
+    assert site.guard.refusals == {"site": 4, "host": 1, "body": 0}
+    own = {"Origin": f"http://127.0.0.1:{site.port}", "Sec-Fetch-Site": "same-origin"}
+    assert (await site.send(**own)).code == 200
 
 
 @pytest.mark.parametrize("error", [ActorLostError("gone"), StaleEpochError("replaced")])
-def test_a_lost_controller_is_replaced_and_the_call_retried(error: Exception) -> None:
-    async def scenario(site: Site) -> None:
-        entry = site.instances["one"]
+async def test_a_lost_controller_is_replaced_and_the_call_retried(error: Exception, site: Site) -> None:
+    entry = site.instances["one"]
 
-        async def lose(incarnation: int) -> Any:
-            if incarnation == 1:
-                entry.controller = None
-                entry.controller_up.clear()
-                asyncio.get_running_loop().call_later(0.05, place, entry, 2)
-                raise error
-            return 3
+    async def lose(incarnation: int) -> Any:
+        if incarnation == 1:
+            entry.controller = None
+            entry.controller_up.clear()
+            asyncio.get_running_loop().call_later(0.05, place, entry, 2)
+            raise error
+        return 3
 
-        site.hosts.answer = lose
-        assert (await site.send()).code == 200
-        assert [incarnation for _, incarnation, _ in site.hosts.calls] == [1, 2]
-
-    visit(scenario)
+    site.hosts.answer = lose
+    assert (await site.send()).code == 200
+    assert [incarnation for _, incarnation, _ in site.hosts.calls] == [1, 2]
 
 
-def test_a_call_to_a_hanging_controller_is_cancelled_once_it_is_replaced(
-    monkeypatch: pytest.MonkeyPatch,
+async def test_a_call_to_a_hanging_controller_is_cancelled_once_it_is_replaced(
+    monkeypatch: pytest.MonkeyPatch, site: Site
 ) -> None:
     monkeypatch.setattr(scale_route, "CHECK_S", 0.01)
+    was_cancelled = asyncio.Event()
 
-    async def scenario(site: Site) -> None:
-        was_cancelled = asyncio.Event()
+    async def hang(incarnation: int) -> Any:
+        if incarnation == 2:
+            return 3
+        place(site.instances["one"], 2)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            was_cancelled.set()
 
-        async def hang(incarnation: int) -> Any:
-            if incarnation == 2:
-                return 3
-            place(site.instances["one"], 2)
-            try:
-                await asyncio.Event().wait()
-            finally:
-                was_cancelled.set()
-
-        site.hosts.answer = hang
-        assert (await site.send()).code == 200
-        assert was_cancelled.is_set()
-
-    visit(scenario)
+    site.hosts.answer = hang
+    assert (await site.send()).code == 200
+    assert was_cancelled.is_set()
 
 
-def test_no_controller_in_time_gives_503(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_controller_in_time_gives_503(monkeypatch: pytest.MonkeyPatch, site: Site) -> None:
     monkeypatch.setattr(scale_route, "PATIENCE_S", 0.1)
+    site.instances["one"] = instance("one", None)
+    reply = await site.send()
+    assert (reply.code, reply.headers["Retry-After"]) == (503, "1")
+    assert message_of(reply) == "No controller of 'one' answered within 0.1 s; retry later."
+    site.instances["one"] = instance("one")
 
-    async def scenario(site: Site) -> None:
-        site.instances["one"] = instance("one", None)
-        reply = await site.send()
-        assert (reply.code, reply.headers["Retry-After"]) == (503, "1")
-        assert message_of(reply) == "No controller of 'one' answered within 0.1 s; retry later."
-        site.instances["one"] = instance("one")
+    async def hang(_: int) -> None:
+        await asyncio.Event().wait()
 
-        async def hang(_: int) -> None:
-            await asyncio.Event().wait()
-
-        site.hosts.answer = hang
-        assert (await site.send()).code == 503
-
-    visit(scenario)
+    site.hosts.answer = hang
+    assert (await site.send()).code == 503
 
 
-def test_an_instance_that_ends_during_the_request_gives_404(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_instance_that_ends_during_the_request_gives_404(
+    monkeypatch: pytest.MonkeyPatch, site: Site
+) -> None:
     monkeypatch.setattr(scale_route, "CHECK_S", 0.01)
+    entry = site.instances["one"]
 
-    async def scenario(site: Site) -> None:
-        entry = site.instances["one"]
+    async def end(_: int) -> None:
+        entry.is_ending = True
+        await asyncio.Event().wait()
 
-        async def end(_: int) -> None:
-            entry.is_ending = True
-            await asyncio.Event().wait()
-
-        site.hosts.answer = end
-        reply = await site.send()
-        assert (reply.code, message_of(reply)) == (404, "Instance 'one' was shut down during the request.")
-
-    visit(scenario)
+    site.hosts.answer = end
+    reply = await site.send()
+    assert (reply.code, message_of(reply)) == (404, "Instance 'one' was shut down during the request.")
 
 
-def test_the_route_is_removed() -> None:
-    async def scenario(site: Site) -> None:
-        rules = site.application.default_router.rules
-        count = len(rules)
-        site.route.uninstall()
-        site.route.uninstall()
-        assert len(rules) == count - 1
-        assert (await site.send()).code == 404
-
-    visit(scenario)
+async def test_the_route_is_removed(site: Site) -> None:
+    rules = site.application.default_router.rules
+    count = len(rules)
+    site.route.route.uninstall()
+    site.route.route.uninstall()
+    assert len(rules) == count - 1
+    assert (await site.send()).code == 404

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from distributed.broker import Broker
 from distributed.core import Status
 
 from daskserve.cluster.scheduler.topics import SWEEP_S, EndedTopics
-from daskserve.testing import run_virtual
+
+pytestmark = pytest.mark.virtual_time
+
 
 OURS = "daskserve/shop"
 
@@ -34,82 +36,62 @@ class Site:
         return set(self.broker._topics)
 
 
-def play(scenario: Callable[[Site], Awaitable[None]]) -> None:
-    async def main() -> None:
-        await scenario(Site())
-
-    run_virtual(main)
+@pytest.fixture
+def site() -> Site:
+    return Site()
 
 
-def test_only_the_topics_of_ended_instances_are_removed() -> None:
-    async def scenario(site: Site) -> None:
-        site.topics.sweep()
-        assert site.names == {OURS, "other"}
-        site.running.clear()
-        site.topics.sweep()
-        assert site.names == {"other"}
-
-    play(scenario)
+async def test_only_the_topics_of_ended_instances_are_removed(site: Site) -> None:
+    site.topics.sweep()
+    assert site.names == {OURS, "other"}
+    site.running.clear()
+    site.topics.sweep()
+    assert site.names == {"other"}
 
 
-def test_a_topic_is_removed_once_its_last_listener_has_unsubscribed() -> None:
-    async def scenario(site: Site) -> None:
-        site.broker.subscribe(OURS, "program")
-        site.running.clear()
-        site.topics.sweep()
-        await asyncio.sleep(100 * SWEEP_S)
-        assert OURS in site.names, "an unsubscription would create it again"
-        site.broker.unsubscribe(OURS, "program")
+async def test_a_topic_is_removed_once_its_last_listener_has_unsubscribed(site: Site) -> None:
+    site.broker.subscribe(OURS, "program")
+    site.running.clear()
+    site.topics.sweep()
+    await asyncio.sleep(100 * SWEEP_S)
+    assert OURS in site.names, "an unsubscription would create it again"
+    site.broker.unsubscribe(OURS, "program")
+    await asyncio.sleep(SWEEP_S)
+    assert site.names == {"other"}
+
+
+async def test_a_listener_that_disconnected_does_not_keep_a_topic(site: Site) -> None:
+    site.broker.subscribe(OURS, "program")
+    site.running.clear()
+    site.topics.sweep()
+    site.scheduler.clients.clear()
+    await asyncio.sleep(SWEEP_S)
+    assert site.names == {"other"}
+
+
+async def test_a_late_message_does_not_leave_a_topic(site: Site) -> None:
+    site.running.clear()
+    site.topics.sweep()
+    for _ in range(3):
+        site.broker.publish(OURS, {"kind": "news"})
         await asyncio.sleep(SWEEP_S)
         assert site.names == {"other"}
 
-    play(scenario)
+
+async def test_the_topic_of_a_restarted_instance_stays(site: Site) -> None:
+    site.broker.subscribe(OURS, "program")
+    site.running.clear()
+    site.topics.sweep()
+    site.running.add("shop")
+    await asyncio.sleep(3 * SWEEP_S)
+    assert site.broker._topics[OURS].subscribers == {"program"}
 
 
-def test_a_listener_that_disconnected_does_not_keep_a_topic() -> None:
-    async def scenario(site: Site) -> None:
-        site.broker.subscribe(OURS, "program")
-        site.running.clear()
-        site.topics.sweep()
-        site.scheduler.clients.clear()
-        await asyncio.sleep(SWEEP_S)
-        assert site.names == {"other"}
-
-    play(scenario)
-
-
-def test_a_late_message_does_not_leave_a_topic() -> None:
-    async def scenario(site: Site) -> None:
-        site.running.clear()
-        site.topics.sweep()
-        for _ in range(3):
-            site.broker.publish(OURS, {"kind": "news"})
-            await asyncio.sleep(SWEEP_S)
-            assert site.names == {"other"}
-
-    play(scenario)
-
-
-def test_the_topic_of_a_restarted_instance_stays() -> None:
-    async def scenario(site: Site) -> None:
-        site.broker.subscribe(OURS, "program")
-        site.running.clear()
-        site.topics.sweep()
-        site.running.add("shop")
-        await asyncio.sleep(3 * SWEEP_S)
-        assert site.broker._topics[OURS].subscribers == {"program"}
-
-    play(scenario)
-
-
-def test_a_closed_scheduler_is_not_swept_again() -> None:
-    async def scenario(site: Site) -> None:
-        site.broker.subscribe(OURS, "program")
-        site.running.clear()
-        site.scheduler.status = Status.closed
-        site.topics.sweep()
-        site.broker.unsubscribe(OURS, "program")
-        await asyncio.sleep(3 * SWEEP_S)
-        assert OURS in site.names
-
-    play(scenario)
+async def test_a_closed_scheduler_is_not_swept_again(site: Site) -> None:
+    site.broker.subscribe(OURS, "program")
+    site.running.clear()
+    site.scheduler.status = Status.closed
+    site.topics.sweep()
+    site.broker.unsubscribe(OURS, "program")
+    await asyncio.sleep(3 * SWEEP_S)
+    assert OURS in site.names

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -50,193 +49,153 @@ async def refused(store: InstanceStore) -> None:
 
 @pytest.mark.parametrize("kind", FILES)
 @pytest.mark.parametrize("lose", [moved_away, removed])
-def test_a_change_is_refused_while_the_store_is_not_in_its_place(
+async def test_a_change_is_refused_while_the_store_is_not_in_its_place(
     kind: str, lose: Callable[[Path], None], tmp_path: Path
 ) -> None:
-    async def scenario() -> None:
-        make = place(kind, tmp_path)
-        async with opened(make("i")) as store:
-            epoch = await store.claim_epoch()
-            await commit(store, epoch, a=b"1")
-            lose(tmp_path)
-            await refused(store)
-            assert (await store.load())["a"] == b"1"
-
-    asyncio.run(scenario())
+    make = place(kind, tmp_path)
+    async with opened(make("i")) as store:
+        epoch = await store.claim_epoch()
+        await commit(store, epoch, a=b"1")
+        lose(tmp_path)
+        await refused(store)
+        assert (await store.load())["a"] == b"1"
 
 
 @pytest.mark.parametrize("kind", FILES)
-def test_a_store_that_is_put_back_takes_changes_again(kind: str, tmp_path: Path) -> None:
-    async def scenario() -> None:
-        make = place(kind, tmp_path)
-        async with opened(make("i")) as store:
-            epoch = await store.claim_epoch()
-            await commit(store, epoch, a=b"1")
-            moved_away(tmp_path)
-            await refused(store)
-            for each in (tmp_path / "away").iterdir():
-                each.rename(tmp_path / each.name)
-            await commit(store, epoch, b=b"2")
-            assert store.problems() == {}
-        assert await reread(make) == {"a": b"1", "b": b"2"}
-
-    asyncio.run(scenario())
+async def test_a_store_that_is_put_back_takes_changes_again(kind: str, tmp_path: Path) -> None:
+    make = place(kind, tmp_path)
+    async with opened(make("i")) as store:
+        epoch = await store.claim_epoch()
+        await commit(store, epoch, a=b"1")
+        moved_away(tmp_path)
+        await refused(store)
+        for each in (tmp_path / "away").iterdir():
+            each.rename(tmp_path / each.name)
+        await commit(store, epoch, b=b"2")
+        assert store.problems() == {}
+    assert await reread(make) == {"a": b"1", "b": b"2"}
 
 
-def test_a_copy_of_the_file_is_another_file(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        make = place("sqlite", tmp_path)
-        async with opened(make("i")) as store:
-            await commit(store, await store.claim_epoch(), a=b"1")
-            replaced(tmp_path)
-            await refused(store)
-
-    asyncio.run(scenario())
+async def test_a_copy_of_the_file_is_another_file(tmp_path: Path) -> None:
+    make = place("sqlite", tmp_path)
+    async with opened(make("i")) as store:
+        await commit(store, await store.claim_epoch(), a=b"1")
+        replaced(tmp_path)
+        await refused(store)
 
 
-def test_a_log_that_is_removed_is_noticed(tmp_path: Path) -> None:
+async def test_a_log_that_is_removed_is_noticed(tmp_path: Path) -> None:
     """Its changes are in no other file yet."""
-
-    async def scenario() -> None:
-        async with opened(place("sqlite", tmp_path)("i")) as store:
-            await commit(store, await store.claim_epoch(), a=b"1")
-            (tmp_path / "store.db-wal").unlink()
-            await refused(store)
-
-    asyncio.run(scenario())
+    async with opened(place("sqlite", tmp_path)("i")) as store:
+        await commit(store, await store.claim_epoch(), a=b"1")
+        (tmp_path / "store.db-wal").unlink()
+        await refused(store)
 
 
-def test_a_journal_whose_head_is_gone_takes_no_changes(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        make = place("folder", tmp_path)
-        async with opened(make("i")) as store:
-            await commit(store, await store.claim_epoch(), a=b"1")
-            for each in (tmp_path / "store" / "i" / "txn").iterdir():
-                each.unlink()
-            await refused(store)
-
-    asyncio.run(scenario())
+async def test_a_journal_whose_head_is_gone_takes_no_changes(tmp_path: Path) -> None:
+    make = place("folder", tmp_path)
+    async with opened(make("i")) as store:
+        await commit(store, await store.claim_epoch(), a=b"1")
+        for each in (tmp_path / "store" / "i" / "txn").iterdir():
+            each.unlink()
+        await refused(store)
 
 
-def test_a_bucket_that_is_emptied_takes_no_changes() -> None:
-    async def scenario() -> None:
-        files = make_bucket()
-        async with opened(threaded("bucket://store", "i", remote(files))) as store:
-            epoch = await store.claim_epoch()
-            await commit(store, epoch, a=b"1")
-            type(files).store.clear()
-            await refused(store)
-            await store.rewrite(epoch, StoreChange({"a": b"1"}))
-        assert await reread(lambda instance: threaded("bucket://store", instance, remote(files))) == {
-            "a": b"1"
-        }
-
-    asyncio.run(scenario())
+async def test_a_bucket_that_is_emptied_takes_no_changes() -> None:
+    files = make_bucket()
+    async with opened(threaded("bucket://store", "i", remote(files))) as store:
+        epoch = await store.claim_epoch()
+        await commit(store, epoch, a=b"1")
+        type(files).store.clear()
+        await refused(store)
+        await store.rewrite(epoch, StoreChange({"a": b"1"}))
+    assert await reread(lambda instance: threaded("bucket://store", instance, remote(files))) == {"a": b"1"}
 
 
 @pytest.mark.parametrize("kind", FILES)
-def test_what_the_controller_does_by_itself_goes_on(kind: str, tmp_path: Path) -> None:
+async def test_what_the_controller_does_by_itself_goes_on(kind: str, tmp_path: Path) -> None:
     """Replicas that die are replaced, and a new controller finds what the old one wrote."""
-
-    async def scenario() -> None:
-        make = place(kind, tmp_path)
-        async with opened(make("i")) as store:
-            epoch = await store.claim_epoch()
-            await commit(store, epoch, a=b"1")
-            removed(tmp_path)
-            await store.commit(epoch, StoreChange({"b": b"2"}, must_last=False))
-            assert "store" in store.problems()
-            newer = await store.claim_epoch()
-            assert newer > epoch
-            with pytest.raises(StaleEpochError):
-                await store.commit(epoch, StoreChange({"c": b"3"}, must_last=False))
-            await store.commit(newer, StoreChange({"c": b"3"}, must_last=False))
-            assert await store.load() == {"a": b"1", "b": b"2", "c": b"3"}
-
-    asyncio.run(scenario())
+    make = place(kind, tmp_path)
+    async with opened(make("i")) as store:
+        epoch = await store.claim_epoch()
+        await commit(store, epoch, a=b"1")
+        removed(tmp_path)
+        await store.commit(epoch, StoreChange({"b": b"2"}, must_last=False))
+        assert "store" in store.problems()
+        newer = await store.claim_epoch()
+        assert newer > epoch
+        with pytest.raises(StaleEpochError):
+            await store.commit(epoch, StoreChange({"c": b"3"}, must_last=False))
+        await store.commit(newer, StoreChange({"c": b"3"}, must_last=False))
+        assert await store.load() == {"a": b"1", "b": b"2", "c": b"3"}
 
 
 @pytest.mark.parametrize("kind", FILES)
 @pytest.mark.parametrize("lose", [moved_away, removed, replaced])
-def test_rewritten_records_are_what_the_next_start_finds(
+async def test_rewritten_records_are_what_the_next_start_finds(
     kind: str, lose: Callable[[Path], None], tmp_path: Path
 ) -> None:
-    async def scenario() -> None:
-        make = place(kind, tmp_path)
-        async with opened(make("i")) as store:
-            epoch = await store.claim_epoch()
-            await commit(store, epoch, a=b"1", gone=b"1", odd=b"?")
-            lose(tmp_path)
-            await store.commit(epoch, StoreChange({"b": b"2", "gone": None}, must_last=False))
-            await store.rewrite(epoch, StoreChange({"a": b"1", "b": b"2"}), unreadable=["odd"])
-            assert store.problems() == {}
-            assert await commit(store, epoch, c=b"3") == {"a": b"1", "b": b"2", "c": b"3", "odd": b"?"}
-        assert await reread(make) == {"a": b"1", "b": b"2", "c": b"3", "odd": b"?"}
-        async with opened(make("i")) as store:
-            assert await store.claim_epoch() > epoch
-
-    asyncio.run(scenario())
+    make = place(kind, tmp_path)
+    async with opened(make("i")) as store:
+        epoch = await store.claim_epoch()
+        await commit(store, epoch, a=b"1", gone=b"1", odd=b"?")
+        lose(tmp_path)
+        await store.commit(epoch, StoreChange({"b": b"2", "gone": None}, must_last=False))
+        await store.rewrite(epoch, StoreChange({"a": b"1", "b": b"2"}), unreadable=["odd"])
+        assert store.problems() == {}
+        assert await commit(store, epoch, c=b"3") == {"a": b"1", "b": b"2", "c": b"3", "odd": b"?"}
+    assert await reread(make) == {"a": b"1", "b": b"2", "c": b"3", "odd": b"?"}
+    async with opened(make("i")) as store:
+        assert await store.claim_epoch() > epoch
 
 
 @pytest.mark.parametrize("kind", ["memory", *DURABLE])
-def test_a_sound_store_can_be_rewritten(kind: str, tmp_path: Path) -> None:
-    async def scenario() -> None:
-        make = place(kind, tmp_path)
-        async with opened(make("i")) as store:
-            epoch = await store.claim_epoch()
-            await commit(store, epoch, a=b"1", gone=b"1")
-            await store.rewrite(epoch, StoreChange({"a": b"2"}))
-            assert await commit(store, epoch, b=b"1") == {"a": b"2", "b": b"1"}
-
-    asyncio.run(scenario())
+async def test_a_sound_store_can_be_rewritten(kind: str, tmp_path: Path) -> None:
+    make = place(kind, tmp_path)
+    async with opened(make("i")) as store:
+        epoch = await store.claim_epoch()
+        await commit(store, epoch, a=b"1", gone=b"1")
+        await store.rewrite(epoch, StoreChange({"a": b"2"}))
+        assert await commit(store, epoch, b=b"1") == {"a": b"2", "b": b"1"}
 
 
 @pytest.mark.parametrize("kind", DURABLE)
-def test_a_compacted_store_is_not_lost(kind: str, tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with opened(place(kind, tmp_path)("i")) as store:
-            epoch = await store.claim_epoch()
-            for number in range(6):
-                await commit(store, epoch, a=b"%d" % number)
-                if kind != "sqlite":
-                    await compact(store)
-            assert store.problems() == {}
-
-    asyncio.run(scenario())
+async def test_a_compacted_store_is_not_lost(kind: str, tmp_path: Path) -> None:
+    async with opened(place(kind, tmp_path)("i")) as store:
+        epoch = await store.claim_epoch()
+        for number in range(6):
+            await commit(store, epoch, a=b"%d" % number)
+            if kind != "sqlite":
+                await compact(store)
+        assert store.problems() == {}
 
 
 @pytest.mark.parametrize("kind", FILES)
-def test_records_are_not_written_over_those_of_a_newer_instance(kind: str, tmp_path: Path) -> None:
-    async def scenario() -> None:
-        make = place(kind, tmp_path)
-        async with opened(make("i")) as store, opened(make("i")) as newer:
-            epoch = await store.claim_epoch()
-            await commit(newer, await newer.claim_epoch(), a=b"theirs")
-            with pytest.raises(StaleEpochError):
-                await store.rewrite(epoch, StoreChange({"a": b"ours"}))
-            assert await newer.load() == {"a": b"theirs"}
-
-    asyncio.run(scenario())
+async def test_records_are_not_written_over_those_of_a_newer_instance(kind: str, tmp_path: Path) -> None:
+    make = place(kind, tmp_path)
+    async with opened(make("i")) as store, opened(make("i")) as newer:
+        epoch = await store.claim_epoch()
+        await commit(newer, await newer.claim_epoch(), a=b"theirs")
+        with pytest.raises(StaleEpochError):
+            await store.rewrite(epoch, StoreChange({"a": b"ours"}))
+        assert await newer.load() == {"a": b"theirs"}
 
 
 @pytest.mark.parametrize("scheme", ["sqlite", "file"])
-def test_a_rewrite_that_fails_leaves_what_is_in_memory(scheme: str, tmp_path: Path) -> None:
-    async def scenario() -> None:
-        folder = tmp_path / "above" / "folder"
-        folder.mkdir(parents=True)
-        path = folder / ("store.db" if scheme == "sqlite" else "store")
-        async with opened(open_store(f"{scheme}:///{path}", "i")) as store:
-            epoch = await store.claim_epoch()
-            await commit(store, epoch, a=b"1")
-            shutil.rmtree(tmp_path / "above")
-            with pytest.raises(StoreError, match="there is no folder"):
-                await store.rewrite(epoch, StoreChange({"a": b"1"}))
-            assert await store.load() == {"a": b"1"}
-            await refused(store)
-            (tmp_path / "above").mkdir()
-            if scheme == "file":
-                folder.mkdir()
+async def test_a_rewrite_that_fails_leaves_what_is_in_memory(scheme: str, tmp_path: Path) -> None:
+    folder = tmp_path / "above" / "folder"
+    folder.mkdir(parents=True)
+    path = folder / ("store.db" if scheme == "sqlite" else "store")
+    async with opened(open_store(f"{scheme}:///{path}", "i")) as store:
+        epoch = await store.claim_epoch()
+        await commit(store, epoch, a=b"1")
+        shutil.rmtree(tmp_path / "above")
+        with pytest.raises(StoreError, match="there is no folder"):
             await store.rewrite(epoch, StoreChange({"a": b"1"}))
-            assert await commit(store, epoch, b=b"2") == {"a": b"1", "b": b"2"}
-
-    asyncio.run(scenario())
+        assert await store.load() == {"a": b"1"}
+        await refused(store)
+        (tmp_path / "above").mkdir()
+        if scheme == "file":
+            folder.mkdir()
+        await store.rewrite(epoch, StoreChange({"a": b"1"}))
+        assert await commit(store, epoch, b=b"2") == {"a": b"1", "b": b"2"}

@@ -46,14 +46,12 @@ def reports(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [each.getMessage() for each in caplog.records if "have access to" in each.getMessage()]
 
 
-def use(url: str, *, compacts: bool = False) -> None:
-    async def main() -> None:
-        async with opened(open_store(url, "i")) as store:
-            await commit(store, 1, a=b"secret")
-            if compacts:
-                await compact(store)
+async def use(url: str, *, compacts: bool = False) -> None:
 
-    asyncio.run(main())
+    async with opened(open_store(url, "i")) as store:
+        await commit(store, 1, a=b"secret")
+        if compacts:
+            await compact(store)
 
 
 def test_a_database_and_its_log_are_their_users_only(
@@ -79,25 +77,21 @@ def test_a_database_and_its_log_are_their_users_only(
     assert reports(caplog) == []
 
 
-def test_a_database_that_is_written_anew_is_its_users_only(tmp_path: Path) -> None:
+async def test_a_database_that_is_written_anew_is_its_users_only(tmp_path: Path) -> None:
     path = tmp_path / "f" / "s.db"
     path.parent.mkdir(0o700)
-
-    async def main() -> None:
-        async with opened(open_store(f"sqlite:///{path}", "i")) as store:
-            await commit(store, 1, a=b"1")
-            path.parent.rename(tmp_path / "moved")
-            await store.rewrite(1, StoreChange({"a": b"2"}))
-            assert modes_below(path.parent) == {(True, 0o700), (False, 0o600)}
-
-    asyncio.run(main())
+    async with opened(open_store(f"sqlite:///{path}", "i")) as store:
+        await commit(store, 1, a=b"1")
+        path.parent.rename(tmp_path / "moved")
+        await store.rewrite(1, StoreChange({"a": b"2"}))
+        assert modes_below(path.parent) == {(True, 0o700), (False, 0o600)}
 
 
-def test_a_database_behind_a_link_is_its_users_only_and_takes_changes(tmp_path: Path) -> None:
+async def test_a_database_behind_a_link_is_its_users_only_and_takes_changes(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir(0o755)
     (tmp_path / "link.db").symlink_to(tmp_path / "disk" / "real.db")
     for _ in range(2):
-        use(f"sqlite:///{tmp_path}/link.db")
+        await use(f"sqlite:///{tmp_path}/link.db")
         assert mode(tmp_path / "disk" / "real.db") == 0o600
 
 
@@ -115,10 +109,10 @@ def test_without_the_right_to_make_nodes_an_empty_file_is_opened_exclusively(
     assert (tmp_path / "old").read_text() == "kept"
 
 
-def test_a_folder_and_its_objects_are_their_users_only(
+async def test_a_folder_and_its_objects_are_their_users_only(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    use(f"file://{tmp_path}/store", compacts=True)
+    await use(f"file://{tmp_path}/store", compacts=True)
     assert list((tmp_path / "store" / "i" / "snapshot").iterdir())
     assert modes_below(tmp_path / "store") == {(True, 0o700), (False, 0o600)}
     assert reports(caplog) == []
@@ -146,27 +140,27 @@ def test_objects_without_hard_links_are_their_users_only(
     assert [*seen, mode(tmp_path / "store" / "i" / "txn" / "1")] == [0o600] * 3
 
 
-def test_the_mode_of_an_existing_database_stays_and_is_reported_with_the_remedy(
+async def test_the_mode_of_an_existing_database_stays_and_is_reported_with_the_remedy(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "s.db"
-    use(f"sqlite:///{path}")
+    await use(f"sqlite:///{path}")
     path.chmod(0o640)
     assert reports(caplog) == []
-    use(f"sqlite:///{path}")
+    await use(f"sqlite:///{path}")
     assert mode(path) == 0o640
     (text,) = reports(caplog)
     assert f"the store {path} (mode 640)" in text
     assert text.endswith(f"chmod go= {path} {path}-wal {path}-shm")
 
 
-def test_the_mode_of_an_existing_folder_stays_and_is_reported_with_the_remedy(
+async def test_the_mode_of_an_existing_folder_stays_and_is_reported_with_the_remedy(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     root = tmp_path / "store" / "i"
     root.mkdir(0o755, parents=True)
     with caplog.at_level(logging.WARNING):
-        use(f"file://{tmp_path}/store")
+        await use(f"file://{tmp_path}/store")
     assert mode(root) == 0o755
     (text,) = reports(caplog)
     assert text.endswith(f"chmod -R go= {root}")

@@ -278,22 +278,18 @@ def test_other_urls_open_a_remote_folder() -> None:
     assert folder._root == "/store/of/mine/i"
 
 
-@pytest.mark.parametrize(
-    ("url", "reason"),
-    [
+def test_unusable_urls_are_refused_with_the_reason() -> None:
+    for url, reason in [
         ("simplecache::memory://store", "is behind a cache; use the URL of the file system behind it"),
         ("file:///", "names no folder; add a path"),
         ("lakefs://repo/branch", "needs a package that is not installed in the scheduler's .*lakefs"),
-    ],
-)
-def test_unusable_urls_are_refused_with_the_reason(url: str, reason: str) -> None:
-    with pytest.raises(StoreError, match=reason):
-        connect(url, "i")
+    ]:
+        with pytest.raises(StoreError, match=reason):
+            connect(url, "i")
 
 
-@pytest.mark.parametrize(
-    ("error", "expected"),
-    [
+def test_errors_are_translated_and_name_the_store() -> None:
+    for error, expected in [
         (PermissionError("no"), StoreError),
         (NotImplementedError(), StoreError),
         (FileNotFoundError("the bucket"), StoreError),
@@ -302,14 +298,12 @@ def test_unusable_urls_are_refused_with_the_reason(url: str, reason: str) -> Non
         (RuntimeError("a foreign library's own"), StoreUnavailableError),
         (FileExistsError(), FileExistsError),
         (StoreError("already translated"), StoreError),
-    ],
-)
-def test_errors_are_translated_and_name_the_store(error: Exception, expected: type[Exception]) -> None:
-    with pytest.raises(expected) as caught, translated_errors("scheme://there"):
-        raise error
-    if caught.value is not error:
-        assert "scheme://there" in str(caught.value)
-        assert type(error).__name__ in str(caught.value)
+    ]:
+        with pytest.raises(expected) as caught, translated_errors("scheme://there"):
+            raise error
+        if caught.value is not error:
+            assert "scheme://there" in str(caught.value), error
+            assert type(error).__name__ in str(caught.value), error
 
 
 def test_an_object_that_is_removed_while_it_is_made_durable_is_no_error(

@@ -79,25 +79,22 @@ def names(path: Path, folder: str) -> list[str]:
 # ---- by URL
 
 
-def test_records_in_a_folder_survive_the_store_object(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        for url in (f"file://{tmp_path}/store", f"local://{tmp_path}/store/"):
-            async with opened(open_store(url, "my/app")) as store:
-                epoch = await store.claim_epoch()
-                found = await commit(store, epoch, **{f"k{epoch}": b""})
-        assert sorted(found) == ["k1", "k2"]
-        assert [each.name for each in (tmp_path / "store").iterdir()] == ["my=2Fapp"]
-
-    asyncio.run(scenario())
+async def test_records_in_a_folder_survive_the_store_object(tmp_path: Path) -> None:
+    for url in (f"file://{tmp_path}/store", f"local://{tmp_path}/store/"):
+        async with opened(open_store(url, "my/app")) as store:
+            epoch = await store.claim_epoch()
+            found = await commit(store, epoch, **{f"k{epoch}": b""})
+    assert sorted(found) == ["k1", "k2"]
+    assert [each.name for each in (tmp_path / "store").iterdir()] == ["my=2Fapp"]
 
 
-@pytest.mark.parametrize("instance", ["a", "A b", "..", ".", "", "=", "%3D", "a/../b", "ü*?[x]", "x\x00\n"])
-def test_the_folder_of_an_instance_is_one_path_segment(instance: str) -> None:
-    name = folder_of(instance)
-    assert name
-    assert not set(name) & set("/.%*?[]\\\0\n")
-    assert folder_of(instance) != folder_of(instance + "x")
-    assert folder_of(name) != name or instance == name
+def test_the_folder_of_an_instance_is_one_path_segment() -> None:
+    for instance in ["a", "A b", "..", ".", "", "=", "%3D", "a/../b", "ü*?[x]", "x\x00\n"]:
+        name = folder_of(instance)
+        assert name, instance
+        assert not set(name) & set("/.%*?[]\\\0\n"), instance
+        assert folder_of(instance) != folder_of(instance + "x"), instance
+        assert folder_of(name) != name or instance == name, instance
 
 
 # ---- the process crashes at each step
@@ -242,30 +239,25 @@ def test_a_failed_commit_is_void_once_the_next_one_succeeds(
     assert every_step(run) == 5
 
 
-def test_the_store_works_again_after_an_outage(tmp_path: Path) -> None:
-    async def scenario() -> None:
+async def test_the_store_works_again_after_an_outage(tmp_path: Path) -> None:
+    is_down = False
+
+    class Line(TrappedFolder):
+        def create(self, name: str, data: bytes, *, may_wait: bool = False) -> None:
+            if is_down:
+                raise ConnectionError("the line is down")
+            super().create(name, data)
+
+    async with opened(folder_store(tmp_path, lambda folder: Line(folder, Trap(NEVER)))) as store:
+        await store.commit(1, change(a=b"1"))
+        is_down = True
+        for attempt in (store.commit(1, change(a=b"2")), store.claim_epoch()):
+            with pytest.raises(StoreUnavailableError, match="ConnectionError: the line is down") as failure:
+                await attempt
+            assert failure.value.is_retryable
+        assert await store.load() == {"a": b"1"}
         is_down = False
-
-        class Line(TrappedFolder):
-            def create(self, name: str, data: bytes, *, may_wait: bool = False) -> None:
-                if is_down:
-                    raise ConnectionError("the line is down")
-                super().create(name, data)
-
-        async with opened(folder_store(tmp_path, lambda folder: Line(folder, Trap(NEVER)))) as store:
-            await store.commit(1, change(a=b"1"))
-            is_down = True
-            for attempt in (store.commit(1, change(a=b"2")), store.claim_epoch()):
-                with pytest.raises(
-                    StoreUnavailableError, match="ConnectionError: the line is down"
-                ) as failure:
-                    await attempt
-                assert failure.value.is_retryable
-            assert await store.load() == {"a": b"1"}
-            is_down = False
-            assert await commit(store, 1, a=b"3") == {"a": b"3"}
-
-    asyncio.run(scenario())
+        assert await commit(store, 1, a=b"3") == {"a": b"3"}
 
 
 # ---- another process intervenes at each step
@@ -423,25 +415,21 @@ def damage(path: Path, name: str, edit: Callable[[bytes], bytes]) -> None:
     file.write_bytes(edit(file.read_bytes()))
 
 
-def journal_of(path: Path, count: int, *, snapshots: tuple[int, ...] = ()) -> dict[str, bytes]:
-    async def scenario() -> None:
-        async with opened(folder_store(path)) as store:
-            for number in range(1, count + 1):
-                await store.commit(1, change(**{f"k{number}": b"%d" % number * 50}))
-                if number in snapshots:
-                    await compact(store)
-                    await settle(store)
+async def journal_of(path: Path, count: int, *, snapshots: tuple[int, ...] = ()) -> dict[str, bytes]:
 
-    asyncio.run(scenario())
+    async with opened(folder_store(path)) as store:
+        for number in range(1, count + 1):
+            await store.commit(1, change(**{f"k{number}": b"%d" % number * 50}))
+            if number in snapshots:
+                await compact(store)
+                await settle(store)
     return {f"k{number}": b"%d" % number * 50 for number in range(1, count + 1)}
 
 
-def reopened(path: Path) -> tuple[Mapping[str, bytes], Mapping[str, str]]:
-    async def scenario() -> tuple[Mapping[str, bytes], Mapping[str, str]]:
-        async with opened(folder_store(path)) as store:
-            return await store.load(), store.problems()
+async def reopened(path: Path) -> tuple[Mapping[str, bytes], Mapping[str, str]]:
 
-    return asyncio.run(scenario())
+    async with opened(folder_store(path)) as store:
+        return await store.load(), store.problems()
 
 
 def without(records: Mapping[str, bytes], *keys: str) -> dict[str, bytes]:
@@ -452,63 +440,54 @@ TORN = "txn/00000001-0000000005"
 
 
 @pytest.mark.parametrize("cut", [0, 5, 40, -1])
-def test_a_torn_last_change_loses_no_earlier_change(tmp_path: Path, cut: int) -> None:
-    records = journal_of(tmp_path, 5)
+async def test_a_torn_last_change_loses_no_earlier_change(tmp_path: Path, cut: int) -> None:
+    records = await journal_of(tmp_path, 5)
     damage(tmp_path, TORN, lambda data: data[:cut])
-    found, problems = reopened(tmp_path)
+    found, problems = await reopened(tmp_path)
     assert found == without(records, "k5")
     assert list(problems) == [TORN]
     assert "cut off and never acknowledged" in problems[TORN]
 
-    async def go_on() -> None:
-        async with opened(folder_store(tmp_path)) as store:
-            assert await commit(store, 1, k6=b"6") == {**without(records, "k5"), "k6": b"6"}
-
-    asyncio.run(go_on())
-    found, problems = reopened(tmp_path)
+    async with opened(folder_store(tmp_path)) as store:
+        assert await commit(store, 1, k6=b"6") == {**without(records, "k5"), "k6": b"6"}
+    found, problems = await reopened(tmp_path)
     assert found == {**without(records, "k5"), "k6": b"6"}
     assert "aside/txn=00000001-0000000005" in problems[TORN]
 
 
-def test_a_torn_change_completed_later_stays_void(tmp_path: Path) -> None:
+async def test_a_torn_change_completed_later_stays_void(tmp_path: Path) -> None:
     """The writer was slow, not dead, on a file system where objects do not appear atomically."""
-    journal_of(tmp_path, 5)
+    await journal_of(tmp_path, 5)
     file = tmp_path / "store" / "i" / TORN
     whole = file.read_bytes()
     file.write_bytes(whole[:30])
 
-    async def successor() -> Mapping[str, bytes]:
-        async with opened(folder_store(tmp_path)) as store:
-            await store.claim_epoch()
-            await store.load()
-            return await commit(store, 2, k6=b"6")
-
-    expected = asyncio.run(successor())
+    async with opened(folder_store(tmp_path)) as store:
+        await store.claim_epoch()
+        await store.load()
+        expected = await commit(store, 2, k6=b"6")
     file.write_bytes(whole)
-    assert reopened(tmp_path)[0] == expected
+    assert (await reopened(tmp_path))[0] == expected
 
 
-def test_a_damaged_change_is_reported_and_kept_aside_and_loses_only_itself(tmp_path: Path) -> None:
-    records = journal_of(tmp_path, 5)
+async def test_a_damaged_change_is_reported_and_kept_aside_and_loses_only_itself(tmp_path: Path) -> None:
+    records = await journal_of(tmp_path, 5)
     name = "txn/00000001-0000000002"
     damage(tmp_path, name, lambda data: data.replace(b"2222", b"2?22"))
     damaged = (tmp_path / "store" / "i" / name).read_bytes()
     for _ in range(2):
-        found, problems = reopened(tmp_path)
+        found, problems = await reopened(tmp_path)
         assert found == without(records, "k2")
         assert list(problems) == [name]
         assert "never acknowledged" not in problems[name]
 
-    async def cut_short() -> None:
-        async with opened(folder_store(tmp_path)) as store:
-            for number in (6, 7):
-                await store.commit(1, change(**{f"k{number}": b""}))
-                await compact(store)
-                await settle(store)
-
-    asyncio.run(cut_short())
+    async with opened(folder_store(tmp_path)) as store:
+        for number in (6, 7):
+            await store.commit(1, change(**{f"k{number}": b""}))
+            await compact(store)
+            await settle(store)
     assert names(tmp_path, "txn") == ["00000001-0000000007"]
-    found, problems = reopened(tmp_path)
+    found, problems = await reopened(tmp_path)
     assert found == {**without(records, "k2"), "k6": b"", "k7": b""}
     assert list(problems) == [name]
     assert (tmp_path / "store" / "i" / "aside" / name.replace("/", "=")).read_bytes() == damaged
@@ -517,67 +496,60 @@ def test_a_damaged_change_is_reported_and_kept_aside_and_loses_only_itself(tmp_p
 @pytest.mark.parametrize(
     "edit", [lambda data: b"", lambda data: data[:-9], lambda data: data.replace(b"3", b"?", 1)]
 )
-def test_a_damaged_snapshot_loses_nothing(tmp_path: Path, edit: Callable[[bytes], bytes]) -> None:
-    records = journal_of(tmp_path, 9, snapshots=(3, 6))
+async def test_a_damaged_snapshot_loses_nothing(tmp_path: Path, edit: Callable[[bytes], bytes]) -> None:
+    records = await journal_of(tmp_path, 9, snapshots=(3, 6))
     assert names(tmp_path, "snapshot") == ["00000001-0000000003", "00000001-0000000006"]
     assert names(tmp_path, "txn")[0] == "00000001-0000000004"
     damage(tmp_path, "snapshot/00000001-0000000006", edit)
-    found, problems = reopened(tmp_path)
+    found, problems = await reopened(tmp_path)
     assert found == records
     assert list(problems) == ["snapshot/00000001-0000000006"]
 
 
-def test_the_readable_part_of_the_only_snapshot_is_used(tmp_path: Path) -> None:
-    records = journal_of(tmp_path, 9, snapshots=(3, 6))
+async def test_the_readable_part_of_the_only_snapshot_is_used(tmp_path: Path) -> None:
+    records = await journal_of(tmp_path, 9, snapshots=(3, 6))
     (tmp_path / "store" / "i" / "snapshot" / "00000001-0000000003").unlink()
     damage(tmp_path, "snapshot/00000001-0000000006", lambda data: data.replace(b"2222", b"2?22", 1))
-    found, problems = reopened(tmp_path)
+    found, problems = await reopened(tmp_path)
     assert found == without(records, "k2")
     assert "unreadable: 'k2'" in problems["snapshot/00000001-0000000006"]
 
-    async def go_on() -> None:
-        async with opened(folder_store(tmp_path)) as store:
-            for _ in range(2):
-                assert await commit(store, 1, new=b"") == {**without(records, "k2"), "new": b""}
-                await compact(store)
-                await settle(store)
-
-    asyncio.run(go_on())
-    assert reopened(tmp_path)[0] == {**without(records, "k2"), "new": b""}
+    async with opened(folder_store(tmp_path)) as store:
+        for _ in range(2):
+            assert await commit(store, 1, new=b"") == {**without(records, "k2"), "new": b""}
+            await compact(store)
+            await settle(store)
+    assert (await reopened(tmp_path))[0] == {**without(records, "k2"), "new": b""}
 
 
-def test_unknown_files_in_the_folder_are_ignored(tmp_path: Path) -> None:
-    records = journal_of(tmp_path, 2)
+async def test_unknown_files_in_the_folder_are_ignored(tmp_path: Path) -> None:
+    records = await journal_of(tmp_path, 2)
     root = tmp_path / "store" / "i"
     for folder in ("txn", "epoch", "snapshot", "format"):
         (root / folder / ".DS_Store").write_bytes(b"?")
         (root / folder / "notes.txt").write_bytes(b"?")
-    assert reopened(tmp_path) == (records, {})
+    assert await reopened(tmp_path) == (records, {})
 
 
-def test_epochs_increase_even_if_their_objects_are_lost(tmp_path: Path) -> None:
-    records = journal_of(tmp_path, 2)
-
-    async def scenario() -> None:
-        async with opened(folder_store(tmp_path)) as store:
-            await store.claim_epoch()
-            await store.commit(2, change(k3=b"3"))
-        for name in names(tmp_path, "epoch"):
-            (tmp_path / "store" / "i" / "epoch" / name).unlink()
-        async with opened(folder_store(tmp_path)) as store:
-            with pytest.raises(StaleEpochError):
-                await store.commit(1, change(k4=b"4"))
-        async with opened(folder_store(tmp_path)) as store:
-            assert await store.claim_epoch() == 3
-            assert await store.load() == {**records, "k3": b"3"}
-
-    asyncio.run(scenario())
+async def test_epochs_increase_even_if_their_objects_are_lost(tmp_path: Path) -> None:
+    records = await journal_of(tmp_path, 2)
+    async with opened(folder_store(tmp_path)) as store:
+        await store.claim_epoch()
+        await store.commit(2, change(k3=b"3"))
+    for name in names(tmp_path, "epoch"):
+        (tmp_path / "store" / "i" / "epoch" / name).unlink()
+    async with opened(folder_store(tmp_path)) as store:
+        with pytest.raises(StaleEpochError):
+            await store.commit(1, change(k4=b"4"))
+    async with opened(folder_store(tmp_path)) as store:
+        assert await store.claim_epoch() == 3
+        assert await store.load() == {**records, "k3": b"3"}
 
 
 # ---- the event loop, and cost
 
 
-def test_slow_storage_does_not_block_the_event_loop(tmp_path: Path) -> None:
+async def test_slow_storage_does_not_block_the_event_loop(tmp_path: Path) -> None:
     is_released = threading.Event()
 
     class Slow(TrappedFolder):
@@ -586,15 +558,12 @@ def test_slow_storage_does_not_block_the_event_loop(tmp_path: Path) -> None:
                 assert is_released.wait(10), "the loop was blocked"
             super().create(name, data)
 
-    async def scenario() -> None:
-        async with opened(folder_store(tmp_path, lambda folder: Slow(folder, Trap(NEVER)))) as store:
-            asyncio.get_running_loop().call_later(0.01, is_released.set)
-            assert await commit(store, 1, a=b"1") == {"a": b"1"}
-
-    asyncio.run(scenario())
+    async with opened(folder_store(tmp_path, lambda folder: Slow(folder, Trap(NEVER)))) as store:
+        asyncio.get_running_loop().call_later(0.01, is_released.set)
+        assert await commit(store, 1, a=b"1") == {"a": b"1"}
 
 
-def test_hanging_storage_does_not_block_close(
+async def test_hanging_storage_does_not_block_close(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("daskserve.cluster.store.thread.CLOSE_GRACE_S", 0.02)
@@ -606,18 +575,15 @@ def test_hanging_storage_does_not_block_close(
                 is_released.wait(10)
             super().create(name, data)
 
-    async def scenario() -> None:
-        store = folder_store(tmp_path, lambda folder: Hanging(folder, Trap(NEVER)))
-        await store.open()
-        late = asyncio.create_task(store.commit(1, change(a=b"1")))
-        await asyncio.sleep(0)
-        await store.close()
-        assert "did not close within 0.02 s" in caplog.text
-        assert not late.done()
-        is_released.set()
-        await late
-
-    asyncio.run(scenario())
+    store = folder_store(tmp_path, lambda folder: Hanging(folder, Trap(NEVER)))
+    await store.open()
+    late = asyncio.create_task(store.commit(1, change(a=b"1")))
+    await asyncio.sleep(0)
+    await store.close()
+    assert "did not close within 0.02 s" in caplog.text
+    assert not late.done()
+    is_released.set()
+    await late
 
 
 class Counting(TrappedFolder):
@@ -636,34 +602,31 @@ def backend(number: int) -> dict[str, bytes | None]:
     return {f"backend/b{number:04d}": b"x" * 500, f"replica/b{number:04d}#0": b"y" * 200}
 
 
-def test_the_cost_of_a_commit_does_not_grow_with_the_records(tmp_path: Path) -> None:
+async def test_the_cost_of_a_commit_does_not_grow_with_the_records(tmp_path: Path) -> None:
     folders: list[Counting] = []
 
     def count(folder: Folder) -> Folder:
         folders.append(Counting(folder))
         return folders[-1]
 
-    async def scenario() -> None:
-        async with opened(folder_store(tmp_path, count)) as store:
-            written = folders[0].written
+    async with opened(folder_store(tmp_path, count)) as store:
+        written = folders[0].written
 
-            async def cost(number: int) -> list[tuple[str, int]]:
-                written.clear()
-                await store.commit(1, StoreChange(backend(number)))
-                return list(written)
+        async def cost(number: int) -> list[tuple[str, int]]:
+            written.clear()
+            await store.commit(1, StoreChange(backend(number)))
+            return list(written)
 
-            await store.commit(1, StoreChange({}))
-            early = await cost(10)
-            most = [backend(number) for number in range(11, 1000)]
-            await store.commit(1, StoreChange({key: value for each in most for key, value in each.items()}))
-            late = await cost(1000)
-        assert [kind for kind, _ in early] == [kind for kind, _ in late] == ["txn"]
-        assert abs(late[0][1] - early[0][1]) <= 8
-
-    asyncio.run(scenario())
+        await store.commit(1, StoreChange({}))
+        early = await cost(10)
+        most = [backend(number) for number in range(11, 1000)]
+        await store.commit(1, StoreChange({key: value for each in most for key, value in each.items()}))
+        late = await cost(1000)
+    assert [kind for kind, _ in early] == [kind for kind, _ in late] == ["txn"]
+    assert abs(late[0][1] - early[0][1]) <= 8
 
 
-def test_compaction_costs_in_proportion_to_what_is_written(
+async def test_compaction_costs_in_proportion_to_what_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store_journal, "COMPACT_BYTES", 2_000)
@@ -674,51 +637,44 @@ def test_compaction_costs_in_proportion_to_what_is_written(
         folders.append(Counting(folder))
         return folders[-1]
 
-    async def scenario() -> int:
-        async with opened(folder_store(tmp_path, count)) as store:
-            for number in range(200):
-                await store.commit(1, StoreChange({f"k{number}": b"x" * 100}))
-            await settle(store)
-            return len(await positions(store, "txn"))
-
-    left = asyncio.run(scenario())
+    async with opened(folder_store(tmp_path, count)) as store:
+        for number in range(200):
+            await store.commit(1, StoreChange({f"k{number}": b"x" * 100}))
+        await settle(store)
+        left = len(await positions(store, "txn"))
     written = folders[0].written
     sizes = {kind: sum(size for each, size in written if each == kind) for kind in ("txn", "snapshot")}
     assert 2 <= sum(kind == "snapshot" for kind, _ in written) <= 10
     assert sizes["snapshot"] <= sizes["txn"]
     assert left < 200
-    assert len(reopened(tmp_path)[0]) == 200
+    assert len((await reopened(tmp_path))[0]) == 200
 
 
 @pytest.mark.usefixtures("short_journals")
-def test_commits_succeed_while_compaction_fails(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_commits_succeed_while_compaction_fails(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     class NoSnapshots(TrappedFolder):
         def create(self, name: str, data: bytes, *, may_wait: bool = False) -> None:
             if name.startswith("snapshot/"):
                 raise ConnectionError("no snapshots today")
             super().create(name, data)
 
-    async def scenario() -> None:
-        async with opened(folder_store(tmp_path, lambda folder: NoSnapshots(folder, Trap(NEVER)))) as store:
-            for number in range(12):
-                await store.commit(1, change(**{f"k{number}": b""}))
-                await settle(store)
-
-    asyncio.run(scenario())
-    assert len(reopened(tmp_path)[0]) == 12
+    async with opened(folder_store(tmp_path, lambda folder: NoSnapshots(folder, Trap(NEVER)))) as store:
+        for number in range(12):
+            await store.commit(1, change(**{f"k{number}": b""}))
+            await settle(store)
+    assert len((await reopened(tmp_path))[0]) == 12
     # A failed compaction is not retried on every commit.
     assert caplog.text.count("no snapshots today") in range(1, 12)
 
 
-def test_the_tracked_state_size_is_exact(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with opened(folder_store(tmp_path)) as store:
-            records: Any
-            for records in ({"a": b"123", "b": b"1"}, {"a": b"12", "c": b""}, {"b": None, "x": None}):
-                await store.commit(1, StoreChange(records))
-            journal = blocking(store)._journal
-            assert journal is not None
-            assert journal.state_size == sum(len(key) + len(value) for key, value in journal.records.items())
-            assert journal.objects == 3
-
-    asyncio.run(scenario())
+async def test_the_tracked_state_size_is_exact(tmp_path: Path) -> None:
+    async with opened(folder_store(tmp_path)) as store:
+        records: Any
+        for records in ({"a": b"123", "b": b"1"}, {"a": b"12", "c": b""}, {"b": None, "x": None}):
+            await store.commit(1, StoreChange(records))
+        journal = blocking(store)._journal
+        assert journal is not None
+        assert journal.state_size == sum(len(key) + len(value) for key, value in journal.records.items())
+        assert journal.objects == 3

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 import subprocess
 import sys
@@ -40,12 +39,12 @@ async def found_at(url: str) -> tuple[Mapping[str, bytes], Mapping[str, str], in
 
 
 @pytest.mark.parametrize("url", ["sqlite:///{}/store.db", "file://{}/store"])
-def test_every_acknowledged_commit_survives_sigkill(url: str, tmp_path: Path) -> None:
+async def test_every_acknowledged_commit_survives_sigkill(url: str, tmp_path: Path) -> None:
     url = url.format(tmp_path)
     rng = random.Random(7)
     for round_number in range(1, ROUNDS + 1):
         acknowledged = commit_until_killed(url, rng.randrange(1, 60))
-        records, problems, epoch = asyncio.run(found_at(url))
+        records, problems, epoch = await found_at(url)
         count = int(records["count"])
         # One more commit may be written without its acknowledgement.
         assert count in (acknowledged, acknowledged + 1)

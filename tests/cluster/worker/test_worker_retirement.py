@@ -11,7 +11,8 @@ import pytest
 from daskserve.cluster.worker.retirement import ANSWER_S, EXIT_SHARE, NEWS_S, Retirement
 from daskserve.common.clock import LoopClock
 from daskserve.common.types import RetirementStatus
-from daskserve.testing import run_virtual
+
+pytestmark = pytest.mark.virtual_time
 
 
 class Bench:
@@ -50,55 +51,39 @@ class Bench:
         return asyncio.get_running_loop().time()
 
 
-def test_it_ends_when_the_scheduler_has_moved_everything() -> None:
-    async def main() -> None:
-        bench = Bench(RetirementStatus.MOVING, RetirementStatus.MOVING, RetirementStatus.MOVED)
-        assert await bench.retire() == 3
-        assert bench.drained == []
-        assert bench.asked[0] == {"verb": "leave", "worker": "w1", "within_s": 28.0}
-
-    run_virtual(main)
+async def test_it_ends_when_the_scheduler_has_moved_everything() -> None:
+    bench = Bench(RetirementStatus.MOVING, RetirementStatus.MOVING, RetirementStatus.MOVED)
+    assert await bench.retire() == 3
+    assert bench.drained == []
+    assert bench.asked[0] == {"verb": "leave", "worker": "w1", "within_s": 28.0}
 
 
 @pytest.mark.parametrize(
     ("answer", "after_s"),
     [(RetirementStatus.STAYED, 1), (OSError("it is gone"), 1), (None, 1), ("hangs", ANSWER_S)],
 )
-def test_its_requests_complete_here_if_the_scheduler_moves_nothing(answer: Any, after_s: float) -> None:
-    async def main() -> None:
-        bench = Bench(answer)
-        assert await bench.retire() == after_s + 2 + NEWS_S / 2
-        assert bench.drained == [(after_s, 28 - NEWS_S - after_s)]
-        # All who would send requests to this worker know better before it ends.
-        assert bench.asked[-1] == {"verb": "depart", "worker": "w1"}
-
-    run_virtual(main)
+async def test_its_requests_complete_here_if_the_scheduler_moves_nothing(answer: Any, after_s: float) -> None:
+    bench = Bench(answer)
+    assert await bench.retire() == after_s + 2 + NEWS_S / 2
+    assert bench.drained == [(after_s, 28 - NEWS_S - after_s)]
+    # All who would send requests to this worker know better before it ends.
+    assert bench.asked[-1] == {"verb": "depart", "worker": "w1"}
 
 
-def test_without_a_scheduler_it_refuses_requests_before_it_ends() -> None:
+async def test_without_a_scheduler_it_refuses_requests_before_it_ends() -> None:
     """Routers send nothing to a replica that has refused a request, so none is under way at the end."""
-
-    async def main() -> None:
-        bench = Bench(OSError("it is gone"), departs=False)
-        assert await bench.retire() == 1 + 2 + NEWS_S / 2
-
-    run_virtual(main)
+    bench = Bench(OSError("it is gone"), departs=False)
+    assert await bench.retire() == 1 + 2 + NEWS_S / 2
 
 
 @pytest.mark.parametrize(("grace_s", "ends_s"), [(30.0, 28.0), (5.0, 5 * (1 - EXIT_SHARE))])
-def test_dask_has_the_rest_of_the_time_for_its_end(grace_s: float, ends_s: float) -> None:
-    async def main() -> None:
-        bench = Bench(RetirementStatus.MOVING, grace_s=grace_s)
-        await bench.retire()
-        assert bench.drained == [(pytest.approx(ends_s), 0.0)]
-
-    run_virtual(main)
+async def test_dask_has_the_rest_of_the_time_for_its_end(grace_s: float, ends_s: float) -> None:
+    bench = Bench(RetirementStatus.MOVING, grace_s=grace_s)
+    await bench.retire()
+    assert bench.drained == [(pytest.approx(ends_s), 0.0)]
 
 
-def test_a_worker_and_its_nanny_that_both_get_sigterm_retire_the_worker_once() -> None:
-    async def main() -> None:
-        bench = Bench(RetirementStatus.MOVED)
-        await asyncio.gather(bench.retirement.begin(), bench.retirement.begin())
-        assert len(bench.asked) == 1
-
-    run_virtual(main)
+async def test_a_worker_and_its_nanny_that_both_get_sigterm_retire_the_worker_once() -> None:
+    bench = Bench(RetirementStatus.MOVED)
+    await asyncio.gather(bench.retirement.begin(), bench.retirement.begin())
+    assert len(bench.asked) == 1

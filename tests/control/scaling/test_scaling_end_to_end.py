@@ -145,7 +145,7 @@ def measuring(file: Path) -> Any:
 
     class Measuring:
         async def record_autoscaling_stats(self) -> dict[str, float]:
-            value = file.read_text()  # noqa: ASYNC240 - a few bytes
+            value = file.read_text()
             if value == "hang":
                 await asyncio.sleep(1000)
             return {"backlog": float(value)}

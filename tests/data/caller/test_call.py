@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from scenarios import for_each, scenarios
 from scripted_routes import ScriptedRoutes
 
 from daskserve.cluster.long_poll import LongPollClient
@@ -27,7 +28,7 @@ from daskserve.errors import (
     ServeError,
     UnavailableError,
 )
-from daskserve.loops.thread_calls import CallsByLoop
+from daskserve.loops.thread_calls import LoopQueues
 from daskserve.payload.packed_errors import pack_now
 from daskserve.payload.pickling import dump
 from daskserve.telemetry.histogram import HistogramCounts
@@ -108,8 +109,8 @@ class Process:
         #: What `Request.start` does before it returns.
         self.on_ask: Callable[[Asked], None] = lambda asked: None
         self.loop = asyncio.get_running_loop()
-        self.calls_by_loop = CallsByLoop()
-        self.thread_calls = self.calls_by_loop.onto(self.loop)
+        self.loop_queues = LoopQueues()
+        self.thread_calls = self.loop_queues.get(self.loop)
         self.clock = Clock()
         self.request_ids = SimpleNamespace(next=lambda: "id")
         self.listener = Listener()
@@ -196,6 +197,9 @@ def play(scenario: Callable[[Process], Coroutine[Any, Any, None]]) -> None:
     run_virtual(main)
 
 
+staged = scenarios(play)
+
+
 async def quiet() -> None:
     for _ in range(20):
         await asyncio.sleep(0)
@@ -204,64 +208,58 @@ async def quiet() -> None:
 ONE = {"handle_requests": 1, "handle_request_duration_seconds": 1, "router_requests": 1}
 
 
-def test_an_answer_ends_the_call_where_it_arrives() -> None:
-    async def scenario(process: Process) -> None:
-        handle = process.handle("r1")
-        response = handle.remote(1)
-        (asked,) = process.asked
-        assert process.routers.replica_set("b").in_flight == 1
-        assert asked.envelope.head["request_id"] == "id"
-        asked.answer({"a": 1}, Load(ongoing=2))
-        assert response.result() == {"a": 1}  # before any task has run
-        assert process.metrics() == ONE
-        assert process.requested == []
-        assert process.idle_replicas() == {"r1": 0}
-        # What the replica said of its load is known: it is full, and nothing is sent straight there.
-        handle.remote(2)
-        await quiet()
-        assert (len(process.asked), process.requested) == (1, ["r1"])
-
-    play(scenario)
+@staged
+async def test_an_answer_ends_the_call_where_it_arrives(process: Process) -> None:
+    handle = process.handle("r1")
+    response = handle.remote(1)
+    (asked,) = process.asked
+    assert process.routers.replica_set("b").in_flight == 1
+    assert asked.envelope.head["request_id"] == "id"
+    asked.answer({"a": 1}, Load(ongoing=2))
+    assert response.result() == {"a": 1}  # before any task has run
+    assert process.metrics() == ONE
+    assert process.requested == []
+    assert process.idle_replicas() == {"r1": 0}
+    # What the replica said of its load is known: it is full, and nothing is sent straight there.
+    handle.remote(2)
+    await quiet()
+    assert (len(process.asked), process.requested) == (1, ["r1"])
 
 
-def test_an_error_of_user_code_comes_with_its_remote_traceback() -> None:
-    async def scenario(process: Process) -> None:
-        handle = process.handle("r1")
-        try:
-            raise KeyError("k")
-        except KeyError as error:
-            packed = pack_now(error)
-        for outcome in (packed, KeyError("k")):
-            response = handle.remote()
-            process.asked[-1].end(None, outcome)
-            with pytest.raises(KeyError, match="k") as info:
-                response.result()
-            if outcome is packed:
-                assert isinstance(info.value.__cause__, RemoteTraceback)
-        assert process.metrics() == {
-            "handle_requests": 2,
-            "handle_request_duration_seconds": 2,
-            "handle_errors user_code": 2,
-            "router_requests": 2,
-        }
-        assert process.idle_replicas() == {"r1": 0}
-
-    play(scenario)
-
-
-def test_an_end_without_an_answer_is_an_error() -> None:
-    async def scenario(process: Process) -> None:
-        response = process.handle("r1").remote()
-        process.asked[0].end(None, Load())
-        with pytest.raises(ServeError, match="ended request id without an answer"):
+@staged
+async def test_an_error_of_user_code_comes_with_its_remote_traceback(process: Process) -> None:
+    handle = process.handle("r1")
+    try:
+        raise KeyError("k")
+    except KeyError as error:
+        packed = pack_now(error)
+    for outcome in (packed, KeyError("k")):
+        response = handle.remote()
+        process.asked[-1].end(None, outcome)
+        with pytest.raises(KeyError, match="k") as info:
             response.result()
-        assert process.metrics()["handle_request_duration_seconds"] == 1
-        assert process.idle_replicas() == {"r1": 0}
+        if outcome is packed:
+            assert isinstance(info.value.__cause__, RemoteTraceback)
+    assert process.metrics() == {
+        "handle_requests": 2,
+        "handle_request_duration_seconds": 2,
+        "handle_errors user_code": 2,
+        "router_requests": 2,
+    }
+    assert process.idle_replicas() == {"r1": 0}
 
-    play(scenario)
+
+@staged
+async def test_an_end_without_an_answer_is_an_error(process: Process) -> None:
+    response = process.handle("r1").remote()
+    process.asked[0].end(None, Load())
+    with pytest.raises(ServeError, match="ended request id without an answer"):
+        response.result()
+    assert process.metrics()["handle_request_duration_seconds"] == 1
+    assert process.idle_replicas() == {"r1": 0}
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("refusal", "cause"),
     [
         (ReplicaBusyError("full", ongoing=2), "busy"),
@@ -269,21 +267,21 @@ def test_an_end_without_an_answer_is_an_error() -> None:
         (ActorLostError("gone", begun=False, is_disconnected=True), "lost"),
     ],
 )
-def test_a_call_that_had_not_begun_is_retried_on_another_replica(refusal: Exception, cause: str) -> None:
-    async def scenario(process: Process) -> None:
-        response = process.handle("r1", "r2").remote()
-        await asyncio.sleep(3)
-        (asked,) = process.asked
-        asked.end(None, refusal)
-        await quiet()
-        assert process.requested == [{"r1": "r2", "r2": "r1"}[asked.tag]]
-        assert process.routers.replica_set("b").in_flight == 1
-        process.outcome.set_result(Load())
-        assert await response == "by task"
-        assert process.metrics() == {**ONE, f"router_retries {cause}": 1}
-        assert process.idle_replicas() == {"r1": 0, "r2": 0}
-
-    play(scenario)
+@staged
+async def test_a_call_that_had_not_begun_is_retried_on_another_replica(
+    process: Process, refusal: Exception, cause: str
+) -> None:
+    response = process.handle("r1", "r2").remote()
+    await asyncio.sleep(3)
+    (asked,) = process.asked
+    asked.end(None, refusal)
+    await quiet()
+    assert process.requested == [{"r1": "r2", "r2": "r1"}[asked.tag]]
+    assert process.routers.replica_set("b").in_flight == 1
+    process.outcome.set_result(Load())
+    assert await response == "by task"
+    assert process.metrics() == {**ONE, f"router_retries {cause}": 1}
+    assert process.idle_replicas() == {"r1": 0, "r2": 0}
 
 
 def test_the_duration_of_a_call_starts_at_its_first_replica(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,130 +307,116 @@ def test_the_duration_of_a_call_starts_at_its_first_replica(monkeypatch: pytest.
     play(scenario)
 
 
-def test_a_refused_call_counts_as_ended_if_its_loop_cancels_all_tasks() -> None:
-    async def scenario(process: Process) -> None:
-        response = process.handle("r1", "r2").remote()
-        process.asked[0].end(None, ReplicaBusyError("full", ongoing=2))
-        (carrying,) = asyncio.all_tasks() - {asyncio.current_task()}
-        carrying.cancel()
-        await quiet()
-        assert process.requested == []
-        with pytest.raises(CancelledError):
-            response.result(0)
-        assert process.metrics() == {
-            "router_requests": 1,
-            "handle_requests": 1,
-            "handle_request_duration_seconds": 1,
-            "handle_errors cancelled": 1,
-        }
-        assert process.idle_replicas() == {"r1": 0, "r2": 0}
-
-    play(scenario)
+@staged
+async def test_a_refused_call_counts_as_ended_if_its_loop_cancels_all_tasks(process: Process) -> None:
+    response = process.handle("r1", "r2").remote()
+    process.asked[0].end(None, ReplicaBusyError("full", ongoing=2))
+    (carrying,) = asyncio.all_tasks() - {asyncio.current_task()}
+    carrying.cancel()
+    await quiet()
+    assert process.requested == []
+    with pytest.raises(CancelledError):
+        response.result(0)
+    assert process.metrics() == {
+        "router_requests": 1,
+        "handle_requests": 1,
+        "handle_request_duration_seconds": 1,
+        "handle_errors cancelled": 1,
+    }
+    assert process.idle_replicas() == {"r1": 0, "r2": 0}
 
 
-def test_a_refused_call_goes_to_the_front_of_the_queue() -> None:
-    async def scenario(process: Process) -> None:
-        handle = process.handle("r1", concurrency=1)
-        first = handle.remote("first")
-        second = handle.remote("second")
-        await quiet()
-        process.asked[0].end(None, ActorLostError("gone", begun=False))
-        await quiet()
-        assert process.routers.replica_set("b").waiting == 2
-        process.publish("r1", "r2", concurrency=1)
-        await quiet()
-        assert process.requested == ["r2"]
-        assert process.envelopes[0].payload == dump((("first",), {}))
-        process.outcome.set_result(Load())
-        assert [await first, await second] == ["by task"] * 2
-        assert process.idle_replicas() == {"r1": 0, "r2": 0}
-
-    play(scenario)
+@staged
+async def test_a_refused_call_goes_to_the_front_of_the_queue(process: Process) -> None:
+    handle = process.handle("r1", concurrency=1)
+    first = handle.remote("first")
+    second = handle.remote("second")
+    await quiet()
+    process.asked[0].end(None, ActorLostError("gone", begun=False))
+    await quiet()
+    assert process.routers.replica_set("b").waiting == 2
+    process.publish("r1", "r2", concurrency=1)
+    await quiet()
+    assert process.requested == ["r2"]
+    assert process.envelopes[0].payload == dump((("first",), {}))
+    process.outcome.set_result(Load())
+    assert [await first, await second] == ["by task"] * 2
+    assert process.idle_replicas() == {"r1": 0, "r2": 0}
 
 
-def test_a_waiting_call_gets_the_replica_that_an_answer_frees() -> None:
-    async def scenario(process: Process) -> None:
-        handle = process.handle("r1", concurrency=1)
-        handle.remote()
-        second = handle.remote()
-        third = handle.remote()
-        await quiet()
-        process.asked[0].answer(1)
-        await quiet()
-        assert process.requested == ["r1"]
-        process.outcome.set_result(Load())
-        assert [await second, await third] == ["by task"] * 2
-        assert process.idle_replicas() == {"r1": 0}
-
-    play(scenario)
+@staged
+async def test_a_waiting_call_gets_the_replica_that_an_answer_frees(process: Process) -> None:
+    handle = process.handle("r1", concurrency=1)
+    handle.remote()
+    second = handle.remote()
+    third = handle.remote()
+    await quiet()
+    process.asked[0].answer(1)
+    await quiet()
+    assert process.requested == ["r1"]
+    process.outcome.set_result(Load())
+    assert [await second, await third] == ["by task"] * 2
+    assert process.idle_replicas() == {"r1": 0}
 
 
-def test_a_direct_call_does_not_overtake_queued_requests() -> None:
-    async def scenario(process: Process) -> None:
-        handle = process.handle("r1")
-        first = handle.remote()
-        process.asked[0].end(None, ActorLostError("gone", begun=False))
-        await quiet()
-        # The replica may be used again, and who waits for it has not heard of that yet.
-        process.clock.ahead_s = 2 * UNREACHABLE_BACKOFF_S
-        second = handle.remote()
-        assert len(process.asked) == 1
-        process.outcome.set_result(Load())
-        assert [await first, await second] == ["by task"] * 2
-
-    play(scenario)
+@staged
+async def test_a_direct_call_does_not_overtake_queued_requests(process: Process) -> None:
+    handle = process.handle("r1")
+    first = handle.remote()
+    process.asked[0].end(None, ActorLostError("gone", begun=False))
+    await quiet()
+    # The replica may be used again, and who waits for it has not heard of that yet.
+    process.clock.ahead_s = 2 * UNREACHABLE_BACKOFF_S
+    second = handle.remote()
+    assert len(process.asked) == 1
+    process.outcome.set_result(Load())
+    assert [await first, await second] == ["by task"] * 2
 
 
-def test_a_call_that_had_begun_is_not_retried() -> None:
-    async def scenario(process: Process) -> None:
-        response = process.handle("r1", "r2").remote()
-        process.asked[0].end(None, ActorLostError("gone", begun=True))
-        await quiet()
-        with pytest.raises(ActorLostError, match="gone"):
-            response.result()
-        assert process.requested == []
-        assert process.metrics() == {**ONE, "handle_errors replica_lost": 1}
-        assert process.idle_replicas() == {"r1": 0, "r2": 0}
-        # It is left alone for a while.
-        tag = process.asked.pop().tag
-        process.handle("r1", "r2").remote()
-        assert process.asked[0].tag != tag
-
-    play(scenario)
+@staged
+async def test_a_call_that_had_begun_is_not_retried(process: Process) -> None:
+    response = process.handle("r1", "r2").remote()
+    process.asked[0].end(None, ActorLostError("gone", begun=True))
+    await quiet()
+    with pytest.raises(ActorLostError, match="gone"):
+        response.result()
+    assert process.requested == []
+    assert process.metrics() == {**ONE, "handle_errors replica_lost": 1}
+    assert process.idle_replicas() == {"r1": 0, "r2": 0}
+    # It is left alone for a while.
+    tag = process.asked.pop().tag
+    process.handle("r1", "r2").remote()
+    assert process.asked[0].tag != tag
 
 
-def test_a_cancelled_call_is_cancelled_once_at_its_replica() -> None:
-    async def scenario(process: Process) -> None:
-        response = process.handle("r1").remote()
-        assert response.cancel()
-        assert response.cancel()
-        await quiet()
-        (asked,) = process.asked
-        assert asked.given_up == 1
-        with pytest.raises(CancelledError):
-            response.result()
-        assert process.metrics() == {**ONE, "handle_errors cancelled": 1}
-        assert process.idle_replicas() == {"r1": 0}
-        asked.answer(1)  # too late
-        assert process.routers.replica_set("b").in_flight == 0
-
-    play(scenario)
+@staged
+async def test_a_cancelled_call_is_cancelled_once_at_its_replica(process: Process) -> None:
+    response = process.handle("r1").remote()
+    assert response.cancel()
+    assert response.cancel()
+    await quiet()
+    (asked,) = process.asked
+    assert asked.given_up == 1
+    with pytest.raises(CancelledError):
+        response.result()
+    assert process.metrics() == {**ONE, "handle_errors cancelled": 1}
+    assert process.idle_replicas() == {"r1": 0}
+    asked.answer(1)  # too late
+    assert process.routers.replica_set("b").in_flight == 0
 
 
-def test_an_answered_call_cannot_be_cancelled() -> None:
-    async def scenario(process: Process) -> None:
-        response = process.handle("r1").remote()
-        process.asked[0].answer(1)
-        assert not response.cancel()
-        await quiet()
-        assert response.result() == 1
-        assert process.asked[0].given_up == 0
-        assert process.metrics() == ONE
-
-    play(scenario)
+@staged
+async def test_an_answered_call_cannot_be_cancelled(process: Process) -> None:
+    response = process.handle("r1").remote()
+    process.asked[0].answer(1)
+    assert not response.cancel()
+    await quiet()
+    assert response.result() == 1
+    assert process.asked[0].given_up == 0
+    assert process.metrics() == ONE
 
 
-@pytest.mark.parametrize(
+@for_each(
     "outcome",
     [
         Load(),
@@ -442,163 +426,147 @@ def test_an_answered_call_cannot_be_cancelled() -> None:
         ActorLostError("gone", begun=True),
     ],
 )
-def test_an_outcome_that_crosses_a_cancellation_counts_once(outcome: Any) -> None:
-    async def scenario(process: Process) -> None:
-        response = process.handle("r1", "r2").remote()
-        assert response.cancel()
-        # The call was cancelled on another thread, say: this loop has not heard of it yet.
-        process.asked[0].end({"payload": dump(1)}, outcome)
+@staged
+async def test_an_outcome_that_crosses_a_cancellation_counts_once(process: Process, outcome: Any) -> None:
+    response = process.handle("r1", "r2").remote()
+    assert response.cancel()
+    # The call was cancelled on another thread, say: this loop has not heard of it yet.
+    process.asked[0].end({"payload": dump(1)}, outcome)
+    await quiet()
+    with pytest.raises(CancelledError):
+        response.result()
+    assert process.asked[0].given_up == 0
+    assert process.requested == []
+    metrics = process.metrics()
+    assert {key: metrics[key] for key in ONE} == ONE
+    if isinstance(outcome, ReplicaBusyError):
+        assert metrics["handle_errors cancelled"] == 1
+    assert process.idle_replicas() == {"r1": 0, "r2": 0}
+    assert process.routers.replica_set("b").in_flight == 0
+
+
+@staged
+async def test_a_retried_call_is_cancelled_at_its_current_replica(process: Process) -> None:
+    response = process.handle("r1", "r2").remote()
+    process.asked[0].end(None, ReplicaBusyError("full", ongoing=2))
+    await quiet()
+    assert response.cancel()
+    await quiet()
+    assert process.asked[0].given_up == 0
+    assert process.metrics() == {**ONE, "router_retries busy": 1, "handle_errors cancelled": 1}
+    assert process.idle_replicas() == {"r1": 0, "r2": 0}
+
+
+@staged
+async def test_a_cancellation_by_the_replica_ends_the_call(process: Process) -> None:
+    response = process.handle("r1").remote()
+    process.asked[0].end(None, asyncio.CancelledError())
+    with pytest.raises(CancelledError):
+        response.result(0)
+    assert process.idle_replicas() == {"r1": 0}
+
+
+@staged
+async def test_a_call_in_flight_succeeds_after_its_backend_is_deleted(process: Process) -> None:
+    handle = process.handle("r1")
+    responses = [handle.remote(1), handle.remote(2)]
+    process.listener.tell("endpoint/e", None)
+    process.listener.tell("backend/b", None)
+    process.asked[0].answer("well")
+    assert responses[0].result() == "well"
+    process.asked[1].end(None, ReplicaBusyError("full", ongoing=2))
+    await quiet()
+    with pytest.raises(UnavailableError, match="was deleted"):
+        responses[1].result(0)
+    assert process.routers.replica_set("b").in_flight == 0
+
+
+@staged
+async def test_a_request_that_cannot_be_sent_fails_at_once_and_frees_its_slot(process: Process) -> None:
+    handle = process.handle("r1")
+
+    def refuse(asked: Asked) -> None:
+        asked.end(None, TypeError("a set cannot be sent"))
+
+    process.on_ask = refuse
+    response = handle.remote()
+    with pytest.raises(TypeError, match="a set"):
+        response.result(0)
+    assert process.metrics() == {**ONE, "handle_errors user_code": 1}
+    assert process.idle_replicas() == {"r1": 0}
+
+    # Given up on another thread in that very moment.
+    calls: list[Any] = []
+
+    def refuse_and_cancel(asked: Asked) -> None:
+        calls.append(asked.envelope.call)
+        assert calls[0].cancel()
+        refuse(asked)
+
+    process.on_ask = refuse_and_cancel
+    handle.remote()
+    await quiet()
+    assert calls[0].done()
+    assert process.idle_replicas() == {"r1": 0}
+    assert process.routers.replica_set("b").in_flight == 0
+
+    def fail(asked: Asked) -> None:
+        raise RuntimeError("broken")
+
+    process.on_ask = fail
+    with pytest.raises(RuntimeError, match="broken"):
+        handle.remote().result(0)
+    assert process.idle_replicas() == {"r1": 0}
+
+
+@staged
+async def test_invalid_options_are_an_error_of_the_call(process: Process) -> None:
+    response = process.handle("r1").options(http_headers=None).remote()
+    with pytest.raises(TypeError):
+        response.result(0)
+
+
+@staged
+async def test_a_call_falls_back_to_a_task_if_it_cannot_be_sent_directly(process: Process) -> None:
+    process.outcome.set_result(Load())
+    handle = process.handle("r1")
+    # 1. No connection yet.
+    process.apart = {"r1"}
+    assert await handle.remote() == "by task"
+    process.apart.clear()
+    # 2. A deadline.
+    assert await handle.options(timeout_s=5).remote() == "by task"
+    # 3. A replica in this process that accepts no direct calls.
+    process.here = "worker-of-r2"
+    process.publish("r1", "r2")
+    assert await handle.remote() == "by task"
+    process.publish("r1")
+    # 4. Copies go elsewhere.
+    process.listener.tell("endpoint/e", {"traffic": {"b": 1.0}, "shadows": {"c": 1.0}, "legacy": True})
+    assert await handle.remote() == "by task"
+    # 5. More than one backend.
+    process.listener.tell("endpoint/e", {"traffic": {"b": 1.0, "c": 1e-9}, "shadows": {}, "legacy": True})
+    assert await handle.remote() == "by task"
+    assert process.asked == []
+    assert process.metrics()["router_requests"] == process.metrics()["handle_requests"] == 5
+    assert process.idle_replicas() == {"r1": 0}
+    process.routers.close()
+
+
+@staged
+async def test_a_replica_that_joins_gets_the_next_call_before_a_channel_is_open(process: Process) -> None:
+    process.outcome.set_result(Load())
+    tags = [f"r{number}" for number in range(10)]
+    handle = process.handle(*tags)
+    process.apart = {"new"}
+    process.publish(*tags, "new")
+    responses = [handle.remote()]
+    await quiet()
+    assert process.requested == ["new"]
+    for _ in range(5):
+        responses.append(handle.remote())
         await quiet()
-        with pytest.raises(CancelledError):
-            response.result()
-        assert process.asked[0].given_up == 0
-        assert process.requested == []
-        metrics = process.metrics()
-        assert {key: metrics[key] for key in ONE} == ONE
-        if isinstance(outcome, ReplicaBusyError):
-            assert metrics["handle_errors cancelled"] == 1
-        assert process.idle_replicas() == {"r1": 0, "r2": 0}
-        assert process.routers.replica_set("b").in_flight == 0
-
-    play(scenario)
-
-
-def test_a_retried_call_is_cancelled_at_its_current_replica() -> None:
-    async def scenario(process: Process) -> None:
-        response = process.handle("r1", "r2").remote()
-        process.asked[0].end(None, ReplicaBusyError("full", ongoing=2))
-        await quiet()
-        assert response.cancel()
-        await quiet()
-        assert process.asked[0].given_up == 0
-        assert process.metrics() == {**ONE, "router_retries busy": 1, "handle_errors cancelled": 1}
-        assert process.idle_replicas() == {"r1": 0, "r2": 0}
-
-    play(scenario)
-
-
-def test_a_cancellation_by_the_replica_ends_the_call() -> None:
-    async def scenario(process: Process) -> None:
-        response = process.handle("r1").remote()
-        process.asked[0].end(None, asyncio.CancelledError())
-        with pytest.raises(CancelledError):
-            response.result(0)
-        assert process.idle_replicas() == {"r1": 0}
-
-    play(scenario)
-
-
-def test_a_call_in_flight_succeeds_after_its_backend_is_deleted() -> None:
-    async def scenario(process: Process) -> None:
-        handle = process.handle("r1")
-        responses = [handle.remote(1), handle.remote(2)]
-        process.listener.tell("endpoint/e", None)
-        process.listener.tell("backend/b", None)
-        process.asked[0].answer("well")
-        assert responses[0].result() == "well"
-        process.asked[1].end(None, ReplicaBusyError("full", ongoing=2))
-        await quiet()
-        with pytest.raises(UnavailableError, match="was deleted"):
-            responses[1].result(0)
-        assert process.routers.replica_set("b").in_flight == 0
-
-    play(scenario)
-
-
-def test_a_request_that_cannot_be_sent_fails_at_once_and_frees_its_slot() -> None:
-    async def scenario(process: Process) -> None:
-        handle = process.handle("r1")
-
-        def refuse(asked: Asked) -> None:
-            asked.end(None, TypeError("a set cannot be sent"))
-
-        process.on_ask = refuse
-        response = handle.remote()
-        with pytest.raises(TypeError, match="a set"):
-            response.result(0)
-        assert process.metrics() == {**ONE, "handle_errors user_code": 1}
-        assert process.idle_replicas() == {"r1": 0}
-
-        # Given up on another thread in that very moment.
-        calls: list[Any] = []
-
-        def refuse_and_cancel(asked: Asked) -> None:
-            calls.append(asked.envelope.call)
-            assert calls[0].cancel()
-            refuse(asked)
-
-        process.on_ask = refuse_and_cancel
-        handle.remote()
-        await quiet()
-        assert calls[0].done()
-        assert process.idle_replicas() == {"r1": 0}
-        assert process.routers.replica_set("b").in_flight == 0
-
-        def fail(asked: Asked) -> None:
-            raise RuntimeError("broken")
-
-        process.on_ask = fail
-        with pytest.raises(RuntimeError, match="broken"):
-            handle.remote().result(0)
-        assert process.idle_replicas() == {"r1": 0}
-
-    play(scenario)
-
-
-def test_invalid_options_are_an_error_of_the_call() -> None:
-    async def scenario(process: Process) -> None:
-        response = process.handle("r1").options(http_headers=None).remote()
-        with pytest.raises(TypeError):
-            response.result(0)
-
-    play(scenario)
-
-
-def test_a_call_falls_back_to_a_task_if_it_cannot_be_sent_directly() -> None:
-    async def scenario(process: Process) -> None:
-        process.outcome.set_result(Load())
-        handle = process.handle("r1")
-        # 1. No connection yet.
-        process.apart = {"r1"}
-        assert await handle.remote() == "by task"
-        process.apart.clear()
-        # 2. A deadline.
-        assert await handle.options(timeout_s=5).remote() == "by task"
-        # 3. A replica in this process that accepts no direct calls.
-        process.here = "worker-of-r2"
-        process.publish("r1", "r2")
-        assert await handle.remote() == "by task"
-        process.publish("r1")
-        # 4. Copies go elsewhere.
-        process.listener.tell("endpoint/e", {"traffic": {"b": 1.0}, "shadows": {"c": 1.0}, "legacy": True})
-        assert await handle.remote() == "by task"
-        # 5. More than one backend.
-        process.listener.tell("endpoint/e", {"traffic": {"b": 1.0, "c": 1e-9}, "shadows": {}, "legacy": True})
-        assert await handle.remote() == "by task"
-        assert process.asked == []
-        assert process.metrics()["router_requests"] == process.metrics()["handle_requests"] == 5
-        assert process.idle_replicas() == {"r1": 0}
-        process.routers.close()
-
-    play(scenario)
-
-
-def test_a_replica_that_joins_gets_the_next_call_before_a_channel_is_open() -> None:
-    async def scenario(process: Process) -> None:
-        process.outcome.set_result(Load())
-        tags = [f"r{number}" for number in range(10)]
-        handle = process.handle(*tags)
-        process.apart = {"new"}
-        process.publish(*tags, "new")
-        responses = [handle.remote()]
-        await quiet()
-        assert process.requested == ["new"]
-        for _ in range(5):
-            responses.append(handle.remote())
-            await quiet()
-        assert len(process.asked) >= 4  # the others go by chance
-        for asked in process.asked:
-            asked.answer(1)
-        assert set(process.idle_replicas().values()) == {0}
-
-    play(scenario)
+    assert len(process.asked) >= 4  # the others go by chance
+    for asked in process.asked:
+        asked.answer(1)
+    assert set(process.idle_replicas().values()) == {0}

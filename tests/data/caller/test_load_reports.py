@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import pytest
 from by_task import by_task
+from scenarios import for_each, scenarios
 from scripted_routes import ScriptedRoutes
 
 from daskserve.cluster.long_poll import LongPollClient
@@ -26,6 +27,8 @@ from daskserve.data.caller.routing.load_reports import (
 from daskserve.data.caller.routing.router import Routers
 from daskserve.errors import NotRunningError, ReplicaBusyError, UnavailableError
 from daskserve.testing import run_virtual
+
+virtual = scenarios(run_virtual, 0)
 
 
 @dataclass
@@ -77,73 +80,65 @@ def make(**queues: Queue) -> tuple[Controller, LoadReports]:
     return controller, LoadReports(cast(Cluster, controller), LoopClock(), queues)
 
 
-def test_load_is_reported_every_second_and_its_end_once() -> None:
-    async def main() -> None:
-        queue = Queue(waiting=1, in_flight=2)
-        controller, reports = make(b=queue, idle=Queue(), other=Queue(waiting=5, is_autoscaled=False))
-        reports.poke(is_urgent=False)
-        await asyncio.sleep(2.5 * PERIOD_S)
-        assert controller.reports == [(n * PERIOD_S, {"b": [1, 2]}) for n in range(3)]
-        queue.waiting = queue.in_flight = 0
-        await asyncio.sleep(20 * PERIOD_S)
-        assert controller.reports[3:] == [(3 * PERIOD_S, {})]
-        reports.close()
-
-    run_virtual(main)
+@virtual
+async def test_load_is_reported_every_second_and_its_end_once() -> None:
+    queue = Queue(waiting=1, in_flight=2)
+    controller, reports = make(b=queue, idle=Queue(), other=Queue(waiting=5, is_autoscaled=False))
+    reports.poke(is_urgent=False)
+    await asyncio.sleep(2.5 * PERIOD_S)
+    assert controller.reports == [(n * PERIOD_S, {"b": [1, 2]}) for n in range(3)]
+    queue.waiting = queue.in_flight = 0
+    await asyncio.sleep(20 * PERIOD_S)
+    assert controller.reports[3:] == [(3 * PERIOD_S, {})]
+    reports.close()
 
 
-def test_nothing_is_reported_if_no_backend_is_autoscaled() -> None:
-    async def main() -> None:
-        queue = Queue(waiting=1, is_autoscaled=False)
-        controller, reports = make(b=queue)
-        reports.poke(is_urgent=True)
-        await asyncio.sleep(5 * PERIOD_S)
-        assert controller.reports == []
-        assert len(asyncio.all_tasks()) == 1
-        queue.is_autoscaled = True
-        reports.poke(is_urgent=False)
-        await asyncio.sleep(2 * GATHER_S)
-        assert len(controller.reports) == 1
-        queue.is_autoscaled = False
-        await asyncio.sleep(2 * PERIOD_S)
-        assert len(asyncio.all_tasks()) == 1
-        reports.close()
-
-    run_virtual(main)
+@virtual
+async def test_nothing_is_reported_if_no_backend_is_autoscaled() -> None:
+    queue = Queue(waiting=1, is_autoscaled=False)
+    controller, reports = make(b=queue)
+    reports.poke(is_urgent=True)
+    await asyncio.sleep(5 * PERIOD_S)
+    assert controller.reports == []
+    assert len(asyncio.all_tasks()) == 1
+    queue.is_autoscaled = True
+    reports.poke(is_urgent=False)
+    await asyncio.sleep(2 * GATHER_S)
+    assert len(controller.reports) == 1
+    queue.is_autoscaled = False
+    await asyncio.sleep(2 * PERIOD_S)
+    assert len(asyncio.all_tasks()) == 1
+    reports.close()
 
 
-def test_a_request_without_replicas_is_reported_at_once_and_more_often() -> None:
-    async def main() -> None:
-        queue = Queue()
-        controller, reports = make(b=queue)
-        reports.poke(is_urgent=False)
-        await asyncio.sleep(0.5 * PERIOD_S)
-        queue.waiting, queue.has_replicas = 1, False
-        reports.poke(is_urgent=True)
-        await asyncio.sleep(0.6 * STARVING_PERIOD_S)
-        queue.waiting = 50
-        await asyncio.sleep(0.6 * STARVING_PERIOD_S)
-        first = 0.5 * PERIOD_S + GATHER_S
-        assert controller.reports == [(first, {"b": [1, 0]}), (first + STARVING_PERIOD_S, {"b": [50, 0]})]
-        reports.close()
-
-    run_virtual(main)
+@virtual
+async def test_a_request_without_replicas_is_reported_at_once_and_more_often() -> None:
+    queue = Queue()
+    controller, reports = make(b=queue)
+    reports.poke(is_urgent=False)
+    await asyncio.sleep(0.5 * PERIOD_S)
+    queue.waiting, queue.has_replicas = 1, False
+    reports.poke(is_urgent=True)
+    await asyncio.sleep(0.6 * STARVING_PERIOD_S)
+    queue.waiting = 50
+    await asyncio.sleep(0.6 * STARVING_PERIOD_S)
+    first = 0.5 * PERIOD_S + GATHER_S
+    assert controller.reports == [(first, {"b": [1, 0]}), (first + STARVING_PERIOD_S, {"b": [50, 0]})]
+    reports.close()
 
 
-def test_a_failed_report_is_retried_with_the_newest_load() -> None:
-    async def main() -> None:
-        queue = Queue(waiting=1)
-        controller, reports = make(b=queue)
-        controller.errors = [UnavailableError("it is being replaced"), OSError("it is gone")]
-        reports.poke(is_urgent=True)
-        await asyncio.sleep(0.05)
-        queue.waiting = 2
-        await asyncio.sleep(0.3)
-        assert [loads for _, loads in controller.reports] == [{"b": [2, 0]}]
-        assert controller.forgotten == 2
-        reports.close()
-
-    run_virtual(main)
+@virtual
+async def test_a_failed_report_is_retried_with_the_newest_load() -> None:
+    queue = Queue(waiting=1)
+    controller, reports = make(b=queue)
+    controller.errors = [UnavailableError("it is being replaced"), OSError("it is gone")]
+    reports.poke(is_urgent=True)
+    await asyncio.sleep(0.05)
+    queue.waiting = 2
+    await asyncio.sleep(0.3)
+    assert [loads for _, loads in controller.reports] == [{"b": [2, 0]}]
+    assert controller.forgotten == 2
+    reports.close()
 
 
 class Listener:
@@ -167,40 +162,38 @@ class Listener:
 NOTHING = {"replicas": [], "concurrency": 1, "max_queued": 5, "max_crash_retries": 1, "autoscaled": True}
 
 
-@pytest.mark.parametrize("is_known", [True, False])
-def test_requests_to_a_backend_without_replicas_are_reported_together_at_once(is_known: bool) -> None:
-    async def main() -> None:
-        controller = Controller()
-        routers = Routers(
-            cast(Cluster, controller),
-            cast(LongPollClient, Listener()),
-            LoopClock(),
-            random.Random(1),
-            ScriptedRoutes(),
-        )
-        replicas = routers.replica_set("b")
+@for_each("is_known", [True, False])
+@virtual
+async def test_requests_to_a_backend_without_replicas_are_reported_together_at_once(is_known: bool) -> None:
+    controller = Controller()
+    routers = Routers(
+        cast(Cluster, controller),
+        cast(LongPollClient, Listener()),
+        LoopClock(),
+        random.Random(1),
+        ScriptedRoutes(),
+    )
+    replicas = routers.replica_set("b")
+    if is_known:
+        replicas.update(NOTHING)
+        await asyncio.sleep(0.5)
+    requests = []
+    for _ in range(3):
+        request = replicas.send(Envelope(EnvelopeKind.CALL, {}), nothing, keep)
+        requests.append(asyncio.create_task(request))
         if is_known:
-            replicas.update(NOTHING)
-            await asyncio.sleep(0.5)
-        requests = []
-        for _ in range(3):
-            request = replicas.send(Envelope(EnvelopeKind.CALL, {}), nothing, keep)
-            requests.append(asyncio.create_task(request))
-            if is_known:
-                await asyncio.sleep(0.4 * GATHER_S)
-        if not is_known:
-            await asyncio.sleep(0.5)
-            assert controller.reports == []
-            replicas.update(NOTHING)
-        await asyncio.sleep(1.1 * GATHER_S)
-        assert controller.reports == [(pytest.approx(0.5 + GATHER_S), {"b": [3, 0]})]
-        routers.close()
-        outcomes = await asyncio.gather(*requests, return_exceptions=True)
-        assert all(isinstance(each, UnavailableError) for each in outcomes)
-        await asyncio.sleep(0)
-        assert len(asyncio.all_tasks()) == 1
-
-    run_virtual(main)
+            await asyncio.sleep(0.4 * GATHER_S)
+    if not is_known:
+        await asyncio.sleep(0.5)
+        assert controller.reports == []
+        replicas.update(NOTHING)
+    await asyncio.sleep(1.1 * GATHER_S)
+    assert controller.reports == [(pytest.approx(0.5 + GATHER_S), {"b": [3, 0]})]
+    routers.close()
+    outcomes = await asyncio.gather(*requests, return_exceptions=True)
+    assert all(isinstance(each, UnavailableError) for each in outcomes)
+    await asyncio.sleep(0)
+    assert len(asyncio.all_tasks()) == 1
 
 
 class FullReplica(Controller):
@@ -217,33 +210,29 @@ class FullReplica(Controller):
         raise AssertionError
 
 
-def test_a_request_queued_at_a_replica_is_reported_once_as_waiting() -> None:
+@virtual
+async def test_a_request_queued_at_a_replica_is_reported_once_as_waiting() -> None:
     """The replica does not count it as running, so it is no second request to the controller."""
-
-    async def main() -> None:
-        controller = FullReplica()
-        routers = Routers(
-            cast(Cluster, controller),
-            cast(LongPollClient, Listener()),
-            LoopClock(),
-            random.Random(1),
-            ScriptedRoutes(),
-        )
-        replicas = routers.replica_set("b")
-        replicas.update(NOTHING | {"replicas": [["r", "worker", 1]]})
-        requests = [
-            asyncio.create_task(replicas.send(Envelope(EnvelopeKind.CALL, {}), nothing, keep))
-            for _ in range(3)
-        ]
-        await asyncio.sleep(1.5 * PERIOD_S)
-        assert controller.reports[-1] == (PERIOD_S, {"b": [3, 0]})
-        for task in requests:
-            task.cancel()
-        await asyncio.gather(*requests, return_exceptions=True)
-        routers.close()
-        await asyncio.sleep(0)
-
-    run_virtual(main)
+    controller = FullReplica()
+    routers = Routers(
+        cast(Cluster, controller),
+        cast(LongPollClient, Listener()),
+        LoopClock(),
+        random.Random(1),
+        ScriptedRoutes(),
+    )
+    replicas = routers.replica_set("b")
+    replicas.update(NOTHING | {"replicas": [["r", "worker", 1]]})
+    requests = [
+        asyncio.create_task(replicas.send(Envelope(EnvelopeKind.CALL, {}), nothing, keep)) for _ in range(3)
+    ]
+    await asyncio.sleep(1.5 * PERIOD_S)
+    assert controller.reports[-1] == (PERIOD_S, {"b": [3, 0]})
+    for task in requests:
+        task.cancel()
+    await asyncio.gather(*requests, return_exceptions=True)
+    routers.close()
+    await asyncio.sleep(0)
 
 
 async def nothing() -> Message:
@@ -254,18 +243,16 @@ async def keep(message: Message) -> None:
     pass
 
 
-def test_reports_stop_when_the_instance_has_ended() -> None:
-    async def main() -> None:
-        controller, reports = make(b=Queue(waiting=1))
-        controller.errors = [NotRunningError("it has been shut down")]
-        reports.poke(is_urgent=True)
-        await asyncio.sleep(0.5 * PERIOD_S)
-        assert controller.reports == []
-        controller.is_ended = True
-        await asyncio.sleep(2 * PERIOD_S)
-        assert len(asyncio.all_tasks()) == 1
-        reports.close()
-        reports.poke(is_urgent=True)
-        assert len(asyncio.all_tasks()) == 1
-
-    run_virtual(main)
+@virtual
+async def test_reports_stop_when_the_instance_has_ended() -> None:
+    controller, reports = make(b=Queue(waiting=1))
+    controller.errors = [NotRunningError("it has been shut down")]
+    reports.poke(is_urgent=True)
+    await asyncio.sleep(0.5 * PERIOD_S)
+    assert controller.reports == []
+    controller.is_ended = True
+    await asyncio.sleep(2 * PERIOD_S)
+    assert len(asyncio.all_tasks()) == 1
+    reports.close()
+    reports.poke(is_urgent=True)
+    assert len(asyncio.all_tasks()) == 1

@@ -14,7 +14,7 @@ from daskserve.cluster.dask.connection import DaskConnection
 from daskserve.data.caller.calls.pending import start_call, waiter_for
 from daskserve.data.caller.calls.response import Response
 from daskserve.loops.event_loop import running_loop
-from daskserve.loops.thread_calls import CallsByLoop
+from daskserve.loops.thread_calls import LoopQueues
 
 DEADLINE_S = 10.0
 
@@ -26,8 +26,8 @@ class LoopConnection:
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
-        self.calls_by_loop = CallsByLoop()
-        self.thread_calls = self.calls_by_loop.onto(self.loop)
+        self.loop_queues = LoopQueues()
+        self.thread_calls = self.loop_queues.get(self.loop)
         self.thread = threading.Thread(target=self.loop.run_forever)
         self.thread.start()
 

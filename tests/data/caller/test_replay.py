@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-import pytest
+from scenarios import for_each
 
 from daskserve.common.types import Envelope, EnvelopeKind, Message
 from daskserve.data.caller.routing.replay import KEPT_BYTES, MAX_REPEATS, Replay
@@ -38,17 +38,7 @@ def test_the_next_replica_gets_the_replayed_messages_and_then_the_rest() -> None
     asyncio.run(main())
 
 
-def test_a_request_is_not_retried_after_its_response_has_begun() -> None:
-    async def main() -> None:
-        replay, envelope = replay_over([])
-        assert replay.rewind(begun=True)
-        envelope.has_started = lambda: True
-        assert not replay.rewind(begun=True)
-
-    asyncio.run(main())
-
-
-@pytest.mark.parametrize(("size", "may_repeat"), [(KEPT_BYTES, True), (KEPT_BYTES + 1, False)])
+@for_each(("size", "may_repeat"), [(KEPT_BYTES, True), (KEPT_BYTES + 1, False)])
 def test_a_body_is_kept_up_to_a_size_limit(size: int, may_repeat: bool) -> None:
     async def main() -> None:
         replay, _ = replay_over([body(b"x" * size)])
@@ -58,7 +48,7 @@ def test_a_body_is_kept_up_to_a_size_limit(size: int, may_repeat: bool) -> None:
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("is_idempotent", [True, False])
+@for_each("is_idempotent", [True, False])
 def test_a_request_that_had_not_begun_is_retried_whatever_its_method(is_idempotent: bool) -> None:
     async def main() -> None:
         replay, _ = replay_over([body(b"read ahead", True), body(b"rest")], is_idempotent=is_idempotent)
@@ -77,9 +67,7 @@ def test_a_request_fails_after_it_has_lost_too_many_replicas() -> None:
     assert [replay.rewind(begun=True) for _ in range(MAX_REPEATS + 1)] == [True] * MAX_REPEATS + [False]
 
 
-@pytest.mark.parametrize(
-    ("method", "is_repeatable"), [("GET", True), ("PUT", True), ("POST", False), ("PATCH", False)]
-)
+@for_each(("method", "is_repeatable"), [("GET", True), ("PUT", True), ("POST", False), ("PATCH", False)])
 def test_only_idempotent_http_requests_are_retried(method: str, is_repeatable: bool) -> None:
     async def nothing(*_: Any) -> Any:
         return None

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scenarios import for_each
 
 from daskserve.common.types import ActorAddress, Load, Reachability
 from daskserve.data.caller.routing.replica_pool import (
-    BUSY_BACKOFF_S,
     HOP_S,
     LOCAL_FACTOR,
     REPORT_S,
@@ -52,15 +52,6 @@ def take_all(pool: ReplicaPool, now: float = 0.0, seed: int = 1) -> list[PooledR
 # ---- room
 
 
-def test_each_replica_gets_as_many_requests_as_its_concurrency() -> None:
-    pool = pool_of("a", "b", "c", concurrency=3)
-    taken = take_all(pool)
-    assert Counter(each.tag for each in taken) == {"a": 3, "b": 3, "c": 3}
-    pool.release(taken[4])
-    assert [each.tag for each in take_all(pool)] == [taken[4].tag]
-    assert pool.in_flight == 9
-
-
 def test_a_suspended_replica_returns_exactly_when_its_suspension_ends() -> None:
     pool = pool_of("a", "b")
     (a, b) = sorted(take_all(pool), key=lambda each: each.tag)
@@ -75,34 +66,6 @@ def test_a_suspended_replica_returns_exactly_when_its_suspension_ends() -> None:
     assert pool.next_resume_at() is None
 
 
-def test_a_replica_suspended_twice_returns_after_the_longer_time() -> None:
-    pool = pool_of("a", concurrency=2)
-    a, _ = take_all(pool)
-    for until in (2.0, 1.0):
-        pool.suspend(a, until)
-        pool.release(a)
-    assert take_all(pool, now=1.5) == []
-    assert take_all(pool, now=2.0) == [a, a]
-
-
-def test_a_full_replica_gets_one_queued_request_at_a_time() -> None:
-    pool = pool_of("a", concurrency=3)
-    (entry, *_) = take_all(pool)
-    pool.note_busy(entry, 3, 0.0, was_queued=False)
-    for _ in range(3):
-        pool.release(entry)
-    assert not entry.has_queued_request
-    for _ in range(3):
-        assert take_all(pool) == [entry]
-        assert (entry.has_queued_request, pool.queued) == (True, 1)
-        pool.leave_queue(entry)
-        assert (entry.has_queued_request, pool.queued) == (False, 0)
-        pool.leave_queue(entry)
-        assert pool.queued == 0
-    assert take_all(pool) == [], "it has as many as it may run"
-    assert pool.in_flight == 3
-
-
 def test_a_request_queues_only_if_no_replica_has_room_and_at_the_less_loaded_one() -> None:
     pool = pool_of("a", "b", "c", concurrency=2)
     taken = {entry.tag: entry for entry in take_all(pool)}
@@ -114,7 +77,7 @@ def test_a_request_queues_only_if_no_replica_has_room_and_at_the_less_loaded_one
     assert [each.tag for each in take_all(pool)] == ["c", "c", "a", "b"]
 
 
-@pytest.mark.parametrize("what", ["an answer", "a long time", "a new one"])
+@for_each("what", ["an answer", "a long time", "a new one"])
 def test_a_replica_with_room_again_gets_as_many_requests_as_its_concurrency(what: str) -> None:
     pool = pool_of("a", concurrency=2)
     (a, _) = take_all(pool)
@@ -142,21 +105,6 @@ def test_full_replicas_are_tried_again_one_after_the_other() -> None:
     assert len(taken) > 2
 
 
-def test_a_replica_that_refused_a_queued_request_is_suspended_briefly() -> None:
-    pool = pool_of("a")
-    (a,) = take_all(pool)
-    pool.note_busy(a, 1, 0.0, was_queued=False)
-    pool.release(a)
-    assert take_all(pool) == [a]
-    pool.leave_queue(a)
-    pool.note_busy(a, 1, 0.5, was_queued=True)
-    pool.release(a)
-    assert pool.next_resume_at() == 0.5 + BUSY_BACKOFF_S
-    assert take_all(pool, 0.5) == []
-    assert take_all(pool, 0.5 + BUSY_BACKOFF_S) == [a]
-    assert a.has_queued_request
-
-
 def test_a_replica_with_fewer_slots_than_published_counts_as_full() -> None:
     pool = pool_of("a", concurrency=4)
     (entry, *_) = take_all(pool)
@@ -164,45 +112,6 @@ def test_a_replica_with_fewer_slots_than_published_counts_as_full() -> None:
     pool.release(entry)
     assert take_all(pool) == [entry]
     assert entry.has_queued_request
-
-
-def test_no_request_queues_at_a_removed_or_lost_replica() -> None:
-    pool = pool_of("a", "b", concurrency=2)
-    taken = {entry.tag: entry for entry in take_all(pool)}
-    for entry in taken.values():
-        pool.note_busy(entry, 2, 0.0, was_queued=False)
-        pool.release(entry)
-    assert len(take_all(pool)) == 2
-    publish(pool, "b", concurrency=2)
-    pool.suspend(taken["b"], 1.0)
-    for entry in taken.values():
-        pool.leave_queue(entry)
-        pool.report(entry, Load(0), 0.001)
-        pool.release(entry)
-    assert (take_all(pool, 0.001), pool.queued) == ([], 0)
-    assert take_all(pool, 1.0) == [taken["b"]]
-
-
-def test_a_replica_that_returns_full_gets_no_request_before_an_answer() -> None:
-    pool = pool_of("a")
-    (a,) = take_all(pool)
-    pool.suspend(a, 1.0)
-    assert take_all(pool, now=1.0) == []
-    pool.release(a)
-    assert take_all(pool, now=1.0) == [a]
-
-
-def test_a_removed_replica_gets_no_requests_after_late_answers() -> None:
-    pool = pool_of("a", "b")
-    a = next(each for each in take_all(pool) if each.tag == "a")
-    pool.suspend(a, 1.0)
-    publish(pool, "b")
-    pool.release(a)
-    assert pool.next_resume_at() is None
-    assert take_all(pool, now=1.0) == []
-    assert pool.in_flight == 1
-    pool.forget_worker("worker-of-b")
-    assert repr(pool) == ""
 
 
 @given(st.lists(st.tuples(st.sampled_from("tglabuf"), st.integers(0, 9)), max_size=60), st.integers(0, 2**32))
@@ -273,7 +182,7 @@ def served_at(pool: ReplicaPool, pace_s: float, count: int = 50) -> None:
         assert (entry.tag, entry.pace_s) == ("n", pytest.approx(pace_s))
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("pace_s", "lead"),
     [
         (0.0001, HOP_S / 0.0001),  # a queue of ten costs as much as a hop
@@ -367,30 +276,6 @@ def test_reported_load_of_a_remote_replica_counts_against_the_local_one() -> Non
     assert pool.take(REPORT_S, rng).tag == "f"  # type: ignore[union-attr]  # by then it says nothing
 
 
-def test_a_full_local_replica_does_not_delay_requests() -> None:
-    pool = pool_of("n", "f", local="n")
-    assert [each.tag for each in take_all(pool)] == ["n", "f"]
-
-
-def test_a_replica_that_joins_gets_the_next_request() -> None:
-    many = [f"r{number}" for number in range(100)]
-    pool = pool_of(*many, concurrency=10)
-    rng = random.Random(1)
-    for _ in range(50):
-        pool.take(0.0, rng)
-    publish(pool, *many, "x", "y", concurrency=10)
-    publish(pool, *many, "x", "y", "z", concurrency=10)
-    assert [pool.take(0.0, rng).tag for _ in range(3)] == ["x", "y", "z"]  # type: ignore[union-attr]
-    assert "x" not in {pool.take(0.0, rng).tag for _ in range(20)}  # type: ignore[union-attr]
-
-
-def test_a_newcomer_that_was_removed_gets_no_request() -> None:
-    pool = pool_of("a", concurrency=9)
-    publish(pool, "a", "b", concurrency=9)
-    publish(pool, "a", concurrency=9)
-    assert pool.take(0.0, random.Random(1)).tag == "a"  # type: ignore[union-attr]
-
-
 # ---- what it costs
 
 
@@ -438,7 +323,7 @@ def all_set_aside_but_one(size: int) -> ReplicaPool:
     return pool
 
 
-@pytest.mark.parametrize("make", [idle, all_but_one_full, half_set_aside, all_set_aside_but_one])
+@for_each("make", [idle, all_but_one_full, half_set_aside, all_set_aside_but_one])
 def test_choosing_costs_the_same_among_a_thousand_replicas(make: Callable[[int], ReplicaPool]) -> None:
     def cost(size: int) -> int:
         pool, rng = make(size), random.Random(1)

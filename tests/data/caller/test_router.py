@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import pytest
 from by_task import by_task
+from scenarios import for_each, scenarios
 from scripted_routes import ScriptedRoutes
 
 from daskserve.cluster.long_poll import LongPollClient
@@ -31,7 +32,7 @@ from daskserve.common.types import (
     Send,
 )
 from daskserve.data.caller.routing.contact import CHECK_S, CONTROLLER_S
-from daskserve.data.caller.routing.queued_request import MIN_PATIENCE_S, PATIENCE_S
+from daskserve.data.caller.routing.queued_request import MIN_QUEUE_TIMEOUT_S, QUEUE_TIMEOUT_S
 from daskserve.data.caller.routing.replay import KEPT_BYTES
 from daskserve.data.caller.routing.replica_pool import BUSY_BACKOFF_S, REPORT_S
 from daskserve.data.caller.routing.replica_set import (
@@ -155,14 +156,14 @@ class Stage:
         self.clock = LoopClock()
         self.sent: list[asyncio.Task[None]] = []
         self.routes = ScriptedRoutes()
-        self.learning = WaitingCalls()
+        self.waiting_calls = WaitingCalls()
         self.routers = Routers(
             cast(Cluster, self.replicas),
             cast(LongPollClient, self.listener),
             self.clock,
             random.Random(1),
             self.routes,
-            self.learning,
+            self.waiting_calls,
         )
 
     def publish(
@@ -229,6 +230,10 @@ def run(scenario: Callable[[Stage], Coroutine[Any, Any, None]]) -> None:
     run_virtual(main)
 
 
+staged = scenarios(run)
+virtual = scenarios(run_virtual, 0)
+
+
 def now() -> float:
     return asyncio.get_running_loop().time()
 
@@ -236,216 +241,195 @@ def now() -> float:
 # ---- room and the queue
 
 
-def test_a_replica_gets_as_many_requests_as_its_concurrency_and_the_rest_queue_in_order() -> None:
-    async def scenario(stage: Stage) -> None:
-        backend = stage.backend("r1", concurrency=2)
-        sent = [stage.send(backend) for _ in range(5)]
-        await quiet()
-        assert stage.replicas.asked == ["r1", "r1"]
-        assert "waiting=3 r1=2/2" in repr(backend)
-        for number in range(5):
-            stage.replicas.finish("r1")
-            await quiet()
-            assert [each.done() for each in sent] == [True] * (number + 1) + [False] * (4 - number)
-        assert stage.replicas.most == {"r1": 2}
-
-    run(scenario)
-
-
-def test_a_full_queue_rejects_with_its_size_and_limit() -> None:
-    async def scenario(stage: Stage) -> None:
-        backend = stage.backend("r1", max_queued=2)
-        sent = [stage.send(backend) for _ in range(3)]
-        await quiet()
-        with pytest.raises(BackPressureError, match="2 requests already wait for backend 'b'") as info:
-            await stage.send(backend)
-        assert (info.value.num_queued_requests, info.value.max_queued_requests) == (2, 2)
-        assert info.value.http_status == 503
-        for _ in sent:
-            stage.replicas.finish("r1")
-            await quiet()
-        assert all(each.done() and each.exception() is None for each in sent)
-
-    run(scenario)
-
-
-@pytest.mark.parametrize(("max_queued", "accepted"), [(2, 3), (0, 1), (-1, 30)])
-def test_the_queue_limit_holds_for_requests_that_arrive_before_it_is_known(
-    max_queued: int, accepted: int
+@staged
+async def test_a_replica_gets_as_many_requests_as_its_concurrency_and_the_rest_queue_in_order(
+    stage: Stage,
 ) -> None:
-    async def scenario(stage: Stage) -> None:
-        backend = stage.backend()
-        sent = [stage.send(backend) for _ in range(30)]
-        await quiet()
-        assert not any(each.done() for each in sent)
-        stage.publish("r1", max_queued=max_queued)
-        await quiet()
-        # The oldest requests stay.
-        assert [each.done() for each in sent] == [False] * accepted + [True] * (30 - accepted)
-        for each in sent[accepted:]:
-            with pytest.raises(BackPressureError, match="as many as max_queued_requests allows") as info:
-                await each
-            assert (info.value.num_queued_requests, info.value.max_queued_requests) == (
-                max_queued,
-                max_queued,
-            )
-
-    run(scenario)
-
-
-@pytest.mark.parametrize(("max_queued", "waiting"), [(0, 0), (-1, 2000)])
-def test_no_queue_and_a_queue_without_limit(max_queued: int, waiting: int) -> None:
-    async def scenario(stage: Stage) -> None:
-        backend = stage.backend("r1", max_queued=max_queued)
-        stage.send(backend)
-        sent = [stage.send(backend) for _ in range(max(1, waiting))]
-        await quiet()
-        refused = sum(each.done() and isinstance(each.exception(), BackPressureError) for each in sent)
-        assert refused == (0 if waiting else 1)
-
-    run(scenario)
-
-
-def test_a_cancelled_request_leaves_the_queue() -> None:
-    async def scenario(stage: Stage) -> None:
-        backend = stage.backend("r1", max_queued=1)
-        first, second = stage.send(backend), stage.send(backend)
-        await quiet()
-        second.cancel()
-        await quiet()
-        third = stage.send(backend)
-        await quiet()
+    backend = stage.backend("r1", concurrency=2)
+    sent = [stage.send(backend) for _ in range(5)]
+    await quiet()
+    assert stage.replicas.asked == ["r1", "r1"]
+    assert "waiting=3 r1=2/2" in repr(backend)
+    for number in range(5):
         stage.replicas.finish("r1")
         await quiet()
-        assert first.done()
-        assert stage.replicas.asked == ["r1", "r1"]
+        assert [each.done() for each in sent] == [True] * (number + 1) + [False] * (4 - number)
+    assert stage.replicas.most == {"r1": 2}
+
+
+@staged
+async def test_a_full_queue_rejects_with_its_size_and_limit(stage: Stage) -> None:
+    backend = stage.backend("r1", max_queued=2)
+    sent = [stage.send(backend) for _ in range(3)]
+    await quiet()
+    with pytest.raises(BackPressureError, match="2 requests already wait for backend 'b'") as info:
+        await stage.send(backend)
+    assert (info.value.num_queued_requests, info.value.max_queued_requests) == (2, 2)
+    assert info.value.http_status == 503
+    for _ in sent:
         stage.replicas.finish("r1")
-        await third
-
-    run(scenario)
-
-
-def test_the_turn_of_a_cancelled_request_goes_to_the_next() -> None:
-    async def scenario(stage: Stage) -> None:
-        backend = stage.backend("r1")
-        stage.send(backend)
-        second, third = stage.send(backend), stage.send(backend)
         await quiet()
-        stage.replicas.finish("r1")
-        await asyncio.sleep(0)  # the first ends: the second is woken, and has not run yet
-        second.cancel()
-        await quiet()
-        assert second.cancelled()
-        assert stage.replicas.asked == ["r1", "r1"]
-        stage.replicas.finish("r1")
-        await third
-
-    run(scenario)
+    assert all(each.done() and each.exception() is None for each in sent)
 
 
-def test_a_caller_that_disconnects_cancels_its_request_and_frees_its_slot() -> None:
-    async def scenario(stage: Stage) -> None:
-        backend = stage.backend("r1")
-        first, second = stage.send(backend), stage.send(backend)
-        await quiet()
-        first.cancel()
-        await quiet()
-        assert stage.replicas.cancelled == ["r1"]
-        assert stage.replicas.running == {"r1": 1}
-        stage.replicas.finish("r1")
-        await second
+@for_each(("max_queued", "accepted"), [(2, 3), (0, 1), (-1, 30)])
+@staged
+async def test_the_queue_limit_holds_for_requests_that_arrive_before_it_is_known(
+    stage: Stage, max_queued: int, accepted: int
+) -> None:
+    backend = stage.backend()
+    sent = [stage.send(backend) for _ in range(30)]
+    await quiet()
+    assert not any(each.done() for each in sent)
+    stage.publish("r1", max_queued=max_queued)
+    await quiet()
+    # The oldest requests stay.
+    assert [each.done() for each in sent] == [False] * accepted + [True] * (30 - accepted)
+    for each in sent[accepted:]:
+        with pytest.raises(BackPressureError, match="as many as max_queued_requests allows") as info:
+            await each
+        assert (info.value.num_queued_requests, info.value.max_queued_requests) == (
+            max_queued,
+            max_queued,
+        )
 
-    run(scenario)
+
+@for_each(("max_queued", "waiting"), [(0, 0), (-1, 2000)])
+@staged
+async def test_no_queue_and_a_queue_without_limit(stage: Stage, max_queued: int, waiting: int) -> None:
+    backend = stage.backend("r1", max_queued=max_queued)
+    stage.send(backend)
+    sent = [stage.send(backend) for _ in range(max(1, waiting))]
+    await quiet()
+    refused = sum(each.done() and isinstance(each.exception(), BackPressureError) for each in sent)
+    assert refused == (0 if waiting else 1)
+
+
+@staged
+async def test_a_cancelled_request_leaves_the_queue(stage: Stage) -> None:
+    backend = stage.backend("r1", max_queued=1)
+    first, second = stage.send(backend), stage.send(backend)
+    await quiet()
+    second.cancel()
+    await quiet()
+    third = stage.send(backend)
+    await quiet()
+    stage.replicas.finish("r1")
+    await quiet()
+    assert first.done()
+    assert stage.replicas.asked == ["r1", "r1"]
+    stage.replicas.finish("r1")
+    await third
+
+
+@staged
+async def test_the_turn_of_a_cancelled_request_goes_to_the_next(stage: Stage) -> None:
+    backend = stage.backend("r1")
+    stage.send(backend)
+    second, third = stage.send(backend), stage.send(backend)
+    await quiet()
+    stage.replicas.finish("r1")
+    await asyncio.sleep(0)  # the first ends: the second is woken, and has not run yet
+    second.cancel()
+    await quiet()
+    assert second.cancelled()
+    assert stage.replicas.asked == ["r1", "r1"]
+    stage.replicas.finish("r1")
+    await third
+
+
+@staged
+async def test_a_caller_that_disconnects_cancels_its_request_and_frees_its_slot(stage: Stage) -> None:
+    backend = stage.backend("r1")
+    first, second = stage.send(backend), stage.send(backend)
+    await quiet()
+    first.cancel()
+    await quiet()
+    assert stage.replicas.cancelled == ["r1"]
+    assert stage.replicas.running == {"r1": 1}
+    stage.replicas.finish("r1")
+    await second
 
 
 # ---- which replica
 
 
-def test_requests_spread_by_requests_in_flight() -> None:
-    async def scenario(stage: Stage) -> None:
-        backend = stage.backend("r1", "r2", "r3", concurrency=10)
-        for _ in range(15):
-            stage.send(backend)
-        await quiet()
-        assert sorted(stage.replicas.running.values()) == [5, 5, 5]
-
-    run(scenario)
+@staged
+async def test_requests_spread_by_requests_in_flight(stage: Stage) -> None:
+    backend = stage.backend("r1", "r2", "r3", concurrency=10)
+    for _ in range(15):
+        stage.send(backend)
+    await quiet()
+    assert sorted(stage.replicas.running.values()) == [5, 5, 5]
 
 
-def test_a_fresh_load_report_counts_and_an_old_one_does_not() -> None:
-    async def scenario(stage: Stage) -> None:
-        backend = stage.backend("r1", "r2", concurrency=100)
+@staged
+async def test_a_fresh_load_report_counts_and_an_old_one_does_not(stage: Stage) -> None:
+    backend = stage.backend("r1", "r2", concurrency=100)
 
-        async def answer(tag: str, *_: Any) -> Load:
-            return Load(ongoing=40, queued=2) if tag == "r1" else Load()
+    async def answer(tag: str, *_: Any) -> Load:
+        return Load(ongoing=40, queued=2) if tag == "r1" else Load()
 
-        stage.replicas.handler = answer
-        while "r1" not in stage.replicas.asked:
-            await stage.send(backend)
-        stage.replicas.asked.clear()
-        for _ in range(20):
-            await stage.send(backend)
-        assert set(stage.replicas.asked) == {"r2"}
-        await asyncio.sleep(REPORT_S)
-        for _ in range(20):
-            await stage.send(backend)
-        assert "r1" in stage.replicas.asked
-
-    run(scenario)
+    stage.replicas.handler = answer
+    while "r1" not in stage.replicas.asked:
+        await stage.send(backend)
+    stage.replicas.asked.clear()
+    for _ in range(20):
+        await stage.send(backend)
+    assert set(stage.replicas.asked) == {"r2"}
+    await asyncio.sleep(REPORT_S)
+    for _ in range(20):
+        await stage.send(backend)
+    assert "r1" in stage.replicas.asked
 
 
-def test_a_busy_replica_is_skipped_for_a_moment() -> None:
+@staged
+async def test_a_busy_replica_is_skipped_for_a_moment(stage: Stage) -> None:
     """It is full with other processes' requests, which this one cannot know before."""
+    backend = stage.backend("r1", "r2", concurrency=2)
+    began = now()
 
-    async def scenario(stage: Stage) -> None:
-        backend = stage.backend("r1", "r2", concurrency=2)
-        began = now()
+    async def answer(tag: str, *_: Any) -> Load:
+        if tag == "r1":
+            raise ReplicaBusyError("full", ongoing=2)
+        return Load()
 
-        async def answer(tag: str, *_: Any) -> Load:
-            if tag == "r1":
-                raise ReplicaBusyError("full", ongoing=2)
-            return Load()
-
-        stage.replicas.handler = answer
-        for _ in range(10):
-            await stage.send(backend)
-        assert now() == began
-        assert stage.replicas.asked.count("r2") == 10
-        assert stage.replicas.asked.count("r1") <= 1
-        await asyncio.sleep(REPORT_S)
-        for _ in range(10):
-            await stage.send(backend)
-        assert stage.replicas.asked.count("r1") in (1, 2)
-
-    run(scenario)
+    stage.replicas.handler = answer
+    for _ in range(10):
+        await stage.send(backend)
+    assert now() == began
+    assert stage.replicas.asked.count("r2") == 10
+    assert stage.replicas.asked.count("r1") <= 1
+    await asyncio.sleep(REPORT_S)
+    for _ in range(10):
+        await stage.send(backend)
+    assert stage.replicas.asked.count("r1") in (1, 2)
 
 
-def test_if_all_replicas_are_full_a_request_queues_at_each_in_turn() -> None:
-    async def scenario(stage: Stage) -> None:
-        backend = stage.backend("r1", "r2")
-        queue_timeout: list[QueueTimeout | None] = []
+@staged
+async def test_if_all_replicas_are_full_a_request_queues_at_each_in_turn(stage: Stage) -> None:
+    backend = stage.backend("r1", "r2")
+    queue_timeout: list[QueueTimeout | None] = []
 
-        async def answer(tag: str, envelope: Envelope, *_: Any) -> Load:
-            queue_timeout.append(envelope.queue_timeout)
-            if envelope.queue_timeout is None:
-                raise ReplicaBusyError("full", ongoing=1)
-            if len(queue_timeout) < 5:
-                await asyncio.sleep(envelope.queue_timeout.left_s)
-                raise ReplicaBusyError("full", ongoing=1)
-            return Load()
+    async def answer(tag: str, envelope: Envelope, *_: Any) -> Load:
+        queue_timeout.append(envelope.queue_timeout)
+        if envelope.queue_timeout is None:
+            raise ReplicaBusyError("full", ongoing=1)
+        if len(queue_timeout) < 5:
+            await asyncio.sleep(envelope.queue_timeout.left_s)
+            raise ReplicaBusyError("full", ongoing=1)
+        return Load()
 
-        stage.replicas.handler = answer
-        await stage.send(backend, POST)
-        assert {*stage.replicas.asked[:2]} == {*stage.replicas.asked[2:4]} == {"r1", "r2"}
-        assert queue_timeout == [
-            None,
-            None,
-            *(QueueTimeout(PATIENCE_S / 2, n * PATIENCE_S / 2) for n in range(3)),
-        ]
-        assert now() == PATIENCE_S
-        assert POST.queue_timeout is None
-
-    run(scenario)
+    stage.replicas.handler = answer
+    await stage.send(backend, POST)
+    assert {*stage.replicas.asked[:2]} == {*stage.replicas.asked[2:4]} == {"r1", "r2"}
+    assert queue_timeout == [
+        None,
+        None,
+        *(QueueTimeout(QUEUE_TIMEOUT_S / 2, n * QUEUE_TIMEOUT_S / 2) for n in range(3)),
+    ]
+    assert now() == QUEUE_TIMEOUT_S
+    assert POST.queue_timeout is None
 
 
 class OnlyReplica:
@@ -503,332 +487,308 @@ class OnlyReplica:
         assert [(each.waiting, each.in_flight) for each in self.backends] == [(0, 0)] * len(self.backends)
 
 
-@pytest.mark.parametrize("clients", [(3, 3), (1, 10), (3, 3, 3, 3, 3), (1, 10, 1, 2, 5), (1, 1, 1, 1, 1)])
-@pytest.mark.parametrize("took_s", [1.0, 0.3, 0.005])
-def test_routers_take_turns_at_a_replica_hardly_disturb_it_and_leave_it_no_time_to_idle(
+@for_each("clients", [(3, 3), (1, 10), (3, 3, 3, 3, 3), (1, 10, 1, 2, 5), (1, 1, 1, 1, 1)])
+@for_each("took_s", [1.0, 0.3, 0.005])
+@virtual
+async def test_routers_take_turns_at_a_replica_hardly_disturb_it_and_leave_it_no_time_to_idle(
     took_s: float, clients: tuple[int, ...]
 ) -> None:
-    async def main() -> None:
-        slots = OnlyReplica(took_s, len(clients))
-        for router, count in enumerate(clients):
-            slots.keep_asking(router, count)
-        span_s = 60 * took_s if took_s == 1.0 else 6.0
-        await asyncio.sleep(span_s)
-        assert slots.metrics.refused < 10 * span_s
-        assert max(slots.turns) - min(slots.turns) <= 2
-        assert sum(slots.turns) * took_s > 0.9 * span_s
-        await slots.end()
-
-    run_virtual(main)
+    slots = OnlyReplica(took_s, len(clients))
+    for router, count in enumerate(clients):
+        slots.keep_asking(router, count)
+    span_s = 60 * took_s if took_s == 1.0 else 6.0
+    await asyncio.sleep(span_s)
+    assert slots.metrics.refused < 10 * span_s
+    assert max(slots.turns) - min(slots.turns) <= 2
+    assert sum(slots.turns) * took_s > 0.9 * span_s
+    await slots.end()
 
 
-@pytest.mark.parametrize("took_s", [1.0, 0.02])
-def test_routers_use_and_share_all_of_many_slots(took_s: float) -> None:
-    async def main() -> None:
-        slots = OnlyReplica(took_s, routers=3, slots=8, jitter=0.4)
-        for router, count in enumerate((10, 20, 40)):
-            slots.keep_asking(router, count)
-        await asyncio.sleep(60 * took_s)
-        assert sum(slots.turns) > 0.9 * 60 * 8
-        assert min(slots.turns) > 0.8 * max(slots.turns)
-        assert slots.metrics.refused < 20 + 10 * 60 * took_s
-        await slots.end()
-
-    run_virtual(main)
+@for_each("took_s", [1.0, 0.02])
+@virtual
+async def test_routers_use_and_share_all_of_many_slots(took_s: float) -> None:
+    slots = OnlyReplica(took_s, routers=3, slots=8, jitter=0.4)
+    for router, count in enumerate((10, 20, 40)):
+        slots.keep_asking(router, count)
+    await asyncio.sleep(60 * took_s)
+    assert sum(slots.turns) > 0.9 * 60 * 8
+    assert min(slots.turns) > 0.8 * max(slots.turns)
+    assert slots.metrics.refused < 20 + 10 * 60 * took_s
+    await slots.end()
 
 
-def test_an_occasional_request_to_a_busy_replica_soon_gets_a_slot() -> None:
-    async def main() -> None:
-        slots = OnlyReplica(0.01)
-        slots.keep_asking(0, 3)
-        waited_s = []
-        for _ in range(100):
-            await asyncio.sleep(0.1)
-            began = now()
-            await slots.stages[1].send(slots.backends[1])
-            waited_s.append(now() - began)
-        assert max(waited_s) < 3.5 * slots.took_s
-        await slots.end()
-
-    run_virtual(main)
-
-
-def test_a_replica_that_has_room_again_is_used_without_waiting() -> None:
-    async def main() -> None:
-        slots = OnlyReplica(1.0, slots=5)
-        slots.keep_asking(0, 5)
-        await asyncio.sleep(0.5)
-        first = slots.stages[1].send(slots.backends[1])
+@virtual
+async def test_an_occasional_request_to_a_busy_replica_soon_gets_a_slot() -> None:
+    slots = OnlyReplica(0.01)
+    slots.keep_asking(0, 3)
+    waited_s = []
+    for _ in range(100):
         await asyncio.sleep(0.1)
-        assert slots.metrics.refused == 1
-        assert slots.backends[1].waiting == 1
-        for task in slots.stages[0].sent[-5:]:
-            task.cancel()
-        slots._sending.clear()
-        await asyncio.sleep(0.001)
         began = now()
-        await asyncio.gather(*(slots.stages[1].send(slots.backends[1]) for _ in range(4)))
-        assert now() - began < 1.0 + 10 * slots.TRANSIT_S
-        assert slots.metrics.refused == 1
-        await first
-        await slots.end()
-
-    run_virtual(main)
+        await slots.stages[1].send(slots.backends[1])
+        waited_s.append(now() - began)
+    assert max(waited_s) < 3.5 * slots.took_s
+    await slots.end()
 
 
-def test_one_request_queues_at_the_replica_and_the_others_in_the_router() -> None:
-    async def scenario(stage: Stage) -> None:
-        backend = stage.backend("r1", concurrency=3, max_queued=3)
-        took: list[Callable[[Message], Awaitable[None]]] = []
-        seen: list[Message] = []
-
-        async def answer(tag: str, envelope: Envelope, receive: Receive, send: Send) -> Load:
-            if envelope.queue_timeout is None:
-                raise ReplicaBusyError("full", ongoing=3)
-            took.append(send)
-            await asyncio.get_running_loop().create_future()
-            raise AssertionError
-
-        async def keep(message: Message) -> None:
-            seen.append(message)
-
-        stage.replicas.handler = answer
-        first = asyncio.create_task(backend.send(CALL, cast(Receive, None), keep))
-        stage.sent.append(first)
-        await quiet()
-        for _ in range(2):
-            stage.send(backend)
-        await quiet()
-        assert stage.replicas.asked == ["r1"] * 2
-        assert (backend.waiting, backend.in_flight) == (3, 0)
-        with pytest.raises(BackPressureError, match="3 requests already wait"):
-            await stage.send(backend)
-        await took[0]({"type": SLOT_TAKEN, "ongoing": 3, "queued": 4})
-        await took[0]({"type": "call.result"})
-        await quiet()
-        assert stage.replicas.asked == ["r1"] * 3
-        assert (backend.waiting, backend.in_flight) == (2, 1)
-        assert seen == [{"type": "call.result"}]
-        first.cancel()
-        await quiet()
-        assert (backend.waiting, backend.in_flight) == (2, 0)
-        stage.sent[1].cancel()
-        await quiet()
-        assert stage.replicas.asked == ["r1"] * 4, "the place of one who leaves the line goes to the next"
-        assert (backend.waiting, backend.in_flight) == (1, 0)
-
-    run(scenario)
+@virtual
+async def test_a_replica_that_has_room_again_is_used_without_waiting() -> None:
+    slots = OnlyReplica(1.0, slots=5)
+    slots.keep_asking(0, 5)
+    await asyncio.sleep(0.5)
+    first = slots.stages[1].send(slots.backends[1])
+    await asyncio.sleep(0.1)
+    assert slots.metrics.refused == 1
+    assert slots.backends[1].waiting == 1
+    for task in slots.stages[0].sent[-5:]:
+        task.cancel()
+    slots._sending.clear()
+    await asyncio.sleep(0.001)
+    began = now()
+    await asyncio.gather(*(slots.stages[1].send(slots.backends[1]) for _ in range(4)))
+    assert now() - began < 1.0 + 10 * slots.TRANSIT_S
+    assert slots.metrics.refused == 1
+    await first
+    await slots.end()
 
 
-def test_a_slot_with_others_free_lets_waiting_requests_go_and_the_wait_is_recorded() -> None:
-    async def scenario(stage: Stage) -> None:
-        backend = stage.backend("r1", concurrency=9)
-        patient: list[Send] = []
+@staged
+async def test_one_request_queues_at_the_replica_and_the_others_in_the_router(stage: Stage) -> None:
+    backend = stage.backend("r1", concurrency=3, max_queued=3)
+    took: list[Callable[[Message], Awaitable[None]]] = []
+    seen: list[Message] = []
 
-        async def answer(tag: str, envelope: Envelope, receive: Receive, send: Send) -> Load:
-            if not patient and envelope.queue_timeout is None:
-                raise ReplicaBusyError("full", ongoing=9)
-            if envelope.queue_timeout is not None:
-                patient.append(send)
-            await asyncio.get_running_loop().create_future()
-            raise AssertionError
+    async def answer(tag: str, envelope: Envelope, receive: Receive, send: Send) -> Load:
+        if envelope.queue_timeout is None:
+            raise ReplicaBusyError("full", ongoing=3)
+        took.append(send)
+        await asyncio.get_running_loop().create_future()
+        raise AssertionError
 
-        stage.replicas.handler = answer
-        for _ in range(4):
-            stage.send(backend)
-            await quiet()
-        assert (backend.waiting, series(stage)[("router_queue_wait_seconds",)]) == (4, 0)
-        await patient[0]({"type": SLOT_TAKEN, "ongoing": 1, "queued": 0})
-        await quiet()
-        assert (len(patient), backend.waiting, backend.in_flight) == (1, 0, 4)
-        assert series(stage)[("router_queue_wait_seconds",)] == 4
+    async def keep(message: Message) -> None:
+        seen.append(message)
 
-    run(scenario)
-
-
-def test_the_replica_queue_place_of_a_cancelled_request_goes_to_the_next() -> None:
-    async def scenario(stage: Stage) -> None:
-        backend = stage.backend("r1", "r2", concurrency=2)
-        patient: list[Send] = []
-
-        async def answer(tag: str, envelope: Envelope, receive: Receive, send: Send) -> Load:
-            if envelope.queue_timeout is None:
-                raise ReplicaBusyError("full", ongoing=2)
-            patient.append(send)
-            await asyncio.get_running_loop().create_future()
-            raise AssertionError
-
-        stage.replicas.handler = answer
-        sent = [stage.send(backend) for _ in range(4)]
-        await quiet()
-        assert (len(patient), backend.waiting) == (2, 4)
-        sent[0].cancel()
-        await asyncio.sleep(0)  # the next is woken, and has not run yet
-        sent[2].cancel()
-        sent[3].cancel()
-        await quiet()
-        assert backend.waiting == 1
-        sent[1].cancel()
-        await quiet()
-        assert (backend.waiting, backend.in_flight) == (0, 0)
-
-    run(scenario)
-
-
-def test_a_full_replica_queue_is_tried_again_after_a_moment() -> None:
-    async def scenario(stage: Stage) -> None:
-        backend = stage.backend("r1")
-
-        async def answer(*_: Any) -> Load:
-            raise ReplicaBusyError("full", ongoing=1)
-
-        stage.replicas.handler = answer
+    stage.replicas.handler = answer
+    first = asyncio.create_task(backend.send(CALL, cast(Receive, None), keep))
+    stage.sent.append(first)
+    await quiet()
+    for _ in range(2):
         stage.send(backend)
-        await asyncio.sleep(10.5 * BUSY_BACKOFF_S)
-        assert len(stage.replicas.asked) == 2 + 10
-
-    run(scenario)
-
-
-@pytest.mark.parametrize(("replicas", "left_s"), [(1, PATIENCE_S), (1000, MIN_PATIENCE_S)])
-def test_among_many_replicas_a_request_waits_less_at_each(replicas: int, left_s: float) -> None:
-    async def scenario(stage: Stage) -> None:
-        backend = stage.backend(*map(str, range(replicas)))
-        found: list[QueueTimeout] = []
-
-        async def answer(tag: str, envelope: Envelope, *_: Any) -> Load:
-            if envelope.queue_timeout is None:
-                raise ReplicaBusyError("full", ongoing=1)
-            found.append(envelope.queue_timeout)
-            return Load()
-
-        stage.replicas.handler = answer
+    await quiet()
+    assert stage.replicas.asked == ["r1"] * 2
+    assert (backend.waiting, backend.in_flight) == (3, 0)
+    with pytest.raises(BackPressureError, match="3 requests already wait"):
         await stage.send(backend)
-        assert found == [QueueTimeout(left_s)]
+    await took[0]({"type": SLOT_TAKEN, "ongoing": 3, "queued": 4})
+    await took[0]({"type": "call.result"})
+    await quiet()
+    assert stage.replicas.asked == ["r1"] * 3
+    assert (backend.waiting, backend.in_flight) == (2, 1)
+    assert seen == [{"type": "call.result"}]
+    first.cancel()
+    await quiet()
+    assert (backend.waiting, backend.in_flight) == (2, 0)
+    stage.sent[1].cancel()
+    await quiet()
+    assert stage.replicas.asked == ["r1"] * 4, "the place of one who leaves the line goes to the next"
+    assert (backend.waiting, backend.in_flight) == (1, 0)
 
-    run(scenario)
+
+@staged
+async def test_a_slot_with_others_free_lets_waiting_requests_go_and_the_wait_is_recorded(
+    stage: Stage,
+) -> None:
+    backend = stage.backend("r1", concurrency=9)
+    patient: list[Send] = []
+
+    async def answer(tag: str, envelope: Envelope, receive: Receive, send: Send) -> Load:
+        if not patient and envelope.queue_timeout is None:
+            raise ReplicaBusyError("full", ongoing=9)
+        if envelope.queue_timeout is not None:
+            patient.append(send)
+        await asyncio.get_running_loop().create_future()
+        raise AssertionError
+
+    stage.replicas.handler = answer
+    for _ in range(4):
+        stage.send(backend)
+        await quiet()
+    assert (backend.waiting, series(stage)[("router_queue_wait_seconds",)]) == (4, 0)
+    await patient[0]({"type": SLOT_TAKEN, "ongoing": 1, "queued": 0})
+    await quiet()
+    assert (len(patient), backend.waiting, backend.in_flight) == (1, 0, 4)
+    assert series(stage)[("router_queue_wait_seconds",)] == 4
 
 
-def test_a_request_that_ran_out_of_patience_moves_to_a_replica_with_room() -> None:
-    async def main() -> None:
-        slots = OnlyReplica(1000.0)
-        slots.stages[0].send(slots.backends[0])
+@staged
+async def test_the_replica_queue_place_of_a_cancelled_request_goes_to_the_next(stage: Stage) -> None:
+    backend = stage.backend("r1", "r2", concurrency=2)
+    patient: list[Send] = []
+
+    async def answer(tag: str, envelope: Envelope, receive: Receive, send: Send) -> Load:
+        if envelope.queue_timeout is None:
+            raise ReplicaBusyError("full", ongoing=2)
+        patient.append(send)
+        await asyncio.get_running_loop().create_future()
+        raise AssertionError
+
+    stage.replicas.handler = answer
+    sent = [stage.send(backend) for _ in range(4)]
+    await quiet()
+    assert (len(patient), backend.waiting) == (2, 4)
+    sent[0].cancel()
+    await asyncio.sleep(0)  # the next is woken, and has not run yet
+    sent[2].cancel()
+    sent[3].cancel()
+    await quiet()
+    assert backend.waiting == 1
+    sent[1].cancel()
+    await quiet()
+    assert (backend.waiting, backend.in_flight) == (0, 0)
+
+
+@staged
+async def test_a_full_replica_queue_is_tried_again_after_a_moment(stage: Stage) -> None:
+    backend = stage.backend("r1")
+
+    async def answer(*_: Any) -> Load:
+        raise ReplicaBusyError("full", ongoing=1)
+
+    stage.replicas.handler = answer
+    stage.send(backend)
+    await asyncio.sleep(10.5 * BUSY_BACKOFF_S)
+    assert len(stage.replicas.asked) == 2 + 10
+
+
+@for_each(("replicas", "left_s"), [(1, QUEUE_TIMEOUT_S), (1000, MIN_QUEUE_TIMEOUT_S)])
+@staged
+async def test_among_many_replicas_a_request_waits_less_at_each(
+    stage: Stage, replicas: int, left_s: float
+) -> None:
+    backend = stage.backend(*map(str, range(replicas)))
+    found: list[QueueTimeout] = []
+
+    async def answer(tag: str, envelope: Envelope, *_: Any) -> Load:
+        if envelope.queue_timeout is None:
+            raise ReplicaBusyError("full", ongoing=1)
+        found.append(envelope.queue_timeout)
+        return Load()
+
+    stage.replicas.handler = answer
+    await stage.send(backend)
+    assert found == [QueueTimeout(left_s)]
+
+
+@virtual
+async def test_a_request_that_ran_out_of_patience_moves_to_a_replica_with_room() -> None:
+    slots = OnlyReplica(1000.0)
+    slots.stages[0].send(slots.backends[0])
+    await asyncio.sleep(0.1)
+    waiting = slots.stages[1].send(slots.backends[1])
+    await asyncio.sleep(0.1)
+    stage = slots.stages[1]
+
+    async def answer(*_: Any) -> Load:
+        return Load()
+
+    stage.replicas.handler = answer
+    stage.publish("r1", "r2")
+    await waiting
+    assert stage.replicas.asked[-1] == "r2"
+    assert now() < 0.1 + QUEUE_TIMEOUT_S + 10 * slots.TRANSIT_S
+    await slots.end()
+
+
+@staged
+async def test_simultaneous_refusals_suspend_a_replica_once(stage: Stage) -> None:
+    backend = stage.backend("r1", concurrency=10)
+    for _ in range(10):
+        stage.send(backend)
+    await quiet()
+    for _ in range(10):
+        stage.replicas.finish("r1", ReplicaBusyError("full", ongoing=10))
+    await quiet()
+    assert len(stage.replicas.asked) == 11
+    assert (backend.waiting, backend.in_flight) == (10, 0)
+
+
+@staged
+async def test_a_local_replica_is_chosen_first(stage: Stage) -> None:
+    stage.replicas.here = "worker-of-r2"
+    backend = stage.backend("r1", "r2", "r3", concurrency=3)
+    for number in range(3):
+        stage.send(backend)
+        await quiet()
+        assert stage.replicas.asked == ["r2"] * (number + 1)
         await asyncio.sleep(0.1)
-        waiting = slots.stages[1].send(slots.backends[1])
-        await asyncio.sleep(0.1)
-        stage = slots.stages[1]
-
-        async def answer(*_: Any) -> Load:
-            return Load()
-
-        stage.replicas.handler = answer
-        stage.publish("r1", "r2")
-        await waiting
-        assert stage.replicas.asked[-1] == "r2"
-        assert now() < 0.1 + PATIENCE_S + 10 * slots.TRANSIT_S
-        await slots.end()
-
-    run_virtual(main)
-
-
-def test_simultaneous_refusals_suspend_a_replica_once() -> None:
-    async def scenario(stage: Stage) -> None:
-        backend = stage.backend("r1", concurrency=10)
-        for _ in range(10):
-            stage.send(backend)
+        stage.replicas.finish("r2")
         await quiet()
-        for _ in range(10):
-            stage.replicas.finish("r1", ReplicaBusyError("full", ongoing=10))
-        await quiet()
-        assert len(stage.replicas.asked) == 11
-        assert (backend.waiting, backend.in_flight) == (10, 0)
-
-    run(scenario)
+    for _ in range(3):
+        stage.send(backend)
+    await quiet()
+    assert set(stage.replicas.asked[3:]) == {"r1", "r2", "r3"}, "others are idle"
 
 
-def test_a_local_replica_is_chosen_first() -> None:
-    async def scenario(stage: Stage) -> None:
-        stage.replicas.here = "worker-of-r2"
-        backend = stage.backend("r1", "r2", "r3", concurrency=3)
-        for number in range(3):
-            stage.send(backend)
-            await quiet()
-            assert stage.replicas.asked == ["r2"] * (number + 1)
-            await asyncio.sleep(0.1)
-            stage.replicas.finish("r2")
-            await quiet()
-        for _ in range(3):
-            stage.send(backend)
-        await quiet()
-        assert set(stage.replicas.asked[3:]) == {"r1", "r2", "r3"}, "others are idle"
-
-    run(scenario)
-
-
-def test_new_replicas_get_the_queued_requests_and_the_next_ones() -> None:
-    async def scenario(stage: Stage) -> None:
-        old = [f"r{number}" for number in range(50)]
-        backend = stage.backend(*old, concurrency=2)
-        sent = [stage.send(backend) for _ in range(103)]
-        await quiet()
-        began = now()
-        stage.publish(*old, "new", concurrency=2)
-        await quiet()
-        assert stage.replicas.asked[100:] == ["new", "new"]
-        for tag in old:
-            stage.replicas.finish(tag)
-        await quiet()
-        stage.publish(*old, "new", "newer", concurrency=2)
-        sent.append(stage.send(backend))
-        await quiet()
-        assert stage.replicas.asked[-1] == "newer", "though fifty others have room, too"
-        assert now() == began
-
-    run(scenario)
+@staged
+async def test_new_replicas_get_the_queued_requests_and_the_next_ones(stage: Stage) -> None:
+    old = [f"r{number}" for number in range(50)]
+    backend = stage.backend(*old, concurrency=2)
+    sent = [stage.send(backend) for _ in range(103)]
+    await quiet()
+    began = now()
+    stage.publish(*old, "new", concurrency=2)
+    await quiet()
+    assert stage.replicas.asked[100:] == ["new", "new"]
+    for tag in old:
+        stage.replicas.finish(tag)
+    await quiet()
+    stage.publish(*old, "new", "newer", concurrency=2)
+    sent.append(stage.send(backend))
+    await quiet()
+    assert stage.replicas.asked[-1] == "newer", "though fifty others have room, too"
+    assert now() == began
 
 
 # ---- replicas that are lost
 
 
-@pytest.mark.parametrize("envelope", [CALL, GET, POST], ids=["call", "get", "post"])
-def test_a_request_that_had_not_begun_is_retried_transparently(envelope: Envelope) -> None:
-    async def scenario(stage: Stage) -> None:
-        backend = stage.backend("r1", "r2")
-        began = now()
+@for_each("envelope", [CALL, GET, POST])
+@staged
+async def test_a_request_that_had_not_begun_is_retried_transparently(
+    stage: Stage, envelope: Envelope
+) -> None:
+    backend = stage.backend("r1", "r2")
+    began = now()
 
-        async def answer(tag: str, *_: Any) -> Load:
-            if tag == "r1":
-                raise ActorLostError("cannot be reached", begun=False)
-            return Load()
+    async def answer(tag: str, *_: Any) -> Load:
+        if tag == "r1":
+            raise ActorLostError("cannot be reached", begun=False)
+        return Load()
 
-        stage.replicas.handler = answer
-        for _ in range(10):
-            await stage.send(backend, envelope)
-        assert now() == began
-        assert stage.replicas.asked.count("r1") <= 1
-        assert stage.replicas.asked.count("r2") == 10
-        await asyncio.sleep(UNREACHABLE_BACKOFF_S)
-        for _ in range(10):
-            await stage.send(backend, envelope)
-        assert stage.replicas.asked.count("r1") >= 1
-
-    run(scenario)
+    stage.replicas.handler = answer
+    for _ in range(10):
+        await stage.send(backend, envelope)
+    assert now() == began
+    assert stage.replicas.asked.count("r1") <= 1
+    assert stage.replicas.asked.count("r2") == 10
+    await asyncio.sleep(UNREACHABLE_BACKOFF_S)
+    for _ in range(10):
+        await stage.send(backend, envelope)
+    assert stage.replicas.asked.count("r1") >= 1
 
 
-@pytest.mark.parametrize("envelope", [CALL, POST], ids=["call", "post"])
-def test_a_begun_request_that_must_not_be_retried_fails(envelope: Envelope) -> None:
-    async def scenario(stage: Stage) -> None:
-        backend = stage.backend("r1", "r2")
+@for_each("envelope", [CALL, POST])
+@staged
+async def test_a_begun_request_that_must_not_be_retried_fails(stage: Stage, envelope: Envelope) -> None:
+    backend = stage.backend("r1", "r2")
 
-        async def answer(*_: Any) -> Load:
-            raise ActorLostError("the worker died", begun=True)
+    async def answer(*_: Any) -> Load:
+        raise ActorLostError("the worker died", begun=True)
 
-        stage.replicas.handler = answer
-        with pytest.raises(ActorLostError, match="the worker died"):
-            await stage.send(backend, envelope)
-        assert len(stage.replicas.asked) == 1
-
-    run(scenario)
+    stage.replicas.handler = answer
+    with pytest.raises(ActorLostError, match="the worker died"):
+        await stage.send(backend, envelope)
+    assert len(stage.replicas.asked) == 1
 
 
 class Caller:
@@ -858,436 +818,393 @@ async def body_of(receive: Receive) -> bytes:
             return body
 
 
-def test_a_begun_idempotent_request_is_answered_once_by_another_replica() -> None:
-    async def scenario(stage: Stage) -> None:
-        backend = stage.backend("r1", "r2")
-        bodies: list[bytes] = []
+@staged
+async def test_a_begun_idempotent_request_is_answered_once_by_another_replica(stage: Stage) -> None:
+    backend = stage.backend("r1", "r2")
+    bodies: list[bytes] = []
 
-        async def answer(tag: str, envelope: Envelope, receive: Receive, send: Send) -> Load:
-            bodies.append(await body_of(receive))
-            if len(bodies) == 1:
-                raise ActorLostError("the worker died", begun=True)
-            await send(START)
-            await send({"type": "http.response.body", "body": tag.encode()})
-            return Load()
-
-        stage.replicas.handler = answer
-        caller = Caller(b"one,", b"two")
-        put = Envelope(EnvelopeKind.HTTP, {"type": "http", "method": "PUT"})
-        await backend.send(put, caller.receive, caller.send)
-        first, second = stage.replicas.asked
-        assert first != second
-        assert bodies == [b"one,two"] * 2
-        assert caller.answers == [START, {"type": "http.response.body", "body": second.encode()}]
-
-    run(scenario)
-
-
-@pytest.mark.parametrize(
-    ("body", "is_answered"), [(b"", True), (b"x" * (KEPT_BYTES + 1), False)], ids=["answered", "large body"]
-)
-def test_a_request_with_a_begun_response_or_a_large_body_is_not_retried(
-    body: bytes, is_answered: bool
-) -> None:
-    async def scenario(stage: Stage) -> None:
-        backend = stage.backend("r1", "r2")
-
-        async def answer(tag: str, envelope: Envelope, receive: Receive, send: Send) -> Load:
-            await body_of(receive)
-            if is_answered:
-                await send(START)
+    async def answer(tag: str, envelope: Envelope, receive: Receive, send: Send) -> Load:
+        bodies.append(await body_of(receive))
+        if len(bodies) == 1:
             raise ActorLostError("the worker died", begun=True)
+        await send(START)
+        await send({"type": "http.response.body", "body": tag.encode()})
+        return Load()
 
-        stage.replicas.handler = answer
-        caller = Caller(body)
-        get = replace(GET, has_started=lambda: bool(caller.answers))
-        with pytest.raises(ActorLostError, match="the worker died") as info:
-            await backend.send(get, caller.receive, caller.send)
-        assert info.value.http_status == 502
-        assert len(stage.replicas.asked) == 1
-        assert caller.answers == [START] * is_answered
-
-    run(scenario)
+    stage.replicas.handler = answer
+    caller = Caller(b"one,", b"two")
+    put = Envelope(EnvelopeKind.HTTP, {"type": "http", "method": "PUT"})
+    await backend.send(put, caller.receive, caller.send)
+    first, second = stage.replicas.asked
+    assert first != second
+    assert bodies == [b"one,two"] * 2
+    assert caller.answers == [START, {"type": "http.response.body", "body": second.encode()}]
 
 
-@pytest.mark.parametrize("begun", [True, False])
-def test_a_broken_connection_suspends_a_running_replica_only_briefly(begun: bool) -> None:
+@for_each(("body", "is_answered"), [(b"", True), (b"x" * (KEPT_BYTES + 1), False)])
+@staged
+async def test_a_request_with_a_begun_response_or_a_large_body_is_not_retried(
+    stage: Stage, body: bytes, is_answered: bool
+) -> None:
+    backend = stage.backend("r1", "r2")
+
+    async def answer(tag: str, envelope: Envelope, receive: Receive, send: Send) -> Load:
+        await body_of(receive)
+        if is_answered:
+            await send(START)
+        raise ActorLostError("the worker died", begun=True)
+
+    stage.replicas.handler = answer
+    caller = Caller(body)
+    get = replace(GET, has_started=lambda: bool(caller.answers))
+    with pytest.raises(ActorLostError, match="the worker died") as info:
+        await backend.send(get, caller.receive, caller.send)
+    assert info.value.http_status == 502
+    assert len(stage.replicas.asked) == 1
+    assert caller.answers == [START] * is_answered
+
+
+@for_each("begun", [True, False])
+@staged
+async def test_a_broken_connection_suspends_a_running_replica_only_briefly(stage: Stage, begun: bool) -> None:
     """Its worker may well be there, and the next connection work."""
+    backend = stage.backend("r1")
 
-    async def scenario(stage: Stage) -> None:
-        backend = stage.backend("r1")
+    async def answer(*_: Any) -> Load:
+        if len(stage.replicas.asked) == 1:
+            raise ActorLostError("the connection was lost", begun=begun, is_disconnected=True)
+        return Load()
 
-        async def answer(*_: Any) -> Load:
-            if len(stage.replicas.asked) == 1:
-                raise ActorLostError("the connection was lost", begun=begun, is_disconnected=True)
-            return Load()
-
-        stage.replicas.handler = answer
-        await stage.send(backend, GET)
-        assert stage.replicas.asked == ["r1", "r1"]
-        assert now() == pytest.approx(DISCONNECTED_BACKOFF_S)
-
-    run(scenario)
+    stage.replicas.handler = answer
+    await stage.send(backend, GET)
+    assert stage.replicas.asked == ["r1", "r1"]
+    assert now() == pytest.approx(DISCONNECTED_BACKOFF_S)
 
 
-def test_errors_of_user_code_reach_the_caller_and_free_the_slot() -> None:
-    async def scenario(stage: Stage) -> None:
-        backend = stage.backend("r1")
+@staged
+async def test_errors_of_user_code_reach_the_caller_and_free_the_slot(stage: Stage) -> None:
+    backend = stage.backend("r1")
 
-        async def answer(*_: Any) -> Load:
-            raise ValueError("of the user")
+    async def answer(*_: Any) -> Load:
+        raise ValueError("of the user")
 
-        stage.replicas.handler = answer
-        for _ in range(3):
-            with pytest.raises(ValueError, match="of the user"):
-                await stage.send(backend)
-        assert "r1=0/1" in repr(backend)
-
-    run(scenario)
+    stage.replicas.handler = answer
+    for _ in range(3):
+        with pytest.raises(ValueError, match="of the user"):
+            await stage.send(backend)
+    assert "r1=0/1" in repr(backend)
 
 
-def test_replicas_of_a_worker_that_left_get_no_requests() -> None:
-    async def scenario(stage: Stage) -> None:
-        backend = stage.backend("r1", "r2", concurrency=100)
-        for left in stage.listener.left:
-            left("worker-of-r1")
-        for _ in range(10):
-            stage.send(backend)
-        await quiet()
-        assert set(stage.replicas.asked) == {"r2"}
-
-    run(scenario)
+@staged
+async def test_replicas_of_a_worker_that_left_get_no_requests(stage: Stage) -> None:
+    backend = stage.backend("r1", "r2", concurrency=100)
+    for left in stage.listener.left:
+        left("worker-of-r1")
+    for _ in range(10):
+        stage.send(backend)
+    await quiet()
+    assert set(stage.replicas.asked) == {"r2"}
 
 
 # ---- news of the backend
 
 
-def test_requests_in_flight_stay_counted_when_the_replicas_change() -> None:
-    async def scenario(stage: Stage) -> None:
-        backend = stage.backend("r1")
-        sent = [stage.send(backend), stage.send(backend)]
-        await quiet()
-        stage.publish("r1", "r2")
-        await quiet()
-        assert stage.replicas.asked == ["r1", "r2"]  # r1 is still full
-        stage.publish("r2")
-        third = stage.send(backend)
-        await quiet()
-        assert stage.replicas.asked == ["r1", "r2"]
-        stage.replicas.finish("r1")
-        await sent[0]
-        assert not third.done()
-        stage.replicas.finish("r2")
-        await quiet()
-        assert stage.replicas.asked == ["r1", "r2", "r2"]
-
-    run(scenario)
+@staged
+async def test_requests_in_flight_stay_counted_when_the_replicas_change(stage: Stage) -> None:
+    backend = stage.backend("r1")
+    sent = [stage.send(backend), stage.send(backend)]
+    await quiet()
+    stage.publish("r1", "r2")
+    await quiet()
+    assert stage.replicas.asked == ["r1", "r2"]  # r1 is still full
+    stage.publish("r2")
+    third = stage.send(backend)
+    await quiet()
+    assert stage.replicas.asked == ["r1", "r2"]
+    stage.replicas.finish("r1")
+    await sent[0]
+    assert not third.done()
+    stage.replicas.finish("r2")
+    await quiet()
+    assert stage.replicas.asked == ["r1", "r2", "r2"]
 
 
-def test_a_replica_with_the_same_tag_and_a_new_incarnation_is_a_new_replica() -> None:
-    async def scenario(stage: Stage) -> None:
-        backend = stage.backend("r1")
+@staged
+async def test_a_replica_with_the_same_tag_and_a_new_incarnation_is_a_new_replica(stage: Stage) -> None:
+    backend = stage.backend("r1")
+    stage.send(backend)
+    await quiet()
+    stage.publish("r1", incarnation=2)
+    stage.send(backend)
+    await quiet()
+    assert [each.incarnation for each in stage.replicas.addresses] == [1, 2]
+    assert stage.replicas.addresses[0].name == "i/replica/r1"
+    assert stage.replicas.addresses[0].worker == "worker-of-r1"
+
+
+@staged
+async def test_higher_concurrency_lets_queued_requests_go(stage: Stage) -> None:
+    backend = stage.backend("r1")
+    for _ in range(4):
         stage.send(backend)
-        await quiet()
-        stage.publish("r1", incarnation=2)
-        stage.send(backend)
-        await quiet()
-        assert [each.incarnation for each in stage.replicas.addresses] == [1, 2]
-        assert stage.replicas.addresses[0].name == "i/replica/r1"
-        assert stage.replicas.addresses[0].worker == "worker-of-r1"
-
-    run(scenario)
+    await quiet()
+    assert stage.replicas.running == {"r1": 1}
+    stage.publish("r1", concurrency=3)
+    await quiet()
+    assert stage.replicas.running == {"r1": 3}
 
 
-def test_higher_concurrency_lets_queued_requests_go() -> None:
-    async def scenario(stage: Stage) -> None:
-        backend = stage.backend("r1")
-        for _ in range(4):
-            stage.send(backend)
-        await quiet()
-        assert stage.replicas.running == {"r1": 1}
-        stage.publish("r1", concurrency=3)
-        await quiet()
-        assert stage.replicas.running == {"r1": 3}
-
-    run(scenario)
-
-
-def test_requests_wait_for_an_unknown_backend_and_for_one_without_replicas() -> None:
-    async def scenario(stage: Stage) -> None:
-        backend = stage.backend()
-        sent = stage.send(backend)
-        await asyncio.sleep(5)
-        stage.backend()
-        stage.publish()
-        await asyncio.sleep(5)
-        assert not sent.done()
-        stage.publish("r1")
-        await quiet()
-        assert stage.replicas.asked == ["r1"]
-
-    run(scenario)
+@staged
+async def test_requests_wait_for_an_unknown_backend_and_for_one_without_replicas(stage: Stage) -> None:
+    backend = stage.backend()
+    sent = stage.send(backend)
+    await asyncio.sleep(5)
+    stage.backend()
+    stage.publish()
+    await asyncio.sleep(5)
+    assert not sent.done()
+    stage.publish("r1")
+    await quiet()
+    assert stage.replicas.asked == ["r1"]
 
 
-def test_requests_without_a_replica_fail_once_no_controller_has_answered_for_long() -> None:
+@staged
+async def test_requests_without_a_replica_fail_once_no_controller_has_answered_for_long(stage: Stage) -> None:
     """As when all workers are gone for good; requests to a replica that is known go on."""
+    backend = stage.backend("r1")
+    running, waiting = stage.send(backend), stage.send(backend)
+    await quiet()
+    stage.listener.silent_since = now()
+    await asyncio.sleep(2 * CONTROLLER_S)
+    assert not waiting.done()  # r1 may answer the first request, and then has room
+    stage.replicas.finish("r1", ActorLostError("gone"))
+    for forget in stage.listener.left:
+        forget("worker-of-r1")
+    for each in (running, waiting, stage.send(backend)):
+        with pytest.raises((UnavailableError, ActorLostError)):
+            await asyncio.wait_for(each, 2 * CHECK_S)
+    assert "no controller has answered for 6" in str(waiting.exception())
+    assert not backend.waiting
+    stage.listener.silent_since = None
+    again = stage.send(backend)
+    await quiet()
+    stage.publish("r2")
+    await quiet()
+    stage.replicas.finish("r2")
+    await again
 
-    async def scenario(stage: Stage) -> None:
-        backend = stage.backend("r1")
-        running, waiting = stage.send(backend), stage.send(backend)
-        await quiet()
+
+@for_each("is_lost_first", [False, True])
+@staged
+async def test_requests_wait_for_a_controller_that_is_being_replaced(
+    stage: Stage, is_lost_first: bool
+) -> None:
+    backend = stage.backend()
+    if is_lost_first:
         stage.listener.silent_since = now()
-        await asyncio.sleep(2 * CONTROLLER_S)
-        assert not waiting.done()  # r1 may answer the first request, and then has room
-        stage.replicas.finish("r1", ActorLostError("gone"))
-        for forget in stage.listener.left:
-            forget("worker-of-r1")
-        for each in (running, waiting, stage.send(backend)):
-            with pytest.raises((UnavailableError, ActorLostError)):
-                await asyncio.wait_for(each, 2 * CHECK_S)
-        assert "no controller has answered for 6" in str(waiting.exception())
-        assert not backend.waiting
-        stage.listener.silent_since = None
-        again = stage.send(backend)
-        await quiet()
-        stage.publish("r2")
-        await quiet()
-        stage.replicas.finish("r2")
-        await again
-
-    run(scenario)
+    waiting = stage.send(backend)
+    await asyncio.sleep(CHECK_S + 0.1)
+    assert stage.listener.asked == 1
+    stage.listener.silent_since = now()
+    await asyncio.sleep(CONTROLLER_S - 0.5)
+    assert not waiting.done()
+    stage.publish("r1")
+    await quiet()
+    assert stage.replicas.asked == ["r1"]
+    stage.replicas.finish("r1")
+    await waiting
+    asked = stage.listener.asked
+    await asyncio.sleep(10 * CHECK_S)
+    assert stage.listener.asked == asked  # nothing waits
 
 
-@pytest.mark.parametrize("is_lost_first", [False, True])
-def test_requests_wait_for_a_controller_that_is_being_replaced(is_lost_first: bool) -> None:
-    async def scenario(stage: Stage) -> None:
-        backend = stage.backend()
-        if is_lost_first:
-            stage.listener.silent_since = now()
-        waiting = stage.send(backend)
-        await asyncio.sleep(CHECK_S + 0.1)
-        assert stage.listener.asked == 1
-        stage.listener.silent_since = now()
-        await asyncio.sleep(CONTROLLER_S - 0.5)
-        assert not waiting.done()
-        stage.publish("r1")
-        await quiet()
-        assert stage.replicas.asked == ["r1"]
-        stage.replicas.finish("r1")
+@staged
+async def test_deleting_a_backend_fails_queued_requests_but_not_those_in_flight(stage: Stage) -> None:
+    backend = stage.backend("r1")
+    running, waiting = stage.send(backend), stage.send(backend)
+    await quiet()
+    stage.listener.tell("backend/b", None)
+    with pytest.raises(UnavailableError, match="Backend 'b' was deleted"):
         await waiting
-        asked = stage.listener.asked
-        await asyncio.sleep(10 * CHECK_S)
-        assert stage.listener.asked == asked  # nothing waits
-
-    run(scenario)
-
-
-def test_deleting_a_backend_fails_queued_requests_but_not_those_in_flight() -> None:
-    async def scenario(stage: Stage) -> None:
-        backend = stage.backend("r1")
-        running, waiting = stage.send(backend), stage.send(backend)
-        await quiet()
-        stage.listener.tell("backend/b", None)
-        with pytest.raises(UnavailableError, match="Backend 'b' was deleted"):
-            await waiting
-        with pytest.raises(UnavailableError):
-            await stage.send(backend)
-        stage.replicas.finish("r1")
-        await running
-        stage.publish("r2")
-        stage.send(backend)
-        await quiet()
-        assert stage.replicas.asked == ["r1", "r2"]
-
-    run(scenario)
+    with pytest.raises(UnavailableError):
+        await stage.send(backend)
+    stage.replicas.finish("r1")
+    await running
+    stage.publish("r2")
+    stage.send(backend)
+    await quiet()
+    assert stage.replicas.asked == ["r1", "r2"]
 
 
-def test_a_deletion_elsewhere_completes_what_the_replicas_have_and_refuses_the_rest() -> None:
+@staged
+async def test_a_deletion_elsewhere_completes_what_the_replicas_have_and_refuses_the_rest(
+    stage: Stage,
+) -> None:
     """This process did not ask for the deletion, and learns of it while calls wait or are on their way."""
-
-    async def scenario(stage: Stage) -> None:
-        backend = stage.backend("r1", "r2")
-        running, on_its_way = stage.send(backend), stage.send(backend)
-        await quiet()
-        waiting = stage.send(backend)
-        stage.publish(ending="")  # its replicas stop
-        for each in (waiting, stage.send(backend)):
-            with pytest.raises(DeploymentIsBeingDeletedError, match="is being deleted") as info:
-                await each
-            assert http_status_of(info.value) == 503
-        stage.replicas.finish("r1")
-        await running
-        stage.replicas.finish("r2", ActorLostError("r2 is not running", begun=False))
-        with pytest.raises(DeploymentIsBeingDeletedError):
-            await on_its_way
-
-    run(scenario)
+    backend = stage.backend("r1", "r2")
+    running, on_its_way = stage.send(backend), stage.send(backend)
+    await quiet()
+    waiting = stage.send(backend)
+    stage.publish(ending="")  # its replicas stop
+    for each in (waiting, stage.send(backend)):
+        with pytest.raises(DeploymentIsBeingDeletedError, match="is being deleted") as info:
+            await each
+        assert http_status_of(info.value) == 503
+    stage.replicas.finish("r1")
+    await running
+    stage.replicas.finish("r2", ActorLostError("r2 is not running", begun=False))
+    with pytest.raises(DeploymentIsBeingDeletedError):
+        await on_its_way
 
 
-def test_requests_fail_at_once_if_no_replica_can_load_its_code() -> None:
-    async def scenario(stage: Stage) -> None:
-        backend = stage.backend("r1")
-        running, waiting = stage.send(backend), stage.send(backend)
-        stage.publish("r1", unloadable="it is damaged")
-        await quiet()
-        assert not waiting.done()  # r1 answers as long as it is there
-        stage.publish(unloadable="it is damaged")
-        for each in (waiting, stage.send(backend)):
-            with pytest.raises(
-                CodeUnavailableError, match=r"'b' is unavailable .* loaded: it is damaged"
-            ) as info:
-                await each
-            assert http_status_of(info.value) == 503
-        stage.replicas.finish("r1")
-        await running
-        stage.publish()
-        waiting = stage.send(backend)  # it was deployed again
-        stage.publish("r2")
-        await quiet()
-        stage.replicas.finish("r2")
-        await waiting
-
-    run(scenario)
+@staged
+async def test_requests_fail_at_once_if_no_replica_can_load_its_code(stage: Stage) -> None:
+    backend = stage.backend("r1")
+    running, waiting = stage.send(backend), stage.send(backend)
+    stage.publish("r1", unloadable="it is damaged")
+    await quiet()
+    assert not waiting.done()  # r1 answers as long as it is there
+    stage.publish(unloadable="it is damaged")
+    for each in (waiting, stage.send(backend)):
+        with pytest.raises(
+            CodeUnavailableError, match=r"'b' is unavailable .* loaded: it is damaged"
+        ) as info:
+            await each
+        assert http_status_of(info.value) == 503
+    stage.replicas.finish("r1")
+    await running
+    stage.publish()
+    waiting = stage.send(backend)  # it was deployed again
+    stage.publish("r2")
+    await quiet()
+    stage.replicas.finish("r2")
+    await waiting
 
 
-def test_requests_fail_at_once_if_the_target_capacity_is_zero() -> None:
-    async def scenario(stage: Stage) -> None:
-        backend = stage.backend("r1")
-        running, waiting = stage.send(backend), stage.send(backend)
-        await quiet()
-        stage.publish("r1", off=True)
-        await quiet()
-        assert not waiting.done()  # r1 answers as long as it is there
-        stage.publish(off=True)
-        for each in (waiting, stage.send(backend)):
-            with pytest.raises(UnavailableError, match="the target capacity of its instance is 0 %"):
-                await each
-        stage.replicas.finish("r1")
-        await running
-        stage.publish()
-        waiting = stage.send(backend)
-        await asyncio.sleep(5)
-        assert not waiting.done()
-        stage.publish("r2")
-        await quiet()
-        assert stage.replicas.asked == ["r1", "r2"]
-
-    run(scenario)
+@staged
+async def test_requests_fail_at_once_if_the_target_capacity_is_zero(stage: Stage) -> None:
+    backend = stage.backend("r1")
+    running, waiting = stage.send(backend), stage.send(backend)
+    await quiet()
+    stage.publish("r1", off=True)
+    await quiet()
+    assert not waiting.done()  # r1 answers as long as it is there
+    stage.publish(off=True)
+    for each in (waiting, stage.send(backend)):
+        with pytest.raises(UnavailableError, match="the target capacity of its instance is 0 %"):
+            await each
+    stage.replicas.finish("r1")
+    await running
+    stage.publish()
+    waiting = stage.send(backend)
+    await asyncio.sleep(5)
+    assert not waiting.done()
+    stage.publish("r2")
+    await quiet()
+    assert stage.replicas.asked == ["r1", "r2"]
 
 
 # ---- endpoints
 
 
-def test_an_endpoint_draws_its_backends_by_weight() -> None:
-    async def scenario(stage: Stage) -> None:
-        router = stage.endpoint({"b": 0.8, "c": 0.2})
-        stage.publish("rb", concurrency=10**6)
-        stage.publish("rc", backend="c", concurrency=10**6)
-        for _ in range(1000):
-            stage.send(router)
+@staged
+async def test_an_endpoint_draws_its_backends_by_weight(stage: Stage) -> None:
+    router = stage.endpoint({"b": 0.8, "c": 0.2})
+    stage.publish("rb", concurrency=10**6)
+    stage.publish("rc", backend="c", concurrency=10**6)
+    for _ in range(1000):
+        stage.send(router)
+    await quiet()
+    assert stage.replicas.running["rb"] + stage.replicas.running["rc"] == 1000
+    assert abs(stage.replicas.running["rb"] - 800) <= 3 * (1000 * 0.8 * 0.2) ** 0.5
+
+
+@staged
+async def test_a_shard_key_stays_with_its_backend_until_the_traffic_changes(stage: Stage) -> None:
+    router = stage.endpoint({"b": 0.5, "c": 0.5})
+    stage.publish("rb", concurrency=10**6)
+    stage.publish("rc", backend="c", concurrency=10**6)
+
+    async def mapping() -> list[str]:
+        stage.replicas.asked.clear()
+        for number in range(20):
+            stage.send(router, shard_key=f"user-{number}")
         await quiet()
-        assert stage.replicas.running["rb"] + stage.replicas.running["rc"] == 1000
-        assert abs(stage.replicas.running["rb"] - 800) <= 3 * (1000 * 0.8 * 0.2) ** 0.5
+        return list(stage.replicas.asked)
 
-    run(scenario)
-
-
-def test_a_shard_key_stays_with_its_backend_until_the_traffic_changes() -> None:
-    async def scenario(stage: Stage) -> None:
-        router = stage.endpoint({"b": 0.5, "c": 0.5})
-        stage.publish("rb", concurrency=10**6)
-        stage.publish("rc", backend="c", concurrency=10**6)
-
-        async def mapping() -> list[str]:
-            stage.replicas.asked.clear()
-            for number in range(20):
-                stage.send(router, shard_key=f"user-{number}")
-            await quiet()
-            return list(stage.replicas.asked)
-
-        first = await mapping()
-        assert set(first) == {"rb", "rc"}
-        assert await mapping() == first
-        stage.endpoint({"b": 1.0})
-        assert set(await mapping()) == {"rb"}
-
-    run(scenario)
+    first = await mapping()
+    assert set(first) == {"rb", "rc"}
+    assert await mapping() == first
+    stage.endpoint({"b": 1.0})
+    assert set(await mapping()) == {"rb"}
 
 
-def test_requests_wait_for_an_endpoint_that_is_not_known_yet() -> None:
-    async def scenario(stage: Stage) -> None:
-        router = stage.routers.router("e")
-        sent = stage.send(router)
-        await asyncio.sleep(ENDPOINT_TIMEOUT_S - 1)
-        stage.endpoint({"b": 1.0})
-        stage.publish("r1")
-        await quiet()
-        assert stage.replicas.asked == ["r1"]
-        stage.replicas.finish("r1")
-        await sent
-        assert router.is_legacy
-
-    run(scenario)
+@staged
+async def test_requests_wait_for_an_endpoint_that_is_not_known_yet(stage: Stage) -> None:
+    router = stage.routers.router("e")
+    sent = stage.send(router)
+    await asyncio.sleep(ENDPOINT_TIMEOUT_S - 1)
+    stage.endpoint({"b": 1.0})
+    stage.publish("r1")
+    await quiet()
+    assert stage.replicas.asked == ["r1"]
+    stage.replicas.finish("r1")
+    await sent
+    assert router.is_legacy
 
 
-def test_an_unknown_endpoint_is_a_timeout_and_a_deleted_one_is_not_found() -> None:
-    async def scenario(stage: Stage) -> None:
-        router = stage.routers.router("e")
-        with pytest.raises(
-            RequestTimeoutError, match="The controller sent no update of endpoint 'e' for 10 s"
-        ):
-            await stage.send(router)
-        waiting = stage.send(router)
-        await quiet()
-        stage.listener.tell("endpoint/e", None)
-        with pytest.raises(NotFoundError, match=r"^Endpoint 'e' does not exist\.$"):
-            await waiting
-        stage.endpoint({"b": 0.0})
-        with pytest.raises(UnavailableError, match="has no backend with traffic"):
-            await stage.send(router)
-
-    run(scenario)
+@staged
+async def test_an_unknown_endpoint_is_a_timeout_and_a_deleted_one_is_not_found(stage: Stage) -> None:
+    router = stage.routers.router("e")
+    with pytest.raises(RequestTimeoutError, match="The controller sent no update of endpoint 'e' for 10 s"):
+        await stage.send(router)
+    waiting = stage.send(router)
+    await quiet()
+    stage.listener.tell("endpoint/e", None)
+    with pytest.raises(NotFoundError, match=r"^Endpoint 'e' does not exist\.$"):
+        await waiting
+    stage.endpoint({"b": 0.0})
+    with pytest.raises(UnavailableError, match="has no backend with traffic"):
+        await stage.send(router)
 
 
 # ---- shadows
 
 
-def test_a_shadow_gets_a_copy_and_its_response_is_discarded() -> None:
-    async def scenario(stage: Stage) -> None:
-        router = stage.endpoint({"b": 1.0}, {"s": 1.0})
-        stage.publish("r1")
-        stage.publish("shadow", backend="s")
-        bodies: dict[str, list[bytes]] = {"r1": [], "shadow": []}
-        answers: list[Message] = []
+@staged
+async def test_a_shadow_gets_a_copy_and_its_response_is_discarded(stage: Stage) -> None:
+    router = stage.endpoint({"b": 1.0}, {"s": 1.0})
+    stage.publish("r1")
+    stage.publish("shadow", backend="s")
+    bodies: dict[str, list[bytes]] = {"r1": [], "shadow": []}
+    answers: list[Message] = []
 
-        async def answer(tag: str, envelope: Envelope, receive: Receive, send: Send) -> Load:
-            more = True
-            while more:
-                message = await receive()
-                bodies[tag].append(message["body"])
-                more = message["more_body"]
-            await send({"type": "answer", "body": tag.encode()})
-            return Load()
+    async def answer(tag: str, envelope: Envelope, receive: Receive, send: Send) -> Load:
+        more = True
+        while more:
+            message = await receive()
+            bodies[tag].append(message["body"])
+            more = message["more_body"]
+        await send({"type": "answer", "body": tag.encode()})
+        return Load()
 
-        stage.replicas.handler = answer
-        parts = [{"type": "http.request", "body": b"1", "more_body": True}]
-        parts.append({"type": "http.request", "body": b"2", "more_body": False})
+    stage.replicas.handler = answer
+    parts = [{"type": "http.request", "body": b"1", "more_body": True}]
+    parts.append({"type": "http.request", "body": b"2", "more_body": False})
 
-        async def receive() -> Message:
-            return parts.pop(0)
+    async def receive() -> Message:
+        return parts.pop(0)
 
-        async def keep(message: Message) -> None:
-            answers.append(message)
+    async def keep(message: Message) -> None:
+        answers.append(message)
 
-        await router.send(POST, receive, keep)
-        await quiet()
-        assert bodies == {"r1": [b"1", b"2"], "shadow": [b"1", b"2"]}
-        assert [each["body"] for each in answers] == [b"r1"]
-
-    run(scenario)
+    await router.send(POST, receive, keep)
+    await quiet()
+    assert bodies == {"r1": [b"1", b"2"], "shadow": [b"1", b"2"]}
+    assert [each["body"] for each in answers] == [b"r1"]
 
 
-@pytest.mark.parametrize("reads", [True, False])
+@for_each("reads", [True, False])
 def test_a_shadow_of_a_request_without_a_body_reads_an_empty_one(reads: bool) -> None:
     """Once, whether or not the original does: over a channel it has no need to."""
     read: list[Message] = []
@@ -1318,34 +1235,32 @@ def test_a_shadow_of_a_request_without_a_body_reads_an_empty_one(reads: bool) ->
     assert [each["type"] for each in read] == ["http.request", "http.disconnect"]
 
 
-@pytest.mark.parametrize("trouble", ["raises", "is lost", "is gone", "is full", "hangs"])
-def test_a_failing_shadow_does_not_affect_the_caller(trouble: str) -> None:
-    async def scenario(stage: Stage) -> None:
-        router = stage.endpoint({"b": 1.0}, {"s": 1.0})
-        stage.publish("r1", concurrency=100)
-        stage.publish("shadow", backend="s", max_queued=0)
-        if trouble == "is gone":
-            stage.listener.tell("backend/s", None)
+@for_each("trouble", ["raises", "is lost", "is gone", "is full", "hangs"])
+@staged
+async def test_a_failing_shadow_does_not_affect_the_caller(stage: Stage, trouble: str) -> None:
+    router = stage.endpoint({"b": 1.0}, {"s": 1.0})
+    stage.publish("r1", concurrency=100)
+    stage.publish("shadow", backend="s", max_queued=0)
+    if trouble == "is gone":
+        stage.listener.tell("backend/s", None)
 
-        async def answer(tag: str, *_: Any) -> Load:
-            if tag == "shadow":
-                if trouble == "raises":
-                    raise ValueError("of the shadow")
-                if trouble == "is lost":
-                    raise ActorLostError("gone")
-                await asyncio.Event().wait()
-            return Load()
+    async def answer(tag: str, *_: Any) -> Load:
+        if tag == "shadow":
+            if trouble == "raises":
+                raise ValueError("of the shadow")
+            if trouble == "is lost":
+                raise ActorLostError("gone")
+            await asyncio.Event().wait()
+        return Load()
 
-        stage.replicas.handler = answer
-        for _ in range(3):
-            await stage.send(router)
-        assert stage.replicas.asked.count("r1") == 3
-        assert now() == 0
-
-    run(scenario)
+    stage.replicas.handler = answer
+    for _ in range(3):
+        await stage.send(router)
+    assert stage.replicas.asked.count("r1") == 3
+    assert now() == 0
 
 
-@pytest.mark.parametrize(("size", "is_copied"), [(2 << 20, True), (65 << 20, False)])
+@for_each(("size", "is_copied"), [(2 << 20, True), (65 << 20, False)])
 def test_a_shadow_gets_a_large_body_that_comes_whole_if_there_is_memory(size: int, is_copied: bool) -> None:
     read: list[str] = []
 
@@ -1376,7 +1291,7 @@ def test_a_shadow_gets_a_large_body_that_comes_whole_if_there_is_memory(size: in
     assert read.count("shadow") == (3 if is_copied else 0)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("backends", "rules"),
     [
         ([{}], ("gather", 100)),
@@ -1389,44 +1304,40 @@ def test_a_shadow_gets_a_large_body_that_comes_whole_if_there_is_memory(size: in
         ([{"max_body_bytes": 500}, {}], ("gather", 500)),
     ],
 )
-def test_the_bodies_of_an_endpoint_are_as_its_backends_need_them(
-    backends: list[dict[str, Any]], rules: tuple[str, int]
+@staged
+async def test_the_bodies_of_an_endpoint_are_as_its_backends_need_them(
+    stage: Stage, backends: list[dict[str, Any]], rules: tuple[str, int]
 ) -> None:
-    async def scenario(stage: Stage) -> None:
-        names = [f"b{number}" for number in range(len(backends))]
-        router = stage.endpoint({name: 1 / len(names) for name in names})
-        for name, fields in zip(names, backends, strict=True):
-            stage.publish("r1", backend=name, **fields)
-        assert router.body_rules(100) == rules
-        assert stage.routers.largest_body_bytes == max(each.get("max_body_bytes", 0) for each in backends)
-
-    run(scenario)
+    names = [f"b{number}" for number in range(len(backends))]
+    router = stage.endpoint({name: 1 / len(names) for name in names})
+    for name, fields in zip(names, backends, strict=True):
+        stage.publish("r1", backend=name, **fields)
+    assert router.body_rules(100) == rules
+    assert stage.routers.largest_body_bytes == max(each.get("max_body_bytes", 0) for each in backends)
 
 
 async def _nothing(*message: Message) -> Message:
     raise AssertionError
 
 
-def test_the_queue_of_an_endpoint_can_be_checked_beforehand() -> None:
-    async def scenario(stage: Stage) -> None:
-        router = stage.endpoint({"b": 1.0})
+@staged
+async def test_the_queue_of_an_endpoint_can_be_checked_beforehand(stage: Stage) -> None:
+    router = stage.endpoint({"b": 1.0})
+    router.check_queue()
+    stage.publish("r1", max_queued=1)
+    sending = [asyncio.ensure_future(router.send(CALL, _nothing, _nothing)) for _ in range(2)]
+    await quiet()
+    assert router.is_crowded
+    with pytest.raises(BackPressureError):
         router.check_queue()
-        stage.publish("r1", max_queued=1)
-        sending = [asyncio.ensure_future(router.send(CALL, _nothing, _nothing)) for _ in range(2)]
-        await quiet()
-        assert router.is_crowded
-        with pytest.raises(BackPressureError):
-            router.check_queue()
-        for each in sending:
-            each.cancel()
-        await asyncio.wait(sending)
-        assert not router.is_crowded
-        router.check_queue()
-
-    run(scenario)
+    for each in sending:
+        each.cancel()
+    await asyncio.wait(sending)
+    assert not router.is_crowded
+    router.check_queue()
 
 
-@pytest.mark.parametrize("is_stuck", [False, True])
+@for_each("is_stuck", [False, True])
 def test_a_shadow_that_falls_behind_is_cancelled(is_stuck: bool) -> None:
     """One that keeps up gets it all, however large."""
     read = {"r1": 0, "shadow": 0}
@@ -1471,124 +1382,114 @@ def test_a_shadow_that_falls_behind_is_cancelled(is_stuck: bool) -> None:
 # ---- one set per process
 
 
-def test_endpoints_of_one_backend_share_its_replicas_and_its_queue() -> None:
-    async def scenario(stage: Stage) -> None:
-        one, two = stage.routers.router("one"), stage.routers.router("two")
-        for name in ("one", "two"):
-            stage.listener.tell(f"endpoint/{name}", {"traffic": {"b": 1.0}, "shadows": {}, "legacy": False})
-        stage.publish("r1", max_queued=1)
-        stage.send(one)
-        stage.send(two)
-        await quiet()
-        with pytest.raises(BackPressureError):
-            await stage.send(one)
-        assert len(stage.listener.watchers["backend/b"]) == 1
-        assert stage.routers.router("one") is one
-        assert not one.is_legacy
-
-    run(scenario)
+@staged
+async def test_endpoints_of_one_backend_share_its_replicas_and_its_queue(stage: Stage) -> None:
+    one, two = stage.routers.router("one"), stage.routers.router("two")
+    for name in ("one", "two"):
+        stage.listener.tell(f"endpoint/{name}", {"traffic": {"b": 1.0}, "shadows": {}, "legacy": False})
+    stage.publish("r1", max_queued=1)
+    stage.send(one)
+    stage.send(two)
+    await quiet()
+    with pytest.raises(BackPressureError):
+        await stage.send(one)
+    assert len(stage.listener.watchers["backend/b"]) == 1
+    assert stage.routers.router("one") is one
+    assert not one.is_legacy
 
 
-def test_closing_fails_queued_requests_and_stops_watching() -> None:
-    async def scenario(stage: Stage) -> None:
-        router = stage.endpoint({"b": 1.0}, {"s": 1.0})
-        stage.publish("r1")
-        stage.publish("shadow", backend="s")
-        running, waiting = stage.send(router), stage.send(router)
-        await quiet()
-        for ended in stage.listener.ended:
-            ended()
-        with pytest.raises(UnavailableError):
-            await waiting
-        with pytest.raises(NotFoundError):
-            await stage.send(router)
-        assert not any(stage.listener.watchers.values())
-        await quiet()
-        assert stage.replicas.running["shadow"] == 0
-        stage.replicas.finish("r1")
-        await running
-
-    run(scenario)
+@staged
+async def test_closing_fails_queued_requests_and_stops_watching(stage: Stage) -> None:
+    router = stage.endpoint({"b": 1.0}, {"s": 1.0})
+    stage.publish("r1")
+    stage.publish("shadow", backend="s")
+    running, waiting = stage.send(router), stage.send(router)
+    await quiet()
+    for ended in stage.listener.ended:
+        ended()
+    with pytest.raises(UnavailableError):
+        await waiting
+    with pytest.raises(NotFoundError):
+        await stage.send(router)
+    assert not any(stage.listener.watchers.values())
+    await quiet()
+    assert stage.replicas.running["shadow"] == 0
+    stage.replicas.finish("r1")
+    await running
 
 
 # ---- regressions
 
 
-def test_a_queued_request_is_not_rejected_later() -> None:
-    async def scenario(stage: Stage) -> None:
-        backend = stage.backend("r1", max_queued=1)
+@staged
+async def test_a_queued_request_is_not_rejected_later(stage: Stage) -> None:
+    backend = stage.backend("r1", max_queued=1)
+    stage.send(backend)
+    queued = stage.send(backend)
+    await quiet()
+    stage.replicas.finish("r1")
+    for _ in range(2):  # they run after the first has ended and before the queued one looks
         stage.send(backend)
-        queued = stage.send(backend)
-        await quiet()
-        stage.replicas.finish("r1")
-        for _ in range(2):  # they run after the first has ended and before the queued one looks
-            stage.send(backend)
-        await quiet()
-        assert not queued.done()
-
-    run(scenario)
+    await quiet()
+    assert not queued.done()
 
 
-def test_a_busy_replica_is_tried_again_soon_although_another_is_suspended_for_longer() -> None:
-    async def scenario(stage: Stage) -> None:
-        backend = stage.backend("r1", "r2")
-        began = now()
+@staged
+async def test_a_busy_replica_is_tried_again_soon_although_another_is_suspended_for_longer(
+    stage: Stage,
+) -> None:
+    backend = stage.backend("r1", "r2")
+    began = now()
 
-        async def answer(tag: str, *_: Any) -> Load:
-            if tag == "r1":
-                raise ActorLostError("cannot be reached", begun=False)
-            if stage.replicas.asked.count("r2") == 1:
-                await asyncio.sleep(0.1)  # another request waits meanwhile, and sets the timer for r1
-                raise ReplicaBusyError("full", ongoing=1)
-            return Load()
+    async def answer(tag: str, *_: Any) -> Load:
+        if tag == "r1":
+            raise ActorLostError("cannot be reached", begun=False)
+        if stage.replicas.asked.count("r2") == 1:
+            await asyncio.sleep(0.1)  # another request waits meanwhile, and sets the timer for r1
+            raise ReplicaBusyError("full", ongoing=1)
+        return Load()
 
-        stage.replicas.handler = answer
-        sent = [stage.send(backend) for _ in range(3)]
-        await asyncio.gather(*sent)
-        assert now() - began < 0.2
-
-    run(scenario)
-
-
-def test_all_replicas_that_return_at_the_same_time_are_used() -> None:
-    async def scenario(stage: Stage) -> None:
-        backend = stage.backend("r1", "r2")
-        lost = True
-
-        async def answer(*_: Any) -> Load:
-            if lost:
-                raise ActorLostError("cannot be reached", begun=False)
-            await asyncio.sleep(60)
-            return Load()
-
-        stage.replicas.handler = answer
-        sent = [stage.send(backend), stage.send(backend)]
-        await quiet()
-        lost = False
-        await asyncio.sleep(UNREACHABLE_BACKOFF_S + 1)
-        assert sum(stage.replicas.running.values()) == 2
-        await asyncio.gather(*sent)
-
-    run(scenario)
+    stage.replicas.handler = answer
+    sent = [stage.send(backend) for _ in range(3)]
+    await asyncio.gather(*sent)
+    assert now() - began < 0.2
 
 
-def test_a_shadow_ends_with_its_original() -> None:
-    async def scenario(stage: Stage) -> None:
-        router = stage.endpoint({"b": 1.0}, {"s": 1.0})
-        stage.listener.tell("backend/b", None)
-        stage.publish("shadow", backend="s")
+@staged
+async def test_all_replicas_that_return_at_the_same_time_are_used(stage: Stage) -> None:
+    backend = stage.backend("r1", "r2")
+    lost = True
 
-        async def answer(tag: str, envelope: Envelope, receive: Receive, send: Send) -> Load:
-            await receive()
-            return Load()
-
-        stage.replicas.handler = answer
-        with pytest.raises(UnavailableError):
-            await stage.send(router, POST)
+    async def answer(*_: Any) -> Load:
+        if lost:
+            raise ActorLostError("cannot be reached", begun=False)
         await asyncio.sleep(60)
-        assert stage.replicas.running["shadow"] == 0
+        return Load()
 
-    run(scenario)
+    stage.replicas.handler = answer
+    sent = [stage.send(backend), stage.send(backend)]
+    await quiet()
+    lost = False
+    await asyncio.sleep(UNREACHABLE_BACKOFF_S + 1)
+    assert sum(stage.replicas.running.values()) == 2
+    await asyncio.gather(*sent)
+
+
+@staged
+async def test_a_shadow_ends_with_its_original(stage: Stage) -> None:
+    router = stage.endpoint({"b": 1.0}, {"s": 1.0})
+    stage.listener.tell("backend/b", None)
+    stage.publish("shadow", backend="s")
+
+    async def answer(tag: str, envelope: Envelope, receive: Receive, send: Send) -> Load:
+        await receive()
+        return Load()
+
+    stage.replicas.handler = answer
+    with pytest.raises(UnavailableError):
+        await stage.send(router, POST)
+    await asyncio.sleep(60)
+    assert stage.replicas.running["shadow"] == 0
 
 
 # ---- metrics
@@ -1602,135 +1503,121 @@ def series(stage: Stage) -> dict[tuple[str, ...], float]:
     }
 
 
-def test_outcomes_of_requests_are_counted() -> None:
-    async def scenario(stage: Stage) -> None:
-        backend = stage.backend("r1", max_queued=1)
-        sent = [stage.send(backend), stage.send(backend), stage.send(backend)]
-        await quiet()
-        found = series(stage)
-        assert (found[("router_queued_requests",)], found[("router_ongoing_requests",)]) == (1, 1)
-        assert (found[("router_requests",)], found[("router_rejections",)]) == (3, 1)
-        stage.replicas.finish("r1", ReplicaBusyError("busy", ongoing=1))
-        await quiet()
-        stage.replicas.finish("r1", ActorLostError("lost", begun=False))
-        await asyncio.sleep(2 * UNREACHABLE_BACKOFF_S)
-        while not all(each.done() for each in sent):
-            stage.replicas.finish("r1")
-            await quiet()
-        found = series(stage)
-        assert (found[("router_retries", "busy")], found[("router_retries", "lost")]) == (1, 1)
-        assert (found[("router_queued_requests",)], found[("router_ongoing_requests",)]) == (0, 0)
-        assert found[("router_requests",)] == 3
-        assert found[("router_queue_wait_seconds",)] >= 1
-
-    run(scenario)
-
-
-def test_series_of_a_deleted_backend_disappear_and_return_with_their_totals() -> None:
-    async def scenario(stage: Stage) -> None:
-        backend = stage.backend("r1")
-        stage.send(backend)
-        await quiet()
+@staged
+async def test_outcomes_of_requests_are_counted(stage: Stage) -> None:
+    backend = stage.backend("r1", max_queued=1)
+    sent = [stage.send(backend), stage.send(backend), stage.send(backend)]
+    await quiet()
+    found = series(stage)
+    assert (found[("router_queued_requests",)], found[("router_ongoing_requests",)]) == (1, 1)
+    assert (found[("router_requests",)], found[("router_rejections",)]) == (3, 1)
+    stage.replicas.finish("r1", ReplicaBusyError("busy", ongoing=1))
+    await quiet()
+    stage.replicas.finish("r1", ActorLostError("lost", begun=False))
+    await asyncio.sleep(2 * UNREACHABLE_BACKOFF_S)
+    while not all(each.done() for each in sent):
         stage.replicas.finish("r1")
         await quiet()
-        stage.listener.tell("backend/b", None)
-        assert series(stage) == {}
-        stage.publish("r2")
-        assert series(stage)[("router_requests",)] == 1
+    found = series(stage)
+    assert (found[("router_retries", "busy")], found[("router_retries", "lost")]) == (1, 1)
+    assert (found[("router_queued_requests",)], found[("router_ongoing_requests",)]) == (0, 0)
+    assert found[("router_requests",)] == 3
+    assert found[("router_queue_wait_seconds",)] >= 1
 
-    run(scenario)
+
+@staged
+async def test_series_of_a_deleted_backend_disappear_and_return_with_their_totals(stage: Stage) -> None:
+    backend = stage.backend("r1")
+    stage.send(backend)
+    await quiet()
+    stage.replicas.finish("r1")
+    await quiet()
+    stage.listener.tell("backend/b", None)
+    assert series(stage) == {}
+    stage.publish("r2")
+    assert series(stage)[("router_requests",)] == 1
 
 
 # ---- routes
 
 
-def test_a_request_does_not_wait_for_a_worker_that_cannot_be_reached() -> None:
-    async def scenario(stage: Stage) -> None:
-        stage.routes.known["worker-of-r1"] = None  # never dialled
-        backend = stage.backend("r1", "r2", concurrency=10)
-        for _ in range(20):
-            stage.send(backend)
-        await quiet()
-        # Each request that had chosen it went to the other one.
-        assert set(stage.replicas.asked) == {"r2"}
-        assert set(stage.routes.dialled) == {"worker-of-r1"}
-        dialled = len(stage.routes.dialled)
-        stage.replicas.finish("r2")
-        for _ in range(20):
-            stage.send(backend)
-        await quiet()
-        assert len(stage.routes.dialled) == dialled, "it is left out from now on"
-        assert now() == 0
-
-    run(scenario)
-
-
-def test_requests_that_wait_go_on_when_their_replica_can_be_reached_again() -> None:
-    async def scenario(stage: Stage) -> None:
-        backend = stage.backend("r1")
-        stage.routes.tell("worker-of-r1", Reachability.NONE)
+@staged
+async def test_a_request_does_not_wait_for_a_worker_that_cannot_be_reached(stage: Stage) -> None:
+    stage.routes.known["worker-of-r1"] = None  # never dialled
+    backend = stage.backend("r1", "r2", concurrency=10)
+    for _ in range(20):
         stage.send(backend)
-        await asyncio.sleep(60)
-        assert stage.replicas.asked == []
-        stage.routes.tell("worker-of-r1", Reachability.SCHEDULER)
-        await quiet()
-        assert stage.replicas.asked == ["r1"]
-
-    run(scenario)
-
-
-def test_what_is_under_way_at_a_worker_that_does_not_answer_is_given_up_once() -> None:
-    async def scenario(stage: Stage) -> None:
-        stage.backend("r1", "r2")
-        stage.listener.tell(SILENT_WORKERS, ["worker-of-r1"])
-        stage.listener.tell(SILENT_WORKERS, ["worker-of-r1", "worker-of-r2"])
-        stage.listener.tell(SILENT_WORKERS, None)
-        stage.listener.tell(SILENT_WORKERS, ["worker-of-r2"])
-        assert stage.routes.broken_off == ["worker-of-r1", "worker-of-r2", "worker-of-r2"]
-
-    run(scenario)
+    await quiet()
+    # Each request that had chosen it went to the other one.
+    assert set(stage.replicas.asked) == {"r2"}
+    assert set(stage.routes.dialled) == {"worker-of-r1"}
+    dialled = len(stage.routes.dialled)
+    stage.replicas.finish("r2")
+    for _ in range(20):
+        stage.send(backend)
+    await quiet()
+    assert len(stage.routes.dialled) == dialled, "it is left out from now on"
+    assert now() == 0
 
 
-def test_a_worker_is_used_as_long_as_a_replica_is_there() -> None:
-    async def scenario(stage: Stage) -> None:
-        stage.backend("r1", "r2")
-        assert stage.routes.is_used("worker-of-r1")
-        stage.publish("r2")
-        assert not stage.routes.is_used("worker-of-r1")
+@staged
+async def test_requests_that_wait_go_on_when_their_replica_can_be_reached_again(stage: Stage) -> None:
+    backend = stage.backend("r1")
+    stage.routes.tell("worker-of-r1", Reachability.NONE)
+    stage.send(backend)
+    await asyncio.sleep(60)
+    assert stage.replicas.asked == []
+    stage.routes.tell("worker-of-r1", Reachability.SCHEDULER)
+    await quiet()
+    assert stage.replicas.asked == ["r1"]
 
-    run(scenario)
+
+@staged
+async def test_what_is_under_way_at_a_worker_that_does_not_answer_is_given_up_once(stage: Stage) -> None:
+    stage.backend("r1", "r2")
+    stage.listener.tell(SILENT_WORKERS, ["worker-of-r1"])
+    stage.listener.tell(SILENT_WORKERS, ["worker-of-r1", "worker-of-r2"])
+    stage.listener.tell(SILENT_WORKERS, None)
+    stage.listener.tell(SILENT_WORKERS, ["worker-of-r2"])
+    assert stage.routes.broken_off == ["worker-of-r1", "worker-of-r2", "worker-of-r2"]
 
 
-def test_a_deletion_can_wait_for_the_calls_that_learn_where_to_go() -> None:
-    async def main() -> None:
-        stage = Stage()
-        waiting = asyncio.create_task(stage.learning.wait_until_over())
-        await waiting
-        router = stage.endpoint({"b": 1.0})
-        stage.send(router)
-        waiting = asyncio.create_task(stage.learning.wait_until_over())
-        await asyncio.sleep(1)
-        assert not waiting.done()  # the replicas are not known yet
-        connected = asyncio.Event()
+@staged
+async def test_a_worker_is_used_as_long_as_a_replica_is_there(stage: Stage) -> None:
+    stage.backend("r1", "r2")
+    assert stage.routes.is_used("worker-of-r1")
+    stage.publish("r2")
+    assert not stage.routes.is_used("worker-of-r1")
 
-        async def connect(worker: str) -> None:
-            await connected.wait()
 
-        stage.routes.connect = connect  # type: ignore[method-assign]
-        stage.routes.known["worker-of-r"] = None
-        stage.publish("r")
-        await asyncio.sleep(1)
-        assert not waiting.done()  # there is no connection yet
-        connected.set()
-        await waiting
-        assert stage.replicas.asked == ["r"]
-        # What waits for a slot is the queue's own affair.
-        stage.send(router)
-        await asyncio.sleep(0)
-        await stage.learning.wait_until_over()
-        assert router.only is not None
-        assert router.only.waiting == 1
-        for task in stage.sent:
-            task.cancel()
+@virtual
+async def test_a_deletion_can_wait_for_the_calls_that_learn_where_to_go() -> None:
+    stage = Stage()
+    waiting = asyncio.create_task(stage.waiting_calls.wait_until_over())
+    await waiting
+    router = stage.endpoint({"b": 1.0})
+    stage.send(router)
+    waiting = asyncio.create_task(stage.waiting_calls.wait_until_over())
+    await asyncio.sleep(1)
+    assert not waiting.done()  # the replicas are not known yet
+    connected = asyncio.Event()
 
-    run_virtual(main)
+    async def connect(worker: str) -> None:
+        await connected.wait()
+
+    stage.routes.connect = connect  # type: ignore[method-assign]
+    stage.routes.known["worker-of-r"] = None
+    stage.publish("r")
+    await asyncio.sleep(1)
+    assert not waiting.done()  # there is no connection yet
+    connected.set()
+    await waiting
+    assert stage.replicas.asked == ["r"]
+    # What waits for a slot is the queue's own affair.
+    stage.send(router)
+    await asyncio.sleep(0)
+    await stage.waiting_calls.wait_until_over()
+    assert router.only is not None
+    assert router.only.waiting == 1
+    for task in stage.sent:
+        task.cancel()

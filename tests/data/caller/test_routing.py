@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scenarios import for_each
 
 from daskserve.data.caller.routing.choice import Candidate, TrafficPolicy, choose, shard_draw
 
@@ -28,26 +29,6 @@ def three_sigma(count: int, share: float) -> float:
 
 
 # ---- backends
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_traffic_is_split_by_weight(seed: int) -> None:
-    policy = TrafficPolicy({"a": 0.8, "b": 0.2}, {})
-    rng = random.Random(seed)
-    drawn = Counter(policy.draw(rng.random()) for _ in range(1000))
-    assert abs(drawn["a"] - 800) <= three_sigma(1000, 0.8)
-    assert drawn["a"] + drawn["b"] == 1000
-
-
-def test_a_backend_without_weight_gets_nothing() -> None:
-    policy = TrafficPolicy({"a": 0.0, "b": 1.0, "c": 0}, {})
-    assert {policy.draw(number / 100) for number in range(100)} == {"b"}
-    assert policy.backends == {"a", "b", "c"}
-
-
-def test_without_any_weight_no_backend_is_drawn() -> None:
-    assert TrafficPolicy({}, {}).draw(0.5) is None
-    assert TrafficPolicy({"a": 0}, {}).draw(0.5) is None
 
 
 @given(
@@ -96,7 +77,7 @@ def test_many_keys_are_split_by_weight() -> None:
 # ---- shadows
 
 
-@pytest.mark.parametrize("proportion", [0.0, 0.1, 0.5, 1.0])
+@for_each("proportion", [0.0, 0.1, 0.5, 1.0])
 def test_shadows_get_their_proportion(proportion: float) -> None:
     policy = TrafficPolicy({"a": 1.0}, {"s": proportion})
     rng = random.Random(3)
@@ -114,12 +95,6 @@ def test_shadow_draws_are_independent() -> None:
 
 
 # ---- replicas
-
-
-def test_the_idle_one_of_two_replicas_is_chosen() -> None:
-    busy, idle = Replica("busy", load=2), Replica("idle", load=1)
-    rng = random.Random(1)
-    assert {choose([busy, idle], 0, rng) is idle for _ in range(50)} == {True}
 
 
 def test_equally_loaded_replicas_share_requests() -> None:

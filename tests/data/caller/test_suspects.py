@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import pytest
 from by_task import by_task
+from scenarios import for_each, scenarios
 from scripted_routes import ScriptedRoutes
 
 from daskserve.cluster.protocols.base import Cluster, Listener
@@ -149,6 +150,9 @@ def run(scenario: Callable[[Workers], Coroutine[Any, Any, None]]) -> None:
     run_virtual(main)
 
 
+staged = scenarios(run)
+
+
 def now() -> float:
     return asyncio.get_running_loop().time()
 
@@ -161,23 +165,23 @@ async def failed(task: asyncio.Task[None]) -> BaseException | None:
 # ---- one poisonous request
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_a_request_that_kills_takes_two_processes_and_fails_no_other_request(seed: int) -> None:
-    async def scenario(workers: Workers) -> None:
-        rng = random.Random(seed)
-        backend, other = workers.backend(), workers.backend("other")
-        workers.publish("w1", "w2", "w3", "w4")
-        others = []
-        for number in range(60):
-            others.append(workers.send(rng.choice([backend, other]), f"/fine/{number}"))
-            if number == 30:
-                poison = workers.send(backend, "/kill")
-            await asyncio.sleep(rng.uniform(0, TOOK_S / 4))
-        assert isinstance(await failed(poison), ActorLostError)
-        assert [each.exception() for each in await finished(others)] == [None] * 60
-        assert len(workers.killed) == 2
-
-    run(scenario)
+@for_each("seed", range(20))
+@staged
+async def test_a_request_that_kills_takes_two_processes_and_fails_no_other_request(
+    workers: Workers, seed: int
+) -> None:
+    rng = random.Random(seed)
+    backend, other = workers.backend(), workers.backend("other")
+    workers.publish("w1", "w2", "w3", "w4")
+    others = []
+    for number in range(60):
+        others.append(workers.send(rng.choice([backend, other]), f"/fine/{number}"))
+        if number == 30:
+            poison = workers.send(backend, "/kill")
+        await asyncio.sleep(rng.uniform(0, TOOK_S / 4))
+    assert isinstance(await failed(poison), ActorLostError)
+    assert [each.exception() for each in await finished(others)] == [None] * 60
+    assert len(workers.killed) == 2
 
 
 async def finished(tasks: list[asyncio.Task[None]]) -> list[asyncio.Task[None]]:
@@ -185,165 +189,149 @@ async def finished(tasks: list[asyncio.Task[None]]) -> list[asyncio.Task[None]]:
     return tasks
 
 
-def test_a_retry_avoids_workers_with_a_proxy_or_the_controller() -> None:
-    async def scenario(workers: Workers) -> None:
-        backend = workers.backend()
-        workers.suspects.learn_system_workers({"workers": ["w1", "w2", "w3"]})
-        workers.publish("w0")
-        poison = workers.send(backend, "/kill")
-        await asyncio.sleep(0)
-        workers.publish("w0", "w1", "w2", "w3", "w4")
-        await failed(poison)
-        assert workers.killed == ["w0", "w4"]
-
-    run(scenario)
+@staged
+async def test_a_retry_avoids_workers_with_a_proxy_or_the_controller(workers: Workers) -> None:
+    backend = workers.backend()
+    workers.suspects.update_system_workers({"workers": ["w1", "w2", "w3"]})
+    workers.publish("w0")
+    poison = workers.send(backend, "/kill")
+    await asyncio.sleep(0)
+    workers.publish("w0", "w1", "w2", "w3", "w4")
+    await failed(poison)
+    assert workers.killed == ["w0", "w4"]
 
 
-def test_a_retry_goes_to_the_proxys_worker_if_there_is_no_other() -> None:
-    async def scenario(workers: Workers) -> None:
-        backend = workers.backend()
-        workers.suspects.learn_system_workers({"workers": ["w1", "w2"]})
-        workers.publish("w1", "w2")
-        lost = workers.send(backend, "/slow")
+@staged
+async def test_a_retry_goes_to_the_proxys_worker_if_there_is_no_other(workers: Workers) -> None:
+    backend = workers.backend()
+    workers.suspects.update_system_workers({"workers": ["w1", "w2"]})
+    workers.publish("w1", "w2")
+    lost = workers.send(backend, "/slow")
+    await asyncio.sleep(TOOK_S)
+    workers.kill(workers.workers_of("/slow")[0])
+    assert await failed(lost) is None
+    assert set(workers.workers_of("/slow")) == {"w1", "w2"}
+
+
+@staged
+async def test_a_retry_goes_to_another_host_because_the_whole_machine_may_be_lost(workers: Workers) -> None:
+    backend = workers.backend()
+    near, far = [f"tcp://h1:{number}" for number in range(1, 4)], "tcp://h2:4"
+    workers.publish("tcp://h1:0")
+    lost = [workers.send(backend, f"/slow/{number}") for number in range(5)]
+    await asyncio.sleep(TOOK_S)
+    workers.publish("tcp://h1:0", *near, far)
+    for worker in ("tcp://h1:0", *near):
+        workers.kill(worker)
         await asyncio.sleep(TOOK_S)
-        workers.kill(workers.workers_of("/slow")[0])
-        assert await failed(lost) is None
-        assert set(workers.workers_of("/slow")) == {"w1", "w2"}
-
-    run(scenario)
+    assert [each.exception() for each in await finished(lost)] == [None] * 5
 
 
-def test_a_retry_goes_to_another_host_because_the_whole_machine_may_be_lost() -> None:
-    async def scenario(workers: Workers) -> None:
-        backend = workers.backend()
-        near, far = [f"tcp://h1:{number}" for number in range(1, 4)], "tcp://h2:4"
-        workers.publish("tcp://h1:0")
-        lost = [workers.send(backend, f"/slow/{number}") for number in range(5)]
-        await asyncio.sleep(TOOK_S)
-        workers.publish("tcp://h1:0", *near, far)
-        for worker in ("tcp://h1:0", *near):
-            workers.kill(worker)
-            await asyncio.sleep(TOOK_S)
-        assert [each.exception() for each in await finished(lost)] == [None] * 5
-
-    run(scenario)
+@staged
+async def test_a_retry_waits_for_room_rather_than_share_a_worker_with_a_proxy(workers: Workers) -> None:
+    backend = workers.backend()
+    workers.suspects.update_system_workers({"workers": ["w1"]})
+    workers.publish("w2", "w3", concurrency=1)
+    slow = [workers.send(backend, f"/slow/{number}") for number in range(2)]
+    await asyncio.sleep(0.5)
+    workers.publish("w1", "w2", "w3", concurrency=1)
+    workers.kill("w2")
+    await finished(slow)
+    assert {worker for _, worker in workers.asked} == {"w2", "w3"}
+    assert now() == pytest.approx(2, abs=0.1)
 
 
-def test_a_retry_waits_for_room_rather_than_share_a_worker_with_a_proxy() -> None:
-    async def scenario(workers: Workers) -> None:
-        backend = workers.backend()
-        workers.suspects.learn_system_workers({"workers": ["w1"]})
-        workers.publish("w2", "w3", concurrency=1)
-        slow = [workers.send(backend, f"/slow/{number}") for number in range(2)]
-        await asyncio.sleep(0.5)
-        workers.publish("w1", "w2", "w3", concurrency=1)
-        workers.kill("w2")
-        await finished(slow)
-        assert {worker for _, worker in workers.asked} == {"w2", "w3"}
-        assert now() == pytest.approx(2, abs=0.1)
-
-    run(scenario)
+@for_each(("retries", "kills"), [(0, 1), (1, 2), (3, 4)])
+@staged
+async def test_the_option_says_how_often_a_request_is_retried_after_a_death(
+    workers: Workers, retries: int, kills: int
+) -> None:
+    backend = workers.backend()
+    workers.publish("w1", "w2", "w3", "w4", "w5", max_crash_retries=retries)
+    assert isinstance(await failed(workers.send(backend, "/kill")), ActorLostError)
+    assert len(workers.killed) == kills
 
 
-@pytest.mark.parametrize(("retries", "kills"), [(0, 1), (1, 2), (3, 4)])
-def test_the_option_says_how_often_a_request_is_retried_after_a_death(retries: int, kills: int) -> None:
-    async def scenario(workers: Workers) -> None:
-        backend = workers.backend()
-        workers.publish("w1", "w2", "w3", "w4", "w5", max_crash_retries=retries)
-        assert isinstance(await failed(workers.send(backend, "/kill")), ActorLostError)
-        assert len(workers.killed) == kills
-
-    run(scenario)
-
-
-def test_the_loss_of_a_replica_that_was_stopped_as_planned_makes_no_suspects() -> None:
-    async def scenario(workers: Workers) -> None:
-        workers.loss = ActorLostError("stopped", is_planned=True)
-        backend = workers.backend()
-        workers.publish("w1", "w2", "w3", "w4", max_crash_retries=0)
-        slow = workers.send(backend, "/slow")
-        for _ in range(3):
-            await asyncio.sleep(0.1)
-            workers.kill(workers.workers_of("/slow")[-1])
-        assert await failed(slow) is None
-        assert not workers.suspects.known
-
-    run(scenario)
+@staged
+async def test_the_loss_of_a_replica_that_was_stopped_as_planned_makes_no_suspects(workers: Workers) -> None:
+    workers.loss = ActorLostError("stopped", is_planned=True)
+    backend = workers.backend()
+    workers.publish("w1", "w2", "w3", "w4", max_crash_retries=0)
+    slow = workers.send(backend, "/slow")
+    for _ in range(3):
+        await asyncio.sleep(0.1)
+        workers.kill(workers.workers_of("/slow")[-1])
+    assert await failed(slow) is None
+    assert not workers.suspects.known
 
 
-def test_a_post_is_never_retried_after_a_death_and_is_no_suspect() -> None:
-    async def scenario(workers: Workers) -> None:
-        backend = workers.backend()
-        workers.publish("w1", "w2")
-        assert isinstance(await failed(workers.send(backend, "/kill", "POST")), ActorLostError)
-        assert len(workers.killed) == 1
-        assert not workers.suspects.known
-
-    run(scenario)
+@staged
+async def test_a_post_is_never_retried_after_a_death_and_is_no_suspect(workers: Workers) -> None:
+    backend = workers.backend()
+    workers.publish("w1", "w2")
+    assert isinstance(await failed(workers.send(backend, "/kill", "POST")), ActorLostError)
+    assert len(workers.killed) == 1
+    assert not workers.suspects.known
 
 
 # ---- refusals
 
 
-def test_a_url_whose_retries_killed_twice_is_refused_for_a_while_and_only_that_url() -> None:
-    async def scenario(workers: Workers) -> None:
-        backend, names = workers.backend(), [f"w{number}" for number in range(20)]
-        workers.publish(*names)
-        for _ in range(2):
-            assert isinstance(await failed(workers.send(backend, "/kill?x=1")), ActorLostError)
-        refused_at = now()
-        assert len(workers.killed) == 4
-        error = await failed(workers.send(backend, "/kill?x=1"))
-        assert isinstance(error, QuarantinedError)
-        assert str(error).startswith(
-            "GET /kill?x=1 of backend 'b' is refused for 10 s: its retries ended 2 pro"
-        )
-        assert reply_to(error, "42").status == 502
-        assert now() == refused_at, "at once"
-        assert await failed(workers.send(backend, "/fine?x=1")) is None
-        assert not isinstance(await failed(workers.send(backend, "/kill?x=2")), QuarantinedError)
-        assert len(workers.killed) == 6
-        await asyncio.sleep(refused_at + REFUSAL_S - 0.01 - now())
-        assert isinstance(await failed(workers.send(backend, "/kill?x=1")), QuarantinedError)
-        await asyncio.sleep(0.01)
-        assert not isinstance(await failed(workers.send(backend, "/kill?x=1")), QuarantinedError)
-        assert isinstance(await failed(workers.send(backend, "/kill?x=1")), QuarantinedError), "again"
-
-    run(scenario)
+@staged
+async def test_a_url_whose_retries_killed_twice_is_refused_for_a_while_and_only_that_url(
+    workers: Workers,
+) -> None:
+    backend, names = workers.backend(), [f"w{number}" for number in range(20)]
+    workers.publish(*names)
+    for _ in range(2):
+        assert isinstance(await failed(workers.send(backend, "/kill?x=1")), ActorLostError)
+    refused_at = now()
+    assert len(workers.killed) == 4
+    error = await failed(workers.send(backend, "/kill?x=1"))
+    assert isinstance(error, QuarantinedError)
+    assert str(error).startswith("GET /kill?x=1 of backend 'b' is refused for 10 s: its retries ended 2 pro")
+    assert reply_to(error, "42").status == 502
+    assert now() == refused_at, "at once"
+    assert await failed(workers.send(backend, "/fine?x=1")) is None
+    assert not isinstance(await failed(workers.send(backend, "/kill?x=2")), QuarantinedError)
+    assert len(workers.killed) == 6
+    await asyncio.sleep(refused_at + REFUSAL_S - 0.01 - now())
+    assert isinstance(await failed(workers.send(backend, "/kill?x=1")), QuarantinedError)
+    await asyncio.sleep(0.01)
+    assert not isinstance(await failed(workers.send(backend, "/kill?x=1")), QuarantinedError)
+    assert isinstance(await failed(workers.send(backend, "/kill?x=1")), QuarantinedError), "again"
 
 
-def test_kills_that_lie_more_than_a_minute_apart_refuse_nothing_and_are_forgotten() -> None:
-    async def scenario(workers: Workers) -> None:
-        backend = workers.backend()
-        workers.publish(*(f"w{number}" for number in range(20)))
-        for _ in range(3):
-            assert isinstance(await failed(workers.send(backend, "/kill")), ActorLostError)
-            await asyncio.sleep(WINDOW_S)
-        assert len(workers.suspects.known) == 1
-        await failed(workers.send(backend, "/fine"))
-        assert not workers.suspects.known, "requests pay for suspects only as long as there are any"
+@staged
+async def test_kills_that_lie_more_than_a_minute_apart_refuse_nothing_and_are_forgotten(
+    workers: Workers,
+) -> None:
+    backend = workers.backend()
+    workers.publish(*(f"w{number}" for number in range(20)))
+    for _ in range(3):
+        assert isinstance(await failed(workers.send(backend, "/kill")), ActorLostError)
+        await asyncio.sleep(WINDOW_S)
+    assert len(workers.suspects.known) == 1
+    await failed(workers.send(backend, "/fine"))
+    assert not workers.suspects.known, "requests pay for suspects only as long as there are any"
 
-    run(scenario)
 
-
-@pytest.mark.parametrize("path", ["/slow", "/fail/slow"])
-def test_an_answer_clears_a_url_that_was_there_when_processes_were_killed(path: str) -> None:
-    async def scenario(workers: Workers) -> None:
-        backend = workers.backend()
-        workers.publish(*(f"w{number}" for number in range(20)))
-        for _ in range(4):
-            lost = workers.send(backend, path)
-            await asyncio.sleep(TOOK_S / 2)
-            workers.kill(workers.workers_of(path)[-1])
-            await asyncio.sleep(TOOK_S / 2)
-            workers.kill(workers.workers_of(path)[-1])
-            assert isinstance(await failed(lost), ActorLostError)
-            assert not isinstance(
-                await failed(workers.send(backend, path)), (ActorLostError, QuarantinedError)
-            )
-        assert not workers.suspects.known
-
-    run(scenario)
+@for_each("path", ["/slow", "/fail/slow"])
+@staged
+async def test_an_answer_clears_a_url_that_was_there_when_processes_were_killed(
+    workers: Workers, path: str
+) -> None:
+    backend = workers.backend()
+    workers.publish(*(f"w{number}" for number in range(20)))
+    for _ in range(4):
+        lost = workers.send(backend, path)
+        await asyncio.sleep(TOOK_S / 2)
+        workers.kill(workers.workers_of(path)[-1])
+        await asyncio.sleep(TOOK_S / 2)
+        workers.kill(workers.workers_of(path)[-1])
+        assert isinstance(await failed(lost), ActorLostError)
+        assert not isinstance(await failed(workers.send(backend, path)), (ActorLostError, QuarantinedError))
+    assert not workers.suspects.known
 
 
 def test_one_process_with_several_replicas_is_one_kill() -> None:
@@ -361,101 +349,91 @@ def test_one_process_with_several_replicas_is_one_kill() -> None:
 # ---- trials
 
 
-def test_suspects_of_different_urls_are_not_retried_on_one_worker() -> None:
-    async def scenario(workers: Workers) -> None:
-        backend, other = workers.backend(), workers.backend("other")
-        workers.publish("w1")
-        lost = [workers.send((backend, other)[number % 2], f"/fine/{number // 2}") for number in range(12)]
-        await asyncio.sleep(TOOK_S / 2)
-        workers.kill("w1")
-        most: Counter[str] = Counter()
-        workers.publish("w2", "w3")
-        while not all(each.done() for each in lost):
-            for worker, running in workers.running.items():
-                most[worker] = max(most[worker], len(running))
-            await asyncio.sleep(TOOK_S / 4)
-        assert [each.exception() for each in lost] == [None] * 12
-        assert most == {"w2": 1, "w3": 1}
-        assert now() < TRIAL_WAIT_S
-
-    run(scenario)
+@staged
+async def test_suspects_of_different_urls_are_not_retried_on_one_worker(workers: Workers) -> None:
+    backend, other = workers.backend(), workers.backend("other")
+    workers.publish("w1")
+    lost = [workers.send((backend, other)[number % 2], f"/fine/{number // 2}") for number in range(12)]
+    await asyncio.sleep(TOOK_S / 2)
+    workers.kill("w1")
+    most: Counter[str] = Counter()
+    workers.publish("w2", "w3")
+    while not all(each.done() for each in lost):
+        for worker, running in workers.running.items():
+            most[worker] = max(most[worker], len(running))
+        await asyncio.sleep(TOOK_S / 4)
+    assert [each.exception() for each in lost] == [None] * 12
+    assert most == {"w2": 1, "w3": 1}
+    assert now() < TRIAL_WAIT_S
 
 
-def test_requests_of_one_url_are_retried_together() -> None:
-    async def scenario(workers: Workers) -> None:
-        backend = workers.backend()
-        workers.publish("w1")
-        lost = [workers.send(backend, "/slow") for _ in range(8)]
-        await asyncio.sleep(TOOK_S)
-        workers.kill("w1")
-        workers.publish("w2", "w3")
-        await finished(lost)
-        assert now() == pytest.approx(1, abs=0.1), "all at once"
-
-    run(scenario)
+@staged
+async def test_requests_of_one_url_are_retried_together(workers: Workers) -> None:
+    backend = workers.backend()
+    workers.publish("w1")
+    lost = [workers.send(backend, "/slow") for _ in range(8)]
+    await asyncio.sleep(TOOK_S)
+    workers.kill("w1")
+    workers.publish("w2", "w3")
+    await finished(lost)
+    assert now() == pytest.approx(1, abs=0.1), "all at once"
 
 
-def test_many_slow_innocent_requests_wait_only_a_moment_for_workers_of_their_own() -> None:
-    async def scenario(workers: Workers) -> None:
-        backend = workers.backend()
-        workers.publish("w1", concurrency=100)
-        lost = [workers.send(backend, f"/slow/{number}") for number in range(100)]
-        await asyncio.sleep(0.5)
-        workers.kill("w1")
-        workers.publish("w2", "w3", concurrency=100)
-        assert [each.exception() for each in await finished(lost)] == [None] * 100
-        assert now() < 0.5 + TRIAL_WAIT_S + 1.1
+@staged
+async def test_many_slow_innocent_requests_wait_only_a_moment_for_workers_of_their_own(
+    workers: Workers,
+) -> None:
+    backend = workers.backend()
+    workers.publish("w1", concurrency=100)
+    lost = [workers.send(backend, f"/slow/{number}") for number in range(100)]
+    await asyncio.sleep(0.5)
+    workers.kill("w1")
+    workers.publish("w2", "w3", concurrency=100)
+    assert [each.exception() for each in await finished(lost)] == [None] * 100
+    assert now() < 0.5 + TRIAL_WAIT_S + 1.1
 
-    run(scenario)
 
-
-def test_new_requests_of_a_suspect_url_stay_away_from_other_suspects() -> None:
-    async def scenario(workers: Workers) -> None:
-        backend = workers.backend()
-        workers.publish("w1", "w2", "w3", "w4", "w5", "w6")
-        poison = workers.send(backend, "/kill")
+@staged
+async def test_new_requests_of_a_suspect_url_stay_away_from_other_suspects(workers: Workers) -> None:
+    backend = workers.backend()
+    workers.publish("w1", "w2", "w3", "w4", "w5", "w6")
+    poison = workers.send(backend, "/kill")
+    await asyncio.sleep(0)
+    first = workers.workers_of("/kill")[0]
+    innocent = []
+    while not any(worker == first for path, worker in workers.asked if path != "/kill"):
+        innocent.append(workers.send(backend, f"/fine/{len(innocent)}"))
         await asyncio.sleep(0)
-        first = workers.workers_of("/kill")[0]
-        innocent = []
-        while not any(worker == first for path, worker in workers.asked if path != "/kill"):
-            innocent.append(workers.send(backend, f"/fine/{len(innocent)}"))
-            await asyncio.sleep(0)
-        await asyncio.sleep(TOOK_S + TOOK_S / 10)
-        assert workers.killed == [first]
-        more = [workers.send(backend, "/kill") for _ in range(5)]
-        await finished([poison, *more, *innocent])
-        assert [each.exception() for each in innocent] == [None] * len(innocent)
-
-    run(scenario)
+    await asyncio.sleep(TOOK_S + TOOK_S / 10)
+    assert workers.killed == [first]
+    more = [workers.send(backend, "/kill") for _ in range(5)]
+    await finished([poison, *more, *innocent])
+    assert [each.exception() for each in innocent] == [None] * len(innocent)
 
 
-def test_a_caller_that_leaves_while_its_request_waits_leaves_nothing() -> None:
-    async def scenario(workers: Workers) -> None:
-        backend = workers.backend()
-        workers.publish("w1")
-        lost = [workers.send(backend, f"/slow/{number}") for number in range(5)]
-        await asyncio.sleep(TOOK_S)
-        workers.kill("w1")
-        await asyncio.sleep(TOOK_S)
-        assert backend.waiting == 5
-        for each in lost:
-            each.cancel()
-
-    run(scenario)
+@staged
+async def test_a_caller_that_leaves_while_its_request_waits_leaves_nothing(workers: Workers) -> None:
+    backend = workers.backend()
+    workers.publish("w1")
+    lost = [workers.send(backend, f"/slow/{number}") for number in range(5)]
+    await asyncio.sleep(TOOK_S)
+    workers.kill("w1")
+    await asyncio.sleep(TOOK_S)
+    assert backend.waiting == 5
+    for each in lost:
+        each.cancel()
 
 
-def test_suspects_that_wait_fail_when_their_backend_is_deleted() -> None:
-    async def scenario(workers: Workers) -> None:
-        backend = workers.backend()
-        workers.publish("w1")
-        lost = workers.send(backend, "/slow")
-        await asyncio.sleep(TOOK_S)
-        workers.kill("w1")
-        await asyncio.sleep(TOOK_S)
-        backend.update(None)
-        assert "was deleted" in str(await failed(lost))
-
-    run(scenario)
+@staged
+async def test_suspects_that_wait_fail_when_their_backend_is_deleted(workers: Workers) -> None:
+    backend = workers.backend()
+    workers.publish("w1")
+    lost = workers.send(backend, "/slow")
+    await asyncio.sleep(TOOK_S)
+    workers.kill("w1")
+    await asyncio.sleep(TOOK_S)
+    backend.update(None)
+    assert "was deleted" in str(await failed(lost))
 
 
 def test_thousands_of_requests_lost_with_one_worker_cost_a_fixed_time_each() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from scenarios import for_each
 from test_replica_pool import pool_of
 
 from daskserve.common.types import Load
@@ -12,7 +13,7 @@ from daskserve.data.caller.routing.replica_pool import HOP_S, PooledReplica, Rep
 from daskserve.data.caller.routing.websocket_cost import TurnMeter
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("turn_s", "turns", "is_light"),
     [
         (0.0001, 1, True),

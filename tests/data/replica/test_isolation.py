@@ -787,7 +787,7 @@ def test_an_answer_given_before_the_end_still_arrives(tmp_path: Path) -> None:
             await asyncio.sleep(0)
             await asyncio.sleep(0.001)
             # Meanwhile the child answers and ends, so the worker learns of both at the same time.
-            time.sleep(0.3)  # noqa: ASYNC251
+            time.sleep(0.3)
             assert await request == "last words" * 1_000
 
         bench.run(scenario())

@@ -400,7 +400,7 @@ def test_code_that_blocks_its_own_loop_is_reported_once_with_its_place(
 
 def test_code_that_blocks_the_workers_loop_is_reported_afterwards(caplog: pytest.LogCaptureFixture) -> None:
     async def blocks_the_loop() -> None:
-        time.sleep(3 * BLOCKED_AFTER_S)  # noqa: ASYNC251  # the fault that this is about
+        time.sleep(3 * BLOCKED_AFTER_S)  # the fault that this is about
 
     async def scenario(executor: UserExecutor) -> None:
         await executor.run_async(blocks_the_loop)

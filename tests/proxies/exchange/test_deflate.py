@@ -21,7 +21,7 @@ from daskserve.proxies.exchange.limits import FREE_BYTES, InflationRules
 from daskserve.proxies.exchange.turns import SLICE_BYTES
 from daskserve.proxies.exchange.websocket.deflate import Inflation, MessageDeflate
 
-pytestmark = [pytest.mark.usefixtures("server_state"), pytest.mark.smoke]
+pytestmark = pytest.mark.smoke
 
 LIMIT_BYTES = 100_000
 TEXT = "all work and no play " * 1000

@@ -32,8 +32,6 @@ from daskserve.proxies.asgi import Scope
 from daskserve.proxies.exchange import http_connection
 from daskserve.proxies.exchange.response_head import as_buffer
 
-pytestmark = pytest.mark.usefixtures("server_state")
-
 MIB = 1 << 20
 
 
@@ -141,9 +139,7 @@ def test_unsupported_upgrades_are_ordinary_requests(first: bytes, body: bytes) -
         ("CONNECT a", 400),
     ],
 )
-def test_connect_is_refused_and_nothing_after_it_is_read(
-    server_state: str, first: bytes, line: str, status: int
-) -> None:
+def test_connect_is_refused_and_nothing_after_it_is_read(first: bytes, line: str, status: int) -> None:
     async def test() -> None:
         scopes: list[Scope] = []
         async with serving(capturing(scopes)) as server, connected(server) as client:
@@ -430,7 +426,7 @@ def test_100_continue_is_answered() -> None:
 EXPECTING = b"POST / HTTP/1.1\r\nHost: a\r\nExpect: 100-continue\r\nContent-Length: 2\r\n\r\n"
 
 
-def test_100_continue_is_sent_when_the_application_first_reads(server_state: str) -> None:
+def test_100_continue_is_sent_when_the_application_first_reads() -> None:
     async def test() -> None:
         go = asyncio.Event()
 
@@ -452,7 +448,7 @@ def test_100_continue_is_sent_when_the_application_first_reads(server_state: str
     run(test)
 
 
-def test_an_application_that_rejects_by_headers_never_asks_for_the_body(server_state: str) -> None:
+def test_an_application_that_rejects_by_headers_never_asks_for_the_body() -> None:
     async def test() -> None:
         async with serving(hello) as server, connected(server) as client:
             await client.send(EXPECTING)
@@ -464,7 +460,7 @@ def test_an_application_that_rejects_by_headers_never_asks_for_the_body(server_s
     run(test)
 
 
-def test_a_client_that_sends_without_waiting_gets_its_answer(server_state: str) -> None:
+def test_a_client_that_sends_without_waiting_gets_its_answer() -> None:
     async def test() -> None:
         async with serving(hello) as server, connected(server) as client:
             await client.send(EXPECTING + b"hi")
@@ -473,7 +469,7 @@ def test_a_client_that_sends_without_waiting_gets_its_answer(server_state: str) 
     run(test)
 
 
-def test_an_application_that_begins_its_response_before_it_reads_does_not_ask(server_state: str) -> None:
+def test_an_application_that_begins_its_response_before_it_reads_does_not_ask() -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"begun ", "more_body": True})
@@ -490,7 +486,7 @@ def test_an_application_that_begins_its_response_before_it_reads_does_not_ask(se
     run(test)
 
 
-def test_a_client_that_waits_to_be_asked_is_not_idle(server_state: str) -> None:
+def test_a_client_that_waits_to_be_asked_is_not_idle() -> None:
     async def test() -> None:
         app = Hanging()
         async with serving(app, keep_alive_timeout_s=1) as server, connected(server) as client:
@@ -549,7 +545,7 @@ def test_only_a_host_of_a_usual_length_is_kept_with_its_connection(host: str, is
         async with serving(hello) as server, connected(server) as client:
             await client.send(f"GET / HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
             assert (await client.response()).status == 200
-            assert [each.host for each in server._server_state.connections] == [host if is_kept else None]
+            assert [each.host for each in server.state.connections] == [host if is_kept else None]
             await client.send(b"GET / HTTP/1.1\r\nHost: a b\r\n\r\n")
             assert (await client.response()).status == 400
 

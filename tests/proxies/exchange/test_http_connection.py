@@ -20,7 +20,7 @@ from http_harness import (
     serving,
     tracebacks,
 )
-from memory_transport import serving_in_memory
+from memory_transport import connect, serving_in_memory
 
 from daskserve.common.types import Receive, Send
 from daskserve.options.http import HTTPOptions
@@ -28,7 +28,6 @@ from daskserve.proxies.asgi import Scope
 from daskserve.proxies.exchange.http_connection import HTTPConnection
 
 LIMIT = HTTPOptions().max_header_bytes
-pytestmark = pytest.mark.usefixtures("server_state")
 
 
 def head_of(size: int) -> bytes:
@@ -153,8 +152,8 @@ def test_trailers_are_not_headers() -> None:
 def test_no_requests_are_read_while_others_wait() -> None:
     async def test() -> None:
         app = Hanging()
-        async with serving_in_memory(app) as listener:
-            client = listener.connect()
+        async with serving_in_memory(app) as server:
+            client = connect(server)
             sent = memoryview(request() * 100_000)
             left = client.move(sent)
             await poll_for(lambda: app.running)
@@ -169,7 +168,8 @@ def test_no_requests_are_read_while_others_wait() -> None:
     run(test)
 
 
-@pytest.mark.parametrize("server_state", ["asyncio"], indirect=True)
+@pytest.mark.parametrize("transport", ["asyncio"], indirect=True)
+@pytest.mark.usefixtures("transport")
 def test_a_client_that_never_reads_its_last_response_is_disconnected() -> None:
     async def test() -> None:
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -177,15 +177,15 @@ def test_a_client_that_never_reads_its_last_response_is_disconnected() -> None:
 
         async with serving(app, keep_alive_timeout_s=5) as server, connected(server) as client:
             client.writer.transport.pause_reading()  # type: ignore[attr-defined]
-            (connection,) = server._server_state.connections
-            (stream,) = cast(Any, server._listener)._open_streams
+            (connection,) = server.state.connections
+            (stream,) = cast(Any, server.state.streams)
             stream._transport.set_write_buffer_limits(1 << 24)  # the application need not wait for it
             stream._transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
             await client.send(request("/", "Connection: close"))
             await poll_for(stream.closed)
-            assert connection in server._server_state.connections
+            assert connection in server.state.connections
             advance(6)
-            await poll_for(lambda: not server._server_state.connections)
+            await poll_for(lambda: not server.state.connections)
 
     run(test)
 

@@ -16,7 +16,6 @@ from daskserve.proxies.exchange.pace import BodyPace, PaceWatch
 from daskserve.proxies.exchange.request_body import NO_MEMORY, RequestBody
 from daskserve.proxies.exchange.server_state import ServerState
 
-servers = pytest.mark.usefixtures("server_state")
 MIB = 1 << 20
 POST = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 1000000\r\n\r\nx"
 
@@ -54,7 +53,6 @@ async def whole(scope: Scope, receive: Receive, send: Send) -> None:
 # ---- over both servers
 
 
-@servers
 def test_a_body_that_stands_still_gets_408_and_the_connection_closes() -> None:
     async def test() -> None:
         app = Watched(echo)
@@ -72,7 +70,6 @@ def test_a_body_that_stands_still_gets_408_and_the_connection_closes() -> None:
     run(test)
 
 
-@servers
 def test_a_response_that_is_not_read_is_aborted_and_its_application_cancelled() -> None:
     async def test() -> None:
         app = Watched(flood)
@@ -85,7 +82,6 @@ def test_a_response_that_is_not_read_is_aborted_and_its_application_cancelled() 
     run(test)
 
 
-@servers
 def test_a_whole_response_that_is_not_read_is_dropped() -> None:
     async def test() -> None:
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -101,7 +97,6 @@ def test_a_whole_response_that_is_not_read_is_dropped() -> None:
     run(test)
 
 
-@servers
 def test_a_response_that_is_not_read_gives_way_to_requests_that_wait_for_its_slot() -> None:
     async def test() -> None:
         app = Watched(flood)
@@ -304,7 +299,6 @@ def test_no_body_gives_way_to_one_that_is_too_large() -> None:
     assert not watching_all(requests, [0]).make_room(body)
 
 
-@servers
 def test_a_client_that_keeps_nearly_all_of_a_body_does_not_keep_out_others() -> None:
     async def test() -> None:
         options = {"max_buffered_bytes": 400_000, "busy_write_stall_timeout_s": 0.04}

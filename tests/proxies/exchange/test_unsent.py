@@ -11,8 +11,6 @@ from daskserve.common.types import Receive, Send
 from daskserve.proxies.asgi import Scope
 from daskserve.proxies.server.life import HTTPServer
 
-pytestmark = pytest.mark.usefixtures("server_state")
-
 MIB = 1 << 20
 #: More than the operating system takes for a client that does not read.
 LARGE = bytes(8 * MIB)

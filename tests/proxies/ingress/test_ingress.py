@@ -59,7 +59,7 @@ def make_ingress(
     routers: Routers,
     table: RouteTable | None = TABLE,
     *,
-    takes_whole: bool = False,
+    is_direct: bool = False,
     unready: Sequence[str] | None = (),
     **options: Any,
 ) -> IngressApp:
@@ -68,7 +68,7 @@ def make_ingress(
         routes=lambda: table,
         dispatch=routers,
         rng=random.Random(1),
-        takes_whole=takes_whole,
+        is_direct=is_direct,
         unready=lambda: unready,
     )
 
@@ -482,12 +482,12 @@ def test_a_client_never_gets_more_time_than_the_operator_gives(header: bytes) ->
         ("192.0.2.1", b"0", 60.0),
     ],
 )
-@pytest.mark.parametrize("takes_whole", [False, True])
+@pytest.mark.parametrize("is_direct", [False, True])
 def test_a_trusted_forwarder_may_ask_for_more_time(
-    client: str, header: bytes, deadline: float | None, takes_whole: bool
+    client: str, header: bytes, deadline: float | None, is_direct: bool
 ) -> None:
     routers = Routers()
-    ingress = make_ingress(routers, request_timeout_s=60, takes_whole=takes_whole)
+    ingress = make_ingress(routers, request_timeout_s=60, is_direct=is_direct)
     app = ForwardedHeaders(ingress, ["10.0.0.0/8"])
     scope = make_scope("/a", "GET", (b"x-request-timeout-seconds", header), client=(client, 4))
     run_virtual(call, app, scope)
@@ -500,7 +500,7 @@ def test_a_websocket_of_a_trusted_forwarder_carries_no_mark() -> None:
         await send({"type": "websocket.accept"})
 
     routers = Routers(accept)
-    app = ForwardedHeaders(make_ingress(routers, takes_whole=True), ["127.0.0.1"])
+    app = ForwardedHeaders(make_ingress(routers, is_direct=True), ["127.0.0.1"])
     scripted(app, make_socket_scope("/a", (b"x-request-timeout-seconds", b"5")))
     assert not [key for key in routers.head if key.startswith("daskserve")]
 
@@ -879,40 +879,35 @@ def whole(body: bytes = b"done", **changes: Any) -> Message:
     return {"type": WHOLE_RESPONSE, "status": 201, "headers": [(b"x-a", b"1")], "body": body, **changes}
 
 
-@pytest.mark.parametrize("takes_whole", [False, True])
-def test_a_whole_response_is_one_message_only_for_servers_that_take_it(takes_whole: bool) -> None:
+def test_a_whole_response_becomes_two_messages_for_a_middleware() -> None:
     message = whole()
 
     async def answer(receive: Receive, send: Send) -> None:
         await send(message)
 
-    ingress = make_ingress(Routers(answer), takes_whole=takes_whole)
+    ingress = make_ingress(Routers(answer))
     reply = ask(ingress, "/a", "GET", (b"x-request-id", b"mine"))
-    if takes_whole:
-        assert reply.messages == [whole(request_id=b"mine")]
-    else:
-        headers = [(b"x-a", b"1"), (b"content-length", b"4"), (b"x-request-id", b"mine")]
-        assert reply.messages == [
-            {"type": "http.response.start", "status": 201, "headers": headers},
-            {"type": "http.response.body", "body": b"done"},
-        ]
+    headers = [(b"x-a", b"1"), (b"content-length", b"4"), (b"x-request-id", b"mine")]
+    assert reply.messages == [
+        {"type": "http.response.start", "status": 201, "headers": headers},
+        {"type": "http.response.body", "body": b"done"},
+    ]
     assert message == whole()
     assert ingress.statistics().responses == {"2xx": 1}
 
 
-@pytest.mark.parametrize("takes_whole", [False, True])
 @pytest.mark.parametrize("second", [whole(), {"type": "http.response.start", "status": 200}])
-def test_nothing_follows_a_whole_response(takes_whole: bool, second: Message) -> None:
+def test_nothing_follows_a_whole_response(second: Message) -> None:
     async def answer(receive: Receive, send: Send) -> None:
         await send(whole())
         await send(second)
 
     with pytest.raises(RuntimeError, match="a second time"):
-        ask(make_ingress(Routers(answer), takes_whole=takes_whole), "/a")
+        ask(make_ingress(Routers(answer)), "/a")
 
 
 def test_a_whole_response_without_a_proper_status_is_a_failure() -> None:
     async def answer(receive: Receive, send: Send) -> None:
         await send(whole(status="200"))
 
-    assert ask(make_ingress(Routers(answer), takes_whole=True), "/a").status == 500
+    assert ask(make_ingress(Routers(answer)), "/a").status == 500

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
@@ -68,6 +69,20 @@ async def connect_once(
         raise TimeoutError(f"{address} did not answer within {shown(timeout_s)} s") from None
 
 
+@asynccontextmanager
+async def _answering(comm: Any, worker: WorkerAddress, timeout_s: float) -> AsyncIterator[None]:
+    """Limit the time of an exchange with a worker; abort the connection if it fails."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            yield
+    except TimeoutError:
+        comm.abort()
+        raise TimeoutError(f"{worker} did not answer within {shown(timeout_s)} s") from None
+    except BaseException:
+        comm.abort()
+        raise
+
+
 async def begin_channel(
     comm: Any, worker: WorkerAddress, timeout_s: float, *, by_socket: bool = True
 ) -> None:
@@ -80,18 +95,10 @@ async def begin_channel(
     OSError
         The worker is gone, or did not answer in time.
     """
-    try:
-        async with asyncio.timeout(timeout_s):
-            await comm.write({"op": CHANNEL_OP, "by_socket": by_socket})
-            answer = await comm.read()
-        if answer != READY:  # Dask answers None to an unknown operation
+    async with _answering(comm, worker, timeout_s):
+        await comm.write({"op": CHANNEL_OP, "by_socket": by_socket})
+        if await comm.read() != READY:  # Dask answers None to an unknown operation
             raise ActorLostError(f"Worker {worker} has no Host of daskserve.", begun=False)
-    except TimeoutError:
-        comm.abort()
-        raise TimeoutError(f"{worker} did not answer within {shown(timeout_s)} s") from None
-    except BaseException:
-        comm.abort()
-        raise
 
 
 async def join_channel(
@@ -106,15 +113,8 @@ async def join_channel(
     OSError
         The worker is gone, did not answer in time, or is not the worker.
     """
-    try:
-        async with asyncio.timeout(timeout_s):
-            await introduce(wire_of(comm), keyring)
-    except TimeoutError:
-        comm.abort()
-        raise TimeoutError(f"{worker} did not answer within {shown(timeout_s)} s") from None
-    except BaseException:
-        comm.abort()
-        raise
+    async with _answering(comm, worker, timeout_s):
+        await introduce(wire_of(comm), keyring)
     return take_over(comm, by_socket=by_socket)
 
 

@@ -159,17 +159,12 @@ class Admission:
 
     Parameters
     ----------
-    timeout_s : float
-        Time for one handshake, in seconds.
     max_pending : int
         How many handshakes may be under way: one more ends the oldest, which is the least likely to complete.
     """
 
-    def __init__(
-        self, keyring: Keyring, *, timeout_s: float = TIMEOUT_S, max_pending: int = MAX_PENDING
-    ) -> None:
+    def __init__(self, keyring: Keyring, *, max_pending: int = MAX_PENDING) -> None:
         self.keyring = keyring
-        self._timeout_s = timeout_s
         self._max_pending = max_pending
         #: The deadlines of the handshakes under way, the oldest first.
         self._pending: dict[asyncio.Timeout, None] = {}
@@ -188,7 +183,7 @@ class Admission:
             return True
         except TimeoutError:
             self.refused["late"] += 1
-            self._note(wire, f"no handshake within {shown(self._timeout_s)} s, or too many others")
+            self._note(wire, f"no handshake within {shown(TIMEOUT_S)} s, or too many others")
         except ValueError as error:
             self.refused["stranger"] += 1
             self._note(wire, str(error))
@@ -209,7 +204,7 @@ class Admission:
     async def _limited(self) -> AsyncIterator[None]:
         while len(self._pending) >= self._max_pending:
             self._end_oldest()
-        async with asyncio.timeout(self._timeout_s) as deadline:
+        async with asyncio.timeout(TIMEOUT_S) as deadline:
             self._pending[deadline] = None
             try:
                 yield

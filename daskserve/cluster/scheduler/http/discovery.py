@@ -84,15 +84,7 @@ class Targets:
     ) -> None:
         self._scheduler: Any = scheduler
         self._facts_of = facts_of
-        self._route = SchedulerRoute(scheduler, PATH, TargetsHandler, {"targets": self, "guard": guard})
-
-    def install(self) -> None:
-        """Add the route; idempotent."""
-        self._route.install()
-
-    def uninstall(self) -> None:
-        """Remove the route; idempotent."""
-        self._route.uninstall()
+        self.route = SchedulerRoute(scheduler, PATH, TargetsHandler, {"targets": self, "guard": guard})
 
     def current(self) -> list[Target]:
         """Return all current targets, the scheduler first."""

@@ -62,15 +62,7 @@ class ScaleRoute:
     ) -> None:
         self._instances = instances
         self._hosts = hosts
-        self._route = SchedulerRoute(scheduler, PATH, ScaleHandler, {"route": self, "guard": guard})
-
-    def install(self) -> None:
-        """Add the route; idempotent."""
-        self._route.install()
-
-    def uninstall(self) -> None:
-        """Remove the route; idempotent."""
-        self._route.uninstall()
+        self.route = SchedulerRoute(scheduler, PATH, ScaleHandler, {"route": self, "guard": guard})
 
     async def scale(self, instance: InstanceName, application: str, deployment: str, number: int) -> int:
         """Record a deployment's target number of replicas, and return it.

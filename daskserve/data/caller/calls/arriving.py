@@ -23,7 +23,7 @@ from daskserve.loops.pending_call import PendingCall
 from daskserve.payload.importing import import_definition
 from daskserve.payload.pickling import dump
 
-#: What makes a request of what has travelled. It belongs to the replicas, which callers do not import.
+#: Rebuilds a request from its pickled parts. It belongs to the replicas, which callers do not import.
 REBUILD = "daskserve.data.replica.user_code.request_objects:rebuild_request"
 
 
@@ -31,12 +31,12 @@ def _rebuild(*parts: Any) -> Any:
     return import_definition(REBUILD)(*parts)
 
 
-# Programs and tasks pass requests on, too, such as those of a FastAPI application of their own.
+# Programs and tasks also pass requests on, such as a FastAPI application outside of daskserve.
 copyreg.pickle(Request, lambda request: reduce_request(request, _rebuild))
 
 
 class ArrivingRequest:
-    """A request whose body is read from now on, for another replica.
+    """A request whose body is being read, for another replica.
 
     In a thread that a FastAPI application runs a plain function in, the constructor blocks until it is read.
     """
@@ -75,7 +75,7 @@ class ArrivingRequest:
         return waiter_for(self._connection, self._future)
 
     def raise_if_failed(self) -> None:
-        """Raise the error because of which the body could not be read."""
+        """Raise the error of reading the body, if there is one."""
         error = self._future.exception()
         if error is not None:
             raise error

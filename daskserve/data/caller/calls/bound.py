@@ -1,4 +1,4 @@
-"""Handles among the arguments of deployments: what travels in their place, and how it becomes a handle."""
+"""Pickling of handles among the arguments of deployments."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Reduced: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 def reduce_handle(endpoint: EndpointTag, options: CallOptions) -> Reduced:
-    """Return what stands for a handle of an endpoint in the instance of whoever unpickles it.
+    """Return the reduced form of a handle; unpickled, it belongs to the instance of the process that does so.
 
-    It names no instance and says nothing of what is deployed at the endpoint, so the same application gives
-    the same bytes, and a new version of one deployment changes nothing in those that call it.
+    It has neither the instance nor the endpoint's state, so the same application gives the same bytes, and a
+    new version of one deployment changes nothing in its callers.
     """
     return bound_handle, (endpoint, options.differences())
 
@@ -32,7 +32,7 @@ def stand_in(handle: Handle, instance: InstanceName) -> Any:
 
 
 def bound_handle(endpoint: EndpointTag, changed: tuple[tuple[str, Any], ...] = ()) -> Handle:
-    """Return the handle that `reduce_handle` stands for.
+    """Rebuild a handle from the arguments of `reduce_handle`.
 
     In a replica, it is of the replica's instance. Elsewhere it cannot call, but it can be deployed again.
     """

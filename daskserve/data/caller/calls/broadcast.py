@@ -92,7 +92,7 @@ class BroadcastResponse:
 async def send_to_all(
     cluster: Cluster, replicas: Sequence[ActorAddress], envelope: Envelope
 ) -> list[ReplicaOutcome]:
-    """Send a call to replicas, past all queues, and return what each answered."""
+    """Send a call to replicas, past all queues, and return the outcome of each."""
     return list(await asyncio.gather(*(_send(cluster, replica, envelope) for replica in replicas)))
 
 

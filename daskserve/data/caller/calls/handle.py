@@ -37,7 +37,7 @@ from daskserve.data.caller.calls.replica_choice import ReplicaChoice, ReplicaSel
 from daskserve.data.caller.calls.response import Response
 from daskserve.data.caller.calls.response_stream import Pipe, ResponseGenerator
 from daskserve.data.caller.routing.router import Router, Routers
-from daskserve.data.caller.routing.waiting_calls import learning_of
+from daskserve.data.caller.routing.waiting_calls import waiting_calls_of
 from daskserve.errors import (
     BadRequestError,
     BlockingCallError,
@@ -50,7 +50,7 @@ from daskserve.loops.deadlines import until
 from daskserve.loops.pending_call import PendingCall
 from daskserve.telemetry.collector import PROCESS
 
-#: What a call tells user code about its request: the ids of `CallOptions`, and the route.
+#: The part of a call that user code can read as its request's context: ids of `CallOptions`, the route.
 Facts: TypeAlias = Mapping[str, Any] | None
 
 
@@ -64,7 +64,7 @@ async def routers_of(cluster: Process) -> Routers:
             cluster.clock,
             cluster.connection.rng,
             cluster.routes,
-            learning_of(cluster),
+            waiting_calls_of(cluster),
         )
         cluster.shared["routers"] = routers
         PROCESS.add(routers)
@@ -74,7 +74,7 @@ async def routers_of(cluster: Process) -> Routers:
 
 
 class ShutDown:
-    """Stands for the process of a handle that was shut down."""
+    """The process of a handle that was shut down; using it raises an error."""
 
     def __init__(self, endpoint: str) -> None:
         self._endpoint = endpoint
@@ -309,7 +309,7 @@ class Handle:
     # ---- the end
 
     def shutdown(self) -> None:
-        """Release what this handle watches in its process; its calls fail from now on.
+        """Stop watching the endpoint in this process; later calls of the handle fail.
 
         Calls that were made continue. Other handles of the endpoint work as before.
         """
@@ -319,7 +319,7 @@ class Handle:
         start_call(connection, self._shut_down()).result()
 
     async def shutdown_async(self) -> None:
-        """Release what this handle watches in its process; the same as `shutdown`, for event loops."""
+        """Stop watching the endpoint in this process; `shutdown` for event loops."""
         connection = self._process.connection
         await waiter_for(connection, start_call(connection, self._shut_down()))
 
@@ -455,7 +455,7 @@ class Handle:
             raise ClosedError(
                 f"Instance {self._instance!r} has been shut down; get a new handle from a running instance."
             )
-        with learning_of(cluster):
+        with waiting_calls_of(cluster):
             router = (await routers_of(cluster)).router(self._endpoint)
             if not router.is_known:
                 await router.wait_until_known()

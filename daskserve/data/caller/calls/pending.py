@@ -59,9 +59,9 @@ def waiter_for(connection: ClusterConnection, call: PendingCall[Any]) -> asyncio
         if running is loop:
             _settle(waiter)
         elif running is connection.loop:
-            connection.calls_by_loop.onto(loop).post_soon(_settle, waiter)
+            connection.loop_queues.get(loop).post_soon(_settle, waiter)
         else:
-            connection.calls_by_loop.onto(loop).post(_settle, waiter)
+            connection.loop_queues.get(loop).post(_settle, waiter)
 
     call.add_done_callback(wake)
     return waiter

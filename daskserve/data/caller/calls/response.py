@@ -22,7 +22,7 @@ from daskserve.payload.shown_errors import shown_in_notebook
 class Response:
     """The pending answer to one call. Await it, or call `result` from a thread that may block.
 
-    Passed to another handle's ``remote``, at any depth of the arguments, it stands for its result. The call
+    Among the arguments of another call, at any depth, it is replaced by its result. The call
     starts as soon as the result exists. A result of 4 MiB or more stays in the process of its replica until
     it is read, or this object is dropped; other replicas get it directly from there.
     """

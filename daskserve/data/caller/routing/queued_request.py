@@ -13,9 +13,9 @@ from daskserve.data.caller.routing.replica_pool import PooledReplica, ReplicaPoo
 from daskserve.telemetry.histogram import LatencyHistogram
 
 #: How long a request waits in the queues of all replicas together. Each replica gets an equal share, but at
-#: least `MIN_PATIENCE_S`. Then the request moves to another replica.
-PATIENCE_S = 0.5
-MIN_PATIENCE_S = 0.025
+#: least `MIN_QUEUE_TIMEOUT_S`. Then the request moves to another replica.
+QUEUE_TIMEOUT_S = 0.5
+MIN_QUEUE_TIMEOUT_S = 0.025
 
 
 class QueuedRequest:
@@ -49,7 +49,7 @@ class QueuedRequest:
 
     def queue_timeout(self, since: float) -> QueueTimeout:
         """Return how long a request may wait here if it has been in queues since the given time."""
-        left_s = max(PATIENCE_S / max(self._pool.size, 1), MIN_PATIENCE_S)
+        left_s = max(QUEUE_TIMEOUT_S / max(self._pool.size, 1), MIN_QUEUE_TIMEOUT_S)
         return QueueTimeout(left_s, self._clock.now() - since)
 
     def send(self, message: Message) -> Awaitable[None]:

@@ -19,7 +19,7 @@ IDEMPOTENT_METHODS = frozenset({"GET", "HEAD", "OPTIONS", "PUT", "DELETE"})
 #: Bodies up to this size are kept for a retry.
 KEPT_BYTES = 64 * 1024
 #: Maximum number of retries of a request that had begun. After the loss of a process, the backend's option
-#: ``max_crash_retries`` allows fewer: the request may be what ended it.
+#: ``max_crash_retries`` allows fewer: the request may have ended it.
 MAX_REPEATS = 3
 
 

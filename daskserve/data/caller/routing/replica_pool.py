@@ -59,7 +59,7 @@ SLOW_S = 0.01
 RANDOM_SHARE = 0.05
 #: The weight of the newest answer in a replica's pace.
 PACE_WEIGHT = 0.1
-#: How long a replica is suspended after its queue was full, or after a queued request ran out of patience.
+#: How long a replica is suspended after its queue was full, or after a request timed out in it.
 BUSY_BACKOFF_S = 0.02
 
 

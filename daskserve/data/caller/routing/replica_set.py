@@ -57,7 +57,7 @@ class ReplicaSet:
         routes: Routes,
         *,
         suspects: Suspects,
-        learning: WaitingCalls | None = None,
+        waiting_calls: WaitingCalls | None = None,
         contact: ControllerContact,
         reports: LoadReports | None = None,
     ) -> None:
@@ -68,7 +68,7 @@ class ReplicaSet:
         self.bodies: BodyUse = "gather"
         self.max_body_bytes: int | None = None
         self._reports = reports
-        self._learning = learning or WaitingCalls()
+        self._waiting_calls = waiting_calls or WaitingCalls()
         self._cluster = cluster
         self._clock = clock
         self._rng = rng
@@ -81,7 +81,7 @@ class ReplicaSet:
         self._apart = SuspectQueue(tag, self.pool, suspects, clock, rng, self._serve_waiting)
         #: None until the controller has published it; requests that arrive earlier wait.
         self.max_queued: int | None = None
-        #: Whether there will be replicas for who waits.
+        #: Whether waiting requests can expect a replica.
         self.availability = ReplicaAvailability(tag, contact)
         #: Set by the first update.
         self._known = asyncio.Event()
@@ -171,7 +171,7 @@ class ReplicaSet:
         self.release(replica, None)
 
     def release(self, replica: PooledReplica, outcome: Load | Exception | None) -> None:
-        """Record that a request to a replica has ended, and what the outcome says about the replica."""
+        """Record the end of a request to a replica, and the load or the failure of the replica."""
         if type(outcome) is Load:
             self.pool.report(replica, outcome, self._clock.now())
         elif isinstance(outcome, (ReplicaBusyError, ActorLostError)):
@@ -239,7 +239,7 @@ class ReplicaSet:
             replica.sockets += is_socket
             try:
                 if replica.route is None:
-                    await self._learning.during(self._routes.connect(replica.address.worker))
+                    await self._waiting_calls.during(self._routes.connect(replica.address.worker))
                 if has_queued_request:
                     queued_since = self._clock.now() if queued_since is None else queued_since
                     load = await self._send_queued(replica, queued_since, envelope, receive, send)
@@ -300,7 +300,7 @@ class ReplicaSet:
         try:
             if self.max_queued is not None:
                 return await waiter
-            return await self._learning.during(waiter)
+            return await self._waiting_calls.during(waiter)
         except asyncio.CancelledError:
             if waiter in self._waiting:
                 del self._waiting[waiter]

@@ -84,9 +84,9 @@ class Router:
         return self._is_deleted
 
     def body_rules(self, default_max_bytes: int) -> tuple[BodyUse, int]:
-        """Return what happens to the bodies of HTTP requests, and their maximum size.
+        """Return how the bodies of HTTP requests are read, and their maximum size.
 
-        Before a request's backend is drawn, the rules of all of them hold.
+        A request's backend is drawn later, so the rules of all backends are combined.
         """
         only = self.only
         if only is not None:  # as for most
@@ -206,7 +206,7 @@ class Router:
         try:
             await self._routers.replica_set(backend).send(envelope, receive_and_copy, send)
         except asyncio.CancelledError:
-            # The copies have no use any more, and the copy of an endless stream would never end.
+            # The copy of an endless stream would never end.
             for copy in copies:
                 copy.task.cancel()
             raise
@@ -225,18 +225,18 @@ class Routers:
         clock: Clock,
         rng: random.Random,
         routes: Routes,
-        learning: WaitingCalls | None = None,
+        waiting_calls: WaitingCalls | None = None,
     ) -> None:
         self.clock = clock
         self.rng = rng
         self._cluster = cluster
         self._listener = listener
-        self._learning = learning or WaitingCalls()
+        self._waiting_calls = waiting_calls or WaitingCalls()
         self._routers: dict[EndpointTag, Router] = {}
         self._sets: dict[BackendTag, ReplicaSet] = {}
         #: Functions that stop watching a published value, by its key.
         self._watches: dict[str, Callable[[], None]] = {}
-        #: The maximum size of a body for the backend that allows most; 0 if none has a limit of its own.
+        #: The largest maximum of all backends for the size of a body; 0 if no backend sets one.
         self.largest_body_bytes = 0
         self._shadows = TaskSet(logger)
         self._shadow_budget = ShadowBudget()
@@ -305,7 +305,7 @@ class Routers:
                 self.rng,
                 self._routes,
                 suspects=self.suspects,
-                learning=self._learning,
+                waiting_calls=self._waiting_calls,
                 contact=self._contact,
                 reports=self._reports,
             )
@@ -341,7 +341,7 @@ class Routers:
         self._contact.watch()
 
     def _note_silent(self, workers: Sequence[WorkerAddress] | None) -> None:
-        """Give up what is under way at workers that do not answer; what may be repeated goes elsewhere."""
+        """Give up requests at workers that do not answer; idempotent ones go to other replicas."""
         before, self._silent = self._silent, frozenset(workers or ())
         for worker in sorted(self._silent - before):
             if self._routes.to(worker) is not None:

@@ -91,9 +91,9 @@ class SuspectQueue:
         self._listen_no_longer()
 
     def next_at(self) -> float | None:
-        """Return when the first request is out of patience; None if none is patient."""
+        """Return when the first request may go to any replica; None if all of them may already."""
         now = self._clock.now()
-        times = [each.patient_until for each in self.waiters.values() if each.patient_until > now]
+        times = [each.isolated_until for each in self.waiters.values() if each.isolated_until > now]
         return min(times, default=None)
 
     def clear(self) -> list[asyncio.Future[PooledReplica]]:

@@ -58,16 +58,16 @@ def target_of(backend: BackendTag, head: Mapping[str, Any]) -> RequestTarget:
 
 @dataclass(slots=True)
 class Suspicion:
-    """What is known of one target.
+    """The losses of processes under one target.
 
     Attributes
     ----------
     since : float
-        When a process was lost under it last.
+        Time of the last loss of a process under it.
     kills : list
-        When retries ended which worker's process.
+        Times and workers of the processes that retries ended.
     refused_until : float
-        Until when its requests are refused.
+        Time until which its requests are refused.
     """
 
     since: float
@@ -81,27 +81,27 @@ class SuspectTrial:
     Attributes
     ----------
     retries : int
-        How often the request was sent again after the loss of a process.
+        Number of retries after the loss of a process.
     lost_hosts : set
         The hosts of the workers on which it was lost.
-    patient_until : float
-        Until when it waits for a worker without suspects of other targets.
+    isolated_until : float
+        Time until which it waits for a worker without suspects of other targets.
     """
 
-    __slots__ = ("_suspects", "lost_hosts", "patient_until", "retries", "target", "worker")
+    __slots__ = ("_suspects", "isolated_until", "lost_hosts", "retries", "target", "worker")
 
     def __init__(self, suspects: Suspects, target: RequestTarget, now: float) -> None:
         self._suspects = suspects
         self.target = target
         self.retries = 0
         self.lost_hosts: set[str] = set()
-        self.patient_until = now + TRIAL_WAIT_S
+        self.isolated_until = now + TRIAL_WAIT_S
         #: The worker that has the request.
         self.worker: WorkerAddress | None = None
 
     def must_keep_apart(self, now: float) -> bool:
-        """Whether the request may only go where `pick` says; else any replica will do."""
-        return self.retries > 0 or now < self.patient_until
+        """Return whether only `pick` may choose the replica; otherwise any replica will do."""
+        return self.retries > 0 or now < self.isolated_until
 
     def pick(self, usable: Sequence[PooledReplica], now: float) -> PooledReplica | None:
         """Return the least loaded replica in the best kind of place; None if there is no room there."""
@@ -111,7 +111,7 @@ class SuspectTrial:
             for each in usable
             if each.index >= 0
             and self._rank(each) == best
-            and (now >= self.patient_until or self._suspects.is_free(each.address.worker, self.target))
+            and (now >= self.isolated_until or self._suspects.is_free(each.address.worker, self.target))
         ]
         return min(
             free,
@@ -120,7 +120,7 @@ class SuspectTrial:
         )
 
     def _rank(self, entry: PooledReplica) -> int:
-        """Return how bad a place a replica is: beside a proxy or the controller, or on a host with losses.
+        """Return the risk of a replica's place: beside a proxy or the controller, or on a host with losses.
 
         When a machine dies, its workers are lost one after the other.
         """
@@ -152,21 +152,21 @@ class Suspects:
     """The suspect targets of one process's requests to one instance, and their trials."""
 
     def __init__(self) -> None:
-        #: What is known of each suspect target; empty as long as no process dies.
+        #: The suspect targets; empty as long as no process dies.
         self.known: dict[RequestTarget, Suspicion] = {}
         #: The workers with proxies or the controller.
         self.system_workers: frozenset[WorkerAddress] = frozenset()
         #: Functions to call when a worker may have become free for trials.
         self.on_free: set[Callable[[], None]] = set()
         self._trials: dict[WorkerAddress, Counter[RequestTarget]] = {}
-        #: When to look for old suspicions: not at each request, of which there may be thousands on a worker.
+        #: When to remove old suspicions: not at each request, because a worker may have thousands.
         self._sweep_at = 0.0
 
     def __repr__(self) -> str:
         return f"<Suspects targets={len(self.known)} trials={sum(map(len, self._trials.values()))}>"
 
-    def learn_system_workers(self, value: Any) -> None:
-        """Apply what the controller published about the workers with proxies or the controller."""
+    def update_system_workers(self, value: Any) -> None:
+        """Apply the published list of workers with proxies or the controller."""
         self.system_workers = frozenset((value or {}).get("workers", ()))
 
     def trial_of(self, target: RequestTarget, now: float) -> SuspectTrial | None:
@@ -200,7 +200,7 @@ class Suspects:
             self._note_kill(target, suspicion, worker, now)
         trial.retries += 1
         trial.lost_hosts.add(_host_of(worker))
-        trial.patient_until = now + TRIAL_WAIT_S
+        trial.isolated_until = now + TRIAL_WAIT_S
         return trial
 
     def _note_kill(

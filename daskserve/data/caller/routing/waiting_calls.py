@@ -1,7 +1,7 @@
 """Counts calls that wait for the routes of their endpoint, which a process fetches with its first call.
 
-A graceful deletion lets requests finish. The replicas cannot know of a request that has not left the program
-which asks for the deletion; so that program waits until its calls have left.
+A graceful deletion lets requests finish. The replicas do not know of requests that have not left the program
+that deletes, so the program first waits until its calls have been sent.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from daskserve.loops.tasks import pause
 
 T = TypeVar("T")
 
-#: How long a deletion waits for calls that learn where to go; these give up after a similar time.
+#: How long a deletion waits for calls without a route; these give up after a similar time.
 WAITING_CALLS_S = 10.0
 
 
@@ -41,7 +41,7 @@ class WaitingCalls:
         self._changed.set()
 
     async def during(self, waiting: Awaitable[T]) -> T:
-        """Await what a call learns from."""
+        """Await something that a call needs before it can be sent."""
         with self:
             return await waiting
 
@@ -55,15 +55,15 @@ class WaitingCalls:
             await pause()
 
 
-def learning_of(cluster: Process) -> WaitingCalls:
+def waiting_calls_of(cluster: Process) -> WaitingCalls:
     """Return the counter of a process for an instance; runs on the connection's loop."""
-    learning: WaitingCalls | None = cluster.shared.get("learning")
-    if learning is None:
-        learning = cluster.shared["learning"] = WaitingCalls()
-    return learning
+    waiting_calls: WaitingCalls | None = cluster.shared.get("waiting_calls")
+    if waiting_calls is None:
+        waiting_calls = cluster.shared["waiting_calls"] = WaitingCalls()
+    return waiting_calls
 
 
 async def wait_until_sent(cluster: Process) -> None:
     """Return when all calls that this process has begun are on their way, or after `WAITING_CALLS_S`."""
     with suppress(TimeoutError):  # the calls fail, and say why
-        await cluster.clock.wait_for(learning_of(cluster).wait_until_over(), WAITING_CALLS_S)
+        await cluster.clock.wait_for(waiting_calls_of(cluster).wait_until_over(), WAITING_CALLS_S)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from daskserve.dashboards.panels import Dashboard, Panel, PanelKind, Query, Row, Unit, stat
-from daskserve.dashboards.promql import RUNNING, SERVER_ERRORS, buckets, gauge, quantile, rate, selector
+from grafana.panels import Dashboard, Panel, PanelKind, Query, Row, Unit, stat
+from grafana.promql import RUNNING, SERVER_ERRORS, buckets, gauge, quantile, rate, selector
 
 SHARES: Sequence[tuple[str, float]] = (("p50", 0.5), ("p90", 0.9), ("p99", 0.99))
 

@@ -12,8 +12,8 @@ import pytest
 from daskserve.cluster.actors.registry import ActorRegistry
 from daskserve.cluster.distributed_internals import WorkerOutcome
 from daskserve.cluster.protocols.base import EPOCH_BITS, ActorSpec, Hosted, verb, verbs_of
-from daskserve.cluster.worker import reconnect as outage
-from daskserve.cluster.worker.reconnect import DRAIN_S, Outage
+from daskserve.cluster.worker import reconnect
+from daskserve.cluster.worker.reconnect import DRAIN_S, Reconnection
 from daskserve.common.clock import LoopClock
 from daskserve.common.types import ActorKind
 from daskserve.errors import UnavailableError
@@ -81,7 +81,7 @@ class Lost:
             "wait_for_scheduler": wait,
         }
         for name, replacement in replacements.items():
-            monkeypatch.setattr(outage, name, replacement)
+            monkeypatch.setattr(reconnect, name, replacement)
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
@@ -99,7 +99,7 @@ class Lost:
             spec = {"kind": kind.value, "name": f"a/{kind.value}", "incarnation": incarnation}
             spec["instance"] = "a"
             await registry.create({**spec, "payload": b""})
-        found = Outage(worker, registry, GRACE_S)
+        found = Reconnection(worker, registry, GRACE_S)
         found.open(connection)
         if serves:
             found.starts["a"] = {"instance": "a", "store": "sqlite:///a.db"}

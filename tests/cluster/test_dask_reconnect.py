@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from daskserve.cluster.dask import reconnect as returning
+from daskserve.cluster.dask import reconnect
 from daskserve.cluster.dask.reconnect import PERIOD_S, wait_for_scheduler
 from daskserve.common.clock import LoopClock
 from daskserve.testing import run_virtual
@@ -32,7 +32,7 @@ def wait(monkeypatch: pytest.MonkeyPatch, *, away_s: float, grace_s: float, awai
         )
         return found, clock.now()
 
-    monkeypatch.setattr(returning, "_id_of", identify)
+    monkeypatch.setattr(reconnect, "_id_of", identify)
     return run_virtual(main)
 
 

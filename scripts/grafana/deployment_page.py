@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from daskserve.dashboards.overview import (
+from grafana.overview import (
     SHARES,
     errors_now,
     latencies,
@@ -10,7 +10,7 @@ from daskserve.dashboards.overview import (
     p99_now,
     queued_now,
 )
-from daskserve.dashboards.panels import (
+from grafana.panels import (
     STAT_HEIGHT,
     STAT_WIDTH,
     Dashboard,
@@ -21,7 +21,7 @@ from daskserve.dashboards.panels import (
     Unit,
     stat,
 )
-from daskserve.dashboards.promql import RUNNING, gauge, mean, quantile, rate, selector
+from grafana.promql import RUNNING, gauge, mean, quantile, rate, selector
 
 REPLICA = "{{replica}}"
 

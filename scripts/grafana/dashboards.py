@@ -1,4 +1,4 @@
-"""Write dashboards as Grafana's JSON, and all files that configure Grafana and Prometheus.
+"""Write dashboards as Grafana's JSON.
 
 grafana-foundation-sdk was tried on both dashboards: the same JSON but for defaults, about 135 lines in
 place of the 190 below, and the pages stay as they are. It adds 4.8 MB and 57 ms of import, is marked as
@@ -9,80 +9,22 @@ alpha, and each of its releases is for one minor version of Grafana: the one tha
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import yaml
-
-from daskserve.dashboards.alerts import AlertThresholds, rules
-from daskserve.dashboards.deployment_page import DEPLOYMENT
-from daskserve.dashboards.overview import OVERVIEW
-from daskserve.dashboards.panels import Dashboard, GridPosition, Panel, PanelKind, Query, Row, placed
 from daskserve.telemetry.table import METRICS
+from grafana.deployment_page import DEPLOYMENT
+from grafana.overview import OVERVIEW
+from grafana.panels import Dashboard, GridPosition, Panel, PanelKind, Query, Row, placed
 
 DASHBOARDS: Sequence[Dashboard] = (OVERVIEW, DEPLOYMENT)
 #: The format version of Grafana 10.0. Later versions of Grafana read and upgrade it.
 SCHEMA_VERSION = 38
-DATASOURCE_UID = "daskserve-prometheus"
-FOLDER = TAG = "daskserve"
+TAG = "daskserve"
 
 #: The variables that a link passes on.
 _CHOSEN = "${datasource:queryparam}&${job:queryparam}&${serve_instance:queryparam}"
 _DATASOURCE: Mapping[str, str] = {"type": "prometheus", "uid": "${datasource}"}
-
-
-def provisioning(prometheus_url: str, dashboards_path: str, scrape_interval_s: int) -> dict[str, str]:
-    """Return Grafana's provisioning files as ``{path: text}``.
-
-    Parameters
-    ----------
-    prometheus_url : str
-        Address at which Grafana reaches Prometheus.
-    dashboards_path : str
-        Folder of the dashboards' files on Grafana's host.
-    scrape_interval_s : int
-        Prometheus' scrape interval; Grafana computes rates over at least four intervals.
-    """
-    datasource = {
-        "name": "daskserve",
-        "type": "prometheus",
-        "uid": DATASOURCE_UID,
-        "access": "proxy",
-        "url": prometheus_url,
-        "jsonData": {"httpMethod": "POST", "timeInterval": f"{scrape_interval_s}s"},
-    }
-    provider = {
-        "name": "daskserve",
-        "folder": FOLDER,
-        "type": "file",
-        "updateIntervalSeconds": 30,
-        "allowUiUpdates": True,
-        "options": {"path": dashboards_path},
-    }
-    return {
-        "provisioning/datasources/daskserve.yaml": _yaml({"apiVersion": 1, "datasources": [datasource]}),
-        "provisioning/dashboards/daskserve.yaml": _yaml({"apiVersion": 1, "providers": [provider]}),
-    }
-
-
-def files(
-    prometheus_url: str,
-    dashboards_path: str,
-    scrape_interval_s: int = 15,
-    limits: AlertThresholds | None = None,
-) -> dict[str, str]:
-    """Return all files for Grafana and Prometheus as ``{path: text}``."""
-    found = provisioning(prometheus_url, dashboards_path, scrape_interval_s)
-    for each in DASHBOARDS:
-        found[f"dashboards/{each.uid}.json"] = json.dumps(as_json(each), indent=2) + "\n"
-    found["prometheus/rules/daskserve.yaml"] = rules(limits)
-    return found
-
-
-def _yaml(content: Mapping[str, Any]) -> str:
-    text: str = yaml.safe_dump(content, sort_keys=False)
-    return text
 
 
 def as_json(dashboard: Dashboard) -> dict[str, Any]:
