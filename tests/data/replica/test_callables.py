@@ -520,12 +520,13 @@ def test_starlettes_own_lifespan_state_reaches_its_requests() -> None:
         sent: list[Message] = []
 
         class Exchange:
-            is_started = True
+            is_started = False
 
             async def receive(self) -> Message:
                 return {"type": "http.request", "body": b"", "more_body": False}
 
             async def send(self, message: Message) -> None:
+                self.is_started = True
                 sent.append(message)
 
         scope = {"type": "http", "method": "GET", "path": "/", "headers": [], "query_string": b""}
