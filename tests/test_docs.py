@@ -54,7 +54,7 @@ def test_a_table_names_every_option_and_its_alias(documenter: ModuleType) -> Non
     text = documenter.table(BackendConfig)
     for name in BackendConfig.model_fields:
         assert (f"`{name}`" in text) == (name != "internal_metadata")
-    assert "`max_concurrent_queries` or `max_ongoing_requests`" in text
+    assert "`max_ongoing_requests` or `max_concurrent_queries`" in text
 
 
 @pytest.mark.parametrize("model", [BackendConfig, HTTPOptions])
@@ -119,4 +119,5 @@ def test_each_dashboard_row_has_an_image_with_all_its_panels() -> None:
             assert [panel.title for panel in row.panels if panel.title not in texts] == [], "draw_screens.py"
             assert "No data" not in texts
     assert shown == wanted
-    assert {path.name for path in (ROOT / "docs/screens").iterdir()} == set(wanted)
+    drawn = [*(ROOT / "docs/screens").glob("overview-*"), *(ROOT / "docs/screens").glob("deployment-*")]
+    assert {path.name for path in drawn} == set(wanted)

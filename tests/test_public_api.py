@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from scenarios import for_each
+from cases import for_each
 
 import daskserve as serve
 from daskserve.options.http import HTTPOptions
