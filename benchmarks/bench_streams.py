@@ -105,7 +105,7 @@ def main() -> None:
     parser.add_argument("--bytes", type=int, default=64)
     parser.add_argument("--hops", type=int, choices=(0, 1), default=1)
     given = parser.parse_args()
-    config = {"max_concurrent_queries": given.streams}
+    config = {"max_ongoing_requests": given.streams}
     function = make_stream(given.chunks, given.bytes)
     ratios, cases, floors, cpu_us, cpu_ratios = [], [], [], [], []
     with (

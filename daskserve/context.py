@@ -19,6 +19,7 @@ from daskserve.common.types import (
     ReplicaRank,
     ReplicaTag,
     WorkerAddress,
+    described,
     split_deployment_tag,
 )
 from daskserve.errors import NotInReplicaError
@@ -155,7 +156,7 @@ class ReplicaContext:
     #: The process's view of the cluster; None in a fake replica.
     cluster: HasConnection | None = None
     #: Maximum number of concurrent requests of the replica; 0 if unknown.
-    max_concurrent_queries: int = 0
+    max_ongoing_requests: int = 0
     #: The replica's counters; None in a fake replica.
     metrics: ReplicaMetrics | None = None
     code_version: str = ""
@@ -165,10 +166,22 @@ class ReplicaContext:
     actors: Mapping[str, BackendTag] = field(default_factory=dict)
     #: For a deployment actor: the names of its deployment and of the actor.
     actor_of: tuple[str, ...] = ()
+    #: ``"deployment"``, or ``"backend"`` for a replica of the classic system.
+    kind: str = "deployment"
     #: The tags of the replicas of its gang, in order; empty without one.
     gang: tuple[ReplicaTag, ...] = ()
     #: The bundles of its placement group; empty without one.
     bundles: tuple[PlacementBundle, ...] = ()
+
+    @property
+    def display_name(self) -> str:
+        """The name in messages, such as ``deployment 'model' of application 'shop'``."""
+        return described(self.backend_tag, self.kind)
+
+    @property
+    def max_concurrent_queries(self) -> int:
+        """The classic name of ``max_ongoing_requests``."""
+        return self.max_ongoing_requests
 
     @property
     def placement_group(self) -> PlacementGroup | None:
@@ -278,8 +291,9 @@ def get_replica_context() -> ReplicaContext:
     replica = current_replica.get()
     if replica is None:
         raise NotInReplicaError(
-            "This code does not run in a daskserve replica; call it from a backend's constructor or methods. "
-            "A thread of your own needs their context: Thread(target=contextvars.copy_context().run, ...)."
+            "This code does not run in a daskserve replica; call it from a deployment's constructor or "
+            "methods. A thread of your own needs their context: "
+            "Thread(target=contextvars.copy_context().run, ...)."
         )
     return replica
 
@@ -295,7 +309,7 @@ def get_request_context() -> RequestContext:
     request = current_request.get()
     if request is None:
         raise NotInReplicaError(
-            "This code does not answer a daskserve request; call it from a backend's methods."
+            "This code does not answer a daskserve request; call it from a deployment's methods."
         )
     return request
 

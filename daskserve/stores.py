@@ -16,7 +16,8 @@ from pathlib import Path
 from daskserve.cluster.store import archive
 from daskserve.cluster.store.archive import StoreContents, StoredInstance
 from daskserve.cluster.store.errors import StoreIncompleteError
-from daskserve.common.types import InstanceName
+from daskserve.common.formatting import capitalized
+from daskserve.common.types import InstanceName, described
 from daskserve.control.records import checkpoint
 from daskserve.control.records.records import AppRecord, BackendRecord, Change, CodeRecord
 from daskserve.control.records.versions import unmarked
@@ -243,7 +244,7 @@ def _lack(found: StoreContents) -> str:
     remedy = (
         "Copy all files of the store, restore a backup, or go on with what is left: daskserve store repair."
     )
-    return f"{found.lack[:1].upper()}{found.lack[1:]}. {remedy}" if found.lack else ""
+    return f"{capitalized(found.lack)}. {remedy}" if found.lack else ""
 
 
 def _report_of(stored: StoredInstance) -> InstanceReport:
@@ -267,10 +268,15 @@ def _broken_codes(change: Change, records: Mapping[str, bytes], known: Mapping[s
         if isinstance(each, BackendRecord) and not each.is_deleting:
             key = f"code/{each.code_key}"
             if key not in change and key not in known:
-                found[key] = f"The code of '{each.tag}' is missing."
+                found[key] = f"The code of {each.display_name} is missing."
         elif isinstance(each, CodeRecord) and (why := _fault_of(each, records)):
-            found[each.key] = f"The code of '{each.backend}' {why}."
+            found[each.key] = f"The code of {_described(change, each.backend)} {why}."
     return found
+
+
+def _described(change: Change, tag: str) -> str:
+    backend = change.get(f"backend/{tag}")
+    return backend.display_name if isinstance(backend, BackendRecord) else described(tag)
 
 
 def _fault_of(code: CodeRecord, records: Mapping[str, bytes]) -> str:

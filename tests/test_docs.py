@@ -54,7 +54,7 @@ def test_a_table_names_every_option_and_its_alias(documenter: ModuleType) -> Non
     text = documenter.table(BackendConfig)
     for name in BackendConfig.model_fields:
         assert (f"`{name}`" in text) == (name != "internal_metadata")
-    assert "`max_concurrent_queries` or `max_ongoing_requests`" in text
+    assert "`max_ongoing_requests` or `max_concurrent_queries`" in text
 
 
 @pytest.mark.parametrize("model", [BackendConfig, HTTPOptions])

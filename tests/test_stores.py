@@ -171,9 +171,9 @@ def test_a_check_changes_nothing(tmp_path: Path, kind: str) -> None:
         ({"backend/model": b""}, "backend/model", "cannot be read: .* Deploy it again"),
         ({"replica/model#1": b"?"}, "replica/model#1", "the next start replaces the replica"),
         ({"unknown/x": b"?"}, "unknown/x", "Restore a backup"),
-        (records(b""), "code/model@v1", "The code of 'model' .* Deploy it again"),
-        (records(b"garbage"), "code/model@v1", "The code of 'model' cannot be read"),
-        (records(dump_bytes((len, (), {}))[:-5]), "code/model@v1", "The code of 'model' "),
+        (records(b""), "code/model@v1", "The code of backend 'model' .* Deploy it again"),
+        (records(b"garbage"), "code/model@v1", "The code of backend 'model' cannot be read"),
+        (records(dump_bytes((len, (), {}))[:-5]), "code/model@v1", "The code of backend 'model' "),
         (records(Parcel("00" * 32, (4,)).label()), "code/model@v1", "has 0 of 128 bytes"),
         (
             {**records(Parcel("00" * 32, (4,)).label()), "parcel/model@v1/0": bytes(128)},
@@ -199,7 +199,7 @@ def test_lost_code_is_found(tmp_path: Path) -> None:
     url = url_of("sqlite", tmp_path)
     fill(url, given={key: each for key, each in records().items() if not key.startswith("code/")})
     problems = stores.check(url).instances["default"].problems
-    assert problems == {"code/model@v1": "The code of 'model' is missing. Deploy it again."}
+    assert problems == {"code/model@v1": "The code of backend 'model' is missing. Deploy it again."}
 
 
 def test_rows_that_are_damaged_in_the_file_are_found_and_backed_up_without(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ first change.
 from __future__ import annotations
 
 import inspect
-import logging
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -29,8 +28,6 @@ from daskserve.autoscaling.results import as_decision
 from daskserve.common.types import BackendTag, ReplicaTag
 from daskserve.options.autoscaling import AutoscalingConfig
 from daskserve.options.bounds import Bounds
-
-logger = logging.getLogger("daskserve.autoscaling")
 
 #: Maximum number of samples kept, whatever the look-back period and the sampling rate.
 MOST_SAMPLES = 4096
@@ -52,7 +49,7 @@ class ScalingStep:
     reason : str
         A human-readable explanation.
     error : BaseException or None
-        What the policy raised, or what is wrong with its answer. The target then does not change.
+        The exception of the policy, or what is wrong with its answer. The target then does not change.
     """
 
     replicas: int
@@ -67,7 +64,7 @@ class Autoscaler:
     Parameters
     ----------
     name : str
-        The backend's name, passed to policies and written to the log.
+        The backend's name, passed to policies.
     config : AutoscalingConfig
         The backend's autoscaling options.
     policy : callable, optional
@@ -104,8 +101,6 @@ class Autoscaler:
         self._delays = Delays()
         #: Whether the target was 0 and no replica has run since.
         self._is_waking = False
-        #: The last failure that was logged, so that a lasting one is not logged every second.
-        self._logged = ""
         self.configure(config, policy=policy, damping=damping)
 
     def __repr__(self) -> str:
@@ -120,8 +115,6 @@ class Autoscaler:
     ) -> None:
         """Use new options from now on, and keep the metrics. A policy that does not load changes nothing."""
         loaded = load_policy(config, policy)
-        for warning in config.warnings():
-            logger.warning("Backend %s: autoscaling: %s", self.name, warning)
         self.config = config
         self._bounds = config.bounds()
         self._policy = loaded
@@ -191,18 +184,9 @@ class Autoscaler:
             return self._failed(context, error)
         return self.answered(context, answer)
 
-    async def step_async(
-        self,
-        *,
-        now: float,
-        wall: float,
-        current: int,
-        target: int,
-        queries: Mapping[str, float] | None = None,
-        bounds: Bounds | None = None,
-    ) -> ScalingStep:
-        """Do what `step` does, for a policy that may be async."""
-        context = self.context(now, wall, current, target, queries, bounds)
+    async def step_async(self, **facts: Any) -> ScalingStep:
+        """Do the same as `step`, for a policy that may be async."""
+        context = self.context(**facts)
         try:
             answer = self._policy(context)
             if inspect.isawaitable(answer):
@@ -219,8 +203,8 @@ class Autoscaler:
         wall: float,
         current: int,
         target: int,
-        queries: Mapping[str, float] | None,
-        bounds: Bounds | None,
+        queries: Mapping[str, float] | None = None,
+        bounds: Bounds | None = None,
     ) -> AutoscalingContext:
         """Return the context for a policy; see `step` for the parameters."""
         self._follow_target(target, now)
@@ -273,7 +257,7 @@ class Autoscaler:
             decision = as_decision(answer)
         except (TypeError, ValueError) as error:
             return self._failed(context, error)
-        self._state, self._logged = decision.state, ""
+        self._state = decision.state
         return self._settled(context, decision)
 
     def _settled(self, context: AutoscalingContext, decision: Decision) -> ScalingStep:
@@ -323,9 +307,6 @@ class Autoscaler:
 
     def _failed(self, context: AutoscalingContext, error: Exception) -> ScalingStep:
         """Return a step that keeps the target, within the bounds, after the policy failed."""
-        if repr(error) != self._logged:
-            logger.error("Backend %s: the autoscaling policy failed", self.name, exc_info=error)
-            self._logged = repr(error)
         decision = Decision(
             context.target_num_replicas,
             f"the policy failed, so nothing changes: {type(error).__name__}: {error}",

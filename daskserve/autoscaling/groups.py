@@ -11,7 +11,7 @@ from daskserve.autoscaling.loading import CallablePolicy
 from daskserve.autoscaling.results import as_decision
 from daskserve.common.types import BackendTag
 
-LEFT_OUT = "the group's policy does not change this backend"
+LEFT_OUT = "the group's policy does not change this deployment"
 
 
 async def decide_together(
@@ -37,7 +37,7 @@ def checked_decisions(
     if not isinstance(answer, Mapping):
         raise TypeError(
             f"it returned {answer!r}; return a dict with a number of replicas, (number, state) or a Decision "
-            "for each backend by its name"
+            "for each deployment by its name"
         )
     unknown = [name for name in answer if name not in contexts]
     if unknown:

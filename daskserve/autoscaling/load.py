@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from daskserve.autoscaling.context import ROUNDING, AutoscalingContext, Decision, Policy, Sample
+from daskserve.autoscaling.custom import AGGREGATIONS
 from daskserve.common.formatting import shown
 
 #: Number of ended requests from which their mean duration is meaningful.
@@ -46,8 +47,8 @@ def _classic(context: AutoscalingContext) -> Decision:
     config = context.config
     if not context.samples:
         return _no_metrics(context)
-    combine = _COMBINE[config.aggregation_function]
-    total = combine([each.ongoing + each.queued for each in _counting(context)])
+    aggregate = AGGREGATIONS[config.aggregation_function]
+    total = aggregate(each.ongoing + each.queued for each in _counting(context))
     wanted = context.whole_replicas(total / config.target_ongoing_requests, hysteresis=0)
     return Decision(wanted, _reason(context, total, wanted))
 
@@ -116,8 +117,7 @@ def _may_burst(context: AutoscalingContext, recent: Sequence[Sample]) -> bool:
 
 def _load(context: AutoscalingContext, samples: Sequence[Sample], each_runs: float) -> MeasuredLoad:
     config = context.config
-    combine = _COMBINE[config.aggregation_function]
-    total = combine([each.ongoing + each.queued for each in samples])
+    total = AGGREGATIONS[config.aggregation_function](each.ongoing + each.queued for each in samples)
     plain = MeasuredLoad(total, total / config.target_ongoing_requests)
     if each_runs <= 0 or not any(each.queued > 0 for each in samples):
         return plain
@@ -177,14 +177,6 @@ def _since(samples: Sequence[Sample], at: float) -> Sequence[Sample]:
     while first and samples[first - 1].at > at:
         first -= 1
     return samples[first:]
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
-#: Functions by the values of ``aggregation_function``.
-_COMBINE: Mapping[str, Callable[[Sequence[float]], float]] = {"mean": _mean, "max": max, "min": min}
 
 
 def _reason(

@@ -56,3 +56,8 @@ def shown_size(count: float) -> str:
         count /= 1024
         unit += 1
     return f"{shown(round(count, 2))} {_UNITS[unit]}"
+
+
+def capitalized(text: str) -> str:
+    """Return a text with a capital letter, to begin a sentence."""
+    return text[:1].upper() + text[1:]

@@ -138,13 +138,14 @@ def short_tag(tag: str) -> str:
     return _ACTOR_TAG.sub(r"\1", tag)
 
 
-def described(tag: BackendTag, kind: str = "backend") -> str:
+def described(tag: BackendTag, kind: str = "deployment") -> str:
     """Return a description of a tag, for a message, with the names that the user gave.
 
     Parameters
     ----------
     kind : str
-        The noun for a tag without an application. With a capital letter, the description begins a sentence.
+        The noun for a tag without an application: ``"backend"`` for those of the classic system. With a
+        capital letter, the description begins a sentence.
     """
     application, slash, name = tag.rpartition("/")
     actor = _ACTOR_TAG.fullmatch(name)

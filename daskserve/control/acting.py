@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 from daskserve.cluster.protocols.base import STOP_MARGIN_S, ActorSpec, Cluster
 from daskserve.common.clock import Clock
 from daskserve.common.formatting import shown
-from daskserve.common.types import ActorKind, RankInfo, UsageReport, as_rank_info, described, short_tag
+from daskserve.common.types import ActorKind, RankInfo, UsageReport, as_rank_info, short_tag
 from daskserve.control.backend.actions import ReconfigureReplica, StartReplica, StopReplica
 from daskserve.control.backend.ranks import rank_info_of
 from daskserve.control.observed.observed import Observed
@@ -58,7 +58,7 @@ class Acting:
     poke
         Wakes the loop for some backends, or (None) for everything.
     announce
-        Publishes backends about which routers must know more than their records say.
+        Publishes backends to routers after a change that is not in their records.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Acting:
         self._told: UsageReport | None = None
 
     def tell_scheduler(self, epoch: int, report: UsageReport) -> None:
-        """Report what the instance uses if it has changed; retry on failure."""
+        """Report the resources that the instance uses, if they have changed; retry on failure."""
         if report != self._told:
             self._spawn("report", "", self._tell_scheduler(epoch, report), "")
 
@@ -174,7 +174,7 @@ class Acting:
             logger.warning("Replica %s cannot be reached; the call is retried: %s", name, error)
             await self._clock.sleep(ACTION_RETRY_S)
         except Exception as error:
-            # User code may raise anything; the pure part decides what it means.
+            # User code may raise anything; the pure part decides how to react.
             self._observed.failed[replica.tag] = error
         else:
             # The config it runs with is the one in its record: it may have been there before this call.
@@ -187,7 +187,7 @@ class Acting:
         code = self._state.codes.get(f"{replica.backend}@{replica.version}")
         if code is None:
             raise CodeLoadError(
-                f"The store has no code for version {replica.named_version} of {described(replica.backend)}: "
+                f"The store has no code for version {replica.named_version} of {backend.display_name}: "
                 "it is lost or damaged. Deploy it again."
             )
         return ActorSpec(
@@ -253,10 +253,10 @@ class Acting:
             await self._clock.wait_for(call, patience_s + backend.config.start_timeout_s)
         except (ActorLostError, UnavailableError) as error:
             logger.warning("Replica %s could not be reconfigured: %s", short_tag(replica.tag), error)
-            await self._clock.sleep(ACTION_RETRY_S)  # by then the watch may know what became of it
+            await self._clock.sleep(ACTION_RETRY_S)  # by then the watch may have found it lost
         except Exception as error:
-            # What the user's reconfigure raised; the pure part decides what it means. About a config that
-            # was superseded meanwhile it means nothing, and neither does the silence of a stopped process.
+            # The user's reconfigure raised; the pure part decides how to react. An error about a superseded
+            # config is ignored, and so is the timeout of a stopped process.
             current = self._state.backends.get(replica.backend)
             means_it = current is not None and current.config_id == backend.config_id
             if isinstance(error, TimeoutError):

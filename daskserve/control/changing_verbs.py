@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -11,7 +11,7 @@ from daskserve.cluster.protocols.base import verb
 from daskserve.cluster.protocols.stores import StoreOwnership
 from daskserve.common.types import GoalId
 from daskserve.control.core import ControllerCore
-from daskserve.control.records.records import BackendRecord
+from daskserve.control.records.records import BackendRecord, Change
 from daskserve.control.verbs import applications as app_verbs
 from daskserve.control.verbs import backends as backend_verbs
 from daskserve.control.verbs import endpoints as endpoint_state
@@ -37,7 +37,7 @@ MAX_WITHDRAWN = 100
 class ChangingVerbs:
     """The verbs that change an instance: each takes the lock, calls a pure function and commits.
 
-    The argument ``by`` is the program that calls; others whose changes it replaces learn of it.
+    The argument ``by`` names the calling program, for the errors of programs whose changes it replaces.
     """
 
     def __init__(self, core: ControllerCore) -> None:
@@ -237,7 +237,7 @@ class ChangingVerbs:
 
     @verb
     async def withdraw(self, requests: Sequence[str], by: str = "") -> dict[str, Any]:
-        """Take back what some calls have asked for and is not complete; idempotent.
+        """Take back the incomplete changes of some calls; idempotent.
 
         Calls that have not arrived yet, because they travel on another connection, are refused later.
         """
@@ -254,61 +254,52 @@ class ChangingVerbs:
 
     # Verbs: endpoints
 
+    async def _change(self, decide: Callable[..., Change], *args: Any, **options: Any) -> dict[str, Any]:
+        """Make the change that a function decides on; return when the proxies have applied it."""
+        async with self._deciding():
+            await self._core.writer.commit(decide(self._core.state, *args, **options))
+        return {"snapshot": await self._core.barrier()}
+
     @verb
     async def create_endpoint(
         self, name: str, route: str | None, methods: Sequence[str], backend: str, request_id: str
     ) -> dict[str, Any]:
-        async with self._deciding():
-            await self._core.writer.commit(
-                endpoint_state.create_endpoint(
-                    self._core.state,
-                    name,
-                    route=route,
-                    methods=methods,
-                    backend=backend,
-                    request_id=request_id,
-                )
-            )
-        return {"snapshot": await self._core.barrier()}
+        return await self._change(
+            endpoint_state.create_endpoint,
+            name,
+            route=route,
+            methods=methods,
+            backend=backend,
+            request_id=request_id,
+        )
 
     @verb
     async def delete_endpoint(self, name: str) -> dict[str, Any]:
-        async with self._deciding():
-            await self._core.writer.commit(endpoint_state.delete_endpoint(self._core.state, name))
-        return {"snapshot": await self._core.barrier()}
+        return await self._change(endpoint_state.delete_endpoint, name)
 
     @verb
     async def set_traffic(self, name: str, traffic: Mapping[str, float]) -> dict[str, Any]:
-        async with self._deciding():
-            await self._core.writer.commit(endpoint_state.set_traffic(self._core.state, name, traffic))
-        return {"snapshot": await self._core.barrier()}
+        return await self._change(endpoint_state.set_traffic, name, traffic)
 
     @verb
     async def shadow_traffic(self, name: str, backend: str, proportion: float) -> dict[str, Any]:
-        async with self._deciding():
-            await self._core.writer.commit(
-                endpoint_state.shadow_traffic(self._core.state, name, backend, proportion)
-            )
-        return {"snapshot": await self._core.barrier()}
+        return await self._change(endpoint_state.shadow_traffic, name, backend, proportion)
 
     # Verbs: the instance
 
     @verb
     async def set_target_capacity(self, percent: float | None) -> dict[str, Any]:
         """Set the target capacity; return when routers have applied it, before replicas start or stop."""
-        async with self._deciding():
-            change = target_capacity.set_target_capacity(self._core.state, percent, self._core.clock.wall())
-            await self._core.writer.commit(change)
+        wall = self._core.clock.wall()
+        found = await self._change(target_capacity.set_target_capacity, percent, wall)
         self._core.loop.poke()
-        return {"snapshot": await self._core.barrier()}
+        return found
 
     @verb
     async def rewrite_store(self) -> int:
-        """Write all records anew to where the store's URL names; return their number."""
+        """Write all records to the store again, at the place that its URL names; return their number."""
         async with self._deciding():
             return await self._core.writer.rewrite(self._core.corrupt)
-
-    # Verbs: looking at endpoints
 
     @verb
     async def list_endpoints(self) -> dict[str, Any]:

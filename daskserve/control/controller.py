@@ -44,7 +44,7 @@ class Controller:
         self.verbs = verbs_of(ChangingVerbs(self._core), ReadingVerbs(self._core), DrainingVerbs(self._core))
 
     async def start(self) -> dict[str, Any]:
-        """Load the state from the store and start to reconcile it with what runs."""
+        """Load the state from the store and start the reconcile loop."""
         return await self._core.start()
 
     async def stop(self, grace_s: float) -> None:
@@ -52,7 +52,7 @@ class Controller:
         await self._core.stop(grace_s)
 
     def samples(self) -> list[MetricSample]:
-        """Return the metrics as metrics; see `daskserve.telemetry.table.Source`."""
+        """Return the metric samples; see `daskserve.telemetry.table.Source`."""
         return self._core.samples()
 
 
@@ -97,11 +97,11 @@ class ReadingVerbs:
                 return {"is_done": False, "why": self._why(goal)}
 
     def _why(self, goal: GoalRecord) -> str | None:
-        """Return what replicas of a goal's backends wait for."""
+        """Return the reason why replicas of a goal's backends wait."""
         app = self._core.state.apps.get(goal.application)
-        waiting = self._core.observed.waiting
         tags = (goal.backend,) if app is None else app.tags
-        return next((waiting[tag] for tag in tags if tag in waiting), None)
+        found = (self._core.observed.notes_of(tag).waiting for tag in tags)
+        return next((why for why in found if why is not None), None)
 
     @verb
     async def wait_for_http(self, timeout_s: float) -> dict[str, Any]:
@@ -217,7 +217,7 @@ class ReadingVerbs:
 
     @verb
     async def hand_over(self) -> dict[str, Any]:
-        """Return what a scheduler that knows nothing needs to bring the instance back."""
+        """Return all that a new scheduler needs to bring the instance back."""
         return {
             "workers": sorted(self._core.observed.workers),
             "epoch": self._core.epoch,

@@ -1,6 +1,7 @@
-"""The core of a controller: its life, its view of the workers, and the one way in which anything changes.
+"""The core of a controller: its lifecycle, its view of the workers, and the path of every change.
 
-That way is `daskserve.control.records.writer.Writer`: write to the store as one transaction, apply, notify.
+`daskserve.control.records.writer.Writer` writes a change to the store as one transaction, applies it and
+notifies the listeners.
 """
 
 from __future__ import annotations
@@ -74,14 +75,14 @@ class ControllerCore:
         self.goal_ended = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._reconciler: Reconciler | None = None
-        #: What `stop` calls, the last first.
+        #: Functions that `stop` calls, the last one first.
         self._undoing: list[Callable[[], Awaitable[object]]] = []
         self._events = 0
 
     # Lifecycle
 
     async def start(self) -> dict[str, Any]:
-        """Load the state from the store and start to reconcile it with what runs."""
+        """Load the state from the store and start the reconcile loop."""
         if self._start.callback is not None:
             await asyncio.to_thread(call_imported, self._start.callback, "daskserve.controller.callback")
         records = await self.cluster.store.load()
@@ -119,7 +120,7 @@ class ControllerCore:
         return {"epoch": self.epoch}
 
     def _make_parts(self) -> Reconciler:
-        """Make what decides and acts, for the loaded state; return the loop."""
+        """Create the writer, the loop and its parts for the loaded state; return the loop."""
         self.writer = Writer(self.cluster.store, self.epoch, self.state, self._apply)
         self.trial = StoreTrial(
             self.cluster.store,
@@ -159,7 +160,7 @@ class ControllerCore:
         )
 
     def samples(self) -> list[MetricSample]:
-        """Return the metrics as metrics; see `daskserve.telemetry.table.Source`."""
+        """Return the metric samples; see `daskserve.telemetry.table.Source`."""
         if self._reconciler is None:
             return []
         metrics = self._reconciler.metrics
@@ -284,12 +285,12 @@ class ControllerCore:
             raise StaleEpochError(f"Controller epoch {self.epoch} was replaced by epoch {newest}.")
 
     def learn_of_store(self, condition: Mapping[str, Any]) -> None:
-        """Take note of the store's condition, of which the scheduler tells again and again."""
+        """Record the store's condition, which the scheduler reports at intervals."""
         self.cluster.store.learn(condition)
         self._notify({STORE_TAKEN})
 
     async def _adopt(self, changed: Mapping[str, bytes | None]) -> None:
-        """Apply what the owner before has written to the store during the trial; it is stored already."""
+        """Apply the changes that the previous owner has written to the store during the trial."""
         change, corrupt = checkpoint.read({key: each for key, each in changed.items() if each is not None})
         for key, error in corrupt.items():
             logger.error("Stored record %s is skipped: %s", key, error)
@@ -314,7 +315,7 @@ class ControllerCore:
             elif record is None and key.startswith("proxy/"):
                 self.observed.forget_proxy(key.removeprefix("proxy/"))
             elif record is None and key.startswith("backend/"):
-                self.observed.dead.pop(key.removeprefix("backend/"), None)
+                self.observed.notes.pop(key.removeprefix("backend/"), None)
             elif isinstance(record, GoalRecord) and record.state is not GoalState.PENDING:
                 self.loop.metrics.goals[record.state] += 1
                 self.observed.deadlines.pop(record.goal_id, None)
@@ -370,7 +371,9 @@ class ControllerCore:
             elif kind == "endpoint":
                 values[key] = endpoint_state.published(self.state.endpoints.get(name))
             else:
-                values[key] = views.published_backend(self.state, name, self.observed.unloadable.get(name))
+                values[key] = views.published_backend(
+                    self.state, name, self.observed.notes_of(name).unloadable
+                )
         return self.news.notify(values)
 
     def _announce_silent(self) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from daskserve.cluster.protocols.base import EPOCH_BITS
 from daskserve.common.clock import Clock, stopwatch
-from daskserve.common.types import Location, UsageReport, WorkerAddress, described
+from daskserve.common.types import Location, UsageReport, WorkerAddress
 from daskserve.control import shutdown_order as departure
 from daskserve.control.acting import ACTION_RETRY_S, Acting, Commit
 from daskserve.control.backend import application as app_state
@@ -29,7 +29,7 @@ from daskserve.control.placement.rebalancing import Rebalancer
 from daskserve.control.proxies import step as http_state
 from daskserve.control.proxies.take_over import Listening, ListenRules
 from daskserve.control.records.records import BackendRecord, Change
-from daskserve.control.records.state import State
+from daskserve.control.records.state import State, display_name
 from daskserve.control.views.metrics import ControlMetrics
 from daskserve.errors import (
     ServeError,
@@ -50,7 +50,7 @@ PROXIES = ""
 
 
 class Reconciler:
-    """Reconciles what runs with the target state.
+    """Reconciles the running actors with the target state.
 
     Parameters
     ----------
@@ -154,7 +154,7 @@ class Reconciler:
         return min([TICK_S, *(max(0.0, at - now) for at in self._wake_at.values())])
 
     async def step(self) -> None:
-        """Check everything that is marked once, and do what is due."""
+        """Step everything that is marked or due, once."""
         self._wake.clear()
         self.metrics.steps += 1
         now = self._clock.now()
@@ -188,7 +188,7 @@ class Reconciler:
         self._report()
 
     async def _attempt(self, tags: list[str], stepping: Awaitable[list[str]]) -> list[str]:
-        """Return what is left to do of a step; continue with others if it or the store fails."""
+        """Run a step; return the backends still to do, none if the step or the store fails."""
         try:
             return await stepping
         except StaleEpochError:
@@ -200,18 +200,18 @@ class Reconciler:
 
     def _failed_step(self, tag: str, error: Exception) -> None:
         self.metrics.failures += 1
-        what = "the proxies" if tag == PROXIES else described(tag)
+        what = "the proxies" if tag == PROXIES else display_name(self._state, tag)
         is_expected = isinstance(error, (ServeError, OSError))
         text = "A control step of %s failed; trying again in %s s: %r"
         logger.error(text, what, ACTION_RETRY_S, error, exc_info=not is_expected)
         self._wake_at[tag] = self._clock.now() + ACTION_RETRY_S
 
     def _report(self) -> None:
-        """Report what the instance uses to the scheduler, if that has changed."""
+        """Report the resources that the instance uses to the scheduler, if they have changed."""
         waiting = [
             gangs.demand_of_gang(backend, gang)
-            for tag in self._observed.waiting
-            if (backend := self._state.backends.get(tag)) is not None
+            for tag, notes in self._observed.notes.items()
+            if notes.waiting is not None and (backend := self._state.backends.get(tag)) is not None
             for gang in gangs.by_gang(backend_state.unplaced(self._state.replicas_of(tag)))
         ]
         more = workers_needed(waiting, self._observed.workers.values()) if waiting else 0
@@ -297,18 +297,18 @@ class Reconciler:
             return None
 
     def _learn(self, taken: list[tuple[BackendRecord, Step]]) -> None:
-        unloadable = self._observed.unloadable
-        before = {backend.tag: unloadable.get(backend.tag) for backend, _ in taken}
+        changed = []
         for backend, step in taken:
+            if self._observed.notes_of(backend.tag).unloadable != step.notes.unloadable:
+                changed.append(backend.tag)
             self._observed.learn(backend.tag, step.notes)
-        changed = [tag for tag, reason in before.items() if unloadable.get(tag) != reason]
         if changed:
             self._acting.announce(changed)
 
     def _affected(self, backend: BackendRecord, change: Change, later: set[str]) -> set[str]:
         """Return the backends for which a change from a step of one of them matters.
 
-        ``later`` are those that were stepped after it for the same transaction.
+        ``later`` are the backends that were stepped after it for the same transaction.
         """
         if not change:
             return set()

@@ -1,4 +1,4 @@
-"""The end of an instance: what drains, in which order, and for how long at most. Pure.
+"""The end of an instance: the order in which actors drain, and the time limits. Pure.
 
 It is a deletion of everything that is applied in memory only, so that the ordinary steps of the backends keep
 the order. The store keeps the records: an instance that starts on it later runs them again.
@@ -20,7 +20,7 @@ from daskserve.control.records.state import State
 def leaving(state: State) -> Change:
     """Return the change with which all backends stop, each after those of its application that call it.
 
-    Goals stay pending, because they are not reached: their callers learn that the instance has ended.
+    Goals stay pending, because they are not reached: their callers get the error that the instance has ended.
     """
     change: Change = {}
     for endpoint in state.endpoints.values():
@@ -69,7 +69,7 @@ def requests_under_way(state: State, actors: Iterable[Mapping[str, Any]]) -> dic
     Parameters
     ----------
     actors
-        What `Cluster.inspect` returns of the workers.
+        The results of `Cluster.inspect` of the workers.
     """
     counts: Counter[BackendTag] = Counter()
     in_proxies = 0

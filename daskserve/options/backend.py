@@ -75,13 +75,13 @@ class BackendConfig(Options):
     batch_wait_timeout: float = Field(
         0, ge=0, description="Maximum time to wait for a batch to fill, in seconds."
     )
-    max_concurrent_queries: int | None = Field(
+    max_ongoing_requests: int | None = Field(
         None,
         ge=1,
         description="Maximum number of requests that one replica runs concurrently. None: "
         f"{SYNC_CONCURRENCY} for plain functions (or twice the batch size), {ASYNC_CONCURRENCY} for async "
         "ones.",
-        validation_alias=AliasChoices("max_concurrent_queries", "max_ongoing_requests"),
+        validation_alias=AliasChoices("max_ongoing_requests", "max_concurrent_queries"),
     )
     max_queued_requests: Annotated[int, CONTROLLER_ONLY] = Field(
         1000,
@@ -384,10 +384,16 @@ class BackendConfig(Options):
             if REPLACES in field.metadata and (value := getattr(self, name)) != field.default
         }
 
+    #: The classic name of ``max_ongoing_requests``.
+    max_concurrent_queries = property(  # type: ignore[pydantic-field]
+        lambda self: self.max_ongoing_requests,
+        lambda self, value: setattr(self, "max_ongoing_requests", value),
+    )
+
     def concurrency(self) -> int:
         """Return the maximum number of concurrent requests of a replica, with defaults filled in."""
-        if self.max_concurrent_queries is not None:
-            return self.max_concurrent_queries
+        if self.max_ongoing_requests is not None:
+            return self.max_ongoing_requests
         if self.max_batch_size is not None and (
             self.internal_metadata.is_blocking or self.batch_wait_timeout > 0
         ):

@@ -65,7 +65,7 @@ class DeploymentActorConfig(Options):
         return BackendConfig(
             num_replicas=1,
             start_timeout_s=of.start_timeout_s,
-            max_concurrent_queries=self.max_concurrency or (1 if is_blocking else ASYNC_CALLS),
+            max_ongoing_requests=self.max_concurrency or (1 if is_blocking else ASYNC_CALLS),
             max_queued_requests=-1,
             health_check_period_s=10,
             health_check_timeout_s=30,

@@ -102,10 +102,6 @@ def translated(values: Mapping[str, Any]) -> dict[str, Any]:
     for theirs, (ours, translate) in _TRANSLATIONS.items():
         if theirs in found:
             found[ours] = translate(found.pop(theirs))
-    if found.get("max_ongoing_requests", ...) is None:
-        raise ValueError(
-            "max_ongoing_requests is None; leave it out for the default, or give a number from 1"
-        )
     return found
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
 import msgpack
 
-from daskserve.common.types import RankInfo
+from daskserve.common.types import RankInfo, described
 
 if TYPE_CHECKING:
     from daskserve.options.backend import BackendConfig
@@ -128,8 +128,13 @@ class ReplicaStart(StartMessage):
 
     @property
     def kind(self) -> str:
-        """What its user calls its backend."""
-        return "Deployment" if self.is_deployment else "Backend"
+        """``"deployment"``, or ``"backend"`` for one of the classic system."""
+        return "deployment" if self.is_deployment else "backend"
+
+    @property
+    def display_name(self) -> str:
+        """The name in messages, such as ``deployment 'model' of application 'shop'``."""
+        return described(self.backend_tag, self.kind)
 
 
 @dataclass(frozen=True, slots=True)

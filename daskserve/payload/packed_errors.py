@@ -338,7 +338,7 @@ def _as_raised_by_user(error: BaseException, summary: str) -> BaseException:
 
 def _of_call(error: ServeError) -> str:
     text = str(error)
-    return text if text.startswith(CALL_FROM) else f"A call made by this backend failed: {text}"
+    return text if text.startswith(CALL_FROM) else f"A call made by this replica failed: {text}"
 
 
 def _known_parts(error: BaseException) -> tuple[tuple[str, str, dict[str, Any]] | None, bool]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import random
 from array import array
@@ -27,6 +28,8 @@ LATENCY_BOUNDS_S: Sequence[float] = tuple(
 PARTS = 100
 #: The same for the samples that policies receive each second.
 COARSE_PARTS = 20
+
+logger = logging.getLogger("daskserve.autoscaling")
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,8 +199,8 @@ def simulate(
 def _autoscaler(config: AutoscalingConfig) -> Autoscaler:
     if config.group is not None:
         raise ValueError(
-            f"group={config.group!r} cannot be simulated, because the simulation has one backend; omit group "
-            "and give a policy that takes one context"
+            f"group={config.group!r} cannot be simulated, because the simulation has one deployment; omit "
+            "group and give a policy that takes one context"
         )
     return Autoscaler("simulated", config, latency_bounds_s=LATENCY_BOUNDS_S)
 
@@ -231,6 +234,8 @@ class _Run:
         self._counts_latencies = config.policy not in ("target_ongoing_requests", "classic", "promql")
         self._looked_at = 0.0
         self._completed = 0.0
+        #: The policy's last error, because one that lasts is logged once.
+        self._failure = ""
 
     def tick(self, second: int) -> None:
         """Simulate one second, then run the autoscaler if it is due."""
@@ -268,6 +273,9 @@ class _Run:
         step: ScalingStep = self._scaler.step(
             now=now, wall=self._wall_s + now, current=fleet.running, target=fleet.target
         )
+        if step.error is not None and repr(step.error) != self._failure:
+            logger.error("The autoscaling policy failed", exc_info=step.error)
+        self._failure = repr(step.error)
         if step.replicas != fleet.target:
             self.history.changes.append(TargetChange(now, fleet.target, step.replicas, step.reason))
             fleet.scale(step.replicas, now)

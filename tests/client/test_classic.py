@@ -87,10 +87,10 @@ class TestFunctions:
             (
                 Echo.bind(inner),
                 (),
-                "Backend 'b' has <Application 'Echo'> as an argument; run it with serve.run",
+                "'b' has <Application 'Echo'> as an argument; run it with serve.run",
             ),
-            (Echo, ([inner],), "Backend 'b' has <Application 'Echo'> as an argument"),
-            (Echo, (Echo,), r"Backend 'b' has Deployment\(name=Echo.* as an argument"),
+            (Echo, ([inner],), "'b' has <Application 'Echo'> as an argument"),
+            (Echo, (Echo,), r"'b' has Deployment\(name=Echo.* as an argument"),
             (Echo.bind(1), (2,), "<Application 'Echo'> is bound to its arguments already"),
             (
                 Echo.options(deployment_actors=[{"name": "a", "actor_class": dict}]),
@@ -313,11 +313,14 @@ class TestStored:
 
 
 def test_large_code_that_the_instance_has_dropped() -> None:
+    def run(coroutine: Any, *, timeout_s: float | None) -> Any:
+        return asyncio.run(coroutine)
+
     async def fetch_parcel(code_name: str, parcel: Any) -> Any:
         raise InstanceError(f"The store has lost the constructor arguments of {code_name}.")
 
     connection = SimpleNamespace(
-        cluster=lambda instance: SimpleNamespace(fetch_parcel=fetch_parcel), sync=asyncio.run, runs_here=bool
+        cluster=lambda instance: SimpleNamespace(fetch_parcel=fetch_parcel), sync=run, runs_here=bool
     )
     code, _ = pack_code(np.ones(SHARED_BYTES, np.uint8))
     stored = StoredCode("d", code, "d@1", SimpleNamespace(cluster_connection=connection, instance="i"))  # type: ignore[arg-type]

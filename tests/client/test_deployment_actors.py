@@ -126,8 +126,8 @@ def test_errors_and_the_status_call_an_actor_as_its_user_did(
 @pytest.mark.parametrize(
     ("tag", "short", "text"),
     [
-        ("model", "model", "backend 'model'"),
-        ("model:v1:0a1b2c3d", "model:v1:0a1b2c3d", "backend 'model:v1:0a1b2c3d'"),
+        ("model", "model", "deployment 'model'"),
+        ("model:v1:0a1b2c3d", "model:v1:0a1b2c3d", "deployment 'model:v1:0a1b2c3d'"),
         ("shop/model", "shop/model", "deployment 'model' of application 'shop'"),
         ("model:log::0a1b2c3d", "model:log", "actor 'log' of deployment 'model'"),
         ("shop/m:2:log::0a1b2c3d", "shop/m:2:log", "actor 'log' of deployment 'm:2' of application 'shop'"),
@@ -135,7 +135,9 @@ def test_errors_and_the_status_call_an_actor_as_its_user_did(
 )
 def test_tags_are_described_in_the_words_of_their_user(tag: str, short: str, text: str) -> None:
     assert (short_tag(tag), short_tag(f"{tag}#x"), described(tag)) == (short, f"{short}#x", text)
-    assert described(tag, "Backend") == text[0].upper() + text[1:]
+    assert described(tag, "Deployment") == text[0].upper() + text[1:]
+    is_plain = text.startswith("deployment") and "application" not in text
+    assert described(tag, "backend") == (text.replace("deployment", "backend") if is_plain else text)
     assert described_actor(f"daskserve/replica/{tag}#x") == f"Replica '{short}#x'"
 
 

@@ -288,7 +288,7 @@ def uses_a_global() -> serve.Application:
         (
             lambda: Caller.bind(Model.bind(threading.Lock())),
             UnpicklableError,
-            "The callable of backend 'Model', or one of its arguments, cannot be pickled",
+            "The callable of deployment 'Model', or one of its arguments, cannot be pickled",
         ),
         (lambda: Caller.bind(Model.options(name="").bind()), BadRequestError, "name must not be empty"),
     ],

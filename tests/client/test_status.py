@@ -70,15 +70,15 @@ def test_a_status_is_a_table_of_backends_and_one_of_actors() -> None:
         problems={"backend/x": "unreadable"},
     )
     assert str(status).splitlines() == [
-        "daskserve at http://127.0.0.1:8000: 1 of 2 backends are healthy.",
+        "daskserve at http://127.0.0.1:8000: 1 of 2 deployments are healthy.",
         "The target capacity is 50 %, DOWN.",
         "",
         "APPLICATION  STATUS         ROUTE    DEPLOYMENTS    MESSAGE",
         "default      DEPLOY_FAILED  /digits  words, digits  Deployment 'digits' failed: no room",
         "",
-        "BACKEND  STATUS    RUNNING  ROUTE    VERSION  MESSAGE",
-        "digits   UPDATING  0 of 1   /digits  v2       a replica failed to start",
-        "words    HEALTHY   2 of 2   /text    v1",
+        "DEPLOYMENT  STATUS    RUNNING  ROUTE    VERSION  MESSAGE",
+        "digits      UPDATING  0 of 1   /digits  v2       a replica failed to start",
+        "words       HEALTHY   2 of 2   /text    v1",
         "",
         "ACTOR       NAME                  STATE     WORKER     PID",
         "controller  daskserve/controller  RUNNING   tcp://a:1  7",
@@ -118,6 +118,6 @@ def test_in_a_notebook_a_status_is_tables_and_what_users_wrote_is_text() -> None
     assert "<img" not in page
     assert "<b>" not in page
     assert f'<td style="text-align: left">{safe}:log#x</td>' in page
-    assert page.startswith("<p>a at no HTTP proxy: 1 of 1 backends are healthy.</p>\n<table>")
+    assert page.startswith("<p>a at no HTTP proxy: 1 of 1 deployments are healthy.</p>\n<table>")
     assert page.endswith(f"<p>Record {safe} could not be read: {safe}</p>")
     assert Status()._repr_html_() == "<p>No instance runs.</p>"

@@ -11,7 +11,7 @@ from controller_harness import Stage, play
 
 from daskserve.client.views.status import Status
 from daskserve.common.types import ReplicaState
-from daskserve.control.observed.observed import DeadReplica, Observed
+from daskserve.control.observed.observed import DeadReplica, Notes, Observed
 from daskserve.control.records.records import AppRecord, BackendRecord, Record
 from daskserve.control.views import views
 from daskserve.control.views.applications import application_status
@@ -46,7 +46,9 @@ def test_an_application_whose_deployments_are_healthy_is_running() -> None:
 
 
 def test_an_application_is_as_bad_as_its_worst_deployment() -> None:
-    observed = Observed(ready={"f#1": {}}, failures={"b": 2}, waiting={"b": "a replica failed to start"})
+    observed = Observed(
+        ready={"f#1": {}}, notes={"b": Notes(failures=2, waiting="a replica failed to start")}
+    )
     found = status(member("b"), member("f"), replica("f#1"), observed=observed)
     assert (found["status"], found["message"]) == ("UNHEALTHY", "back: a replica failed to start")
     assert word(found) == ("UNHEALTHY", "REPLICA_STARTUP_FAILED")
@@ -80,7 +82,9 @@ def test_lost_replicas_of_an_autoscaled_deployment_are_not_an_upscaling() -> Non
     config = {"autoscaling_config": {"min_replicas": 1, "max_replicas": 5}}
     scaled = member("b", config=config, scaled_to=2, scalings=((9.0, 1, 2, "load"),), deployed_at=7.0)
     for at, expected in ((8.0, ("UPSCALING", "AUTOSCALING")), (10.0, ("UNHEALTHY", "HEALTH_CHECK_FAILED"))):
-        observed = Observed(dead={"b": (DeadReplica("b#2", "another replica of its gang was lost", at),)})
+        observed = Observed(
+            notes={"b": Notes(dead=(DeadReplica("b#2", "another replica of its gang was lost", at),))}
+        )
         found = status(scaled, member("f"), replica("b#1"), replica("f#1"), observed=observed)
         assert word(found) == expected
         assert views.status_word(observed, scaled, 1) == ("UPDATING" if at < 9 else "UNHEALTHY")

@@ -236,7 +236,7 @@ def test_a_failed_first_deploy_leaves_only_the_reason() -> None:
 
 def test_an_application_without_room_fails_as_a_whole() -> None:
     async def scenario(stage: Stage) -> None:
-        with pytest.raises(NoCapacityError, match="Cannot scale backend 'front'"):
+        with pytest.raises(NoCapacityError, match="Cannot scale deployment 'front'"):
             await stage.run(front={"actor_options": {"num_gpus": 1}}, timeout_s=5.0)
         await stage.until(lambda: not stage.stored("backend"))
 

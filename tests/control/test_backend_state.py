@@ -17,6 +17,7 @@ from daskserve.control.backend.step import (
     START_RETRY_S,
     replica_tag,
 )
+from daskserve.control.observed.observed import Notes
 from daskserve.control.records.records import BackendRecord, GoalState, ReplicaRecord
 from daskserve.control.verbs import endpoints as endpoint_state
 from daskserve.control.views.views import backend_status, published_backend
@@ -246,15 +247,16 @@ def test_without_a_goal_retries_back_off() -> None:
         step = bench.step()
         assert step.wake_at is not None
         assert bench.tags() == []
-        assert "trying again in" in bench.observed.waiting["b"]
-        assert "the constructor raised" in bench.observed.waiting["b"]
+        waiting = bench.observed.notes["b"].waiting or ""
+        assert "trying again in" in waiting
+        assert "the constructor raised" in waiting
         bench.now = step.wake_at
         pauses.append(step.wake_at - before)
     assert pauses[:4] == [START_RETRY_S, 2 * START_RETRY_S, 4 * START_RETRY_S, 8 * START_RETRY_S]
     assert pauses[-1] == MAX_START_RETRY_S
     bench.settle()
     assert len(bench.tags(S.RUNNING)) == 1
-    assert (bench.observed.failures, bench.observed.retry_at, bench.observed.waiting) == ({}, {}, {})
+    assert replace(bench.observed.notes["b"], dead=()) == Notes()
 
 
 def test_a_new_spec_is_tried_immediately_even_if_the_old_one_failed_often() -> None:
@@ -264,10 +266,10 @@ def test_a_new_spec_is_tried_immediately_even_if_the_old_one_failed_often() -> N
         fail(bench)
         bench.observed.lost_workers.clear()
         bench.step()
-        bench.now = bench.observed.retry_at["b"]
+        bench.now = bench.observed.notes["b"].retry_at or 0.0
     fail(bench)
     bench.step()
-    assert bench.observed.retry_at["b"] > bench.now
+    assert bench.observed.notes["b"].is_pausing(bench.now)
     bench.deploy(version="2")
     (start,) = bench.step().actions
     assert isinstance(start, StartReplica)
@@ -317,7 +319,7 @@ def test_without_capacity_a_backend_waits_and_says_what_is_missing() -> None:
     goal = bench.create(num_replicas=2, actor_options={"num_cpus": 3, "num_gpus": 1})
     step = bench.step()
     assert step.actions == []
-    assert "GPU 1 (most free on one worker: 0)" in bench.observed.waiting["b"]
+    assert "GPU 1 (most free on one worker: 0)" in (bench.observed.notes["b"].waiting or "")
     assert bench.tags(S.SHOULD_START) == bench.tags()
     assert bench.goal(goal).state is GoalState.PENDING
     assert step.wake_at == bench.now + 30  # to say what it waits for
@@ -330,7 +332,7 @@ def test_new_capacity_is_used() -> None:
     bench.observed.workers["w1"] = worker(1)
     bench.settle()
     assert bench.goal(goal).state is GoalState.DONE
-    assert bench.observed.waiting == {}
+    assert bench.observed.notes == {}
 
 
 def test_what_fits_runs_while_the_rest_waits() -> None:
@@ -360,7 +362,7 @@ def test_without_capacity_the_goal_fails_at_the_deadline_and_removes_the_backend
     bench.settle()
     state = bench.state
     assert (state.backends, state.replicas, state.codes) == ({}, {}, {})
-    assert bench.observed.waiting == {}
+    assert bench.observed.notes == {}
 
 
 def test_a_change_with_a_time_limit_fails_while_its_constructor_runs() -> None:
@@ -836,6 +838,7 @@ def test_only_running_replicas_are_published_to_routers() -> None:
         "concurrency": 5,
         "max_queued": 9,
         "max_crash_retries": 1,
+        "kind": "backend",
     }
     assert published_backend(state, "other") is None
 

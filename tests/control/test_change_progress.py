@@ -280,7 +280,7 @@ def test_a_new_controller_goes_on_where_the_one_before_was(
     bench.now, bench.wall = 5000.0, bench.wall + age_s
     assert bench.step().wake_at == bench.now + min(left_s, TELL_S)
     (deadline,) = observed.deadlines.values()
-    full_from = observed.full_from.get("b", bench.now)
+    full_from = observed.notes["b"].full_from or bench.now
     assert min(deadline, full_from + 60) == bench.now + left_s
 
 
@@ -300,7 +300,7 @@ def test_the_status_and_the_log_say_what_a_slow_start_does(caplog: pytest.LogCap
         assert [each["message"] for each in status["actors"] if each["name"] == tag] == ["starting for 60 s"]
         await creating
         assert (await stage.call("status"))["backends"]["b"]["message"] == ""
-        expected = f"A change of b takes long: 0 of 2 replicas run; {tag} has been starting for"
+        expected = f"A change of deployment 'b' takes long: 0 of 2 replicas run; {tag} has been starting for"
         said = [each.message for each in caplog.records if "takes long" in each.message]
         assert [each.startswith(expected) for each in said] == [True, True, True]
 

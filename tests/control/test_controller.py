@@ -64,6 +64,7 @@ def test_the_life_of_a_backend_from_creation_to_deletion() -> None:
             "concurrency",
             "max_queued",
             "max_crash_retries",
+            "kind",
         }
 
         await stage.change("delete_endpoint", name="e")

@@ -36,7 +36,7 @@ def test_a_deploy_repairs_lost_code_and_until_then_routers_know_the_reason() -> 
         await stage.clock.sleep(1.0)
         found = await stage.published("backend/b")
         assert not found["replicas"]
-        assert "no code for version 1 of backend 'b': it is lost or damaged. Deploy it" in found["unloadable"]
+        assert "no code for version 1 of deployment 'b': it is lost or damaged" in found["unloadable"]
         assert list((await stage.call("status"))["problems"]) == ["code/b@1"]
         assert (await stage.call("stored_deployments"))["b"]["spec"]["code"] == b""
         await stage.deploy(**given)  # the same version, which changes nothing otherwise

@@ -43,7 +43,7 @@ def test_one_old_replica_at_a_time_makes_room_and_the_status_says_so() -> None:
     assert bench.goal(goal).state is GoalState.DONE
     assert versions(bench) == ["2", "2"]
     assert message(bench) == ""
-    assert bench.observed.full_since == {}
+    assert bench.observed.notes_of("b").full_since is None
 
 
 def test_a_single_replica_on_a_full_cluster_is_drained_first_as_well() -> None:
@@ -361,7 +361,7 @@ def test_an_update_ends_and_no_more_replicas_are_missing_than_may_be(
     version = "2" if bench.goal(goal).state is GoalState.DONE else "1"
     assert bench.goal(goal).state is not GoalState.PENDING
     assert versions(bench, S.RUNNING) == versions(bench) == [version] * replicas
-    assert bench.observed.full_since == {}
+    assert bench.observed.notes_of("b").full_since is None
 
 
 @pytest.mark.parametrize("max_unavailable", [0, 1])

@@ -65,13 +65,13 @@ def test_a_gang_starts_only_if_all_of_it_has_room_and_says_what_is_missing() -> 
     deploy(bench, 4, 4)
     assert bench.step().actions == []
     assert {each.state for each in bench.state.replicas_of("b")} == {S.SHOULD_START}
-    waiting = bench.observed.waiting["b"]
+    waiting = bench.observed.notes["b"].waiting
     assert waiting.startswith(
         "the 4 replicas of a gang start together, and only 3 have room: a replica needs"
     )
     bench.observed.workers["w3"] = worker(3, threads=1)
     assert [type(each) for each in bench.step().actions] == [StartReplica] * 4
-    assert "b" not in bench.observed.waiting
+    assert bench.observed.notes_of("b").waiting is None
 
 
 def test_a_gang_that_has_room_starts_while_another_one_waits() -> None:
@@ -145,7 +145,7 @@ def test_the_loss_of_one_replica_restarts_its_gang_and_no_other(how: str) -> Non
     after = members(bench, S.RUNNING)
     assert first not in after
     assert [len(each) for each in after.values()] == [2, 2]
-    reasons = [each.reason for each in bench.observed.dead["b"]]
+    reasons = [each.reason for each in bench.observed.notes["b"].dead]
     assert "another replica of its gang was lost" in reasons
 
 

@@ -142,7 +142,8 @@ def test_a_superseded_goal_says_by_whom_and_which_version() -> None:
     assert isinstance(error, SupersededError)
     assert (error.by, error.version, error.goal) == ("b.py", "2", "new")
     assert str(error) == (
-        "'b' was changed by b.py before this change was complete: version '2' of 'b' is deployed instead."
+        "Backend 'b' was changed by b.py before this change was complete: version '2' of backend 'b' is "
+        "deployed instead."
     )
 
 
@@ -151,7 +152,7 @@ def test_a_goal_whose_backend_is_deleted_says_by_whom() -> None:
     error = load_error(replaced_by(state, backend(is_deleting=True)).error or b"")
     assert isinstance(error, DeletedError)
     assert error.by == "b.py"
-    assert str(error) == "'b' was deleted by b.py before this change was complete."
+    assert str(error) == "Backend 'b' was deleted by b.py before this change was complete."
 
 
 def test_a_deletion_that_is_hurried_on_has_no_error() -> None:

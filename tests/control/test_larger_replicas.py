@@ -46,7 +46,8 @@ def test_two_old_replicas_of_one_worker_make_room_for_one_that_needs_both() -> N
     bench.settle()
     assert bench.goal(goal).state is GoalState.DONE
     assert versions(bench, S.RUNNING) == ["2", "2"]
-    assert bench.observed.full_since == bench.observed.drained_at_once == {}
+    notes = bench.observed.notes_of("b")
+    assert (notes.full_since, notes.drained_at_once) == (None, 1)
 
 
 def test_a_larger_version_that_fails_gives_the_room_back_to_all_that_were_drained() -> None:
@@ -154,4 +155,5 @@ def test_an_update_to_replicas_of_twice_the_size_ends_and_drains_one_worker_at_a
     version = "2" if bench.goal(goal).state is GoalState.DONE else "1"
     assert bench.goal(goal).state is not GoalState.PENDING
     assert versions(bench, S.RUNNING) == [version] * (workers if version == "2" else 2 * workers)
-    assert bench.observed.full_since == bench.observed.drained_at_once == {}
+    notes = bench.observed.notes_of("b")
+    assert (notes.full_since, notes.drained_at_once) == (None, 1)

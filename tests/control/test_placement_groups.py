@@ -128,7 +128,9 @@ def test_other_backends_leave_the_room_of_bundles_alone() -> None:
     bench.settle()
     bench.create("other", num_replicas=1, actor_options={"num_cpus": 2})
     assert bench.step("other").actions == []
-    assert bench.observed.waiting["other"].startswith("a replica needs CPU 2 (most free on one worker: 1)")
+    assert (bench.observed.notes["other"].waiting or "").startswith(
+        "a replica needs CPU 2 (most free on one worker: 1)"
+    )
 
 
 @pytest.mark.parametrize("how", ["lost", "silent"])
@@ -151,7 +153,7 @@ def test_a_replica_that_loses_a_bundle_is_replaced(how: str, state: S) -> None:
     (stop,) = [each for each in taken.actions if isinstance(each, StopReplica)]
     assert (stop.replica.tag, stop.grace_s) == (old.tag, 0.0)
     verb = "left the cluster" if how == "lost" else "does not answer"
-    (dead,) = bench.observed.dead["b"]
+    (dead,) = bench.observed.notes["b"].dead
     assert dead.reason == f"worker {other}, which has bundle 1 of its placement group, {verb}"
     bench.settle()
     (new,) = bench.state.replicas_of("b")

@@ -18,7 +18,7 @@ from daskserve.common.types import Location, ReplicaState
 from daskserve.control.backend import step as backend_state
 from daskserve.control.backend.inputs import StepInputs
 from daskserve.control.backend.step import START_RETRY_S
-from daskserve.control.observed.observed import Observed, Scaling
+from daskserve.control.observed.observed import Notes, Observed, Scaling
 from daskserve.control.proxies import step as http_state
 from daskserve.control.records.proxy import ProxyRecord
 from daskserve.control.records.records import CodeRecord, EndpointRecord, Record, to_plain
@@ -90,8 +90,8 @@ def observations(draw: st.DrawFn) -> Observed:
         reconfigure_failed=dict.fromkeys(draw(some_tags), BOOM),
     )
     if draw(st.booleans()):
-        observed.failures["b"], observed.retry_at["b"] = 2, draw(st.floats(90, 110))
-        observed.waiting["b"] = "there is no room"
+        retry_at = draw(st.floats(90, 110))
+        observed.notes["b"] = Notes(failures=2, retry_at=retry_at, waiting="there is no room")
     if draw(st.booleans()):
         observed.deadlines["g"] = draw(st.floats(90, 110))
     if draw(st.booleans()):
@@ -173,8 +173,8 @@ def test_a_failure_counts_once_however_often_its_step_is_decided() -> None:
     for _ in range(8):
         bench.decide()
     bench.step()
-    assert bench.observed.failures == {"b": 1}
-    assert bench.observed.retry_at == {"b": bench.now + START_RETRY_S}
+    notes = bench.observed.notes["b"]
+    assert (notes.failures, notes.retry_at) == (1, bench.now + START_RETRY_S)
 
 
 def test_an_answer_that_came_during_the_commit_is_not_forgotten() -> None:

@@ -11,7 +11,7 @@ from control_harness import backend, replica, state_of, worker
 from controller_harness import Stage, boom, play
 
 from daskserve.common.types import Location, ReplicaState, WorkerInfo
-from daskserve.control.observed.observed import Observed
+from daskserve.control.observed.observed import Notes, Observed
 from daskserve.control.placement.rebalancing import COMPARISONS, SEARCH_S, Rebalancer
 from daskserve.control.records.state import State
 from daskserve.options.http import HTTPOptions
@@ -93,7 +93,12 @@ def test_what_chooses_its_places_otherwise_stays(why: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     "levels",
-    [{"is_adaptive": True}, {"failures": {"b": 1}}, {"waiting": {"b": "no room"}}, {"moving": "x#1"}],
+    [
+        {"is_adaptive": True},
+        {"notes": {"b": Notes(failures=1)}},
+        {"notes": {"b": Notes(waiting="no room")}},
+        {"moving": "x#1"},
+    ],
 )
 def test_nothing_moves_for_now(levels: dict[str, Any]) -> None:
     assert moves(crowd(2), observed(W1, W2, **levels)) is None

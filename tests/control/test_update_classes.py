@@ -21,7 +21,7 @@ VALUES: Mapping[str, Any] = {
     "external_scaler_enabled": True,
     "max_batch_size": 3,
     "batch_wait_timeout": 1.0,
-    "max_concurrent_queries": 3,
+    "max_ongoing_requests": 3,
     "max_queued_requests": 7,
     "max_crash_retries": 2,
     "max_body_bytes": 5,

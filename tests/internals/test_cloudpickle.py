@@ -228,7 +228,7 @@ def test_the_error_of_a_deploy_names_the_callable_or_the_argument(
     ):
         with pytest.raises(UnpicklableError) as caught:
             make_spec("tag", definition, args, kwargs, actor_options=None, config=None, timeout_s=None)
-        assert f"The callable of backend 'tag', or one of its arguments, cannot be pickled: {way}" in str(
+        assert f"The callable of deployment 'tag', or one of its arguments, cannot be pickled: {way}" in str(
             caught.value
         )
 

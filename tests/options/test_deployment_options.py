@@ -64,7 +64,6 @@ def test_the_signature_has_every_option_of_the_model() -> None:
         ({"num_replicas": 0}, "num_replicas"),
         ({"num_replicas": 2, "autoscaling_config": {"max_replicas": 3}}, "together with"),
         ({"max_ongoing_requests": 0}, "max_ongoing_requests"),
-        ({"max_ongoing_requests": None}, "leave it out for the default"),
         ({"max_queued_requests": -2}, "max_queued_requests"),
         ({"max_queued_requests": 0}, "give a number from 1, or -1"),
         ({"max_replicas_per_node": 0}, "max_replicas_per_node"),
@@ -87,7 +86,7 @@ def test_the_signature_has_every_option_of_the_model() -> None:
         ({"env": "not/absolute"}, "absolute path"),
         (
             {"max_ongoing_requests": 2, "max_concurrent_queries": 2},
-            "max_ongoing_requests is another spelling",
+            "max_concurrent_queries is another spelling",
         ),
         ({"ray_actor_options": {"memory": "2 elephants"}}, "'2 elephants' is not an amount of bytes; give a"),
         ({"ray_actor_options": {"foo": None}}, "ActorOptions has no option 'foo'"),
@@ -124,7 +123,7 @@ PAIRS = {"gang_size": 2}
         ),
         ({"num_replicas": 3}, {"num_replicas": None}, {"num_replicas": 3}),
         ({"num_replicas": 3}, {"num_replicas": None, "autoscaling_config": {}}, auto()),
-        ({"max_ongoing_requests": 3}, {"max_concurrent_queries": 4}, {"max_concurrent_queries": 4}),
+        ({"max_ongoing_requests": 3}, {"max_concurrent_queries": 4}, {"max_ongoing_requests": 4}),
         ({"max_unavailable": 1}, {"rolling_update_percentage": 0.2}, {"max_unavailable": "20%"}),
         ({"placement_group_bundles": BUNDLES}, {"placement_group_strategy": "SPREAD"}, None),
         ({"placement_group_strategy": "SPREAD"}, {"placement_group_bundles": BUNDLES}, None),
@@ -230,3 +229,12 @@ def test_a_type_of_accelerator_is_a_resource_that_many_replicas_share() -> None:
     demand = ActorOptions(num_cpus=0, accelerator_type="A100").demand()
     assert demand.keys() == {"accelerator_type:A100"}
     assert 0 < demand["accelerator_type:A100"] <= 0.01
+
+
+def test_the_classic_name_of_max_ongoing_requests_can_be_read_and_set() -> None:
+    config = BackendConfig(max_concurrent_queries=3)
+    assert (config.max_ongoing_requests, config.to_plain()) == (3, {"max_ongoing_requests": 3})
+    config.max_concurrent_queries = 4
+    assert config.max_ongoing_requests == config.max_concurrent_queries == 4
+    with pytest.raises(ValueError, match="max_ongoing_requests"):
+        config.max_concurrent_queries = 0

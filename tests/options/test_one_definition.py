@@ -163,7 +163,7 @@ def test_a_deploy_forms_a_config_once_in_the_client_and_once_in_the_controller(
     assert spec.ingress.spec.config.model_fields_set == {
         "autoscaling_config",
         "internal_metadata",
-        "max_concurrent_queries",
+        "max_ongoing_requests",
     }
     found = ApplicationSpec.from_plain(msgpack.unpackb(msgpack.packb(spec.to_plain())))
     assert found == spec

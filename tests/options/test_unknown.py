@@ -39,7 +39,7 @@ def test_the_three_nearest_options_are_listed() -> None:
         (
             BackendConfig,
             {"max_ongoing_requests": 3, "max_concurrent_queries": 4},
-            "max_ongoing_requests is another spelling of max_concurrent_queries; give only one of them",
+            "max_concurrent_queries is another spelling of max_ongoing_requests; give only one of them",
         ),
         (
             BackendConfig,

@@ -17,7 +17,7 @@ from daskserve.options.placement import check_covered
 from daskserve.options.ray_names import TRANSLATED
 
 #: The option whose default depends on the callable.
-CONCURRENCY = "max_concurrent_queries"
+CONCURRENCY = "max_ongoing_requests"
 #: Distinguishes an omitted argument from None.
 UNSET: Any = object()
 #: The actors of a deployment, as they are written.

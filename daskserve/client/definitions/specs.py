@@ -152,8 +152,8 @@ def packed_middlewares(options: HTTPOptions) -> bytes | None:
 def join_config(found: Mapping[str, Any]) -> BackendConfig:
     """Return a config from the controller's plain values, with defaults that depend on the callable."""
     result = join_user_config(BackendConfig(**found["config"]), found["user_config"])
-    if result.max_concurrent_queries is None:
-        result.max_concurrent_queries = result.concurrency()
+    if result.max_ongoing_requests is None:
+        result.max_ongoing_requests = result.concurrency()
     if result.autoscaling_config is not None:
         result.internal_metadata.autoscaling_config = result.autoscaling_config.model_dump()
     return result
@@ -190,6 +190,7 @@ def make_spec(
     env: Any = None,
     files: PackedFolder | None = None,
     substitution: Callable[[], Substitute] | None = None,
+    kind: str = "deployment",
 ) -> BackendSpec:
     """Check a client's arguments and return them as a spec for the controller, with user code as bytes.
 
@@ -202,6 +203,8 @@ def make_spec(
     substitution
         Returns a function that returns what to pickle in place of an object, and that raises
         `MisplacedObject` for an object that must not be there.
+    kind
+        What errors call the backend, see `daskserve.common.types.described`.
 
     Raises
     ------
@@ -215,7 +218,8 @@ def make_spec(
     wanted = parse_options(BackendConfig, config, what="config")
     wanted.check_complete()
     check_covered(wanted.placement_group_bundles, options)
-    _check_batching(tag, wanted, facts, definition)
+    name = described(tag, kind)
+    _check_batching(name, wanted, facts, definition)
     metadata = BackendMetadata(
         class_name=_name_of(definition),
         accepts_batches=facts.accepts_batches,
@@ -223,7 +227,7 @@ def make_spec(
         is_asgi_app=facts.is_asgi_app,
         **({"ignores_bodies": True} if facts.ignores_bodies else {}),
     )
-    environment = _environment_of(tag, env, wanted)
+    environment = _environment_of(name, env, wanted)
     isolation: dict[str, Any] = {} if environment is None else {"isolation": "process"}
     if environment is not None and environment.working_dir is not None:
         files = pack_folder(environment.working_dir)
@@ -232,7 +236,7 @@ def make_spec(
     arguments = (init_args if substitution else tuple(init_args), dict(init_kwargs))
     if has_app(definition):
         substitution = partial(without_others, definition, substitution)
-    code, parts, digest = _packed(tag, (*folder, definition, *arguments), substitution)
+    code, parts, digest = _packed(name, (*folder, definition, *arguments), substitution)
     return BackendSpec(
         tag=tag,
         code=code,
@@ -250,20 +254,20 @@ def make_spec(
     )
 
 
-def _environment_of(tag: str, env: Any, config: BackendConfig) -> Environment | None:
+def _environment_of(name: str, env: Any, config: BackendConfig) -> Environment | None:
     """Return a user's ``env`` as options; raise `BadRequestError` if the config excludes one."""
     environment = parse_environment(env)
     has_thread = "isolation" in config.model_fields_set and config.isolation == "thread"
     if environment is not None and has_thread:
         raise BadRequestError(
-            f"{described(tag, 'Backend')} cannot have its own environment with isolation='thread'; leave "
+            f"env is given for {name}, which cannot have its own environment with isolation='thread'; leave "
             "isolation out, or set it to 'process'."
         )
     return environment
 
 
 def _packed(
-    tag: str, whole: tuple[Any, ...], substitution: Callable[[], Substitute] | None
+    name: str, whole: tuple[Any, ...], substitution: Callable[[], Substitute] | None
 ) -> tuple[bytes, tuple[Any, ...], str]:
     """Return pickled code, the parts of its parcel, and its digest."""
     try:
@@ -276,13 +280,13 @@ def _packed(
     except Exception as error:
         # A foreign object may raise anything when it is pickled; this error adds the place and the remedy.
         *_, definition, args, kwargs = whole
-        name = variable_of(definition, _name_of(definition))
-        roots = [(name, definition), *arguments_of(args, kwargs)]
+        variable = variable_of(definition, _name_of(definition))
+        roots = [(variable, definition), *arguments_of(args, kwargs)]
         if isinstance(error, MisplacedObject):
             place = shown(way_to(whole, roots, substitution))
             raise BadRequestError(f"{error.problem}{place and f' ({place})'}. {error.remedy}") from None
         raise unpicklable_error(
-            f"The callable of {described(tag)}, or one of its arguments,",
+            f"The callable of {name}, or one of its arguments,",
             error,
             whole,
             roots,
@@ -297,10 +301,10 @@ def _name_of(definition: Any) -> str:
     return str(getattr(definition, "__name__", type(definition).__name__))
 
 
-def _check_batching(tag: str, config: BackendConfig, facts: CallableFacts, definition: Any) -> None:
+def _check_batching(name: str, config: BackendConfig, facts: CallableFacts, definition: Any) -> None:
     wants_batches = config.max_batch_size is not None and config.max_batch_size > 1
     if wants_batches and not facts.accepts_batches and not isinstance(definition, str):
         raise BadRequestError(
-            f"max_batch_size is {config.max_batch_size} but the callable of {described(tag)} does not take "
+            f"max_batch_size is {config.max_batch_size} but the callable of {name} does not take "
             "batches; mark it with @serve.accept_batch."
         )

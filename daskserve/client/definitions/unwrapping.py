@@ -39,5 +39,5 @@ def unwrapped(
         raise BadRequestError(f"Deployment {definition.name!r} has deployment_actors; {remedy}")
     other = found_in((init_args, init_kwargs), (Application, Deployment))
     if other is not None:
-        raise BadRequestError(f"Backend {name!r} has {other!r} as an argument; {remedy}")
+        raise BadRequestError(f"{name!r} has {other!r} as an argument; {remedy}")
     return definition, init_args, init_kwargs

@@ -109,6 +109,7 @@ class BackendVerbs(Verbs):
             version=deployment.version,
             user_version=deployment.version,
             env=deployment.env,
+            kind="backend",
         )
         await self._share()
         try:

@@ -72,7 +72,8 @@ class DeadReplicaStatus(_FromPlain):
 class BackendStatus(_FromPlain):
     """One backend: HEALTHY, UPDATING, UNHEALTHY or DELETING; ``message`` says what is missing or failing.
 
-    ``dead_replicas`` are its last ten replicas that were lost or failed, oldest first.
+    ``dead_replicas`` are its last ten replicas that were lost or failed, oldest first. ``kind`` is
+    ``"deployment"``, or ``"backend"`` for one of the classic system.
     """
 
     status: str
@@ -81,6 +82,7 @@ class BackendStatus(_FromPlain):
     version: str = ""
     message: str = ""
     dead_replicas: tuple[DeadReplicaStatus, ...] = field(default=(), compare=False)
+    kind: str = "deployment"
 
     PARTS: ClassVar[Mapping[str, Callable[[Any], Any]]] = {"dead_replicas": _all(DeadReplicaStatus)}
 
@@ -268,7 +270,8 @@ class Status(_FromPlain):
             return ["No instance runs."]
         urls = ", ".join(self.http_urls) or "no HTTP proxy"
         healthy = sum(each.status == "HEALTHY" for each in self.backends.values())
-        lines = [f"{self.instance} at {urls}: {healthy} of {len(self.backends)} backends are healthy."]
+        kind = "backend" if {each.kind for each in self.backends.values()} == {"backend"} else "deployment"
+        lines = [f"{self.instance} at {urls}: {healthy} of {len(self.backends)} {kind}s are healthy."]
         if self.target_capacity is not None:
             direction = f", {self.target_capacity_direction}" if self.target_capacity_direction else ""
             lines.append(f"The target capacity is {shown(self.target_capacity)} %{direction}.")
@@ -277,7 +280,7 @@ class Status(_FromPlain):
             app_head = ("APPLICATION", "STATUS", "ROUTE", "DEPLOYMENTS", "MESSAGE")
             parts.append((app_head, [self._app_row(name) for name in sorted(self.applications)]))
         if self.backends:
-            head = ("BACKEND", "STATUS", "RUNNING", "ROUTE", "VERSION", "MESSAGE")
+            head = (kind.upper(), "STATUS", "RUNNING", "ROUTE", "VERSION", "MESSAGE")
             parts.append((head, [self._row(name) for name in sorted(self.backends)]))
         actor_head = ("ACTOR", "NAME", "STATE", "WORKER", "PID", "MESSAGE")
         rows = [
@@ -304,7 +307,9 @@ class Status(_FromPlain):
             for name, app in self.applications.items()
             for part, each in app.deployments.items()
         ]
-        named += [(described(name, "Backend"), each.message) for name, each in self.backends.items()]
+        named += [
+            (described(name, each.kind.capitalize()), each.message) for name, each in self.backends.items()
+        ]
         found: dict[str, str] = {}
         for name, message in named:
             more = with_cell_lines(shortened(message.partition("\n")[2]))

@@ -1,4 +1,4 @@
-"""What a step of a backend does to its replicas; `daskserve.control.acting` executes it."""
+"""The actions of a backend's step on its replicas; `daskserve.control.acting` executes them."""
 
 from __future__ import annotations
 

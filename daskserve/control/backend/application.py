@@ -31,7 +31,7 @@ def awaited(
 
     1. In a change, all that it needs must be up in its new version.
     2. At rest, as after the loss of workers, one running replica of each is enough. One that cannot start now
-       holds up nobody, because what calls it may do without.
+       does not delay the others, because its callers may do without it.
 
     ``undone`` holds changes that will be written together with what follows from the answer.
     """
@@ -45,8 +45,8 @@ def awaited(
         for each in needs
         if each.num_replicas
         and not _running(state, undone, each.tag)
-        and each.tag not in observed.failures
-        and each.tag not in observed.waiting
+        and not (notes := observed.notes_of(each.tag)).failures
+        and notes.waiting is None
     ]
 
 
@@ -97,9 +97,9 @@ def neighbours(
 ) -> list[BackendTag]:
     """Return the backends for which a change of this one, which is applied, may matter.
 
-    The ingress looks whether a change of the application is complete, in case several came up together. That
-    replicas begin to start matters to nobody. Those that call this one matter unless they are ``informed``:
-    their own steps had the change among those `awaited` looks at.
+    The ingress checks whether a change of the application is complete, in case several came up together. The
+    start of a replica matters to no other backend. Callers of this one are included unless they are
+    ``informed``: their own steps have seen the change in `awaited`.
     """
     starts = (
         isinstance(each, ReplicaRecord) and each.state is ReplicaState.STARTING for each in change.values()
@@ -147,7 +147,7 @@ def is_complete(
 
 
 def completed(state: State, app: AppRecord, backend: BackendRecord) -> Change:
-    """Return the change that ends an application's change: its route, and the end of what it left behind.
+    """Return the change that completes a deploy: the new route, and the end of dropped deployments.
 
     ``backend`` is the current record of one of its deployments.
     """
@@ -198,7 +198,7 @@ def _routed(state: State, tag: BackendTag, route: str | None) -> Change:
 
 
 def removed(state: State, backend: BackendRecord) -> Change:
-    """Return what goes with the last backend of an application that is being deleted."""
+    """Return the change that removes an application with the last of its backends."""
     app = state.apps.get(backend.application) if backend.application else None
     if app is None or not app.is_deleting or len(state.apps.members(app.name)) > 1:
         return {}

@@ -32,7 +32,7 @@ def broken(replicas: Mapping[ReplicaTag, ReplicaRecord]) -> list[ReplicaRecord]:
 
 
 def by_gang(replicas: Iterable[ReplicaRecord]) -> list[tuple[ReplicaRecord, ...]]:
-    """Return replicas by gang, in order; those without one each alone."""
+    """Return replicas by gang, in order; a replica without a gang is a group of one."""
     found: dict[ReplicaTag, list[ReplicaRecord]] = {}
     for each in replicas:
         found.setdefault(each.gang[0] if each.gang else each.tag, []).append(each)
@@ -41,7 +41,7 @@ def by_gang(replicas: Iterable[ReplicaRecord]) -> list[tuple[ReplicaRecord, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Gang:
-    """Replicas that start and stop together, and the record that stands for them."""
+    """Replicas that start and stop together, and the one record with which a rollout counts them."""
 
     members: tuple[ReplicaRecord, ...]
     record: ReplicaRecord
@@ -113,7 +113,7 @@ def _units(
 def _together(members: tuple[ReplicaRecord, ...], version: str, leaving: Collection[ReplicaTag]) -> _Gang:
     states = [each.state for each in members]
     is_old = members[0].version != version
-    # What still serves of old replicas is worth keeping; a new gang serves once it is complete.
+    # Old replicas that still serve are worth keeping; a new gang serves once it is complete.
     serves = (any if is_old else all)(state is ReplicaState.RUNNING for state in states)
     state = ReplicaState.RUNNING if serves else min(states, key=STOP_ORDER.index)
     on_leaving = (each for each in members if each.tag in leaving)
@@ -125,7 +125,7 @@ def _ongoing(members: Iterable[ReplicaRecord], ongoing: Mapping[ReplicaTag, floa
 
 
 def demand_of_gang(backend: BackendRecord, gang: Sequence[ReplicaRecord]) -> Demand:
-    """Return what the waiting replicas of one gang need together."""
+    """Return the resources that the waiting replicas of one gang need together."""
     bundles = tuple(amounts for each in gang for amounts in bundles_of(each))
     return replace(demand_of(backend), bundles=bundles, replicas=len(gang))
 

@@ -1,4 +1,4 @@
-"""What a step of one backend is given, and what it decides. Pure."""
+"""The inputs and the result of one step of a backend. Pure."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Step:
     incarnation : int
         The last incarnation number in use, including those of this step.
     messages : list of str
-        What the log should say.
+        Lines for the log.
     """
 
     change: Change = field(default_factory=dict)

@@ -17,8 +17,8 @@ import copy
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias
 
-from daskserve.common.formatting import shown
-from daskserve.common.types import BackendTag, ReplicaState, ReplicaTag, described, short_tag
+from daskserve.common.formatting import capitalized, shown
+from daskserve.common.types import BackendTag, ReplicaState, ReplicaTag, short_tag
 from daskserve.control.backend import application as app_state
 from daskserve.control.backend.inputs import Step, StepInputs
 from daskserve.control.observed.lifecycle import PLACED_STATES
@@ -31,9 +31,9 @@ from daskserve.errors import NoCapacityError, RequestTimeoutError, ServeError
 
 Replicas: TypeAlias = Mapping[ReplicaTag, ReplicaRecord]
 
-#: Time that a new controller has at least to observe what a change that it takes over has reached.
+#: Minimum time of a new controller to observe the progress of a change that it takes over.
 SETTLE_S = 10.0
-#: How often a change that takes long says what it waits for.
+#: Interval at which a slow change logs what it waits for.
 TELL_S = 30.0
 #: States in which a replica may be at work.
 _PASSING = frozenset({ReplicaState.STARTING, ReplicaState.SHOULD_STOP, ReplicaState.STOPPING})
@@ -64,7 +64,7 @@ def is_overdue(
 def note(
     inputs: StepInputs, step: Step, goal: GoalRecord, backend: BackendRecord, replicas: Replicas
 ) -> None:
-    """Set the deadline of a change at the end of a step; say from time to time what it waits for."""
+    """Set the deadline of a change at the end of a step; log now and then what it waits for."""
     limit_s, deadline, notes = goal.limit_s, inputs.observed.deadlines.get(goal.goal_id), step.notes
     if limit_s is not None:
         if deadline is None:
@@ -93,7 +93,7 @@ def _tell(inputs: StepInputs, step: Step, backend: BackendRecord, replicas: Iter
         parts = (notes.waiting, busy_text(inputs.observed, backend, replicas, step_s=1.0))
         count = f"{running(backend, replicas)} of {backend.needed_replicas} replicas run"
         step.messages.append(
-            f"A change of {short_tag(backend.tag)} takes long: {'; '.join([count, *filter(None, parts)])}"
+            f"A change of {backend.display_name} takes long: {'; '.join([count, *filter(None, parts)])}"
         )
     if is_due or notes.told_at is None:
         notes.told_at = inputs.now
@@ -130,7 +130,7 @@ def _tags(state: State, goal: GoalRecord, backend: BackendRecord) -> Sequence[Ba
 def has_moved(state: State, backend: BackendRecord, change: Change) -> bool:
     """Return whether a step of a backend brings its change forward.
 
-    The replicas beyond those that it needs, as those of its autoscaler, do not count.
+    Replicas beyond the number that it needs, such as those of its autoscaler, do not count.
     """
     if goals.is_reached(backend, state.replicas_of(backend.tag)):
         return False
@@ -163,7 +163,7 @@ def is_at_work(state: State, observed: Observed, goal: GoalRecord, backend: Back
 def _busy(
     observed: Observed, backend: BackendRecord, replicas: Iterable[ReplicaRecord]
 ) -> dict[str, Activity]:
-    """Return what the replicas of a backend are at work on, by their tags."""
+    """Return the activities of a backend's replicas, by their tags."""
     return {
         each.tag: observed.busy[each.tag]
         for each in replicas
@@ -174,27 +174,27 @@ def _busy(
 def makes_room(observed: Observed, backend: BackendRecord, replicas: Replicas) -> bool:
     """Return whether a backend's own replicas are about to make room for others of it.
 
-    Those that drain do, and so do those that start in a rollout, after which old ones drain.
+    Draining replicas do, and so do new replicas of a rollout, after which old ones drain.
     """
     busy = [replicas[tag] for tag in _busy(observed, backend, replicas.values())]
     is_rollout = any(each.version != backend.version for each in replicas.values())
     return bool(busy) and (is_rollout or any(each.state not in PLACED_STATES for each in busy))
 
 
-# ---- what is said of it
+# ---- messages
 
 
 def busy_text(
     observed: Observed, backend: BackendRecord, replicas: Iterable[ReplicaRecord], *, step_s: float = TELL_S
 ) -> str:
-    """Return what the replica does that has been at work longest; empty if that is not long."""
+    """Describe the activity of the replica that has been busy longest; empty if that is not long."""
     busy = _busy(observed, backend, replicas)
     tag = max(busy, key=lambda tag: busy[tag].for_s, default="")
     return f"{short_tag(tag)} has been {text}" if tag and (text := work_text(busy[tag], step_s)) else ""
 
 
 def work_text(busy: Activity, step_s: float = TELL_S) -> str:
-    """Return what a replica does and for how long; empty if that is not long.
+    """Describe the activity of a replica and its duration; empty if that is not long.
 
     The time is rounded down to a multiple of ``step_s``, because each change of a status is shown.
     """
@@ -236,19 +236,19 @@ def with_note(error: ServeError, far: str) -> ServeError:
 
 def late_error(goal: GoalRecord, backend: BackendRecord, why: str | None) -> ServeError:
     """Return the error of a change that took too long; ``why`` says why replicas have no room."""
-    tag, limit = backend.tag, shown(goal.limit_s or 0.0)
+    what, limit = backend.display_name, shown(goal.limit_s or 0.0)
     if why is not None:
         where = "placement_group_bundles" if backend.bundles else "actor_options"
         return NoCapacityError(
-            f"Cannot scale {described(tag)} to {backend.needed_replicas} replicas within {limit} s: {why}. "
-            f"Add workers, reduce the resources in {where}, or delete other backends."
+            f"Cannot scale {what} to {backend.needed_replicas} replicas within {limit} s: {why}. "
+            f"Add workers, reduce the resources in {where}, or delete other deployments."
         )
     if goal.timeout_s is None:
         return RequestTimeoutError(
-            f"The change of {described(tag)} made no progress for {limit} s (daskserve.timeouts.change-s)."
+            f"The change of {what} made no progress for {limit} s (daskserve.timeouts.change-s)."
         )
     return RequestTimeoutError(
-        f"{described(tag, 'Backend')} did not get to {backend.needed_replicas} running replicas within "
+        f"{capitalized(what)} did not get to {backend.needed_replicas} running replicas within "
         f"{limit} s. Pass a larger timeout_s, or none: then the change has the time that it needs, as long "
         "as it makes progress."
     )

@@ -1,7 +1,7 @@
 """Ranks: the numbers by which the replicas of a backend divide work. Pure.
 
 A replica gets the lowest free numbers when it is placed and keeps them while it lives. Numbers have gaps only
-while replicas start or are replaced: once as many replicas are placed as are wanted, those with numbers that
+while replicas start or are replaced: once all wanted replicas are placed, the ones with numbers that
 are too high get the free ones.
 """
 
@@ -113,7 +113,7 @@ def all_know_theirs(backend: BackendRecord, replicas: Iterable[ReplicaRecord], o
 def has_wrong_rank_info(backend: BackendRecord, replica: ReplicaRecord, observed: Observed) -> bool:
     """Return whether a replica is known to run with another rank, or another number of replicas.
 
-    Those of older versions keep theirs: they have not long to live.
+    Replicas of older versions keep their rank: they stop soon.
     """
     known = observed.rank_infos.get(replica.tag)
     is_current = replica.state is ReplicaState.RUNNING and replica.version == backend.version

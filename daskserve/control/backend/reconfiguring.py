@@ -22,9 +22,9 @@ def next_to_reconfigure(
     *,
     barred: Collection[ReplicaTag] = (),
 ) -> set[ReplicaTag]:
-    """Return the tags of the replicas that are told the config of the backend now, or again.
+    """Return the tags of the replicas to reconfigure now, or again.
 
-    ``barred`` are replicas that cannot be told yet.
+    ``barred`` are replicas that cannot be reconfigured yet.
     """
     current = [each for each in replicas if each.version == backend.version]
     running = [each for each in current if each.state is ReplicaState.RUNNING]

@@ -81,7 +81,7 @@ def replicas_to_drain(
 ) -> tuple[ReplicaRecord, ...]:
     """Return the fewest old replicas of one worker that stop so that a new one takes their room.
 
-    Those whose room is of no use stop one by one.
+    Replicas whose room is of no use stop one by one.
 
     Parameters
     ----------

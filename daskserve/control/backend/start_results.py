@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from daskserve.common.types import described
 from daskserve.control.observed.observed import DeadReplica
 from daskserve.control.records.records import BackendRecord, ReplicaRecord
 from daskserve.control.verbs.backends import configured
@@ -26,17 +25,17 @@ def with_facts(backend: BackendRecord, replica: ReplicaRecord, facts: Mapping[st
     return configured(backend, config, backend.user_config)
 
 
-def start_error(backend: str, error: BaseException) -> ServeError:
+def start_error(backend: BackendRecord, error: BaseException) -> ServeError:
     """Return the error of a goal whose replica could not start or be reconfigured."""
     if isinstance(error, ServeError):
         return error
     return DeployError(
-        f"A replica of {described(backend)} could not be created: {type(error).__name__}: {error}"
+        f"A replica of {backend.display_name} could not be created: {type(error).__name__}: {error}"
     )
 
 
 def lost_error(backend: BackendRecord, death: DeadReplica) -> ServeError:
     """Return the error of a change whose replicas start, and are lost again and again."""
     return DeployError(
-        f"A replica of {described(backend.tag)} was lost before the change was complete: {death.reason}"
+        f"A replica of {backend.display_name} was lost before the change was complete: {death.reason}"
     )

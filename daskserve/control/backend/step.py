@@ -24,7 +24,7 @@ from daskserve.control.backend.ranks import all_know_theirs, has_wrong_rank_info
 from daskserve.control.backend.reconfiguring import next_to_reconfigure
 from daskserve.control.backend.start_results import lost_error, start_error, with_facts
 from daskserve.control.observed.lifecycle import PLACED_STATES, ReplicaEvent, move
-from daskserve.control.observed.observed import DeadReplica
+from daskserve.control.observed.observed import DeadReplica, Notes
 from daskserve.control.placement import rebalancing as spreading
 from daskserve.control.placement.eviction_order import criteria_of
 from daskserve.control.placement.placement import TentativeUsage, demand_of, explain, place, room_for
@@ -61,7 +61,7 @@ class _Stepper:
     def __init__(self, inputs: StepInputs, backend: BackendRecord) -> None:
         self.inputs = inputs
         self.backend = backend
-        self.notes = inputs.observed.notes(backend.tag)
+        self.notes = inputs.observed.notes_of(backend.tag).for_next_step()
         self.step = Step(notes=self.notes, incarnation=inputs.incarnation)
         self.replicas = {each.tag: each for each in inputs.state.replicas_of(backend.tag)}
 
@@ -110,7 +110,7 @@ class _Stepper:
                 continue
             death = observed.death_of(replica, event, self.inputs.wall)
             if death is not None:
-                self.notes.dead.append(death)
+                self.notes.dead += (death,)
             forced = {"is_forced": True} if event is ReplicaEvent.UNWANTED else {}
             self.set_replica(replica.tag, move(replica, event, **forced))
             if event is ReplicaEvent.STARTED:
@@ -130,7 +130,7 @@ class _Stepper:
             self.note_failure(*lost)
         for replica in gangs.broken(self.replicas):
             why = "another replica of its gang was lost"
-            self.notes.dead.append(DeadReplica(replica.tag, why, self.inputs.wall))
+            self.notes.dead += (DeadReplica(replica.tag, why, self.inputs.wall),)
             self.give_up(replica, is_forced=True)
 
     def take_in_config(self, replica: ReplicaRecord) -> None:
@@ -139,7 +139,7 @@ class _Stepper:
         error = observed.reconfigure_failed.get(tag)
         if error is not None and replica.state is ReplicaState.RUNNING:
             self.notes.reconfigure_failed[tag] = error
-            if not self.fail_goal(start_error(self.backend.tag, error)):
+            if not self.fail_goal(start_error(self.backend, error)):
                 # No caller waits for the error, and retries would never end: replace the replica.
                 self.give_up(replica)
         elif tag in observed.configured:
@@ -166,7 +166,7 @@ class _Stepper:
             self.step.change[goal.key] = replace(goal, failures={**goal.failures, tag: count})
             is_late = isinstance(error, RequestTimeoutError)
             if is_late or count >= self.backend.config.allowed_failures(self.backend.needed_replicas):
-                self.fail_goal(start_error(self.backend.tag, error))
+                self.fail_goal(start_error(self.backend, error))
             return
         notes.failures += 1
         notes.unloadable = str(error) if isinstance(error, CodeLoadError) else None
@@ -202,11 +202,11 @@ class _Stepper:
 
     def check_deadline(self) -> None:
         goal = self.goal
-        self.notes.goal = None if goal is None else goal.goal_id
+        before, self.notes.goal = self.notes.goal, None if goal is None else goal.goal_id
         if goal is None or self.backend.is_deleting:
             return
         inputs, notes, replicas = self.inputs, self.notes, self.replicas
-        if goal.goal_id != inputs.observed.goals.get(self.backend.tag):
+        if goal.goal_id != before:
             # A new goal starts immediately, even if the previous one failed often or found no room.
             notes.failures, notes.retry_at, notes.unloadable, notes.told_at = 0, None, None, inputs.now
             notes.full_since, notes.full_from, notes.drained_at_once = None, None, 1
@@ -384,7 +384,7 @@ class _Stepper:
             self.step.wake(self.inputs.now)  # first, routers learn why it is deleted
             return
         self.step.change[backend.key] = None
-        self.notes.failures, self.notes.retry_at, self.notes.unloadable = 0, None, None
+        self.notes = self.step.notes = Notes()
         self.step.change.update({code.key: None for code in state.codes_of(backend.tag)})
         self.step.change.update(app_state.removed(state, backend))
 

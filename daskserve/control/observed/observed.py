@@ -1,4 +1,4 @@
-"""What the acting layer has observed of the cluster: levels that stay until they are no longer true.
+"""Observations of the cluster: levels that stay until they are no longer true.
 
 Observations are not stored: a new controller queries the cluster again.
 """
@@ -75,7 +75,7 @@ class DeadReplica:
 
 
 class Activity(NamedTuple):
-    """What an actor does while it starts, is reconfigured or drains, and for how many seconds."""
+    """The activity of an actor that starts, is reconfigured or drains, and its duration in seconds."""
 
     what: str
     for_s: float = 0.0
@@ -83,7 +83,7 @@ class Activity(NamedTuple):
 
 @dataclass(slots=True)
 class Notes:
-    """What a step of one backend has learnt; `Observed.learn` applies it.
+    """The memory of one backend's steps: a step changes a copy, and `Observed.learn` keeps it.
 
     Attributes
     ----------
@@ -93,6 +93,8 @@ class Notes:
         The earliest time to start another replica after that.
     waiting : str or None
         A text with the reason why replicas wait.
+    full_since : float or None
+        Since when a rollout has found no room for an additional replica, or has ``max_surge`` 0.
     full_from : float or None
         Since when replicas have waited for room without a sign that it comes free.
     most : tuple of str and int
@@ -101,20 +103,18 @@ class Notes:
         When the log last said what the change waits for.
     unloadable : str or None
         Why the last replica could not load its code; None if one could since.
-    full_since : float or None
-        Since when a rollout has found no room for an additional replica, or has ``max_surge`` 0.
     goal : str or None
-        The pending goal that the step has seen.
+        The pending goal that the last step has seen.
     drained_at_once : int
         Number of old replicas of one worker that this rollout stops together, so that a new one has room.
+    dead : tuple
+        The last replicas that died, oldest first.
     stays : str or None
-        The replica that was to move to a better worker, and does not.
+        The replica that was to move to a better worker, and does not. This and the rest are of one step.
     deadlines : dict
         Deadlines of goals that this step has set.
     configured, reconfigure_failed : dict
         Answers to reconfigurations that this step processed.
-    dead : list
-        The replicas that this step found dead.
     """
 
     failures: int = 0
@@ -127,11 +127,15 @@ class Notes:
     unloadable: str | None = None
     goal: GoalId | None = None
     drained_at_once: int = 1
+    dead: tuple[DeadReplica, ...] = ()
     stays: ReplicaTag | None = None
     deadlines: dict[GoalId, float] = field(default_factory=dict)
     configured: dict[ReplicaTag, str] = field(default_factory=dict)
     reconfigure_failed: dict[ReplicaTag, BaseException] = field(default_factory=dict)
-    dead: list[DeadReplica] = field(default_factory=list)
+
+    def for_next_step(self) -> Notes:
+        """Return a copy without the parts that are of one step."""
+        return replace(self, stays=None, deadlines={}, configured={}, reconfigure_failed={})
 
     def is_pausing(self, now: float) -> bool:
         """Return whether it is too early to start another replica after a failure."""
@@ -160,7 +164,7 @@ class Observed:
     #: The workers that other workers do not reach directly, each with its route.
     broken_routes: dict[WorkerAddress, Mapping[WorkerAddress, str]] = field(default_factory=dict)
     failed: dict[ReplicaTag, BaseException] = field(default_factory=dict)
-    #: What replicas do that start, are reconfigured or drain; only of those whose process was seen to do it.
+    #: Activities of replicas that start, are reconfigured or drain, as their processes report them.
     busy: dict[ReplicaTag, Activity] = field(default_factory=dict)
     gone: set[ReplicaTag] = field(default_factory=set)
     #: The config each replica runs with, as far as it differs from its record.
@@ -168,27 +172,10 @@ class Observed:
     reconfigure_failed: dict[ReplicaTag, BaseException] = field(default_factory=dict)
     #: The rank, and the number of replicas, with which each replica runs, as far as is known.
     rank_infos: dict[ReplicaTag, RankInfo] = field(default_factory=dict)
-    #: What the user's ``record_routing_stats`` returned last.
+    #: The last result of the user's ``record_routing_stats``.
     routing_stats: dict[ReplicaTag, Mapping[str, Any]] = field(default_factory=dict)
-    #: The earliest time at which a backend whose replicas keep failing may start another one.
-    retry_at: dict[BackendTag, float] = field(default_factory=dict)
-    failures: dict[BackendTag, int] = field(default_factory=dict)
-    #: Texts with the reason why a backend's replicas wait.
-    waiting: dict[BackendTag, str] = field(default_factory=dict)
-    #: Since when a backend's rollout has found no room for an additional replica.
-    full_since: dict[BackendTag, float] = field(default_factory=dict)
-    #: Since when a backend's replicas have waited for room without a sign that it comes free.
-    full_from: dict[BackendTag, float] = field(default_factory=dict)
-    #: The pending goal of each backend, and the highest number of replicas of its version at once.
-    most: dict[BackendTag, tuple[GoalId | None, int]] = field(default_factory=dict)
-    #: When the log last said what a backend's change waits for.
-    told_at: dict[BackendTag, float] = field(default_factory=dict)
-    #: Why a backend's replicas cannot load its code.
-    unloadable: dict[BackendTag, str] = field(default_factory=dict)
-    #: The last replicas of each backend that died, oldest first.
-    dead: dict[BackendTag, tuple[DeadReplica, ...]] = field(default_factory=dict)
-    #: Number of old replicas that such a rollout stops together, where it is not 1.
-    drained_at_once: dict[BackendTag, int] = field(default_factory=dict)
+    #: The memory of each backend's steps.
+    notes: dict[BackendTag, Notes] = field(default_factory=dict)
     #: The replica that moves to a better worker; see `daskserve.control.placement.rebalancing`.
     moving: ReplicaTag | None = None
     #: The backends that should run and have no running replica, as published.
@@ -202,8 +189,6 @@ class Observed:
     deadlines: dict[GoalId, float] = field(default_factory=dict)
     #: The goals that earlier controllers have begun to work on.
     inherited: frozenset[GoalId] = frozenset()
-    #: The pending goals that steps of backends have seen.
-    goals: dict[BackendTag, GoalId] = field(default_factory=dict)
     proxies_ready: dict[str, dict[str, Any]] = field(default_factory=dict)
     proxies_failed: dict[str, BaseException] = field(default_factory=dict)
     #: The tags of leaving proxies that have stopped.
@@ -212,7 +197,7 @@ class Observed:
     proxies_apart: dict[str, float] = field(default_factory=dict)
 
     def marked(self, worker: WorkerInfo) -> WorkerInfo:
-        """Return a worker with the mark of those that are kept for the controller and the proxies."""
+        """Return a worker marked as a system worker, if it is kept for the controller and the proxies."""
         return replace(worker, is_system=worker.matches(self.system_workers))
 
     def has_system_workers(self) -> bool:
@@ -247,7 +232,7 @@ class Observed:
         ]
 
     def host_of(self, worker: WorkerAddress) -> str:
-        """Return the host of a worker; one that is not known counts as a host of its own."""
+        """Return the host of a worker; an unknown worker is its own host."""
         info = self.workers.get(worker)
         return worker if info is None else info.host
 
@@ -309,34 +294,24 @@ class Observed:
         gone = (n for n, each in workers if each in self.lost_workers or each in self.unresponsive)
         return next(gone, None)
 
-    def notes(self, tag: BackendTag) -> Notes:
-        """Return what is known of a backend, as the input of a step."""
-        return Notes(
-            self.failures.get(tag, 0),
-            self.retry_at.get(tag),
-            self.waiting.get(tag),
-            self.full_since.get(tag),
-            self.full_from.get(tag),
-            self.most.get(tag, (None, 0)),
-            self.told_at.get(tag),
-            self.unloadable.get(tag),
-            drained_at_once=self.drained_at_once.get(tag, 1),
-        )
+    def notes_of(self, tag: BackendTag) -> Notes:
+        """Return the notes about a backend."""
+        return self.notes.get(tag) or Notes()
+
+    @property
+    def unloadable(self) -> dict[BackendTag, str]:
+        """The reasons why replicas cannot load their code, by backend."""
+        found = ((tag, each.unloadable) for tag, each in list(self.notes.items()))
+        return {tag: why for tag, why in found if why is not None}
 
     def learn(self, tag: BackendTag, notes: Notes) -> None:
-        """Apply what a step of a backend has learnt."""
-        _put(self.failures, tag, notes.failures or None)
-        _put(self.retry_at, tag, notes.retry_at)
-        _put(self.waiting, tag, notes.waiting)
-        _put(self.full_since, tag, notes.full_since)
-        _put(self.full_from, tag, notes.full_from)
-        _put(self.most, tag, None if notes.most[0] is None else notes.most)
-        _put(self.told_at, tag, notes.told_at)
-        _put(self.unloadable, tag, notes.unloadable)
-        _put(self.goals, tag, notes.goal)
-        if notes.dead:
-            self.dead[tag] = (*self.dead.get(tag, ()), *notes.dead)[-KEPT_DEAD:]
-        _put(self.drained_at_once, tag, None if notes.drained_at_once == 1 else notes.drained_at_once)
+        """Keep the notes of a backend's step."""
+        kept = notes.for_next_step()
+        kept.dead = kept.dead[-KEPT_DEAD:]
+        if kept == Notes():
+            self.notes.pop(tag, None)
+        else:
+            self.notes[tag] = kept
         if notes.stays is not None and notes.stays == self.moving:
             self.moving = None
         self.deadlines.update(notes.deadlines)
@@ -349,7 +324,7 @@ class Observed:
                 del self.reconfigure_failed[replica]
 
     def learn_proxies(self, lost: Iterable[str], apart: Mapping[str, float]) -> None:
-        """Apply what a step of the proxies has learnt; those that are lost listen no more."""
+        """Apply the result of a step of the proxies; the lost ones no longer listen."""
         for name in lost:
             self.proxies_ready.pop(name, None)
             self.proxies_failed.pop(name, None)
@@ -371,10 +346,3 @@ class Observed:
         if self.moving == tag:
             self.moving = None
         self.loads.forget_replica(tag)
-
-
-def _put(levels: dict[BackendTag, Any], tag: BackendTag, value: Any) -> None:
-    if value is None:
-        levels.pop(tag, None)
-    else:
-        levels[tag] = value

@@ -173,7 +173,7 @@ class WorkerWatch:
         self._end_orphans(worker, actors)
 
     def _note_facts(self, replica: ReplicaRecord, actor: Mapping[str, Any]) -> None:
-        """Record what a replica does, the rank with which it runs, and the user's statistics for routing."""
+        """Record a replica's activity, its rank, and the user's statistics for routing."""
         if "busy" in actor:
             self._observed.busy[replica.tag] = Activity(*actor["busy"])
         else:

@@ -21,7 +21,7 @@ TOLERANCE = 1e-9
 TRIES = 200
 
 Amounts: TypeAlias = Mapping[str, float]
-#: Returns what sorts the better worker first.
+#: Returns a sort key; the better worker comes first.
 Rank: TypeAlias = Callable[[WorkerAddress], tuple[Any, ...]]
 
 
@@ -106,7 +106,7 @@ def by_host(
 
 
 def _largest_first(bundle: Amounts, free: Amounts) -> tuple[Any, ...]:
-    """Return what sorts bundles by their largest share of a resource; equal ones become neighbors."""
+    """Return the key that sorts bundles by their largest share of a resource; equal bundles are neighbors."""
     shares = (amount / free[name] if free[name] > 0 else amount for name, amount in bundle.items())
     return (-max(shares, default=0.0), sorted(bundle.items()))
 

@@ -14,7 +14,7 @@ from daskserve.control.placement.placement import Demand, capacity
 
 @dataclass(slots=True)
 class _NewWorker:
-    """A worker like one that there is, and what is left on it."""
+    """A worker like an existing one, and its free resources."""
 
     kind: WorkerInfo
     free: dict[str, float]
@@ -75,7 +75,7 @@ class _NewWorkers:
         )
 
     def parts(self, demand: Demand) -> Sequence[Amounts]:
-        """Return what has to be on one worker each: bundles, or all of them where they must be together."""
+        """Return the units that go to one worker each: single bundles, or all of them together."""
         whole = total(demand.bundles)
         # Without room for all of them on one worker, they may lie on several of one host.
         is_one = demand.strategy == "STRICT_PACK" and self.kind_for(demand, whole) is not None

@@ -23,7 +23,7 @@ class EvictionCriteria:
     ongoing : mapping
         The known number of running requests of each replica.
     others : callable
-        Returns what a worker holds besides replicas of this backend, as a number.
+        Returns the number of actors on a worker besides replicas of this backend.
     empties_workers : bool
         Whether to empty workers, because the cluster then removes them. Otherwise replicas stay spread.
     """
@@ -41,7 +41,7 @@ def criteria_of(
     avoid: Collection[WorkerAddress],
     now: float,
 ) -> EvictionCriteria:
-    """Return the burdens of a backend's replicas; ``avoid`` are the workers of the controller and proxies."""
+    """Return the criteria of a backend; ``avoid`` are the workers of the controller and proxies."""
 
     def others(worker: WorkerAddress) -> int:
         # Actors that cannot move, or not without a visible effect, keep their worker in any case.

@@ -46,7 +46,7 @@ COMPANY = 2
 #: workers with the controller or a proxy, then all others.
 FREE, AVOIDED, FULL = range(3)
 
-#: What sorts workers, the best first; see `ranks`.
+#: A sort key of workers, the best first; see `ranks`.
 WorkerRank: TypeAlias = tuple[int, int, int, int, WorkerAddress]
 
 
@@ -61,7 +61,7 @@ class Demand:
     is_packed : bool
         Whether they go where other replicas of the backend are.
     strategy
-        How the bundles lie to each other.
+        The strategy of the placement group: together or apart.
     replicas : int
         How many replicas these are.
     """
@@ -274,7 +274,7 @@ def _room_of(
     demand: Demand,
     on_hosts: Mapping[str, int] | None = None,
 ) -> FreeResources:
-    """Return what is left on the workers that may be used.
+    """Return the free resources of the usable workers.
 
     ``on_hosts`` are the numbers of the backend's bundles by host, if there are others than these workers.
     """
@@ -409,7 +409,7 @@ def _missing(
 
 
 def _lacks(amounts: Amounts, free: Sequence[Amounts], place: str) -> str:
-    """Return what no single place has enough of, with the most that one has."""
+    """Return the resources that no single place has enough of, with the largest free amounts."""
     lacks = []
     for name, amount in sorted(amounts.items()):
         most = max(each[name] for each in free)

@@ -116,10 +116,11 @@ def _is_at_rest(state: State, observed: Observed, backend: BackendRecord) -> boo
     app = state.apps.of(backend)
     if backend.goal or backend.is_deleting or (app is not None and app.goal):
         return False
-    # Gangs and placement groups choose their places together; others may hold what only they know.
+    # Gangs and placement groups choose their places together; other programs may hold their bundles.
     if backend.config.packs or backend.gang_size > 1 or backend.bundles or backend.actor_of:
         return False
-    if backend.tag in observed.failures or backend.tag in observed.waiting:
+    notes = observed.notes_of(backend.tag)
+    if notes.failures or notes.waiting is not None:
         return False
     replicas = state.replicas_of(backend.tag)
     return len(replicas) == backend.num_replicas and all(

@@ -49,7 +49,7 @@ class StopProxy:
 
 @dataclass(frozen=True, slots=True)
 class ProxyRules:
-    """What does not change while a controller runs.
+    """The fixed settings of a controller.
 
     Attributes
     ----------
@@ -176,7 +176,7 @@ def _may_end(proxy: ProxyRecord, state: State, observed: Observed, wanted: Seque
 
 
 def proxy_workers(state: State) -> set[WorkerAddress]:
-    """Return the workers that hold proxies, those that are leaving included."""
+    """Return the workers that hold proxies, including leaving ones."""
     return {each.worker for each in state.proxies.values() if each.worker is not None}
 
 
@@ -196,7 +196,7 @@ def held_workers(state: State, location: Location | None) -> set[WorkerAddress]:
 def _found(
     state: State, observed: Observed, result: HttpStep
 ) -> tuple[dict[str, ProxyRecord], list[ProxyRecord]]:
-    """Return the recorded proxies by name, and those that are leaving, without what is gone."""
+    """Return the recorded proxies by name, and the leaving ones, without proxies that are gone."""
     found: dict[str, ProxyRecord] = {}
     leaving: list[ProxyRecord] = []
     for proxy in state.proxies.values():
@@ -257,7 +257,7 @@ class _ProxyPlacement:
         has_location = self._rules.location not in (None, Location.NO_SERVER)
         silent = self._observed.unresponsive - self._observed.retiring()
         if has_location and proxy.worker in silent:
-            self.kept.append(proxy)  # it cannot be told to stop, and nothing else would run in its place
+            self.kept.append(proxy)  # it cannot be stopped, and nothing else would run in its place
             return
         if proxy.worker is not None:
             self._leave(proxy)

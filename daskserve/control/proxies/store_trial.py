@@ -28,14 +28,14 @@ ATTEMPT_S = 0.5
 
 
 class StoreTrial:
-    """Takes the store over, as soon as that may be.
+    """Takes over the store as soon as it may.
 
     Parameters
     ----------
     lock
         Held while changes are decided and committed.
     adopt
-        Applies what the owner before has changed meanwhile; called with the lock.
+        Applies the changes that the previous owner has made meanwhile; called with the lock.
     has_proxies
         Whether the instance listens.
 
@@ -73,7 +73,7 @@ class StoreTrial:
         self._tasks.spawn(self.run(), "trial")
 
     async def stop(self) -> None:
-        """Stop what `begin` has begun."""
+        """Stop the task that `begin` has started."""
         await self._tasks.close(timeout_s=2)
 
     @property
@@ -83,7 +83,7 @@ class StoreTrial:
 
     @property
     def waits_for(self) -> str:
-        """What the store's take-over waits for; empty if it waits for nothing."""
+        """The condition that the store's take-over waits for; empty if none."""
         if self.is_over:
             return ""
         if not self._listens():

@@ -21,7 +21,7 @@ class Listening(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class ListenRules:
-    """What an instance waits for before it listens: its replicas, and its first route."""
+    """The conditions for an instance to listen: its replicas run, and it has its first route."""
 
     waits_for_replicas: bool = False
     waits_for_route: bool = False

@@ -1,1 +1,1 @@
-"""What an instance must remember: its records, their indexes, their encoding, and the one writer."""
+"""The persistent state of an instance: its records, their indexes, their encoding, and the one writer."""

@@ -14,7 +14,7 @@ def bundles_of(replica: ReplicaRecord) -> tuple[Mapping[str, float], ...]:
 
 
 def places_of(replica: ReplicaRecord) -> Sequence[tuple[WorkerAddress, Mapping[str, float]]]:
-    """Return what a replica occupies on which worker, its own first; nothing before it is placed."""
+    """Return the workers and resources of a replica, its own first; empty before it is placed."""
     if replica.worker is None:
         return ()
     workers = replica.bundle_workers or (replica.worker,)

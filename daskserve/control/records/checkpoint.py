@@ -14,7 +14,7 @@ from daskserve.payload.parcels import Parcel
 logger = logging.getLogger("daskserve.controller")
 
 #: The kinds of records whose last changes a power loss of the scheduler's machine may take back: of what runs
-#: without a record, the next controller stops what it does not want, and starts anew what it wants. What a
+#: without a record, the next controller stops what it does not want, and starts others. What a
 #: caller has been told, and what it asked for, is in others.
 PASSING = ("replica/", "proxy/")
 

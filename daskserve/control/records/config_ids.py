@@ -19,7 +19,7 @@ _SEPARATOR = "-"
 
 
 def config_id(config: BackendConfig, user_config: bytes | None) -> str:
-    """Return the id of what replicas read of a config."""
+    """Return the id of the options that replicas read."""
     options = config.for_replicas(exclude_unset=True)
     options["concurrency"] = config.concurrency()
     whole = hashlib.sha256(msgpack.packb(sorted(options.items())) + (user_config or b""))
@@ -28,7 +28,7 @@ def config_id(config: BackendConfig, user_config: bytes | None) -> str:
 
 
 def is_same(one: str, other: str) -> bool:
-    """Return whether two ids stand for one config; those of older stores have no second part."""
+    """Return whether two ids are of the same config; ids of older stores have no second part."""
     (whole, separator, _), (other_whole, other_separator, _) = (
         each.partition(_SEPARATOR) for each in (one, other)
     )
@@ -36,7 +36,7 @@ def is_same(one: str, other: str) -> bool:
 
 
 def in_doubt(current: str, wanted: str) -> str:
-    """Return the id of a replica with one config that is told another one, until it has answered."""
+    """Return the id of a replica that is being reconfigured, until it has answered."""
     _, separator, code = wanted.partition(_SEPARATOR)
     is_same_code = bool(separator) and current.partition(_SEPARATOR)[1:] == (separator, code)
     return f"{_SEPARATOR}{code}" if is_same_code else UNKNOWN_CONFIG

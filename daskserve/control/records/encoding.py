@@ -84,7 +84,7 @@ def from_plain(kind: str, values: Mapping[str, Any]) -> Any:
 
 
 def _backend_with_demand(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a backend that an earlier daskserve wrote, with what follows from its options."""
+    """Return the fields of a backend that an earlier daskserve wrote, with its demand."""
     options = dict(values["actor_options"])
     env = options.pop("env", None)
     for derived in ("demand", "isolation"):

@@ -20,6 +20,7 @@ from daskserve.common.types import (
     ReplicaState,
     ReplicaTag,
     WorkerAddress,
+    described,
 )
 from daskserve.control.records.proxy import ProxyRecord
 from daskserve.control.records.versions import unmarked
@@ -91,7 +92,7 @@ class BackendRecord:
     needs: tuple[BackendTag, ...] = ()
     actors: Mapping[str, BackendTag] = field(default_factory=dict)
     actor_of: tuple[str, ...] = ()
-    #: What the last change asked for: UPSCALE or DOWNSCALE, or anything else.
+    #: The kind of the last change: UPSCALE, DOWNSCALE or CONFIG_UPDATE.
     last_change: str = "CONFIG_UPDATE"
 
     @property
@@ -104,6 +105,16 @@ class BackendRecord:
         return isinstance(other, BackendRecord) and to_plain(self) == to_plain(other)
 
     __hash__ = None  # type: ignore[assignment]
+
+    @property
+    def kind(self) -> str:
+        """``"deployment"``, or ``"backend"`` for one of the classic system."""
+        return "deployment" if self.is_deployment else "backend"
+
+    @property
+    def display_name(self) -> str:
+        """The name in messages, such as ``deployment 'model' of application 'shop'``."""
+        return described(self.tag, self.kind)
 
     @property
     def autoscaling(self) -> AutoscalingConfig | None:
@@ -159,7 +170,7 @@ class BackendRecord:
 
     @property
     def is_held(self) -> bool:
-        """Whether the number is one at full capacity: an external scaler's, or what a dry run keeps."""
+        """Whether the number is one at full capacity: that of an external scaler or of a dry run."""
         options = self.autoscaling
         return self.scaled_to is not None and (options is None or options.dry_run)
 
@@ -289,8 +300,8 @@ class AppRecord:
     Attributes
     ----------
     route : str or None
-        The route of the ingress. Its endpoint gets the route when the change is complete; until then, nobody
-        else can take it.
+        The route of the ingress. Its endpoint gets the route when the change is complete; until then, it is
+        reserved.
     deployments : dict
         The tags of its deployments by name, each after those that it needs; the ingress is the last. Empty if
         its first deploy failed: the record then only says why.
@@ -346,7 +357,7 @@ class GoalRecord:
     Attributes
     ----------
     backend, application : str
-        What it changes: one backend, or (with ``backend`` empty) an application.
+        The target of the change: one backend, or (with ``backend`` empty) an application.
     timeout_s : float or None
         Time in seconds within which the change must be complete.
     progress_timeout_s : float or None

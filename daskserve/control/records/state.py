@@ -7,7 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Set
 
-from daskserve.common.types import BackendTag, EndpointTag, ReplicaState, ReplicaTag, WorkerAddress
+from daskserve.common.types import (
+    BackendTag,
+    EndpointTag,
+    ReplicaState,
+    ReplicaTag,
+    WorkerAddress,
+    described,
+)
 from daskserve.control.records.applications import Applications
 from daskserve.control.records.bundles import places_of
 from daskserve.control.records.proxy import ProxyRecord
@@ -238,3 +245,9 @@ def _add(counts: dict[str, int], name: str, by: int) -> None:
     counts[name] = counts.get(name, 0) + by
     if not counts[name]:
         del counts[name]
+
+
+def display_name(state: State, tag: BackendTag) -> str:
+    """Return the name of a backend in messages, also of one that is gone."""
+    backend = state.backends.get(tag)
+    return described(tag) if backend is None else backend.display_name

@@ -72,11 +72,11 @@ class Writer:
         self._lock.release()
 
     async def note(self, change: Change, then: Then | None = None) -> None:
-        """Commit what the controller does by itself; it is applied even if the store is lost."""
+        """Commit a change that no client asked for; it is applied even if the store is lost."""
         await self.commit(change, then, must_last=False)
 
     async def rewrite(self, unreadable: Collection[str]) -> int:
-        """Write all records anew, and return their number; call under the lock."""
+        """Write all records again and return their number; call under the lock."""
         return await checkpoint.rewrite(self._store, self._epoch, self._state, unreadable)
 
     async def commit(self, change: Change, then: Then | None = None, *, must_last: bool = True) -> None:
@@ -118,7 +118,7 @@ class Writer:
     async def _read_again(self, change: Change, then: Then | None) -> None:
         stored, unreadable = checkpoint.read(await self._store.load())
         known = self._state.records()
-        # What was damaged meanwhile is still known here.
+        # A record that was damaged meanwhile is still in memory.
         damaged = {*unreadable, *self._store.problems()} - stored.keys()
         if saved := {key: known[key] for key in sorted(damaged) if key in known}:
             logger.warning("Stored records were damaged and are written anew: %s", ", ".join(saved))

@@ -1,1 +1,1 @@
-"""Collect what autoscaling policies need, ask them, and apply their decisions."""
+"""Autoscaling: collects metrics, calls the policies, and records their decisions."""

@@ -11,7 +11,6 @@ from typing import Protocol
 
 from daskserve.common.clock import Clock
 from daskserve.common.formatting import shown
-from daskserve.common.types import described
 from daskserve.options.queues import QueueOptions
 from daskserve.options.secrets import masked
 
@@ -38,8 +37,8 @@ class Backlog:
 
     Parameters
     ----------
-    backend : str
-        The backend's name, for the log.
+    owner : str
+        The deployment that is scaled, for the log.
     open_queue : callable
         Returns the queue at its broker. It is called within the task.
     variables : mapping
@@ -48,7 +47,7 @@ class Backlog:
 
     def __init__(
         self,
-        backend: str,
+        owner: str,
         options: QueueOptions,
         *,
         open_queue: Callable[[QueueOptions], QueueLength],
@@ -56,7 +55,7 @@ class Backlog:
         variables: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.options = options
-        self._backend = backend
+        self._owner = owner
         self._open_queue = open_queue
         self._clock = clock
         self._variables = variables
@@ -74,7 +73,7 @@ class Backlog:
 
     def start(self) -> None:
         """Start polling."""
-        self._task = asyncio.create_task(self.run(), name=f"daskserve-queue-{self._backend}")
+        self._task = asyncio.create_task(self.run(), name=f"daskserve-queue-{self.options.queue_name}")
 
     def stop(self) -> None:
         """Stop polling."""
@@ -98,7 +97,7 @@ class Backlog:
             await self._close()
 
     async def _queue(self) -> QueueLength:
-        """Return the queue at its broker; open it anew if a URL that the options refer to has changed."""
+        """Return the queue at its broker; reopen it if a URL that the options refer to has changed."""
         options = self.options
         if options.has_references:
             options = await asyncio.to_thread(options.resolved, self._variables)
@@ -124,7 +123,7 @@ class Backlog:
             await self._close()
         else:
             if self.problem:
-                logger.info("Backend %s: queue %r answers again", self._backend, self.options.queue_name)
+                logger.info("The autoscaler of %s reads queue %r again", self._owner, self.options.queue_name)
             self._value = (float(length), at)
             self.problem = ""
             self._logged.clear()
@@ -137,11 +136,14 @@ class Backlog:
         except Exception as error:
             # As above. A connection that fails to close is dropped anyway.
             logger.info(
-                "Backend %s: queue %r: %s", self._backend, self.options.queue_name, masked(str(error))
+                "The autoscaler of %s: queue %r: %s",
+                self._owner,
+                self.options.queue_name,
+                masked(str(error)),
             )
 
     def _record_problem(self, text: str) -> None:
         self.problem = f"queue {self.options.queue_name!r} cannot be read: {text}"
         if text not in self._logged:
             self._logged.add(text)
-            logger.warning("%s: %s", described(self._backend, "Backend"), self.problem)
+            logger.warning("The autoscaler of %s: %s", self._owner, self.problem)

@@ -22,7 +22,7 @@ from daskserve.common.formatting import shown
 from daskserve.common.types import BackendTag
 from daskserve.control.records.state import State
 from daskserve.control.scaling import policy_calls
-from daskserve.control.scaling.policy_calls import PolicyCall
+from daskserve.control.scaling.policy_calls import PolicyCall, PolicyLoader
 from daskserve.control.scaling.snapshot import BackendSnapshot
 from daskserve.errors import UserCodeError
 from daskserve.options.autoscaling import AutoscalingConfig
@@ -63,15 +63,11 @@ class Group:
 
     config: AutoscalingConfig
     due: float
+    loader: PolicyLoader[CallablePolicy]
     members: dict[BackendTag, None] = field(default_factory=dict)
     policy: CallablePolicy | None = None
     checking: asyncio.Task[None] | None = None
-    #: A policy that is being loaded, or one that is being called; never both.
-    loading: PolicyCall[CallablePolicy] | None = None
     evaluation: _GroupEvaluation | None = None
-    #: Why there is no policy, and when to load it again.
-    error: str = ""
-    retry_at: float = -math.inf
 
     def is_of(self, config: AutoscalingConfig) -> bool:
         """Whether a backend with this config belongs here."""
@@ -85,7 +81,7 @@ class Group:
     @property
     def policy_call(self) -> PolicyCall[Any] | None:
         """The running call of user code, if there is one."""
-        return self.loading if self.evaluation is None else self.evaluation.call
+        return self.loader.call if self.evaluation is None else self.evaluation.call
 
     def cancel(self) -> None:
         """Cancel the running check and abandon the policy call, whose thread ends when the policy does."""
@@ -135,7 +131,10 @@ class Groups:
         now = self._clock.now()
         group = next((each for each in self._groups if each.is_of(config)), None)
         if group is None:
-            group = Group(config, now)
+            name = config.group
+            group = Group(
+                config, now, PolicyLoader(self._clock, f"group {name}", f"daskserve-policy-group-{name}")
+            )
             self._groups.append(group)
         group.members[tag] = None
         group.due = min(group.due, now)
@@ -195,9 +194,10 @@ class Groups:
         )
         if any(each.is_pending for each in members.values()):
             return  # wait until the last decision is applied to all backends of the group
-        await self._load(group)
+        if group.policy is None and group.loader.is_due:
+            group.policy = await group.loader.load(policy_calls.loaded_policy, group.config)
         if group.policy is None:
-            self._record_failure(group, members, group.error)
+            self._record_failure(group, members, group.loader.error)
             return
         if group.evaluation is None:
             group.evaluation = self._start_call(group, group.policy, members)
@@ -251,30 +251,3 @@ class Groups:
             self._record(snapshot, snapshot.without_policy(problem))
             return
         self._record(snapshot, member.autoscaler.answered(evaluation.contexts[tag], decision))
-
-    async def _load(self, group: Group) -> None:
-        """Start loading the group's policy, or take the result of loading it."""
-        if group.policy is not None or (group.loading is None and self._clock.now() < group.retry_at):
-            return
-        name = group.config.group
-        if group.loading is None:
-            group.loading = PolicyCall(
-                self._clock, f"daskserve-policy-group-{name}", policy_calls.loaded_policy, group.config
-            )
-        before = group.error
-        try:
-            group.policy = await group.loading.wait()
-            group.error = ""
-        except TimeoutError:
-            still = f"the policy is still being loaded after {shown(policy_calls.ANSWER_TIMEOUT_S)} s"
-            place = group.loading.location
-            group.error = f"{still}: {place}" if place else still
-            if not before.startswith(still):
-                logger.warning("Group %s: %s", name, group.error)
-            return
-        except UserCodeError as error:
-            group.error = f"the policy cannot be used: {error}"
-            group.retry_at = self._clock.now() + policy_calls.POLICY_RETRY_S
-            if group.error != before:
-                logger.error("The autoscaling policy of group %s cannot be used", name, exc_info=error)
-        group.loading = None

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import logging
+import math
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, Future
@@ -20,6 +22,7 @@ from daskserve.autoscaling.context import AutoscalingContext, Decision
 from daskserve.autoscaling.groups import decide_together
 from daskserve.autoscaling.loading import CallablePolicy, load_policy
 from daskserve.common.clock import Clock
+from daskserve.common.formatting import shown
 from daskserve.common.types import BackendTag
 from daskserve.control.scaling.importing import thread_location
 from daskserve.errors import UserCodeError
@@ -29,6 +32,8 @@ from daskserve.payload.pickling import load_bytes
 from daskserve.telemetry.histogram import LATENCY_BUCKETS_S
 
 T = TypeVar("T")
+
+logger = logging.getLogger("daskserve.autoscaling")
 
 #: Timeout of one wait for a policy. A slower call keeps running, and later checks wait for it again.
 ANSWER_TIMEOUT_S = 5.0
@@ -85,6 +90,64 @@ class PolicyCall(Generic[T]):
     def abandon(self) -> None:
         """Stop waiting for the call; the thread ends when the user's code does."""
         self._answer.cancel()
+
+
+class PolicyLoader(Generic[T]):
+    """Loads a user's policy in a thread, and again after a while if that fails.
+
+    Parameters
+    ----------
+    owner : str
+        The deployment or the group that is scaled, for the log.
+    name : str
+        Name of the thread.
+    """
+
+    def __init__(self, clock: Clock, owner: str, name: str) -> None:
+        self._clock = clock
+        self._owner = owner
+        self._name = name
+        #: The running call.
+        self.call: PolicyCall[T] | None = None
+        #: Why there is no policy, and when to load it again.
+        self.error = ""
+        self.retry_at = -math.inf
+
+    @property
+    def is_due(self) -> bool:
+        """Whether to call `load`: the policy is being loaded, or another attempt is due."""
+        return self.call is not None or self._clock.now() >= self.retry_at
+
+    async def load(self, function: Callable[..., T], *args: Any) -> T | None:
+        """Start to call a function that loads the policy, or take its result; None while there is none."""
+        if self.call is None:
+            self.call = PolicyCall(self._clock, self._name, function, *args)
+        try:
+            loaded = await self.call.wait()
+        except TimeoutError:
+            before, still = self.error, f"the policy is still being loaded after {shown(ANSWER_TIMEOUT_S)} s"
+            place = self.call.location
+            self.error = f"{still}: {place}" if place else still
+            if not before.startswith(still):
+                logger.warning("The autoscaler of %s: %s", self._owner, self.error)
+            return None
+        except UserCodeError as error:
+            self.failed(error)
+            return None
+        self.loaded()
+        return loaded
+
+    def loaded(self) -> None:
+        """Record that there is a policy."""
+        self.call, self.error, self.retry_at = None, "", math.inf
+
+    def failed(self, error: Exception) -> None:
+        """Record why the policy cannot be loaded, and when to try again."""
+        text = str(error) if isinstance(error, UserCodeError) else f"{type(error).__name__}: {error}"
+        before, self.error = self.error, f"the policy cannot be used: {text}"
+        self.call, self.retry_at = None, self._clock.now() + POLICY_RETRY_S
+        if self.error != before:
+            logger.error("The autoscaling policy of %s cannot be used", self._owner, exc_info=error)
 
 
 class _DaemonThreadExecutor(Executor):
@@ -155,7 +218,7 @@ def group_member_autoscaler(
 
 
 def _only_in_group(context: Any, **options: Any) -> Any:
-    raise RuntimeError("a group's policy was called for one backend; call it for the whole group")
+    raise RuntimeError("a group's policy was called for one deployment; call it for the whole group")
 
 
 def loaded_policy(config: AutoscalingConfig) -> CallablePolicy:

@@ -18,16 +18,16 @@ from daskserve.autoscaling.autoscaler import Autoscaler, ScalingStep
 from daskserve.common import settings
 from daskserve.common.clock import Clock
 from daskserve.common.formatting import shown
-from daskserve.common.types import BackendTag, ReplicaState, described
+from daskserve.common.types import BackendTag, ReplicaState
 from daskserve.control.observed.observed import Observed, Scaling
 from daskserve.control.records.records import BackendRecord
-from daskserve.control.records.state import State
+from daskserve.control.records.state import State, display_name
 from daskserve.control.scaling import policy_calls
 from daskserve.control.scaling.backlog import Backlog
 from daskserve.control.scaling.brokers import open_queue
 from daskserve.control.scaling.fetching import HTTPFetcher
 from daskserve.control.scaling.group_scaler import Groups, Member
-from daskserve.control.scaling.policy_calls import PolicyCall
+from daskserve.control.scaling.policy_calls import PolicyCall, PolicyLoader
 from daskserve.control.scaling.prometheus import PrometheusQueries
 from daskserve.control.scaling.recorded import autoscaling_of
 from daskserve.control.scaling.snapshot import BackendSnapshot
@@ -60,27 +60,23 @@ class _ScaledBackend:
     """The state kept for one backend. ``autoscaler`` is None while its policy is not loaded."""
 
     due: float
+    loader: PolicyLoader[Autoscaler]
     is_resting: bool = False
     options: AutoscalingConfig | None = None
     config: AutoscalingConfig | None = None
     autoscaler: Autoscaler | None = None
     checking: asyncio.Task[None] | None = None
-    #: A user's policy that is being loaded, or one that is being called; never both.
-    loading: PolicyCall[Autoscaler] | None = None
     evaluation: _Evaluation | None = None
     #: The values of PromQL expressions, and the task that polls them.
     queries: PrometheusQueries | None = None
     querying: asyncio.Task[None] | None = None
     #: The broker's queue, if the policy is ``queue``.
     backlog: Backlog | None = None
-    #: Why there is no autoscaler, and when to load its policy again.
-    error: str = ""
-    retry_at: float = math.inf
 
     @property
     def policy_call(self) -> PolicyCall[Any] | None:
         """The running call of user code, if there is one."""
-        return self.loading if self.evaluation is None else self.evaluation.call
+        return self.loader.call if self.evaluation is None else self.evaluation.call
 
     def cancel(self) -> None:
         """Cancel all tasks and abandon the policy call, whose thread ends when the policy does."""
@@ -171,7 +167,8 @@ class Scaler:
             self._observed.scalings.pop(tag, None)
             self._observed.loads.forget_backend(tag)
         for tag in sorted(wanted - self._entries.keys()):
-            self._entries[tag] = _ScaledBackend(self._clock.now())
+            owner, thread = display_name(self._state, tag), f"daskserve-policy-{tag}"
+            self._entries[tag] = _ScaledBackend(self._clock.now(), PolicyLoader(self._clock, owner, thread))
 
     def _begin(self, tag: BackendTag, entry: _ScaledBackend) -> None:
         task = entry.checking = asyncio.create_task(self._check(tag, entry), name=f"daskserve-scale-{tag}")
@@ -179,7 +176,9 @@ class Scaler:
         def done(_: asyncio.Task[None]) -> None:
             entry.checking = None
             if not task.cancelled() and task.exception() is not None:
-                logger.error("The autoscaler of %s failed", described(tag), exc_info=task.exception())
+                logger.error(
+                    "The autoscaler of %s failed", display_name(self._state, tag), exc_info=task.exception()
+                )
             self._wake.set()
 
         task.add_done_callback(done)
@@ -201,7 +200,7 @@ class Scaler:
         snapshot = self._observe(backend, entry)
         entry.is_resting = False
         if entry.autoscaler is None:
-            step = snapshot.without_policy(entry.error)
+            step = snapshot.without_policy(entry.loader.error)
         else:
             step = await self._call_policy(entry, entry.autoscaler, snapshot)
             entry.is_resting = snapshot.sample.is_idle and _can_rest(snapshot, step)
@@ -261,62 +260,40 @@ class Scaler:
             if config is None:
                 return
             entry.due = self._clock.now() + config.metrics_interval_s
-            entry.error = ""
+            entry.loader.error = ""
+            for warning in config.warnings():
+                logger.warning("The autoscaler of %s: %s", backend.display_name, warning)
             self._watch_queries(backend.tag, config, entry)
             self._watch_queue(backend.tag, config, entry)
             if entry.policy_call is not None:
                 # The call still uses the autoscaler, so drop both; its result must have no effect.
                 self._report_abandoned(backend.tag, entry.policy_call)
                 entry.policy_call.abandon()
-                entry.loading = entry.evaluation = entry.autoscaler = None
+                entry.loader.call = entry.evaluation = entry.autoscaler = None
             if config.group is None:
                 self._groups.leave(backend.tag)
                 await self._load(backend.tag, config, entry)
             else:
-                entry.retry_at = math.inf
+                entry.loader.loaded()
                 entry.autoscaler = policy_calls.group_member_autoscaler(backend.tag, config, entry.autoscaler)
                 self._groups.join(backend.tag, config)
-        elif entry.config is not None and (entry.loading is not None or self._clock.now() >= entry.retry_at):
+        elif entry.config is not None and entry.loader.is_due:
             await self._load(backend.tag, entry.config, entry)
 
     async def _load(self, tag: BackendTag, config: AutoscalingConfig, entry: _ScaledBackend) -> None:
         """Create the entry's autoscaler, or take the result of loading its policy."""
-        entry.retry_at = math.inf
-        try:
-            if policy_calls.is_built_in(config):
-                entry.autoscaler = policy_calls.configured_autoscaler(tag, config, entry.autoscaler)
-            else:
-                if entry.loading is None:
-                    entry.loading = self._start_call(
-                        tag, policy_calls.configured_autoscaler, tag, config, entry.autoscaler
-                    )
-                    entry.autoscaler = None
-                entry.autoscaler = await entry.loading.wait()
-            entry.error = ""
-        except TimeoutError:
-            before, still = (
-                entry.error,
-                f"the policy is still being loaded after {shown(policy_calls.ANSWER_TIMEOUT_S)} s",
+        present, entry.autoscaler = entry.autoscaler, None
+        if not policy_calls.is_built_in(config):
+            entry.autoscaler = await entry.loader.load(
+                policy_calls.configured_autoscaler, tag, config, present
             )
-            place = entry.loading.location if entry.loading is not None else ""
-            entry.error = f"{still}: {place}" if place else still
-            if not before.startswith(still):
-                logger.warning("%s: %s", described(tag, "Backend"), entry.error)
             return
+        try:
+            entry.autoscaler = policy_calls.configured_autoscaler(tag, config, present)
+            entry.loader.loaded()
         except Exception as error:
-            entry.autoscaler = None
-            self._record_unusable(tag, entry, error)
-        entry.loading = None
-
-    def _record_unusable(self, tag: BackendTag, entry: _ScaledBackend, error: Exception) -> None:
-        text = str(error) if isinstance(error, UserCodeError) else f"{type(error).__name__}: {error}"
-        before, entry.error = entry.error, f"the policy cannot be used: {text}"
-        entry.retry_at = self._clock.now() + policy_calls.POLICY_RETRY_S
-        if entry.error != before:
-            logger.error("The autoscaling policy of %s cannot be used", described(tag), exc_info=error)
-
-    def _start_call(self, tag: BackendTag, function: Callable[..., T], *args: Any) -> PolicyCall[T]:
-        return PolicyCall(self._clock, f"daskserve-policy-{tag}", function, *args)
+            # A policy that this version does not have, or arguments that it does not take.
+            entry.loader.failed(error)
 
     def _report_abandoned(self, whose: str, call: PolicyCall[Any] | None) -> None:
         """Log a hanging policy call that is abandoned."""
@@ -358,7 +335,7 @@ class Scaler:
         if options is not None:
             fetch = self._http()
             entry.backlog = Backlog(
-                tag,
+                display_name(self._state, tag),
                 options,
                 open_queue=lambda options: open_queue(options, fetch),
                 clock=self._clock,
@@ -378,7 +355,8 @@ class Scaler:
         if policy_calls.is_built_in(config):
             return autoscaler.step(**facts)
         if entry.evaluation is None:
-            call = self._start_call(autoscaler.name, policy_calls.run_step, autoscaler, facts)
+            name = f"daskserve-policy-{autoscaler.name}"
+            call = PolicyCall(self._clock, name, policy_calls.run_step, autoscaler, facts)
             entry.evaluation = _Evaluation(target, call)
         evaluation = entry.evaluation
         try:
@@ -409,10 +387,19 @@ class Scaler:
         decided.note(snapshot.sample, () if before is None else before.samples)
         self._observed.scalings[backend.tag] = decided
         if step.error is not None and (before is None or before.reason != step.reason):
-            logger.warning("%s: %s", described(backend.tag, "Backend"), step.reason)
+            logger.error(
+                "The autoscaler of %s: %s",
+                backend.display_name,
+                step.reason,
+                exc_info=step.error,
+            )
         if decided.is_for(backend):
             logger.info(
-                "Backend %s: %s -> %s replicas: %s", backend.tag, decided.based_on, step.replicas, step.reason
+                "The autoscaler of %s: %s -> %s replicas: %s",
+                backend.display_name,
+                decided.based_on,
+                step.replicas,
+                step.reason,
             )
             self._poke([backend.tag])
 

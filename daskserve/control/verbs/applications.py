@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from daskserve.common.types import ALL_HTTP_METHODS, BackendTag, GoalId
+from daskserve.common.types import ALL_HTTP_METHODS, BackendTag, GoalId, described, split_deployment_tag
 from daskserve.control.records.records import AppRecord, BackendRecord, Change
 from daskserve.control.records.state import State
 from daskserve.control.verbs import backends as backend_verbs
@@ -99,7 +99,7 @@ def _deployed_by(state: State, name: str) -> str:
 
 
 def _check_together(specs: Sequence[ApplicationSpec]) -> None:
-    """Raise `BadRequestError` or `AlreadyRegisteredError` for what is wrong whatever is deployed already."""
+    """Raise an error for specs that are invalid in any state."""
     names: set[str] = set()
     routes: dict[str, str] = {}
     for spec in specs:
@@ -158,7 +158,7 @@ def _deploy(
     for each in spec.deployments:
         if f"backend/{each.spec.tag}" in together:
             raise AlreadyRegisteredError(
-                f"Cannot deploy '{each.spec.tag}': two applications of this call have that deployment."
+                f"{described(each.spec.tag, 'Deployment')} is in two applications of this call."
             )
         found = backend_verbs.deployed(
             state, each.spec, now=now, application=spec.name, member=each, unloadable=unloadable
@@ -194,10 +194,10 @@ def _deploy(
 
 
 def _settled(state: State, existing: AppRecord, request_id: str) -> Change:
-    """Return the change by a call that deploys what is deployed already, or is about to be.
+    """Return the change of a deploy that equals the current one, or the pending one.
 
-    A failed deploy is history once what runs is deployed again. It belongs to the last call that has deployed
-    it, and stays if an earlier one takes its own change back.
+    A failed deploy is forgotten once the running version is deployed again. The application belongs to the
+    last call that has deployed it, and stays if an earlier one takes its own change back.
     """
     settled = replace(existing, last_error="", failed="", tried=[], request_id=request_id)
     if settled == existing:
@@ -255,9 +255,10 @@ def check_separate(state: State, tag: BackendTag) -> None:
     """Raise `BadRequestError` if a backend is a deployment of an application, which is deleted as a whole."""
     backend = state.backends.get(tag)
     if backend is not None and backend.application in (app.name for app in state.apps):
+        name = split_deployment_tag(tag)[1]
         raise BadRequestError(
-            f"'{tag}' is a deployment of application '{backend.application}' and cannot be deleted alone. "
-            f"Delete the application, or deploy it without '{tag}'."
+            f"{name!r} is a deployment of application '{backend.application}' and cannot be deleted alone. "
+            f"Delete the application, or deploy it without {name!r}."
         )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from daskserve.common.formatting import capitalized
 from daskserve.common.types import BackendTag, EndpointTag, GoalId, described, short_tag
 from daskserve.control.records import config_ids
 from daskserve.control.records.records import BackendRecord, Change, CodeRecord
@@ -45,9 +46,8 @@ def get(state: State, tag: BackendTag) -> BackendRecord:
     """Return a registered backend; raise `NotRegisteredError` if it is unknown or being deleted."""
     backend = state.backends.get(tag)
     if backend is None or backend.is_deleting:
-        raise NotRegisteredError(
-            f"Backend {tag} is not registered. Registered backends: {known_names(state)}."
-        )
+        what = described(tag, "Backend") if "/" in tag else f"Backend {tag}"  # as the classic system
+        raise NotRegisteredError(f"{what} is not registered. Registered backends: {known_names(state)}.")
     return backend
 
 
@@ -103,7 +103,7 @@ def create_backend(state: State, spec: BackendSpec, *, goal_id: GoalId, now: flo
         if existing.request_id == spec.request_id:
             return Outcome({}, existing.goal)
         raise AlreadyRegisteredError(
-            f"Cannot create backend. {described(spec.tag, 'Backend')} is already registered. Delete it "
+            f"Cannot create backend. {capitalized(existing.display_name)} is already registered. Delete it "
             "first, or use update_backend_config to change its options."
         )
     record, code = _new_record(state, spec, now, is_deployment=False)
@@ -178,7 +178,8 @@ def deployed(
             return None
         if not existing.is_deployment:
             raise AlreadyRegisteredError(
-                f"Cannot deploy '{spec.tag}': a classic backend of that name is registered; delete it first."
+                f"{described(spec.tag, 'Deployment')} cannot be deployed: a classic backend of that "
+                "name is registered; delete it first."
             )
         if config_ids.is_same(existing.config_id, record.config_id):
             record = replace(record, config_id=existing.config_id)  # running replicas are known by it
@@ -204,9 +205,12 @@ def _check_owner(state: State, tag: BackendTag, application: str) -> None:
     which = (
         f"it is a deployment of application '{existing.application}'"
         if existing.application
-        else f"a {'deployment' if existing.is_deployment else 'backend'} of that name is registered"
+        else f"a {existing.kind} of that name is registered"
     )
-    raise AlreadyRegisteredError(f"Cannot deploy '{tag}': {which}. Delete it first, or choose another name.")
+    raise AlreadyRegisteredError(
+        f"{described(tag, 'Deployment')} cannot be deployed: {which}. Delete it first, or choose another "
+        "name."
+    )
 
 
 def _check_version(spec: BackendSpec, existing: BackendRecord | None) -> None:
@@ -220,21 +224,21 @@ def _check_version(spec: BackendSpec, existing: BackendRecord | None) -> None:
     present = None if existing is None or existing.is_deleting else existing.user_version
     if present is None:
         raise BadRequestError(
-            f"prev_version '{spec.prev_version}' is specified but there is no existing deployment "
-            f"'{spec.tag}' that has a version."
+            f"prev_version '{spec.prev_version}' is specified but there is no existing "
+            f"{described(spec.tag)} that has a version."
         )
     if present != spec.prev_version:
         raise BadRequestError(
             f"prev_version '{spec.prev_version}' does not match with the existing version '{present}' of "
-            f"deployment '{spec.tag}'."
+            f"{described(spec.tag)}."
         )
 
 
 def _told_apart(record: BackendRecord, existing: BackendRecord | None) -> str:
     """Return the version of a deployment, marked with its options that are fixed for the life of a replica.
 
-    Replicas with other such options must be replaced, those of the change before the last one included: they
-    may still run, and their version is all that is known about them. Without such options there is no mark.
+    Replicas with other such options must be replaced, including replicas from before the last change, which
+    may still run: only their version is known. Without such options there is no mark.
     """
     if record.place_options == _PLAIN_PLACE:
         return record.version
@@ -264,12 +268,13 @@ def update_backend_config(
         merged = current.merged(config)
     except ValidationError as error:
         # The client has validated each option separately.
-        raise BadRequestError(f"The options of {described(tag)} are incompatible: {error}") from error
+        raise BadRequestError(f"The options of {backend.display_name} are incompatible: {error}") from error
     for name in sorted(current.fixed().keys() | merged.fixed().keys()):
         if getattr(merged, name) != getattr(current, name):
             raise BadRequestError(
-                f"The option {name} of {described(tag)} is {getattr(current, name)!r} and cannot be changed "
-                "in place; delete and recreate it, or deploy it again, which replaces its replicas."
+                f"The option {name} of {backend.display_name} is {getattr(current, name)!r} and cannot "
+                "be changed in place; delete and recreate it, or deploy it again, which replaces its "
+                "replicas."
             )
     wanted = configured(backend, merged, user_config if sets_user_config else backend.user_config)
     wanted = scaling.carried_over(wanted, backend, now)
@@ -299,8 +304,8 @@ def delete_backend(
     users = [each for each in state.endpoints_of(tag) if each != leaving]
     if users:
         raise BadRequestError(
-            f"{described(tag, 'Backend')} is used by endpoint {', '.join(map(repr, sorted(users)))} and "
-            "cannot be deleted. Please remove the backend from all endpoints (traffic and shadows) and "
+            f"{capitalized(backend.display_name)} is used by endpoint {', '.join(map(repr, sorted(users)))} "
+            "and cannot be deleted. Please remove the backend from all endpoints (traffic and shadows) and "
             "try again."
         )
     if backend.is_deleting and (backend.is_forced or not is_forced):

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from daskserve.common.types import BackendTag, EndpointTag, short_tag
+from daskserve.common.types import BackendTag, EndpointTag, described, short_tag
 from daskserve.control.records.records import AppRecord, Change, EndpointRecord
 from daskserve.control.records.state import State
 from daskserve.errors import AlreadyRegisteredError, BadRequestError, NotRegisteredError
@@ -24,7 +24,7 @@ def _require_backends(state: State, backends: Sequence[BackendTag]) -> None:
         found = state.backends.get(backend)
         if found is None or found.is_deleting:
             raise NotRegisteredError(
-                f"Attempted to assign traffic to a backend '{backend}' that is not registered."
+                f"Attempted to assign traffic to a {described(backend, 'backend')} that is not registered."
             )
 
 
@@ -231,7 +231,9 @@ def check_weights(traffic: Mapping[BackendTag, float]) -> None:
     """Raise `BadRequestError` unless the weights are in 0..1 and sum to 1."""
     for tag, weight in traffic.items():
         if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 <= weight <= 1:
-            raise BadRequestError(f"Traffic weight of backend '{tag}' must be in 0..1, got {weight!r}.")
+            raise BadRequestError(
+                f"Traffic weight of {described(tag, 'backend')} must be in 0..1, got {weight!r}."
+            )
     total = sum(traffic.values())
     if not math.isclose(total, 1, rel_tol=0, abs_tol=1e-6):
         raise BadRequestError(f"Traffic weights must sum to 1, got {round(total, 9)} for {dict(traffic)}.")

@@ -10,7 +10,7 @@ from daskserve.payload.packed_errors import load_error
 
 
 def not_found(state: State, what: str, tag: BackendTag) -> NotFoundError:
-    """Return the error of a lookup of a backend or deployment; ``what`` says that it does not exist."""
+    """Return the error of a failed lookup; ``what`` is the text that the name does not exist."""
     application, slash, name = tag.rpartition("/")
     goals = [each for each in state.goals.values() if each.backend == tag]
     last = max(goals, key=lambda goal: goal.number, default=None)

@@ -2,7 +2,7 @@
 
 A goal covers one backend or one application, and holds the records from before the change, so that a failure
 takes all of it back. A newer goal supersedes those of everything that it touches: they are done, as in the
-classic system, with an error for callers that wait for what they asked for. Finished goals are kept for a
+classic system, with an error for callers that wait for them. Finished goals are kept for a
 while, so that a caller that lost its connection can still read the outcome.
 """
 
@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeAlias
 
+from daskserve.common.formatting import capitalized
 from daskserve.common.types import BackendTag, GoalId, ReplicaState, described
 from daskserve.control.records.encoding import from_plain
 from daskserve.control.records.records import (
@@ -24,7 +25,7 @@ from daskserve.control.records.records import (
     ReplicaRecord,
     to_plain,
 )
-from daskserve.control.records.state import State
+from daskserve.control.records.state import State, display_name
 from daskserve.control.records.versions import unmarked
 from daskserve.control.scaling.recorded import taken_back
 from daskserve.control.verbs import endpoints as endpoint_state
@@ -94,7 +95,7 @@ def open_goal(
     _release(state, change, superseded, app, goal_id)
     for key in previous:
         if _is_leaving(state, key):
-            previous[key] = None  # what was being deleted must not return
+            previous[key] = None  # a backend that was being deleted must not return
     goal = GoalRecord(
         goal_id=goal_id,
         backend="" if app is not None else wanted[0].tag,  # type: ignore[union-attr]
@@ -146,7 +147,7 @@ def _superseded(state: State, wanted: Iterable[BackendRecord | AppRecord]) -> li
 
 
 def _before(state: State, wanted: BackendRecord | AppRecord) -> Previous:
-    """Return the current record of what is wanted, and of a deployment's endpoint."""
+    """Return the current record of a backend or application, and of a deployment's endpoint."""
     if isinstance(wanted, AppRecord):
         app = state.apps.get(wanted.name)
         return {wanted.key: None if app is None else {**to_plain(app), "goal": None}}
@@ -161,7 +162,7 @@ def _before(state: State, wanted: BackendRecord | AppRecord) -> Previous:
 def _release(
     state: State, change: Change, superseded: Iterable[GoalRecord], app: AppRecord | None, goal_id: GoalId
 ) -> None:
-    """Give the other backends of superseded goals to the new one; those that are left over have none."""
+    """Move the other backends of superseded goals to the new goal; dropped backends have none."""
     for old in superseded:
         for tag in state.apps.members(old.application):
             current = state.backends[tag]
@@ -213,11 +214,12 @@ def overtaken(
     """Mark a pending goal as superseded by a later change.
 
     ``now_wanted`` names the version that the later change deploys; None if it deletes. A deletion that
-    another one replaces has no error: whoever waits for it waits for its successor.
+    another one replaces has no error: its callers wait for its successor.
     """
     app, backend = state.apps.get(goal.application), state.backends.get(goal.backend)
     is_deletion = any(each is not None and each.is_deleting for each in (app, backend))
-    what = f"Application '{goal.application}'" if goal.application else f"'{goal.backend}'"
+    name = f"application '{goal.application}'" if goal.application else display_name(state, goal.backend)
+    what = capitalized(name)
     whom = by or "another program"
     error: ServeError | None = None
     if now_wanted is None and not is_deletion:
@@ -226,7 +228,7 @@ def overtaken(
         version = now_wanted.user_version or unmarked(now_wanted.version)
         error = SupersededError(
             f"{what} was changed by {whom} before this {'deletion' if is_deletion else 'change'} was "
-            f"complete: version '{version}' of '{now_wanted.tag}' is deployed instead.",
+            f"complete: version '{version}' of {now_wanted.display_name} is deployed instead.",
             by=by,
             version=version,
             goal=successor,
@@ -273,7 +275,7 @@ def rolled_back(
                     why = (
                         f"{error}"
                         if culprit is None
-                        else f"{described(culprit.tag, 'Deployment')} failed in the same change."
+                        else f"{capitalized(culprit.display_name)} failed in the same change."
                     )
                     change.update(_removed(state, current, text if is_culprit else why))
         elif kind == "endpoint" and plain is not None:
@@ -286,7 +288,7 @@ def rolled_back(
 
 
 def what_stays(goal: GoalRecord) -> str:
-    """Return what is left after a change that user code has let fail, and what its user can do."""
+    """Return the text about the state after a change that failed in user code, and the remedy."""
     if any(_served(key, plain) for key, plain in goal.previous.items()):
         return "The version from before keeps serving; correct the code, and deploy it again"
     return "Nothing of it is left; correct the code, and deploy it again"
@@ -362,9 +364,9 @@ def _app_back(
 
 
 def is_reached(backend: BackendRecord, replicas: Iterable[ReplicaRecord]) -> bool:
-    """Return whether what runs is what is wanted, and nothing else is left.
+    """Return whether exactly the wanted replicas run.
 
-    The autoscaler may be on its way to more replicas or fewer: those do not count.
+    Replicas that the autoscaler adds or removes meanwhile do not count.
     """
     known = list(replicas)
     running = [each for each in known if each.state is ReplicaState.RUNNING]

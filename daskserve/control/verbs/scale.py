@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from daskserve.common.types import DEFAULT_APPLICATION, BackendTag, described
+from daskserve.common.formatting import capitalized
+from daskserve.common.types import DEFAULT_APPLICATION, BackendTag
 from daskserve.control.records.records import Change
 from daskserve.control.records.state import State
 from daskserve.control.scaling.recorded import scaled
@@ -33,7 +34,7 @@ def scale(state: State, name: str, number: int, wall: float, *, application: str
     backend = backend_verbs.find(state, _tag_of(state, name, application) if application else name)
     if not backend.is_scaled_externally:
         raise ExternalScalerDisabledError(
-            f"{described(backend.tag, 'Backend')} does not allow external scaling; set "
+            f"{capitalized(backend.display_name)} does not allow external scaling; set "
             "external_scaler_enabled=True in its config, or in serve.run()."
         )
     if number == backend.full_replicas:

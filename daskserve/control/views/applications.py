@@ -48,7 +48,7 @@ def _word(state: State, app: AppRecord, deployments: Mapping[str, Mapping[str, A
     words = {each["status"] for each in deployments.values()}
     if "UNHEALTHY" in words:
         return "UNHEALTHY"
-    # The autoscaler changes numbers all the time; what somebody asked for is a deploy.
+    # The autoscaler changes numbers all the time; a change that a user asked for is a deploy.
     asked = any(each["status_trigger"] == "CONFIG_UPDATE_STARTED" for each in deployments.values())
     return "DEPLOYING" if asked else "RUNNING"
 
@@ -91,13 +91,13 @@ def _failed_at_first(app: AppRecord) -> dict[str, Any]:
 def _deployment_word(
     observed: Observed, backend: BackendRecord, replicas: list[ReplicaRecord]
 ) -> tuple[str, str]:
-    """Return a deployment's status and what has led to it."""
+    """Return a deployment's status and its trigger."""
     if backend.is_deleting:
         return "UPDATING", "DELETING"
     if backend.goal is not None and not goals.is_reached(backend, replicas):
         return _SCALING.get(backend.last_change, "UPDATING"), "CONFIG_UPDATE_STARTED"
     running = sum(each.state is ReplicaState.RUNNING for each in replicas)
-    if running < backend.num_replicas and backend.tag in observed.failures:
+    if running < backend.num_replicas and observed.notes_of(backend.tag).failures:
         return "UNHEALTHY", "REPLICA_STARTUP_FAILED"
     is_missing = running < backend.num_replicas and views.is_replacing(observed, backend)
     if running != backend.num_replicas and backend.scaled_to is not None and not is_missing:

@@ -83,7 +83,7 @@ def _only(state: State, name: str) -> dict[str, BackendRecord]:
 def _stored(state: State, backend: BackendRecord) -> dict[str, Any]:
     endpoint = state.endpoints.get(backend.tag)
     spec = replace(_spec_of(state, backend), version=None).to_plain()
-    # Not the user's: facts about the callable, and what follows from the environment.
+    # Not set by the user: facts about the callable, and options that the environment implies.
     spec["config"].pop("internal_metadata", None)
     if backend.env is not None:
         spec["config"].pop("isolation", None)

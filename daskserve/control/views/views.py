@@ -34,6 +34,7 @@ def backend_status(state: State, observed: Observed, backend: BackendRecord) -> 
     replicas = state.replicas_of(backend.tag)
     running = sum(each.state is ReplicaState.RUNNING for each in replicas)
     return {
+        "kind": backend.kind,
         "status": status_word(observed, backend, running),
         "wanted": backend.num_replicas,
         "running": running,
@@ -45,18 +46,18 @@ def backend_status(state: State, observed: Observed, backend: BackendRecord) -> 
 
 def dead_replicas(observed: Observed, tag: BackendTag) -> list[dict[str, Any]]:
     """Return the last replicas of a backend that died, oldest first, with the reasons."""
-    return [asdict(each) for each in observed.dead.get(tag, ())]
+    return [asdict(each) for each in observed.notes_of(tag).dead]
 
 
 def message_of(observed: Observed, backend: BackendRecord, replicas: Iterable[ReplicaRecord]) -> str:
     """Return what a backend waits for (room, a slow replica, an update), or else why the last goal failed."""
-    replicas = list(replicas)
-    found = [observed.waiting[backend.tag]] if backend.tag in observed.waiting else []
+    replicas, notes = list(replicas), observed.notes_of(backend.tag)
+    found = [] if notes.waiting is None else [notes.waiting]
     found += [text] if (text := progress.busy_text(observed, backend, replicas)) else []
     if backend.goal is not None and any(each.version != backend.version for each in replicas):
         done = progress.running(backend, replicas)
         found.append(f"{done} of {backend.needed_replicas} replicas are updated")
-    if backend.tag in observed.full_since:
+    if notes.full_since is not None:
         surge = backend.config.surge(1)
         cause = "no room for a new replica beside the old ones" if surge else "max_surge is 0"
         late = (
@@ -64,7 +65,7 @@ def message_of(observed: Observed, backend: BackendRecord, replicas: Iterable[Re
             if surge and observed.is_adaptive
             else ""
         )
-        count = observed.drained_at_once.get(backend.tag, 1)
+        count = notes.drained_at_once
         is_one = backend.gang_size == 1 and not backend.bundles
         where = " of one worker" if is_one else ""
         drained = "one old replica" if count == 1 else f"{count} old replicas{where}"
@@ -82,14 +83,14 @@ def status_word(observed: Observed, backend: BackendRecord, running: int) -> str
     if running >= backend.num_replicas and backend.goal is None:
         return "HEALTHY"
     # The autoscaler is changing the number, unless replicas fail.
-    is_failing = backend.tag in observed.failures or is_replacing(observed, backend)
+    is_failing = observed.notes_of(backend.tag).failures or is_replacing(observed, backend)
     is_scaling = backend.scaled_to is not None and not is_failing
     return "UPDATING" if backend.goal is not None or is_scaling else "UNHEALTHY"
 
 
 def is_replacing(observed: Observed, backend: BackendRecord) -> bool:
     """Return whether replicas that are missing have been lost, rather than wanted since the last change."""
-    dead = observed.dead.get(backend.tag, ())
+    dead = observed.notes_of(backend.tag).dead
     scaled_at = backend.scalings[-1][0] if backend.scalings else 0.0
     return len(dead) > 0 and dead[-1].at > max(scaled_at, backend.deployed_at)
 
@@ -276,6 +277,8 @@ def published_backend(state: State, tag: str, unloadable: str | None = None) -> 
         "max_queued": backend.config.max_queued_requests,
         "max_crash_retries": backend.config.max_crash_retries,
     }
+    if not backend.is_deployment:
+        value["kind"] = backend.kind
     if backend.config.bodies != "gather":
         value["bodies"] = backend.config.bodies
     if backend.config.max_body_bytes is not None:
@@ -297,7 +300,7 @@ def broken_routes(
 ) -> dict[WorkerAddress, dict[WorkerAddress, str]]:
     """Return the workers that other workers do not reach directly, each with its route.
 
-    ``from_here`` are those that the controller's own worker does not reach. Workers that answer nobody are
+    ``from_here`` are those that the controller's own worker does not reach. Unresponsive workers are
     left out.
     """
     found = {**observed.broken_routes, here: {each: route.value for each, route in from_here.items()}}
@@ -360,6 +363,6 @@ VIEWS: Mapping[str, Callable[[State, Observed], Any]] = {
     "goals": lambda state, _: goals(state),
     "list_deployments": lambda state, _: list_deployments(state),
     "replica_sets": lambda state, observed: {
-        tag: published_backend(state, tag, observed.unloadable.get(tag)) for tag in state.backends
+        tag: published_backend(state, tag, observed.notes_of(tag).unloadable) for tag in state.backends
     },
 }

@@ -18,7 +18,6 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Mappin
 from typing import Any
 
 from daskserve.common.formatting import as_whole, shown
-from daskserve.common.types import described
 from daskserve.context import current_replica, current_request
 from daskserve.data.batching.queue import BatchLimits, BatchQueue, reconsider_on
 from daskserve.data.batching.results import as_results
@@ -161,15 +160,15 @@ class _BatchRunner:
         replica = current_replica.get()
         wanted = limits.max_batch_size * self.max_running
         # With batch_size_fn, max_batch_size is not a number of calls.
-        if replica is None or self.size_fn is not None or not replica.max_concurrent_queries:
+        if replica is None or self.size_fn is not None or not replica.max_ongoing_requests:
             return
-        if replica.max_concurrent_queries < wanted:
+        if replica.max_ongoing_requests < wanted:
             logger.warning(
                 "Batches of %s in %s may never fill: it runs %d requests at a time "
-                "(max_concurrent_queries), fewer than max_batch_size * max_concurrent_batches, which is %d.",
+                "(max_ongoing_requests), fewer than max_batch_size * max_concurrent_batches, which is %d.",
                 self.function.__qualname__,
-                described(replica.backend_tag),
-                replica.max_concurrent_queries,
+                replica.display_name,
+                replica.max_ongoing_requests,
                 wanted,
             )
 

@@ -12,6 +12,7 @@ from typing import Any
 from anyio.to_thread import current_default_thread_limiter
 
 from daskserve.cluster.protocols.base import ContextWith
+from daskserve.common.formatting import capitalized
 from daskserve.common.types import (
     Envelope,
     EnvelopeKind,
@@ -19,7 +20,6 @@ from daskserve.common.types import (
     RankInfo,
     ReplicaRank,
     as_rank_info,
-    described,
     short_tag,
 )
 from daskserve.context import HasConnection, PlacementBundle, RankHolder, ReplicaContext, current_replica
@@ -210,6 +210,7 @@ class LocalCode:
             self._holder,
             actors=self._start.actors,
             actor_of=tuple(self._start.actor_of),
+            kind=self._start.kind,
             gang=tuple(self._start.gang),
             bundles=tuple(PlacementBundle(*each) for each in self._start.bundles),
         )
@@ -223,7 +224,7 @@ class LocalCode:
             summary, text = str(known), known.user_traceback
         else:
             summary, text = packed_here(error).summary, packed_here(raised or error).text
-        what = described(self._start.backend_tag, self._start.kind)
+        what = capitalized(self._start.display_name)
         # A process that cannot be reached now says nothing about the code.
         is_code = stage is LOADING and not (isinstance(error, ServeError) and error.is_retryable)
         kind = CodeLoadError if is_code else ReplicaStartError
@@ -322,8 +323,7 @@ class LocalCode:
                 await self._run(executor, servable.hook("check_health"), is_reserved=True)
             except Exception as error:
                 raise UserCodeError(
-                    f"check_health() of {described(self._start.backend_tag)} raised "
-                    f"{packed_here(error).summary}"
+                    f"check_health() of {self._start.display_name} raised {packed_here(error).summary}"
                 ) from error
 
     async def statistics(self) -> dict[str, Any]:
@@ -420,7 +420,7 @@ async def _add_app_threads(count: int) -> None:
 
 
 def _load(start: ReplicaStart, parts: Sequence[Any]) -> Servable:
-    servable = load_definition(start.code, parts, backend_tag=start.backend_tag, is_debug=start.debug)
+    servable = load_definition(start.code, parts, display_name=start.display_name, is_debug=start.debug)
     servable.check_batching(start.config.max_batch_size)
     return servable
 

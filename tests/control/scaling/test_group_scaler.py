@@ -83,7 +83,7 @@ def test_an_answer_is_split_by_name_and_a_missing_backend_keeps_its_number() -> 
     assert (found["b"].state, found["c"].is_urgent) == ({"n": 2}, True)
     assert (found["d"].state, found["d"].reason) == (
         {"n": 1},
-        "the group's policy does not change this backend",
+        "the group's policy does not change this deployment",
     )
 
 

@@ -189,6 +189,25 @@ def test_a_policy_that_does_not_load_is_retried_and_logged_once(
     ]
 
 
+def test_what_is_wrong_with_options_and_a_policy_that_fails_is_logged_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "moody.py").write_text("def policy(context): raise RuntimeError('no mood')\n")
+
+    async def scene(desk: Desk) -> None:
+        desk.put("moody:policy", metrics_interval_s=1.0, downscale_delay_s=5, look_back_period_s=30)
+        await desk.clock.sleep(10)
+        assert "RuntimeError: no mood" in desk.reason()
+
+    with caplog.at_level(logging.WARNING, "daskserve.autoscaling"):
+        run_virtual(attended, scene)
+    warned, failed = caplog.records
+    assert "downscale_delay_s=5 is less than look_back_period_s=30" in warned.message
+    assert failed.message.startswith("The autoscaler of backend 'b': the policy failed")
+    assert isinstance(failed.exc_info and failed.exc_info[1], RuntimeError)
+
+
 def test_hanging_policies_take_no_thread_from_others(policies: Any) -> None:
     pool = min(32, (os.cpu_count() or 1) + 4)
 

@@ -823,7 +823,7 @@ def test_a_batch_has_no_current_request() -> None:
 def test_a_batch_that_can_never_fill_causes_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
         model = Model()
-        current_replica.set(ReplicaContext("i", "a-backend", "b#A", max_concurrent_queries=5))
+        current_replica.set(ReplicaContext("i", "a-backend", "b#A", max_ongoing_requests=5))
         await asyncio.gather(*(model.double(n) for n in range(3)))
         await model.double(1)
         model.by_three.set_batch_wait_timeout_s(0)

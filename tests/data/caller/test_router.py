@@ -224,7 +224,7 @@ async def test_a_full_queue_rejects_with_its_size_and_limit(stage: Stage) -> Non
     backend = stage.backend("r1", max_queued=2)
     sent = [stage.send(backend) for _ in range(3)]
     await quiet()
-    with pytest.raises(BackPressureError, match="2 requests already wait for backend 'b'") as info:
+    with pytest.raises(BackPressureError, match="2 requests already wait for deployment 'b'") as info:
         await stage.send(backend)
     assert (info.value.num_queued_requests, info.value.max_queued_requests) == (2, 2)
     assert info.value.http_status == 503
@@ -950,7 +950,7 @@ async def test_deleting_a_backend_fails_queued_requests_but_not_those_in_flight(
     running, waiting = stage.send(backend), stage.send(backend)
     await quiet()
     stage.listener.tell("backend/b", None)
-    with pytest.raises(UnavailableError, match="Backend 'b' was deleted"):
+    with pytest.raises(UnavailableError, match="Deployment 'b' was deleted"):
         await waiting
     with pytest.raises(UnavailableError):
         await stage.send(backend)

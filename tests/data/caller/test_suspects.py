@@ -277,7 +277,9 @@ async def test_a_url_whose_retries_killed_twice_is_refused_for_a_while_and_only_
     assert len(workers.killed) == 4
     error = await failed(workers.send(backend, "/kill?x=1"))
     assert isinstance(error, QuarantinedError)
-    assert str(error).startswith("GET /kill?x=1 of backend 'b' is refused for 10 s: its retries ended 2 pro")
+    assert str(error).startswith(
+        "GET /kill?x=1 of deployment 'b' is refused for 10 s: its retries ended 2 pro"
+    )
     assert reply_to(error, "42").status == 502
     assert now() == refused_at, "at once"
     assert await failed(workers.send(backend, "/fine?x=1")) is None

@@ -332,7 +332,7 @@ def test_errors_inside_the_users_module_are_not_masked(package: str) -> None:
 
 
 def loaded(definition: Any, *args: Any, **kwargs: Any) -> Servable:
-    return load_definition(pickling.dump_bytes((definition, args, kwargs)), backend_tag="b")
+    return load_definition(pickling.dump_bytes((definition, args, kwargs)), display_name="deployment 'b'")
 
 
 def made(definition: Any, *args: Any, **kwargs: Any) -> Servable:
@@ -438,7 +438,7 @@ def test_an_asgi_application_takes_no_calls_but_its_other_methods_do() -> None:
 
 
 def test_a_hook_that_is_missing_is_named() -> None:
-    with pytest.raises(BadRequestError, match=r"of backend 'b' has no reconfigure\(\) method"):
+    with pytest.raises(BadRequestError, match=r"of deployment 'b' has no reconfigure\(\) method"):
         made(Counter).hook("reconfigure")
     with pytest.raises(BadRequestError):
         made(plain).hook("__name__")

@@ -597,7 +597,7 @@ def test_trouble_of_calls_that_a_generator_makes_is_its_own(everywhere: Deployed
     for method in ["busy", "busy_async", "busy_at_once"]:
         with case(method):
             stream = everywhere.stream(method)
-            with pytest.raises(UnavailableError, match="A call made by this backend failed: full") as caught:
+            with pytest.raises(UnavailableError, match="A call made by this replica failed: full") as caught:
                 list(stream)
             assert type(caught.value) is UnavailableError
             assert everywhere.ask("told")[0] == 1

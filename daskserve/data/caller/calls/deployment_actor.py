@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from daskserve.common.types import described
+from daskserve.common.formatting import capitalized
 from daskserve.context import get_replica_context
 from daskserve.data.caller.calls.bound import bound_handle
 from daskserve.data.caller.calls.handle import Handle
@@ -27,7 +27,7 @@ def get_deployment_actor(name: str) -> Handle:
     if tag is None:
         known = ", ".join(map(repr, replica.actors)) or "none"
         raise BadRequestError(
-            f"{described(replica.backend_tag, 'Deployment')} has no actor {name!r}; it has: {known}. Add it "
+            f"{capitalized(replica.display_name)} has no actor {name!r}; it has: {known}. Add it "
             "to the option deployment_actors."
         )
     return bound_handle(tag)

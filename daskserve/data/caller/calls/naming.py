@@ -32,7 +32,7 @@ def late_text(request_id: str, endpoint: EndpointTag, *, is_legacy: bool) -> str
 
 
 def _text(endpoint: EndpointTag, is_legacy: bool, text: str) -> str:
-    called = f"endpoint {endpoint!r}" if is_legacy else described(endpoint, "deployment")
+    called = f"endpoint {endpoint!r}" if is_legacy else described(endpoint)
     return f"{_CALL_TO}{called} failed: {text}"
 
 
@@ -47,7 +47,7 @@ def with_caller(error: NamedErrorT) -> NamedErrorT:
     replica = current_replica.get()
     if replica is None or type(error) not in _NAMED or not str(error).startswith(_CALL_TO):
         return error
-    caller = described(replica.backend_tag, "deployment")
+    caller = replica.display_name
     return _renamed(error, f"{CALL_FROM}{caller} to {str(error).removeprefix(_CALL_TO)}")
 
 

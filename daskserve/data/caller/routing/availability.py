@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from daskserve.common.formatting import capitalized
 from daskserve.common.types import BackendTag, described
 from daskserve.data.caller.routing.contact import ControllerContact
 from daskserve.errors import (
@@ -19,6 +20,7 @@ class ReplicaAvailability:
 
     def __init__(self, tag: BackendTag, contact: ControllerContact) -> None:
         self._tag = tag
+        self._kind = "deployment"
         #: Whether there is a controller that could start a replica.
         self.contact = contact
         #: Whether the backend is gone.
@@ -34,9 +36,15 @@ class ReplicaAvailability:
         """Apply the state of the backend that the controller published."""
         self.is_deleted = value is None
         if value is not None:
+            self._kind = value.get("kind", self._kind)
             self._is_off = value.get("off", False)
             self._unloadable = value.get("unloadable", "")
             self._ending = value.get("ending")
+
+    @property
+    def name(self) -> str:
+        """The name in messages."""
+        return described(self._tag, self._kind)
 
     def may_wait(self, *, has_replicas: bool) -> bool:
         """Return whether there is, or may soon be, a replica for the requests that wait."""
@@ -46,7 +54,7 @@ class ReplicaAvailability:
 
     def ending_error(self) -> UnavailableError | None:
         """Return the error of requests to a backend that failed to deploy or is being deleted; else None."""
-        what = described(self._tag, "Deployment")
+        what = capitalized(self.name)
         if self._ending:
             why, _, user_traceback = self._ending.partition("\n")
             error = DeploymentUnavailableError(f"{what} is unavailable because it failed to deploy: {why}")
@@ -59,7 +67,7 @@ class ReplicaAvailability:
 
     def error(self) -> UnavailableError:
         """Return the error of requests that may not wait."""
-        ending, what = self.ending_error(), described(self._tag, "Backend")
+        ending, what = self.ending_error(), capitalized(self.name)
         if ending is not None:
             return ending
         if self.is_deleted:
@@ -69,7 +77,7 @@ class ReplicaAvailability:
                 f"{what} is unavailable because its code is lost or cannot be loaded: {self._unloadable}"
             )
         if not self._is_off:
-            return self.contact.error(self._tag)
+            return self.contact.error(what)
         return UnavailableError(
             f"{what} has no replicas because the target capacity of its instance is 0 %.", is_public=True
         )

@@ -2,7 +2,8 @@
 
 Requests wait for a replica, because the controller starts one. If all workers are gone and none comes, there
 is no controller, and they would wait for ever. So after `CONTROLLER_S` without an answer of a controller they
-fail, and so do new ones, until a controller answers again. A request that knows a replica needs no controller.
+fail, and so do new ones, until a controller answers again. A request that knows a replica needs no
+controller.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from collections.abc import Callable, Sequence
 from daskserve.cluster.protocols.base import Listener
 from daskserve.common.clock import Clock
 from daskserve.common.formatting import shown
-from daskserve.common.types import BackendTag, described
 from daskserve.errors import UnavailableError
 from daskserve.loops.alarm import Alarm
 
@@ -49,12 +49,12 @@ class ControllerContact:
         """Watch the requests that wait without a replica; idempotent."""
         self._alarm.set(self._clock.now() + CHECK_S)
 
-    def error(self, backend: BackendTag) -> UnavailableError:
-        """Return the error of a request to a backend while `is_lost`."""
+    def error(self, name: str) -> UnavailableError:
+        """Return the error of a request while `is_lost`; the ``name`` of its target begins the text."""
         since = self._listener.silent_since
         silent_s = 0.0 if since is None else self._clock.now() - since
         return UnavailableError(
-            f"{described(backend, 'Deployment')} has no replica, and no controller has answered for "
+            f"{name} has no replica, and no controller has answered for "
             f"{shown(round(silent_s))} s: its Dask cluster has no worker, or none that can start one. The "
             "logs of the workers, or of the program that started the cluster, say why.",
             is_public=True,

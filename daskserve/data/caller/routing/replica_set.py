@@ -19,7 +19,6 @@ from daskserve.common.types import (
     Load,
     Receive,
     Send,
-    described,
 )
 from daskserve.data.caller.routing.availability import ReplicaAvailability
 from daskserve.data.caller.routing.contact import ControllerContact
@@ -75,14 +74,14 @@ class ReplicaSet:
         self._routes = routes
         #: The replicas.
         self.pool = ReplicaPool(cluster.is_local, routes.to, cluster.handler_of)
+        #: Whether waiting requests can expect a replica.
+        self.availability = ReplicaAvailability(tag, contact)
         # Ordered, because a cancelled request leaves from any position.
         self._waiting: OrderedDict[asyncio.Future[PooledReplica], None] = OrderedDict()
         #: The requests that may end their replica's process.
-        self._apart = SuspectQueue(tag, self.pool, suspects, clock, rng, self._serve_waiting)
+        self._apart = SuspectQueue(self.availability, self.pool, suspects, clock, rng, self._serve_waiting)
         #: None until the controller has published it; requests that arrive earlier wait.
         self.max_queued: int | None = None
-        #: Whether waiting requests can expect a replica.
-        self.availability = ReplicaAvailability(tag, contact)
         #: Set by the first update.
         self._known = asyncio.Event()
         #: Fires when the first suspended replica may be used again.
@@ -339,7 +338,7 @@ class ReplicaSet:
             waiter, _ = self._waiting.popitem()
             if not waiter.done():
                 self.metrics.rejected += 1
-                waiter.set_exception(_queue_overflow(self.tag, limit, limit))
+                waiter.set_exception(_queue_overflow(self.availability.name, limit, limit))
 
     def _release_unused(self, replica: PooledReplica) -> None:
         """Release a replica that was taken but got no request."""
@@ -374,12 +373,12 @@ def check_queue(replicas: ReplicaSet) -> None:
     limit = replicas.max_queued
     if limit is not None and 0 <= limit <= replicas.waiting:
         replicas.metrics.rejected += 1
-        raise _queue_overflow(replicas.tag, replicas.waiting, limit)
+        raise _queue_overflow(replicas.availability.name, replicas.waiting, limit)
 
 
-def _queue_overflow(tag: BackendTag, waiting: int, limit: int) -> BackPressureError:
+def _queue_overflow(name: str, waiting: int, limit: int) -> BackPressureError:
     return BackPressureError(
-        f"{waiting} requests already wait for {described(tag)}, as many as max_queued_requests allows; "
+        f"{waiting} requests already wait for {name}, as many as max_queued_requests allows; "
         "try again later.",
         num_queued_requests=waiting,
         max_queued_requests=limit,

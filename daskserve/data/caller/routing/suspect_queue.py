@@ -11,7 +11,8 @@ from collections.abc import Callable
 from functools import partial
 
 from daskserve.common.clock import Clock
-from daskserve.common.types import BackendTag, Envelope
+from daskserve.common.types import Envelope
+from daskserve.data.caller.routing.availability import ReplicaAvailability
 from daskserve.data.caller.routing.replay import Replay
 from daskserve.data.caller.routing.replica_pool import PooledReplica, ReplicaPool
 from daskserve.data.caller.routing.suspects import Suspects, SuspectTrial, target_of
@@ -32,7 +33,7 @@ class SuspectQueue:
 
     def __init__(
         self,
-        tag: BackendTag,
+        availability: ReplicaAvailability,
         pool: ReplicaPool,
         suspects: Suspects,
         clock: Clock,
@@ -44,7 +45,7 @@ class SuspectQueue:
         self.suspects = suspects
         #: The backend's option.
         self.max_crash_retries = 0
-        self._tag = tag
+        self._availability = availability
         self._pool = pool
         self._clock = clock
         self._rng = rng
@@ -52,7 +53,7 @@ class SuspectQueue:
 
     def trial_of(self, envelope: Envelope) -> SuspectTrial | None:
         """Return the trial of a new HTTP request; None if it is not suspect."""
-        return self.suspects.trial_of(target_of(self._tag, envelope.head), self._clock.now())
+        return self.suspects.trial_of(target_of(self._availability.name, envelope.head), self._clock.now())
 
     def put(self, waiter: asyncio.Future[PooledReplica], trial: SuspectTrial) -> None:
         """Add a request."""
@@ -123,7 +124,7 @@ class SuspectQueue:
         if lost is None if replay is None else replay.rewind(begun=lost is not None):
             if lost is None or lost.is_planned:
                 return trial
-            target = target_of(self._tag, envelope.head)
+            target = target_of(self._availability.name, envelope.head)
             trial = self.suspects.lost(target, trial, replica.address.worker, self._clock.now())
             if trial.retries <= self.max_crash_retries:
                 return trial

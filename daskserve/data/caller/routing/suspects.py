@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from daskserve.common.formatting import shown
-from daskserve.common.types import BackendTag, Reachability, WorkerAddress, described
+from daskserve.common.types import Reachability, WorkerAddress
 from daskserve.data.caller.routing.replica_pool import PooledReplica
 from daskserve.errors import QuarantinedError, RequestTimeoutError
 
@@ -45,13 +45,13 @@ SAME_LOSS_S = 0.5
 #: How much of a URL messages show.
 SHOWN_CHARS = 200
 
-#: A backend, and the method, path and query of a request.
-RequestTarget: TypeAlias = tuple[BackendTag, str, bytes, bytes]
+#: The name of a backend in messages, and the method, path and query of a request.
+RequestTarget: TypeAlias = tuple[str, str, bytes, bytes]
 
 logger = logging.getLogger("daskserve.router")
 
 
-def target_of(backend: BackendTag, head: Mapping[str, Any]) -> RequestTarget:
+def target_of(backend: str, head: Mapping[str, Any]) -> RequestTarget:
     """Return the target of an HTTP request, given its ASGI scope."""
     return backend, head.get("method", ""), head.get("raw_path", b""), head.get("query_string", b"")
 
@@ -260,7 +260,7 @@ def _host_of(worker: WorkerAddress) -> str:
 def _shown(target: RequestTarget) -> str:
     backend, method, path, query = target
     url = (path + b"?" + query if query else path).decode("latin-1")
-    return f"{method} {url if len(url) <= SHOWN_CHARS else url[:SHOWN_CHARS] + '...'} of {described(backend)}"
+    return f"{method} {url if len(url) <= SHOWN_CHARS else url[:SHOWN_CHARS] + '...'} of {backend}"
 
 
 def _refusal(target: RequestTarget, suspicion: Suspicion, now: float) -> QuarantinedError:

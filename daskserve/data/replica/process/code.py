@@ -21,6 +21,7 @@ from typing import Any
 from daskserve.cluster.protocols.base import ActorContext
 from daskserve.cluster.worker.child import ChildProcess, dump_access
 from daskserve.common import settings
+from daskserve.common.formatting import capitalized
 from daskserve.common.types import (
     Envelope,
     EnvelopeKind,
@@ -30,7 +31,6 @@ from daskserve.common.types import (
     RankInfo,
     Receive,
     Send,
-    described,
     short_tag,
 )
 from daskserve.data.replica.code_protocol import CLOSE_GRACE_S
@@ -175,7 +175,7 @@ class ChildCode:
             )
         except ActorLostError:
             await child.ended.wait()
-            what = described(self._start.backend_tag, self._start.kind)
+            what = capitalized(self._start.display_name)
             raise ReplicaStartError(f"{what} did not survive its start: its process {child.fate}.") from None
         return facts
 

@@ -16,7 +16,8 @@ from contextlib import suppress
 from types import CoroutineType
 from typing import Any
 
-from daskserve.common.types import Payload, Receive, described
+from daskserve.common.formatting import capitalized
+from daskserve.common.types import Payload, Receive
 from daskserve.data.replica.errors.log import NOT_FAILURES, is_refusal
 from daskserve.data.replica.execution.message_pipe import MessagePipe
 from daskserve.data.replica.user_code.class_app import as_definition, constructing, forget_endpoints
@@ -49,11 +50,11 @@ logger = logging.getLogger("daskserve.replica")
 
 
 def load_definition(
-    code: bytes, parts: Sequence[Any] = (), *, backend_tag: str, is_debug: bool = False
+    code: bytes, parts: Sequence[Any] = (), *, display_name: str, is_debug: bool = False
 ) -> Servable:
     """Return the servable in `daskserve.options.start_messages.ReplicaStart.code`, not yet constructed.
 
-    ``parts`` are those of the parcel, if the code is in one.
+    ``parts`` are those of the parcel, if there is one. Errors speak of it by its ``display_name``.
     """
     try:
         *_, definition, init_args, init_kwargs = unpack_code(code, parts)
@@ -69,7 +70,7 @@ def load_definition(
         as_definition(definition),
         tuple(init_args),
         dict(init_kwargs or {}),
-        backend_tag=backend_tag,
+        display_name=display_name,
         is_debug=is_debug,
     )
 
@@ -90,7 +91,7 @@ class Servable:
         init_args: tuple[Any, ...],
         init_kwargs: dict[str, Any],
         *,
-        backend_tag: str = "",
+        display_name: str = "the deployment",
         is_debug: bool = False,
     ) -> None:
         self.facts = inspect_definition(definition, init_args, init_kwargs)
@@ -105,9 +106,9 @@ class Servable:
         self._definition = definition
         self._init_args = init_args
         self._init_kwargs = init_kwargs
-        self._backend_tag = backend_tag
+        self._display_name = display_name
         self._bound: dict[str, Callable[..., Any]] = {}
-        self._descriptions = {name: f"Method {name} of {described(backend_tag)}" for name in self.methods}
+        self._descriptions = {name: f"Method {name} of {display_name}" for name in self.methods}
         self._lifespan = Lifespan()
 
     @property
@@ -137,13 +138,12 @@ class Servable:
         method = self.methods.get(name)
         if method is None:
             raise BadRequestError(
-                f"{described(self._backend_tag, 'Backend')} has no public method {name!r}; "
+                f"{capitalized(self._display_name)} has no public method {name!r}; "
                 f"it has: {', '.join(sorted(self.methods))}."
             )
         if method.is_asgi:
             raise BadRequestError(
-                f"{described(self._backend_tag, 'Backend')} is an ASGI application: send it HTTP requests, "
-                "not calls."
+                f"{capitalized(self._display_name)} is an ASGI application: send it HTTP requests, not calls."
             )
         return method
 
@@ -159,7 +159,7 @@ class Servable:
         """Return a method of the user's that only daskserve calls; `BadRequestError` if there is none."""
         hook = getattr(self.target, name, None) if self.is_class else None
         if not callable(hook):
-            raise BadRequestError(f"The callable of {described(self._backend_tag)} has no {name}() method.")
+            raise BadRequestError(f"The callable of {self._display_name} has no {name}() method.")
         return hook  # type: ignore[no-any-return]
 
     def has_hook(self, name: str) -> bool:
