@@ -100,13 +100,14 @@ async def test_a_journal_whose_head_is_gone_takes_no_changes(tmp_path: Path) -> 
         await refused(store)
 
 
-async def test_a_bucket_that_is_emptied_takes_no_changes() -> None:
+async def test_a_bucket_that_is_emptied_takes_no_changes(caplog: pytest.LogCaptureFixture) -> None:
     files = make_bucket()
     async with opened(threaded("bucket://store", "i", remote(files))) as store:
         epoch = await store.claim_epoch()
         await commit(store, epoch, a=b"1")
         type(files).store.clear()
         await refused(store)
+        assert "Store bucket://store, instance i is lost: " in caplog.text
         await store.rewrite(epoch, StoreChange({"a": b"1"}))
     assert await reread(lambda instance: threaded("bucket://store", instance, remote(files))) == {"a": b"1"}
 
