@@ -539,6 +539,43 @@ async def test_a_cancelled_start_does_not_cancel_it_for_other_callers(wire: Wire
     assert len(wire.handlers) == 1
 
 
+class HidesCancellation:
+    """A cluster whose calls turn cancellations into errors."""
+
+    instance = "i"
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    async def subscribe(self, handler: Any) -> Any:
+        async def unsubscribe() -> None: ...
+
+        return unsubscribe
+
+    def forget_controller(self) -> None: ...
+
+    async def controller(self) -> Any:
+        self.asked += 1
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            raise UnavailableError("the connection was closed") from None
+
+
+async def test_listening_ends_even_if_its_cancellation_is_swallowed() -> None:
+    cluster = HidesCancellation()
+    listener = LongPollClient(cast(Cluster, cluster), CLOCK)
+    await listener.start()
+    listener.watch("routes", lambda value: None)
+    async with asyncio.timeout(10):
+        while not cluster.asked:  # noqa: ASYNC110 - the seam has no event for it
+            await asyncio.sleep(0)
+        (listening,) = asyncio.all_tasks() - {asyncio.current_task()}
+        await listener.stop()
+        await asyncio.wait([listening])
+    assert cluster.asked == 1
+
+
 # ---- any weather
 
 values = st.none() | st.integers(0, 3) | st.just(LARGE)

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from daskserve.cluster.channel.wire import parts
+from daskserve.cluster.channel.wire.frames import PART_BYTES, in_parts, is_last
 from daskserve.cluster.channel.wire.parts import (
     BUFFER_BYTES,
     HEAD,
@@ -116,3 +117,21 @@ def test_a_message_above_the_maximum_is_refused() -> None:
         reading = Reading()
         with pytest.raises(ValueError, match=f"{sum(sizes)} bytes exceeds the maximum"):
             reading.feed(HEAD.pack(MAGIC, len(sizes)) + b"".join(map(SIZE.pack, sizes)), 10**9)
+
+
+# ---- bodies in parts
+
+
+def test_a_large_part_of_a_body_is_sent_as_several() -> None:
+    for size in [0, 1, PART_BYTES, PART_BYTES + 1, 3 * PART_BYTES]:
+        for more_body in [False, True]:
+            message = {"type": "http.request", "body": bytes(size), "more_body": more_body}
+            sent = list(in_parts(message))
+            assert b"".join(part["body"] for part in sent) == bytes(size), more_body
+            assert max(len(part["body"]) for part in sent) <= PART_BYTES, more_body
+            assert [is_last(part) for part in sent] == [False] * (len(sent) - 1) + [not more_body], more_body
+
+
+def test_other_messages_stay_as_they_are() -> None:
+    for message in ({"type": "websocket.receive", "text": "x" * 3 * PART_BYTES}, {"type": "http.disconnect"}):
+        assert list(in_parts(message)) == [message]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from by_task import by_task
@@ -205,6 +205,29 @@ async def test_a_worker_that_left_is_not_dialled_again(network: Network) -> None
     await asyncio.sleep(60)
     assert network.dials == []
     assert network.told == [Reachability.SCHEDULER]
+
+
+async def hang(*_: Any) -> Any:
+    await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("turns", [None, 0, 1, 2])
+async def test_a_request_cancelled_while_its_connection_closes_raises_cancelled(turns: int | None) -> None:
+    pool = ChannelPool(cast(Any, hang), hang)
+    request = pool.request(ACTOR, Envelope(EnvelopeKind.CALL, {})).respond(cast(Any, hang), cast(Any, hang))
+    requesting = asyncio.create_task(request)
+    for _ in range(3):
+        await asyncio.sleep(0)
+    pool.abort()
+    if turns is None:
+        await asyncio.wait([requesting])
+        assert isinstance(requesting.exception(), ActorLostError)
+        return
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    assert requesting.cancel()
+    await asyncio.wait([requesting])
+    assert requesting.cancelled()
 
 
 # ---- metrics

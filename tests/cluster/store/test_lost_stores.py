@@ -13,7 +13,10 @@ from daskserve.cluster.protocols.base import InstanceStore, StoreChange
 from daskserve.cluster.store.opening import StoreError, open_store
 from daskserve.errors import StaleEpochError, StoreLostError
 
-FILES = ("sqlite", "folder")
+
+@pytest.fixture(params=["sqlite", "folder"])
+def make(request: pytest.FixtureRequest, tmp_path: Path) -> MakeStore:
+    return place(request.param, tmp_path)
 
 
 def moved_away(path: Path) -> None:
@@ -47,12 +50,10 @@ async def refused(store: InstanceStore) -> None:
     assert "rewrite_store" in store.problems()["store"]
 
 
-@pytest.mark.parametrize("kind", FILES)
 @pytest.mark.parametrize("lose", [moved_away, removed])
 async def test_a_change_is_refused_while_the_store_is_not_in_its_place(
-    kind: str, lose: Callable[[Path], None], tmp_path: Path
+    make: MakeStore, lose: Callable[[Path], None], tmp_path: Path
 ) -> None:
-    make = place(kind, tmp_path)
     async with opened(make("i")) as store:
         epoch = await store.claim_epoch()
         await commit(store, epoch, a=b"1")
@@ -61,9 +62,7 @@ async def test_a_change_is_refused_while_the_store_is_not_in_its_place(
         assert (await store.load())["a"] == b"1"
 
 
-@pytest.mark.parametrize("kind", FILES)
-async def test_a_store_that_is_put_back_takes_changes_again(kind: str, tmp_path: Path) -> None:
-    make = place(kind, tmp_path)
+async def test_a_store_that_is_put_back_takes_changes_again(make: MakeStore, tmp_path: Path) -> None:
     async with opened(make("i")) as store:
         epoch = await store.claim_epoch()
         await commit(store, epoch, a=b"1")
@@ -101,21 +100,20 @@ async def test_a_journal_whose_head_is_gone_takes_no_changes(tmp_path: Path) -> 
         await refused(store)
 
 
-async def test_a_bucket_that_is_emptied_takes_no_changes() -> None:
+async def test_a_bucket_that_is_emptied_takes_no_changes(caplog: pytest.LogCaptureFixture) -> None:
     files = make_bucket()
     async with opened(threaded("bucket://store", "i", remote(files))) as store:
         epoch = await store.claim_epoch()
         await commit(store, epoch, a=b"1")
         type(files).store.clear()
         await refused(store)
+        assert "Store bucket://store, instance i is lost: " in caplog.text
         await store.rewrite(epoch, StoreChange({"a": b"1"}))
     assert await reread(lambda instance: threaded("bucket://store", instance, remote(files))) == {"a": b"1"}
 
 
-@pytest.mark.parametrize("kind", FILES)
-async def test_what_the_controller_does_by_itself_goes_on(kind: str, tmp_path: Path) -> None:
+async def test_what_the_controller_does_by_itself_goes_on(make: MakeStore, tmp_path: Path) -> None:
     """Replicas that die are replaced, and a new controller finds what the old one wrote."""
-    make = place(kind, tmp_path)
     async with opened(make("i")) as store:
         epoch = await store.claim_epoch()
         await commit(store, epoch, a=b"1")
@@ -130,12 +128,10 @@ async def test_what_the_controller_does_by_itself_goes_on(kind: str, tmp_path: P
         assert await store.load() == {"a": b"1", "b": b"2", "c": b"3"}
 
 
-@pytest.mark.parametrize("kind", FILES)
 @pytest.mark.parametrize("lose", [moved_away, removed, replaced])
 async def test_rewritten_records_are_what_the_next_start_finds(
-    kind: str, lose: Callable[[Path], None], tmp_path: Path
+    make: MakeStore, lose: Callable[[Path], None], tmp_path: Path
 ) -> None:
-    make = place(kind, tmp_path)
     async with opened(make("i")) as store:
         epoch = await store.claim_epoch()
         await commit(store, epoch, a=b"1", gone=b"1", odd=b"?")
@@ -149,9 +145,8 @@ async def test_rewritten_records_are_what_the_next_start_finds(
         assert await store.claim_epoch() > epoch
 
 
-@pytest.mark.parametrize("kind", ["memory", *DURABLE])
-async def test_a_sound_store_can_be_rewritten(kind: str, tmp_path: Path) -> None:
-    make = place(kind, tmp_path)
+@pytest.mark.parametrize("make", ["memory", *DURABLE], indirect=True)
+async def test_a_sound_store_can_be_rewritten(make: MakeStore, tmp_path: Path) -> None:
     async with opened(make("i")) as store:
         epoch = await store.claim_epoch()
         await commit(store, epoch, a=b"1", gone=b"1")
@@ -173,9 +168,9 @@ async def test_a_compacted_store_is_not_lost(kind: str, tmp_path: Path) -> None:
         assert store.problems() == {}
 
 
-@pytest.mark.parametrize("kind", FILES)
-async def test_records_are_not_written_over_those_of_a_newer_instance(kind: str, tmp_path: Path) -> None:
-    make = place(kind, tmp_path)
+async def test_records_are_not_written_over_those_of_a_newer_instance(
+    make: MakeStore, tmp_path: Path
+) -> None:
     async with opened(make("i")) as store, opened(make("i")) as newer:
         epoch = await store.claim_epoch()
         await commit(newer, await newer.claim_epoch(), a=b"theirs")
