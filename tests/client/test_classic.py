@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from pydantic import ValidationError
+from scenarios import for_each
 
 import daskserve as serve
 from daskserve.client.verbs.stored_code import StoredCode
@@ -340,7 +341,7 @@ def test_large_code_on_the_loop_that_has_to_fetch_it() -> None:
     asyncio.run(main())
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("error", "options"),
     [
         (TypeError, {"version": 1}),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from http_harness import advance, request, respond, run, timers
 from memory_transport import MemoryTransport, connect, serving_in_memory
+from tables import each_case
 
 from daskserve.common.types import Receive, Send
 from daskserve.proxies.asgi import ASGIApp, Scope
@@ -130,9 +131,7 @@ async def test_each_part_of_an_answer_restarts_the_timeout_of_its_request(
 # ---- bodies that turn out to be malformed, or too large
 
 
-@pytest.mark.parametrize(
-    ("body", "status"), [(chunk(b"half") + b"zz\r\n", b"400"), (chunk(bytes(LIMIT + 1)), b"413")]
-)
+@each_case(("body", "status"), [(chunk(b"half") + b"zz\r\n", b"400"), (chunk(bytes(LIMIT + 1)), b"413")])
 def test_a_refused_body_ends_the_application_like_a_disconnect(body: bytes, status: bytes) -> None:
     async def test() -> None:
         received, errors = [], []
@@ -190,7 +189,7 @@ def lingering() -> list[asyncio.TimerHandle]:
     return [each for each in timers(asyncio.get_running_loop()) if "Exchange" in repr(each)]
 
 
-@pytest.mark.parametrize("leaves", [False, True])
+@each_case("leaves", [False, True])
 def test_an_exchange_leaves_no_timer(leaves: bool) -> None:
     @over_memory
     async def test(server: HTTPServer, client: MemoryTransport, app: Application) -> None:

@@ -21,6 +21,7 @@ from http_harness import (
     tracebacks,
 )
 from memory_transport import connect, serving_in_memory
+from tables import each_case
 
 from daskserve.common.types import Receive, Send
 from daskserve.options.http import HTTPOptions
@@ -34,7 +35,7 @@ def head_of(size: int) -> bytes:
     return request("/", "X-A: " + "a" * (size - len(request("/", "X-A: "))))
 
 
-@pytest.mark.parametrize("piece", [1000, 60_000, 1 << 20])
+@each_case("piece", [1000, 60_000, 1 << 20])
 def test_a_head_beyond_the_size_limit_is_refused(piece: int) -> None:
     async def test() -> None:
         async with serving(hello) as server:
@@ -90,7 +91,7 @@ def test_data_after_a_refused_head_is_ignored(caplog: pytest.LogCaptureFixture) 
     assert tracebacks(caplog) == []
 
 
-@pytest.mark.parametrize("method", ["POST", "HEAD"])
+@each_case("method", ["POST", "HEAD"])
 def test_a_broken_body_of_a_queued_request_is_refused_in_order(method: str) -> None:
     async def test() -> None:
         app = Hanging()
@@ -106,8 +107,8 @@ def test_a_broken_body_of_a_queued_request_is_refused_in_order(method: str) -> N
     run(test)
 
 
-@pytest.mark.parametrize("before", [b"", request()])
-@pytest.mark.parametrize("endless", [b"2;" + b"x" * 100_000, b"0\r\n" + b"X: y\r\n" * 20_000])
+@each_case("before", [b"", request()])
+@each_case("endless", [b"2;" + b"x" * 100_000, b"0\r\n" + b"X: y\r\n" * 20_000])
 def test_chunk_overhead_beyond_the_limit_is_refused(before: bytes, endless: bytes) -> None:
     async def test() -> None:
         async with serving(echo) as server, connected(server) as client:
@@ -208,7 +209,7 @@ def test_an_internal_error_ends_the_connection_and_is_logged(
     assert "Reading a request failed" in record.getMessage()
 
 
-@pytest.mark.parametrize("is_first", [True, False])
+@each_case("is_first", [True, False])
 def test_data_before_a_target_beyond_the_limit_is_refused(is_first: bool) -> None:
     async def test() -> None:
         async with serving(hello) as server:

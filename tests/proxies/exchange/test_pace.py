@@ -5,8 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
-import pytest
 from http_harness import connected, echo, hits, poll_for, request, respond, run, serving
+from tables import each_case
 
 from daskserve.common.types import Receive, Send
 from daskserve.options.http import HTTPOptions
@@ -113,7 +113,7 @@ def test_a_response_that_is_not_read_gives_way_to_requests_that_wait_for_its_slo
 # ---- what is late
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("steps", "is_late"),
     [
         ([(0, 19.9)], False),
@@ -192,7 +192,7 @@ def test_a_body_has_its_grace_before_it_is_refused() -> None:
     assert request.refused == [408]
 
 
-@pytest.mark.parametrize(
+@each_case(
     "state",
     [
         {"wants_body": False},
@@ -219,7 +219,7 @@ def test_the_time_in_which_the_application_does_not_read_counts_for_nothing() ->
     assert request.refused == [408]
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("is_crowded", "is_whole", "seconds"),
     [(False, False, 8), (True, False, 2), (True, True, 8)],  # a whole response holds no slot
 )
@@ -283,7 +283,7 @@ def test_the_body_that_holds_most_for_its_rate_gives_way_to_another() -> None:
     assert [each.refused for each in requests] == [[], [503], []]
 
 
-@pytest.mark.parametrize("sent_bytes", [30 * MIB, 7 * MIB])
+@each_case("sent_bytes", [30 * MIB, 7 * MIB])
 def test_bodies_that_come_fast_do_not_give_way(sent_bytes: int) -> None:
     requests = [holding(60 * MIB)]
     body = short_of_memory()

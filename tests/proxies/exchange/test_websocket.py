@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from http_harness import advance, connected, hits, poll_for, run, serving
+from tables import each_case
 from wsproto import ConnectionType, WSConnection
 from wsproto.events import (
     AcceptConnection,
@@ -175,7 +176,7 @@ def test_a_message_in_fragments_arrives_whole() -> None:
     run(test)
 
 
-@pytest.mark.parametrize("before", [b"", b"GET /x HTTP/1.1\r\nHost: test\r\n\r\n"])
+@each_case("before", [b"", b"GET /x HTTP/1.1\r\nHost: test\r\n\r\n"])
 def test_a_client_need_not_wait_for_the_answer_to_its_handshake(before: bytes) -> None:
     echo = Echo()
 
@@ -363,7 +364,7 @@ def test_an_application_that_ignores_the_disconnect_is_cancelled() -> None:
     run(test)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("data", "code"),
     [
         (b"\xc1\x80\x00\x00\x00\x00", 1002),  # a reserved bit
@@ -502,7 +503,7 @@ def test_a_server_that_stops_ends_sessions_at_once() -> None:
     run(test)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("headers", "status"),
     [
         ("Upgrade: websocket\r\nConnection: Upgrade", 400),
@@ -524,7 +525,7 @@ def test_an_invalid_handshake_is_refused(headers: str, status: int) -> None:
     run(test)
 
 
-@pytest.mark.parametrize("headers", ["Upgrade: h2c\r\nConnection: Upgrade", "Connection: Upgrade"])
+@each_case("headers", ["Upgrade: h2c\r\nConnection: Upgrade", "Connection: Upgrade"])
 def test_other_upgrades_are_ignored(headers: str) -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         assert scope["type"] == "http"

@@ -8,12 +8,12 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
-import pytest
 from http_harness import connected, request, run, serving
 from starlette.middleware import Middleware
 from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.responses import JSONResponse, Response
+from tables import each_case
 
 from daskserve.common.types import Envelope, Receive, Send
 from daskserve.data.replica.user_code.responses import ConvertedResponse, to_answer
@@ -91,7 +91,7 @@ RESULTS: list[tuple[Any, int, dict[str, str], bytes]] = [
 ]
 
 
-@pytest.mark.parametrize("is_direct", [True, False])
+@each_case("is_direct", [True, False])
 def test_each_result_is_one_response(is_direct: bool) -> None:
     async def test() -> None:
         backend = Backend()
@@ -127,7 +127,7 @@ def test_a_wrong_content_length_of_the_application_is_an_error() -> None:
     run(test)
 
 
-@pytest.mark.parametrize("is_direct", [True, False])
+@each_case("is_direct", [True, False])
 def test_ids_that_would_break_a_header_are_not_taken_over(is_direct: bool) -> None:
     async def test() -> None:
         backend = Backend()
@@ -155,7 +155,7 @@ def test_ids_that_would_break_a_header_are_not_taken_over(is_direct: bool) -> No
     run(test)
 
 
-@pytest.mark.parametrize("is_direct", [True, False])
+@each_case("is_direct", [True, False])
 def test_requests_of_one_connection_do_not_see_each_others_paths(is_direct: bool) -> None:
     async def test() -> None:
         backend = Backend()

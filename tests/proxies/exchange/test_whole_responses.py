@@ -7,9 +7,9 @@ import http
 import itertools
 from typing import Any, cast
 
-import pytest
 from http_harness import run
 from memory_transport import MemoryTransport, connect, serving_in_memory
+from tables import each_case
 
 from daskserve.common.clock import LoopClock
 from daskserve.common.types import WHOLE_RESPONSE, Message, Receive, Send
@@ -73,7 +73,7 @@ async def outcome(server: HTTPServer, app: Application, data: bytes, *messages: 
     return *parts_of(bytes(client.received)), *found
 
 
-@pytest.mark.parametrize("status", [200, 204, 304, 500, 299])
+@each_case("status", [200, 204, 304, 500, 299])
 def test_whole_responses_and_two_messages_give_the_same_bytes_and_states(status: int) -> None:
     async def test() -> None:
         app = Application()
@@ -167,7 +167,7 @@ def test_a_head_has_the_same_bytes_whether_it_can_be_cached_or_not() -> None:
     run(test)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("fields", "added"),
     [
         ({}, [(b"content-length", b"2"), (b"x-request-id", REQUEST_ID)]),

@@ -26,6 +26,7 @@ from http_harness import (
     serving,
     tracebacks,
 )
+from tables import each_case
 
 from daskserve.common.types import Receive, Send
 from daskserve.proxies.asgi import Scope
@@ -53,7 +54,7 @@ def evicted(server: HTTPServer) -> object:
     return metrics(server)["http_evicted_connections",]
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("descriptors", "connections"),
     [(1024, 768), (256, 192), (65_536, 10_000), (None, 10_000), (1, 1)],
 )

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 from http_harness import connected, hello, make_server, request, run
+from tables import each_case
 
 from daskserve.common.types import Envelope, Receive, Send
 from daskserve.errors import PortInUseError
@@ -73,7 +74,7 @@ def test_it_answers_what_the_ingress_says_of_its_health() -> None:
     run(test)
 
 
-@pytest.mark.parametrize("path", ["/", "/a", "/-/routes", "/-/healthz/x"])
+@each_case("path", ["/", "/a", "/-/routes", "/-/healthz/x"])
 def test_it_answers_nothing_else(path: str) -> None:
     async def test() -> None:
         async with open_health(make_ingress(ROUTES)) as server, connected(server) as client:

@@ -22,6 +22,7 @@ from http_harness import (
     run,
     serving,
 )
+from tables import each_case
 
 from daskserve.common.clock import LoopClock
 from daskserve.common.types import Envelope, Receive, Send
@@ -35,7 +36,7 @@ from daskserve.proxies.server.hangup import PERIOD_S
 pytestmark = pytest.mark.smoke
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0", "::1", "[::1]"])
+@each_case("host", ["127.0.0.1", "localhost", "0.0.0.0", "::1", "[::1]"])
 def test_urls_reach_the_server(host: str) -> None:
     async def test() -> None:
         if ":" in host:
@@ -57,7 +58,7 @@ def test_urls_name_the_public_host_for_a_wildcard() -> None:
     assert make_server(hello, host="10.0.0.1", port=80, public_host="x").urls == ("http://10.0.0.1:80",)
 
 
-@pytest.mark.parametrize("reuse_port", [False, True])
+@each_case("reuse_port", [False, True])
 def test_a_taken_port_is_refused_when_binding(reuse_port: bool) -> None:
     async def test() -> None:
         async with serving(hello, reuse_port=reuse_port) as server:
