@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import numpy as np
-from cases import for_each
+from tables import each_case
 
 from daskserve.common.formatting import as_whole, shown, shown_size
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 FOR_PROGRAMS = {"daskserve/simulation/svg.py"}
 
 
-@for_each(
+@each_case(
     ("value", "text"),
     [
         (1.11022e-16, "0"),
@@ -40,7 +40,7 @@ def test_numbers_have_no_exponent_and_no_noise(value: float, text: str) -> None:
     assert shown(value) == text
 
 
-@for_each(
+@each_case(
     ("count", "text"),
     [(0, "0 bytes"), (1000, "1000 bytes"), (1 << 20, "1 MiB"), (1.5e9, "1.4 GiB"), (1 << 60, "1 EiB")],
 )
@@ -60,13 +60,13 @@ def test_no_message_formats_a_number_with_an_exponent() -> None:
     assert not found, f"use daskserve.common.formatting.shown in {', '.join(found)}"
 
 
-@for_each("value", [8, 8.0, np.int64(8), np.float64(8)])
+@each_case("value", [8, 8.0, np.int64(8), np.float64(8)])
 def test_whole_floats_are_whole_numbers(value: object) -> None:
     found = as_whole(value)
     assert found == 8
     assert type(found) is int
 
 
-@for_each("value", [8.5, math.inf, math.nan, "8", None, True, [8]])
+@each_case("value", [8.5, math.inf, math.nan, "8", None, True, [8]])
 def test_anything_else_is_no_whole_number(value: object) -> None:
     assert as_whole(value) is None

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cases import for_each
+from tables import each_case
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -28,7 +28,7 @@ def test_the_plan_is_within_its_size_limits(plan: Plan) -> None:
     assert len(plan.arrows()) <= 115
 
 
-@for_each("package", packages())
+@each_case("package", packages())
 def test_the_inside_of_each_package_is_within_its_size_limits(package: str) -> None:
     inside = read_inside(package)
     assert len(inside.imports) <= 16

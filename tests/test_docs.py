@@ -10,8 +10,8 @@ from types import ModuleType
 from xml.etree import ElementTree
 
 import pytest
-from cases import for_each
 from grafana.dashboards import DASHBOARDS
+from tables import each_case
 
 import daskserve as serve
 from daskserve.options.backend import BackendConfig
@@ -58,7 +58,7 @@ def test_a_table_names_every_option_and_its_alias(documenter: ModuleType) -> Non
     assert "`max_ongoing_requests` or `max_concurrent_queries`" in text
 
 
-@for_each("model", [BackendConfig, HTTPOptions])
+@each_case("model", [BackendConfig, HTTPOptions])
 def test_every_option_has_a_description(model: type[BackendConfig | HTTPOptions]) -> None:
     assert [name for name, field in model.model_fields.items() if not field.description] == []
 

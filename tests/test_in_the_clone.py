@@ -10,7 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from cases import for_each
+from tables import each_case
 
 ROOT = Path(__file__).parents[1]
 
@@ -38,7 +38,7 @@ esac
 """
 
 
-@for_each("first, second", [(0, 0), (2, 0), (0, 1)])
+@each_case("first, second", [(0, 0), (2, 0), (0, 1)])
 def test_the_parts_of_the_suite_have_one_sum_and_leave_nothing(first: int, second: int) -> None:
     with tempfile.TemporaryDirectory() as clone:
         root = Path(clone)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from cases import for_each
+from tables import each_case
 
 ROOT = Path(__file__).parent.parent
 
@@ -306,7 +306,7 @@ LAZY = "def start():\n    from daskserve.control import goals\n"
 TYPES_ONLY = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    "
 
 
-@for_each(
+@each_case(
     ("rule", "files", "place"),
     [
         (modules_without_a_layer, {"daskserve/extra/tools.py": ""}, "daskserve/extra/tools.py:1"),

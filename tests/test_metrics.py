@@ -10,8 +10,8 @@ from typing import Any
 
 import cloudpickle
 import pytest
-from cases import for_each
 from prometheus_client import CollectorRegistry, generate_latest
+from tables import each_case
 
 import daskserve as serve
 from daskserve import metrics
@@ -131,7 +131,7 @@ def test_threads_lose_no_counts() -> None:
     assert list(values(replica_metrics).values()) == [8000.0]
 
 
-@for_each("dumps", [pickle.dumps, cloudpickle.dumps])
+@each_case("dumps", [pickle.dumps, cloudpickle.dumps])
 def test_an_unpickled_metric_measures_where_it_is_used(dumps: Callable[[Any], bytes]) -> None:
     replica_metrics = ReplicaMetrics()
     sizes = metrics.Histogram("sizes", "Sizes.", [1.0], ("kind",)).set_default_tags({"kind": "a"})
@@ -143,13 +143,13 @@ def test_an_unpickled_metric_measures_where_it_is_used(dumps: Callable[[Any], by
     assert sample.plain()[-1] == [[0, 1], 2.0]
 
 
-@for_each("tag_keys", [["a"], "a", {"a": 1}, ("a", 1)])
+@each_case("tag_keys", [["a"], "a", {"a": 1}, ("a", 1)])
 def test_tag_keys_are_a_tuple_of_strings(tag_keys: Any) -> None:
     with pytest.raises(TypeError, match="tag_keys must be a tuple of strings"):
         metrics.Counter("hits", tag_keys=tag_keys)
 
 
-@for_each("key", ["deployment", "replica", "application", "serve_instance", "instance", "le"])
+@each_case("key", ["deployment", "replica", "application", "serve_instance", "instance", "le"])
 def test_reserved_tags_are_refused_everywhere(key: str) -> None:
     with pytest.raises(ValueError, match="reserved"):
         metrics.Counter("hits", tag_keys=(key,))
@@ -160,7 +160,7 @@ def test_reserved_tags_are_refused_everywhere(key: str) -> None:
         hits.inc(tags={"model": "a", key: "x"})
 
 
-@for_each(
+@each_case(
     ("use", "message"),
     [
         (lambda: metrics.Counter("1hits"), "use letters, digits"),

@@ -7,8 +7,8 @@ from typing import Any
 from xml.etree import ElementTree
 
 import panel_drawing as drawing
-from cases import for_each
 from grafana.panels import Dashboard, Panel, PanelKind, Query, Row, Unit
+from tables import each_case
 
 
 def drawn(panel: Panel, series: list[Any]) -> ElementTree.Element:
@@ -27,7 +27,7 @@ def line(name: str, *values: float, **labels: str) -> tuple[str, dict[str, str],
     return name, labels, [(2.0 * number, value) for number, value in enumerate(values)]
 
 
-@for_each(
+@each_case(
     ("value", "unit", "text"),
     [
         (0.00025, Unit.SECONDS, "250 µs"),

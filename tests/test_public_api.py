@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from cases import for_each
+from tables import each_case
 
 import daskserve as serve
 from daskserve.options.http import HTTPOptions
@@ -114,7 +114,7 @@ def test_an_unknown_name_raises_attribute_error() -> None:
         _ = serve.nonsense
 
 
-@for_each(
+@each_case(
     ("name", "text"),
     [
         (
@@ -130,7 +130,7 @@ def test_a_name_of_ray_serve_raises_an_error_with_the_alternative(name: str, tex
     assert not hasattr(serve, name)
 
 
-@for_each(
+@each_case(
     ("module", "name", "ours"),
     [
         ("config", "AutoscalingConfig", "AutoscalingConfig"),
@@ -150,7 +150,7 @@ def test_the_places_of_proxies_have_ray_serves_names() -> None:
     assert (places.HeadOnly, places.EveryNode) == ("HeadOnly", "EveryNode")
 
 
-@for_each(
+@each_case(
     ("statement", "text"),
     [
         ("from daskserve import multiplexed", "from 'daskserve'. That is Ray Serve's name: there is no"),

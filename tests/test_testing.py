@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Literal
 
 import pytest
-from cases import for_each
+from tables import each_case
 
 import daskserve as serve
 from daskserve.common.clock import LoopClock
@@ -161,7 +161,7 @@ def test_the_loop_works_as_a_runner_loop_factory() -> None:
 # ---- waiting for a condition
 
 
-@for_each("run", [run_virtual, lambda function: asyncio.run(function())])
+@each_case("run", [run_virtual, lambda function: asyncio.run(function())])
 def test_wait_until_waits_for_a_condition(
     run: Callable[[Callable[[], Coroutine[Any, Any, None]]], None],
 ) -> None:
@@ -240,7 +240,7 @@ def test_backends_of_a_local_instance_call_each_other() -> None:
         assert client.get_handle("outer").remote(20).result(5) == 41
 
 
-@for_each("server", ["tornado", "asyncio", "uvicorn"])
+@each_case("server", ["tornado", "asyncio", "uvicorn"])
 def test_a_local_instance_serves_http_if_enabled(server: Literal["tornado", "asyncio", "uvicorn"]) -> None:
     httpx = pytest.importorskip("httpx")
     with local_instance(http_options=HTTPOptions(port=0, server=server)) as client:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from cases import for_each
 from click.testing import CliRunner
+from tables import each_case
 
 from daskserve.cli import docs as cli_docs
 from daskserve.cli.docs import docs
@@ -37,7 +37,7 @@ def pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@for_each(
+@each_case(
     ("keyword", "output"),
     [
         ("MAX_SURGE", "Options (options.md)\n\n`max_surge` or `max_surge_percent`\n  how many more\n"),

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases import for_each
 from click.testing import CliRunner, Result
+from tables import each_case
 
 from daskserve.cli.main import main
 from daskserve.cli.metrics import replace
@@ -112,7 +112,7 @@ def test_a_truncated_response_is_an_error(scheduler: Scheduler) -> None:
     assert f"{scheduler.url} did not return a list of targets" in result.output
 
 
-@for_each(
+@each_case(
     ("arguments", "message"),
     [
         (["targets"], "Give the scheduler's address"),

@@ -7,9 +7,9 @@ import re
 from typing import Any
 
 import pytest
-from cases import for_each
 from starlette.middleware import Middleware
 from starlette.middleware.errors import ServerErrorMiddleware
+from tables import each_case
 
 import daskserve as serve
 from daskserve.client.definitions.specs import check_endpoint_route, check_methods, check_route, split_config
@@ -20,13 +20,13 @@ from daskserve.options.backend import BackendConfig
 from daskserve.options.http import HTTPOptions
 
 
-@for_each("route", [None, "/", "/a/b", "/-a", "/a/-/b", "/{a}", "/a/{b}/c{d:int}", "/{p:path}"])
+@each_case("route", [None, "/", "/a/b", "/-a", "/a/-/b", "/{a}", "/a/{b}/c{d:int}", "/{p:path}"])
 def test_routes_that_are_allowed(route: str | None) -> None:
     check_route(route)
     check_endpoint_route(route)
 
 
-@for_each("route", ["/-", "/-/", "/-/x", "/-/routes", "/-/{x}"])
+@each_case("route", ["/-", "/-/", "/-/x", "/-/routes", "/-/{x}"])
 def test_routes_of_daskserve_itself_are_rejected(route: str) -> None:
     with pytest.raises(BadRequestError, match="route_prefix must not"):
         check_route(route)
@@ -34,7 +34,7 @@ def test_routes_of_daskserve_itself_are_rejected(route: str) -> None:
         check_endpoint_route(route)
 
 
-@for_each(
+@each_case(
     ("route", "message"),
     [
         ("/{", "not valid; write {name} or {name:kind}"),
@@ -64,7 +64,7 @@ def test_options_that_cannot_be_pickled_are_refused() -> None:
         serve.start(http_options={"middlewares": middlewares})
 
 
-@for_each("route", ["", "a", 3, b"/a"])
+@each_case("route", ["", "a", 3, b"/a"])
 def test_a_route_that_is_not_a_path_is_a_type_error(route: Any) -> None:
     with pytest.raises(TypeError, match="route must be a string that starts with '/'"):
         check_endpoint_route(route)
@@ -82,14 +82,14 @@ def test_methods_are_a_list_of_http_methods() -> None:
         check_methods(["GET", "FETCH"])
 
 
-@for_each("given", [{"host": None}, {"host": None, "location": "EveryWorker"}, {"location": None}])
+@each_case("given", [{"host": None}, {"host": None, "location": "EveryWorker"}, {"location": None}])
 def test_no_host_or_location_means_no_proxies(given: dict[str, Any]) -> None:
     options = HTTPOptions(**given)
     assert options.location is Location.NO_SERVER
     assert not options.has_proxies
 
 
-@for_each(
+@each_case(
     ("theirs", "ours"),
     [
         ("Disabled", Location.NO_SERVER),
@@ -123,7 +123,7 @@ def test_a_wrong_or_doubled_location_is_an_error() -> None:
             given_http_options(http_options=options, proxy_location="EveryNode")
 
 
-@for_each(
+@each_case(
     ("function", "name", "text"),
     [
         ("start", "grpc_options", "there are no gRPC proxies"),
@@ -160,7 +160,7 @@ def test_an_argument_that_nobody_has_is_a_type_error() -> None:
         serve.run(None, nonsense=1)  # type: ignore[call-arg]
 
 
-@for_each(
+@each_case(
     ("function", "args", "kwargs", "text"),
     [
         ("connect", (1, 2, 3), {}, "too many positional arguments. Its arguments are: dask_client, address."),

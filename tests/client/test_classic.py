@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cases import for_each
 from pydantic import ValidationError
+from tables import each_case
 
 import daskserve as serve
 from daskserve.client.verbs.stored_code import StoredCode
@@ -341,7 +341,7 @@ def test_large_code_on_the_loop_that_has_to_fetch_it() -> None:
     asyncio.run(main())
 
 
-@for_each(
+@each_case(
     ("error", "options"),
     [
         (TypeError, {"version": 1}),

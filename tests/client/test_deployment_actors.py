@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from cases import for_each
+from tables import each_case
 
 import daskserve as serve
 from daskserve.client.definitions.graph import ApplicationGraph
@@ -124,7 +124,7 @@ def test_errors_and_the_status_call_an_actor_as_its_user_did(
         serve.explain("nobody")
 
 
-@for_each(
+@each_case(
     ("tag", "short", "text"),
     [
         ("model", "model", "deployment 'model'"),

@@ -14,7 +14,7 @@ from typing import Any
 import cloudpickle
 import numpy as np
 import pytest
-from cases import for_each
+from tables import each_case
 
 import daskserve as serve
 from daskserve.client.definitions.graph import ApplicationGraph
@@ -166,7 +166,7 @@ def test_objects_that_are_one_differ_from_equal_ones() -> None:
     assert versions(spec(Model.bind(one, one))) != versions(spec(Model.bind([], [])))
 
 
-@for_each("value", [2, "1", 1.0, b"1", None, [1]])
+@each_case("value", [2, "1", 1.0, b"1", None, [1]])
 def test_another_argument_is_another_version_of_that_deployment_only(value: Any) -> None:
     before, after = versions(spec(made())), versions(spec(made(value)))
     assert {name for name in before if before[name] != after[name]} == {"Model"}
@@ -267,7 +267,7 @@ def uses_a_global() -> serve.Application:
     return serve.deployment(code).bind()
 
 
-@for_each(
+@each_case(
     ("make", "error", "match"),
     [
         (cycle, BadRequestError, "cycle: 'first' needs 'second' needs 'first'"),

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from cases import for_each
+from tables import each_case
 
 import daskserve as serve
 from daskserve.client.client import Client
@@ -18,7 +18,7 @@ from daskserve.testing import local_instance
 NAMES = ["model", "a/b", "a#1", "/", "#", "50%", "100%25", "a%2Fb", "%252F", "a/b#c%2Fd", "größe 1:2"]
 
 
-@for_each("name", NAMES)
+@each_case("name", NAMES)
 def test_a_part_of_a_tag_stands_for_one_name(name: str) -> None:
     assert name_in(tag_part(name)) == name
     assert not {"/", "#"} & {*tag_part(name)}

@@ -7,8 +7,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from cases import for_each
 from pydantic import BaseModel, ValidationError, v1
+from tables import each_case
 
 import daskserve as serve
 from daskserve.client.definitions.targets import application_of
@@ -105,7 +105,7 @@ def local_annotation() -> Any:
     return builder
 
 
-@for_each(
+@each_case(
     ("target", "match"),
     [
         (Model, r"got deployment 'Model', which is not bound: call its bind\(\)"),

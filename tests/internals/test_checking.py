@@ -7,7 +7,7 @@ from collections.abc import Callable
 from importlib import metadata
 
 import pytest
-from cases import for_each
+from tables import each_case
 
 from daskserve.errors import LibraryVersionError
 from daskserve.internals.checking import PYTHON, Check, needs
@@ -50,7 +50,7 @@ def import_from(module: str, name: str = "") -> Callable[[Check], None]:
     return lambda check: exec(statement)
 
 
-@for_each(
+@each_case(
     ("require", "missing"),
     [
         (lambda check: check.attributes(Library, "method", "_gone"), r"test_checking\.Library\._gone"),

@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from cases import for_each
+from tables import each_case
 from tornado.http1connection import HTTP1Connection
 
 import daskserve
@@ -71,6 +71,6 @@ def test_the_check_sees_an_override() -> None:
     assert line.endswith("Reader._read_message overrides HTTP1Connection._read_message")
 
 
-@for_each("name", ["daskserve.proxies.server.tornado_transport", "daskserve.client.functions.instances"])
+@each_case("name", ["daskserve.proxies.server.tornado_transport", "daskserve.client.functions.instances"])
 def test_the_check_sees_every_module(name: str) -> None:
     assert name in {module.__name__ for module in modules()}

@@ -9,7 +9,7 @@ import sys
 from contextlib import closing, suppress
 
 import pytest
-from cases import for_each
+from tables import each_case
 
 from daskserve.loops.forks import ForkGuard, end_fork
 
@@ -47,7 +47,7 @@ def test_a_guard_cuts_connections_and_event_loops_and_nothing_else() -> None:
             os.close(descriptor)
 
 
-@for_each("is_open", [True, False])
+@each_case("is_open", [True, False])
 def test_a_guard_acts_in_forks_while_it_is_open(is_open: bool) -> None:
     guard = ForkGuard()
     guard.open()

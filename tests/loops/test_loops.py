@@ -9,7 +9,7 @@ from contextlib import closing
 
 import dask
 import pytest
-from cases import for_each
+from tables import each_case
 
 from daskserve.cluster.dask.server_process import command
 from daskserve.data.replica.execution.user_loop import UserLoop
@@ -47,7 +47,7 @@ def test_user_code_runs_on_uvloop() -> None:
     assert isinstance(asyncio.run(_loop_of_user_code()), uvloop.Loop)
 
 
-@for_each(
+@each_case(
     ("config", "expected"),
     [
         ({}, "uvloop"),

@@ -8,7 +8,7 @@ from concurrent.futures import CancelledError
 from typing import Any
 
 import pytest
-from cases import for_each
+from tables import each_case
 
 from daskserve.loops.pending_call import PendingCall
 
@@ -81,7 +81,7 @@ def test_callbacks_run_in_order_and_late_ones_at_once() -> None:
     assert seen[3:] == [call]
 
 
-@for_each("at", ["before append", "after append"])
+@each_case("at", ["before append", "after append"])
 def test_a_callback_added_during_the_end_is_called_once(at: str) -> None:
     call: PendingCall[int] = PendingCall()
     seen: list[Any] = []
@@ -90,7 +90,7 @@ def test_a_callback_added_during_the_end_is_called_once(at: str) -> None:
     assert seen == [call]
 
 
-@for_each("at", ["before pop", "after pop"])
+@each_case("at", ["before pop", "after pop"])
 def test_a_callback_added_while_others_run_is_called_once(at: str) -> None:
     call: PendingCall[int] = PendingCall()
     seen: list[Any] = []
@@ -117,7 +117,7 @@ def test_a_callback_claimed_by_both_threads_is_called_once() -> None:
     assert seen == [call]
 
 
-@for_each("ends_as", ["cancelled", "answered"])
+@each_case("ends_as", ["cancelled", "answered"])
 def test_stop_is_called_only_on_cancellation(ends_as: str) -> None:
     for is_late in (False, True):
         call: PendingCall[int] = PendingCall()
@@ -147,7 +147,7 @@ def test_stop_is_called_once_when_both_threads_claim_it() -> None:
     assert stopped == [2]
 
 
-@for_each(("at", "first"), [("before append", 2), ("after append", 1)])
+@each_case(("at", "first"), [("before append", 2), ("after append", 1)])
 def test_the_first_of_two_concurrent_ends_counts(at: str, first: int) -> None:
     call: PendingCall[int] = PendingCall()
     seen: list[Any] = []
@@ -158,7 +158,7 @@ def test_the_first_of_two_concurrent_ends_counts(at: str, first: int) -> None:
     assert len(call._ends) == 1
 
 
-@for_each("at", ["before append", "after append"])
+@each_case("at", ["before append", "after append"])
 def test_concurrent_cancels_both_return_true(at: str) -> None:
     call: PendingCall[int] = PendingCall()
     results: list[bool] = []

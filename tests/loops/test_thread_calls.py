@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from cases import for_each
+from tables import each_case
 
 from daskserve.loops.thread_calls import MAX_DELAY_S, CallInbox, LoopQueues, ThreadCalls
 
@@ -239,7 +239,7 @@ def test_an_inbox_of_a_closed_loop_drops_posts() -> None:
         ThreadCalls(loop, inbox).post(print)
 
 
-@for_each("error", [asyncio.CancelledError, KeyboardInterrupt])
+@each_case("error", [asyncio.CancelledError, KeyboardInterrupt])
 def test_a_failing_call_does_not_block_calls_of_other_threads(error: type[BaseException]) -> None:
     loop = SleepingLoop()
     inbox = CallInbox(loop)

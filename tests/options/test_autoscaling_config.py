@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 import pytest
-from cases import for_each
+from tables import each_case
 
 from daskserve.options.autoscaling import AutoscalingConfig
 
@@ -32,7 +32,7 @@ def test_the_classic_spelling_and_a_nested_policy_are_accepted() -> None:
     assert (found.policy, found.policy_kwargs) == ("a.b:c", {"d": 1})
 
 
-@for_each(
+@each_case(
     ("options", "message"),
     [
         (

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from cases import for_each
 from pydantic import ValidationError
+from tables import each_case
 
 import daskserve as serve
 from daskserve.client.definitions.specs import join_config, split_config
@@ -26,7 +26,7 @@ def autoscaling_of(**options: Any) -> AutoscalingConfig:
     return found
 
 
-@for_each(
+@each_case(
     ("options", "bounds"),
     [
         ({"num_replicas": "auto"}, (1, AUTO_MAX_REPLICAS)),
@@ -49,7 +49,7 @@ def test_the_classic_name_of_the_target_is_accepted() -> None:
     assert autoscaling_of(internal_metadata=metadata).target_ongoing_requests == 7
 
 
-@for_each(
+@each_case(
     ("options", "match"),
     [
         ({"num_replicas": 2, "autoscaling_config": FIVE}, "num_replicas=2 is given together with"),
@@ -114,7 +114,7 @@ def test_a_function_that_cannot_be_pickled_is_refused() -> None:
         split_config(BackendConfig(autoscaling_config={"policy": locked}))  # type: ignore[arg-type]
 
 
-@for_each(
+@each_case(
     ("max_surge", "replicas", "surge"),
     [(0, 5, 0), (3, 1, 3), ("25%", 4, 1), ("25%", 5, 2), ("0%", 5, 0), ("120.5 %", 10, 13), ("10%", 10, 1)],
 )
@@ -124,7 +124,7 @@ def test_the_surge_is_a_number_or_a_percentage_rounded_up(
     assert BackendConfig(max_surge=max_surge).surge(replicas) == surge
 
 
-@for_each(
+@each_case(
     ("options", "surge", "unavailable"),
     [
         ({}, 1, 0),
@@ -146,14 +146,14 @@ def test_what_may_be_missing_is_rounded_down_and_shares_are_understood(
     assert config.merged(BackendConfig(num_replicas=3)).max_unavailable == config.max_unavailable
 
 
-@for_each(("retries", "replicas", "failures"), [(20, 1, 3), (20, 7, 20), (2, 7, 2), (20, 0, 3)])
+@each_case(("retries", "replicas", "failures"), [(20, 1, 3), (20, 7, 20), (2, 7, 2), (20, 0, 3)])
 def test_a_change_fails_after_the_given_number_of_starts_but_three_for_each_replica(
     retries: int, replicas: int, failures: int
 ) -> None:
     assert BackendConfig(max_constructor_retry_count=retries).allowed_failures(replicas) == failures
 
 
-@for_each("max_surge", [-1, True, 1.5, "1", "-5%", "%", "1e3%", "9" * 400 + "%", None])
+@each_case("max_surge", [-1, True, 1.5, "1", "-5%", "%", "1e3%", "9" * 400 + "%", None])
 def test_any_other_surge_is_refused(max_surge: Any) -> None:
     with pytest.raises(ValidationError, match=r'a whole number from 0 on, or a percentage such as "25%"'):
         BackendConfig(max_surge=max_surge)

@@ -6,16 +6,16 @@ import math
 from typing import Any
 
 import pytest
-from cases import for_each
 from hypothesis import given
 from hypothesis import strategies as st
+from tables import each_case
 
 from daskserve.errors import BadRequestError
 from daskserve.options.autoscaling import AutoscalingConfig
 from daskserve.options.bounds import DOWN, UP, Bounds, checked_capacity, share_of
 
 
-@for_each(
+@each_case(
     ("replicas", "capacity", "unit", "expected"),
     [
         (10, None, 1, 10),
@@ -89,7 +89,7 @@ def test_bounds_at_any_capacity_are_ordered_whole_groups(
     assert all(part.allows(part.nearest(wanted)) for wanted in range(60))
 
 
-@for_each("percent", [-1, 100.1, math.nan, math.inf, "50", "", True, [50], b"50", 1j, object()])
+@each_case("percent", [-1, 100.1, math.nan, math.inf, "50", "", True, [50], b"50", 1j, object()])
 def test_an_invalid_percentage_is_refused(percent: Any) -> None:
     with pytest.raises(BadRequestError, match="give a percentage from 0 to 100, or None for all"):
         checked_capacity(percent)

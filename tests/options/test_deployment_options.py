@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from cases import for_each
+from tables import each_case
 
 import daskserve as serve
 from daskserve.client.definitions.specs import make_spec
@@ -39,7 +39,7 @@ class Model:
     def __call__(self) -> None: ...
 
 
-@for_each("name", OPTIONS)
+@each_case("name", OPTIONS)
 def test_an_option_is_accepted_in_the_decorator_and_by_options(name: str) -> None:
     options = {name: OPTIONS[name]}
     plain = serve.deployment(Model)
@@ -57,7 +57,7 @@ def test_the_signature_has_every_option_of_the_model() -> None:
             assert parameters[name].default == field.get_default(call_default_factory=True)
 
 
-@for_each(
+@each_case(
     ("options", "match"),
     [
         ({"name": ""}, "name must not be empty"),
@@ -108,7 +108,7 @@ BUNDLES = [{"CPU": 1}, {"CPU": 2}]
 PAIRS = {"gang_size": 2}
 
 
-@for_each(
+@each_case(
     ("first", "then", "expected"),
     [
         ({"num_replicas": "auto"}, {"num_replicas": 2}, {"num_replicas": 2}),
@@ -143,7 +143,7 @@ def test_steps_are_merged_and_then_checked(
         assert made.config == whole
 
 
-@for_each(
+@each_case(
     ("options", "match"),
     [
         (
@@ -162,7 +162,7 @@ def test_an_option_that_lacks_another_one_is_refused_when_it_is_used(
         make_spec("b", Model, (), {}, actor_options=None, config=options, timeout_s=None)
 
 
-@for_each(("text", "count"), [("2GB", 2 * 10**9), ("512 MiB", 2**29), ("1.5kB", 1500), (7, 7), (None, 0)])
+@each_case(("text", "count"), [("2GB", 2 * 10**9), ("512 MiB", 2**29), ("1.5kB", 1500), (7, 7), (None, 0)])
 def test_amounts_of_bytes_are_numbers_or_texts(text: Any, count: int) -> None:
     made = serve.deployment(ray_actor_options={"memory": text, "num_gpus": None, "runtime_env": None})(Model)
     assert made.actor_options == ActorOptions(memory=count)
@@ -180,7 +180,7 @@ def test_options_of_another_type_are_refused() -> None:
         serve.deployment(ray_actor_options=[1])  # type: ignore[call-overload]
 
 
-@for_each(
+@each_case(
     "options",
     [
         "num_cpus",

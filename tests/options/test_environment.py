@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases import for_each
+from tables import each_case
 
 import daskserve as serve
 from daskserve.client.definitions.specs import make_spec
@@ -15,7 +15,7 @@ from daskserve.options.environment import CondaEnv, Environment, parse_environme
 from daskserve.options.specs import BackendSpec
 
 
-@for_each(
+@each_case(
     ("value", "expected"),
     [
         (None, None),
@@ -32,19 +32,19 @@ def test_an_environment_is_a_name_or_an_absolute_path(value: Any, expected: str 
     assert (None if found is None else found.to_text()) == expected
 
 
-@for_each("value", [3, b"/env", ["x"], b"x"])
+@each_case("value", [3, b"/env", ["x"], b"x"])
 def test_any_other_type_is_a_type_error(value: Any) -> None:
     with pytest.raises(TypeError, match="env must be"):
         parse_environment(value)
 
 
-@for_each("value", ["", " ", "./env", "envs/x", " x"])
+@each_case("value", ["", " ", "./env", "envs/x", " x"])
 def test_a_relative_path_or_an_invalid_name_is_a_value_error(value: str) -> None:
     with pytest.raises(ValueError, match="env"):
         parse_environment(value)
 
 
-@for_each("name", ["", "/path/to/env", " x"])
+@each_case("name", ["", "/path/to/env", " x"])
 def test_a_conda_environment_has_a_name(name: str) -> None:
     with pytest.raises(BadRequestError, match="not the name of a conda environment"):
         CondaEnv(name)
@@ -80,7 +80,7 @@ def test_an_environment_has_packages_variables_and_files(tmp_path: Path) -> None
     assert Environment.from_text(with_both.to_text()) == with_both
 
 
-@for_each(
+@each_case(
     ("options", "text"),
     [
         ({"packages": ["x"], "conda": "base"}, "names another environment"),

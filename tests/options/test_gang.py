@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from cases import for_each
+from tables import each_case
 
 from daskserve.options.autoscaling import AutoscalingConfig
 from daskserve.options.backend import BackendConfig
@@ -14,7 +14,7 @@ from daskserve.options.placement import GangSchedulingConfig
 PAIRS = {"gang_size": 2}
 
 
-@for_each(
+@each_case(
     ("options", "message"),
     [
         ({"num_replicas": 3}, "num_replicas=3 must be a multiple of gang_size=2; the next one is 4"),

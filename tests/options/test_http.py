@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from cases import for_each
+from tables import each_case
 
 import daskserve as serve
 from daskserve.client.functions import instances as api
@@ -15,7 +15,7 @@ from daskserve.options.http import HTTPOptions
 OPEN = {"host": "0.0.0.0", "port": 80}
 
 
-@for_each(
+@each_case(
     ("options", "beginnings"),
     [
         ({}, []),

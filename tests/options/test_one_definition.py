@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgpack
 import pytest
-from cases import for_each
+from tables import each_case
 
 import daskserve as serve
 from daskserve.client.definitions.graph import ApplicationGraph
@@ -86,7 +86,7 @@ def test_no_default_is_restated() -> None:
     assert found - EXCEPTIONS.keys() == set()
 
 
-@for_each(
+@each_case(
     "source",
     [
         "def f(host='0.0.0.0'): ...",
@@ -99,7 +99,7 @@ def test_a_restated_default_is_found(source: str) -> None:
     assert list(restated("x.py", source))
 
 
-@for_each("message", [ReplicaStart, ProxyStart, ControllerStart, BackendSpec])
+@each_case("message", [ReplicaStart, ProxyStart, ControllerStart, BackendSpec])
 def test_what_carries_options_has_no_defaults(message: type) -> None:
     assert dataclasses.is_dataclass(message)
     for field in dataclasses.fields(message):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from cases import for_each
+from tables import each_case
 
 import daskserve as serve
 from daskserve.client.definitions.specs import make_spec
@@ -19,7 +19,7 @@ class Model:
     def __call__(self) -> None: ...
 
 
-@for_each(
+@each_case(
     ("options", "message"),
     [
         ({"placement_group_bundles": []}, "there is no bundle"),

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from cases import for_each
 from pydantic import ValidationError
+from tables import each_case
 
 from daskserve.autoscaling.loading import load_policy
 from daskserve.options.autoscaling import AutoscalingConfig
@@ -22,7 +22,7 @@ def config(**kwargs: Any) -> AutoscalingConfig:
     return AutoscalingConfig(policy="queue", policy_kwargs=kwargs)
 
 
-@for_each(
+@each_case(
     ("kwargs", "message"),
     [
         ({}, "missing a required argument: 'broker_url'; it needs a broker_url and a queue_name"),
@@ -104,7 +104,7 @@ def test_an_error_about_policy_arguments_shows_no_credentials() -> None:
     assert SECRET not in str(caught.value)
 
 
-@for_each(
+@each_case(
     ("text", "shown"),
     [
         ("redis://:p@h:1/0", "redis://***@h:1/0"),
@@ -122,7 +122,7 @@ def test_credentials_in_text_are_masked(text: str, shown: str) -> None:
     assert masked({"a": [text, 1], text: None}) == {"a": [shown, 1], shown: None}
 
 
-@for_each(
+@each_case(
     ("broker", "management", "base", "vhost", "login"),
     [
         ("amqp://h", None, "http://h:15672", "/", ("guest", "guest")),

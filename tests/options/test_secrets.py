@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases import for_each
 from control_harness import backend
 from pydantic import ValidationError
+from tables import each_case
 
 import daskserve as serve
 from daskserve.cluster.protocols.base import ActorSpec
@@ -85,7 +85,7 @@ def test_a_missing_variable_is_named() -> None:
         read_secret({"env": "A"}, "my_option", {"A": ""})
 
 
-@for_each(
+@each_case(
     "value",
     [{}, {"env": "A", "file": "/a"}, {"key": VALUE}, {"env": 1}, {"env": ""}, {"file": "a/b"}, 5, [VALUE]],
 )
@@ -233,7 +233,7 @@ WRONG: Mapping[str, Callable[[], Any]] = {
 }
 
 
-@for_each("make", WRONG.values())
+@each_case("make", WRONG.values())
 def test_errors_do_not_show_secrets(make: Callable[[], Any]) -> None:
     with pytest.raises(ValueError, match=r".") as caught:
         make()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from cases import for_each
 from pydantic import ValidationError
+from tables import each_case
 
 import daskserve as serve
 from daskserve.options.actor import ActorOptions
@@ -33,7 +33,7 @@ def test_the_three_nearest_options_are_listed() -> None:
     assert set(listed) <= ActorOptions.model_fields.keys()
 
 
-@for_each(
+@each_case(
     ("model", "options", "text"),
     [
         (
@@ -75,7 +75,7 @@ def test_an_option_under_both_its_names_is_refused(
     assert "secret" not in message
 
 
-@for_each(
+@each_case(
     ("model", "name", "hint"),
     [
         (BackendConfig, "num_replica", "Did you mean 'num_replicas'?"),

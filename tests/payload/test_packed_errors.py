@@ -10,8 +10,8 @@ from typing import Any
 import msgpack
 import pydantic
 import pytest
-from cases import case
 from starlette.exceptions import HTTPException
+from tables import case
 
 from daskserve import errors
 from daskserve.errors import (

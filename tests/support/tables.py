@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
 def each_case(names: str | tuple[str, ...], cases: Iterable[Any]) -> Callable[[Callable[..., None]], Any]:
     """Run a test for each case, as ``pytest.mark.parametrize`` would, but as one test."""
-    given = (names,) if isinstance(names, str) else names
-    rows = [(case,) if isinstance(names, str) else tuple(case) for case in cases]
+    given = tuple(each.strip() for each in names.split(",")) if isinstance(names, str) else names
+    is_single = isinstance(names, str) and len(given) == 1
+    rows = [(each,) if is_single else tuple(each) for each in cases]
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(test)
@@ -32,3 +34,13 @@ def each_case(names: str | tuple[str, ...], cases: Iterable[Any]) -> Callable[[C
         return run
 
     return decorate
+
+
+@contextmanager
+def case(*values: Any) -> Iterator[None]:
+    """Add the case to the error that a test fails with, for a test that loops over a table itself."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"case: {', '.join(map(repr, values))}")
+        raise

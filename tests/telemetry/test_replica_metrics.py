@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from cases import for_each
+from tables import each_case
 
 from daskserve import errors
 from daskserve.telemetry.histogram import (
@@ -73,7 +73,7 @@ def test_batches_are_counted_by_method() -> None:
     ]
 
 
-@for_each(
+@each_case(
     ("error", "cause"),
     [
         (errors.BackPressureError("x"), "back_pressure"),

@@ -17,7 +17,7 @@ from typing import Any
 
 import cloudpickle
 import pytest
-from cases import case
+from tables import case
 
 from daskserve import context as serve_context
 from daskserve.context import ReplicaContext, RequestContext, current_replica, current_request

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from cases import for_each
+from tables import each_case
 
 from daskserve.common.types import Envelope, EnvelopeKind, Message
 from daskserve.data.caller.routing.replay import KEPT_BYTES, MAX_REPEATS, Replay
@@ -58,7 +58,7 @@ def test_a_request_fails_after_it_has_lost_too_many_replicas() -> None:
     assert [replay.rewind(begun=True) for _ in range(MAX_REPEATS + 1)] == [True] * MAX_REPEATS + [False]
 
 
-@for_each(("method", "is_repeatable"), [("GET", True), ("PUT", True), ("POST", False), ("PATCH", False)])
+@each_case(("method", "is_repeatable"), [("GET", True), ("PUT", True), ("POST", False), ("PATCH", False)])
 def test_only_idempotent_http_requests_are_retried(method: str, is_repeatable: bool) -> None:
     async def nothing(*_: Any) -> Any:
         return None

@@ -11,9 +11,9 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from cases import for_each
 from hypothesis import given
 from hypothesis import strategies as st
+from tables import each_case
 
 from daskserve.common.types import ActorAddress, Load, Reachability
 from daskserve.data.caller.routing.replica_pool import (
@@ -77,7 +77,7 @@ def test_a_request_queues_only_if_no_replica_has_room_and_at_the_less_loaded_one
     assert [each.tag for each in take_all(pool)] == ["c", "c", "a", "b"]
 
 
-@for_each("what", ["an answer", "a long time", "a new one"])
+@each_case("what", ["an answer", "a long time", "a new one"])
 def test_a_replica_with_room_again_gets_as_many_requests_as_its_concurrency(what: str) -> None:
     pool = pool_of("a", concurrency=2)
     (a, _) = take_all(pool)
@@ -182,7 +182,7 @@ def served_at(pool: ReplicaPool, pace_s: float, count: int = 50) -> None:
         assert (entry.tag, entry.pace_s) == ("n", pytest.approx(pace_s))
 
 
-@for_each(
+@each_case(
     ("pace_s", "lead"),
     [
         (0.0001, HOP_S / 0.0001),  # a queue of ten costs as much as a hop
@@ -323,7 +323,7 @@ def all_set_aside_but_one(size: int) -> ReplicaPool:
     return pool
 
 
-@for_each("make", [idle, all_but_one_full, half_set_aside, all_set_aside_but_one])
+@each_case("make", [idle, all_but_one_full, half_set_aside, all_set_aside_but_one])
 def test_choosing_costs_the_same_among_a_thousand_replicas(make: Callable[[int], ReplicaPool]) -> None:
     def cost(size: int) -> int:
         pool, rng = make(size), random.Random(1)

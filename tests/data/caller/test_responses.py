@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import pickle
 import re
 import sys
 import threading
@@ -356,7 +357,10 @@ def test_a_chosen_replica_keeps_a_slot_for_one_call(client: Client) -> None:
     async def main() -> None:
         async with handle.choose_replica() as one, handle.choose_replica() as other:
             assert one.replica_id != other.replica_id
-            assert one.to_dict()["address"] == one.address
+            plain = one.to_dict()
+            assert (plain["replica_id"], plain["address"]) == (one.replica_id, one.address)
+            assert "choice" not in plain
+            assert pickle.loads(pickle.dumps(one)) == one
             queued = handle.remote("queued")
             assert await handle.who.dispatch(one) == one.replica_id
             assert await queued == "queued"

@@ -8,9 +8,9 @@ from collections import Counter
 from dataclasses import dataclass
 
 import pytest
-from cases import for_each
 from hypothesis import given
 from hypothesis import strategies as st
+from tables import each_case
 
 from daskserve.data.caller.routing.choice import Candidate, TrafficPolicy, choose, shard_draw
 
@@ -77,7 +77,7 @@ def test_many_keys_are_split_by_weight() -> None:
 # ---- shadows
 
 
-@for_each("proportion", [0.0, 0.1, 0.5, 1.0])
+@each_case("proportion", [0.0, 0.1, 0.5, 1.0])
 def test_shadows_get_their_proportion(proportion: float) -> None:
     policy = TrafficPolicy({"a": 1.0}, {"s": proportion})
     rng = random.Random(3)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from cases import for_each
+from tables import each_case
 from test_replica_pool import pool_of
 
 from daskserve.common.types import Load
@@ -13,7 +13,7 @@ from daskserve.data.caller.routing.replica_pool import HOP_S, PooledReplica, Rep
 from daskserve.data.caller.routing.websocket_cost import TurnMeter
 
 
-@for_each(
+@each_case(
     ("turn_s", "turns", "is_light"),
     [
         (0.0001, 1, True),

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cases import case
 from gates import Gates, anew_for_each_test
 from replica_harness import make, our_threads
+from tables import case
 
 from daskserve.common.clock import LoopClock
 from daskserve.data.replica.replica import Replica

@@ -15,11 +15,11 @@ from typing import Any
 
 import cloudpickle
 import pytest
-from cases import case
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
+from tables import case
 
 from daskserve.common.types import Message
 from daskserve.data.replica.requests.accept_batch import accept_batch

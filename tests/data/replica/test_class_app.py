@@ -18,7 +18,6 @@ from typing import Annotated, Any
 
 import numpy as np
 import pytest
-from cases import case
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request, WebSocket
 from fastapi.openapi.utils import get_openapi
 from httpx import ASGITransport, AsyncClient, Response
@@ -27,6 +26,7 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.responses import PlainTextResponse
 from starlette.routing import Host, Mount, Route, Router
+from tables import case
 
 import daskserve as serve
 from daskserve.client.definitions.specs import make_spec

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pydantic
 import pytest
-from cases import case
 from starlette.background import BackgroundTask
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response, StreamingResponse
+from tables import case
 
 from daskserve.common.types import WHOLE_RESPONSE
 from daskserve.data.replica.user_code.responses import (

@@ -7,7 +7,7 @@ import threading
 import types
 from typing import Any
 
-from cases import case
+from tables import case
 
 from daskserve.data.replica.execution.evidence import (
     BLOCKED_AFTER_S,

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cases import case
+from tables import case
 
 from daskserve.data.replica.environment.interpreters import find_interpreter
 from daskserve.errors import BadRequestError

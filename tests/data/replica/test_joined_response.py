@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from cases import case
+from tables import case
 
 from daskserve.common.types import WHOLE_RESPONSE, Message
 from daskserve.data.replica.user_code.joined_response import JoinedResponse, ResponseSink

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pydantic
 import pytest
-from cases import case
+from tables import case
 
 from daskserve.data.replica.user_code.json import to_json
 from daskserve.errors import UserCodeError

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from cases import case
+from tables import case
 
 import daskserve as serve
 from daskserve.errors import BadRequestError

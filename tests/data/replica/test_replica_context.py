@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import ranked_code as code
-from cases import case
 from replica_harness import call, make
 from replica_starts import reconfiguration
+from tables import case
 
 import daskserve as serve
 from daskserve.common.types import ReplicaRank

@@ -9,9 +9,9 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-from cases import case
 from runs import PipedRequest, respond_piped, respond_to, start_async, until
 from starlette.requests import ClientDisconnect, Request
+from tables import case
 
 from daskserve.common.types import Envelope, EnvelopeKind, Message
 from daskserve.context import RequestContext

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from cases import case
+from tables import case
 
 import daskserve as serve
 from daskserve.testing import local_instance

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cases import case
+from tables import case
 
 import daskserve as serve
 from daskserve.data.replica.requests.accept_batch import accept_batch
