@@ -131,8 +131,8 @@ def _targets(node: ast.AST, module: Module, tree: Tree) -> list[str]:
         joined = [f"{base}.{alias.name}" for alias in node.names]
         return [name if name in tree or base == "dask" else base for name in joined]
     if isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
-        function = ast.unparse(node.func)
-        if function in ("importlib.import_module", "import_module", "__import__"):
+        function = getattr(node.func, "attr", None) or getattr(node.func, "id", None)
+        if function in ("import_module", "__import__"):
             return [str(node.args[0].value)]
     return []
 

@@ -277,7 +277,7 @@ def _annotation_nodes(parsed: ast.Module) -> set[int]:
     roots = []
     for node in walked(parsed):
         roots += [getattr(node, "annotation", None), getattr(node, "returns", None)]
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "cast"):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("isinstance", "cast"):
             roots += node.args
     return {id(part) for root in roots if isinstance(root, ast.AST) for part in ast.walk(root)}
 
@@ -427,7 +427,7 @@ def _used_names(node: ast.AST) -> Iterator[str]:
         yield from (node.module or "").split(".")
     elif isinstance(node, ast.Import):
         yield from (part for alias in node.names for part in alias.name.split("."))
-    elif isinstance(node, ast.Call) and ast.unparse(node.func) in BY_NAME:
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in BY_NAME:
         yield from (str(each.value) for each in node.args[1:2] if isinstance(each, ast.Constant))
 
 
@@ -565,12 +565,12 @@ def test_a_valid_file_breaks_no_rule() -> None:
 
 
 def test_every_exception_to_a_rule_is_still_needed(tree: Tree) -> None:
-    for name in (*SIZE_EXCEPTIONS, *STATE_EXCEPTIONS, *PRIVATE_EXCEPTIONS):
+    for name in (*STATE_EXCEPTIONS, *PRIVATE_EXCEPTIONS):
         path, _, what = name.partition(":")
         assert path in tree, f"{path} does not exist"
         assert what in tree[path], f"{name} is gone"
-    oversized_places = {f"{path}:{name}" for path, _, name, _ in _over_budget(tree)}
-    assert set(SIZE_EXCEPTIONS) - oversized_places == set()
+    large = {path: tree[path] for path in tree if path.startswith("daskserve/")}
+    assert SIZE_EXCEPTIONS.keys() - {f"{path}:{name}" for path, _, name, _ in _over_budget(large)} == set()
 
 
 # ---- errors cross processes

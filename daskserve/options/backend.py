@@ -365,15 +365,15 @@ class BackendConfig(Options):
         return self.placement_group_strategy or "PACK" if gangs is None else gangs.gang_placement_strategy
 
     def surge(self, replicas: int) -> int:
-        """Return how many more than these replicas may run during an update."""
+        """Return the number of extra replicas allowed during an update."""
         return share_or_number(self.max_surge, replicas)
 
     def unavailable(self, replicas: int) -> int:
-        """Return how many of these replicas may be missing during an update."""
+        """Return the number of these replicas that may be missing during an update."""
         return share_or_number(self.max_unavailable, replicas, rounded="down")
 
     def allowed_failures(self, replicas: int) -> int:
-        """Return after how many failed starts in a row a change to these replicas fails."""
+        """Return the number of failed starts in a row after which a change fails."""
         return min(self.max_constructor_retry_count, STARTS_PER_REPLICA * max(1, replicas))
 
     def fixed(self) -> dict[str, Any]:
@@ -391,7 +391,7 @@ class BackendConfig(Options):
     )
 
     def concurrency(self) -> int:
-        """Return how many requests one replica may run, with the defaults filled in."""
+        """Return the maximum number of concurrent requests of a replica, with defaults filled in."""
         if self.max_ongoing_requests is not None:
             return self.max_ongoing_requests
         if self.max_batch_size is not None and (
@@ -411,7 +411,7 @@ class BackendConfig(Options):
 
     @property
     def bodies(self) -> BodyUse:
-        """What happens to the bodies of its HTTP requests before they are sent to a replica."""
+        """How a proxy handles the bodies of its HTTP requests."""
         facts = self.internal_metadata
         if facts.is_asgi_app:
             return "stream"

@@ -1,4 +1,4 @@
-"""What all option models share.
+"""The base class of all option models, and their errors.
 
 A pydantic field and its description are the only definition of an option: the API, the documentation and the
 errors come from it. Defaults that an operator may want to change for a whole site are read from Dask's own
@@ -80,7 +80,7 @@ def _as_number(value: Any) -> Any:
 ByteCount = Annotated[int, BeforeValidator(as_bytes)]
 #: The type of an option that holds a secret or a reference to one; see `daskserve.options.secrets`.
 Secret = Annotated[str | dict[str, str], BeforeValidator(checked_secret)]
-#: The type of an option that is an amount of a resource: no text, and no truth value.
+#: The type of an option that is an amount of a resource: neither text nor a bool.
 Amount = Annotated[float, BeforeValidator(_as_number)]
 
 

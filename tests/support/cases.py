@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
@@ -21,15 +22,22 @@ def for_each(names: str | tuple[str, ...], cases: Iterable[Any]) -> Callable[[Ca
 
         @wraps(test)
         def run_test(**given: Any) -> None:
-            for case in table:
-                try:
-                    test(**given, **case)
-                except BaseException as error:
-                    error.add_note(f"case: {case}")
-                    raise
+            for each in table:
+                with case(each):
+                    test(**given, **each)
 
         others = [each for name, each in signature.parameters.items() if name not in keys]
         run_test.__signature__ = signature.replace(parameters=others)  # type: ignore[attr-defined]
         return run_test
 
     return decorate
+
+
+@contextmanager
+def case(*values: Any) -> Iterator[None]:
+    """Add the case to the error that a test fails with, for a test that loops over a table itself."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"case: {', '.join(map(repr, values))}")
+        raise

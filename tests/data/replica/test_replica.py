@@ -6,7 +6,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import nullcontext
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -336,6 +336,12 @@ class MuteCheck(MuteReconfigure):
     fails = "check_health"
 
 
+@asynccontextmanager
+async def broken_lifespan(app: Any) -> AsyncIterator[None]:
+    raise LookupError("no database")
+    yield
+
+
 class BrokenAsync(Broken):
     async def __init__(self) -> None:  # type: ignore[misc]
         raise ZeroDivisionError("in the constructor")
@@ -347,9 +353,10 @@ class BrokenAsync(Broken):
         (Broken, {}, ["'b' failed in its constructor: ZeroDivisionError: in the constructor"]),
         (BrokenAsync, {}, ["'b' failed in its constructor: ZeroDivisionError: in the constructor"]),
         (Quits, {}, ["failed in its constructor", "SystemExit: 3"]),
+        (Starlette(lifespan=broken_lifespan), {}, ["'b' failed in its lifespan: LookupError: no database"]),
         (Mute, {}, ["failed in its constructor: MuteError: <its text cannot be made: TypeError>"]),
         (MuteReconfigure, {"user_config": 1}, ["failed in reconfigure(): MuteError: <its text cannot"]),
-        (MuteCheck, {}, ["'b' raised MuteError: <its text cannot be made"]),
+        (MuteCheck, {}, ["failed its first health check", "'b' raised MuteError: <its text cannot be"]),
         ("absent_module.Name", {}, ["could not be loaded", "there is no module 'absent_module'"]),
         (Model, {"user_config": "bad"}, [r"failed in reconfigure(): ValueError: bad config"]),
         (plain, {"user_config": 1}, ["failed in reconfigure()", "has no reconfigure() method"]),
@@ -1092,22 +1099,6 @@ def test_the_users_health_check_is_part_of_the_probe(definition: Any) -> None:
         assert GATES.notes[0].startswith("daskserve-b#AAAAAA")
 
     run(scenario, definition)
-
-
-class StillBorn:
-    def check_health(self) -> None:
-        raise RuntimeError("feverish")
-
-    def __call__(self) -> None: ...
-
-
-def test_a_replica_whose_first_health_check_fails_does_not_start() -> None:
-    async def main() -> None:
-        replica = make(StillBorn)
-        with pytest.raises(ReplicaStartError, match=r"failed its first health check: .*feverish"):
-            await replica.start()
-
-    asyncio.run(main())
 
 
 class LeavesATask:
