@@ -1,4 +1,4 @@
-"""Reads a body in chunks, for both servers.
+"""Reads a body in chunks.
 
 Libraries differ in what they accept around chunks, from version to version: a chunk that is ended by a CR and
 any character hides a request behind another one. So the lines are checked here, strictly.

@@ -1,4 +1,4 @@
-"""One connection: reads its requests for their exchanges, without I/O of its own.
+"""One connection: reads its requests, and does no I/O itself.
 
 An `HTTPConnection` is an ``asyncio.Protocol``: a transport calls it with the bytes that it has received, and
 the connection calls the transport to write, to pause and to close.

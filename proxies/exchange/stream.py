@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 Socket: TypeAlias = socket.socket
 
-#: With more bytes than this that nobody has read yet, reading from the transport pauses.
+#: Reading from the transport pauses while more bytes than this are unread.
 READ_AHEAD_BYTES = 64 * 1024
 #: Size of what is read or parsed at once; small, so that it does not block other tasks.
 READ_BYTES = 16 * 1024

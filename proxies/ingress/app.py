@@ -50,7 +50,7 @@ DENIAL = "websocket.http.response"
 NOT_POPULATED = "Route table is not populated yet."
 DRAINING = "This node is being drained."
 NO_ROUTES = "There is no route yet."
-#: A success, because nobody else may serve: load balancers go on, and people who look learn of it.
+#: A success, so that load balancers continue: no other proxy may serve. The text is for operators.
 STORE_IS_TAKEN = b"success, but another cluster has taken over the store of this instance"
 
 #: The keys of the scope of an HTTP request; see https://asgi.readthedocs.io/en/latest/specs/www.html

@@ -88,6 +88,8 @@ def slow() -> Iterator[RawCase]:
         yield RawCase(
             case.name, case.data, case.statuses, case.seen, tuple((end, 0.0) for end in range(len(data)))
         )
+    stops = tuple((end, 0.0) for end in range(len(head())))
+    yield RawCase("nothing after a head byte by byte", head(), (200,), ((echo, b""),), stops, is_closed=False)
     stops = tuple((end, 0.3 * IDLE_S) for end in range(4, 34, 5))
     yield RawCase("a head that takes longer than the idle limit", head() + SMUGGLED, (), stops=stops)
     case = served(

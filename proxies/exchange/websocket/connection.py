@@ -6,9 +6,9 @@ process on a loop of its own, the connection moves there when the handshake is a
 way; with a crossing in each direction it took twice the CPU time, and as long again to arrive. Where nothing
 is in between on the server's own loop, user code uses the connection there.
 
-The `daskserve.proxies.exchange.websocket.session.WebSocketSession` stays on the server's loop, and calls a
-line that has moved by posts. While user code blocks its loop, its connections and these posts wait;
-`WebSocketConnection.cut` ends the connection from any thread.
+The `daskserve.proxies.exchange.websocket.session.WebSocketSession` stays on the server's loop, and
+posts its calls to a connection that has moved. While user code blocks its loop, its connections and these
+posts wait; `WebSocketConnection.cut` ends the connection from any thread.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class WebSocketOwner(Protocol):
         """Note that the connection leaves the present loop."""
 
     def connection_disconnected(self) -> None:
-        """Note that the application is told of the end."""
+        """Note that the application receives the disconnect."""
 
     def connection_closed(self) -> None:
         """Note that the connection is closed. May be called more than once."""

@@ -1,4 +1,4 @@
-"""A WebSocket session between a client and the ASGI application, for both servers.
+"""A WebSocket session between a client and the ASGI application.
 
 The server hands over the connection when a request's headers ask for a WebSocket (RFC 6455). From then on
 a `WebSocketConnection` carries the messages, and the `WebSocketSession` runs the application. A session ends
@@ -193,7 +193,7 @@ class WebSocketSession:
         self._place = place
 
     def connection_disconnected(self) -> None:
-        """Note that the application is told of the end; it has some time to return."""
+        """Note that the application receives the disconnect; it has some time to return."""
         self._note(self._limit_application)
 
     def connection_closed(self) -> None:

@@ -119,7 +119,8 @@ def test_a_wrong_content_length_of_the_application_is_an_error() -> None:
     async def test() -> None:
         backend = Backend(Response("ok", headers={"content-length": "3"}))
         async with serving(backend.ingress()) as server, connected(server) as client:
-            assert (await client.get("/a")).status == 500
+            found = await client.get("/a", "X-Request-ID: an-id")
+            assert (found.status, found.headers["x-request-id"]) == (500, "an-id")
             # To a HEAD it tells of what a GET would give.
             found = await client.get("/a", method="HEAD")
             assert (found.status, found.headers["content-length"]) == (200, "3")

@@ -516,6 +516,16 @@ def test_a_deadline_within_a_response_cuts_it() -> None:
     assert ingress.statistics().timed_out == 1
 
 
+def test_a_deadline_after_the_whole_response_ends_the_request_quietly() -> None:
+    async def answer(receive: Receive, send: Send) -> None:
+        await respond(send, b"whole")
+        await hang(receive, send)
+
+    ingress = make_ingress(Routers(answer), request_timeout_s=1)
+    assert run_virtual(call, ingress, make_scope("/a")).text == "whole"
+    assert ingress.statistics().timed_out == 0
+
+
 def test_a_timeout_of_user_code_is_not_our_deadline() -> None:
     async def answer(receive: Receive, send: Send) -> None:
         raise TimeoutError("the database")

@@ -111,6 +111,7 @@ def test_the_protocol_pauses_until_all_is_sent() -> None:
         transport.write(b"small")
         assert protocol.calls == []
         transport.write(bytes(10_000_000))
+        assert protocol.calls == ["pause"]
         transport.write(b"more")
         assert protocol.calls == ["pause"]
         assert 0 < transport.get_write_buffer_size() < 10_000_000
