@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from by_task import by_task
 from control_harness import app_spec, spec
+from scenarios import scenarios
 
 from daskserve.client.instance.calls import ControllerCalls
 from daskserve.cluster.local.cluster import LocalCluster
@@ -348,3 +350,8 @@ def play(scenario: Callable[[Stage], Coroutine[Any, Any, None]], **options: Any)
             await scenario(stage)
 
     run_virtual(main)
+
+
+def staged(**options: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Return a decorator for a test that is a scenario; see `play`."""
+    return scenarios(partial(play, **options))
