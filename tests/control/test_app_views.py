@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from control_harness import backend, replica, state_of, worker
 from controller_harness import Stage, staged
+from scenarios import for_each
 
 from daskserve.client.views.status import Status
 from daskserve.common.types import ReplicaState
@@ -55,7 +56,7 @@ def test_an_application_is_as_bad_as_its_worst_deployment() -> None:
     assert word(status(member("b"), member("f"))) == ("UNHEALTHY", "HEALTH_CHECK_FAILED")
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("change", "expected"),
     [("CONFIG_UPDATE", "UPDATING"), ("UPSCALE", "UPSCALING"), ("DOWNSCALE", "DOWNSCALING")],
 )

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from controller_harness import Stage, boom, play, staged
 from pydantic import ValidationError
+from scenarios import for_each
 
 from daskserve.client.views.explanation import Explanation
 from daskserve.control.records.records import BackendRecord
@@ -81,7 +82,7 @@ def test_a_scaler_without_permission_is_rejected_and_changes_nothing() -> None:
     assert http_status_of(ExternalScalerDisabledError()) == 412
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("application", "name", "tag"),
     [
         ("shop", "model", "shop/model"),
@@ -104,7 +105,7 @@ async def test_a_deployment_is_found_by_its_application_and_its_name(
     assert len(stage.running) == 6
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("application", "name", "error", "text"),
     [
         (
@@ -216,7 +217,7 @@ async def test_between_the_autoscaler_and_a_scaler_outside_the_number_stays(stag
     assert (recorded(stage).num_replicas, count(stage)) == (1, 1)  # nothing would wake it
 
 
-@pytest.mark.parametrize("auto", [{"autoscaling_config": {"max_replicas": 3}}, {"num_replicas": "auto"}])
+@for_each("auto", [{"autoscaling_config": {"max_replicas": 3}}, {"num_replicas": "auto"}])
 def test_both_at_once_are_refused_when_they_are_given(auto: dict[str, Any]) -> None:
     with pytest.raises(ValidationError, match="set autoscaling_config=None to scale from outside"):
         BackendConfig(**auto, **OPEN)
@@ -225,7 +226,7 @@ def test_both_at_once_are_refused_when_they_are_given(auto: dict[str, Any]) -> N
         config.external_scaler_enabled = True
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("body", "message"),
     [
         (b"", 'the body is not JSON; send {"target_num_replicas": 3}'),

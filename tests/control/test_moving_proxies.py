@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from controller_harness import Stage, play, staged
+from scenarios import for_each
 
 from daskserve.common.types import Location, WorkerAddress
 from daskserve.control.observed.watch import MISSES, PERIOD_S
@@ -57,7 +58,7 @@ async def test_a_retiring_worker_is_in_use_until_the_requests_of_its_proxy_have_
     assert list(await proxies(stage)) == ["head"]
 
 
-@pytest.mark.parametrize("delay_s", [0.0, 0.001, 0.01, 0.1, 1.0])
+@for_each("delay_s", [0.0, 0.001, 0.01, 0.1, 1.0])
 @staged(http=http(), workers=4)
 async def test_a_controller_that_dies_while_a_proxy_leaves_is_followed_by_one_that_goes_on(
     stage: Stage, delay_s: float
@@ -109,35 +110,6 @@ async def test_the_only_proxy_waits_for_its_host_moves_and_moves_back(
     assert (await proxies(stage))["head"]["message"] == ""
 
 
-@staged(http=http(port=0), workers=1)
-async def test_the_only_proxy_comes_back_with_its_host(
-    stage: Stage, caplog: pytest.LogCaptureFixture
-) -> None:
-    home, _ = two_hosts(stage)
-    await listening(stage)
-    urls = await stage.call("http_urls")
-    stage.cluster.remove_worker(home)
-    await stage.clock.sleep(GRACE_S / 2)
-    back = stage.cluster.add_worker().address
-    await stage.until(lambda: set(stage.proxies) == {back}, timeout_s=1)
-    assert stage.proxies[back].message.options.port == 40000
-    assert [url.rpartition(":")[2] for url in await stage.call("http_urls")] == [
-        url.rpartition(":")[2] for url in urls
-    ]
-
-
-@staged(http=http(), workers=1)
-async def test_a_host_of_another_cluster_is_not_waited_for(stage: Stage) -> None:
-    await listening(stage)
-    await stage.cluster.end()
-    second = Stage(http=stage.http, store=stage.store, workers=1)
-    second.start_id = "second"
-    second.cluster.change_worker(second.cluster.workers()[0].address, host="10.0.0.9")
-    async with second.cluster:
-        await second.open()
-        await second.call("wait_for_http", timeout_s=1)
-
-
 def test_the_proxy_of_a_worker_that_hangs_comes_back_after_its_restart() -> None:
     async def scenario(stage: Stage) -> None:
         home = await listening(stage)
@@ -159,7 +131,7 @@ def test_the_proxy_of_a_worker_that_hangs_comes_back_after_its_restart() -> None
     run_virtual(main)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("location", "is_held"),
     [(Location.HEAD_ONLY, True), (Location.EVERY_NODE, False), (Location.EVERY_WORKER, False)],
 )

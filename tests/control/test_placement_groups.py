@@ -11,6 +11,7 @@ from controller_harness import Stage, staged
 from full_cluster import message
 from hypothesis import given
 from hypothesis import strategies as st
+from scenarios import for_each
 
 from daskserve.common.types import ReplicaState as S
 from daskserve.common.types import WorkerInfo
@@ -133,8 +134,8 @@ def test_other_backends_leave_the_room_of_bundles_alone() -> None:
     )
 
 
-@pytest.mark.parametrize("how", ["lost", "silent"])
-@pytest.mark.parametrize("state", [S.STARTING, S.RUNNING])
+@for_each("how", ["lost", "silent"])
+@for_each("state", [S.STARTING, S.RUNNING])
 def test_a_replica_that_loses_a_bundle_is_replaced(how: str, state: S) -> None:
     bench = Bench(apart(2))
     deploy(bench, strategy="STRICT_SPREAD")
@@ -223,7 +224,7 @@ def test_a_trial_counts_the_bundles_of_others() -> None:
     assert [trial.used(at) for at in ("w1", "w2")] == before
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("before", "after"),
     [
         (PAIR, PAIR),

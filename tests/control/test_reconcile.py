@@ -10,7 +10,8 @@ from typing import Any
 import msgpack
 import pytest
 from control_harness import backend, replica
-from controller_harness import ScriptedReplica, ScriptedStore, Stage, boom, hang, staged
+from controller_harness import ScriptedReplica, ScriptedStore, Stage, hang, staged
+from scenarios import for_each
 
 from daskserve.cluster.local.process import LocalProcess
 from daskserve.cluster.protocols.base import StoreChange
@@ -69,7 +70,7 @@ async def live(stage: Stage) -> None:
 CRASHES = range(1, 33)
 
 
-@pytest.mark.parametrize("crash_at", CRASHES)
+@for_each("crash_at", CRASHES)
 def test_changes_complete_wherever_the_controller_dies(crash_at: int) -> None:
     """It is killed after each commit in turn, before it can act on it, tell of it or answer."""
 
@@ -137,19 +138,6 @@ async def test_a_new_controller_adopts_a_replica_that_is_still_starting(stage: S
     assert stage.clock.now() < 32
 
 
-@staged(workers=4)
-async def test_a_config_that_was_written_and_not_told_is_told_by_the_next_controller(stage: Stage) -> None:
-    await stage.create(num_replicas=2, user_config=b"one")
-    controller = await stage.cluster.program.controller()
-    stage.store.after_commit = lambda records: stage.cluster.remove_worker(controller.worker)
-    changing = asyncio.create_task(stage.update(user_config=b"two"))
-    await stage.until(lambda: stage.cluster.epoch == 2)
-    stage.store.after_commit = None
-    await changing
-    assert {each.user_config for each in stage.running_of("b")} == {b"two"}
-    assert len(stage.started) == 2
-
-
 @staged()
 async def test_a_config_that_changed_while_a_replica_started_is_told_by_the_next_controller(
     stage: Stage,
@@ -177,17 +165,6 @@ async def test_proxies_are_adopted_too(stage: Stage) -> None:
     }
     before.pop(controller.worker)
     assert stage.proxies == before
-
-
-@staged()
-async def test_a_deadline_outlives_the_controller(stage: Stage) -> None:
-    creating = asyncio.create_task(stage.create(actor_options={"num_gpus": 1}, timeout_s=20.0))
-    await stage.clock.sleep(10)
-    await stage.crash_controller()
-    with pytest.raises(Exception, match="GPU 1"):
-        await creating
-    assert stage.clock.now() < 35
-    await stage.until(lambda: not stage.stored("backend") and not stage.stored("replica"))
 
 
 # ---- the store is out of reach
@@ -554,39 +531,6 @@ async def test_a_new_version_rolls_without_a_gap(stage: Stage) -> None:
     assert (fewest, most) == (3, 4)
     assert {each.message.code for each in stage.running_of("d")} == {b"code"}
     assert len(stage.started) == 6
-
-
-@staged()
-async def test_a_new_version_that_fails_never_touches_the_old_one(stage: Stage) -> None:
-    await stage.deploy("d", version="1", num_replicas=2)
-    before = dict(stage.running)
-    stage.start = boom()
-    with pytest.raises(ReplicaStartError):
-        await stage.deploy("d", version="2", num_replicas=2)
-    await stage.clock.sleep(10)
-    assert stage.running == before
-    (record,) = stage.stored("backend").values()
-    assert isinstance(record, BackendRecord)
-    assert record.version == "1"
-
-
-@staged(workers=2)
-async def test_a_full_cluster_is_updated_while_all_replicas_but_one_serve(stage: Stage) -> None:
-    options: dict[str, Any] = {"num_replicas": 2, "actor_options": {"num_cpus": 4}}
-    await stage.deploy("d", version="1", **options)
-    stage.start_s, stage.drain_s, fewest = 2.0, 3.0, 2
-    messages = set()
-    rolling = asyncio.create_task(stage.deploy("d", version="2", **options))
-    while not rolling.done():
-        await stage.clock.sleep(0.1)
-        published = (await stage.published("backend/d"))["replicas"]
-        fewest = min(fewest, len(published))
-        messages.add((await stage.call("status"))["backends"]["d"]["message"].partition(";")[0])
-    await rolling
-    assert fewest == 1
-    assert "no room for a new replica beside the old ones: draining one old replica at a time" in messages
-    assert len(stage.started) == 4
-    assert len(stage.replica_workers()) == 2
 
 
 @staged(workers=3)
