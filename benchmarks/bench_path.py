@@ -217,7 +217,7 @@ def our_protocols(app: ASGIApp) -> Callable[[], Any]:
         idle_timeout_s=60,
         clock=clock,
     )
-    return lambda: HTTPConnection(server_state, set(), lambda: None)
+    return lambda: HTTPConnection(server_state, lambda: None)
 
 
 async def http_round(protocols: Callable[[], Any]) -> None:
@@ -304,7 +304,7 @@ class Bench:
             routes=lambda: table,
             dispatch=dispatch,
             rng=random.Random(0),
-            takes_whole=True,
+            is_direct=True,
         )
 
     def app(self, handle: TakeRequest, *, is_local: bool = True) -> IngressApp:

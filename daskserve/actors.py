@@ -118,7 +118,7 @@ class ProxyActor:
             routes=self._routes,
             dispatch=self._routers.send,
             rng=self._context.rng,
-            takes_whole=not middlewares,
+            is_direct=not middlewares,
             bodies=BodyGate(
                 lambda endpoint: self._routers.router(endpoint).body_rules(options.max_body_bytes),
                 lambda endpoint: self._routers.router(endpoint).check_queue(),

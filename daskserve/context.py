@@ -121,7 +121,7 @@ class PlacementBundle:
 class PlacementGroup:
     """The bundles that a replica has reserved, in the order of ``placement_group_bundles``.
 
-    The replica runs in the first one. The others are places for Dask tasks of its own::
+    The replica runs in the first one. The others are for its own Dask tasks::
 
         bundle = serve.get_replica_context().placement_group.bundles[1]
         get_client().submit(f, workers=[bundle.worker], resources=bundle.dask_resources)
@@ -254,7 +254,7 @@ class RequestContext:
         return DEFAULT_APPLICATION if replica is None else replica.app_name
 
     def add_facts(self, facts: Mapping[str, Any]) -> None:
-        """Take over what the call of a handle tells about itself."""
+        """Set the options of the handle's call."""
         vars(self).update(facts)
 
     def add_call(self, call: PendingCall[Any]) -> None:

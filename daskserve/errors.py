@@ -198,9 +198,9 @@ class LibraryVersionError(InstanceError):
 
 
 class StoreLostError(InstanceError):
-    """What the store writes to is not what the next start would open: it was removed, moved or replaced.
+    """The store's file or folder was removed, moved or replaced while in use.
 
-    The change was refused. `Client.rewrite_store` writes all records anew to the place that the URL names.
+    The change was refused. `Client.rewrite_store` rewrites all records to the place that the URL names.
     """
 
 
@@ -257,7 +257,7 @@ class SupersededError(DeployError):
 
 
 class DeletedError(DeployError):
-    """What a change was to bring up was deleted before the change was complete.
+    """A deployment was deleted before its change was complete.
 
     Attributes
     ----------
@@ -411,7 +411,7 @@ class RequestCancelledError(ServeError, CancelledError):
 
 
 class PassedResponseError(ServeError, RuntimeError):
-    """What has not arrived was pickled: a response, or a request before its body was read.
+    """A response, or a request whose body was not read yet, cannot be pickled.
 
     Only handles accept them as arguments, and none a stream.
     """

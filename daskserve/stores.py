@@ -26,7 +26,7 @@ from daskserve.payload.parcels import Parcel
 
 __all__ = ["InstanceReport", "StoreReport", "backup", "check", "repair", "restore"]
 
-#: What to do about a damaged record, by kind.
+#: The remedy for a damaged record, by kind.
 REMEDIES: Mapping[str, str] = {
     "app": "Deploy the application again.",
     "backend": "Deploy it again.",
@@ -43,7 +43,7 @@ _OTHERWISE = "Restore a backup, or deploy again what is missing."
 
 @dataclass(slots=True)
 class InstanceReport:
-    """What is stored of an instance.
+    """The records of an instance.
 
     Attributes
     ----------
@@ -68,7 +68,7 @@ class InstanceReport:
 
 @dataclass(slots=True)
 class StoreReport:
-    """What a store, or a backup, has: by the name of the instance.
+    """The contents of a store or a backup, by the name of the instance.
 
     ``lack`` is what is missing as a whole, with what to do; empty if nothing.
     """
@@ -96,7 +96,7 @@ class StoreReport:
 
 
 def check(place: str | Path) -> StoreReport:
-    """Return what a store or a backup has, and what is damaged or missing in it. Changes nothing.
+    """Return the contents of a store or a backup, with damaged and missing records. Changes nothing.
 
     A store may be in use. No user code is run: code is checked for being whole, not for what it does.
 
@@ -114,7 +114,7 @@ def check(place: str | Path) -> StoreReport:
 
 
 def backup(url: str, path: str | Path, *, instances: Iterable[InstanceName] | None = None) -> StoreReport:
-    """Write what a store has to a file, also while it is in use; return what is in it.
+    """Write the contents of a store to a file, also while it is in use, and return them.
 
     The file is written whole or not at all, and is its user's only. What is damaged in the store is not in
     it; the report names that.
@@ -137,7 +137,7 @@ def backup(url: str, path: str | Path, *, instances: Iterable[InstanceName] | No
 def restore(
     path: str | Path, url: str, *, instances: Iterable[InstanceName] | None = None, force: bool = False
 ) -> StoreReport:
-    """Replace what a store has of the instances of a backup; return what it has of them now.
+    """Replace the records of the instances of a backup in a store, and return the new ones.
 
     The kind of the store may be another one. Other instances in it stay. Each instance is replaced whole or
     not at all, whenever the process is killed.
@@ -170,7 +170,7 @@ def restore(
 
 
 def repair(url: str) -> list[str]:
-    """Take what a store has for all that it should have; return what is missing for good.
+    """Accept a store as complete, and return the records that are lost for good.
 
     Damaged records stay aside. Do this where there is no backup, with a copy of all files in your hands.
 

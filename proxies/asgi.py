@@ -1,11 +1,11 @@
-"""Names of ASGI, and functions for whole responses."""
+"""Names of ASGI, and a function for whole responses."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from typing import Any, TypeAlias
 
-from daskserve.common.types import WHOLE_RESPONSE, Message, Receive, Send
+from daskserve.common.types import Receive, Send
 
 Scope: TypeAlias = MutableMapping[str, Any]
 ASGIApp: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
@@ -38,42 +38,3 @@ async def send_whole(
         }
     )
     await send({"type": "http.response.body", "body": body})
-
-
-def begin_response(held: Message | None, message: Message) -> tuple[Message, Message | None]:
-    """Return the start of a response, and what to send now.
-
-    The receiver of a response's messages keeps the start, and passes it on with the first part of the body:
-    until then a failure can still become an error response.
-
-    Parameters
-    ----------
-    held : Message or None
-        What was returned before as the start of the same response.
-    message : Message
-        An ``http.response.start``, after which there is nothing to send yet, or a
-        `daskserve.common.types.WHOLE_RESPONSE`, which becomes a start and a body.
-
-    Raises
-    ------
-    RuntimeError
-        The response was started before.
-    """
-    if held is not None:
-        raise RuntimeError("a response was started a second time")
-    if message["type"] != WHOLE_RESPONSE:
-        return message, None
-    return split_whole(message)
-
-
-def split_whole(message: Message) -> tuple[Message, Message]:
-    """Return the two messages of ASGI for a `daskserve.common.types.WHOLE_RESPONSE`."""
-    status, body = message["status"], message["body"]
-    headers = list(message["headers"])
-    names = {name.lower() for name, _ in headers}
-    if b"content-length" not in names and b"transfer-encoding" not in names and status not in (204, 304):
-        headers.append((b"content-length", b"%d" % len(body)))
-    if "request_id" in message and REQUEST_ID not in names:
-        headers.append((REQUEST_ID, message["request_id"]))
-    start = {"type": "http.response.start", "status": status, "headers": headers}
-    return start, {"type": "http.response.body", "body": body}

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import numpy as np
-from scenarios import for_each
+from cases import for_each
 
 from daskserve.common.formatting import as_whole, shown, shown_size
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from scenarios import for_each
+from cases import for_each
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,3 +44,23 @@ def test_the_examples_run() -> None:
     product, backends = asyncio.run(namespace["call"]())
     assert product == 8
     assert {"hello:v1", "hello:v2"} <= set(backends)
+
+
+def names_of(cell: str) -> list[str]:
+    return re.findall(r"`(\w+)`", cell)
+
+
+def test_every_public_name_of_ray_serve_is_here_or_said_not_to_be() -> None:
+    rows = PAGE.partition("### Every public name")[2].partition("\n### ")[0]
+    found = re.findall(r"^\| `ray[\w.]*`(?: is `([\w.]+)`)? \|(.*?)\|(.*?)\|$", rows, re.MULTILINE)
+    assert len(found) == 11
+    for module, same, missing in found:
+        place = importlib.import_module(module or "daskserve")
+        assert [name for name in names_of(same) if not hasattr(place, name)] == []
+        listed = {name for part in missing.split(". ") for name in names_of(part.partition(":")[0])}
+        assert [name for name in listed if module and hasattr(place, name)] == []
+        if module.count("."):  # what the module exports beyond Ray Serve's names is documented elsewhere
+            assert set(getattr(place, "__all__", ())) - set(names_of(same)) <= {
+                "DeploymentIsBeingDeletedError",
+                "ExternalScalerDisabledError",
+            }

@@ -10,8 +10,8 @@ from typing import Any
 
 import cloudpickle
 import pytest
+from cases import for_each
 from prometheus_client import CollectorRegistry, generate_latest
-from scenarios import for_each
 
 import daskserve as serve
 from daskserve import metrics
@@ -57,7 +57,7 @@ def test_metrics_are_public_names() -> None:
     assert serve.metrics.__all__ == ["Counter", "Gauge", "Histogram"]
 
 
-def test_values_in_a_replica_get_its_labels_and_stay_in_its_figures(process: ProcessMetrics) -> None:
+def test_values_in_a_replica_get_its_labels_and_stay_in_its_metrics(process: ProcessMetrics) -> None:
     replica_metrics = ReplicaMetrics()
     hits = metrics.Counter("hits", "Hits.", tag_keys=("model",))
     in_replica(lambda: hits.inc(tags={"model": "a"}), replica_metrics)

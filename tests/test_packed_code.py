@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
+from scenarios import for_each
 
 from daskserve.common.types import SHARED_BYTES
 from daskserve.payload.parcels import ALIGNMENT, Parcel, pack_code, unpack_code
@@ -20,7 +20,7 @@ def test_small_code_stands_for_itself() -> None:
     assert Parcel.labelled(code) is None
 
 
-@pytest.mark.parametrize("argument", [np.zeros(SHARED_BYTES, np.uint8), b"\1" * SHARED_BYTES])
+@for_each("argument", [np.zeros(SHARED_BYTES, np.uint8), b"\1" * SHARED_BYTES])
 def test_large_code_has_a_short_label(argument: Any) -> None:
     code, parts = pack_code(("name", (argument,), {}))
     parcel = Parcel.labelled(code)

@@ -7,8 +7,8 @@ from typing import Any
 from xml.etree import ElementTree
 
 import panel_drawing as drawing
+from cases import for_each
 from grafana.panels import Dashboard, Panel, PanelKind, Query, Row, Unit
-from scenarios import for_each
 
 
 def drawn(panel: Panel, series: list[Any]) -> ElementTree.Element:

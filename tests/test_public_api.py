@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from scenarios import for_each
+from cases import for_each
 
 import daskserve as serve
 from daskserve.options.http import HTTPOptions
@@ -80,11 +80,11 @@ def test_the_public_names_are_exactly_these() -> None:
     assert dir(serve) == sorted(PUBLIC)
 
 
-@for_each("name", sorted(PUBLIC))
-def test_every_public_name_exists_and_is_documented(name: str) -> None:
-    value = getattr(serve, name)
-    assert value is getattr(serve, name)
-    assert name == "__version__" or value.__doc__
+def test_every_public_name_exists_and_is_documented() -> None:
+    for name in PUBLIC:
+        value = getattr(serve, name)
+        assert value is getattr(serve, name), name
+        assert name == "__version__" or value.__doc__, name
 
 
 def test_the_classic_names_are_in_a_module_and_go_on_working_from_the_package(

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import http.client
 import json
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from dask_processes import fetch, poll_for
+from gates import Gates, anew_for_each_test
 
 from daskserve.client.client import Client
 from daskserve.cluster.local.cluster import LocalCluster
@@ -24,22 +24,16 @@ from daskserve.testing import local_instance
 PATIENCE_S = 10.0
 
 
-class Gates:
-    """Synchronization between user code and the test."""
+class Notes(Gates):
+    """Also what user code has done."""
 
     def __init__(self) -> None:
-        self.go = threading.Event()
+        super().__init__()
         self.notes: list[Any] = []
 
 
-GATES = Gates()
-
-
-@pytest.fixture(autouse=True)
-def _fresh_gates() -> Iterator[None]:
-    GATES.__init__()  # type: ignore[misc]
-    yield
-    GATES.go.set()
+GATES = Notes()
+_fresh_gates = anew_for_each_test(GATES)
 
 
 @pytest.fixture
@@ -47,13 +41,6 @@ def client() -> Iterator[Client]:
     with local_instance(http_options=HTTPOptions(port=0)) as client:
         yield client
         GATES.go.set()
-
-
-def poll_for(condition: Callable[[], Any], what: Callable[[], Any] = lambda: "") -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {PATIENCE_S:g} s: {what()}"
-        time.sleep(0.002)
 
 
 def gauges(client: Client) -> dict[str, int]:
@@ -86,7 +73,7 @@ def gauges_of(cluster: LocalCluster) -> dict[str, int]:
 
 
 def wait_until_idle(client: Client) -> None:
-    poll_for(lambda: not any(gauges(client).values()), lambda: gauges(client))
+    poll_for(lambda: not any(gauges(client).values()), what=lambda: gauges(client))
 
 
 def serve(client: Client, name: str, definition: Any, *args: Any, **config: Any) -> Any:
@@ -98,15 +85,9 @@ def serve(client: Client, name: str, definition: Any, *args: Any, **config: Any)
 
 def get(client: Client, path: str, **headers: str) -> tuple[int, str]:
     (url,) = client.http_urls()
-    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=PATIENCE_S)
-    try:
-        connection.request(
-            "GET", path, headers={name.replace("_", "-"): text for name, text in headers.items()}
-        )
-        response = connection.getresponse()
-        return response.status, response.read().decode()
-    finally:
-        connection.close()
+    named = {name.replace("_", "-"): text for name, text in headers.items()}
+    reply = fetch(url + path, headers=named, timeout_s=PATIENCE_S)
+    return reply.status, reply.text
 
 
 async def hang(request: Any) -> str:
@@ -135,7 +116,7 @@ def test_a_late_async_handler_is_cancelled_and_frees_its_slot(client: Client) ->
     assert (status, text) == (408, "Request 7 timed out after 0.05s.")
     with pytest.raises(RequestTimeoutError, match="was not answered before its deadline"):
         handle.options(timeout_s=0.05).remote().result(PATIENCE_S)
-    poll_for(lambda: GATES.notes == ["began", "cancelled"] * 2, lambda: GATES.notes)
+    poll_for(lambda: GATES.notes == ["began", "cancelled"] * 2, what=lambda: GATES.notes)
     wait_until_idle(client)
     GATES.go.set()
     assert get(client, "/b") == (200, "went on")
@@ -148,7 +129,7 @@ def test_a_late_plain_handler_keeps_its_slot_until_it_returns(client: Client) ->
     only = {"abandoned": 1, "calls": 1, "ongoing": 1}
     poll_for(
         lambda: {name: count for name, count in gauges(client).items() if count} == only,
-        lambda: gauges(client),
+        what=lambda: gauges(client),
     )
     # The slot is taken, so this request times out in the queue.
     with pytest.raises(RequestTimeoutError):
@@ -216,29 +197,13 @@ def test_a_full_queue_rejects_with_503_and_retry_after(client: Client) -> None:
     for thread in threads:
         thread.start()
     poll_for(lambda: gauges(client)["waiting"] == 1)
-    (url,) = client.http_urls()
-    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=PATIENCE_S)
-    connection.request("GET", "/b")
-    response = connection.getresponse()
-    assert (response.status, response.getheader("Retry-After")) == (503, "1")
-    assert b"as many as max_queued_requests allows" in response.read()
-    connection.close()
+    reply = fetch(f"{client.http_urls()[0]}/b")
+    assert (reply.status, reply.headers["retry-after"]) == (503, "1")
+    assert "as many as max_queued_requests allows" in reply.text
     GATES.go.set()
     for thread in threads:
         thread.join()
     assert statuses == [200, 200]
-
-
-def test_new_replicas_take_queued_requests_at_once(client: Client) -> None:
-    handle = serve(client, "b", hang, max_concurrent_queries=1)
-    responses = [handle.remote() for _ in range(4)]
-    poll_for(lambda: gauges(client)["waiting"] == 3)
-    client.update_backend_config("b", {"num_replicas": 4})
-    # The update returns once this process has applied the change, and then the queue is empty.
-    assert gauges(client)["waiting"] == 0
-    poll_for(lambda: GATES.notes == ["began"] * 4)
-    GATES.go.set()
-    assert [each.result(PATIENCE_S) for each in responses] == ["went on"] * 4
 
 
 # ---- clients that disconnect
@@ -338,7 +303,7 @@ def test_cancelled_async_code_may_call_to_clean_up_and_is_cancelled_once(client:
     leaf = serve(client, "leaf", hang)
     serve(client, "front", CleansUp, leaf)
     disconnect_during(client, "/front")
-    poll_for(lambda: "went on" in GATES.notes, lambda: GATES.notes)
+    poll_for(lambda: "went on" in GATES.notes, what=lambda: GATES.notes)
     wait_until_idle(client)
 
 
@@ -346,5 +311,5 @@ def test_a_plain_function_of_a_cancelled_request_cannot_call(client: Client) -> 
     leaf = serve(client, "leaf", hang)
     serve(client, "front", RunsOn, leaf)
     disconnect_during(client, "/front")
-    poll_for(lambda: GATES.notes.count("RequestCancelledError") == 2, lambda: GATES.notes)
+    poll_for(lambda: GATES.notes.count("RequestCancelledError") == 2, what=lambda: GATES.notes)
     wait_until_idle(client)

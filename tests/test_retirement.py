@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-import time
-import urllib.request
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from dask_processes import fetch, poll_for
+from gates import Gates, anew_for_each_test
 
 from daskserve.client.client import Client
 from daskserve.cluster.local.cluster import LocalCluster
@@ -22,15 +21,16 @@ from daskserve.testing import local_instance
 PATIENCE_S = 20.0
 
 
-class Gates:
-    """What the handler waits for, and that it does."""
+class Waits(Gates):
+    """Also whether the handler waits."""
 
     def __init__(self) -> None:
-        self.go = threading.Event()
+        super().__init__()
         self.is_waiting = threading.Event()
 
 
-GATES = Gates()
+GATES = Waits()
+_fresh_gates = anew_for_each_test(GATES)
 
 
 def answer(request: Any) -> str:
@@ -40,17 +40,8 @@ def answer(request: Any) -> str:
     return "ok"
 
 
-def poll_for(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {PATIENCE_S:g} s"
-        time.sleep(0.002)
-
-
 def get(url: str) -> str:
-    with urllib.request.urlopen(url, timeout=PATIENCE_S) as response:
-        body: bytes = response.read()
-        return body.decode()
+    return fetch(url).text
 
 
 def proxies(client: Client) -> dict[str, str]:
@@ -60,7 +51,6 @@ def proxies(client: Client) -> dict[str, str]:
 @pytest.mark.parametrize("location", [Location.HEAD_ONLY, Location.EVERY_WORKER])
 def test_a_proxy_that_leaves_ends_with_its_last_request(location: Location) -> None:
     """Others on its ports take new connections, and a second order to stop, as by a new controller, waits."""
-    GATES.__init__()  # type: ignore[misc]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         health_port = free.getsockname()[1]

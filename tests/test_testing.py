@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Literal
 
 import pytest
-from scenarios import for_each
+from cases import for_each
 
 import daskserve as serve
 from daskserve.common.clock import LoopClock
@@ -46,19 +46,16 @@ def test_time_starts_at_zero_and_passes_only_for_timers() -> None:
     assert time.monotonic() - began < 5
 
 
-def test_a_timer_fires_at_its_time_to_the_last_bit() -> None:
+@pytest.mark.virtual_time
+async def test_a_timer_fires_at_its_time_to_the_last_bit() -> None:
     """If it fired a rounding error early, `while now < deadline: wait(deadline - now)` would never end."""
-
-    async def scenario() -> None:
-        loop = asyncio.get_running_loop()
-        for number in range(1, 400):
-            when = now() + number / 7
-            arrived = loop.create_future()
-            loop.call_at(when, arrived.set_result, None)
-            await arrived
-            assert now() == when
-
-    run_virtual(scenario)
+    loop = asyncio.get_running_loop()
+    for number in range(1, 400):
+        when = now() + number / 7
+        arrived = loop.create_future()
+        loop.call_at(when, arrived.set_result, None)
+        await arrived
+        assert now() == when
 
 
 def test_a_program_takes_the_same_course_every_time() -> None:
@@ -222,14 +219,11 @@ def test_the_functions_of_the_package_use_the_local_instance_of_their_block() ->
     assert serve.status().instance == ""
 
 
-def test_the_functions_of_the_package_use_the_local_instance_of_their_async_block() -> None:
-    async def main() -> None:
-        async with local_instance_async() as client:
-            handle = await serve.run_async(serve.deployment("builtins.repr", name="hello").bind())
-            assert await handle.remote(1) == "1"
-            assert list((await client.status()).applications) == ["default"]
-
-    asyncio.run(main())
+async def test_the_functions_of_the_package_use_the_local_instance_of_their_async_block() -> None:
+    async with local_instance_async() as client:
+        handle = await serve.run_async(serve.deployment("builtins.repr", name="hello").bind())
+        assert await handle.remote(1) == "1"
+        assert list((await client.status()).applications) == ["default"]
 
 
 def test_backends_of_a_local_instance_call_each_other() -> None:

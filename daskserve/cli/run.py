@@ -174,7 +174,7 @@ def shutdown(address: str | None, name: str | None, yes: bool) -> None:
 
 
 def confirm_end(client: Client) -> None:
-    """Ask whether an instance should end; raise if the answer is no, or nobody can answer."""
+    """Ask whether to end an instance; raise if the answer is no, or if there is no terminal."""
     found = client.status()
     serves = ", ".join([*map(repr, found.applications), *sorted(_alone(found))]) or "nothing"
     what = f"instance {client.instance_name!r}, which serves {serves}"
@@ -184,7 +184,7 @@ def confirm_end(client: Client) -> None:
 
 
 def is_terminal() -> bool:
-    """Return whether somebody can answer a question."""
+    """Return whether standard input is a terminal."""
     return sys.stdin.isatty()
 
 

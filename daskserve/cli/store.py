@@ -56,7 +56,7 @@ def backup(url: str, file: Path, instances: tuple[str, ...]) -> None:
     help="Restore even if a process uses the store, or may use it. Restart that process afterwards.",
 )
 def restore(file: Path, url: str, instances: tuple[str, ...], force: bool) -> None:
-    """Replace what the store at URL has by the backup FILE; the kind of the store may be another one."""
+    """Replace the records in the store at URL by the backup FILE; the kinds of store may differ."""
     with errors_as_messages():
         found = stores.restore(file, url, instances=instances or None, force=force)
     end(found, "Restored. Start the instance on this store.")

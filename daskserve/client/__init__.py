@@ -1,1 +1,1 @@
-"""What programs call: `serve.start`, `serve.run`, the client and the deployments."""
+"""The API for programs: `serve.start`, `serve.run`, clients and deployments."""

@@ -32,7 +32,7 @@ ShownT = TypeVar("ShownT")
 
 
 class InstanceClient:
-    """What both kinds of client know about their instance."""
+    """The properties of both kinds of client."""
 
     _connection: InstanceConnection
 
@@ -122,7 +122,7 @@ class ClientVerbs(BackendVerbs, EndpointVerbs, DeploymentVerbs, ApplicationVerbs
         await self._serve({})
 
     async def _serve(self, started: Mapping[str, str]) -> None:
-        """Serve until interrupted, and end what this program has started; see `leave_instance`."""
+        """Serve until interrupted, then leave the instance; see `leave_instance`."""
         connection = self._connection
         connection.check_open()
         leave = partial(leave_instance, self, started)
@@ -163,11 +163,11 @@ class ClientVerbs(BackendVerbs, EndpointVerbs, DeploymentVerbs, ApplicationVerbs
         await self._change("set_target_capacity", percent=checked_capacity(percent))
 
     async def rewrite_store(self) -> int:
-        """Write all records of the instance anew to the store, and return their number.
+        """Rewrite all records of the instance to the store, and return their number.
 
         For a store that was lost: while its file or folder is removed, moved or replaced, the instance keeps
         serving and replaces what dies, but refuses changes with `StoreLostError`. The records go to the place
-        that the store's URL names, and replace what the instance has there.
+        that the store's URL names, and replace the instance's records there.
 
         Raises
         ------

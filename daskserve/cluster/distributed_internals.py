@@ -134,7 +134,7 @@ def call_when_closed(client: Client, callback: Callable[[], None]) -> None:
 
 
 class _BeforeClose:
-    """Stands for a client's preload scripts, which end before anything else when the client closes."""
+    """Replaces a client's preload scripts, which end before anything else when the client closes."""
 
     def __init__(self, preloads: Any, function: Callable[[], Awaitable[None]]) -> None:
         self.start = preloads.start
@@ -216,7 +216,7 @@ def scheduler_id(client: Client) -> str | None:
 
 
 class WorkerOutcome(enum.Enum):
-    """What a worker does after it has lost its scheduler."""
+    """The action of a worker that has lost its scheduler."""
 
     #: It is registered again.
     STAYS = enum.auto()
@@ -229,7 +229,7 @@ class WorkerOutcome(enum.Enum):
 def answer_lost_scheduler(worker: Worker, survive: Callable[[], Awaitable[WorkerOutcome]]) -> None:
     """Let a function decide what a worker does when its connection to the scheduler breaks.
 
-    A worker that the scheduler tells to close closes all the same.
+    A worker that the scheduler tells to close closes anyway.
     """
     original = worker.close
     is_surviving = False

@@ -64,7 +64,7 @@ class ParcelMemory:
 
     @property
     def mapping(self) -> Mapping | None:
-        """The content in shared memory; None if it is not shared. Nothing may be written any more."""
+        """The content in shared memory; None if it is not shared. Nothing may be written afterwards."""
         if self._mapping is None and self._segment is not None:
             segment, self._segment = self._segment, None
             self._mapping = Mapping.open(os.getpid(), segment.key, segment.descriptor, segment.inode)
@@ -108,7 +108,7 @@ class ParcelCarrier:
             await self._ask("add_to_parcel", digest=digest, size_bytes=size_bytes, at=at, piece=piece)
 
     async def fetch(self, code: str, parcel: Parcel) -> list[memoryview]:
-        """Return the parts of the parcel that stands for some code, by the code's name."""
+        """Return the parts of the parcel of some code, by the code's name."""
         async with self._lock:
             known = self._mappings.get(parcel.digest)
             if known is not None:

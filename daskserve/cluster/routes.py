@@ -1,9 +1,9 @@
 """The routes from one process to the workers, for one instance.
 
-Problem: two workers may reach the scheduler but not each other, and a dial that nobody answers takes seconds.
+Problem: two workers may reach the scheduler but not each other, and an unanswered dial takes seconds.
 Requests must not wait for it if another replica can take them. Choice: a worker whose connection was lost, or
 that did not answer the first dial at once, is set aside. A background task dials it again, with growing
-pauses. Whoever sends requests is told when that succeeds, and whether the route leads through the scheduler.
+pauses. Routers are notified when that succeeds, and whether the route leads through the scheduler.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class WorkerRoutes:
         return {**relayed, **dict.fromkeys(self._aside, Reachability.NONE)}
 
     def close(self) -> None:
-        """Forget everything, and report no more changes. Idempotent."""
+        """Stop dialling and reporting changes. Idempotent."""
         if self._note in self._channels.watchers:
             self._channels.watchers.remove(self._note)
         self._watchers.clear()

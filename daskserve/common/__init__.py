@@ -1,1 +1,1 @@
-"""What all layers use: types, the clock, the settings, and numbers in messages."""
+"""Shared by all layers: types, the clock, the settings, and numbers in messages."""

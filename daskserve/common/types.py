@@ -84,7 +84,7 @@ class SocketPlace(Protocol):
         """Take the open socket; called once, on `loop`, after `expect_socket`."""
 
     def drop_socket(self, socket: OpenSocket) -> None:
-        """Note that the connection has ended; called on `loop`."""
+        """Record that the connection has ended; called on `loop`."""
 
 
 #: The key of a ``websocket.accept`` whose value is the `SocketPlace` of user code in the proxy's process.

@@ -125,7 +125,7 @@ def _file_of(filename: str | None, content: bytes, headers: list[tuple[bytes, by
 def read_ahead(request: Request) -> asyncio.Task[None]:
     """Start to read the whole body of an unread request, and return the task; runs on the request's loop.
 
-    Code that reads the request meanwhile waits for it, and gets the same body.
+    Other code that reads the request waits for the task, and gets the same body.
     """
     receive, body = request._receive, _NO_BODY
 

@@ -51,7 +51,7 @@ class ForkGuard:
             os.register_at_fork(after_in_child=after_in_child)
 
     def close(self) -> None:
-        """Act no longer; idempotent."""
+        """Stop acting; idempotent."""
         self._is_open = False
 
     def cut_off(self) -> None:

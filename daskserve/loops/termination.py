@@ -1,12 +1,12 @@
-"""SIGTERM as a request to leave: the process first does what it must, then ends as it would have done.
+"""SIGTERM as a request to leave: the process first shuts down its parts, then ends in the usual way.
 
 Problem: systemd, Kubernetes and job schedulers send SIGTERM and wait before they kill; Python's and Dask's
-handlers end the process at once. Choice: one handler per process, in front of the one that was there. On the
-first SIGTERM it begins what was given to it; when all of that is done, or on a second SIGTERM, it calls the
-handler that was there.
+handlers end the process at once. Choice: one handler per process, in front of the previous one. On the first
+SIGTERM it starts the registered shutdowns; when all of them are done, or on a second SIGTERM, it calls the
+previous handler.
 
 Some senders send the signal twice, to the process and to its group, so two within a moment count as one.
-A forked child inherits the handler, for which it has no use: there, the signal ends the process. Python drops
+A forked child inherits the handler but does not need it: there, the signal ends the process. Python drops
 signals that arrive in a child during the fork, while it has a handler, so SIGTERM is held back until it
 has none.
 """

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AliasChoices, ConfigDict, Field, field_validator, model_validator
 
 from daskserve.common.formatting import shown
 from daskserve.common.types import split_import_path
-from daskserve.options.base import Options
+from daskserve.options.base import Masked, Options, Secret
 from daskserve.options.bounds import UP, Bounds, share_of
-from daskserve.options.credentials import Secret, masked, validated
 from daskserve.options.queues import QueueOptions, queue_options_of
+from daskserve.options.secrets import masked
 
 #: Policies that come with daskserve. Any other string is an import path.
 BUILT_IN_POLICIES = (
@@ -58,7 +58,7 @@ class AutoscalingConfig(Options):
         '``custom_metric``, ``queue``, ``schedule``, an import path ``"module:function"`` or '
         '``"module.function"``, or a function.',
     )
-    policy_kwargs: dict[str, Any] = Field(
+    policy_kwargs: Annotated[dict[str, Any], Masked(masked)] = Field(
         default_factory=dict, description="Keyword arguments of the policy."
     )
     group: str | None = Field(
@@ -135,7 +135,7 @@ class AutoscalingConfig(Options):
     dry_run: bool = Field(
         False, description="Whether to only report decisions, in the log and the status, and change nothing."
     )
-    prometheus_address: Secret | None = Field(
+    prometheus_address: Annotated[Secret | None, Masked(masked)] = Field(
         None,
         description="Address of a Prometheus server, such as ``http://prometheus:9090``, or a "
         "[reference](SECURITY.md#secrets) to it.",
@@ -228,15 +228,6 @@ class AutoscalingConfig(Options):
             )
         self.queue_options()
         return self
-
-    @model_validator(mode="wrap")
-    @classmethod
-    def _errors_without_credentials(cls, values: Any, validate: Any) -> Any:
-        return validated(values, validate)
-
-    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
-        for name, value in super().__repr_args__():
-            yield name, masked(value) if name in ("policy_kwargs", "prometheus_address") else value
 
     def in_groups_of(self, size: int) -> AutoscalingConfig:
         """Return a copy for groups of another size, which does not count as set.

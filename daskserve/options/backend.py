@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -11,11 +11,11 @@ from pydantic import AfterValidator, AliasChoices, Field, ValidationInfo, field_
 from daskserve.common.formatting import as_whole
 from daskserve.common.types import BodyUse
 from daskserve.options.autoscaling import AutoscalingConfig
-from daskserve.options.base import CONTROLLER_ONLY, REPLACES, ByteCount, Options
+from daskserve.options.base import CONTROLLER_ONLY, REPLACES, ByteCount, Masked, Options
 from daskserve.options.bounds import share_or_number
-from daskserve.options.credentials import masked, validated
 from daskserve.options.placement import Bundle, GangSchedulingConfig, Strategy, check_bundles, check_whole
 from daskserve.options.ray_names import translated
+from daskserve.options.secrets import masked
 
 #: Concurrency of a replica whose callable is a plain function, and of one that is ``async def``.
 SYNC_CONCURRENCY = 8
@@ -34,13 +34,9 @@ class BackendMetadata(Options):
     is_asgi_app: bool = Field(False, description="The callable is an ASGI application.")
     ignores_bodies: bool = Field(False, description="The callable takes no argument, so it reads no body.")
     class_name: str = Field("", description="The name of the class, function or import path.")
-    autoscaling_config: dict[str, Any] | None = Field(
+    autoscaling_config: Annotated[dict[str, Any] | None, Masked(masked)] = Field(
         None, description="Bounds and target of the classic autoscaler."
     )
-
-    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
-        for name, value in super().__repr_args__():
-            yield name, masked(value) if name == "autoscaling_config" else value
 
 
 def _blocks_no_worker(run_sync_in_threadpool: bool, info: ValidationInfo) -> bool:
@@ -335,11 +331,6 @@ class BackendConfig(Options):
             )
         return self
 
-    @model_validator(mode="wrap")
-    @classmethod
-    def _errors_without_credentials(cls, values: Any, validate: Any) -> Any:
-        return validated(values, validate)
-
     def check_complete(self) -> None:
         """Raise `ValueError` if an option needs another one that is missing.
 
@@ -374,15 +365,15 @@ class BackendConfig(Options):
         return self.placement_group_strategy or "PACK" if gangs is None else gangs.gang_placement_strategy
 
     def surge(self, replicas: int) -> int:
-        """Return how many more than these replicas may run during an update."""
+        """Return the number of extra replicas allowed during an update."""
         return share_or_number(self.max_surge, replicas)
 
     def unavailable(self, replicas: int) -> int:
-        """Return how many of these replicas may be missing during an update."""
+        """Return the number of these replicas that may be missing during an update."""
         return share_or_number(self.max_unavailable, replicas, rounded="down")
 
     def allowed_failures(self, replicas: int) -> int:
-        """Return after how many failed starts in a row a change to these replicas fails."""
+        """Return the number of failed starts in a row after which a change fails."""
         return min(self.max_constructor_retry_count, STARTS_PER_REPLICA * max(1, replicas))
 
     def fixed(self) -> dict[str, Any]:
@@ -400,7 +391,7 @@ class BackendConfig(Options):
     )
 
     def concurrency(self) -> int:
-        """Return how many requests one replica may run, with the defaults filled in."""
+        """Return the maximum number of concurrent requests of a replica, with defaults filled in."""
         if self.max_ongoing_requests is not None:
             return self.max_ongoing_requests
         if self.max_batch_size is not None and (
@@ -420,7 +411,7 @@ class BackendConfig(Options):
 
     @property
     def bodies(self) -> BodyUse:
-        """What happens to the bodies of its HTTP requests before they are sent to a replica."""
+        """How a proxy handles the bodies of its HTTP requests."""
         facts = self.internal_metadata
         if facts.is_asgi_app:
             return "stream"

@@ -1,4 +1,4 @@
-"""What all option models share.
+"""The base class of all option models, and their errors.
 
 A pydantic field and its description are the only definition of an option: the API, the documentation and the
 errors come from it. Defaults that an operator may want to change for a whole site are read from Dask's own
@@ -27,7 +27,7 @@ from pydantic_core.core_schema import no_info_wrap_validator_function
 
 from daskserve.errors import WrongTypeError
 from daskserve.options.ray_names import INSTEAD, TRANSLATED
-from daskserve.options.secrets import HIDDEN
+from daskserve.options.secrets import HIDDEN, checked_secret, masked
 
 #: Number of valid options that the error lists.
 NEAREST = 3
@@ -78,7 +78,9 @@ def _as_number(value: Any) -> Any:
 
 #: The type of an option that is a number of bytes.
 ByteCount = Annotated[int, BeforeValidator(as_bytes)]
-#: The type of an option that is an amount of a resource: no text, and no truth value.
+#: The type of an option that holds a secret or a reference to one; see `daskserve.options.secrets`.
+Secret = Annotated[str | dict[str, str], BeforeValidator(checked_secret)]
+#: The type of an option that is an amount of a resource: neither text nor a bool.
 Amount = Annotated[float, BeforeValidator(_as_number)]
 
 
@@ -266,7 +268,7 @@ def explained(
     listed = list(places)
 
     def explain(found: Any) -> InitErrorDetails:
-        found = {**found, "input": _without_secrets(found["loc"], found["input"], masked_field)}
+        found = {**found, "input": masked(_without_secrets(found["loc"], found["input"], masked_field))}
         if found["type"] != "extra_forbidden" or len(found["loc"]) != 1:
             return as_details(found)
         text = describe_unknown(str(found["loc"][0]), model.__name__, names_of(model), listed)

@@ -1,4 +1,4 @@
-"""The actors of a deployment: objects of which there is one each, shared by all its replicas."""
+"""The actors of a deployment: singletons that its replicas share."""
 
 from __future__ import annotations
 

@@ -17,8 +17,7 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import AliasChoices, Field, field_validator, model_validator
 
 from daskserve.errors import BadRequestError
-from daskserve.options.base import Masked, Options, parse_typed
-from daskserve.options.credentials import Secret
+from daskserve.options.base import Masked, Options, Secret, parse_typed
 from daskserve.options.secrets import each_hidden
 
 

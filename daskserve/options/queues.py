@@ -10,8 +10,7 @@ from typing import Any
 from urllib.parse import SplitResult, unquote, urlsplit
 
 from daskserve.common.formatting import shown
-from daskserve.options.credentials import masked
-from daskserve.options.secrets import SecretOption, checked_secret, read_secret
+from daskserve.options.secrets import SecretOption, checked_secret, masked, read_secret
 
 REDIS_SCHEMES = ("redis", "rediss", "unix")
 #: Kombu's schemes, and whether they use TLS.

@@ -1,4 +1,4 @@
-"""Options that hold a secret: the secret itself, or a reference that is read where the secret is used.
+"""Secrets in options: references, which are read where the secret is used, and masks of what is shown.
 
 A reference is ``{"env": "NAME"}``, a variable in the environment of the process that uses the secret, or
 ``{"file": "/path"}``, a file on its machine, as Kubernetes and Docker mount secrets. Records, start messages
@@ -10,6 +10,7 @@ This module does not import pydantic, because proxies do not.
 from __future__ import annotations
 
 import os
+import re
 import socket
 from collections.abc import Mapping
 from typing import Any
@@ -17,12 +18,17 @@ from typing import Any
 from daskserve.common.formatting import shown
 from daskserve.errors import BadRequestError
 
-#: What an option of a secret holds.
+#: A secret, or a reference to one.
 SecretOption = str | Mapping[str, str]
 
 #: The replacement of a secret.
 HIDDEN = "***"
 MAX_BYTES = 64 << 10
+
+#: A password may contain an unescaped @, and the scheme may be missing, so everything up to the last @ before
+#: the path is hidden.
+_LOGIN = re.compile(r"(?:(?<=://)[^/?#\s]*|[^\s/?#:@'\"]+:[^\s/?#'\"]+)@")
+_PARAMETER = re.compile(r"(?<=[?&])((?:user(?:name)?|pass(?:word|wd)?)=)[^&#\s'\"]*", re.IGNORECASE)
 
 
 def is_reference(value: Any) -> bool:
@@ -103,10 +109,21 @@ def _read(path: str, what: str, where: str) -> str:
 
 
 def hidden(value: Any) -> Any:
-    """Return what `repr` and errors may show of a secret: a reference as it is, all else hidden."""
+    """Return a reference to a secret unchanged, and hide everything else, for `repr` and errors."""
     return value if value is None or is_reference(value) else HIDDEN
 
 
 def each_hidden(values: Any) -> Any:
     """Return secrets by name, masked."""
     return {name: hidden(each) for name, each in values.items()} if isinstance(values, Mapping) else HIDDEN
+
+
+def masked(value: Any) -> Any:
+    """Return a copy of plain values in which the credentials of all URLs are masked."""
+    if isinstance(value, str):
+        return _PARAMETER.sub(rf"\1{HIDDEN}", _LOGIN.sub(f"{HIDDEN}@", value))
+    if isinstance(value, Mapping):
+        return {masked(key): masked(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [masked(each) for each in value]
+    return value

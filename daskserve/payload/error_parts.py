@@ -57,14 +57,14 @@ MAX_FRAMES_AT_ONCE = 100
 LOGGED_FOR = "_daskserve_logged_for"
 #: The flag of classes that are not built in.
 _IS_HEAP_TYPE = 1 << 9
-#: What a class may define that runs when its errors are formatted or read.
+#: Methods of a class that run when its errors are formatted or read.
 _FORMATTING = frozenset(
     (
         *("__str__", "__getattribute__", "__getattr__", "__class__", "__notes__"),
         *("__bool__", "__len__", "__cause__", "__context__", "__suppress_context__", "__traceback__"),
     )
 )
-#: What a class may define that runs when its errors are pickled or unpickled.
+#: Methods of a class that run when its errors are pickled or unpickled.
 _PICKLING = frozenset(("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__getnewargs__"))
 #: Methods that run when `traceback` looks for the attribute that an `AttributeError` misses.
 _LOOKUP_HOOKS = frozenset(("__dir__", "__getattribute__", "__getattr__", "__class__"))
@@ -75,7 +75,7 @@ _UNSENT_FIELDS = frozenset(("obj",))
 
 
 class Foreign(Enum):
-    """What happens to values and classes of an error that have code of their own."""
+    """The treatment of an error's values and class if they have code that would run."""
 
     #: `HasCodeError` is raised.
     REFUSED = 0

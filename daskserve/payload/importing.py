@@ -1,4 +1,4 @@
-"""What an import path names: ``"pkg.mod.Name"`` or ``"pkg.mod:Name"``."""
+"""Imports objects by their paths: ``"pkg.mod.Name"`` or ``"pkg.mod:Name"``."""
 
 from __future__ import annotations
 

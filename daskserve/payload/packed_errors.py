@@ -129,7 +129,7 @@ class PackedError(Exception):
         return "" if is_known else self.text
 
     def with_text(self, summary: str, text: str = "") -> PackedError:
-        """Return a copy with what was left out."""
+        """Return a copy with the summary and the text that were left out."""
         content = self._content
         if "parts" in content:
             first, *others = content["parts"]

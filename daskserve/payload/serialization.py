@@ -46,7 +46,7 @@ SERIALIZATIONS = (DEFAULT_SERIALIZATION, "pickle", *_ENCODERS)
 
 
 class _Encoded:
-    """Is unpickled as the value that was encoded."""
+    """An encoded value; unpickling it returns the value itself."""
 
     def __init__(self, serialization: str, data: bytes) -> None:
         self._parts = (serialization, data)

@@ -38,7 +38,7 @@ TYPE_NAMES: Mapping[str, str] = {
     "_queue.SimpleQueue": "queue.SimpleQueue",
     "socket.socket": "socket",
 }
-#: What to do about the objects of a type, by its name, or of all types of a module.
+#: The remedy for objects of a type, by its name, or of all types of a module.
 REMEDIES: Mapping[str, str] = {
     "threading.Lock": MAKE_THERE,
     "threading.RLock": MAKE_THERE,
@@ -89,7 +89,7 @@ class PathStep(NamedTuple):
 
     @property
     def remedy(self) -> str:
-        """What to do about such objects; empty if there is nothing special."""
+        """The remedy for such objects; empty if there is no special one."""
         known = (self.type_name, _root_of(type(self.value)))
         return next((REMEDIES[name] for name in known if name in REMEDIES), "")
 

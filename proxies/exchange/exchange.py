@@ -1,8 +1,8 @@
-"""One HTTP request under either server, and the ASGI application that answers it.
+"""One HTTP request, and the ASGI application that answers it.
 
-The server's `ConnectionReader` reads: it passes the parts of the request to the exchange, and waits while the
-future that `data_received` returned is pending. The exchange writes the response to the stream, and
-then has the reader continue with the next request. A request ends in one of these ways:
+The connection reads: it passes the parts of the request to the exchange, and waits while the future that
+`data_received` returned is pending. The exchange writes the response to the stream, and then has the
+connection continue with the next request. A request ends in one of these ways:
 
 1. Request and response are complete: the server keeps or closes the connection.
 2. Only the response is complete: the rest of the request is dropped for up to `LINGER_S`, because closing a
@@ -21,14 +21,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable
 from typing import Any
 from urllib.parse import unquote_to_bytes
 
-from daskserve.common.types import DONE, WHOLE_RESPONSE, Message
 from daskserve.errors import http_status_of
 from daskserve.payload.packed_errors import is_logged
-from daskserve.proxies.asgi import Headers, Scope, begin_response
+from daskserve.proxies.asgi import Headers, Scope
+from daskserve.proxies.exchange.http_response import HTTPResponse
 from daskserve.proxies.exchange.limits import LINGER
 from daskserve.proxies.exchange.request_body import BodyOnDemand, RequestBody
 from daskserve.proxies.exchange.request_head import (
@@ -41,49 +40,34 @@ from daskserve.proxies.exchange.request_head import (
     keeps_alive,
     split_target,
 )
-from daskserve.proxies.exchange.response_head import BodyPart, ResponseWriter, as_buffer, plain_text
 from daskserve.proxies.exchange.server_state import Connection, ServerState
-from daskserve.proxies.exchange.stream import GONE, ConnectionReader, Stream
-from daskserve.proxies.exchange.unsent import UnsentParts
+from daskserve.proxies.exchange.stream import Stream
 from daskserve.proxies.exchange.websocket.session import BadHandshakeError, WebSocketSession
 
 log = logging.getLogger("daskserve.proxies")
 
 #: How long a client that has its response may go on sending the request body, which is dropped.
 LINGER_S = 2.0
-#: Parts of a response up to this size are joined into one write.
-_JOIN_BYTES = 64 * 1024
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
 class Exchange:
-    """Runs the application on one request, and writes its response.
+    """Runs the application on one request.
 
-    The reader that creates an exchange has its connection watched for inactivity.
+    The connection that creates an exchange is watched for inactivity.
     """
 
     body: RequestBody  # set by `begin`
 
-    def __init__(self, server_state: ServerState, connection: Connection, reader: ConnectionReader) -> None:
+    def __init__(self, server_state: ServerState, connection: Connection) -> None:
         self._server_state = server_state
         self._connection = connection
-        self._reader = reader
-        self._stream = connection.stream
+        self._response = HTTPResponse(connection)
         connection.exchange = self
-        self._start: Message | None = None
-        self._closes = False
-        self.is_begun = False  # a part of the response was written
-        self.is_whole = False  # the complete response was written
-        self._is_gone = False  # no further part of the application's response can be sent
         self._is_refused = False  # where the next request begins is unclear
-        self._is_unsent = False  # the complete response waits for the client, the application for nothing
         self._linger: asyncio.TimerHandle | None = None
-        self.is_over = False  # the reader continues with the next request, or closes
+        self.is_over = False  # the connection continues with the next request, or closes
         self._task: asyncio.Task[None] | None = None
-        self._method = ""
-        self._is_http11 = True
-        self._writer: ResponseWriter | None = None
-        self._unsent: UnsentParts | None = None
         self._probes = 0  # how often it was found that the client sends no more
 
     # ---- called by the server, in this order
@@ -94,18 +78,19 @@ class Exchange:
         Returns
         -------
         int or None
-            The size of the body that the reader has to read; None if it is chunked.
+            The size of the body that the connection has to read; None if it is chunked.
         """
         method, target, version, headers, framing = head
-        self._method = method
-        self._is_http11 = version != "HTTP/1.0"
+        response = self._response
+        response.method = method
+        response.is_http11 = version != "HTTP/1.0"
         connection = self._connection
         try:
             host = framing.get("Host")
             if host is None or host != connection.host:
                 connection.check_host(framing, version)
-            if "Connection" in framing or not self._is_http11:
-                self._closes = not keeps_alive(framing.get("Connection", ""), version)
+            if "Connection" in framing or not response.is_http11:
+                response.closes = not keeps_alive(framing.get("Connection", ""), version)
             length: int | None = 0
             if "Content-Length" in framing or "Transfer-Encoding" in framing:
                 length = body_length(framing, version)
@@ -119,6 +104,7 @@ class Exchange:
             return self.refuse_head(error)
         is_on_demand = length != 0 and "Expect" in framing and asks_to_continue(framing, version)
         self.body = BodyOnDemand(self._ask_for_body) if is_on_demand else RequestBody(is_ended=length == 0)
+        response.body = self.body
         if length != 0:
             self.body.expect(length, self._server_state.largest_body_bytes(), self._server_state.limits)
         if length is not None and self.body.excess is not None:
@@ -135,7 +121,7 @@ class Exchange:
         scope["raw_path"] = raw_path
         scope["query_string"] = query.encode("latin-1")
         scope["headers"] = headers
-        if "Upgrade" in framing and self._is_http11 and is_handshake(method, framing):
+        if "Upgrade" in framing and response.is_http11 and is_handshake(method, framing):
             if length == 0:
                 self._open_socket(scope)
             else:
@@ -148,13 +134,13 @@ class Exchange:
         return length
 
     def data_received(self, chunk: bytes, *, is_last: bool = False) -> asyncio.Future[None] | None:
-        """Pass on a part of the body; the reader waits for the returned future before it reads on.
+        """Pass on a part of the body; the connection waits for the returned future before it reads on.
 
-        After the last part, the reader calls `finish` at once.
+        After the last part, the connection calls `finish` at once.
         """
         watch = self._server_state.watch
         room = self.body.feed(chunk)
-        if self._is_gone or self.is_whole:
+        if self._response.is_closed or self._response.is_whole:
             return None  # lingering
         if self.body.excess is not None and not self._server_state.make_room(self.body):
             self.refuse(*self.body.excess)
@@ -172,24 +158,31 @@ class Exchange:
         self._server_state.watch.unwatch(self._connection)
         if not self.body.is_ended:
             self.body.end()
-        if self.is_whole:
+        if self._response.is_whole:
             self._go_on()
+
+    def finish_response(self) -> None:
+        """Note that the response is complete."""
+        if self.body.is_ended or self.body.is_withheld:
+            self._go_on()
+        elif not self.is_over:
+            self._linger = asyncio.get_running_loop().call_later(LINGER_S, self._go_on, True)
 
     def refuse_head(self, error: RefusedRequestError) -> int:
         """Refuse a request without reading on: where its body ends, or whether it has one, is unclear."""
         log.info("Refused a request from %s: %s", self._connection, error)
         self._server_state.refusals.causes[error.cause] += 1
-        self._method = error.method or self._method
-        self.body = RequestBody(is_ended=True)
-        self._closes = self._is_refused = True
-        self._answer(error.status, str(error))
+        self._response.method = error.method or self._response.method
+        self.body = self._response.body = RequestBody(is_ended=True)
+        self._response.closes = self._is_refused = True
+        self._response.answer(error.status, str(error))
         return 0
 
     def reject(self, reason: str) -> None:
         """Refuse a malformed body: with 400, or by cutting the connection if a response has begun."""
         log.info("Refused the body of a request from %s: %s", self._connection, reason)
         self._is_refused = True
-        if self.is_whole:
+        if self._response.is_whole:
             self._server_state.refusals.causes[MALFORMED] += 1
             self._go_on()
         else:
@@ -197,7 +190,7 @@ class Exchange:
 
     def on_connection_close(self) -> None:
         """Cancel the request because its client has disconnected. Idempotent, and valid in every state."""
-        self._is_gone = self.is_over = True
+        self._response.is_closed = self.is_over = True
         self._server_state.watch.unwatch(self._connection)
         if self._linger is not None:
             self._linger.cancel()
@@ -205,7 +198,7 @@ class Exchange:
             return
         self.body.close()
         # An application may send the end of its response late, for example after its background tasks.
-        if not self.is_whole and not (self._writer is not None and self._writer.is_filled):
+        if not self._response.is_whole and not self._response.is_filled:
             self._server_state.cancel(self._task)
 
     def probe_client(self, *, is_late: bool) -> None:
@@ -216,141 +209,65 @@ class Exchange:
         HTTP/1.0 has neither: ``is_late``.
         """
         self._probes += 1
-        if self._stream.writing():
+        response, stream = self._response, self._connection.stream
+        if stream.writing():
             return
-        writer = self._writer
-        if writer is None and not self._is_http11:
+        if not response.is_begun and not response.is_http11:
             if self._probes > 1 and is_late:
                 self._connection.close()
-        elif self._probes == 2 and (writer is None or writer.is_chunked):
-            self._stream.write(_CONTINUE if writer is None else b"0")
+        elif self._probes == 2 and (not response.is_begun or response.is_chunked):
+            stream.write(b"0" if response.is_begun else _CONTINUE)
 
     def refuse(self, status: int, text: str, headers: Headers = (), *, is_coming: bool = True) -> None:
         """Answer in place of the application, or cut the connection if a response has begun."""
-        self._server_state.refusals.count_body(self._method, status, is_cut=self.is_begun)
+        self._server_state.refusals.count_body(self._response.method, status, is_cut=self._response.is_begun)
         self.body.is_refused = True
         self.body.close()  # the application must not take the part that was received for all
         self._server_state.watch.unwatch(self._connection)
         if self._task is not None:
             self._server_state.cancel(self._task)
-        if self.is_begun:
+        if self._response.is_begun:
             return self._cut()
-        self._closes = True
-        self._answer(status, text, is_coming=is_coming, headers=headers)
+        self._response.closes = True
+        if not is_coming:
+            self.body.is_ended = True
+        self._response.answer(status, text, headers)
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether a part of the response was written."""
+        return self._response.is_begun
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the whole response was written."""
+        return self._response.is_whole
 
     @property
     def wants_body(self) -> bool:
         """Whether the body is incomplete and still needed, and the client sends it unasked or was asked."""
-        is_done = self.body.is_ended or self._is_gone or self.is_whole
+        is_done = self.body.is_ended or self._response.is_closed or self._response.is_whole
         return self.body.is_asked and not is_done
 
     @property
     def unread(self) -> Stream | None:
         """The stream, if nothing reads from it now, because a complete request is being answered."""
         is_deaf = self._task is not None and not self.is_over and self.body.is_ended
-        return self._stream if is_deaf else None
-
-    # ---- called by the application
-
-    def send(self, message: Message) -> Awaitable[None]:
-        """Write one ASGI message, with back-pressure from the client.
-
-        Raises
-        ------
-        OSError
-            The client has disconnected.
-        RuntimeError, TypeError, ValueError
-            The message is not valid at this point.
-        """
-        if self._is_gone:
-            raise ConnectionResetError(GONE)
-        kind = message["type"]
-        if kind == "http.response.start" or kind == WHOLE_RESPONSE:
-            if kind == WHOLE_RESPONSE and self._start is None:
-                sent = self._send_whole(message)
-                if sent is not None:
-                    return sent
-            self._start, body = begin_response(self._start, message)
-            if body is None:
-                return DONE
-            message = body
-        elif kind != "http.response.body":
-            raise RuntimeError(f"a message of type {kind!r} is not part of an HTTP response")
-        if self._start is None or self.is_whole:
-            raise RuntimeError("a response body was sent before its start or after its end")
-        more_body = bool(message.get("more_body", False))
-        try:
-            flushed = self._write(as_buffer(message.get("body", b"")), more_body)
-        except ConnectionResetError:
-            self._is_gone = True
-            raise
-        if flushed is not None and not flushed.done():
-            return self._wait_for_client(flushed, len(message.get("body", b"")), more_body)
-        if not more_body:
-            self._complete()
-        return DONE
+        return self._connection.stream if is_deaf else None
 
     # ---- the rest is private
-
-    def _send_whole(self, message: Message) -> Awaitable[None] | None:
-        """Write a whole response in one piece; return None if it needs the general writer."""
-        server_state, body = self._server_state, self.body
-        is_usual = self._is_http11 and body.is_ended and self._method != "HEAD" and not self._closes
-        if not is_usual or len(message["body"]) > _JOIN_BYTES or server_state.is_draining:
-            return None
-        data = server_state.heads.write(message)
-        if data is None:
-            return None
-        self._start = message
-        self.is_begun = True
-        try:
-            flushed = self._stream.write(data)
-        except ConnectionResetError:
-            self._is_gone = True
-            raise
-        if not flushed.done():
-            return self._wait_for_client(flushed, len(data), False)
-        self.is_whole = True
-        body.close()
-        self._go_on()
-        return DONE
-
-    def _wait_for_client(
-        self, flushed: asyncio.Future[None], size_bytes: int, more_body: bool
-    ) -> Awaitable[None]:
-        """Return what the application has to wait for before it continues."""
-        if self._unsent is None:
-            self._unsent = UnsentParts(self._server_state.limits)
-        room = self._unsent.add(flushed, size_bytes, is_last=not more_body)
-        if room is not None:
-            return self._flush(room, more_body)
-        if not more_body:
-            self.is_whole = self._is_unsent = True
-            self.body.close()
-            sending = self._unsent.send_rest(self._complete)
-            self._server_state.keep(asyncio.get_running_loop().create_task(sending))
-        return DONE
-
-    async def _flush(self, room: asyncio.Future[None], more_body: bool) -> None:
-        try:
-            await room
-        except ConnectionResetError:
-            self._is_gone = True
-            raise
-        if not more_body:
-            self._complete()
 
     async def _run(self, scope: Scope) -> None:
         """Top loop of one request: failures of the application end here, in the log."""
         body = self.body
         try:
-            await self._server_state.app(scope, body, self.send)
+            await self._server_state.app(scope, body, self._response)
         except asyncio.CancelledError:
-            if not self._is_gone and not self.is_whole:
+            if not self._response.is_closed and not self._response.is_whole:
                 self._fail()  # cancelled by the application itself, or with the whole loop
             raise
         except Exception as error:
-            if self._is_gone:
+            if self._response.is_closed:
                 log.debug("A request failed after its client had gone", exc_info=error)
                 return
             if not is_logged(error):
@@ -359,7 +276,7 @@ class Exchange:
                 log.error("%s failed: %r", _request_line(scope), error, exc_info=is_fault)
             self._fail()
         else:
-            if not self.is_whole and not self._is_gone:
+            if not self._response.is_whole and not self._response.is_closed:
                 log.error("%s was left without a whole response", _request_line(scope))
                 self._fail()
         finally:
@@ -378,7 +295,7 @@ class Exchange:
             session = WebSocketSession(
                 server_state.app,
                 scope,
-                self._stream,
+                self._connection.stream,
                 max_message_bytes=server_state.max_message_bytes,
                 deflates_messages=server_state.deflates_messages,
                 limits=server_state.limits,
@@ -386,12 +303,12 @@ class Exchange:
                 on_end=server_state.sockets.discard,
             )
         except BadHandshakeError as error:
-            self._closes = True
-            self._answer(error.status, str(error), headers=error.headers)
+            self._response.closes = True
+            self._response.answer(error.status, str(error), error.headers)
             return
         self.is_over = True
         server_state.watch.unwatch(self._connection)
-        self._reader.detach()
+        self._connection.detach()
         server_state.sockets.add(session)
         if server_state.is_draining:
             session.leave()
@@ -399,49 +316,13 @@ class Exchange:
 
     def _ask_for_body(self) -> None:
         """Send 100 Continue, unless the response has begun."""
-        if not (self._is_gone or self.is_begun or self._stream.closed()):
-            self._stream.write(_CONTINUE)
+        if not (self._response.is_closed or self._response.is_begun or self._connection.stream.closed()):
+            self._connection.stream.write(_CONTINUE)
         if self.wants_body:
             self._server_state.watch.watch(self._connection)
 
-    def _write(self, body: BodyPart, more_body: bool) -> asyncio.Future[None] | None:
-        writer = self._writer
-        if writer is None:
-            assert self._start is not None
-            self._closes = self._closes or self.body.is_withheld
-            writer = ResponseWriter(
-                self._start,
-                method=self._method,
-                is_http11=self._is_http11,
-                closes=self._closes or self._server_state.is_draining,
-            )
-            parts = writer.first(body, more_body, self._server_state.date.line())
-            self._writer = writer  # only now: if the head is invalid, a 500 can still be sent
-            self.is_begun = True
-            self._closes = writer.closes
-        else:
-            parts = writer.next(body, more_body)
-        if not self.body.is_ended and not self.body.is_full and not self.body.is_withheld:
-            # A client may send its body slowly while it receives the response. If neither moves, it is idle.
-            self._server_state.watch.watch(self._connection)
-        if not parts:
-            return None
-        if len(body) <= _JOIN_BYTES:
-            parts = [b"".join(parts)]
-        for part in parts[:-1]:
-            self._stream.write(part)
-        return self._stream.write(parts[-1])
-
-    def _complete(self) -> None:
-        self.is_whole, self._is_unsent = True, False
-        self.body.close()
-        if self.body.is_ended or self.body.is_withheld:
-            self._go_on()
-        elif not self.is_over:
-            self._linger = asyncio.get_running_loop().call_later(LINGER_S, self._go_on, True)
-
     def _go_on(self, is_late: bool = False) -> None:
-        if self.is_over or self._is_unsent:
+        if self.is_over or self._response.is_unsent:
             return
         self.is_over = True
         if is_late:
@@ -449,40 +330,25 @@ class Exchange:
         if self._linger is not None:
             self._linger.cancel()
         if self._is_refused:
-            return self._reader.leave()
-        self._reader.finish()  # closes the connection if the request is incomplete
-        if self._closes:
-            self._reader.close()
+            return self._connection.leave()
+        self._connection.finish()  # closes the connection if the request is incomplete
+        if self._response.closes:
+            self._connection.close_when_sent()
 
     def _expect_more(self, _: asyncio.Future[None]) -> None:
-        if not self._is_gone and not self.is_whole and not self.body.is_ended:
+        if not self._response.is_closed and not self._response.is_whole and not self.body.is_ended:
             self._server_state.watch.watch(self._connection)
 
     def _fail(self) -> None:
-        if self.is_begun:
+        if self._response.is_begun:
             return self._cut()
-        self._answer(500, "Internal Server Error")
-
-    def _answer(self, status: int, text: str, *, is_coming: bool = True, headers: Headers = ()) -> None:
-        # The server's response, in place of the application's.
-        self._start, body = plain_text(status, text)
-        self._start["headers"] += headers
-        if self._stream.closed():
-            return
-        flushed = self._write(body, False)
-        self._is_gone = True
-        if not is_coming:
-            self.body.is_ended = True
-        if flushed is None or flushed.done():
-            self._complete()
-        else:
-            flushed.add_done_callback(lambda _: self._complete())
+        self._response.answer(500, "Internal Server Error")
 
     def _cut(self) -> None:
-        if not self.is_whole and not self.is_over:
-            self._is_gone = self.is_over = True
+        if not self._response.is_whole and not self.is_over:
+            self._response.is_closed = self.is_over = True
             self.body.close()
-            self._reader.close()
+            self._connection.close_when_sent()
 
 
 def _request_line(scope: Scope) -> str:

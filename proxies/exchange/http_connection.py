@@ -17,7 +17,7 @@ from daskserve.proxies.exchange.exchange import LINGER_S, Exchange
 from daskserve.proxies.exchange.limits import LINGER
 from daskserve.proxies.exchange.request_head import RefusedRequestError, RequestHead, read_head
 from daskserve.proxies.exchange.server_state import Connection, ServerState
-from daskserve.proxies.exchange.stream import Stream
+from daskserve.proxies.exchange.stream import can_tell_hangups
 from daskserve.proxies.exchange.turns import SLICE_BYTES, SLOW
 
 log = logging.getLogger("daskserve.proxies")
@@ -26,28 +26,21 @@ log = logging.getLogger("daskserve.proxies")
 _PIECE_BYTES = 64 * 1024
 
 
-class HTTPConnection(asyncio.Protocol):
-    """Reads the requests of one connection; the `ConnectionReader` of their exchanges.
+class HTTPConnection(Connection):
+    """Reads the requests of one connection.
 
     Parameters
     ----------
-    open_streams : set
-        The streams of the server's connections; this one is in it until it is closed.
     on_made : callable
         Called once the connection is among the server state's.
     """
 
-    _connection: Connection
-    _stream: Stream
+    exchange: Exchange | None
     _transport: asyncio.Transport
 
-    def __init__(
-        self, server_state: ServerState, open_streams: set[Stream], on_made: Callable[[], object]
-    ) -> None:
-        self._server_state = server_state
-        self._open_streams = open_streams
+    def __init__(self, server_state: ServerState, on_made: Callable[[], object]) -> None:
+        super().__init__(server_state)
         self._on_made = on_made
-        self._exchange: Exchange | None = None
         self._is_busy = False  # the exchange is not finished
         self._is_read = True  # its request is complete
         self._left = 0  # bytes of its body that are still to be read
@@ -62,11 +55,8 @@ class HTTPConnection(asyncio.Protocol):
     # ---- called by the transport
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
         self._transport = transport
-        self._stream = Stream(transport, self._open_streams)
-        self._connection = Connection(self._stream, is_encrypted=self._server_state.tls is not None)
-        self._server_state.connections.add(self._connection)
-        self._server_state.watch.watch(self._connection)
         self._on_made()
 
     def data_received(self, data: bytes) -> None:
@@ -77,45 +67,44 @@ class HTTPConnection(asyncio.Protocol):
 
     def eof_received(self) -> bool:
         """Return whether the connection stays open: the client may have closed only its own side."""
-        if self._server_state.tls is not None or not self._connection.stays_open(self._server_state):
+        exchange = self.exchange
+        waits = can_tell_hangups() and exchange is not None and exchange.unread is not None
+        if self.server_state.tls is not None or not waits:
             return False
+        self.server_state.note_end(self)
         self._has_ended = True
         return True
 
     def pause_writing(self) -> None:
-        self._stream.pause_writing()
+        self.stream.pause_writing()
 
     def resume_writing(self) -> None:
-        self._stream.resume_writing()
+        self.stream.resume_writing()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._drops_data = True
         self._rest = b""
         if self._linger is not None:
             self._linger.cancel()
-        connection = self._connection
-        self._server_state.connections.discard(connection)
-        self._server_state.watch.unwatch(connection)
-        if connection.exchange is not None:
-            connection.exchange.on_connection_close()
-            connection.exchange = None
-        self._exchange = None
-        self._stream.connection_lost(exc)
+        self.server_state.connections.discard(self)
+        self.server_state.watch.unwatch(self)
+        if self.exchange is not None:
+            self.exchange.on_connection_close()
+            self.exchange = None
+        self.stream.connection_lost(exc)
 
     # ---- called by the exchange
 
     def finish(self) -> None:
-        """Go on to the next request, or close the connection if this request is incomplete."""
         self._is_busy = False
         if not self._is_read:
-            self.close()
+            self.close_when_sent()
             return
-        self._server_state.watch.watch(self._connection)
+        self.server_state.watch.watch(self)
         if self._rest or self._has_ended:
             asyncio.get_running_loop().call_soon(self._read_on)
 
-    def close(self) -> None:
-        """Close the connection once everything written is sent."""
+    def close_when_sent(self) -> None:
         if self._rest and not self._drops_data and not self._has_ended:
             self.leave()  # there may be more
             return
@@ -123,39 +112,35 @@ class HTTPConnection(asyncio.Protocol):
         if self._transport.is_closing():
             return
         self._transport.close()
-        if self._stream.writing():
-            self._server_state.watch.watch(self._connection)  # the client may not read
+        if self.stream.writing():
+            self.server_state.watch.watch(self)  # the client may not read
 
     def leave(self) -> None:
-        """End this side of the connection, and drop what the client sends."""
         self._drops_data = True
         self._rest = b""
         if self._transport.is_closing():
             return
         if not self._transport.can_write_eof():  # TLS
-            self.close()
+            self.close_when_sent()
             return
         try:
             self._transport.write_eof()
         except OSError:
-            self._stream.close()  # the client has reset the connection
+            self.stream.close()  # the client has reset the connection
             return
-        self._stream.resume_reading()
-        self._server_state.watch.unwatch(self._connection)
+        self.stream.resume_reading()
+        self.server_state.watch.unwatch(self)
         self._linger = asyncio.get_running_loop().call_later(LINGER_S, self._end_linger)
 
     def _end_linger(self) -> None:
-        self._server_state.limits.hit(LINGER)
-        self._stream.close()
+        self.server_state.limits.hit(LINGER)
+        self.stream.close()
 
-    def detach(self) -> Stream:
-        """Leave the stream to a WebSocket."""
-        self._server_state.connections.discard(self._connection)
-        self._connection.exchange = None
-        self._exchange = None
+    def detach(self) -> None:
+        self.server_state.connections.discard(self)
+        self.exchange = None
         self._drops_data = True
-        self._stream.take_over()
-        return self._stream
+        self.stream.take_over()
 
     # ---- reading
 
@@ -166,38 +151,37 @@ class HTTPConnection(asyncio.Protocol):
                 if self._is_read:
                     if self._is_busy or not self._read_head():
                         break
-                elif self._exchange is None:
+                elif self.exchange is None:
                     break
                 else:
-                    self._read_body(self._exchange)
+                    self._read_body(self.exchange)
         except Exception:  # a fault of this server, which ends the connection as any top loop would
             log.exception("Reading a request failed")
-            self._stream.close()
+            self.stream.close()
         if self._transport.is_closing():
             return
         if self._drops_data:
-            self._stream.resume_reading()
+            self.stream.resume_reading()
             return
         is_waiting = self._is_busy and self._is_read
         if self._room is not None or (is_waiting and self._rest):
-            self._stream.pause_reading()
+            self.stream.pause_reading()
         else:
-            self._stream.resume_reading()
+            self.stream.resume_reading()
             if self._has_ended and not is_waiting:
-                self.close()  # no whole request is left
+                self.close_when_sent()  # no whole request is left
 
     def _read_head(self) -> bool:
         """Begin the next request, or refuse it; return False if its head is incomplete."""
         try:
-            found = read_head(self._rest, self._searched, self._server_state.head_limits)
+            found = read_head(self._rest, self._searched, self.server_state.head_limits)
         except RefusedRequestError as error:
             self._is_busy = True
-            self._exchange = Exchange(self._server_state, self._connection, self)
-            self._exchange.refuse_head(error)
+            Exchange(self.server_state, self).refuse_head(error)
             return True
         if found is None:
             self._searched = len(self._rest)
-            self._connection.await_head(self._server_state.watch)
+            self.await_head()
             return False
         head, end = found
         self._rest = self._rest[end:]
@@ -206,15 +190,15 @@ class HTTPConnection(asyncio.Protocol):
         return True
 
     def _begin(self, head: RequestHead) -> None:
-        self._connection.awaits_head = False
+        self.awaits_head = False
         self._is_busy = True
         self._is_read = False
-        self._exchange = exchange = Exchange(self._server_state, self._connection, self)
+        exchange = Exchange(self.server_state, self)  # sets `exchange`
         length = exchange.begin(head)
-        if self._connection.exchange is None:  # a WebSocket now
+        if self.exchange is None:  # a WebSocket now
             rest, self._rest = self._rest, b""
             if rest:
-                self._stream.data_received(rest)
+                self.stream.data_received(rest)
         elif length == 0:
             self._is_read = True
             if not self._drops_data:
@@ -223,7 +207,7 @@ class HTTPConnection(asyncio.Protocol):
             self._left = length or 0
             self._chunks = ChunkReader() if length is None else None
             if not (self._left and self._rest) and exchange.wants_body:  # else: see `_read_body`
-                self._server_state.watch.watch(self._connection)
+                self.server_state.watch.watch(self)
 
     def _read_body(self, exchange: Exchange) -> None:
         chunks = self._chunks
@@ -243,7 +227,7 @@ class HTTPConnection(asyncio.Protocol):
             is_ended = chunks.is_ended
             if self._rest and not is_ended:
                 self._wait_for(
-                    self._server_state.limits.turns.here().turn(SLOW * SLICE_BYTES)
+                    self.server_state.limits.turns.here().turn(SLOW * SLICE_BYTES)
                 )  # there are very many chunks
         if part:
             room = exchange.data_received(part, is_last=is_ended)

@@ -177,23 +177,22 @@ class HeadCache:
     """
 
     def __init__(self, date: DateHeader) -> None:
-        self._date = date
+        self.date = date
         self._line = b""
         self._heads: dict[tuple[int, Headers], bytes] = {}
 
-    def write(self, message: Message) -> bytes | None:
+    def write(self, message: Message, request_id: bytes) -> bytes | None:
         """Return all bytes of a `WHOLE_RESPONSE`; None if `ResponseWriter` has to write it.
 
         Valid for HTTP/1.1 requests that are not HEAD and keep their connection open. The request id is not
         checked.
         """
-        line = self._date.line()
+        line = self.date.line()
         if line is not self._line:
             self._line = line
             self._heads.clear()
         headers = message["headers"]
-        request_id = message.get("request_id")
-        if request_id is None or type(headers) is not tuple:
+        if not request_id or type(headers) is not tuple:
             return None
         key = (message["status"], headers)
         try:

@@ -16,7 +16,7 @@ from daskserve.proxies.exchange.limits import BODY_RATE, BODY_SIZE, BUFFERS, IDL
 from daskserve.proxies.exchange.request_body import RequestBody
 from daskserve.proxies.exchange.request_head import MALFORMED, HeadLimits, check_host
 from daskserve.proxies.exchange.response_head import DateHeader, HeadCache
-from daskserve.proxies.exchange.stream import Stream, addresses_of, can_tell_hangups
+from daskserve.proxies.exchange.stream import Stream, addresses_of
 from daskserve.proxies.exchange.websocket.session import WebSocketSession
 
 #: Why a body is refused, by the status of the response.
@@ -50,6 +50,9 @@ class Ongoing(Protocol):
     @property
     def wants_body(self) -> bool:
         """Whether the body is incomplete and still needed, and the client sends it unasked or was asked."""
+
+    def finish_response(self) -> None:
+        """Note that the response is complete."""
 
     def refuse(self, status: int, text: str, headers: Headers = ()) -> None:
         """Answer in place of the application, and close the connection."""
@@ -124,6 +127,8 @@ class ServerState:
         self.deflates_messages = deflates_messages
         self.tasks: set[asyncio.Task[None]] = set()
         self.connections: set[Connection] = set()
+        #: The streams of connections and WebSockets, until they are closed.
+        self.streams: set[Stream] = set()
         self.sockets: set[WebSocketSession] = set()
         self.is_draining = False
         self.refusals = Refusals()
@@ -137,8 +142,7 @@ class ServerState:
         self.make_room: Callable[[RequestBody], bool] = lambda body: False
         self.watch = IdleWatch(idle_timeout_s, self._end_idle)
         self.clock = clock
-        self.date = DateHeader(clock)
-        self.heads = HeadCache(self.date)
+        self.heads = HeadCache(DateHeader(clock))
 
     def _end_idle(self, connection: Connection) -> None:
         self.limits.hit(IDLE)
@@ -160,24 +164,19 @@ class ServerState:
 def _ignore(connection: Connection) -> None: ...
 
 
-class Connection:
-    """One open connection: its stream, its addresses and its current request."""
+class Connection(asyncio.Protocol):
+    """One open connection: its stream, its addresses and its current request.
 
-    __slots__ = ("awaits_head", "client", "exchange", "host", "path", "scope", "stream")
+    A `daskserve.proxies.exchange.http_connection.HTTPConnection` reads the requests.
+    """
 
-    def __init__(self, stream: Stream, *, is_encrypted: bool = False) -> None:
-        self.stream = stream
-        self.client, server = addresses_of(stream.socket)
-        #: The scope of a request, to copy and fill in, which takes half as long as building it.
-        self.scope: dict[str, Any] = {
-            "type": "http",
-            "asgi": ASGI_VERSIONS,
-            "scheme": "https" if is_encrypted else "http",
-            "root_path": "",
-            "client": self.client,
-            "server": server,
-            **dict.fromkeys(("http_version", "method", "path", "raw_path", "query_string", "headers")),
-        }
+    stream: Stream
+    client: tuple[str, int] | None
+    #: The scope of a request, to copy and fill in, which takes half as long as building it.
+    scope: dict[str, Any]
+
+    def __init__(self, server_state: ServerState) -> None:
+        self.server_state = server_state
         self.exchange: Ongoing | None = None
         #: Whether the client has sent a part of a request's head, or has yet to send its first one.
         self.awaits_head = True
@@ -185,6 +184,22 @@ class Connection:
         self.path = ""
         #: A host that was checked: most clients never change it.
         self.host: str | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Add the connection to those of the server."""
+        self.stream = stream = Stream(transport, self.server_state.streams)
+        self.client, server = addresses_of(stream.socket)
+        self.scope = {
+            "type": "http",
+            "asgi": ASGI_VERSIONS,
+            "scheme": "http" if self.server_state.tls is None else "https",
+            "root_path": "",
+            "client": self.client,
+            "server": server,
+            **dict.fromkeys(("http_version", "method", "path", "raw_path", "query_string", "headers")),
+        }
+        self.server_state.connections.add(self)
+        self.server_state.watch.watch(self)
 
     def check_host(self, framing: Mapping[str, str], version: str) -> None:
         """Check the host of a request, and keep it; raises `RefusedRequestError`."""
@@ -200,18 +215,30 @@ class Connection:
         """Return whether the client takes its time over the head of a request."""
         return self.awaits_head and self.is_idle()
 
-    def await_head(self, watch: IdleWatch[Connection]) -> None:
+    def await_head(self) -> None:
         """Note that a part of a head was received: its time begins with its first byte."""
         if not self.awaits_head:
             self.awaits_head = True
-            watch.watch(self)
+            self.server_state.watch.watch(self)
 
-    def stays_open(self, server_state: ServerState) -> bool:
-        """Return whether the connection stays open for a response when the client ends its side."""
-        waits = can_tell_hangups() and self.exchange is not None and self.exchange.unread is not None
-        if waits:
-            server_state.note_end(self)
-        return waits
+    def finish(self) -> None:
+        """Go on to the next request; close the connection if this one was not read to its end."""
+        raise NotImplementedError
+
+    def close_when_sent(self) -> None:
+        """Close the connection once everything written is sent."""
+        raise NotImplementedError
+
+    def leave(self) -> None:
+        """End this side of the connection, and drop what the client sends; close when it ends its side, too.
+
+        Closing a socket with unread data resets the connection, and may destroy the response.
+        """
+        raise NotImplementedError
+
+    def detach(self) -> None:
+        """Stop reading, and leave the stream to a WebSocket."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """Close the connection, and cancel its request."""

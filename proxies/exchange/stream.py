@@ -8,7 +8,7 @@ import socket
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 Socket: TypeAlias = socket.socket
 
@@ -18,25 +18,6 @@ READ_AHEAD_BYTES = 64 * 1024
 READ_BYTES = 16 * 1024
 
 GONE = "the client has disconnected"
-
-
-class ConnectionReader(Protocol):
-    """Reads the requests of one connection."""
-
-    def finish(self) -> None:
-        """Go on to the next request; close the connection if this one was not read to its end."""
-
-    def close(self) -> None:
-        """Close the connection."""
-
-    def leave(self) -> None:
-        """End this side of the connection, and drop what the client sends; close when it ends its side, too.
-
-        Closing a socket with unread data resets the connection, and may destroy the response.
-        """
-
-    def detach(self) -> Any:
-        """Stop reading, and leave the stream to a WebSocket."""
 
 
 class Stream(asyncio.Protocol):

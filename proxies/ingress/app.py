@@ -28,8 +28,9 @@ from daskserve.proxies.ingress.metrics import READYZ, SYSTEM_ROUTES, IngressMetr
 from daskserve.proxies.ingress.request import (
     TRUSTED_TIMEOUT,
     IngressRequest,
-    IngressWebSocket,
+    WebSocketResponse,
     parse_timeout,
+    response_to,
 )
 from daskserve.proxies.ingress.routes import Route, RouteTable, normalize_prefix
 from daskserve.telemetry.histogram import cause_of
@@ -111,9 +112,8 @@ class IngressApp:
         is the ASGI scope with ``extensions["daskserve"]`` of ``request_id``, ``shard_key`` and ``route``.
     rng : random.Random
         Draws the ids of requests that have none.
-    takes_whole : bool
-        Whether the server calls the ingress without middleware in between, and so accepts a
-        `WHOLE_RESPONSE`.
+    is_direct : bool
+        Whether the server calls the ingress without middlewares in between, which may keep the scope.
     bodies : BodyGate, optional
         Limits the bodies, and gathers those that their backend needs whole.
     unready : callable, optional
@@ -129,7 +129,7 @@ class IngressApp:
         routes: Callable[[], RouteTable | None],
         dispatch: CallBackend,
         rng: random.Random,
-        takes_whole: bool = False,
+        is_direct: bool = False,
         bodies: BodyGate | None = None,
         unready: Callable[[], Collection[str] | None] = tuple,
         is_store_taken: Callable[[], bool] = bool,
@@ -144,7 +144,7 @@ class IngressApp:
         self._lists_routes = options.list_routes
         self._routes = routes
         self._dispatch = dispatch
-        self._takes_whole = takes_whole
+        self._is_direct = is_direct
         self._request_ids = RequestIds(rng)
         self._is_draining = False
         self._ongoing = 0
@@ -156,9 +156,9 @@ class IngressApp:
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         kind = scope["type"]
         if kind == "http":
-            return self._serve(IngressRequest(scope["headers"], send, self._takes_whole), scope, receive)
+            return self._serve(IngressRequest(scope["headers"], response_to(send)), scope, receive)
         if kind == "websocket":
-            return self._serve(IngressWebSocket(scope["headers"], send), scope, receive)
+            return self._serve(IngressRequest(scope["headers"], WebSocketResponse(send)), scope, receive)
         if kind == "lifespan":
             return _serve_lifespan(receive, send)
         raise ValueError(f"the ingress has no answer to a scope of type {kind!r}")
@@ -181,25 +181,26 @@ class IngressApp:
         return f"<IngressApp {state}, {self._ongoing} ongoing, {sum(self._responses)} answered>"
 
     async def _serve(self, request: IngressRequest, scope: Scope, receive: Receive) -> None:
-        if not request.request_id:
-            request.request_id = self._request_ids.next().encode()
+        response = request.response
+        if not response.request_id:
+            response.request_id = self._request_ids.next().encode()
             self.metrics.bad_ids += request.has_bad_id
         started = stopwatch()
         self._ongoing += 1
         try:
             await self._answer(request, scope, receive)
         except Exception as error:
-            if request.is_gone:
+            if response.is_gone:
                 raise
             await self._answer_error(request, error)
         finally:
             self._ongoing -= 1
-            if request.status or not (request.has_body and is_refused(receive)):  # else the server counts it
+            if response.status or not (request.has_body and is_refused(receive)):  # else the server counts it
                 seconds = stopwatch() - started
                 method = "WEBSOCKET" if scope["type"] == "websocket" else scope["method"]
-                self.metrics.observe(request.route, method, request.status, seconds, request.cause)
-                if request.status:
-                    self._responses[request.status // 100 % 10] += 1
+                self.metrics.observe(request.route, method, response.status, seconds, request.cause)
+                if response.status:
+                    self._responses[response.status // 100 % 10] += 1
                 else:
                     self._unanswered += 1
 
@@ -253,11 +254,13 @@ class IngressApp:
             await self._refuse(request, 503, NOT_POPULATED)
         elif path == "/-/routes":
             body = json.dumps(table.names()).encode()
-            await send_whole(request.send, 200, body, content_type=JSON)
+            await send_whole(request.response.send, 200, body, content_type=JSON)
         elif problem := self._problem(table, is_ready=path == READYZ):
             await self._refuse(request, 503, problem)
         else:
-            await send_whole(request.send, 200, STORE_IS_TAKEN if self._is_store_taken() else b"success")
+            await send_whole(
+                request.response.send, 200, STORE_IS_TAKEN if self._is_store_taken() else b"success"
+            )
 
     def _problem(self, table: RouteTable, *, is_ready: bool) -> str:
         """Return why this proxy should get no requests, or why the instance is not ready; else nothing."""
@@ -275,7 +278,7 @@ class IngressApp:
     def _head(self, request: IngressRequest, scope: Scope, path: str, route: Route) -> dict[str, Any]:
         if request.timeout is not None:
             request.has_trusted_timeout = scope.pop(TRUSTED_TIMEOUT, False)
-        if self._takes_whole and scope["type"] == "http":
+        if self._is_direct and scope["type"] == "http":
             head: Any = scope  # made for this request, and not shared
         else:
             head = dict(scope)
@@ -294,7 +297,7 @@ class IngressApp:
         shard_key = request.shard_key
         head["extensions"] = {
             "daskserve": {
-                "request_id": request.request_id.decode("latin-1"),
+                "request_id": request.response.request_id.decode("latin-1"),
                 "shard_key": None if shard_key is None else shard_key.decode("latin-1"),
                 "route": route.route,
             }
@@ -319,10 +322,10 @@ class IngressApp:
         if timeout_s is not None:
             return self._call_until(request, endpoint, head, receive, timeout_s, gathering)
         envelope = Envelope(EnvelopeKind.HTTP, head, None, None, request.has_body or is_socket)
-        envelope.has_started = request.has_started
-        envelope.is_direct = is_socket and self._takes_whole
+        envelope.has_started = request.response.has_started
+        envelope.is_direct = is_socket and self._is_direct
         if gathering is None:  # as for most
-            return self._dispatch(endpoint, envelope, receive, request.send)
+            return self._dispatch(endpoint, envelope, receive, request.response.send)
         return self._send(request, endpoint, envelope, receive, gathering)
 
     def _send(
@@ -334,12 +337,12 @@ class IngressApp:
         gathering: Awaitable[None] | None,
     ) -> Coroutine[Any, Any, None]:
         if gathering is None:
-            return self._dispatch(endpoint, envelope, receive, request.send)
+            return self._dispatch(endpoint, envelope, receive, request.response.send)
         envelope.has_body = True  # and not on demand any more
 
         async def send_gathered() -> None:
             await gathering
-            await self._dispatch(endpoint, envelope, receive, request.send)
+            await self._dispatch(endpoint, envelope, receive, request.response.send)
 
         return send_gathered()
 
@@ -358,9 +361,9 @@ class IngressApp:
             head,
             deadline=deadline,
             has_body=request.has_body,
-            has_started=request.has_started,
+            has_started=request.response.has_started,
         )
-        request_id = request.request_id.decode("latin-1")
+        request_id = request.response.request_id.decode("latin-1")
         try:
             await until(
                 deadline,
@@ -368,20 +371,21 @@ class IngressApp:
                 f"Request {request_id} timed out after {shown(timeout_s)}s.",
             )
         except RequestTimeoutError:
-            if request.is_complete:
+            if request.response.is_complete:
                 return  # user code continues, in its background tasks for example
             self._timed_out += asyncio.get_running_loop().time() >= deadline
             raise
 
     async def _answer_error(self, request: IngressRequest, error: Exception) -> None:
         request.cause = cause_of(known_of(error))
-        request_id = request.request_id.decode("latin-1")
-        if request.status:
+        response = request.response
+        request_id = response.request_id.decode("latin-1")
+        if response.status:
             # The headers are sent: only a cut connection can tell the client that the response is incomplete.
             if not is_logged(error, request_id):
                 log.warning("Request %s failed after its response had begun: %r", request_id, error)
             raise error
-        request.drop_start()
+        response.drop_start()
         reply = reply_to(error, request_id, debug=self._debug)
         if reply.is_fault and not is_logged(error, request_id):
             log.error("Request %s failed", request_id, exc_info=error)
@@ -394,7 +398,7 @@ class IngressApp:
         await self._refuse(request, reply.status, reply.text, reply.headers)
 
     async def _refuse(self, request: IngressRequest, status: int, text: str, headers: Headers = ()) -> None:
-        await send_whole(request.send, status, text.encode("utf-8", "replace"), headers=headers)
+        await send_whole(request.response.send, status, text.encode("utf-8", "replace"), headers=headers)
 
     def _refuse_path(self, request: IngressRequest, scope: Scope, path: str) -> Awaitable[None]:
         text = f"Path '{path}' not found."

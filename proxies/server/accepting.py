@@ -17,12 +17,14 @@ import errno
 import logging
 import selectors
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from daskserve.common.formatting import shown
+from daskserve.loops.tasks import TaskSet
+from daskserve.proxies.exchange.http_connection import HTTPConnection
 from daskserve.proxies.exchange.server_state import Connection, ServerState
 from daskserve.telemetry.error_log import SparseLog
 
@@ -43,6 +45,8 @@ SCARCE_S = 10.0
 _SPARE_SHARE, _SPARE = 4, 8
 #: While accepting pauses again and again for one reason, the log says so this often.
 _LOG_AGAIN_S = 60.0
+#: How long a server that closes its port waits for TLS handshakes.
+_HANDSHAKES_S = 0.5
 #: The default of ``max_connections`` is this part of the process's file descriptors: Dask's connections, its
 #: spilled data and user code need some too.
 _SHARE = 3 / 4
@@ -86,8 +90,8 @@ def _is_unused(connection: Connection) -> bool:
     return connection.is_idle() and not is_readable([connection.stream.socket])
 
 
-#: Sets up a connection; see `daskserve.proxies.server.life.ServerListener`.
-Take: TypeAlias = Callable[[socket.socket, Callable[[], object]], asyncio.Task[None] | None]
+#: Sets up an accepted connection, at once or in a coroutine; raises `OSError` if it is lost.
+Connect: TypeAlias = Callable[[HTTPConnection, socket.socket], Coroutine[Any, Any, None] | None]
 
 
 class Acceptor:
@@ -99,6 +103,8 @@ class Acceptor:
         Has the open connections.
     max_connections : int
         How many there may be, WebSockets included.
+    connect : callable
+        Sets up an accepted connection.
 
     Attributes
     ----------
@@ -109,11 +115,12 @@ class Acceptor:
     """
 
     _loop: asyncio.AbstractEventLoop
-    _take: Take
 
-    def __init__(self, server_state: ServerState, max_connections: int) -> None:
+    def __init__(self, server_state: ServerState, max_connections: int, connect: Connect) -> None:
         self._server_state = server_state
         self._max_connections = max_connections
+        self._connect = connect
+        self._tasks = TaskSet(log)
         self._sockets: list[socket.socket] = []
         #: The connections that are not among the server state's yet: the task that sets each up, and since
         #: when.
@@ -137,8 +144,8 @@ class Acceptor:
         """Whether no connections are accepted for a moment."""
         return self._pause is not None
 
-    def start(self, sockets: list[socket.socket], take: Take) -> None:
-        """Accept connections on listening sockets, and have each one set up."""
+    def start(self, sockets: list[socket.socket]) -> None:
+        """Accept connections on listening sockets."""
         limit = descriptor_limit()
         if limit is not None and self._max_connections >= limit:
             log.warning(
@@ -147,7 +154,6 @@ class Acceptor:
                 limit,
             )
         self._loop = asyncio.get_running_loop()
-        self._take = take
         self._sockets = list(sockets)
         self._watch()
 
@@ -164,7 +170,16 @@ class Acceptor:
         """Accept what waits on a socket after `stop`, which is closed next."""
         with suppress(OSError):  # nothing waits any more, or the process has run out of descriptors
             while self.open < self._max_connections:
-                self._take_next(listening)
+                self._accept_next(listening)
+
+    async def wait_set_up(self) -> None:
+        """Return once all accepted connections are among the server state's."""
+        # The duration of a TLS handshake is up to the client.
+        await self._tasks.wait(None if self._server_state.tls is None else _HANDSHAKES_S)
+
+    async def close(self) -> None:
+        """Drop the connections that are still being set up."""
+        await self._tasks.close()
 
     def _watch(self) -> None:
         for sock in self._sockets:
@@ -186,7 +201,7 @@ class Acceptor:
                         self._pause_for(FULL_S, FULL, f"there are {limit} (max_connections)")
                     return
             try:
-                self._take_next(listening)
+                self._accept_next(listening)
             except (BlockingIOError, InterruptedError):
                 return
             except ConnectionAbortedError:
@@ -203,12 +218,17 @@ class Acceptor:
                 close_idle()
                 return  # its descriptor is free in the next turn of the event loop
 
-    def _take_next(self, listening: socket.socket) -> None:
+    def _accept_next(self, listening: socket.socket) -> None:
         sock, _ = listening.accept()
         sock.setblocking(False)
         made = partial(self._setups.pop, sock, None)
-        setup = self._take(sock, made)
-        if setup is not None:
+        try:
+            setting_up = self._connect(HTTPConnection(self._server_state, made), sock)
+        except OSError as error:
+            _drop(sock, error)
+            return
+        if setting_up is not None:
+            setup = self._tasks.spawn(_set_up(setting_up, sock))
             self._setups[sock] = setup, self._loop.time()
             setup.add_done_callback(lambda _: made())
 
@@ -264,3 +284,15 @@ class Acceptor:
     def _go_on(self) -> None:
         self._pause = None
         self._watch()
+
+
+async def _set_up(setting_up: Coroutine[Any, Any, None], sock: socket.socket) -> None:
+    try:
+        await setting_up
+    except OSError as error:
+        _drop(sock, error)
+
+
+def _drop(sock: socket.socket, error: OSError) -> None:
+    log.debug("A client disconnected before its connection was set up: %r", error)
+    sock.close()

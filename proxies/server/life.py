@@ -1,6 +1,6 @@
 """The lifecycle of an HTTP server, in order: `HTTPServer.bind`, `start`, `drain`, `stop`.
 
-A `ServerListener` makes a transport of each accepted connection, on Tornado or on asyncio. An
+Tornado or asyncio is the transport of each accepted connection. A
 `daskserve.proxies.exchange.http_connection.HTTPConnection` reads its requests.
 """
 
@@ -11,7 +11,7 @@ import logging
 import socket
 import ssl
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from daskserve.common.clock import Clock, LoopClock
 from daskserve.common.formatting import shown
@@ -21,16 +21,16 @@ from daskserve.proxies.exchange.limits import Limits
 from daskserve.proxies.exchange.pace import PaceWatch
 from daskserve.proxies.exchange.request_head import HeadLimits
 from daskserve.proxies.exchange.server_state import ServerState
+from daskserve.proxies.server import asyncio_transport, tornado_transport
 from daskserve.proxies.server.accepting import (
     Acceptor,
+    Connect,
     default_max_connections,
     descriptor_limit,
     is_readable,
 )
-from daskserve.proxies.server.asyncio_transport import AsyncioListener
 from daskserve.proxies.server.hangup import HangupWatch
 from daskserve.proxies.server.listen import bind_sockets
-from daskserve.proxies.server.tornado_transport import TornadoListener
 from daskserve.telemetry.table import MetricSample
 
 if TYPE_CHECKING:
@@ -46,27 +46,10 @@ _PAUSED_S = 0.01
 _CANCEL_S = 5.0
 
 
-class ServerListener(Protocol):
-    """Sets up accepted connections and reads them."""
-
-    def take(self, sock: socket.socket, made: Callable[[], object]) -> asyncio.Task[None] | None:
-        """Set up a connection.
-
-        Return the task that does so, which calls ``made`` when the connection is among the server state's.
-        None if it is there already.
-        """
-
-    async def wait_made(self) -> None:
-        """Return once all accepted connections are among the server state's."""
-
-    async def wait_closed(self) -> None:
-        """Return once all connections have ended, after they were closed."""
-
-
-#: What reads the sockets, by the name in ``http_options``.
-LISTENERS: Mapping[str, Callable[[ServerState], ServerListener]] = {
-    "tornado": TornadoListener,
-    "asyncio": AsyncioListener,
+#: The transports, by their names in ``http_options``.
+TRANSPORTS: Mapping[str, Connect] = {
+    "tornado": tornado_transport.connect,
+    "asyncio": asyncio_transport.connect,
 }
 
 
@@ -106,14 +89,13 @@ class HTTPServer:
     ) -> None:
         assert options.host is not None  # without a host there are no proxies
         self._host = options.host
-        self._server = options.server
         self._port = options.port
         self._port_option = port_option
         self._reuse_port = reuse_port
         self._claims_port = claims_port
         self._public_host = public_host
         self._clock: Clock = clock or LoopClock()
-        self._server_state = ServerState(
+        self.state = ServerState(
             app,
             head_limits=HeadLimits(options.max_header_bytes, options.max_headers),
             max_body_bytes=options.max_body_bytes,
@@ -124,13 +106,15 @@ class HTTPServer:
             tls=tls,
             limits=Limits(options),
         )
-        self._hangups = HangupWatch(self._server_state)
+        self._hangups = HangupWatch(self.state)
         self._acceptor = Acceptor(
-            self._server_state, options.max_connections or default_max_connections(descriptor_limit())
+            self.state,
+            options.max_connections or default_max_connections(descriptor_limit()),
+            TRANSPORTS[options.server],
         )
-        self._paces = PaceWatch(self._server_state)
+        self._paces = PaceWatch(self.state)
         self._sockets: list[socket.socket] = []
-        self._listener: ServerListener | None = None
+        self._is_started = False
 
     @property
     def port(self) -> int:
@@ -143,7 +127,7 @@ class HTTPServer:
         host = self._public_host if self._host in EVERY_ADDRESS else self._host
         if ":" in host and not host.startswith("["):
             host = f"[{host}]"
-        scheme = "http" if self._server_state.tls is None else "https"
+        scheme = "http" if self.state.tls is None else "https"
         return (f"{scheme}://{host}:{self._port}",)
 
     def samples(self, instance: str) -> list[MetricSample]:
@@ -151,7 +135,7 @@ class HTTPServer:
 
         Any thread may call it.
         """
-        acceptor, limits, refusals = self._acceptor, self._server_state.limits, self._server_state.refusals
+        acceptor, limits, refusals = self._acceptor, self.state.limits, self.state.refusals
         causes, bodies = refusals.causes.copy(), refusals.bodies.copy()
         return [
             ("http_connections", (instance,), acceptor.open),
@@ -174,8 +158,8 @@ class HTTPServer:
         is_crowded : callable
             Returns whether requests of the endpoint of a path wait for a slot.
         """
-        self._server_state.largest_body_bytes = largest_body_bytes
-        self._server_state.is_crowded = is_crowded
+        self.state.largest_body_bytes = largest_body_bytes
+        self.state.is_crowded = is_crowded
 
     async def bind(self) -> None:
         """Take the port.
@@ -198,8 +182,8 @@ class HTTPServer:
 
     def start(self) -> None:
         """Start to accept connections."""
-        self._listener = LISTENERS[self._server](self._server_state)
-        self._acceptor.start(self._sockets, self._listener.take)
+        self._is_started = True
+        self._acceptor.start(self._sockets)
         self._hangups.start()
         self._paces.start()
         log.info("Listening on %s", self.urls[0])
@@ -210,39 +194,37 @@ class HTTPServer:
         Responses close their connections from now on. Connections in the backlog are accepted first, because
         closing the socket would reset them.
         """
-        self._server_state.is_draining = True
+        self.state.is_draining = True
         deadline = self._clock.now() + grace_s
-        if self._listener is not None:
+        if self._is_started:
             while self._clock.now() < deadline and is_readable(self._sockets):
                 await self._clock.sleep(_PAUSED_S if self._acceptor.is_paused else 0)
         await self._close_sockets(accepts=True)
-        for session in list(self._server_state.sockets):
+        for session in list(self.state.sockets):
             session.leave()
-        while (left_s := deadline - self._clock.now()) > 0 and (
-            self._server_state.connections or self._server_state.sockets
-        ):
-            if self._server_state.tasks:
-                await asyncio.wait(self._server_state.tasks, timeout=left_s)
+        while (left_s := deadline - self._clock.now()) > 0 and (self.state.connections or self.state.sockets):
+            if self.state.tasks:
+                await asyncio.wait(self.state.tasks, timeout=left_s)
             else:
                 # A client may be about to send another request on its connection.
                 await self._clock.sleep(min(left_s, _QUIET_S))
-                if not self._server_state.tasks:
+                if not self.state.tasks:
                     break
 
     async def stop(self) -> None:
         """Stop listening, cancel all requests and close all connections. Idempotent."""
-        self._server_state.is_draining = True
+        self.state.is_draining = True
         await self._close_sockets()
-        self._server_state.watch.stop()
+        self.state.watch.stop()
         self._hangups.stop()
         self._paces.stop()
-        tasks = set(self._server_state.tasks)
-        for connection in list(self._server_state.connections):
+        tasks = set(self.state.tasks)
+        for connection in list(self.state.connections):
             connection.close()
-        for session in list(self._server_state.sockets):
+        for session in list(self.state.sockets):
             session.close()
         for task in tasks:
-            self._server_state.cancel(task)
+            self.state.cancel(task)
         if tasks:
             _, stuck = await asyncio.wait(tasks, timeout=_CANCEL_S)
             if stuck:
@@ -251,11 +233,12 @@ class HTTPServer:
                     len(stuck),
                     shown(_CANCEL_S),
                 )
-        if self._listener is not None:
-            await self._listener.wait_closed()
+        await self._acceptor.close()
+        while self.state.streams:
+            await self._clock.sleep(0)
 
     def __repr__(self) -> str:
-        server_state = self._server_state
+        server_state = self.state
         state = "draining" if server_state.is_draining else "open"
         return (
             f"<{type(self).__name__} {self.urls[0]} {state}, {len(server_state.connections)} connections, "
@@ -265,10 +248,9 @@ class HTTPServer:
     async def _close_sockets(self, *, accepts: bool = False) -> None:
         self._acceptor.stop()
         for sock in self._sockets:
-            if self._listener is not None and accepts:
+            if self._is_started and accepts:
                 # Closing the socket resets what came since the last look.
                 self._acceptor.accept_last(sock)
             sock.close()  # a second time does no harm
         self._sockets = []
-        if self._listener is not None:
-            await self._listener.wait_made()
+        await self._acceptor.wait_set_up()

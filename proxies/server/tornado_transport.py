@@ -1,135 +1,53 @@
-"""Connections on Tornado's ``IOStream``, behind the interface of asyncio's transports.
-
-The stream's ``read_until_regex`` is not used: after each piece that is received it searches all that it has,
-and took 2 ms for each byte that a client appended to a head of 60 kB.
-"""
+"""Connections on Tornado's ``IOStream``, behind the interface of asyncio's transports."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import socket
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from tornado.ioloop import IOLoop
-from tornado.iostream import IOStream, SSLIOStream, StreamClosedError
+from tornado.iostream import StreamClosedError
 
 from daskserve.proxies.exchange.http_connection import HTTPConnection
-from daskserve.proxies.exchange.server_state import ServerState
-from daskserve.proxies.exchange.stream import Stream
-
-log = logging.getLogger("daskserve.proxies")
-
-#: How much is read at a time, and after how much other connections have their turn.
-_PIECE_BYTES = 64 * 1024
-_TURN_BYTES = 256 * 1024
-#: An argument of ``IOStream.close``: without it, Tornado closes a stream at the end of the client's data.
-_NO_ERROR = (None, None, None)
+from daskserve.proxies.server.tornado_stream import PlainStream, TLSStream, open_stream
 
 
-class PlainStream(IOStream):
-    """A TCP connection that counts what it has sent, and may outlast the end of the client's data."""
-
-    #: How many bytes the operating system has taken.
-    sent_bytes = 0
-    #: Returns whether the connection stays open when the client has ended its side.
-    stays_open: Callable[[], bool] = staticmethod(lambda: False)
-
-    def write_to_fd(self, data: memoryview) -> int:
-        try:
-            sent_bytes = super().write_to_fd(data)
-        finally:
-            del data  # Tornado cannot shrink its buffer while something refers to it
-        self.sent_bytes += sent_bytes
-        return sent_bytes
-
-    def close(self, exc_info: Any = False) -> None:
-        if exc_info is False and self.stays_open():
-            asyncio.get_running_loop().call_soon(self._stop_reading)
-        else:
-            super().close(exc_info)
-
-    def _stop_reading(self) -> None:
-        # The end of the data would be reported in each turn of the event loop.
-        if not self.closed():
-            self.io_loop.update_handler(self.fileno(), IOLoop.WRITE if self.writing() else IOLoop.NONE)
-
-
-class TLSStream(PlainStream, SSLIOStream):
-    """The same over TLS; the first read includes the handshake."""
+def connect(connection: HTTPConnection, sock: socket.socket) -> None:
+    """Set up an accepted connection; raise `OSError` if it is lost."""
+    TornadoTransport(open_stream(sock, connection.server_state.tls), connection)
 
 
 class TornadoTransport(asyncio.Transport):
     """Reads and writes a stream for a protocol, which has to pause while anything is unsent."""
 
     def __init__(self, stream: PlainStream, protocol: asyncio.Protocol) -> None:
-        super().__init__({"socket": stream.socket, "io_loop": stream.io_loop})
+        super().__init__({"socket": stream.socket})
         self._stream = stream
         self._protocol: Any = protocol
         self._accepted_bytes = 0
-        self._reading: asyncio.Future[bytes] | None = None
         self._unsent: asyncio.Future[None] | None = None  # the last write, until it is sent
         self._when_sent: Callable[[], None] | None = None
-        self._stays_open: bool | None = None  # None until the client has ended its side
-        self._is_paused = self._is_closing = False
+        self._is_closing = False
         stream.set_nodelay(True)  # a response is written whole, or in parts that are wanted at once
         protocol.connection_made(self)
-        stream.stays_open = self._has_ended
         stream.set_close_callback(self._note_lost)
-        self._read()
+        stream.start(lambda data: self._protocol.data_received(data), lambda: self._protocol.eof_received())
 
     def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
         self._protocol = protocol
 
     def pause_reading(self) -> None:
-        self._is_paused = True
+        self._stream.pause()
 
     def resume_reading(self) -> None:
-        if self._is_paused:
-            self._is_paused = False
-            asyncio.get_running_loop().call_soon(self._read)
+        self._stream.resume()
 
     def take_unread(self) -> bytes:
         """Return what was received and not passed on; the connection continues on a copy of the socket."""
-        self._is_paused = True
-        received, reading = b"", self._reading
-        if reading is not None:
-            if not reading.done() or reading.exception() is not None:
-                return b""
-            received = reading.result()
-        more = asyncio.ensure_future(self._stream.read_bytes(self._stream.max_buffer_size, partial=True))
-        return received + more.result() if more.done() and more.exception() is None else received
-
-    def _read(self, _: object = None) -> None:
-        """Pass on what is received, until nothing more is there or others have their turn."""
-        read_bytes = 0
-        # A closed stream still returns what it has buffered: that is not served.
-        while not self._is_paused and not self.is_closing():
-            if self._reading is None:
-                try:
-                    reading = asyncio.ensure_future(self._stream.read_bytes(_PIECE_BYTES, partial=True))
-                except OSError:
-                    return  # the client has disconnected, which `_note_lost` reports
-                self._reading = reading
-                if not reading.done() or read_bytes >= _TURN_BYTES:
-                    reading.add_done_callback(self._read)
-                    return
-            elif not self._reading.done():
-                return
-            received, self._reading = self._reading, None
-            if received.exception() is not None:
-                return  # the client has reset the connection
-            data = received.result()
-            read_bytes += len(data)
-            self._protocol.data_received(data)
-
-    def _has_ended(self) -> bool:
-        if self._stays_open is None:  # Tornado sees the end more than once
-            self._stays_open = not self._is_closing and bool(self._protocol.eof_received())
-        return self._stays_open and not self._is_closing
+        return self._stream.take_unread()
 
     def write(self, data: Any) -> None:
         self._accepted_bytes += len(data)
@@ -150,7 +68,7 @@ class TornadoTransport(asyncio.Transport):
         """Do nothing: the protocol pauses while anything is unsent."""
 
     def can_write_eof(self) -> bool:
-        return not isinstance(self._stream, SSLIOStream)
+        return not isinstance(self._stream, TLSStream)
 
     def write_eof(self) -> None:
         self._end(partial(self._stream.socket.shutdown, socket.SHUT_WR))
@@ -160,11 +78,12 @@ class TornadoTransport(asyncio.Transport):
 
     def close(self) -> None:
         self._is_closing = True
-        self._end(self.abort)
+        self._stream.end()
+        self._end(self._stream.abort)
 
     def abort(self) -> None:
         self._is_closing = True
-        self._stream.close(_NO_ERROR)
+        self._stream.abort()
 
     def _end(self, end: Callable[[], None]) -> None:
         """End this side, or both, once all is sent."""
@@ -184,33 +103,5 @@ class TornadoTransport(asyncio.Transport):
     def _note_lost(self) -> None:
         protocol, self._protocol = self._protocol, asyncio.Protocol()
         self._when_sent = None
-        del self._stream.stays_open
+        self._stream.end()
         protocol.connection_lost(self._stream.error)
-
-
-class TornadoListener:
-    """Sets up connections, which Tornado's streams read."""
-
-    def __init__(self, server_state: ServerState) -> None:
-        self._server_state = server_state
-        self._open_streams: set[Stream] = set()
-
-    def take(self, sock: socket.socket, made: Callable[[], object]) -> None:
-        server_state, tls = self._server_state, self._server_state.tls
-        try:
-            if tls is None:
-                stream = PlainStream(sock)
-            else:
-                stream = TLSStream(tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False))
-        except OSError as error:
-            log.debug("A client disconnected before its connection was set up: %r", error)
-            sock.close()
-            return
-        TornadoTransport(stream, HTTPConnection(server_state, self._open_streams, made))
-
-    async def wait_made(self) -> None:
-        """Return: connections are set up when they are accepted."""
-
-    async def wait_closed(self) -> None:
-        while self._open_streams:
-            await self._server_state.clock.sleep(0)

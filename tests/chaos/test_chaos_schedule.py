@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from itertools import islice
 
-import pytest
 from chaos_schedule import KINDS, rounds
+from scenarios import for_each
 
 
 def test_a_seed_repeats_its_schedule_and_another_one_differs() -> None:
@@ -15,7 +15,7 @@ def test_a_seed_repeats_its_schedule_and_another_one_differs() -> None:
     assert first != other
 
 
-@pytest.mark.parametrize("seed", range(20))
+@for_each("seed", range(20))
 def test_every_kind_of_fault_comes_before_the_order_is_drawn_again(seed: int) -> None:
     drawn = [fault.kind for each in islice(rounds(seed), len(KINDS)) for fault in each]
     assert set(drawn) == set(KINDS)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import pytest
 from chaos_verdict import Damage, Run, Sample, Stall, felt_s, report, violations
+from scenarios import for_each
 
 KILL = Damage("kill worker", "kill worker h1a", 1, 10.0, 10.0, frozenset({7}), frozenset({"one"}))
 
@@ -178,7 +178,7 @@ def test_leftovers_are_violations() -> None:
     assert judged(leftovers=["threads: 12 more"]) == ["threads: 12 more"]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("kinds", "label"),
     [
         (("kill worker",), "kill worker (a proxy)"),

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from scenarios import for_each
 
 from daskserve.cli import docs as cli_docs
 from daskserve.cli.docs import docs
@@ -36,7 +37,7 @@ def pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("keyword", "output"),
     [
         ("MAX_SURGE", "Options (options.md)\n\n`max_surge` or `max_surge_percent`\n  how many more\n"),

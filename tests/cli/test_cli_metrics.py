@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from scenarios import for_each
 
 from daskserve.cli.main import main
 from daskserve.cli.metrics import replace
@@ -111,7 +112,7 @@ def test_a_truncated_response_is_an_error(scheduler: Scheduler) -> None:
     assert f"{scheduler.url} did not return a list of targets" in result.output
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("arguments", "message"),
     [
         (["targets"], "Give the scheduler's address"),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from scenarios import for_each
 
 import daskserve as serve
 from daskserve.cli import run
@@ -99,7 +100,7 @@ def test_mistakes_are_shown_with_the_options_of_the_command(
     assert text in result.output
 
 
-@pytest.mark.parametrize("name", ["build", "config", "deploy", "start"])
+@for_each("name", ["build", "config", "deploy", "start"])
 def test_a_command_of_ray_serve_says_in_a_line_what_there_is(name: str) -> None:
     result = CliRunner().invoke(main, [name, "config.yaml", "-o", "x", "--help"])
     assert result.exit_code == 1
@@ -108,7 +109,7 @@ def test_a_command_of_ray_serve_says_in_a_line_what_there_is(name: str) -> None:
     assert name not in CliRunner().invoke(main, ["--help"]).output.split()
 
 
-@pytest.mark.parametrize("command", ["status", "shutdown", "rewrite-store"])
+@for_each("command", ["status", "shutdown", "rewrite-store"])
 def test_other_commands_need_an_address(command: str) -> None:
     result = CliRunner().invoke(main, [command])
     assert result.exit_code == 2

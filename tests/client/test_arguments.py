@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 import pytest
+from scenarios import for_each
 from starlette.middleware import Middleware
 from starlette.middleware.errors import ServerErrorMiddleware
 
@@ -19,15 +20,13 @@ from daskserve.options.backend import BackendConfig
 from daskserve.options.http import HTTPOptions
 
 
-@pytest.mark.parametrize(
-    "route", [None, "/", "/a/b", "/-a", "/a/-/b", "/{a}", "/a/{b}/c{d:int}", "/{p:path}"]
-)
+@for_each("route", [None, "/", "/a/b", "/-a", "/a/-/b", "/{a}", "/a/{b}/c{d:int}", "/{p:path}"])
 def test_routes_that_are_allowed(route: str | None) -> None:
     check_route(route)
     check_endpoint_route(route)
 
 
-@pytest.mark.parametrize("route", ["/-", "/-/", "/-/x", "/-/routes", "/-/{x}"])
+@for_each("route", ["/-", "/-/", "/-/x", "/-/routes", "/-/{x}"])
 def test_routes_of_daskserve_itself_are_rejected(route: str) -> None:
     with pytest.raises(BadRequestError, match="route_prefix must not"):
         check_route(route)
@@ -35,7 +34,7 @@ def test_routes_of_daskserve_itself_are_rejected(route: str) -> None:
         check_endpoint_route(route)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("route", "message"),
     [
         ("/{", "not valid; write {name} or {name:kind}"),
@@ -65,7 +64,7 @@ def test_options_that_cannot_be_pickled_are_refused() -> None:
         serve.start(http_options={"middlewares": middlewares})
 
 
-@pytest.mark.parametrize("route", ["", "a", 3, b"/a"])
+@for_each("route", ["", "a", 3, b"/a"])
 def test_a_route_that_is_not_a_path_is_a_type_error(route: Any) -> None:
     with pytest.raises(TypeError, match="route must be a string that starts with '/'"):
         check_endpoint_route(route)
@@ -83,16 +82,14 @@ def test_methods_are_a_list_of_http_methods() -> None:
         check_methods(["GET", "FETCH"])
 
 
-@pytest.mark.parametrize(
-    "given", [{"host": None}, {"host": None, "location": "EveryWorker"}, {"location": None}]
-)
+@for_each("given", [{"host": None}, {"host": None, "location": "EveryWorker"}, {"location": None}])
 def test_no_host_or_location_means_no_proxies(given: dict[str, Any]) -> None:
     options = HTTPOptions(**given)
     assert options.location is Location.NO_SERVER
     assert not options.has_proxies
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("theirs", "ours"),
     [
         ("Disabled", Location.NO_SERVER),
@@ -110,6 +107,12 @@ def test_the_location_of_the_proxies_has_ray_serves_name_too(theirs: str, ours: 
         assert found.has_proxies == (theirs != "Disabled")
 
 
+def test_old_and_new_http_arguments_exclude_each_other() -> None:
+    for old in ({"http_host": "127.0.0.1"}, {"http_port": 8000}, {"http_middlewares": []}):
+        with pytest.raises(ValueError, match=f"You cannot specify both http_options and {next(iter(old))}"):
+            given_http_options(**old, http_options={"port": 0})  # type: ignore[arg-type]
+
+
 def test_a_wrong_or_doubled_location_is_an_error() -> None:
     with pytest.raises(ValueError, match="HeadOnly"):
         given_http_options(proxy_location="Nowhere")
@@ -120,7 +123,7 @@ def test_a_wrong_or_doubled_location_is_an_error() -> None:
             given_http_options(http_options=options, proxy_location="EveryNode")
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("function", "name", "text"),
     [
         ("start", "grpc_options", "there are no gRPC proxies"),
@@ -157,7 +160,7 @@ def test_an_argument_that_nobody_has_is_a_type_error() -> None:
         serve.run(None, nonsense=1)  # type: ignore[call-arg]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("function", "args", "kwargs", "text"),
     [
         ("connect", (1, 2, 3), {}, "too many positional arguments. Its arguments are: dask_client, address."),

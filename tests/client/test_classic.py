@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from pydantic import ValidationError
+from scenarios import for_each
 
 import daskserve as serve
 from daskserve.client.verbs.stored_code import StoredCode
@@ -313,11 +314,14 @@ class TestStored:
 
 
 def test_large_code_that_the_instance_has_dropped() -> None:
+    def run(coroutine: Any, *, timeout_s: float | None) -> Any:
+        return asyncio.run(coroutine)
+
     async def fetch_parcel(code_name: str, parcel: Any) -> Any:
         raise InstanceError(f"The store has lost the constructor arguments of {code_name}.")
 
     connection = SimpleNamespace(
-        cluster=lambda instance: SimpleNamespace(fetch_parcel=fetch_parcel), sync=asyncio.run, runs_here=bool
+        cluster=lambda instance: SimpleNamespace(fetch_parcel=fetch_parcel), sync=run, runs_here=bool
     )
     code, _ = pack_code(np.ones(SHARED_BYTES, np.uint8))
     stored = StoredCode("d", code, "d@1", SimpleNamespace(cluster_connection=connection, instance="i"))  # type: ignore[arg-type]
@@ -337,7 +341,7 @@ def test_large_code_on_the_loop_that_has_to_fetch_it() -> None:
     asyncio.run(main())
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("error", "options"),
     [
         (TypeError, {"version": 1}),

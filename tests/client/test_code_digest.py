@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
-import pytest
+from scenarios import for_each
 
 from daskserve.client.definitions.code_digest import DIGITS, READ_BYTES, code_digest
 
@@ -18,7 +18,7 @@ def copy_of(text: str) -> str:
     return "".join(list(text))
 
 
-@pytest.mark.parametrize("size", [3, 300])
+@for_each("size", [3, 300])
 def test_references_to_texts_are_the_texts(size: int) -> None:
     text = "x" * size
     assert digest([text, text, text]) == digest([text, copy_of(text), text])
@@ -33,7 +33,7 @@ def test_references_beyond_the_first_hundreds_are_followed() -> None:
     assert digest([*objects, objects[400]]) != digest([*objects, objects[401]])
 
 
-@pytest.mark.parametrize("items", [["a", "bb", b"c"], [1, 300, -5, 2**70, 1.5, None, True]])
+@for_each("items", [["a", "bb", b"c"], [1, 300, -5, 2**70, 1.5, None, True]])
 def test_the_order_within_a_set_does_not_matter(items: list[Any]) -> None:
     def pickled(order: list[Any]) -> bytes:
         # As one process or another one writes the set: a mark, the items, and then into the set.
@@ -56,7 +56,7 @@ def test_a_text_cannot_pass_for_other_instructions() -> None:
     assert digest("0\n") != digest([])
 
 
-@pytest.mark.parametrize("text", ["model:{}", "model:{}:list"])
+@for_each("text", ["model:{}", "model:{}:list"])
 def test_addresses_of_classes_are_their_names(text: str) -> None:
     class Model: ...
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from scenarios import for_each
 
 import daskserve as serve
 from daskserve.client.definitions.graph import ApplicationGraph
@@ -123,7 +124,7 @@ def test_errors_and_the_status_call_an_actor_as_its_user_did(
         serve.explain("nobody")
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("tag", "short", "text"),
     [
         ("model", "model", "deployment 'model'"),

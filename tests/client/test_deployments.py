@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from scenarios import for_each
 
 import daskserve as serve
 from daskserve.common.types import SHARED_BYTES
@@ -29,7 +30,7 @@ class Caller:
         return value
 
 
-@pytest.mark.parametrize(
+@for_each(
     "bind",
     [
         lambda other: Caller.bind(other),
@@ -65,7 +66,7 @@ def test_other_arguments_do_not_change() -> None:
     assert application.kwargs == {"a": {"b": "c"}}
 
 
-@pytest.mark.parametrize(("path", "concurrency"), [("asyncio.sleep", 100), ("os.path.basename", 8)])
+@for_each(("path", "concurrency"), [("asyncio.sleep", 100), ("os.path.basename", 8)])
 def test_the_concurrency_of_an_import_path_fits_what_it_names(path: str, concurrency: int) -> None:
     with local_instance(http_options={"location": "NoServer"}) as client:
         client.create_backend("b", path)

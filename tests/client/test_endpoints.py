@@ -7,6 +7,7 @@ import urllib.request
 from typing import Any
 
 import pytest
+from scenarios import for_each
 
 import daskserve as serve
 from daskserve.client.definitions.specs import check_endpoint_name, check_name
@@ -44,7 +45,7 @@ def test_a_name_with_slashes_serves_every_verb() -> None:
             client.get_handle(NAME)
 
 
-@pytest.mark.parametrize("name", ["", "a#b"])
+@for_each("name", ["", "a#b"])
 def test_names_that_no_endpoint_can_have(name: str) -> None:
     with pytest.raises(BadRequestError, match="endpoint_name must be a name without '#', got"):
         check_endpoint_name(name, "endpoint_name")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from scenarios import for_each
 
 from daskserve.client.functions.finding import common_instance, named_instance
 from daskserve.common.types import DEFAULT_INSTANCE
@@ -15,7 +16,7 @@ def running(*names: str, defaults: tuple[str, ...] = ()) -> dict[str, dict[str, 
     return {name: {"is_default": name in defaults} for name in names}
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("found", "common", "named"),
     [
         (running(), None, None),

@@ -14,6 +14,7 @@ from typing import Any
 import cloudpickle
 import numpy as np
 import pytest
+from scenarios import for_each
 
 import daskserve as serve
 from daskserve.client.definitions.graph import ApplicationGraph
@@ -165,7 +166,7 @@ def test_objects_that_are_one_differ_from_equal_ones() -> None:
     assert versions(spec(Model.bind(one, one))) != versions(spec(Model.bind([], [])))
 
 
-@pytest.mark.parametrize("value", [2, "1", 1.0, b"1", None, [1]], ids=repr)
+@for_each("value", [2, "1", 1.0, b"1", None, [1]])
 def test_another_argument_is_another_version_of_that_deployment_only(value: Any) -> None:
     before, after = versions(spec(made())), versions(spec(made(value)))
     assert {name for name in before if before[name] != after[name]} == {"Model"}
@@ -266,7 +267,7 @@ def uses_a_global() -> serve.Application:
     return serve.deployment(code).bind()
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("make", "error", "match"),
     [
         (cycle, BadRequestError, "cycle: 'first' needs 'second' needs 'first'"),
@@ -292,7 +293,6 @@ def uses_a_global() -> serve.Application:
         ),
         (lambda: Caller.bind(Model.options(name="").bind()), BadRequestError, "name must not be empty"),
     ],
-    ids=["cycle", "unbound", "global", "lambda", "lock", "empty"],
 )
 def test_a_mistake_in_a_graph_is_one_clear_error(
     make: Callable[[], serve.Application], error: type[Exception], match: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from daskserve.client.client import Client
 from daskserve.client.instance.connection import InstanceConnection
 from daskserve.data.caller.routing.waiting_calls import waiting_calls_of
-from daskserve.errors import ClosedError, NotFoundError
+from daskserve.errors import ClosedError, NotFoundError, ServeError
 from daskserve.testing import local_instance, local_instance_async
 
 
@@ -77,6 +78,11 @@ def test_a_handle_of_a_missing_endpoint_is_not_cached(client: Client) -> None:
     assert client.get_handle("later") is not missing
     assert client.get_handle("later") is client.get_handle("later")
     assert missing.remote(1).result() == [1, {}]
+
+
+def test_a_client_cannot_be_pickled(client: Client) -> None:
+    with pytest.raises(ServeError, match="client cannot be serialized"):
+        pickle.dumps(client)
 
 
 def test_a_new_version_with_other_methods_has_another_handle(client: Client) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import dask
 import httpx
 import pytest
+from scenarios import for_each
 
 import daskserve as serve
 from daskserve.errors import (
@@ -149,7 +150,7 @@ def test_applications_of_one_deployment_name_are_apart() -> None:
     assert two.remote(0).result(10) == [2]
 
 
-@pytest.mark.parametrize("name", ["handle", "status", "delete", "shutdown"])
+@for_each("name", ["handle", "status", "delete", "shutdown"])
 def test_without_an_instance_lookups_fail_and_the_rest_does_nothing(name: str) -> None:
     if name == "handle":
         with pytest.raises(NotRunningError):

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from scenarios import for_each
 
 import daskserve as serve
 from daskserve.client.client import Client
@@ -17,7 +18,7 @@ from daskserve.testing import local_instance
 NAMES = ["model", "a/b", "a#1", "/", "#", "50%", "100%25", "a%2Fb", "%252F", "a/b#c%2Fd", "größe 1:2"]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@for_each("name", NAMES)
 def test_a_part_of_a_tag_stands_for_one_name(name: str) -> None:
     assert name_in(tag_part(name)) == name
     assert not {"/", "#"} & {*tag_part(name)}

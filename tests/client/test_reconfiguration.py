@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+from scenarios import for_each
 
 import daskserve as serve
 from daskserve.testing import local_instance
@@ -60,7 +61,7 @@ class Calls:
             self._ends = True
 
 
-@pytest.mark.parametrize("replicas", [1, 3])
+@for_each("replicas", [1, 3])
 def test_callers_see_the_old_config_or_the_new_one_and_all_are_answered(replicas: int) -> None:
     """With several replicas, nobody waits for the one that is reconfigured."""
     with local_instance(workers=3) as client:

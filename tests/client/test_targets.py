@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from pydantic import BaseModel, ValidationError, v1
+from scenarios import for_each
 
 import daskserve as serve
 from daskserve.client.definitions.targets import application_of
@@ -104,7 +105,7 @@ def local_annotation() -> Any:
     return builder
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("target", "match"),
     [
         (Model, r"got deployment 'Model', which is not bound: call its bind\(\)"),
@@ -115,7 +116,6 @@ def local_annotation() -> Any:
         (lambda args: 3, r"must return what .bind\(\) returns, or an ASGI application, got 3"),
         (local_annotation(), r"annotation 'Local' .* cannot be resolved"),
     ],
-    ids=["unbound", "number", "none", "two", "returns a deployment", "returns a number", "local model"],
 )
 def test_a_wrong_target_is_a_type_error(target: Any, match: str) -> None:
     with pytest.raises(TypeError, match=match):

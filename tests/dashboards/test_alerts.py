@@ -254,6 +254,7 @@ def test_rules_fire_only_for_their_cases(tmp_path: Path) -> None:
     assert run_unit_tests(tmp_path, rules()) == ""
 
 
+@pytest.mark.nightly
 @needs_promtool
 def test_a_wrong_rule_fails_its_case(tmp_path: Path) -> None:
     """Break every rule in two ways: it never fires, or its text omits the value."""

@@ -18,6 +18,7 @@ import cloudpickle
 import numpy as np
 import pytest
 from PIL import Image
+from scenarios import for_each
 from starlette.requests import Request
 
 from daskserve.testing import local_instance
@@ -140,7 +141,7 @@ def test_a_form_gets_a_list_in_order_of_its_files(digits: app.Digits, split: mod
         assert answer["probabilities"] == pytest.approx(alone["probabilities"])
 
 
-@pytest.mark.parametrize("mode", ["L", "RGB", "RGBA", "P", "LA", "I;16"])
+@for_each("mode", ["L", "RGB", "RGBA", "P", "LA", "I;16"])
 def test_a_larger_image_is_scaled_down(digits: app.Digits, mode: str) -> None:
     large = np.kron(model.features_from_png(model.seven()).reshape(8, 8) * 255 / 16, np.ones((20, 20)))
     if mode == "I;16":
@@ -170,7 +171,7 @@ def dumps(value: Any) -> bytes:
     return json.dumps(value).encode()
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("body", "content_type", "status", "text"),
     [
         (b"[1, 2", CURL, 400, "not valid JSON"),

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from importlib import metadata
 
 import pytest
-from scenarios import for_each
+from cases import for_each
 
 from daskserve.errors import LibraryVersionError
 from daskserve.internals.checking import PYTHON, Check, needs

@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from scenarios import for_each
+from cases import for_each
 from tornado.http1connection import HTTP1Connection
 
 import daskserve

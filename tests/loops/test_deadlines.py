@@ -3,39 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 
 import pytest
-from scenarios import for_each
 
 from daskserve.errors import RequestTimeoutError
 from daskserve.loops.deadlines import earliest, until
-from daskserve.testing import run_virtual
-
-
-def play(scenario: Callable[[], Awaitable[None]]) -> None:
-    async def main() -> None:
-        await scenario()
-
-    run_virtual(main)
 
 
 def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def test_work_in_time_returns_its_result() -> None:
+@pytest.mark.virtual_time
+async def test_work_in_time_returns_its_result() -> None:
     async def work() -> str:
         await asyncio.sleep(4.9)
         return "done"
 
-    async def scenario() -> None:
-        assert await until(5.0, work(), "late") == "done"
-
-    play(scenario)
+    assert await until(5.0, work(), "late") == "done"
 
 
-def test_late_work_is_cancelled() -> None:
+@pytest.mark.virtual_time
+async def test_late_work_is_cancelled() -> None:
     cancelled_at = []
 
     async def work() -> None:
@@ -45,49 +34,40 @@ def test_late_work_is_cancelled() -> None:
             cancelled_at.append(now())
             raise
 
-    async def scenario() -> None:
-        with pytest.raises(RequestTimeoutError, match="late"):
-            await until(5.0, work(), "late")
-        assert cancelled_at == [5.0]
-
-    play(scenario)
+    with pytest.raises(RequestTimeoutError, match="late"):
+        await until(5.0, work(), "late")
+    assert cancelled_at == [5.0]
 
 
-def test_work_is_not_begun_after_its_deadline() -> None:
+@pytest.mark.virtual_time
+async def test_work_is_not_begun_after_its_deadline() -> None:
     async def work() -> None:
         raise AssertionError("begun")
 
-    async def scenario() -> None:
-        await asyncio.sleep(5)
-        with pytest.raises(RequestTimeoutError, match="late"):
-            await until(5.0, work(), "late")
-
-    play(scenario)
+    await asyncio.sleep(5)
+    with pytest.raises(RequestTimeoutError, match="late"):
+        await until(5.0, work(), "late")
 
 
-def test_errors_of_the_work_pass_through_including_timeouts() -> None:
+@pytest.mark.virtual_time
+async def test_errors_of_the_work_pass_through_including_timeouts() -> None:
     async def work() -> None:
         raise TimeoutError("the database")
 
-    async def scenario() -> None:
-        with pytest.raises(TimeoutError, match="the database") as info:
-            await until(5.0, work(), "late")
-        assert not isinstance(info.value, RequestTimeoutError)
-
-    play(scenario)
+    with pytest.raises(TimeoutError, match="the database") as info:
+        await until(5.0, work(), "late")
+    assert not isinstance(info.value, RequestTimeoutError)
 
 
-@for_each(("outer", "inner", "winner"), [(5, 5, "outer"), (5, 6, "outer"), (6, 5, "inner")])
-def test_the_earliest_nested_deadline_counts_and_the_outermost_of_equal_ones(
+@pytest.mark.parametrize(("outer", "inner", "winner"), [(5, 5, "outer"), (5, 6, "outer"), (6, 5, "inner")])
+@pytest.mark.virtual_time
+async def test_the_earliest_nested_deadline_counts_and_the_outermost_of_equal_ones(
     outer: float, inner: float, winner: str
 ) -> None:
-    async def scenario() -> None:
-        with pytest.raises(RequestTimeoutError, match=winner):
-            await until(outer, until(inner, asyncio.sleep(60), "inner"), "outer")
-        assert now() == 5
-        await asyncio.sleep(0)  # no cancellation is pending
-
-    play(scenario)
+    with pytest.raises(RequestTimeoutError, match=winner):
+        await until(outer, until(inner, asyncio.sleep(60), "inner"), "outer")
+    assert now() == 5
+    await asyncio.sleep(0)  # no cancellation is pending
 
 
 def test_earliest_ignores_missing_deadlines() -> None:

@@ -9,7 +9,7 @@ import sys
 from contextlib import closing, suppress
 
 import pytest
-from scenarios import for_each
+from cases import for_each
 
 from daskserve.loops.forks import ForkGuard, end_fork
 

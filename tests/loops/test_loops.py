@@ -9,7 +9,7 @@ from contextlib import closing
 
 import dask
 import pytest
-from scenarios import for_each
+from cases import for_each
 
 from daskserve.cluster.dask.server_process import command
 from daskserve.data.replica.execution.user_loop import UserLoop

@@ -8,7 +8,7 @@ from concurrent.futures import CancelledError
 from typing import Any
 
 import pytest
-from scenarios import for_each
+from cases import for_each
 
 from daskserve.loops.pending_call import PendingCall
 

@@ -13,7 +13,8 @@ from daskserve.testing import run_virtual
 logger = logging.getLogger("daskserve.test")
 
 
-def test_closing_cancels_the_tasks_and_waits_for_them() -> None:
+@pytest.mark.virtual_time
+async def test_closing_cancels_the_tasks_and_waits_for_them() -> None:
     ended: list[str] = []
 
     async def work() -> None:
@@ -23,21 +24,18 @@ def test_closing_cancels_the_tasks_and_waits_for_them() -> None:
             await asyncio.sleep(1)
             ended.append("cleaned up")
 
-    async def scenario() -> None:
-        tasks = TaskSet(logger)
-        await tasks.close()
-        task = tasks.spawn(work(), "work")
-        assert task.get_name() == "daskserve-work"
-        await asyncio.sleep(0)
-        await tasks.close(timeout_s=0.5)
-        assert ended == []
-        await asyncio.wait([task])
-        tasks.spawn(work())
-        await asyncio.sleep(0)
-        await tasks.close()
-        assert ended == ["cleaned up"] * 2
-
-    run_virtual(scenario)
+    tasks = TaskSet(logger)
+    await tasks.close()
+    task = tasks.spawn(work(), "work")
+    assert task.get_name() == "daskserve-work"
+    await asyncio.sleep(0)
+    await tasks.close(timeout_s=0.5)
+    assert ended == []
+    await asyncio.wait([task])
+    tasks.spawn(work())
+    await asyncio.sleep(0)
+    await tasks.close()
+    assert ended == ["cleaned up"] * 2
 
 
 def test_a_task_that_fails_is_logged_and_one_that_is_cancelled_is_not(

@@ -147,22 +147,17 @@ def test_a_forked_child_ends_by_the_signal(ended: list[int]) -> None:
     assert len(begun.dones) == 1  # nothing is held back in this process
 
 
-def test_what_runs_on_an_event_loop_is_done_with_its_task(ended: list[int]) -> None:
-    async def main() -> None:
-        may_end = asyncio.Event()
-        remove = on_sigterm(
-            begin_on(asyncio.get_running_loop(), lambda: asyncio.ensure_future(may_end.wait()))
-        )
-        sigterm()
-        await asyncio.sleep(0)
-        assert ended == []
-        may_end.set()
-        async with asyncio.timeout(5):
-            while not ended:  # noqa: ASYNC110 - a signal has no event
-                await asyncio.sleep(0)
-        remove()
-
-    asyncio.run(main())
+async def test_what_runs_on_an_event_loop_is_done_with_its_task(ended: list[int]) -> None:
+    may_end = asyncio.Event()
+    remove = on_sigterm(begin_on(asyncio.get_running_loop(), lambda: asyncio.ensure_future(may_end.wait())))
+    sigterm()
+    await asyncio.sleep(0)
+    assert ended == []
+    may_end.set()
+    async with asyncio.timeout(5):
+        while not ended:  # noqa: ASYNC110 - a signal has no event
+            await asyncio.sleep(0)
+    remove()
 
 
 def test_a_closed_event_loop_has_nothing_to_do(ended: list[int]) -> None:

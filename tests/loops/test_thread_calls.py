@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from scenarios import for_each
+from cases import for_each
 
 from daskserve.loops.thread_calls import MAX_DELAY_S, CallInbox, LoopQueues, ThreadCalls
 
@@ -59,20 +59,17 @@ def test_post_soon_runs_after_the_current_loop_iteration(
     assert done.is_set()
 
 
-def test_post_soon_does_not_wait_for_the_end_of_a_long_loop_iteration(
+async def test_post_soon_does_not_wait_for_the_end_of_a_long_loop_iteration(
     other_loop: asyncio.AbstractEventLoop,
 ) -> None:
     thread_calls = ThreadCalls(other_loop)
     done = threading.Event()
 
-    async def main() -> None:
-        deadline = time.monotonic() + DEADLINE_S
-        while not done.is_set():
-            thread_calls.post_soon(done.set)
-            assert time.monotonic() < deadline
-            time.sleep(MAX_DELAY_S / 10)
-
-    asyncio.run(main())
+    deadline = time.monotonic() + DEADLINE_S
+    while not done.is_set():
+        thread_calls.post_soon(done.set)
+        assert time.monotonic() < deadline
+        time.sleep(MAX_DELAY_S / 10)
 
 
 def test_iterations_that_post_share_a_wake_up(

@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 import pytest
-from scenarios import for_each
+from cases import for_each
 
 from daskserve.options.autoscaling import AutoscalingConfig
 

@@ -6,9 +6,9 @@ import math
 from typing import Any
 
 import pytest
+from cases import for_each
 from hypothesis import given
 from hypothesis import strategies as st
-from scenarios import for_each
 
 from daskserve.errors import BadRequestError
 from daskserve.options.autoscaling import AutoscalingConfig

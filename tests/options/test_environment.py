@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scenarios import for_each
+from cases import for_each
 
 import daskserve as serve
 from daskserve.client.definitions.specs import make_spec

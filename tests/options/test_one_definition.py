@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgpack
 import pytest
-from scenarios import for_each
+from cases import for_each
 
 import daskserve as serve
 from daskserve.client.definitions.graph import ApplicationGraph

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from cases import for_each
 from pydantic import ValidationError
-from scenarios import for_each
 
 from daskserve.autoscaling.loading import load_policy
 from daskserve.options.autoscaling import AutoscalingConfig
 from daskserve.options.backend import BackendConfig
-from daskserve.options.credentials import masked
 from daskserve.options.queues import QueueOptions
+from daskserve.options.secrets import masked
 
 SECRET = "s3cr3t"
 REDIS = {"broker_url": f"redis://user:{SECRET}@h:6379/0", "queue_name": "tasks"}

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cases import for_each
 from control_harness import backend
 from pydantic import ValidationError
-from scenarios import for_each
 
 import daskserve as serve
 from daskserve.cluster.protocols.base import ActorSpec
@@ -139,7 +139,7 @@ class Queue:
         self.closes += 1
 
 
-def test_the_url_of_a_broker_is_read_at_each_poll(tmp_path: Path) -> None:
+async def test_the_url_of_a_broker_is_read_at_each_poll(tmp_path: Path) -> None:
     path = tmp_path / "url"
     queues: list[Queue] = []
 
@@ -157,18 +157,15 @@ def test_the_url_of_a_broker_is_read_at_each_poll(tmp_path: Path) -> None:
             path.write_text(content)
         await backlog._poll()
 
-    async def main() -> None:
-        await poll(None)
-        assert "queue 'q' cannot be read: broker_url is {'file'" in backlog.problem
-        await poll("ftp://u:hunter2@h")
-        assert "broker_url is 'ftp://***@h'" in backlog.problem
-        await poll("redis://:one@h\n")
-        await poll(None)
-        assert (backlog.value(), backlog.problem) == (3.0, "")
-        await poll("redis://:two@h")
-        assert [(each.url, each.closes) for each in queues] == [("redis://:one@h", 1), ("redis://:two@h", 0)]
-
-    asyncio.run(main())
+    await poll(None)
+    assert "queue 'q' cannot be read: broker_url is {'file'" in backlog.problem
+    await poll("ftp://u:hunter2@h")
+    assert "broker_url is 'ftp://***@h'" in backlog.problem
+    await poll("redis://:one@h\n")
+    await poll(None)
+    assert (backlog.value(), backlog.problem) == (3.0, "")
+    await poll("redis://:two@h")
+    assert [(each.url, each.closes) for each in queues] == [("redis://:one@h", 1), ("redis://:two@h", 0)]
 
 
 def test_both_urls_of_rabbitmq_may_be_references() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from cases import for_each
 from pydantic import ValidationError
-from scenarios import for_each
 
 import daskserve as serve
 from daskserve.options.actor import ActorOptions

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 from fuzz_requests import IDLE_S, MAX_BODY_BYTES, Delivery
 from http_harness import read_body, respond, timers
-from memory_transport import MemoryListener, MemoryTransport
+from memory_transport import MemoryTransport, connect
 
 from daskserve.common.types import ALL_HTTP_METHODS, Envelope, Message, Receive, Send
 from daskserve.options.http import HTTPOptions
@@ -113,8 +113,10 @@ class FuzzedServer:
 
     async def _start(self, kind: str) -> None:
         logging.getLogger().addHandler(self._faults)
-        self._server = HTTPServer(self._app, OPTIONS.model_copy(update={"server": kind}))
-        if kind != "memory":
+        self._is_in_memory = kind == "memory"
+        options = OPTIONS if self._is_in_memory else OPTIONS.model_copy(update={"server": kind})
+        self._server = HTTPServer(self._app, options)
+        if not self._is_in_memory:
             await self._server.bind()
         self._server.start()
         await self._turn(QUIET_TURNS)
@@ -193,8 +195,7 @@ class FuzzedServer:
             assert connection.is_over
 
     def _connect(self) -> _Connection | MemoryTransport:
-        listener = self._server._listener
-        return listener.connect() if isinstance(listener, MemoryListener) else _Connection(self._server.port)
+        return connect(self._server) if self._is_in_memory else _Connection(self._server.port)
 
     async def _pump(self, connection: _Connection | MemoryTransport, data: bytes) -> None:
         """Send and receive until nothing moves any more."""
@@ -230,7 +231,7 @@ class FuzzedServer:
         begun: list[Any] = [*(asyncio.all_tasks() - self._base - {asyncio.current_task()})]
         if ongoing := self._ingress.statistics().ongoing:
             begun.append(f"{ongoing} ongoing requests")
-        server_state = self._server._server_state
+        server_state = self._server.state
         begun += [*server_state.tasks, *server_state.connections, *server_state.sockets]
         begun += [f"{len(server_state.watch)} watched"] if len(server_state.watch) else []
         return begun

@@ -10,7 +10,7 @@ import socket
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import uvloop
@@ -23,10 +23,25 @@ from daskserve.proxies.exchange.request_head import HeadLimits, RequestHead, rea
 from daskserve.proxies.server.life import HTTPServer
 
 DEADLINE_S = 10.0
+Test = TypeVar("Test", bound=Callable[..., None])
 
-#: The transports, and perhaps the event loop, that tests of sockets run on; see the fixture ``server_state``.
-TRANSPORTS = ("tornado", "asyncio", "asyncio on uvloop")
-SERVER_STATE: contextvars.ContextVar[str] = contextvars.ContextVar("CARRIER", default="tornado")
+#: The transport that `serving` uses, and perhaps its event loop; see the fixture ``transport``.
+TRANSPORT: contextvars.ContextVar[str] = contextvars.ContextVar("TRANSPORT", default="tornado")
+
+
+def on_each_transport(test: Test) -> Test:
+    """Run a test that is about sockets on each transport."""
+    return _on(test, "tornado", "asyncio")
+
+
+def on_each_loop(test: Test) -> Test:
+    """Run a test on each transport and event loop."""
+    return _on(test, "tornado", "asyncio", "asyncio on uvloop")
+
+
+def _on(test: Test, *transports: str) -> Test:
+    test = pytest.mark.usefixtures("transport")(test)
+    return pytest.mark.parametrize("transport", transports, indirect=True)(test)
 
 
 def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -36,7 +51,7 @@ def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
         async with asyncio.timeout(DEADLINE_S):
             await test()
 
-    factory = uvloop.new_event_loop if SERVER_STATE.get().endswith("uvloop") else None
+    factory = uvloop.new_event_loop if TRANSPORT.get().endswith("uvloop") else None
     with asyncio.Runner(loop_factory=factory) as runner:
         runner.run(bounded())
 
@@ -45,7 +60,7 @@ def make_server(app: ASGIApp, **options: Any) -> HTTPServer:
     """Return a server on a free port; ``options`` are those of `HTTPOptions` and arguments of the server."""
     names = options.keys() & HTTPOptions.model_fields.keys()
     given = {name: options.pop(name) for name in names}
-    http = HTTPOptions(**{"port": 0, "server": SERVER_STATE.get().partition(" ")[0], **given})
+    http = HTTPOptions(**{"port": 0, "server": TRANSPORT.get().partition(" ")[0], **given})
     return HTTPServer(app, http, **options)
 
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 from daskserve.options.http import HTTPOptions
 from daskserve.proxies.asgi import ASGIApp
 from daskserve.proxies.exchange.http_connection import HTTPConnection
-from daskserve.proxies.exchange.server_state import ServerState
-from daskserve.proxies.exchange.stream import Stream
-from daskserve.proxies.server import life
+from daskserve.proxies.server.life import HTTPServer
 
 #: How much a transport passes on at a time.
 _PIECE_BYTES = 64 * 1024
@@ -26,8 +24,12 @@ class MemoryTransport(asyncio.Transport):
     ----------
     received : bytearray
         What the protocol has written.
+    writes : list of bytes
+        The same, write by write.
     is_over : bool
         Whether the protocol has ended its side.
+    is_paused : bool
+        Whether the protocol wants no more data now.
     """
 
     def __init__(self, protocol: asyncio.Protocol) -> None:
@@ -35,8 +37,10 @@ class MemoryTransport(asyncio.Transport):
         super().__init__({"socket": sock})
         self._loop = asyncio.get_running_loop()
         self._protocol: Any = protocol
-        self._is_paused = self._is_closing = self._has_finished = self.is_over = False
+        self.is_paused = self._is_closing = self._has_finished = self.is_over = False
         self.received = bytearray()
+        self.writes: list[Any] = []
+        self._unread_bytes: int | None = None  # what the client does not read, once it reads no more
         protocol.connection_made(self)
 
     # ---- the client's end
@@ -45,23 +49,41 @@ class MemoryTransport(asyncio.Transport):
         """Send what the protocol takes; return what is left to send."""
         if self._is_closing or self.is_over:
             return data[:0]
-        if not self._is_paused and data:
+        if not self.is_paused and data:
             self._protocol.data_received(bytes(data[:_PIECE_BYTES]))
             return data[_PIECE_BYTES:]
         return data
 
+    def send(self, data: bytes) -> None:
+        """Send all at once, whether the protocol is paused or not."""
+        self._protocol.data_received(data)
+
+    def stop_reading(self) -> None:
+        """Leave all that the protocol writes in its buffer."""
+        self._unread_bytes = 0
+
+    def read_on(self) -> None:
+        """Read again, and all that is in the buffer."""
+        if self._unread_bytes:
+            self._protocol.resume_writing()
+        self._unread_bytes = None
+
     def finish(self) -> None:
         """End the client's side."""
         self._has_finished = True
+        if self._is_closing:
+            return
         self._peer.shutdown(socket.SHUT_WR)
-        if not self._is_closing and not self._protocol.eof_received():
+        if not self._protocol.eof_received():
             self.close()
 
     def reset(self) -> None:
         """Drop the connection."""
         self.is_over = True
         self._peer.close()
-        self._lose(ConnectionResetError())
+        if not self._is_closing:
+            self._is_closing = True
+            self._end(ConnectionResetError())
 
     def __enter__(self) -> MemoryTransport:
         return self
@@ -77,17 +99,22 @@ class MemoryTransport(asyncio.Transport):
         self._protocol = protocol
 
     def pause_reading(self) -> None:
-        self._is_paused = True
+        self.is_paused = True
 
     def resume_reading(self) -> None:
-        self._is_paused = False
+        self.is_paused = False
 
     def write(self, data: Any) -> None:
         assert not self._is_closing
         self.received += data
+        self.writes.append(data)
+        if self._unread_bytes is not None:
+            if not self._unread_bytes:
+                self._protocol.pause_writing()
+            self._unread_bytes += len(data)
 
     def get_write_buffer_size(self) -> int:
-        return 0
+        return self._unread_bytes or 0
 
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
         pass
@@ -117,40 +144,20 @@ class MemoryTransport(asyncio.Transport):
         protocol, self._protocol = self._protocol, asyncio.Protocol()
         protocol.connection_lost(error)
         self.get_extra_info("socket").close()
+        self._peer.close()
 
 
-class MemoryListener:
-    """A `daskserve.proxies.server.life.ServerListener` whose connections are made by `connect`."""
-
-    def __init__(self, server_state: ServerState) -> None:
-        self.server_state = server_state
-        self._open_streams: set[Stream] = set()
-
-    def connect(self) -> MemoryTransport:
-        return MemoryTransport(HTTPConnection(self.server_state, self._open_streams, lambda: None))
-
-    def take(self, sock: socket.socket, made: Callable[[], object]) -> None:
-        raise NotImplementedError
-
-    async def wait_made(self) -> None:
-        pass
-
-    async def wait_closed(self) -> None:
-        while self._open_streams:  # noqa: ASYNC110 - as the real listeners do
-            await asyncio.sleep(0)
+def connect(server: HTTPServer) -> MemoryTransport:
+    """Return a new connection of a server."""
+    return MemoryTransport(HTTPConnection(server.state, lambda: None))
 
 
 @contextlib.asynccontextmanager
-async def serving_in_memory(app: ASGIApp) -> AsyncIterator[MemoryListener]:
+async def serving_in_memory(app: ASGIApp, **options: Any) -> AsyncIterator[HTTPServer]:
     """Run a server whose connections the test makes."""
-    server = life.HTTPServer(app, HTTPOptions(port=0).model_copy(update={"server": "memory"}))
+    server = HTTPServer(app, HTTPOptions(port=0, **options))
     server.start()
-    listener = server._listener
-    assert isinstance(listener, MemoryListener)
     try:
-        yield listener
+        yield server
     finally:
         await server.stop()
-
-
-life.LISTENERS = {**life.LISTENERS, "memory": MemoryListener}

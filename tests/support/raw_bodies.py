@@ -155,11 +155,14 @@ def connections() -> Iterator[RawCase]:
     for lines in (
         (b"Connection: close",),
         (b"Connection: keep-alive, Close",),
+        (b"Connection: upgrade, Close",),
         (b"Connection: x",) * 2 + (b"Connection: close",),
     ):
         yield RawCase(f"after {shown(lines[-1])}, {len(lines)}", head(*lines) + SMUGGLED, (200,), (seen,))
     first = b"POST /echo HTTP/1.0"
     yield RawCase("after a request of HTTP/1.0", head(first=first) + SMUGGLED, (200,), (seen,))
+    data = head(b"Connection: keep-alive, close", first=first) + SMUGGLED
+    yield RawCase("after a request of HTTP/1.0 that would and would not be kept", data, (200,), (seen,))
     yield served("keep-alive in HTTP/1.0", head(b"Connection: Keep-Alive", first=first), seen)
     for value in (
         b"keep-alive",

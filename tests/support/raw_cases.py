@@ -11,7 +11,7 @@ The cases are in `raw_heads` (what each line of a head may be), `raw_bodies` (wh
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fuzz_requests import SMUGGLED
 
@@ -47,7 +47,7 @@ class RawCase:
     """
 
     name: str
-    data: bytes
+    data: bytes = field(repr=False)
     statuses: tuple[int, ...]
     seen: tuple[tuple[bytes, bytes | None], ...] = ()
     stops: tuple[tuple[int, float], ...] = ()

@@ -81,6 +81,10 @@ def targets() -> Iterator[RawCase]:
     ):  # fmt: skip
         data = head(first=b"GET http://%b/echo?b HTTP/1.1" % authority, host=b"Host: " + host)
         yield served(f"a URL of {shown(authority)} for the host {shown(host)}", data, (b"GET /echo?b", b""))
+    keep = (b"Connection: keep-alive",)
+    data = head(*keep, first=b"POST http://a/echo HTTP/1.0", host=b"")
+    yield served("a URL without a Host in HTTP/1.0", data, (b"POST /echo", b""))
+    yield refused("a URL of https at the port of http", head(first=b"GET https://a:80/echo HTTP/1.1"))
     for url, target in (
         (b"https://a:443/echo", b"/echo"), (b"HTTP://a/echo", b"/echo"), (b"http://a", b"/"),
         (b"http://a?b", b"/?b"),

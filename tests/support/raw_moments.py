@@ -63,6 +63,17 @@ def slow() -> Iterator[RawCase]:
         head(CHUNKED) + b"2\r\nhi\r\n0\r\nX: y", head(CHUNKED) + b"2\r\nhi\r\n0\r\nX: y\r\n\r",
     ):  # fmt: skip
         yield RawCase(f"nothing after {shown(start[36:])}", start, (), ((echo, None),), is_closed=False)
+    for path in (b"stream", b"fixed"):
+        start = head(b"Content-Length: 9", first=b"POST /%b HTTP/1.1" % path) + b"hi"
+        seen = ((b"POST /" + path, None),)
+        yield RawCase(
+            f"nothing after a part of a body for {shown(path)}",
+            start,
+            (200,),
+            seen,
+            is_closed=False,
+            is_cut=True,
+        )
     half = RawCase(
         "half a request after a whole one", head() + head()[:20], (200,), ((echo, b""),), is_closed=False
     )
@@ -85,6 +96,10 @@ def slow() -> Iterator[RawCase]:
         (echo, b"sixsix"),
     )
     stops = tuple((len(head(b"Content-Length: 6")) + end, 0.6 * IDLE_S) for end in range(6))
+    yield RawCase(case.name, case.data, case.statuses, case.seen, stops)
+    start = head(b"Content-Length: 6", first=b"POST /stream HTTP/1.1")
+    case = served("a body that is answered as slowly", start + b"sixsix", (b"POST /stream", b"sixsix"))
+    stops = tuple((len(start) + end, 0.6 * IDLE_S) for end in range(6))
     yield RawCase(case.name, case.data, case.statuses, case.seen, stops)
     for byte in (b"\n", b"\0\r\n"):
         data = b"GET /echo HTTP/1.1" + byte

@@ -1,8 +1,9 @@
-"""The routes of a process to workers, as a test changes them."""
+"""The routes of a process to workers, and the updates that it gets from the controller, by a test."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from daskserve.common.types import Reachability, WorkerAddress
 from daskserve.errors import ActorLostError
@@ -44,3 +45,36 @@ class ScriptedRoutes:
 
     def close(self) -> None:
         pass
+
+
+class ScriptedListener:
+    """A long-poll client whose updates the test publishes."""
+
+    is_started = True
+    silent_since: float | None = None
+
+    def __init__(self) -> None:
+        self.watchers: dict[str, list[Callable[[Any], None]]] = {}
+        self.left: list[Callable[[str], None]] = []
+        self.ended: list[Callable[[], None]] = []
+        self.asked = 0
+
+    def watch(self, key: str, watcher: Callable[[Any], None]) -> Callable[[], None]:
+        self.watchers.setdefault(key, []).append(watcher)
+        return lambda: self.watchers[key].remove(watcher)
+
+    def ask(self) -> None:
+        self.asked += 1
+
+    def on_worker_left(self, callback: Callable[[str], None]) -> None:
+        self.left.append(callback)
+
+    def on_ended(self, callback: Callable[[], None]) -> None:
+        self.ended.append(callback)
+
+    async def start(self) -> None:
+        pass
+
+    def tell(self, key: str, value: Any) -> None:
+        for watcher in list(self.watchers.get(key, ())):
+            watcher(value)

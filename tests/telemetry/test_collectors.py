@@ -59,8 +59,16 @@ REQUESTS = ("deployment_requests", ("i", "d"))
 ONGOING = ("replica_ongoing_requests", ("i", "d", "d#1"))
 
 
-def test_a_process_without_sources_exports_nothing_and_registers_nothing(scraped: Scraped) -> None:
+def test_the_collector_is_registered_only_while_it_has_sources(scraped: Scraped) -> None:
     assert scraped.text() == ""
+    source = Metrics((*REQUESTS, 3))
+    for _ in range(2):
+        scraped.process.add(source)
+        assert scraped.lines() == [
+            'daskserve_deployment_requests_total{deployment="d",serve_instance="i"} 3.0'
+        ]
+        scraped.process.remove(source)
+        assert scraped.text() == ""
 
 
 def test_samples_become_series_under_their_own_names(scraped: Scraped) -> None:
@@ -144,15 +152,6 @@ def test_the_number_of_kept_totals_is_bounded(scraped: Scraped) -> None:
     assert 'deployment="d0"' not in scraped.text()
 
 
-def test_the_collector_is_registered_only_while_it_has_sources(scraped: Scraped) -> None:
-    source = Metrics((*REQUESTS, 3))
-    scraped.process.add(source)
-    scraped.process.remove(source)
-    assert scraped.text() == ""
-    scraped.process.add(source)
-    assert 'daskserve_deployment_requests_total{deployment="d",serve_instance="i"} 3.0' in scraped.lines()
-
-
 def test_the_collector_keeps_no_source_alive(scraped: Scraped) -> None:
     source = Metrics((*REQUESTS, 3))
     scraped.process.add(source)
@@ -185,7 +184,7 @@ def test_a_broken_source_affects_no_other_and_is_logged_once(
         for _ in range(3):
             assert len(scraped.lines()) == 1
             assert len(scraped.process.samples()) == 1
-        assert len(caplog.records) == 2, "its figures, and what user code measures in it"
+        assert len(caplog.records) == 2, "its metrics, and those of user code"
         broken.error = KeyError("samples")
         assert len(scraped.lines()) == 1
         assert len(caplog.records) == 4

@@ -1,4 +1,4 @@
-"""Logs of what occurs again and again."""
+"""Logs of errors that recur."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def test_a_repeated_error_is_logged_once_per_kind(caplog: pytest.LogCaptureFixtu
     ]
     with caplog.at_level(logging.DEBUG, "daskserve.test"):
         for error in errors:
-            error_log.log(error, "The figures of %s cannot be had", "r")
+            error_log.log(error, "Could not read the metrics of %s", "r")
     levels = [each.levelname for each in caplog.records]
     assert levels == ["ERROR", "DEBUG", "ERROR", "DEBUG", "ERROR", "ERROR"]
     first = caplog.records[0]
-    assert first.getMessage() == "The figures of r cannot be had"
+    assert first.getMessage() == "Could not read the metrics of r"
     assert first.exc_info is not None
     assert first.exc_info[1] is errors[0]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from scenarios import for_each
+from cases import for_each
 
 from daskserve import errors
 from daskserve.telemetry.histogram import (

@@ -1,1 +1,1 @@
-"""What a program defines: deployments, their graph, and the specs that travel to the controller."""
+"""Deployments, their graph, and the specs that are sent to the controller."""

@@ -38,7 +38,7 @@ _TEXTS: Mapping[int, int] = {
     pickle.BINBYTES[0]: 4,
     pickle.BINBYTES8[0]: 8,
 }
-#: What is sorted within a set: texts and numbers.
+#: Instructions of items that are sorted within a set: texts and numbers.
 _SORTED = frozenset(_TEXTS) | frozenset(
     pickle.BININT
     + pickle.BININT1
@@ -113,7 +113,7 @@ def _reader(
 
 def _instructions(pickled: bytes, read: Callable[[bytes], bytes] | None) -> list[bytes]:
     found: list[bytes] = []
-    #: What each reference stands for: the text itself, or the number of another object.
+    #: The value of each reference: the text itself, or the number of another object.
     memo: list[bytes] = []
     marks: list[int] = []
     objects = 0

@@ -122,7 +122,7 @@ class Deployment:
 class Application:
     """A deployment with the arguments its replicas are constructed with, which may be other applications.
 
-    Two applications are equal only if they are the same object: each is a deployment of its own. The
+    Two applications are equal only if they are the same object: each is a separate deployment. The
     attributes of an application are the methods of its class, to bind to other deployments.
     """
 
@@ -152,7 +152,7 @@ class Application:
 
 @dataclass(frozen=True)
 class ApplicationMethod:
-    """A method of an application; as an argument of another one, it stands for a handle of the method."""
+    """A method of an application; another application gets a handle of the method in its place."""
 
     application: Application
     name: str

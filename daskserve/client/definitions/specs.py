@@ -33,7 +33,7 @@ from daskserve.payload.unpicklable import (
     way_to,
 )
 
-#: What to do about an object in user code that cannot be pickled.
+#: The advice for an object in user code that cannot be pickled.
 CREATE_THERE = (
     "Create such objects where the replica runs: in the class's __init__, or in the start-up of an ASGI "
     'application. Or pass the import path of the callable, "module:name".'

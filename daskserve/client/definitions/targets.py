@@ -1,4 +1,4 @@
-"""What a program passes to `daskserve.run`, as the application that it stands for."""
+"""Targets of `daskserve.run`: applications, builders and import paths, resolved to an `Application`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from daskserve.payload.importing import import_definition
 
 
 def application_of(target: Any, args: Mapping[str, Any] | None = None) -> Application:
-    """Return the application that a target stands for.
+    """Resolve a target of `daskserve.run` to an application.
 
     Parameters
     ----------

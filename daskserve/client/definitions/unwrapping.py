@@ -1,4 +1,4 @@
-"""What the classic verbs deploy: a callable, or a deployment with its options, bound or not."""
+"""Definitions for the classic verbs: a callable, or a deployment with its options, bound or not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What changes in an instance while a program serves: one line for each change."""
+"""Reports the changes of an instance, one line each, while a program serves."""
 
 from __future__ import annotations
 

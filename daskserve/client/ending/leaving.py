@@ -1,4 +1,4 @@
-"""What a program that serves ends when it ends: what it has started, and nothing else."""
+"""Ends the parts of an instance that a program has started, when the program stops serving."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from daskserve.common.formatting import shown
 from daskserve.common.types import DEFAULT_INSTANCE
 from daskserve.errors import ClosedError, NotRunningError, ServeError
 
-#: How long the end waits to learn what it waits for.
+#: Timeout for the numbers of open requests.
 ANSWER_S = 2.0
 
 
 async def leave_instance(verbs: ApplicationVerbs, started: Mapping[str, str], signal_name: str = "") -> None:
-    """End what this program has started on an instance, and close the connection.
+    """End the parts of an instance that this program has started, and close the connection.
 
     1. This program's own instance ends, unless other programs have deployed something on it.
     2. Otherwise only the applications end that this program has started, if no other call has changed them
@@ -29,7 +29,7 @@ async def leave_instance(verbs: ApplicationVerbs, started: Mapping[str, str], si
     started
         The ids of the calls that have started applications, by application.
     signal_name
-        The signal that ends the program, if one does: a line then says what the end waits for.
+        The signal that ends the program, if any: then the numbers of open requests are printed.
     """
     connection, asynchronous = verbs._connection, verbs._asynchronous
     cluster_connection, instance = connection.cluster_connection, connection.instance
@@ -45,7 +45,7 @@ async def leave_instance(verbs: ApplicationVerbs, started: Mapping[str, str], si
                 await verbs._delete_application(name, request_id)
             ends = await _is_left_over(verbs, is_own=is_own)
         except (ClosedError, NotRunningError):
-            ends = is_own  # it has ended already, and leaves only what this process has of it
+            ends = is_own  # it has ended already; only this process's state of it is left
     if ends:
         await connection.shutdown(asynchronous=asynchronous)
     else:
@@ -53,7 +53,7 @@ async def leave_instance(verbs: ApplicationVerbs, started: Mapping[str, str], si
 
 
 async def _tell(verbs: ApplicationVerbs, signal_name: str, names: Container[str] | None) -> None:
-    """Print which requests the end of the program waits for; None: those of the whole instance."""
+    """Print the numbers of open requests: of some applications, or (None) of all."""
 
     async def ask() -> Mapping[str, Any]:
         async with asyncio.timeout(ANSWER_S):
@@ -77,7 +77,7 @@ async def _tell(verbs: ApplicationVerbs, signal_name: str, names: Container[str]
 
 
 async def _is_left_over(verbs: ApplicationVerbs, *, is_own: bool) -> bool:
-    """Return whether an instance belongs to no program any more, and serves nothing."""
+    """Return whether an instance has no owner and serves nothing."""
     instance = verbs._connection.instance
     facts = (await verbs._run(verbs._connection.cluster_connection.ask("instances"))).get(instance)
     is_detached = instance == DEFAULT_INSTANCE and not is_own

@@ -265,7 +265,7 @@ class ClassicDeployment(Deployment):
 
 
 def _with_options(function: FunctionT) -> FunctionT:
-    """Add the single options to a function's signature, by name; ... stands for other spellings."""
+    """Add the single options to a function's signature, by name; other spellings have the default ``...``."""
     plain = inspect.signature(function)
     own = [each for each in plain.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
     fields = BackendConfig.model_fields

@@ -10,7 +10,7 @@ from daskserve.client.instance.connection import Verbs
 from daskserve.options.http import HTTPOptions
 from daskserve.options.start_messages import dump_http
 
-#: The options whose values nobody reads back: code, and a password.
+#: The options whose values cannot be read back: code, and a password.
 _UNKNOWN = frozenset({"middlewares", "ssl_keyfile_password"})
 
 

@@ -1,1 +1,1 @@
-"""Running one application as a program of its own, as ``daskserve run`` does."""
+"""Runs one application as a program, as ``daskserve run`` does."""

@@ -1,4 +1,4 @@
-"""Running one application as a program of its own, as ``daskserve run`` does."""
+"""Runs one application as a program, as ``daskserve run`` does."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from daskserve.client.functions.forms import Form, blocking
 from daskserve.client.functions.http_differences import differences
 from daskserve.client.functions.instances import checked_http, start_with
 from daskserve.client.hosting.building import build_in_worker, build_path
-from daskserve.client.hosting.restoring import KeptApplication, kept_application
+from daskserve.client.hosting.restoring import copy_application, restore_application
 from daskserve.client.instance.calls import wait_for_http
 from daskserve.client.instance.connection import InstanceConnection
 from daskserve.client.verbs.applications import BuiltApplication, RunTarget, check_targets
 from daskserve.cluster.dask.connection import DaskConnection
 from daskserve.common import settings
 from daskserve.errors import AlreadyRegisteredError, BadRequestError
+from daskserve.options.specs import ApplicationSpec
 
 
 @dataclass(frozen=True)
 class HostingMode:
-    """What becomes of the application, and of one that runs under its name.
+    """Whether an application stays, and whether it may replace one of its name.
 
     Attributes
     ----------
@@ -54,7 +55,7 @@ async def _host(
     report: Callable[[str], Any],
     timeout_s: float | None = None,
 ) -> None:
-    """Run an application until Ctrl-C or SIGTERM, and end what this call has started.
+    """Run an application until Ctrl-C or SIGTERM, and end the parts that this call has started.
 
     That is the cluster without an ``address``; the instance, if none runs there; and the application, if none
     of its name runs there. What this call only changes keeps running. If the call fails or is interrupted
@@ -115,9 +116,9 @@ class _Hosting:
         self._target = target
         self._stay = stay
         self._report = report
-        #: The ids of the calls that have deployed what the target may replace; None: anything.
+        #: The ids of the calls whose deployments the target may replace; None: any.
         self._expected: dict[str, str] | None = None
-        self._kept: KeptApplication | None = None
+        self._kept: ApplicationSpec | None = None
 
     async def check(self, http_options: Mapping[str, Any]) -> None:
         """Raise `BadRequestError` for what cannot be done on an instance that runs already."""
@@ -139,7 +140,7 @@ class _Hosting:
             )
         self._expected = {name: before}
         if before and self._stay.restores:
-            self._kept = await kept_application(self._verbs, name)
+            self._kept = await copy_application(self._verbs, name)
 
     async def run_first(self, built: BuiltApplication | None, timeout_s: float | None) -> None:
         """Run the application on an instance that this call has started, and end that unless it stays."""
@@ -199,14 +200,14 @@ class _Hosting:
         )
 
     async def _leave(self, request_id: str, signal_name: str = "") -> None:
-        """End what this call has started; whatever it has only replaced stays, or is given back."""
+        """End the parts that this call has started; keep or restore an application that it has replaced."""
         name = self._target.name
         is_new = not (self._expected or {}).get(name)
         if not is_new and self._connection.cluster_connection.is_open:
             is_ours = await self._verbs._request_of(name) == request_id
             if is_ours and self._kept is not None:
                 self._report(f"Giving back the version of application {name!r} from before.")
-                await self._kept.restore(self._verbs, request_id)
+                await restore_application(self._verbs, self._kept, request_id)
             elif is_ours:
                 self._report(f"Application {name!r} keeps running in this version.")
         await leave_instance(self._verbs, {name: request_id} if is_new else {}, signal_name)

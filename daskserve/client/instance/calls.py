@@ -93,20 +93,13 @@ class ControllerCalls:
             if parcel is not None and spec.parts:
                 await self.cluster_connection.cluster(self.instance).send_parcel(parcel, spec.parts)
 
-    async def complete(self, answer: Mapping[str, Any], *, blocking: bool = True) -> GoalId | None:
-        """Return when the change that a verb's answer accepts is complete and visible here.
-
-        With ``blocking=False``, do not wait for its goal, but return it. Raises what `wait_until_reached`
-        raises.
-        """
+    async def complete(self, answer: Mapping[str, Any]) -> None:
+        """Wait until an accepted change is complete and visible here; see `wait_until_reached`."""
         goal: GoalId | None = answer.get("goal")
-        if goal is not None and not blocking:
-            return goal
         if goal is not None:
             await self.wait_until_reached(goal, None)
         else:
             await self.wait_until_applied(answer.get("snapshot"))
-        return None
 
     async def wait_for_goal(self, goal: GoalId, timeout_s: float | None) -> bool:
         """Return whether a goal was reached or superseded in time; raise the goal's error if it failed."""

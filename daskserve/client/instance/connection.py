@@ -28,16 +28,16 @@ T = TypeVar("T")
 
 logger = logging.getLogger("daskserve.client")
 
-#: How long an interrupted program waits until its change is taken back.
+#: How long an interrupted program waits until its change is undone.
 WITHDRAW_S = 10.0
 
 
 class InstanceConnection:
     """A connection to an instance on a Dask cluster, which several clients may share.
 
-    An instance with an owner ends with it: when the connection is closed or garbage collected, or when the
-    program ends. An owner that was never used is not missed: its instance stays for the functions of the
-    module, if they have no other. So ``serve.start(...)`` may be a statement of its own.
+    An owned instance ends when the connection is closed or garbage collected, or when the program ends. If
+    the owner was never used, and the program has no other instance, the module's functions use its instance
+    instead. So the result of ``serve.start(...)`` may be ignored.
 
     Parameters
     ----------
@@ -181,7 +181,7 @@ class Verbs:
         return await self._run(self._connection.calls.call(verb, **message))
 
     async def _share(self) -> None:
-        """Let the instance outlive the program that started it, because this one deploys something on it."""
+        """Keep the instance when the program that started it ends, because this one deploys on it."""
         connection = self._connection
         connection.check_open()
         if not connection.is_shared and current_replica.get() is None:
@@ -192,13 +192,13 @@ class Verbs:
             connection.is_shared = True
 
     async def _let_calls_leave(self) -> None:
-        """Let calls reach the replicas that this process has begun, before these are told to stop."""
+        """Wait until the calls of this process have reached their replicas, before the replicas stop."""
         connection = self._connection
         connection.check_open()
         await self._run(wait_until_sent(connection.cluster_connection.cluster(connection.instance)))
 
     async def _withdraw(self, requests: Sequence[str]) -> None:
-        """Take back what interrupted calls have asked for, unless it is complete."""
+        """Undo the changes of interrupted calls, unless they are complete."""
 
         async def withdraw() -> None:
             async with asyncio.timeout(WITHDRAW_S):
@@ -220,15 +220,18 @@ class Verbs:
         return await self._complete(await self._call(verb, **message), blocking=blocking)
 
     async def _complete(self, answer: Mapping[str, Any], *, blocking: bool) -> GoalId | None:
-        """Return when an accepted change is complete; see `ControllerCalls.complete`."""
+        """Wait until an accepted change is complete; with ``blocking=False`` return its goal instead."""
         goal: GoalId | None = answer.get("goal")
-        if goal is None or not blocking:
-            return await self._run(self._connection.calls.complete(answer, blocking=blocking))
-        await self._wait_visibly(goal)
+        if goal is not None and not blocking:
+            return goal
+        if goal is not None:
+            await self._wait_visibly(goal)
+        else:
+            await self._run(self._connection.calls.complete(answer))
         return None
 
     async def _wait_visibly(self, goal: GoalId) -> None:
-        """Wait until a goal is reached; the progress display or the log says what a slow change waits for."""
+        """Wait until a goal is reached; show the progress of a slow change on the display or in the log."""
         calls = self._connection.calls
 
         def wait(seconds: float) -> Coroutine[Any, Any, bool]:

@@ -52,7 +52,7 @@ class BackendVerbs(Verbs):
             Resources of each replica and restrictions on its placement. ``ray_actor_options`` is an alias.
         config : BackendConfig or dict, optional
         env : Environment, dict, CondaEnv, str or path, optional
-            The environment of the replicas, each of which then runs in a process of its own: packages,
+            The environment of the replicas, each of which then runs in its own process: packages,
             variables and files as in `Environment`, or only a Python, as a `CondaEnv` or its name, or the
             path of a virtualenv or conda environment. Every worker that may run the backend must have that
             Python, with this version of daskserve and the worker's version of Python. None means the

@@ -10,8 +10,8 @@ from daskserve.client.instance.connection import InstanceConnection
 from daskserve.errors import BadRequestError, BlockingCallError, CodeLoadError, InstanceError, NotFoundError
 from daskserve.payload.parcels import Parcel, unpack_code
 
-#: What `StoredCode.load` returns: the fields of `daskserve.client.functions.deployment.ClassicDeployment`
-#: that hold user code.
+#: The keys of the result of `StoredCode.load`: the fields of
+#: `daskserve.client.functions.deployment.ClassicDeployment` that hold user code.
 CODE_FIELDS = ("definition", "init_args", "init_kwargs", "files")
 
 

@@ -1,1 +1,1 @@
-"""What a program reads: status, explanations and progress, for terminals and notebooks."""
+"""Status, explanations and progress, for terminals and notebooks."""

@@ -1,4 +1,4 @@
-"""What ``explain()`` returns: the reasons for a backend's number of replicas. Print it to read it."""
+"""The result of ``explain()``: the reasons for a backend's number of replicas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Says what a slow change waits for: on a terminal or in a notebook in one line, elsewhere in the log."""
+"""Progress of a slow change: one line on a terminal or in a notebook, log records elsewhere."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger("daskserve.client")
 
 #: How long a change may take without a display, and how often the display changes.
 QUIET_S, PERIOD_S = 2.0, 1.0
-#: How often the log says what a change waits for, where there is no display.
+#: Interval of the log records, without a display.
 LOG_S = 30.0
 
 
@@ -76,7 +76,7 @@ DisplayFactory: TypeAlias = Callable[[], Display]
 
 
 def find_display() -> DisplayFactory | None:
-    """Return what makes a display if somebody watches this thread's output; None otherwise."""
+    """Return a factory of displays, on a terminal or in a notebook; None otherwise."""
     stream = sys.stderr
     if stream is None or threading.current_thread() is not threading.main_thread():
         return None  # such as user code in a worker, which may have inherited a terminal
@@ -93,7 +93,7 @@ def _make(stream: TextIO) -> Display:
 
 
 def waits_for(status: Status, goal: GoalId) -> str:
-    """Return what a change waits for, in a line."""
+    """Return one line about the replicas that a change waits for."""
     found = next((each for each in status.goals if each.goal_id == goal), None)
     name = "" if found is None else found.backend
     if found is not None and found.application in status.applications:

@@ -1,4 +1,4 @@
-"""What ``status()`` returns: what runs in an instance, and why the rest does not. Print it to read it."""
+"""The result of ``status()``: the parts of an instance, their states, and the reasons for failures."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def _named(kind: type[_FromPlain]) -> Callable[[Any], Any]:
 class ActorStatus(_FromPlain):
     """One actor: ``kind`` is controller, proxy or replica; ``pid`` is None until it is known.
 
-    A replica has its ``rank``, and what the user's ``record_replica_metadata`` and ``record_routing_stats``
-    returned.
+    A replica has its ``rank``, and the results of the user's ``record_replica_metadata`` and
+    ``record_routing_stats``.
     """
 
     kind: str
@@ -300,7 +300,7 @@ class Status(_FromPlain):
         return [*parts, "\n".join(notes)] if notes else parts
 
     def _tracebacks(self) -> list[str]:
-        """Return what is below the first line of each message, such as a traceback, once."""
+        """Return the lines below the first one of each message, such as a traceback, once."""
         named = [(f"Application {name!r}", each.message) for name, each in self.applications.items()]
         named += [
             (f"Deployment {part!r} of application {name!r}", each.message)

@@ -1,6 +1,6 @@
 """How one process calls actors: those in its own `ActorRegistry` directly, all others over channels.
 
-`ActorCalls` is shared by `daskserve.cluster.dask.cluster.DaskCluster` and
+`ProcessView` is shared by `daskserve.cluster.dask.cluster.DaskCluster` and
 `daskserve.cluster.local.process.LocalProcess`, so that the in-process cluster takes the same paths as a real
 one. The scheduler calls Hosts as Dask actors; it shares the functions that form the messages.
 """
@@ -10,11 +10,14 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 from daskserve.cluster.actors.registry import HOST_ACTOR, ActorRegistry
 from daskserve.cluster.channel.pool import ChannelPool
-from daskserve.cluster.protocols.base import ActorSpec
+from daskserve.cluster.long_poll import LongPollClient
+from daskserve.cluster.protocols.base import ActorSpec, Cluster
+from daskserve.cluster.routes import WorkerRoutes
+from daskserve.common.clock import Clock
 from daskserve.common.types import (
     ActorAddress,
     ActorRequest,
@@ -82,20 +85,48 @@ async def list_actors(
     return actors
 
 
-class ActorCalls:
-    """The part of `daskserve.cluster.protocols.base.Cluster` that calls actors.
+class ProcessView:
+    """The part of `daskserve.cluster.protocols.base.Process` that every kind of cluster has.
 
     Parameters
     ----------
     registry : ActorRegistry, optional
         The actors of this process, if it is a worker.
+
+    Attributes
+    ----------
+    shared : dict
+        Objects that the layers above keep once per process and instance, by name.
     """
 
-    def __init__(self, instance: InstanceName, channels: ChannelPool, registry: ActorRegistry | None) -> None:
+    def __init__(
+        self, instance: InstanceName, channels: ChannelPool, registry: ActorRegistry | None, clock: Clock
+    ) -> None:
         self.instance = instance
+        self.clock = clock
+        self.routes = WorkerRoutes(channels, clock)
+        self.shared: dict[str, Any] = {}
+        self.is_ended = False
         self._channels = channels
         self._registry = registry
         self._here: WorkerAddress | None = None if registry is None else registry.worker
+        self._listener: LongPollClient | None = None
+
+    @property
+    def listener(self) -> LongPollClient:
+        """This process's long-poll client for the instance; created on first use, not yet started."""
+        if self._listener is None:
+            self._listener = LongPollClient(cast(Cluster, self), self.clock)
+            self._listener.on_worker_left(self._forget_worker)
+            self._listener.on_ended(self._mark_ended)
+        return self._listener
+
+    def _forget_worker(self, worker: WorkerAddress) -> None:
+        self._channels.drop(worker)
+
+    def _mark_ended(self) -> None:
+        self.is_ended = True
+        self.routes.close()
 
     async def create(self, spec: ActorSpec, worker: WorkerAddress) -> Mapping[str, Any]:
         return await create_actor(self.call, spec, worker)

@@ -93,7 +93,7 @@ class ChannelPool:
         self._reached: set[WorkerAddress] = set()
 
     def learn(self, secret: ChannelSecret) -> None:
-        """Add a secret to those that the other end of a connection may know."""
+        """Accept connections whose other end knows this secret."""
         self._admission.keyring.add(secret)
 
     async def accept(self, comm: Any, *, by_socket: bool = True) -> None:

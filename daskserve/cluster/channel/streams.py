@@ -117,7 +117,7 @@ class Offer:
     load: Load
 
     def message(self) -> Message:
-        """Return the message that stands for the answer."""
+        """Return the message of the answer."""
         return {"type": "call.result", "payload": self.kept}
 
 

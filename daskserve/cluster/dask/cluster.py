@@ -13,16 +13,14 @@ from typing import Any
 from distributed import Client, Worker
 
 from daskserve._version import PROTOCOL, __version__
-from daskserve.cluster.actors.calls import ActorCalls
+from daskserve.cluster.actors.calls import ProcessView
 from daskserve.cluster.actors.registry import ActorRegistry
 from daskserve.cluster.channel.pool import ChannelPool
 from daskserve.cluster.dask.subscription import TopicSubscription
 from daskserve.cluster.distributed_internals import call_scheduler, until_connected
-from daskserve.cluster.long_poll import LongPollClient
 from daskserve.cluster.parcel_memory import ParcelCarrier
 from daskserve.cluster.protocols.base import ClusterConnection, TopicHandler
 from daskserve.cluster.protocols.stores import StoreChange, StoreOwnership
-from daskserve.cluster.routes import WorkerRoutes
 from daskserve.common.clock import Clock
 from daskserve.common.types import ActorAddress, InstanceName, UsageReport, WorkerAddress, WorkerInfo
 from daskserve.errors import (
@@ -39,7 +37,7 @@ from daskserve.telemetry.collector import PROCESS
 
 #: The scheduler handler that the supervisor plugin adds.
 SUPERVISOR_OP = "daskserve"
-#: How long after the return of the scheduler an instance that it does not know may still come back.
+#: Time after the scheduler's return in which an instance that it does not know may reconnect.
 RECONNECT_S = 10.0
 
 
@@ -81,9 +79,9 @@ def _value_of(answer: Any) -> Any:
 
 
 async def ask_if_supervised(client: Client, verb: str, **message: Any) -> Any:
-    """Call a verb of the supervisor, which may have gone with the last instance; see `ask_supervisor`.
+    """Call a verb of the supervisor if there is one; see `ask_supervisor`.
 
-    To call an operation that the scheduler does not have logs a traceback there.
+    The scheduler logs a traceback if it is called for an operation that it does not have.
     """
 
     def find(dask_scheduler: Any) -> bool:  # pickled by value, because it is nested
@@ -158,13 +156,13 @@ class RemoteStore:
             )
             self.learn(condition)
         except NotRunningError as error:
-            # Callers learn which of both it is when they look for the controller again.
+            # The next lookup of the controller tells callers which of the two it is.
             raise UnavailableError(
                 f"The instance has ended, or another scheduler starts it: {error}"
             ) from error
 
 
-class DaskCluster(ActorCalls):
+class DaskCluster(ProcessView):
     """The implementation of `daskserve.cluster.protocols.base.Cluster` on Dask.
 
     Parameters
@@ -188,39 +186,23 @@ class DaskCluster(ActorCalls):
         local_worker: Any = None,
         registry: ActorRegistry | None = None,
     ) -> None:
-        super().__init__(instance, channels, registry)
-        self.clock = clock
-        self.routes = WorkerRoutes(channels, clock)
+        super().__init__(instance, channels, registry, clock)
         self.store = RemoteStore(client, instance)
         self.connection = connection
-        #: Objects that the layers above keep once per process and instance, by name.
-        self.shared: dict[str, Any] = {}
         self._client = client
         self._worker = local_worker
         self._controller: ActorAddress | None = None
-        self._listener: LongPollClient | None = None
         self._parcels = ParcelCarrier(partial(ask_supervisor, client, instance=instance))
-        self.is_ended = False
         self._topic = TopicSubscription(client, topic_of(instance), clock)
         self._resumed_at: float | None = None
 
-    @property
-    def listener(self) -> LongPollClient:
-        """This process's long-poll client for the instance; created on first use, not yet started."""
-        if self._listener is None:
-            self._listener = LongPollClient(self, self.clock)
-            self._listener.on_worker_left(self._forget_worker)
-            self._listener.on_ended(self._mark_ended)
-        return self._listener
-
     def _forget_worker(self, worker: WorkerAddress) -> None:
-        self._channels.drop(worker)
+        super()._forget_worker(worker)
         if self._controller is not None and self._controller.worker == worker:
             self._controller = None
 
     def _mark_ended(self) -> None:
-        self.is_ended = True
-        self.routes.close()
+        super()._mark_ended()
         self._controller = None
         self._topic.end()  # the scheduler keeps the topic while this process listens
 
@@ -309,7 +291,7 @@ class DaskCluster(ActorCalls):
         return await self._topic.subscribe(handler)
 
     async def resume(self) -> None:
-        """Listen to the scheduler that has taken the place of a lost one, and learn what was missed."""
+        """Listen to the scheduler that replaced a lost one, and fetch missed changes."""
         self._resumed_at = self.clock.now()
         self._controller = None
         await self._topic.resume()

@@ -1,4 +1,4 @@
-"""The workers of a local cluster that ends with its program, and what replaces those that die.
+"""The workers of a local cluster that ends with its program, and their replacement when they die.
 
 Problem: such a worker is a plain subprocess of the program, which needs no ``__main__`` guard; Dask's nannies
 start theirs through multiprocessing, which does, and each is a process more. Without a nanny, a worker that
@@ -27,9 +27,9 @@ logger = logging.getLogger("daskserve.launch")
 
 #: Time between SIGTERM and SIGKILL for a worker.
 END_TIMEOUT_S = 3.0
-#: A worker that has lived for this time was well: its end is the first of a row.
+#: A worker that has lived for this time counts as healthy: its end is the first of a row.
 SETTLED_S = 30.0
-#: How many workers in a row are replaced at once, although none of them has lived that long.
+#: Number of short-lived workers in a row that are replaced without a delay.
 QUICK_RESTARTS = 3
 #: The longest interval between the end of a worker and the start of the next one.
 MAX_DELAY_S = 10.0
@@ -41,7 +41,7 @@ _END_WITH_CALLER = (
     "threading.Thread(target=lambda: (os.read(lifeline, 1), time.sleep({grace_s}), os._exit(1)), "
     "daemon=True).start(); "
 )
-#: What `KeptWorker.close` gets from a process that ends by a signal: nobody has told the worker to close.
+#: The reason that `KeptWorker.close` gets when a signal ends the process.
 _BY_SIGNAL = "worker-close"
 
 
@@ -74,19 +74,19 @@ class RestartPace:
 class _Subprocess:
     """A worker in a plain subprocess, with the interface of `distributed.nanny.WorkerProcess`."""
 
-    #: Only Dask's own processes tell their nannies: nothing here needs them.
+    #: Only Dask's own processes report it; nothing here needs it.
     worker_dir: str | None = None
 
     def __init__(self, command: list[str], worker_name: str, on_exit: Callable[[int, float], None]) -> None:
         self._command = command
-        #: Stands for the address in Dask's messages.
+        #: The name of the worker in Dask's messages.
         self.worker_address = worker_name
         self._on_exit = on_exit
         self._lifeline: int | None = None
         self._tasks = TaskSet(logger)
         self.process: asyncio.subprocess.Process | None = None
         self.status = Status.init
-        #: Whether somebody has ended the process on purpose.
+        #: Whether the process was ended on purpose.
         self.is_ended = False
 
     async def start(self, variables: Mapping[str, str]) -> Status:
@@ -160,7 +160,7 @@ class WorkerKeeper(Nanny):
     process: Any  # a `_Subprocess`, which Dask uses like its own
 
     def __init__(self, scheduler: str, name: str | int, worker_options: dict[str, Any]) -> None:
-        # Without a memory limit of its own: a worker at its limit pauses, and keeps what it has loaded.
+        # No memory limit: a worker at its limit pauses, and keeps what it has loaded.
         super().__init__(
             scheduler,
             name=str(name),
@@ -169,7 +169,7 @@ class WorkerKeeper(Nanny):
             memory_limit=None,
         )
         self._options = worker_options
-        #: What plugins have added to the variables of the worker is what differs from these.
+        #: The variables of the worker before plugins change them.
         self._first_env = dict(self.env)
         self._pace = RestartPace()
         self._restarts = TaskSet(logger)

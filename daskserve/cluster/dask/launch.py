@@ -5,8 +5,7 @@ session, so that Ctrl-C reaches only the caller.
 
 The cluster of an instance that ends with its program also ends with it: the scheduler and the nannies run in
 the caller's process (see `daskserve.cluster.dask.kept_worker`), and a worker exits when the caller is killed.
-A detached instance gets a separate scheduler process and workers with nannies of their own, which outlive the
-caller.
+A detached instance gets a separate scheduler process and workers with nannies, which outlive the caller.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class QuietCluster(SpecCluster):
         async def quietly() -> None:
             try:
                 async with asyncio.timeout(CLOSE_S):
-                    # A worker that is gone or hangs is closed all the same.
+                    # A worker that is gone or hangs is closed anyway.
                     with suppress(OSError):
                         async with asyncio.timeout(LAST_S):
                             message = {"op": "run", "function": pickle.dumps(end_heartbeats), "wait": True}

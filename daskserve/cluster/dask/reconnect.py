@@ -1,4 +1,4 @@
-"""Waiting for a scheduler that is away: it died, and starts again at its address as another process."""
+"""Waiting for a scheduler that died, and is restarted at its address."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ATTEMPT_S = 2.0
 
 
 async def identity_on(comm: Any) -> Mapping[str, Any]:
-    """Return what the server at the other end of a new connection says of itself."""
+    """Return the identity of the server at the other end of a new connection."""
     await comm.write({"op": "identity", "reply": True})
     identity: Mapping[str, Any] = await comm.read()
     return identity
@@ -71,12 +71,12 @@ def keep_connected(
     resumptions: Callable[[], Iterable[Callable[[], Coroutine[Any, Any, None]]]],
     clock: Clock,
 ) -> None:
-    """Have a Dask client connect to the next scheduler at its address once its own is lost, within a grace.
+    """Let a Dask client that loses its scheduler connect to the next one at its address, within a time.
 
     Parameters
     ----------
     resumptions
-        Returns the coroutine functions that run after that, one for each user of the client.
+        Returns the coroutine functions to run after a reconnect, one for each user of the client.
     """
     resuming = TaskSet(logger)
 

@@ -51,7 +51,7 @@ class TopicSubscription:
 
     async def resume(self) -> None:
         """Subscribe at the scheduler that has taken the place of a lost one, if there are listeners."""
-        # A first subscription that is still under way tries again by itself.
+        # A first subscription that is still under way retries until it succeeds.
         if self._subscribing is not None and self._subscribing.done():
             await self._subscribe()
 

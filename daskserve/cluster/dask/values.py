@@ -1,6 +1,6 @@
 """Dask futures, delayed values and collections among the arguments of a call.
 
-They do not travel. The caller takes them out of the pickled arguments, has collections computed on the
+They are not sent. The caller takes them out of the pickled arguments, has collections computed on the
 cluster, waits until all values exist, and sends their keys. The replica's process fetches the values from the
 workers that hold them, and puts them in when it unpickles the arguments. The caller holds the futures until
 it has the answer, so that the cluster keeps the values.
@@ -142,7 +142,7 @@ async def fetch(client: Client, keys: bytes) -> list[Any]:
     Raises
     ------
     UnavailableError
-        The cluster does not have one of them any more.
+        The cluster has released one of them.
     """
     names = load_bytes(keys)
     states = await call_scheduler(client, "get_task_status", keys=names)

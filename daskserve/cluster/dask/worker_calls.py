@@ -1,4 +1,4 @@
-"""Calls of functions in a worker's process, for what only that process should do: import user code."""
+"""Calls of functions in a worker's process, which imports the user's code."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ async def call_in_worker(
 ) -> Any:
     """Call a function with the connection in a thread of a worker's process, and return its result.
 
-    The thread is none of those that run Dask's tasks, so the call does not wait for tasks.
+    The thread does not belong to Dask's task threads, so the call does not wait for tasks.
 
     Raises
     ------

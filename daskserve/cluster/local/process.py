@@ -1,7 +1,7 @@
 """A simulated process of a `daskserve.cluster.local.cluster.LocalCluster`.
 
 The layers above use a `LocalProcess` as they use a `daskserve.cluster.dask.cluster.DaskCluster`. It calls
-actors through the same `daskserve.cluster.actors.calls.ActorCalls`, over channels whose transport is in
+actors through the same `daskserve.cluster.actors.calls.ProcessView`, over channels whose transport is in
 memory.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from daskserve.cluster.actors.calls import ActorCalls
+from daskserve.cluster.actors.calls import ProcessView
 from daskserve.cluster.actors.registry import ActorRegistry
 from daskserve.cluster.channel.pool import ChannelPool, refuse_requests
 from daskserve.cluster.channel.wire.transport import Transport
@@ -19,10 +19,8 @@ from daskserve.cluster.local.connection import LocalConnection
 from daskserve.cluster.local.run_state import RunState
 from daskserve.cluster.local.topic import plain_copy
 from daskserve.cluster.local.world import LocalWorld
-from daskserve.cluster.long_poll import LongPollClient
 from daskserve.cluster.protocols.base import Store, StoreChange, TopicHandler
 from daskserve.cluster.protocols.stores import StoreOwnership
-from daskserve.cluster.routes import WorkerRoutes
 from daskserve.common.types import (
     ActorAddress,
     ActorRequest,
@@ -42,7 +40,7 @@ from daskserve.payload.parcels import Parcel
 RETRY_DIRECT_S = 30.0
 
 
-class LocalProcess(ActorCalls):
+class LocalProcess(ProcessView):
     """One simulated process's view of a `LocalCluster`: a `daskserve.cluster.protocols.base.Process`.
 
     Parameters
@@ -66,39 +64,26 @@ class LocalProcess(ActorCalls):
 
     def __init__(self, world: LocalWorld, state: RunState, registry: ActorRegistry | None = None) -> None:
         self.state = state
-        self.clock = state.clock
-        self.is_ended = False
-        self.shared: dict[str, Any] = {}
         self.connection = LocalConnection(world, self)
         self.store: Store = _ProcessStore(world, state)
         self._world = world
+        here = "program" if registry is None else registry.worker
+
+        async def dial(worker: WorkerAddress, *, directly: bool = False) -> Transport:
+            return world.network.connect(here, state.when_awake, worker, directly=directly)
+
         self.channels = ChannelPool(
             refuse_requests if registry is None else registry.dispatch,
-            self._connect,
+            dial,
             kept=None if registry is None else registry.kept,
-            connect_directly=partial(self._connect, directly=True),
+            connect_directly=partial(dial, directly=True),
             retry_direct_s=RETRY_DIRECT_S,
         )
-        super().__init__(world.instance, self.channels, registry)
-        self.routes = WorkerRoutes(self.channels, self.clock)
-        self._listener: LongPollClient | None = None
+        super().__init__(world.instance, self.channels, registry, state.clock)
         self._subscriptions: list[Callable[[], None]] = []
 
     def __repr__(self) -> str:
         return f"<LocalProcess {self._here or 'program'} of {self.instance} {self.state!r}>"
-
-    @property
-    def listener(self) -> LongPollClient:
-        """This process's long-poll client; created on first use, not yet started."""
-        if self._listener is None:
-            self._listener = LongPollClient(self, self.clock)
-            self._listener.on_worker_left(self.channels.drop)
-            self._listener.on_ended(self._mark_ended)
-        return self._listener
-
-    def _mark_ended(self) -> None:
-        self.is_ended = True
-        self.routes.close()
 
     def kill(self) -> None:
         """Kill the process: end its subscriptions and connections."""
@@ -140,10 +125,6 @@ class LocalProcess(ActorCalls):
             await self.state.wait_until_running()
             return list(plain_copy(await self._world.inspect(worker, metrics_of)))
         return await super().inspect(worker, metrics_of=metrics_of)
-
-    async def _connect(self, worker: WorkerAddress, *, directly: bool = False) -> Transport:
-        here = self._here or "program"
-        return self._world.network.connect(here, self.state.when_awake, worker, directly=directly)
 
     async def report(self, epoch: int, report: UsageReport) -> bool:
         await self.state.wait_until_running()

@@ -197,7 +197,7 @@ class Cluster(Protocol):
     def handler_of(self, address: ActorAddress) -> Callable[[Envelope], ActorRequest]:
         """Return the function that takes an actor's requests: its own ``handle`` if it is in this process.
 
-        For others it is that of the present connection, and out of date when the route changes.
+        For other actors it belongs to the current connection, and is outdated when the route changes.
         """
 
     async def inspect(
@@ -225,7 +225,7 @@ class Cluster(Protocol):
         """Give the scheduler's process the content of a parcel, before a change that refers to it."""
 
     async def fetch_parcel(self, code: str, parcel: Parcel) -> Sequence[Any]:
-        """Return the parts of the parcel that stands for some code, by the code's name."""
+        """Return the parts of the parcel of some code, by the code's name."""
 
     async def fetch_answer(self, worker: WorkerAddress, token: str) -> Payload:
         """Return an answer that stayed in a worker, by its token; raise `UnavailableError` if it is lost.
@@ -277,7 +277,7 @@ class Routes(Protocol):
         """Return the workers that are not reached directly, each with its route."""
 
     def close(self) -> None:
-        """Forget everything, and report no more changes. Idempotent."""
+        """Stop dialling and reporting changes. Idempotent."""
 
 
 class Process(Cluster, Protocol):
@@ -317,7 +317,7 @@ class RemoteValues(Protocol):
 
 
 class ValueTransfer(Protocol):
-    """How Dask's values among the arguments of calls travel."""
+    """Sends Dask's values among the arguments of calls."""
 
     def take(self, payload: Payload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> RemoteValues | None:
         """Take Dask's values out of a call's arguments and have them computed; None if there are none."""
@@ -370,7 +370,7 @@ class ClusterConnection(Protocol):
 
     @property
     def values(self) -> ValueTransfer:
-        """How Dask's values among the arguments of calls travel."""
+        """Sends Dask's values among the arguments of calls."""
 
     def cluster(self, instance: InstanceName) -> Process:
         """Return this process's view of an instance."""

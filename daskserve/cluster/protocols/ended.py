@@ -1,4 +1,4 @@
-"""What calls get once the program itself has ended the last instance on its cluster."""
+"""The error of calls after the program has ended the last instance on its cluster."""
 
 from __future__ import annotations
 

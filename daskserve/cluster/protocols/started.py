@@ -73,7 +73,7 @@ class StartedInstances:
     async def is_alone(self, instance: InstanceName) -> bool:
         """Return whether no other program has deployed on an instance of this program, or it has ended.
 
-        A cluster that was started for this process ends with it, whoever else uses it.
+        A cluster that was started for this process ends with it, even if other programs use it.
         """
         if self.cluster is not None:
             return True
@@ -84,7 +84,7 @@ class StartedInstances:
         return facts is None or facts["owner"] == self._owner_id
 
     async def end_owned(self) -> None:
-        """End those that end with this process, while the workers are still there."""
+        """End the instances that this process owns, while their workers still run."""
         owned = [instance for instance, is_owned in self._are_owned.items() if is_owned]
         try:
             async with asyncio.timeout(CLOSE_S):

@@ -21,11 +21,11 @@ class StoreOwnership(enum.StrEnum):
     #: They are its own, and what it has done during the trial is not written yet.
     CLAIMED = "claimed"
     HELD = "held"
-    #: Another cluster has taken them over. It goes on from those that it has in memory.
+    #: Another cluster has taken them over. It continues with the records in memory.
     TAKEN = "taken"
     #: Another cluster has taken them over during the trial, so the start fails.
     REFUSED = "refused"
-    #: It ends, and they belong to nobody, or to the instance that had them before.
+    #: It ends, and they are free, or belong to the previous owner again.
     RELEASED = "released"
 
     @property
@@ -35,7 +35,7 @@ class StoreOwnership(enum.StrEnum):
 
 
 class OwnershipEvent(enum.Enum):
-    """What changes a hold."""
+    """An event that changes the ownership."""
 
     CLAIM = enum.auto()
     WRITE = enum.auto()
@@ -70,7 +70,7 @@ class Claim(NamedTuple):
     epoch : int
         Its number; 0 if there is none.
     owner : str or None
-        Who has made it; empty if it was released, None if a version made it that did not tell.
+        The instance that made it; empty if it was released, None if an earlier version made it.
     """
 
     epoch: int
@@ -82,8 +82,8 @@ class StoreChange:
     """One transaction: records to write (bytes) and to remove (None).
 
     ``parcels`` are the digests of the parcels behind codes that are written, by the code's name. A change
-    that ``must_last`` fails if the store is lost; what the controller does by itself is kept in memory, for
-    `Store.rewrite`. One that ``may_wait`` survives a power loss once a later one that may not is written.
+    that ``must_last`` fails if the store is lost; any other is then kept in memory, for `Store.rewrite`. One
+    that ``may_wait`` survives a power loss once a later one that may not is written.
     """
 
     records: Mapping[str, bytes | None] = field(default_factory=dict)
@@ -128,7 +128,7 @@ class Store(Protocol):
     ) -> Mapping[str, bytes | None] | None:
         """Make the records the instance's own, now that it serves, and write what the trial has changed.
 
-        Returns what the owner before has changed meanwhile, by key; None if it is too early. Idempotent.
+        Returns the previous owner's changes since the trial began, by key; None if too early. Idempotent.
 
         Parameters
         ----------

@@ -1,4 +1,4 @@
-"""What a process's subscription to an instance offers to those that use it."""
+"""A process's subscription to an instance, as the layers above use it."""
 
 from __future__ import annotations
 

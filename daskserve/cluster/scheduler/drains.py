@@ -12,7 +12,7 @@ from daskserve.cluster.scheduler.controllers import Instance
 from daskserve.common.clock import LoopClock
 from daskserve.common.types import InstanceName
 
-#: Interval at which a caller learns that its instance still drains: a call occupies a connection.
+#: Longest wait of one call for a draining instance: a call occupies a connection.
 ANSWER_S = 5.0
 #: How long a drained instance waits for its end, in case the program that shuts it down has died.
 DRAINED_S = 5.0
@@ -69,7 +69,7 @@ class Drains:
     async def _drain(self, entry: Instance) -> None:
         if entry.controller is not None:
             await drain(entry.name, partial(self._call, entry.controller), LoopClock())
-        # It serves no requests any more, so it must not stay.
+        # It serves no requests now, so it must end.
         self.end_after(entry, DRAINED_S)
 
     def end_after(self, entry: Instance, delay_s: float) -> None:

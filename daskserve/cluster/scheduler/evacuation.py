@@ -1,7 +1,7 @@
-"""Moves everything of daskserve away from workers that leave, and tells when they may go.
+"""Moves all actors away from workers that leave, and reports when these may end.
 
-A worker leaves because somebody retires it, and then has as long as it takes, or because its process got
-SIGTERM, and then has as long as the sender allows. The controllers do the moving; see
+A worker leaves because it is retired, and then has as long as it takes, or because its process got SIGTERM,
+and then has as long as the sender allows. The controllers do the moving; see
 `daskserve.control.reconcile`. This module tells them who leaves, and waits.
 """
 
@@ -28,9 +28,9 @@ EVACUATION_S = 60.0
 #: The least share of the time of a worker that got SIGTERM in which its actors are replaced elsewhere; its
 #: requests have the rest.
 REPLACING_SHARE = 0.25
-#: How long the controllers hear nothing yet: a host or a rack that ends sends SIGTERM to several workers.
+#: Delay before the controllers are notified: a host that ends sends SIGTERM to several workers.
 TOGETHER_S = 0.05
-#: Interval at which a worker that got SIGTERM learns that it still leaves: a call occupies a connection.
+#: Longest wait of one call of a worker that got SIGTERM: a call occupies a connection.
 ANSWER_S = 1.0
 
 
@@ -114,7 +114,7 @@ class Evacuations:
     async def depart(self, worker: WorkerAddress) -> None:
         """Tell all routers and controllers that a worker, which has no actors any more, is about to end.
 
-        They otherwise learn it from its end, which a request on its way there may meet.
+        Otherwise a request may reach the worker while it ends.
         """
         for instance in list(self._instances):
             self._publish(instance, {"kind": WORKERS, "joined": [], "left": [worker]})

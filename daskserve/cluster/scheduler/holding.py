@@ -1,4 +1,4 @@
-"""The records of an instance in a place that other clusters may use, too: who owns them, and since when.
+"""The records of an instance in a store that other clusters may use, too: which cluster owns them.
 
 Problem: a second cluster that starts on the store must not harm the instance that runs, unless it serves in
 its place: its ports may be in use, its replicas may not start, it may be killed at any moment. Choice: it
@@ -98,7 +98,7 @@ class Mirror:
 def holding(store: MemoryStore | ThreadedStore, start_id: str) -> InstanceStore:
     """Return the store of an instance that a start with this id begins, given the place of its records."""
     if isinstance(store, MemoryStore):
-        return store  # nobody else has it
+        return store  # no other cluster can use it
     return HeldStore(store, f"{start_id or uuid.uuid4().hex}.{uuid.uuid4().hex[:8]}", LoopClock())
 
 
@@ -140,7 +140,7 @@ class HeldStore:
         return found
 
     def learn(self, condition: Mapping[str, Any]) -> None:
-        """Do nothing; this is who tells others."""
+        """Do nothing: this is the source of the condition."""
 
     # Lifecycle
 
@@ -153,7 +153,7 @@ class HeldStore:
     async def begin(
         self, *, reconnects: bool = False, epoch: int = 0, records: Mapping[str, bytes] | None = None
     ) -> None:
-        """Find out where the instance stands; until then, the store is used as it is.
+        """Determine whether the instance owns the records; until then, the store is used directly.
 
         Parameters
         ----------
@@ -198,12 +198,12 @@ class HeldStore:
                 logger.info("Store %r could not be looked at: %s", self.shared, error)
 
     async def look(self) -> None:
-        """Look once: answer others, or ask the owner, or find out that the store changes hands."""
+        """Check the store once: answer other clusters, or ask the owner, or notice a new owner."""
         async with self._lock:
             if self.hold is StoreOwnership.TRIAL:
                 if self._before.owner and await self.shared.knock(self._owner):
                     self._lived_at = self._clock.now()
-                    await self.shared.forget_knock(self._owner)  # asked anew the next time
+                    await self.shared.forget_knock(self._owner)  # to ask again the next time
             elif self.hold is StoreOwnership.TAKEN:
                 if self._lacks_rows:
                     await self._fetch_rows()
@@ -252,7 +252,7 @@ class HeldStore:
                 lambda: self.shared.rewrite(self._claimed, change, unreadable)
             ):
                 raise _refused(self.hold)
-            # What was written anew may be another place, which does not know the owner.
+            # The rewritten store may be a new file or folder, which does not know the owner.
             self._claimed = await self.shared.claim_epoch(self._claimed, self._owner)
             self._mirror.know(change.records)
 
@@ -302,7 +302,7 @@ class HeldStore:
                 )
             if self._hold is not StoreOwnership.CLAIMED:
                 return {}
-            # Whoever had the store before cannot change it any more.
+            # The previous owner cannot change the store from now on.
             latest = await self.shared.load()
             keys = {*latest, *self._base}
             changed = {key: latest.get(key) for key in keys if latest.get(key) != self._base.get(key)}
@@ -348,7 +348,7 @@ class HeldStore:
         return True
 
     async def _overtaken(self) -> None:
-        """Note that somebody else has claimed the store."""
+        """Record that another cluster has claimed the store."""
         self._turn(OwnershipEvent.OVERTAKEN)
         self._lacks_rows = True
         try:

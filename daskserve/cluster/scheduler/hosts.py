@@ -72,7 +72,7 @@ class _HostEntry:
     key: str
     future: Future[Host]
     is_open: bool = False
-    #: What the Host reported about its process.
+    #: Facts that the Host reported about its process.
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -82,9 +82,9 @@ class HostRegistry:
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._client: Client | None = None
-        #: The message that starts each instance; the Hosts keep them for the next scheduler.
+        #: The start message of each instance; the Hosts keep them for the next scheduler.
         self.starts: dict[InstanceName, Mapping[str, Any]] = {}
-        #: What those must know who open channels to the workers.
+        #: The secret that a process needs to open channels to the workers.
         self.secret = secret_of(scheduler)
         self._entries: dict[WorkerAddress, _HostEntry] = {}
         self._refused: dict[WorkerAddress, str] = {}

@@ -48,7 +48,7 @@ class InstanceParcels:
     def __init__(self, store: InstanceStore) -> None:
         self._store = store
         self._memory: dict[str, ParcelMemory] = {}
-        #: What arrives in pieces.
+        #: Parcels that are arriving in pieces.
         self._arriving: dict[str, ParcelMemory] = {}
         #: The digest of the parcel behind each code, and the number of its rows, by the code's name.
         self._digests: dict[str, str] = {}

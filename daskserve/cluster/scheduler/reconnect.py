@@ -1,4 +1,4 @@
-"""Instances that come back: their workers have outlived another scheduler and register with this one.
+"""Instances that reconnect: their workers have outlived another scheduler and register with this one.
 
 Each worker asks for each of its instances until it runs. The first to ask is not the only one: the instance
 starts once all workers are back that it had, as far as they are known, or once it has waited for them long
@@ -35,42 +35,15 @@ CHECK_S = 0.02
 
 
 @dataclass(slots=True)
-class _ReconnectingInstance:
-    """An instance that is about to start."""
-
-    start: Mapping[str, Any]
-    began_at: float
-    workers: set[WorkerAddress] = field(default_factory=set)
-    #: The newest epoch that is known.
-    epoch: int = 0
-    #: What the newest controller knew; None if none has told.
-    records: Mapping[str, bytes] | None = None
-    records_epoch: int = 0
-    #: Whether its start had not completed under the other scheduler.
-    is_trial: bool = False
-
-    def is_due(self, present: Collection[WorkerAddress], now: float) -> bool:
-        """Return whether the instance should start, with these workers in the cluster."""
-        waited_s = now - self.began_at
-        if not present:
-            return waited_s >= float(self.start["timeout_s"])
-        # A controller has told which workers there were.
-        is_complete = self.records is not None
-        if is_complete and self.workers <= set(present):
-            return True
-        return waited_s >= (KNOWN_S if is_complete else UNKNOWN_S)
-
-
-@dataclass(frozen=True, slots=True)
 class KnownInstance:
-    """What is known of an instance that comes back.
+    """The known state of an instance that reconnects.
 
     Attributes
     ----------
     epoch
         The newest epoch of which there is an actor.
     records
-        What the newest controller knew; None if none has told.
+        The records of the newest controller; None if they are not known.
     is_trial
         Whether it had not taken over its store yet.
     """
@@ -78,6 +51,29 @@ class KnownInstance:
     epoch: int = 0
     records: Mapping[str, bytes] | None = None
     is_trial: bool = False
+
+
+@dataclass(slots=True)
+class _ReconnectingInstance:
+    """An instance that is about to start."""
+
+    start: Mapping[str, Any]
+    began_at: float
+    workers: set[WorkerAddress] = field(default_factory=set)
+    known: KnownInstance = field(default_factory=KnownInstance)
+    #: The epoch of the controller that gave the records.
+    records_epoch: int = 0
+
+    def is_due(self, present: Collection[WorkerAddress], now: float) -> bool:
+        """Return whether the instance should start, with these workers in the cluster."""
+        waited_s = now - self.began_at
+        if not present:
+            return waited_s >= float(self.start["timeout_s"])
+        # A controller has told which workers there were.
+        is_complete = self.known.records is not None
+        if is_complete and self.workers <= set(present):
+            return True
+        return waited_s >= (KNOWN_S if is_complete else UNKNOWN_S)
 
 
 class ReconnectingInstances:
@@ -143,9 +139,10 @@ class ReconnectingInstances:
             entry = self._reconnecting[name] = _ReconnectingInstance(start, asyncio.get_running_loop().time())
             self._spawn(self._begin(name, entry))
         entry.workers |= {worker, *workers}
-        entry.epoch = max(entry.epoch, epoch)
+        known = entry.known
+        known.epoch = max(known.epoch, epoch)
         if records is not None and epoch >= entry.records_epoch:
-            entry.records, entry.records_epoch, entry.is_trial = records, epoch, is_trial
+            known.records, known.is_trial, entry.records_epoch = records, is_trial, epoch
         return False
 
     async def _begin(self, name: InstanceName, entry: _ReconnectingInstance) -> None:
@@ -160,8 +157,7 @@ class ReconnectingInstances:
                 len(self._scheduler.workers),
                 ", ".join(sorted(missing)) or "none",
             )
-            known = KnownInstance(entry.epoch, entry.records, entry.is_trial)
-            await self._start(known, **entry.start)
+            await self._start(entry.known, **entry.start)
             instance = self._instances.get(name)
             if instance is not None and instance.owner not in (None, *self._scheduler.clients):
                 self._end_after(instance, instance.grace_s)
@@ -202,7 +198,7 @@ async def close_records(entry: Instance) -> None:
 
 
 async def restore(entry: Instance, url: str, epoch: int, records: Mapping[str, bytes] | None) -> None:
-    """Give a store that was lost together with the scheduler what the last controller knew.
+    """Restore a store that was lost together with the scheduler from the last controller's records.
 
     Later epochs are newer than those of the actors, even if nothing else is known: so actors without a record
     are recognized.
@@ -214,9 +210,7 @@ async def restore(entry: Instance, url: str, epoch: int, records: Mapping[str, b
             "Store %s has lost what instance %s wrote there while the scheduler was away; %s",
             url,
             entry.name,
-            "nobody knows the records"
-            if records is None
-            else "the last controller's records are written to it",
+            "the records are lost" if records is None else "the last controller's records are written to it",
         )
     if records is not None:
         await entry.store.rewrite(epoch, StoreChange(records))

@@ -1,4 +1,4 @@
-"""Who may read and write a store on a disk of the scheduler's machine: its user only, from the first byte on.
+"""Permissions of a store on a disk of the scheduler's machine: for its user only, from the first byte on.
 
 The modes are given at creation, so they hold whatever the process's umask is, which all threads share. What
 exists keeps the mode that the operator gave it; if others have access, the log says so, with the remedy.
@@ -55,8 +55,8 @@ def warn_if_shared(path: Path) -> None:
         ends, file = ("", "-wal", "-shm"), os.path.realpath(path)
         names, recursive = [each for end in ends if (each := Path(f"{file}{end}")).exists()], []
     logger.warning(
-        "Other users of this machine have access to the store %s (mode %o). Whoever reads it sees what "
-        "backends were given, and whoever writes it runs code on the workers. Unless you want that: %s",
+        "Other users of this machine have access to the store %s (mode %o). A reader sees what "
+        "backends were given, and a writer can run code on the workers. Unless you want that: %s",
         path,
         stat.S_IMODE(mode),
         shlex.join(["chmod", *recursive, "go=", *map(str, names)]),

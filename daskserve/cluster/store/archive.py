@@ -35,7 +35,7 @@ READ_VERSION_AT = 19
 
 @dataclass(slots=True)
 class StoredInstance:
-    """What a store, or a backup, has of one instance.
+    """The content of a store, or of a backup, for one instance.
 
     Attributes
     ----------
@@ -101,7 +101,7 @@ def read_store(url: str) -> StoreContents:
 
 
 def user_at(url: str, instances: Sequence[InstanceName]) -> str:
-    """Return who uses a store, as far as it can be told; empty if surely nobody does."""
+    """Return the process that may use a store; empty if there certainly is none."""
     store = blocking_store(url, "default")
     if isinstance(store, FsspecStore):
         with translated_errors(store.url):
@@ -144,7 +144,7 @@ def _read_file(store: SqliteStore) -> StoreContents:
     log_size = size_of(log_of(store.path))
     how, keeps_log = "mode=ro", None
     if log_size is None:
-        # Nobody has the file open. SQLite would leave an empty log behind, which is perhaps another user's.
+        # No process has the file open. SQLite would leave an empty log behind, perhaps with another owner.
         how += "&immutable=1"
         with open(store.path, "rb") as file:
             keeps_log = file.read(READ_VERSION_AT + 1)[READ_VERSION_AT:] == b"\x02"

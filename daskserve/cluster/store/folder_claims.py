@@ -1,9 +1,9 @@
-"""Who owns the records of an instance in a folder: the objects in ``epoch``.
+"""Ownership of the records of an instance in a folder: the objects in ``epoch``.
 
 ::
 
     epoch/<epoch>     a claim; its content says by whom
-          knock-<by>  somebody asks whether the owner is alive
+          knock-<by>  another instance asks whether the owner is alive
           here-<by>   the owner's answer
 
 A version that knows no owners reads the first ones only.
@@ -56,7 +56,7 @@ class FolderClaims:
         return epochs_in(self.names())
 
     def create(self, epoch: int, owner: str) -> None:
-        """Claim an epoch; raise `FileExistsError` if somebody has it."""
+        """Claim an epoch; raise `FileExistsError` if it is claimed."""
         self._folder().create(named(epoch), self._note(owner))
 
     def clear(self, before: int) -> None:

@@ -71,7 +71,7 @@ class LocalFolder:
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        #: What is written and not synced yet.
+        #: Objects that are written and not synced yet.
         self._unsynced: list[Path] = []
 
     def prepare(self, folders: Sequence[str]) -> None:
@@ -147,7 +147,7 @@ class LocalFolder:
 def _sync_together(paths: Sequence[Path]) -> None:
     """Sync files and folders at the same time: each sync may take long, and none needs another.
 
-    What another process has removed meanwhile needs no sync.
+    Paths that another process has removed in the meantime need no sync.
     """
     errors: list[BaseException] = []
 

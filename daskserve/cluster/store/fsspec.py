@@ -94,7 +94,7 @@ def instance_in(folder: str) -> InstanceName:
 
 
 def user_of(folder: Folder) -> str:
-    """Return who uses an instance's folder, as far as it can be told; empty if surely nobody does."""
+    """Return the process that may use an instance's folder; empty if there certainly is none."""
     epochs = [int(name) for name in folder.names("epoch") if name.isdecimal()]
     if not epochs:
         return ""
@@ -320,7 +320,7 @@ class FsspecStore(BlockingStore):
                 default=0,
             )
             if self._refresh_epoch() and not self._has_epoch:
-                # The folder is lost. Its instance goes on from memory, until the records are written anew.
+                # The folder is lost. Its instance continues from memory, until the records are rewritten.
                 self._seen_epoch = max(written, self._seen_epoch) + 1
                 self.problems.check_place(self._lost(), must_last=False)
                 return self._seen_epoch

@@ -90,7 +90,7 @@ class MemoryStore:
         return StoreOwnership.HELD
 
     def learn(self, condition: Mapping[str, Any]) -> None:
-        """Do nothing; what a process is told of this store is what it says itself."""
+        """Do nothing: this is the source of the condition."""
 
     async def take_over(
         self, epoch: int, *, is_complete: bool, own: Sequence[str]
@@ -98,7 +98,7 @@ class MemoryStore:
         return {}
 
     async def release(self, *, gives_back: bool = False) -> None:
-        """Do nothing; nobody else has these records."""
+        """Do nothing: no other cluster has these records."""
 
 
 def is_in_memory(url: str) -> bool:

@@ -1,4 +1,4 @@
-"""What is wrong with a store: what could not be read, and that it is lost."""
+"""The problems of a store: records that could not be read, and the loss of its file or folder."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class StoreProblems:
         self.found = dict(problems)
 
     def settle(self, written: Collection[str]) -> None:
-        """Forget the problems of records that have been written anew."""
+        """Forget the problems of records that have been rewritten."""
         if self.found and not self.found.keys().isdisjoint(written):
             self.found = {name: reason for name, reason in self.found.items() if name not in written}
 
@@ -58,7 +58,7 @@ class StoreProblems:
         if lost and must_last:
             raise StoreLostError(
                 f"The store {self._url} is not what the next start would open: {lost}. The change was "
-                "refused. Write the records anew: client.rewrite_store(), or the command daskserve "
+                "refused. Rewrite the records: client.rewrite_store(), or the command daskserve "
                 "rewrite-store."
             )
 

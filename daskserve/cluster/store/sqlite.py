@@ -12,7 +12,7 @@ Each commit is one ``BEGIN IMMEDIATE`` transaction that checks the epoch and wri
 fence also holds between processes: two schedulers may share a file, and the older controller is refused. The
 file must be on a local disk: SQLite's write-ahead log does not work on network file systems.
 
-A file that is removed or moved stays open, and would take changes that nobody finds again. So a commit
+A file that is removed or moved stays open, and would accept changes that are lost. So a commit
 checks, before it writes *and after*, that the file and its log are those at the path (`FilesWatch`).
 
 Table names start with ``daskserve_``, so other programs may use the same file. Each record has a checksum,
@@ -116,7 +116,7 @@ def connect(path: Path, *, any_thread: bool = False) -> sqlite3.Connection:
 
 @dataclass(slots=True)
 class _OpenDatabase:
-    """What a store has open: its connection, the files behind it, and the keeper of their log."""
+    """The open resources of a store: its connection, the files behind it, and the keeper of their log."""
 
     connection: sqlite3.Connection
     files: FilesWatch

@@ -1,4 +1,4 @@
-"""Who owns the records of an instance in an SQLite file: the newest epoch, its owner, and who asks for it.
+"""Ownership of the records of an instance in an SQLite file: the newest epoch, its owner, and knocks.
 
 Each function runs within a transaction of its caller. The tables are beside those of format 1, whose readers
 ignore them: an epoch that such a reader claims has no owner here.

@@ -54,7 +54,7 @@ def create_whole(path: Path, fill: Callable[[sqlite3.Connection], None]) -> None
     create_empty(new)
     try:
         with contextlib.closing(sqlite3.connect(new, isolation_level=None)) as db:
-            db.execute("PRAGMA synchronous = OFF")  # nobody has it yet; it is synced as a whole
+            db.execute("PRAGMA synchronous = OFF")  # it is not in use yet, and is synced as a whole
             db.execute("PRAGMA journal_mode = WAL")
             db.execute("BEGIN IMMEDIATE")
             fill(db)

@@ -1,4 +1,4 @@
-"""The write-ahead log of an SQLite store: what it keeps out of the file, and when it is written back.
+"""The write-ahead log of an SQLite store: its content, and when it is written back.
 
 Problem: SQLite keeps new records in the log, ``<file>-wal``, perhaps all of them. A copy of the file without
 its log is then an older store, or an empty one, and nothing tells.
@@ -12,9 +12,9 @@ Choice: the file itself says whether there is more than it has. Rows of ``daskse
 * ``records`` and ``epochs``: how many records there are, and the sum of all epochs, as of the last change. A
   file with fewer records has lost some. If the sum differs, an older daskserve has written without marks.
 
-Marks and seals are written by `LogKeeper`, in a thread and on a connection of its own: a change waits for one
-sync, its own. The first change after a seal is noted in the file within a moment, when the change is already
-acknowledged; a copy made in between is one of a moment ago.
+Marks and seals are written by `LogKeeper`, in a separate thread with a separate connection, so a change waits
+for one sync, its own. The first change after a seal is noted in the file within a moment, when the change is
+already acknowledged; a copy made in between is one of a moment ago.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def seal(db: sqlite3.Connection) -> None:
     db.execute(_SEAL)
     db.execute("COMMIT")
     _write_back(db)
-    # The log begins anew with the next write, which syncs its head: here, where nobody waits for it.
+    # The next write starts a new log and syncs its head: here, where no change waits for it.
     db.execute(_TOUCH)
 
 
@@ -135,7 +135,7 @@ class LogKeeper:
     Parameters
     ----------
     db
-        A connection of its own, to the same file, that any thread may use.
+        A separate connection to the same file, for use in any thread.
     url : str
         The store's URL, for the log.
     """

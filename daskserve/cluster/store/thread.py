@@ -1,4 +1,4 @@
-"""Stores that run blocking code in a thread of their own.
+"""Stores that run blocking code in a separate thread.
 
 Stores run in the scheduler process, whose event loop must never wait for a disk or a network. Each store has
 one thread instead of a pool, which keeps the order: commits run in the order of their calls, and only this

@@ -49,7 +49,7 @@ Factory: TypeAlias = Callable[[StartThread], tuple[Dispatch, Callable[[], None]]
 
 
 class _ReplacedFirst:
-    """What SIGTERM begins here: the parent replaces this process, which ends by then, or with its time."""
+    """Handles SIGTERM: the parent replaces this process, which ends then or when its time is over."""
 
     def __init__(self, grace_s: float) -> None:
         self._serves_for_s = grace_s * (1 - EXIT_SHARE)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from daskserve.cluster.worker.user_clients import UserClients
 
 
-#: What `distributed.get_worker` knows of a worker that is another process.
+#: The attributes of `distributed.get_worker` for a worker in another process.
 FACTS = ("address", "name", "id", "local_directory")
 
 

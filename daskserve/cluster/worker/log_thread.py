@@ -55,7 +55,7 @@ class _QueuedRecord(NamedTuple):
 
 
 class LogThread:
-    """Calls the handlers for all log records of this process in a thread of its own."""
+    """Calls the handlers for all log records of this process in a separate thread."""
 
     def __init__(self, max_records: int = MAX_RECORDS, max_tracebacks: int = MAX_TRACEBACKS) -> None:
         self._max_records = max_records

@@ -21,7 +21,7 @@ from daskserve.loops.termination import begin_on, on_sigterm
 
 logger = logging.getLogger("daskserve.host")
 
-#: The worker's attribute that holds its open Host, and the nanny's with what it was told last.
+#: The worker's attribute that holds its open Host, and the nanny's that holds its grace period.
 HOST_ATTRIBUTE = "_daskserve_host"
 _GRACE_ATTRIBUTE = "_daskserve_grace_s"
 #: How long a nanny may take for its part, which takes milliseconds.
@@ -38,7 +38,7 @@ async def watch_nanny(worker: Worker, grace_s: float) -> None:
         async with asyncio.timeout(WATCH_S):
             await _run(worker, str(worker.nanny), answer_in_nanny, grace_s)
     except Exception as error:
-        # Any error of the other process. The worker serves all the same.
+        # Any error of the other process. The worker serves anyway.
         logger.warning("SIGTERM to the nanny of this worker ends requests under way: %r", error)
 
 
@@ -58,7 +58,7 @@ async def _ask_worker(nanny: Any) -> None:
     worker = nanny.worker_address
     if worker is None or nanny.status.name != "running":
         return
-    # Should the worker's process end meanwhile, because it got SIGTERM as well, no other one replaces it.
+    # If the worker's process got SIGTERM too and ends first, no other one replaces it.
     nanny.close_gracefully(reason="daskserve-sigterm")
     try:
         async with asyncio.timeout(getattr(nanny, _GRACE_ATTRIBUTE)):

@@ -1,4 +1,4 @@
-"""What a worker does while its scheduler is away.
+"""Keeps a worker serving while its scheduler is away, and registers it with the next one.
 
 Problem: Dask closes a worker whose connection to the scheduler breaks, and does not support that a worker
 registers a second time. All replicas and proxies would be lost with the scheduler, though none of them needs
@@ -47,7 +47,7 @@ BRING_BACK = "daskserve.cluster.scheduler.install:bring_back"
 DRAIN_S = 20.0
 #: How long a scheduler that closes may still answer.
 CLOSES_S = 2.0
-#: How long the worker waits for Dask tasks that run in its threads, whose results nobody expects.
+#: How long the worker waits for Dask tasks that run in its threads; their results are lost.
 TASKS_S = 1.0
 #: Interval at which the worker asks whether an instance is back.
 ASK_S = 0.5
@@ -106,7 +106,7 @@ class Reconnection:
         if found_id == lost_id or not is_present(self._worker):
             return (
                 WorkerOutcome.CLOSES
-            )  # the scheduler has replaced what was here, or somebody closes the worker
+            )  # the scheduler has replaced what was here, or the worker is being closed
         left = await self._hand_over()
         if not await self._has_no_tasks():
             logger.warning("A Dask task still runs on this worker, which is replaced instead of registered")
@@ -129,7 +129,7 @@ class Reconnection:
         return True
 
     async def _next_scheduler(self, address: str, lost_id: str | None) -> str:
-        """Return the id of the scheduler that comes to an address; that of the lost one if it stays."""
+        """Return the id of the next scheduler at an address, or of the lost one if it is still there."""
         clock = self._connection.clock
         closes_until = clock.now() + CLOSES_S
         while True:
@@ -145,7 +145,7 @@ class Reconnection:
             await clock.sleep(PERIOD_S)
 
     async def _hand_over(self) -> dict[InstanceName, Mapping[str, Any]]:
-        """Return what the controllers here know, by instance."""
+        """Return the state of the controllers here, by instance."""
         found: dict[InstanceName, Mapping[str, Any]] = {}
         for controller in self._registry.controllers():
             spec = controller.spec

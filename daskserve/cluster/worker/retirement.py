@@ -1,4 +1,4 @@
-"""What a worker does when its process is to end: it retires first.
+"""Retires a worker when its process gets SIGTERM, before the process ends.
 
 Problem: systemd, Kubernetes and job schedulers send SIGTERM to a nanny, to its worker's process, or to both.
 Dask then ends the processes at once, with all requests under way. Choice: SIGTERM begins what
@@ -32,7 +32,7 @@ logger = logging.getLogger("daskserve.host")
 #: The time that Dask needs to end the process afterwards, or less if the whole time is short.
 EXIT_S = 2.0
 EXIT_SHARE = 0.2
-#: How long all routers take at most to learn that this worker has no replicas any more.
+#: Maximum time until all routers know that this worker has no replicas.
 NEWS_S = 1.0
 #: How long the scheduler may take for an answer, which takes a second at most.
 ANSWER_S = 4.0
@@ -89,12 +89,12 @@ class Retirement:
             await self._depart()
 
     async def _depart(self) -> None:
-        """Refuse what others send here until they know better; what is refused is sent elsewhere."""
+        """Refuse requests until all routers know that this worker ends; they send refused ones elsewhere."""
         try:
             async with asyncio.timeout(NEWS_S):
                 await ask_from_worker(self._worker, "depart", worker=self._worker.address)
         except (OSError, TimeoutError, ServeError) as error:
-            # Routers find out from the first request that this worker refuses.
+            # Routers notice at the first request that this worker refuses.
             logger.warning("The scheduler cannot announce that this worker has ended: %r", error)
         await self._clock.sleep(NEWS_S / 2)
 

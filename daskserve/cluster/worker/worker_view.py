@@ -1,10 +1,10 @@
-"""What user code finds as Dask's current worker and client, in the worker's process or in a child.
+"""Dask's current worker and client as user code sees them, in the worker's process or in a child.
 
 Problem: Dask's locks, queues and actors ask `distributed.get_worker` or `get_client` for an event loop and a
 connection to the scheduler, and keep them. They are made in one place (a constructor, a module, unpickled
 arguments) and used in another, on another loop or in a thread. With the worker's own loop, ``async with
 Lock()`` on a replica's loop blocks it, gets the lock, and fails. Choice: they keep the views below, which
-stand for the loop and the connection of wherever they are used.
+use the loop and the connection of the place where they are used.
 
 Nothing here imports Dask, which a child process may not need.
 """
@@ -31,7 +31,7 @@ _DEPTH = 10
 
 
 class CurrentClient:
-    """What `distributed.default_client` returns: the client of wherever it is used."""
+    """The result of `distributed.default_client`: the client of the loop or thread that uses it."""
 
     def __init__(self, find: FindClient) -> None:
         self._find = find
@@ -81,7 +81,7 @@ class CurrentLoop:
 
 
 class CurrentScheduler:
-    """The connection to the scheduler of wherever it is used."""
+    """The connection to the scheduler, on the loop or thread that uses it."""
 
     def __init__(self, address: str, find: FindClient) -> None:
         self.address = address
@@ -97,7 +97,7 @@ class CurrentScheduler:
 
 
 class WorkerView:
-    """What `distributed.get_worker` returns.
+    """The result of `distributed.get_worker`.
 
     Parameters
     ----------

@@ -12,8 +12,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 from daskserve.common.clock import Clock
-from daskserve.options.credentials import masked
-from daskserve.options.secrets import SecretOption, read_secret
+from daskserve.options.secrets import SecretOption, masked, read_secret
 
 logger = logging.getLogger("daskserve.autoscaling")
 

@@ -23,8 +23,8 @@ from daskserve.control.records.state import State
 from daskserve.control.verbs import backends as backend_verbs
 from daskserve.control.verbs import endpoints as endpoint_state
 from daskserve.control.verbs.failed_deploys import not_found
-from daskserve.options.credentials import masked
 from daskserve.options.environment import Environment
+from daskserve.options.secrets import masked
 
 UNVERSIONED = "Unversioned"
 

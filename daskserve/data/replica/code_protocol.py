@@ -21,7 +21,7 @@ class UserCode(Protocol):
     """The user code of one replica: in this process (`LocalCode`) or in a child process (`ChildCode`)."""
 
     slots: Slots
-    #: What the start does now, and since when it has a time limit; 0: since its beginning.
+    #: The present stage of the start, and since when it has a time limit; 0: since its beginning.
     stage: Stage
     stage_since: float
 
@@ -73,7 +73,7 @@ class UserCode(Protocol):
         """Return what the user's ``record_routing_stats`` returned last."""
 
     def samples(self, own: list[MetricSample]) -> list[MetricSample]:
-        """Return the replica's metrics, given those that the replica counts itself."""
+        """Return the replica's metrics; ``own`` are those that the replica itself counts."""
 
     def user_samples(self) -> list[UserSample]:
         """Return the metrics of user code; see `daskserve.metrics`."""

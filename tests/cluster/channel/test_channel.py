@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -96,6 +96,12 @@ class Pair:
         self.here = Channel(CommTransport(self.comms[0]), dispatch, first_stream=0)
         self.there = Channel(CommTransport(self.comms[1]), dispatch, first_stream=1)
 
+    def ask(self, client: Client, envelope: Envelope = HTTP) -> Coroutine[Any, Any, Load]:
+        return self.here.request(ADDRESS, envelope).respond(client.receive, client.send)
+
+    def begin(self, client: Client, envelope: Envelope = HTTP) -> asyncio.Task[Load]:
+        return asyncio.create_task(self.ask(client, envelope))
+
     def remembered(self) -> list[Any]:
         """Return the streams that either side still keeps."""
         return [
@@ -157,7 +163,7 @@ async def test_a_request_and_its_answer_are_carried() -> None:
 
     client = Client(b"hello")
     async with connected(echo) as pair:
-        load = await pair.here.request(ADDRESS, HTTP).respond(client.receive, client.send)
+        load = await pair.ask(client)
     assert load == Load(3, 4)
     assert client.answers == [body(b"HELLO", more=False)]
 
@@ -168,7 +174,7 @@ async def test_a_small_exchange_takes_two_frames_out_and_one_back() -> None:
 
     client = Client(b"x" * 1000)
     async with connected(echo) as pair:
-        await pair.here.request(ADDRESS, HTTP).respond(client.receive, client.send)
+        await pair.ask(client)
         assert [len(comm.written) for comm in pair.comms] == [2, 1]
 
 
@@ -182,7 +188,7 @@ async def test_messages_of_one_loop_iteration_share_a_frame() -> None:
 
     client = Client()
     async with connected(chunks) as pair:
-        load = await pair.here.request(ADDRESS, HTTP).respond(client.receive, client.send)
+        load = await pair.ask(client)
         assert load == Load(3, 4)
         assert [len(comm.written) for comm in pair.comms][1] == 4
     assert b"".join(answer["body"] for answer in client.answers) == b"abababc"
@@ -195,7 +201,7 @@ async def test_a_complete_answer_arrives_while_its_handler_runs_on() -> None:
 
     client = Client()
     async with connected(lingering) as pair:
-        request = asyncio.create_task(pair.here.request(ADDRESS, HTTP).respond(client.receive, client.send))
+        request = pair.begin(client)
         await asyncio.sleep(1)
         assert client.answers == [body(b"all there is", more=False)]
         assert await request == Load(3, 4)
@@ -209,7 +215,7 @@ async def test_a_body_is_one_message_ahead_of_a_handler_that_does_not_read() -> 
     client = Client(*[b"x" * 1000] * 50)
     async with connected(refuse) as pair:
         with pytest.raises(BadRequestError):
-            await pair.here.request(ADDRESS, HTTP).respond(client.receive, client.send)
+            await pair.ask(client)
     assert client.given == 1
 
 
@@ -230,7 +236,7 @@ async def test_an_upload_is_at_most_a_window_ahead_of_a_slow_reader() -> None:
     client = Client()
     client.left = [chunk] * 200
     async with connected(slow) as pair:
-        await pair.here.request(ADDRESS, HTTP).respond(client.receive, client.send)
+        await pair.ask(client)
     assert read == client.given == 200
 
 
@@ -248,7 +254,7 @@ async def test_a_download_is_at_most_a_window_ahead_of_a_slow_reader(size: int) 
     client = Client(b"")
     client.may_read.clear()
     async with connected(stream) as pair:
-        request = asyncio.create_task(pair.here.request(ADDRESS, HTTP).respond(client.receive, client.send))
+        request = pair.begin(client)
         await asyncio.sleep(60)
         assert sent < count
         assert (sent - 1) * (size + MESSAGE_BYTES) < WINDOW_BYTES
@@ -271,9 +277,7 @@ async def test_python_values_count_toward_the_window() -> None:
     client.may_read.clear()
     envelope = Envelope(EnvelopeKind.CALL, {}, value)
     async with connected(stream) as pair:
-        request = asyncio.create_task(
-            pair.here.request(ADDRESS, envelope).respond(client.receive, client.send)
-        )
+        request = pair.begin(client, envelope)
         await asyncio.sleep(60)
         assert sent <= 4
         client.may_read.set()
@@ -322,7 +326,7 @@ async def test_cancelling_while_the_window_is_full_ends_the_handler() -> None:
     client = Client(b"")
     client.may_read.clear()
     async with connected(stream) as pair:
-        request = asyncio.create_task(pair.here.request(ADDRESS, HTTP).respond(client.receive, client.send))
+        request = pair.begin(client)
         await asyncio.sleep(1)
         request.cancel()
         await asyncio.wait([request])
@@ -406,7 +410,7 @@ async def test_a_lost_connection_ends_both_sides_of_a_stream() -> None:
 
     client = Client(b"")
     async with connected(stream) as pair:
-        request = asyncio.create_task(pair.here.request(ADDRESS, HTTP).respond(client.receive, client.send))
+        request = pair.begin(client)
         await asyncio.sleep(1)
         pair.comms[0].abort()
         with pytest.raises(ActorLostError) as caught:
@@ -415,7 +419,7 @@ async def test_a_lost_connection_ends_both_sides_of_a_stream() -> None:
         await asyncio.sleep(1)
         assert ended == 1
         with pytest.raises(ActorLostError) as caught:
-            await pair.here.request(ADDRESS, HTTP).respond(client.receive, client.send)
+            await pair.ask(client)
         assert not caught.value.begun
 
 
@@ -424,10 +428,10 @@ async def test_an_unsent_request_on_a_lost_connection_had_not_begun() -> None:
         await asyncio.Event().wait()
 
     async with connected(stream) as pair:
-        sent = asyncio.create_task(pair.here.request(ADDRESS, HTTP).respond(nothing, Client().send))
+        sent = pair.begin(Client())
         await asyncio.sleep(1)
         pair.comms[0].abort()  # the channel has not noticed yet
-        unsent = asyncio.create_task(pair.here.request(ADDRESS, HTTP).respond(nothing, Client().send))
+        unsent = pair.begin(Client())
         for request, begun in ((sent, True), (unsent, False)):
             with pytest.raises(ActorLostError) as caught:
                 await request
@@ -446,7 +450,7 @@ async def test_a_message_that_cannot_be_packed_fails_only_its_stream() -> None:
     good, bad = Client(b"good"), Client(b"bad")
     async with connected(answer) as pair:
         outcomes = await asyncio.gather(
-            *(pair.here.request(ADDRESS, HTTP).respond(each.receive, each.send) for each in (bad, good)),
+            *map(pair.ask, (bad, good)),
             return_exceptions=True,
         )
     assert isinstance(outcomes[0], TypeError)
@@ -471,9 +475,7 @@ async def test_an_invalid_frame_ends_the_connection_and_its_streams(caplog: pyte
 
         client = Client(b"")
         async with connected(stream) as pair:
-            request = asyncio.create_task(
-                pair.here.request(ADDRESS, HTTP).respond(client.receive, client.send)
-            )
+            request = pair.begin(client)
             await asyncio.sleep(1)
             # Bypass the serializer, like the bytes of another program.
             pair.comms[1]._outgoing.put_nowait(garbage)
@@ -493,7 +495,7 @@ async def test_frames_of_unknown_kinds_and_streams_are_ignored() -> None:
         unknown = [(99, 0), (1, 77, {"type": "x"}), (2, 77, 0, 0), (3, 77, b""), (4, 77), (5, 77, 10)]
         pair.comms[0]._outgoing.put_nowait(unknown)
         pair.comms[1]._outgoing.put_nowait(unknown)
-        assert await pair.here.request(ADDRESS, HTTP).respond(client.receive, client.send) == Load(3, 4)
+        assert await pair.ask(client) == Load(3, 4)
 
 
 # ---- deadlines
@@ -519,46 +521,27 @@ async def test_the_remaining_time_travels_and_the_other_side_enforces_it() -> No
         assert cancelled_at == [105.0]
 
 
-async def test_the_handler_gets_its_deadline_on_its_own_clock() -> None:
+async def test_the_deadline_on_the_handlers_own_clock_and_the_patience_of_a_request_travel() -> None:
     pair = Pair(lambda receive, send: nothing())
     found = []
 
     @by_task
     async def dispatch(_: str, __: int, envelope: Envelope, receive: Receive, send: Send) -> Load:
-        found.append(envelope.deadline)
+        found.append((envelope.deadline, envelope.queue_timeout))
         return Load()
 
     pair.there._dispatch = dispatch
     serving = [asyncio.create_task(side.serve()) for side in (pair.here, pair.there)]
-    for deadline in (None, 7.0):
-        envelope = Envelope(EnvelopeKind.CALL, {}, deadline=deadline)
+    patience = QueueTimeout(0.5, 2.0)
+    for deadline, queue_timeout in ((None, None), (7.0, None), (None, patience)):
+        envelope = Envelope(EnvelopeKind.CALL, {}, deadline=deadline, queue_timeout=queue_timeout)
         await pair.here.request(ADDRESS, envelope).respond(nothing, nothing)
     frame = pair.comms[0].written[0]
     assert frame[-2:] == (None, None)
     await asyncio.sleep(1)
     pair.there._receive_frame((frame[0], 98, *frame[2:-2], 2.5, None))
     await asyncio.sleep(1)
-    assert found == [None, 7.0, 3.5]
-    pair.here.close()
-    pair.there.close()
-    await asyncio.gather(*serving)
-
-
-async def test_the_patience_of_a_request_travels() -> None:
-    pair = Pair(lambda receive, send: nothing())
-    found = []
-
-    @by_task
-    async def dispatch(_: str, __: int, envelope: Envelope, receive: Receive, send: Send) -> Load:
-        found.append(envelope.queue_timeout)
-        return Load()
-
-    pair.there._dispatch = dispatch
-    serving = [asyncio.create_task(side.serve()) for side in (pair.here, pair.there)]
-    for queue_timeout in (None, QueueTimeout(0.5, 2.0)):
-        envelope = Envelope(EnvelopeKind.CALL, {}, queue_timeout=queue_timeout)
-        await pair.here.request(ADDRESS, envelope).respond(nothing, nothing)
-    assert found == [None, QueueTimeout(0.5, 2.0)]
+    assert found == [(None, None), (7.0, None), (None, patience), (3.5, None)]
     pair.here.close()
     pair.there.close()
     await asyncio.gather(*serving)

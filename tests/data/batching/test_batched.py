@@ -280,16 +280,6 @@ def test_invalid_results_fail_the_batch_and_no_later_one(answer: Any) -> None:
     run(scenario)
 
 
-def test_a_wrong_number_of_results_is_reported_with_both_numbers() -> None:
-    async def scenario() -> None:
-        model = Model()
-        model.answer = lambda items: [1]
-        with pytest.raises(ServeError, match=r"doesn't preserve batch size: .* it got 2 and returned 1"):
-            await asyncio.gather(model.double(1), model.double(2))
-
-    run(scenario)
-
-
 @pytest.mark.parametrize(
     ("error", "seen"),
     [

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import CancelledError
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from scenarios import for_each, scenarios
-from scripted_routes import ScriptedRoutes
+from scripted_routes import ScriptedListener, ScriptedRoutes
 
 from daskserve.cluster.long_poll import LongPollClient
 from daskserve.cluster.protocols.base import Cluster
@@ -32,7 +32,8 @@ from daskserve.loops.thread_calls import LoopQueues
 from daskserve.payload.packed_errors import pack_now
 from daskserve.payload.pickling import dump
 from daskserve.telemetry.histogram import HistogramCounts
-from daskserve.testing import run_virtual
+
+pytestmark = pytest.mark.virtual_time
 
 
 class Asked:
@@ -113,7 +114,7 @@ class Process:
         self.thread_calls = self.loop_queues.get(self.loop)
         self.clock = Clock()
         self.request_ids = SimpleNamespace(next=lambda: "id")
-        self.listener = Listener()
+        self.listener = ScriptedListener()
         self.connection = self
         self.routers = Routers(
             cast(Cluster, self),
@@ -163,41 +164,14 @@ class Process:
         return {entry.tag: entry.in_flight for entry in pool._entries.values()}
 
 
-class Listener:
-    """A long-poll client whose updates the test publishes."""
-
-    is_started = True
-
-    def __init__(self) -> None:
-        self.watchers: dict[str, Callable[[Any], None]] = {}
-
-    def watch(self, key: str, watcher: Callable[[Any], None]) -> Callable[[], None]:
-        self.watchers[key] = watcher
-        return lambda: None
-
-    silent_since: float | None = None
-
-    def ask(self) -> None:
-        pass
-
-    def on_worker_left(self, callback: Any) -> None:
-        pass
-
-    def on_ended(self, callback: Any) -> None:
-        pass
-
-    def tell(self, key: str, value: Any) -> None:
-        self.watchers[key](value)
+@asynccontextmanager
+async def new_process() -> AsyncIterator[Process]:
+    yield Process()
 
 
-def play(scenario: Callable[[Process], Coroutine[Any, Any, None]]) -> None:
-    async def main() -> None:
-        await scenario(Process())
-
-    run_virtual(main)
-
-
-staged = scenarios(play)
+@pytest.fixture
+def process() -> AbstractAsyncContextManager[Process]:
+    return new_process()  # which is entered on the test's loop
 
 
 async def quiet() -> None:
@@ -208,7 +182,6 @@ async def quiet() -> None:
 ONE = {"handle_requests": 1, "handle_request_duration_seconds": 1, "router_requests": 1}
 
 
-@staged
 async def test_an_answer_ends_the_call_where_it_arrives(process: Process) -> None:
     handle = process.handle("r1")
     response = handle.remote(1)
@@ -226,7 +199,6 @@ async def test_an_answer_ends_the_call_where_it_arrives(process: Process) -> Non
     assert (len(process.asked), process.requested) == (1, ["r1"])
 
 
-@staged
 async def test_an_error_of_user_code_comes_with_its_remote_traceback(process: Process) -> None:
     handle = process.handle("r1")
     try:
@@ -249,7 +221,6 @@ async def test_an_error_of_user_code_comes_with_its_remote_traceback(process: Pr
     assert process.idle_replicas() == {"r1": 0}
 
 
-@staged
 async def test_an_end_without_an_answer_is_an_error(process: Process) -> None:
     response = process.handle("r1").remote()
     process.asked[0].end(None, Load())
@@ -259,7 +230,7 @@ async def test_an_end_without_an_answer_is_an_error(process: Process) -> None:
     assert process.idle_replicas() == {"r1": 0}
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("refusal", "cause"),
     [
         (ReplicaBusyError("full", ongoing=2), "busy"),
@@ -267,7 +238,6 @@ async def test_an_end_without_an_answer_is_an_error(process: Process) -> None:
         (ActorLostError("gone", begun=False, is_disconnected=True), "lost"),
     ],
 )
-@staged
 async def test_a_call_that_had_not_begun_is_retried_on_another_replica(
     process: Process, refusal: Exception, cause: str
 ) -> None:
@@ -284,30 +254,27 @@ async def test_a_call_that_had_not_begun_is_retried_on_another_replica(
     assert process.idle_replicas() == {"r1": 0, "r2": 0}
 
 
-def test_the_duration_of_a_call_starts_at_its_first_replica(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The stopwatch shows the virtual time here.
+async def test_the_duration_of_a_call_starts_at_its_first_replica(
+    process: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def shown() -> float:
         return asyncio.get_running_loop().time()
 
     monkeypatch.setattr("daskserve.data.caller.calls.call.stopwatch", shown)
 
-    async def scenario(process: Process) -> None:
-        response = process.handle("r1", "r2").remote()
-        await asyncio.sleep(3)
-        process.asked[0].end(None, ActorLostError("gone", begun=False))
-        await quiet()
-        await asyncio.sleep(2)
-        process.outcome.set_result(Load())
-        await response
-        (sample,) = (
-            value for name, _, value in process.routers.samples() if name == "handle_request_duration_seconds"
-        )
-        assert sample.sum == pytest.approx(5)
-
-    play(scenario)
+    response = process.handle("r1", "r2").remote()
+    await asyncio.sleep(3)
+    process.asked[0].end(None, ActorLostError("gone", begun=False))
+    await quiet()
+    await asyncio.sleep(2)
+    process.outcome.set_result(Load())
+    await response
+    (sample,) = (
+        value for name, _, value in process.routers.samples() if name == "handle_request_duration_seconds"
+    )
+    assert sample.sum == pytest.approx(5)
 
 
-@staged
 async def test_a_refused_call_counts_as_ended_if_its_loop_cancels_all_tasks(process: Process) -> None:
     response = process.handle("r1", "r2").remote()
     process.asked[0].end(None, ReplicaBusyError("full", ongoing=2))
@@ -326,7 +293,6 @@ async def test_a_refused_call_counts_as_ended_if_its_loop_cancels_all_tasks(proc
     assert process.idle_replicas() == {"r1": 0, "r2": 0}
 
 
-@staged
 async def test_a_refused_call_goes_to_the_front_of_the_queue(process: Process) -> None:
     handle = process.handle("r1", concurrency=1)
     first = handle.remote("first")
@@ -344,7 +310,6 @@ async def test_a_refused_call_goes_to_the_front_of_the_queue(process: Process) -
     assert process.idle_replicas() == {"r1": 0, "r2": 0}
 
 
-@staged
 async def test_a_waiting_call_gets_the_replica_that_an_answer_frees(process: Process) -> None:
     handle = process.handle("r1", concurrency=1)
     handle.remote()
@@ -359,7 +324,6 @@ async def test_a_waiting_call_gets_the_replica_that_an_answer_frees(process: Pro
     assert process.idle_replicas() == {"r1": 0}
 
 
-@staged
 async def test_a_direct_call_does_not_overtake_queued_requests(process: Process) -> None:
     handle = process.handle("r1")
     first = handle.remote()
@@ -373,7 +337,6 @@ async def test_a_direct_call_does_not_overtake_queued_requests(process: Process)
     assert [await first, await second] == ["by task"] * 2
 
 
-@staged
 async def test_a_call_that_had_begun_is_not_retried(process: Process) -> None:
     response = process.handle("r1", "r2").remote()
     process.asked[0].end(None, ActorLostError("gone", begun=True))
@@ -389,7 +352,6 @@ async def test_a_call_that_had_begun_is_not_retried(process: Process) -> None:
     assert process.asked[0].tag != tag
 
 
-@staged
 async def test_a_cancelled_call_is_cancelled_once_at_its_replica(process: Process) -> None:
     response = process.handle("r1").remote()
     assert response.cancel()
@@ -405,7 +367,6 @@ async def test_a_cancelled_call_is_cancelled_once_at_its_replica(process: Proces
     assert process.routers.replica_set("b").in_flight == 0
 
 
-@staged
 async def test_an_answered_call_cannot_be_cancelled(process: Process) -> None:
     response = process.handle("r1").remote()
     process.asked[0].answer(1)
@@ -416,7 +377,7 @@ async def test_an_answered_call_cannot_be_cancelled(process: Process) -> None:
     assert process.metrics() == ONE
 
 
-@for_each(
+@pytest.mark.parametrize(
     "outcome",
     [
         Load(),
@@ -426,7 +387,6 @@ async def test_an_answered_call_cannot_be_cancelled(process: Process) -> None:
         ActorLostError("gone", begun=True),
     ],
 )
-@staged
 async def test_an_outcome_that_crosses_a_cancellation_counts_once(process: Process, outcome: Any) -> None:
     response = process.handle("r1", "r2").remote()
     assert response.cancel()
@@ -445,7 +405,6 @@ async def test_an_outcome_that_crosses_a_cancellation_counts_once(process: Proce
     assert process.routers.replica_set("b").in_flight == 0
 
 
-@staged
 async def test_a_retried_call_is_cancelled_at_its_current_replica(process: Process) -> None:
     response = process.handle("r1", "r2").remote()
     process.asked[0].end(None, ReplicaBusyError("full", ongoing=2))
@@ -457,7 +416,6 @@ async def test_a_retried_call_is_cancelled_at_its_current_replica(process: Proce
     assert process.idle_replicas() == {"r1": 0, "r2": 0}
 
 
-@staged
 async def test_a_cancellation_by_the_replica_ends_the_call(process: Process) -> None:
     response = process.handle("r1").remote()
     process.asked[0].end(None, asyncio.CancelledError())
@@ -466,7 +424,6 @@ async def test_a_cancellation_by_the_replica_ends_the_call(process: Process) -> 
     assert process.idle_replicas() == {"r1": 0}
 
 
-@staged
 async def test_a_call_in_flight_succeeds_after_its_backend_is_deleted(process: Process) -> None:
     handle = process.handle("r1")
     responses = [handle.remote(1), handle.remote(2)]
@@ -481,7 +438,6 @@ async def test_a_call_in_flight_succeeds_after_its_backend_is_deleted(process: P
     assert process.routers.replica_set("b").in_flight == 0
 
 
-@staged
 async def test_a_request_that_cannot_be_sent_fails_at_once_and_frees_its_slot(process: Process) -> None:
     handle = process.handle("r1")
 
@@ -519,14 +475,12 @@ async def test_a_request_that_cannot_be_sent_fails_at_once_and_frees_its_slot(pr
     assert process.idle_replicas() == {"r1": 0}
 
 
-@staged
 async def test_invalid_options_are_an_error_of_the_call(process: Process) -> None:
     response = process.handle("r1").options(http_headers=None).remote()
     with pytest.raises(TypeError):
         response.result(0)
 
 
-@staged
 async def test_a_call_falls_back_to_a_task_if_it_cannot_be_sent_directly(process: Process) -> None:
     process.outcome.set_result(Load())
     handle = process.handle("r1")
@@ -553,7 +507,6 @@ async def test_a_call_falls_back_to_a_task_if_it_cannot_be_sent_directly(process
     process.routers.close()
 
 
-@staged
 async def test_a_replica_that_joins_gets_the_next_call_before_a_channel_is_open(process: Process) -> None:
     process.outcome.set_result(Load())
     tags = [f"r{number}" for number in range(10)]

@@ -128,16 +128,13 @@ def test_a_large_result_does_not_reach_the_caller_unless_it_asks(
     assert second.remote(between).result(DEADLINE_S) == LARGE  # now from the caller
 
 
-def test_a_large_result_can_be_awaited_after_it_was_passed_on(
+async def test_a_large_result_can_be_awaited_after_it_was_passed_on(
     first: serve.Handle, second: serve.Handle
 ) -> None:
-    async def main() -> None:
-        between = first.remote(LARGE)
-        total = second.remote(between)
-        assert (await between).nbytes == LARGE
-        assert await total == LARGE
-
-    asyncio.run(main())
+    between = first.remote(LARGE)
+    total = second.remote(between)
+    assert (await between).nbytes == LARGE
+    assert await total == LARGE
 
 
 def test_responses_deep_in_the_arguments_are_the_same_object(

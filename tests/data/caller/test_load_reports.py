@@ -10,8 +10,7 @@ from typing import Any, cast
 
 import pytest
 from by_task import by_task
-from scenarios import for_each, scenarios
-from scripted_routes import ScriptedRoutes
+from scripted_routes import ScriptedListener, ScriptedRoutes
 
 from daskserve.cluster.long_poll import LongPollClient
 from daskserve.cluster.protocols.base import Cluster
@@ -26,9 +25,6 @@ from daskserve.data.caller.routing.load_reports import (
 )
 from daskserve.data.caller.routing.router import Routers
 from daskserve.errors import NotRunningError, ReplicaBusyError, UnavailableError
-from daskserve.testing import run_virtual
-
-virtual = scenarios(run_virtual, 0)
 
 
 @dataclass
@@ -80,7 +76,7 @@ def make(**queues: Queue) -> tuple[Controller, LoadReports]:
     return controller, LoadReports(cast(Cluster, controller), LoopClock(), queues)
 
 
-@virtual
+@pytest.mark.virtual_time
 async def test_load_is_reported_every_second_and_its_end_once() -> None:
     queue = Queue(waiting=1, in_flight=2)
     controller, reports = make(b=queue, idle=Queue(), other=Queue(waiting=5, is_autoscaled=False))
@@ -93,7 +89,7 @@ async def test_load_is_reported_every_second_and_its_end_once() -> None:
     reports.close()
 
 
-@virtual
+@pytest.mark.virtual_time
 async def test_nothing_is_reported_if_no_backend_is_autoscaled() -> None:
     queue = Queue(waiting=1, is_autoscaled=False)
     controller, reports = make(b=queue)
@@ -111,7 +107,7 @@ async def test_nothing_is_reported_if_no_backend_is_autoscaled() -> None:
     reports.close()
 
 
-@virtual
+@pytest.mark.virtual_time
 async def test_a_request_without_replicas_is_reported_at_once_and_more_often() -> None:
     queue = Queue()
     controller, reports = make(b=queue)
@@ -127,7 +123,7 @@ async def test_a_request_without_replicas_is_reported_at_once_and_more_often() -
     reports.close()
 
 
-@virtual
+@pytest.mark.virtual_time
 async def test_a_failed_report_is_retried_with_the_newest_load() -> None:
     queue = Queue(waiting=1)
     controller, reports = make(b=queue)
@@ -141,34 +137,16 @@ async def test_a_failed_report_is_retried_with_the_newest_load() -> None:
     reports.close()
 
 
-class Listener:
-    """A long-poll client that hears nothing."""
-
-    def watch(self, key: str, watcher: Any) -> Any:
-        return lambda: None
-
-    silent_since: float | None = None
-
-    def ask(self) -> None:
-        pass
-
-    def on_worker_left(self, callback: Any) -> None:
-        pass
-
-    def on_ended(self, callback: Any) -> None:
-        pass
-
-
 NOTHING = {"replicas": [], "concurrency": 1, "max_queued": 5, "max_crash_retries": 1, "autoscaled": True}
 
 
-@for_each("is_known", [True, False])
-@virtual
+@pytest.mark.parametrize("is_known", [True, False])
+@pytest.mark.virtual_time
 async def test_requests_to_a_backend_without_replicas_are_reported_together_at_once(is_known: bool) -> None:
     controller = Controller()
     routers = Routers(
         cast(Cluster, controller),
-        cast(LongPollClient, Listener()),
+        cast(LongPollClient, ScriptedListener()),
         LoopClock(),
         random.Random(1),
         ScriptedRoutes(),
@@ -210,13 +188,13 @@ class FullReplica(Controller):
         raise AssertionError
 
 
-@virtual
+@pytest.mark.virtual_time
 async def test_a_request_queued_at_a_replica_is_reported_once_as_waiting() -> None:
     """The replica does not count it as running, so it is no second request to the controller."""
     controller = FullReplica()
     routers = Routers(
         cast(Cluster, controller),
-        cast(LongPollClient, Listener()),
+        cast(LongPollClient, ScriptedListener()),
         LoopClock(),
         random.Random(1),
         ScriptedRoutes(),
@@ -243,7 +221,7 @@ async def keep(message: Message) -> None:
     pass
 
 
-@virtual
+@pytest.mark.virtual_time
 async def test_reports_stop_when_the_instance_has_ended() -> None:
     controller, reports = make(b=Queue(waiting=1))
     controller.errors = [NotRunningError("it has been shut down")]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from scenarios import for_each
+import pytest
+from cases import for_each
 
 from daskserve.common.types import Envelope, EnvelopeKind, Message
 from daskserve.data.caller.routing.replay import KEPT_BYTES, MAX_REPEATS, Replay
@@ -26,40 +26,31 @@ def replay_over(messages: Sequence[Message], *, is_idempotent: bool = True) -> t
     return Replay(envelope, receive), envelope
 
 
-def test_the_next_replica_gets_the_replayed_messages_and_then_the_rest() -> None:
-    async def main() -> None:
-        replay, _ = replay_over([body(b"a", True), body(b"b", True), body(b"c")])
-        assert [await replay.receive(), await replay.receive()] == [body(b"a", True), body(b"b", True)]
-        assert replay.rewind(begun=True)
-        assert [(await replay.receive())["body"] for _ in range(3)] == [b"a", b"b", b"c"]
-        assert replay.rewind(begun=True)
-        assert [(await replay.receive())["body"] for _ in range(3)] == [b"a", b"b", b"c"]
-
-    asyncio.run(main())
+async def test_the_next_replica_gets_the_replayed_messages_and_then_the_rest() -> None:
+    replay, _ = replay_over([body(b"a", True), body(b"b", True), body(b"c")])
+    assert [await replay.receive(), await replay.receive()] == [body(b"a", True), body(b"b", True)]
+    assert replay.rewind(begun=True)
+    assert [(await replay.receive())["body"] for _ in range(3)] == [b"a", b"b", b"c"]
+    assert replay.rewind(begun=True)
+    assert [(await replay.receive())["body"] for _ in range(3)] == [b"a", b"b", b"c"]
 
 
-@for_each(("size", "may_repeat"), [(KEPT_BYTES, True), (KEPT_BYTES + 1, False)])
-def test_a_body_is_kept_up_to_a_size_limit(size: int, may_repeat: bool) -> None:
-    async def main() -> None:
-        replay, _ = replay_over([body(b"x" * size)])
-        await replay.receive()
-        assert replay.rewind(begun=True) is may_repeat
-
-    asyncio.run(main())
+@pytest.mark.parametrize(("size", "may_repeat"), [(KEPT_BYTES, True), (KEPT_BYTES + 1, False)])
+async def test_a_body_is_kept_up_to_a_size_limit(size: int, may_repeat: bool) -> None:
+    replay, _ = replay_over([body(b"x" * size)])
+    await replay.receive()
+    assert replay.rewind(begun=True) is may_repeat
 
 
-@for_each("is_idempotent", [True, False])
-def test_a_request_that_had_not_begun_is_retried_whatever_its_method(is_idempotent: bool) -> None:
-    async def main() -> None:
-        replay, _ = replay_over([body(b"read ahead", True), body(b"rest")], is_idempotent=is_idempotent)
-        await replay.receive()
-        for _ in range(MAX_REPEATS + 5):
-            assert replay.rewind(begun=False)
-            assert (await replay.receive())["body"] == b"read ahead"
-        assert (await replay.receive())["body"] == b"rest"
-        assert replay.rewind(begun=True) is is_idempotent
-
-    asyncio.run(main())
+@pytest.mark.parametrize("is_idempotent", [True, False])
+async def test_a_request_that_had_not_begun_is_retried_whatever_its_method(is_idempotent: bool) -> None:
+    replay, _ = replay_over([body(b"read ahead", True), body(b"rest")], is_idempotent=is_idempotent)
+    await replay.receive()
+    for _ in range(MAX_REPEATS + 5):
+        assert replay.rewind(begun=False)
+        assert (await replay.receive())["body"] == b"read ahead"
+    assert (await replay.receive())["body"] == b"rest"
+    assert replay.rewind(begun=True) is is_idempotent
 
 
 def test_a_request_fails_after_it_has_lost_too_many_replicas() -> None:
@@ -76,16 +67,13 @@ def test_only_idempotent_http_requests_are_retried(method: str, is_repeatable: b
     assert replay.rewind(begun=True) is is_repeatable
 
 
-def test_a_whole_body_of_any_size_is_kept_for_a_replica_that_has_not_begun() -> None:
-    async def main() -> None:
-        whole = body(b"x" * 10 * KEPT_BYTES)
-        replay, _ = replay_over([whole])
-        assert await replay.receive() == whole
-        assert not replay.rewind(begun=True)
-        assert replay.rewind(begun=False)
-        assert (await replay.receive())["body"] is whole["body"]
-        parts, _ = replay_over([body(b"x" * 10 * KEPT_BYTES, True), body(b"")])
-        await parts.receive()
-        assert not parts.rewind(begun=False)
-
-    asyncio.run(main())
+async def test_a_whole_body_of_any_size_is_kept_for_a_replica_that_has_not_begun() -> None:
+    whole = body(b"x" * 10 * KEPT_BYTES)
+    replay, _ = replay_over([whole])
+    assert await replay.receive() == whole
+    assert not replay.rewind(begun=True)
+    assert replay.rewind(begun=False)
+    assert (await replay.receive())["body"] is whole["body"]
+    parts, _ = replay_over([body(b"x" * 10 * KEPT_BYTES, True), body(b"")])
+    await parts.receive()
+    assert not parts.rewind(begun=False)

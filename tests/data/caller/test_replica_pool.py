@@ -11,9 +11,9 @@ from types import FrameType
 from typing import Any
 
 import pytest
+from cases import for_each
 from hypothesis import given
 from hypothesis import strategies as st
-from scenarios import for_each
 
 from daskserve.common.types import ActorAddress, Load, Reachability
 from daskserve.data.caller.routing.replica_pool import (

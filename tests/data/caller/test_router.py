@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
 import pytest
 from by_task import by_task
-from scenarios import for_each, scenarios
-from scripted_routes import ScriptedRoutes
+from scripted_routes import ScriptedListener, ScriptedRoutes
 
 from daskserve.cluster.long_poll import LongPollClient
 from daskserve.cluster.protocols.base import Cluster
@@ -56,7 +56,8 @@ from daskserve.errors import (
 )
 from daskserve.telemetry.histogram import HistogramCounts
 from daskserve.telemetry.replica import ReplicaMetrics
-from daskserve.testing import run_virtual
+
+pytestmark = pytest.mark.virtual_time
 
 CALL = Envelope(EnvelopeKind.CALL, {})
 GET = Envelope(EnvelopeKind.HTTP, {"type": "http", "method": "GET"})
@@ -115,44 +116,12 @@ class Replicas:
             future.set_result(outcome)
 
 
-class Listener:
-    """A long-poll client whose updates the test publishes."""
-
-    def __init__(self) -> None:
-        self.watchers: dict[str, list[Callable[[Any], None]]] = {}
-        self.left: list[Callable[[str], None]] = []
-        self.ended: list[Callable[[], None]] = []
-
-    def watch(self, key: str, watcher: Callable[[Any], None]) -> Callable[[], None]:
-        self.watchers.setdefault(key, []).append(watcher)
-        return lambda: self.watchers[key].remove(watcher)
-
-    silent_since: float | None = None
-    asked = 0
-
-    def ask(self) -> None:
-        self.asked += 1
-
-    def on_worker_left(self, callback: Callable[[str], None]) -> None:
-        self.left.append(callback)
-
-    def on_ended(self, callback: Callable[[], None]) -> None:
-        self.ended.append(callback)
-
-    async def start(self) -> None:
-        pass
-
-    def tell(self, key: str, value: Any) -> None:
-        for watcher in list(self.watchers.get(key, ())):
-            watcher(value)
-
-
 class Stage:
     """Routers, their replicas, and the hand of the test."""
 
     def __init__(self) -> None:
         self.replicas = Replicas()
-        self.listener = Listener()
+        self.listener = ScriptedListener()
         self.clock = LoopClock()
         self.sent: list[asyncio.Task[None]] = []
         self.routes = ScriptedRoutes()
@@ -217,21 +186,16 @@ async def quiet() -> None:
         await asyncio.sleep(0)
 
 
-def run(scenario: Callable[[Stage], Coroutine[Any, Any, None]]) -> None:
-    async def main() -> None:
-        stage = Stage()
-        try:
-            await scenario(stage)
-        finally:
-            for task in stage.sent:
-                task.cancel()
-            await asyncio.gather(*stage.sent, return_exceptions=True)
-
-    run_virtual(main)
-
-
-staged = scenarios(run)
-virtual = scenarios(run_virtual, 0)
+@pytest.fixture
+@asynccontextmanager
+async def stage() -> AsyncIterator[Stage]:
+    stage = Stage()
+    try:
+        yield stage
+    finally:
+        for task in stage.sent:
+            task.cancel()
+        await asyncio.gather(*stage.sent, return_exceptions=True)
 
 
 def now() -> float:
@@ -241,7 +205,6 @@ def now() -> float:
 # ---- room and the queue
 
 
-@staged
 async def test_a_replica_gets_as_many_requests_as_its_concurrency_and_the_rest_queue_in_order(
     stage: Stage,
 ) -> None:
@@ -257,7 +220,6 @@ async def test_a_replica_gets_as_many_requests_as_its_concurrency_and_the_rest_q
     assert stage.replicas.most == {"r1": 2}
 
 
-@staged
 async def test_a_full_queue_rejects_with_its_size_and_limit(stage: Stage) -> None:
     backend = stage.backend("r1", max_queued=2)
     sent = [stage.send(backend) for _ in range(3)]
@@ -272,8 +234,7 @@ async def test_a_full_queue_rejects_with_its_size_and_limit(stage: Stage) -> Non
     assert all(each.done() and each.exception() is None for each in sent)
 
 
-@for_each(("max_queued", "accepted"), [(2, 3), (0, 1), (-1, 30)])
-@staged
+@pytest.mark.parametrize(("max_queued", "accepted"), [(2, 3), (0, 1), (-1, 30)])
 async def test_the_queue_limit_holds_for_requests_that_arrive_before_it_is_known(
     stage: Stage, max_queued: int, accepted: int
 ) -> None:
@@ -294,8 +255,7 @@ async def test_the_queue_limit_holds_for_requests_that_arrive_before_it_is_known
         )
 
 
-@for_each(("max_queued", "waiting"), [(0, 0), (-1, 2000)])
-@staged
+@pytest.mark.parametrize(("max_queued", "waiting"), [(0, 0), (-1, 2000)])
 async def test_no_queue_and_a_queue_without_limit(stage: Stage, max_queued: int, waiting: int) -> None:
     backend = stage.backend("r1", max_queued=max_queued)
     stage.send(backend)
@@ -305,7 +265,6 @@ async def test_no_queue_and_a_queue_without_limit(stage: Stage, max_queued: int,
     assert refused == (0 if waiting else 1)
 
 
-@staged
 async def test_a_cancelled_request_leaves_the_queue(stage: Stage) -> None:
     backend = stage.backend("r1", max_queued=1)
     first, second = stage.send(backend), stage.send(backend)
@@ -322,7 +281,6 @@ async def test_a_cancelled_request_leaves_the_queue(stage: Stage) -> None:
     await third
 
 
-@staged
 async def test_the_turn_of_a_cancelled_request_goes_to_the_next(stage: Stage) -> None:
     backend = stage.backend("r1")
     stage.send(backend)
@@ -338,7 +296,6 @@ async def test_the_turn_of_a_cancelled_request_goes_to_the_next(stage: Stage) ->
     await third
 
 
-@staged
 async def test_a_caller_that_disconnects_cancels_its_request_and_frees_its_slot(stage: Stage) -> None:
     backend = stage.backend("r1")
     first, second = stage.send(backend), stage.send(backend)
@@ -354,7 +311,6 @@ async def test_a_caller_that_disconnects_cancels_its_request_and_frees_its_slot(
 # ---- which replica
 
 
-@staged
 async def test_requests_spread_by_requests_in_flight(stage: Stage) -> None:
     backend = stage.backend("r1", "r2", "r3", concurrency=10)
     for _ in range(15):
@@ -363,7 +319,6 @@ async def test_requests_spread_by_requests_in_flight(stage: Stage) -> None:
     assert sorted(stage.replicas.running.values()) == [5, 5, 5]
 
 
-@staged
 async def test_a_fresh_load_report_counts_and_an_old_one_does_not(stage: Stage) -> None:
     backend = stage.backend("r1", "r2", concurrency=100)
 
@@ -383,7 +338,6 @@ async def test_a_fresh_load_report_counts_and_an_old_one_does_not(stage: Stage) 
     assert "r1" in stage.replicas.asked
 
 
-@staged
 async def test_a_busy_replica_is_skipped_for_a_moment(stage: Stage) -> None:
     """It is full with other processes' requests, which this one cannot know before."""
     backend = stage.backend("r1", "r2", concurrency=2)
@@ -406,7 +360,6 @@ async def test_a_busy_replica_is_skipped_for_a_moment(stage: Stage) -> None:
     assert stage.replicas.asked.count("r1") in (1, 2)
 
 
-@staged
 async def test_if_all_replicas_are_full_a_request_queues_at_each_in_turn(stage: Stage) -> None:
     backend = stage.backend("r1", "r2")
     queue_timeout: list[QueueTimeout | None] = []
@@ -487,9 +440,8 @@ class OnlyReplica:
         assert [(each.waiting, each.in_flight) for each in self.backends] == [(0, 0)] * len(self.backends)
 
 
-@for_each("clients", [(3, 3), (1, 10), (3, 3, 3, 3, 3), (1, 10, 1, 2, 5), (1, 1, 1, 1, 1)])
-@for_each("took_s", [1.0, 0.3, 0.005])
-@virtual
+@pytest.mark.parametrize("clients", [(3, 3), (1, 10), (3, 3, 3, 3, 3), (1, 10, 1, 2, 5), (1, 1, 1, 1, 1)])
+@pytest.mark.parametrize("took_s", [1.0, 0.3, 0.005])
 async def test_routers_take_turns_at_a_replica_hardly_disturb_it_and_leave_it_no_time_to_idle(
     took_s: float, clients: tuple[int, ...]
 ) -> None:
@@ -504,8 +456,7 @@ async def test_routers_take_turns_at_a_replica_hardly_disturb_it_and_leave_it_no
     await slots.end()
 
 
-@for_each("took_s", [1.0, 0.02])
-@virtual
+@pytest.mark.parametrize("took_s", [1.0, 0.02])
 async def test_routers_use_and_share_all_of_many_slots(took_s: float) -> None:
     slots = OnlyReplica(took_s, routers=3, slots=8, jitter=0.4)
     for router, count in enumerate((10, 20, 40)):
@@ -517,7 +468,6 @@ async def test_routers_use_and_share_all_of_many_slots(took_s: float) -> None:
     await slots.end()
 
 
-@virtual
 async def test_an_occasional_request_to_a_busy_replica_soon_gets_a_slot() -> None:
     slots = OnlyReplica(0.01)
     slots.keep_asking(0, 3)
@@ -531,7 +481,6 @@ async def test_an_occasional_request_to_a_busy_replica_soon_gets_a_slot() -> Non
     await slots.end()
 
 
-@virtual
 async def test_a_replica_that_has_room_again_is_used_without_waiting() -> None:
     slots = OnlyReplica(1.0, slots=5)
     slots.keep_asking(0, 5)
@@ -552,7 +501,6 @@ async def test_a_replica_that_has_room_again_is_used_without_waiting() -> None:
     await slots.end()
 
 
-@staged
 async def test_one_request_queues_at_the_replica_and_the_others_in_the_router(stage: Stage) -> None:
     backend = stage.backend("r1", concurrency=3, max_queued=3)
     took: list[Callable[[Message], Awaitable[None]]] = []
@@ -594,7 +542,6 @@ async def test_one_request_queues_at_the_replica_and_the_others_in_the_router(st
     assert (backend.waiting, backend.in_flight) == (1, 0)
 
 
-@staged
 async def test_a_slot_with_others_free_lets_waiting_requests_go_and_the_wait_is_recorded(
     stage: Stage,
 ) -> None:
@@ -620,7 +567,6 @@ async def test_a_slot_with_others_free_lets_waiting_requests_go_and_the_wait_is_
     assert series(stage)[("router_queue_wait_seconds",)] == 4
 
 
-@staged
 async def test_the_replica_queue_place_of_a_cancelled_request_goes_to_the_next(stage: Stage) -> None:
     backend = stage.backend("r1", "r2", concurrency=2)
     patient: list[Send] = []
@@ -647,7 +593,6 @@ async def test_the_replica_queue_place_of_a_cancelled_request_goes_to_the_next(s
     assert (backend.waiting, backend.in_flight) == (0, 0)
 
 
-@staged
 async def test_a_full_replica_queue_is_tried_again_after_a_moment(stage: Stage) -> None:
     backend = stage.backend("r1")
 
@@ -660,8 +605,7 @@ async def test_a_full_replica_queue_is_tried_again_after_a_moment(stage: Stage) 
     assert len(stage.replicas.asked) == 2 + 10
 
 
-@for_each(("replicas", "left_s"), [(1, QUEUE_TIMEOUT_S), (1000, MIN_QUEUE_TIMEOUT_S)])
-@staged
+@pytest.mark.parametrize(("replicas", "left_s"), [(1, QUEUE_TIMEOUT_S), (1000, MIN_QUEUE_TIMEOUT_S)])
 async def test_among_many_replicas_a_request_waits_less_at_each(
     stage: Stage, replicas: int, left_s: float
 ) -> None:
@@ -679,7 +623,6 @@ async def test_among_many_replicas_a_request_waits_less_at_each(
     assert found == [QueueTimeout(left_s)]
 
 
-@virtual
 async def test_a_request_that_ran_out_of_patience_moves_to_a_replica_with_room() -> None:
     slots = OnlyReplica(1000.0)
     slots.stages[0].send(slots.backends[0])
@@ -699,7 +642,6 @@ async def test_a_request_that_ran_out_of_patience_moves_to_a_replica_with_room()
     await slots.end()
 
 
-@staged
 async def test_simultaneous_refusals_suspend_a_replica_once(stage: Stage) -> None:
     backend = stage.backend("r1", concurrency=10)
     for _ in range(10):
@@ -712,7 +654,6 @@ async def test_simultaneous_refusals_suspend_a_replica_once(stage: Stage) -> Non
     assert (backend.waiting, backend.in_flight) == (10, 0)
 
 
-@staged
 async def test_a_local_replica_is_chosen_first(stage: Stage) -> None:
     stage.replicas.here = "worker-of-r2"
     backend = stage.backend("r1", "r2", "r3", concurrency=3)
@@ -729,7 +670,6 @@ async def test_a_local_replica_is_chosen_first(stage: Stage) -> None:
     assert set(stage.replicas.asked[3:]) == {"r1", "r2", "r3"}, "others are idle"
 
 
-@staged
 async def test_new_replicas_get_the_queued_requests_and_the_next_ones(stage: Stage) -> None:
     old = [f"r{number}" for number in range(50)]
     backend = stage.backend(*old, concurrency=2)
@@ -752,8 +692,7 @@ async def test_new_replicas_get_the_queued_requests_and_the_next_ones(stage: Sta
 # ---- replicas that are lost
 
 
-@for_each("envelope", [CALL, GET, POST])
-@staged
+@pytest.mark.parametrize("envelope", [CALL, GET, POST])
 async def test_a_request_that_had_not_begun_is_retried_transparently(
     stage: Stage, envelope: Envelope
 ) -> None:
@@ -777,8 +716,7 @@ async def test_a_request_that_had_not_begun_is_retried_transparently(
     assert stage.replicas.asked.count("r1") >= 1
 
 
-@for_each("envelope", [CALL, POST])
-@staged
+@pytest.mark.parametrize("envelope", [CALL, POST])
 async def test_a_begun_request_that_must_not_be_retried_fails(stage: Stage, envelope: Envelope) -> None:
     backend = stage.backend("r1", "r2")
 
@@ -818,7 +756,6 @@ async def body_of(receive: Receive) -> bytes:
             return body
 
 
-@staged
 async def test_a_begun_idempotent_request_is_answered_once_by_another_replica(stage: Stage) -> None:
     backend = stage.backend("r1", "r2")
     bodies: list[bytes] = []
@@ -841,8 +778,7 @@ async def test_a_begun_idempotent_request_is_answered_once_by_another_replica(st
     assert caller.answers == [START, {"type": "http.response.body", "body": second.encode()}]
 
 
-@for_each(("body", "is_answered"), [(b"", True), (b"x" * (KEPT_BYTES + 1), False)])
-@staged
+@pytest.mark.parametrize(("body", "is_answered"), [(b"", True), (b"x" * (KEPT_BYTES + 1), False)])
 async def test_a_request_with_a_begun_response_or_a_large_body_is_not_retried(
     stage: Stage, body: bytes, is_answered: bool
 ) -> None:
@@ -864,8 +800,7 @@ async def test_a_request_with_a_begun_response_or_a_large_body_is_not_retried(
     assert caller.answers == [START] * is_answered
 
 
-@for_each("begun", [True, False])
-@staged
+@pytest.mark.parametrize("begun", [True, False])
 async def test_a_broken_connection_suspends_a_running_replica_only_briefly(stage: Stage, begun: bool) -> None:
     """Its worker may well be there, and the next connection work."""
     backend = stage.backend("r1")
@@ -881,7 +816,6 @@ async def test_a_broken_connection_suspends_a_running_replica_only_briefly(stage
     assert now() == pytest.approx(DISCONNECTED_BACKOFF_S)
 
 
-@staged
 async def test_errors_of_user_code_reach_the_caller_and_free_the_slot(stage: Stage) -> None:
     backend = stage.backend("r1")
 
@@ -895,7 +829,6 @@ async def test_errors_of_user_code_reach_the_caller_and_free_the_slot(stage: Sta
     assert "r1=0/1" in repr(backend)
 
 
-@staged
 async def test_replicas_of_a_worker_that_left_get_no_requests(stage: Stage) -> None:
     backend = stage.backend("r1", "r2", concurrency=100)
     for left in stage.listener.left:
@@ -909,7 +842,6 @@ async def test_replicas_of_a_worker_that_left_get_no_requests(stage: Stage) -> N
 # ---- news of the backend
 
 
-@staged
 async def test_requests_in_flight_stay_counted_when_the_replicas_change(stage: Stage) -> None:
     backend = stage.backend("r1")
     sent = [stage.send(backend), stage.send(backend)]
@@ -929,7 +861,6 @@ async def test_requests_in_flight_stay_counted_when_the_replicas_change(stage: S
     assert stage.replicas.asked == ["r1", "r2", "r2"]
 
 
-@staged
 async def test_a_replica_with_the_same_tag_and_a_new_incarnation_is_a_new_replica(stage: Stage) -> None:
     backend = stage.backend("r1")
     stage.send(backend)
@@ -942,7 +873,6 @@ async def test_a_replica_with_the_same_tag_and_a_new_incarnation_is_a_new_replic
     assert stage.replicas.addresses[0].worker == "worker-of-r1"
 
 
-@staged
 async def test_higher_concurrency_lets_queued_requests_go(stage: Stage) -> None:
     backend = stage.backend("r1")
     for _ in range(4):
@@ -954,7 +884,6 @@ async def test_higher_concurrency_lets_queued_requests_go(stage: Stage) -> None:
     assert stage.replicas.running == {"r1": 3}
 
 
-@staged
 async def test_requests_wait_for_an_unknown_backend_and_for_one_without_replicas(stage: Stage) -> None:
     backend = stage.backend()
     sent = stage.send(backend)
@@ -968,7 +897,6 @@ async def test_requests_wait_for_an_unknown_backend_and_for_one_without_replicas
     assert stage.replicas.asked == ["r1"]
 
 
-@staged
 async def test_requests_without_a_replica_fail_once_no_controller_has_answered_for_long(stage: Stage) -> None:
     """As when all workers are gone for good; requests to a replica that is known go on."""
     backend = stage.backend("r1")
@@ -994,8 +922,7 @@ async def test_requests_without_a_replica_fail_once_no_controller_has_answered_f
     await again
 
 
-@for_each("is_lost_first", [False, True])
-@staged
+@pytest.mark.parametrize("is_lost_first", [False, True])
 async def test_requests_wait_for_a_controller_that_is_being_replaced(
     stage: Stage, is_lost_first: bool
 ) -> None:
@@ -1018,7 +945,6 @@ async def test_requests_wait_for_a_controller_that_is_being_replaced(
     assert stage.listener.asked == asked  # nothing waits
 
 
-@staged
 async def test_deleting_a_backend_fails_queued_requests_but_not_those_in_flight(stage: Stage) -> None:
     backend = stage.backend("r1")
     running, waiting = stage.send(backend), stage.send(backend)
@@ -1036,7 +962,6 @@ async def test_deleting_a_backend_fails_queued_requests_but_not_those_in_flight(
     assert stage.replicas.asked == ["r1", "r2"]
 
 
-@staged
 async def test_a_deletion_elsewhere_completes_what_the_replicas_have_and_refuses_the_rest(
     stage: Stage,
 ) -> None:
@@ -1057,42 +982,31 @@ async def test_a_deletion_elsewhere_completes_what_the_replicas_have_and_refuses
         await on_its_way
 
 
-@staged
-async def test_requests_fail_at_once_if_no_replica_can_load_its_code(stage: Stage) -> None:
+@pytest.mark.parametrize(
+    ("why", "error", "text"),
+    [
+        (
+            {"unloadable": "it is damaged"},
+            CodeUnavailableError,
+            r"'b' is unavailable .* loaded: it is damaged",
+        ),
+        ({"off": True}, UnavailableError, "the target capacity of its instance is 0 %"),
+    ],
+)
+async def test_requests_fail_at_once_if_no_replica_can_start(
+    stage: Stage, why: dict[str, Any], error: type[UnavailableError], text: str
+) -> None:
     backend = stage.backend("r1")
     running, waiting = stage.send(backend), stage.send(backend)
-    stage.publish("r1", unloadable="it is damaged")
+    await quiet()
+    stage.publish("r1", **why)
     await quiet()
     assert not waiting.done()  # r1 answers as long as it is there
-    stage.publish(unloadable="it is damaged")
+    stage.publish(**why)
     for each in (waiting, stage.send(backend)):
-        with pytest.raises(
-            CodeUnavailableError, match=r"'b' is unavailable .* loaded: it is damaged"
-        ) as info:
+        with pytest.raises(error, match=text) as info:
             await each
         assert http_status_of(info.value) == 503
-    stage.replicas.finish("r1")
-    await running
-    stage.publish()
-    waiting = stage.send(backend)  # it was deployed again
-    stage.publish("r2")
-    await quiet()
-    stage.replicas.finish("r2")
-    await waiting
-
-
-@staged
-async def test_requests_fail_at_once_if_the_target_capacity_is_zero(stage: Stage) -> None:
-    backend = stage.backend("r1")
-    running, waiting = stage.send(backend), stage.send(backend)
-    await quiet()
-    stage.publish("r1", off=True)
-    await quiet()
-    assert not waiting.done()  # r1 answers as long as it is there
-    stage.publish(off=True)
-    for each in (waiting, stage.send(backend)):
-        with pytest.raises(UnavailableError, match="the target capacity of its instance is 0 %"):
-            await each
     stage.replicas.finish("r1")
     await running
     stage.publish()
@@ -1107,7 +1021,6 @@ async def test_requests_fail_at_once_if_the_target_capacity_is_zero(stage: Stage
 # ---- endpoints
 
 
-@staged
 async def test_an_endpoint_draws_its_backends_by_weight(stage: Stage) -> None:
     router = stage.endpoint({"b": 0.8, "c": 0.2})
     stage.publish("rb", concurrency=10**6)
@@ -1119,7 +1032,6 @@ async def test_an_endpoint_draws_its_backends_by_weight(stage: Stage) -> None:
     assert abs(stage.replicas.running["rb"] - 800) <= 3 * (1000 * 0.8 * 0.2) ** 0.5
 
 
-@staged
 async def test_a_shard_key_stays_with_its_backend_until_the_traffic_changes(stage: Stage) -> None:
     router = stage.endpoint({"b": 0.5, "c": 0.5})
     stage.publish("rb", concurrency=10**6)
@@ -1139,7 +1051,6 @@ async def test_a_shard_key_stays_with_its_backend_until_the_traffic_changes(stag
     assert set(await mapping()) == {"rb"}
 
 
-@staged
 async def test_requests_wait_for_an_endpoint_that_is_not_known_yet(stage: Stage) -> None:
     router = stage.routers.router("e")
     sent = stage.send(router)
@@ -1153,7 +1064,6 @@ async def test_requests_wait_for_an_endpoint_that_is_not_known_yet(stage: Stage)
     assert router.is_legacy
 
 
-@staged
 async def test_an_unknown_endpoint_is_a_timeout_and_a_deleted_one_is_not_found(stage: Stage) -> None:
     router = stage.routers.router("e")
     with pytest.raises(RequestTimeoutError, match="The controller sent no update of endpoint 'e' for 10 s"):
@@ -1171,7 +1081,6 @@ async def test_an_unknown_endpoint_is_a_timeout_and_a_deleted_one_is_not_found(s
 # ---- shadows
 
 
-@staged
 async def test_a_shadow_gets_a_copy_and_its_response_is_discarded(stage: Stage) -> None:
     router = stage.endpoint({"b": 1.0}, {"s": 1.0})
     stage.publish("r1")
@@ -1204,26 +1113,10 @@ async def test_a_shadow_gets_a_copy_and_its_response_is_discarded(stage: Stage) 
     assert [each["body"] for each in answers] == [b"r1"]
 
 
-@for_each("reads", [True, False])
-def test_a_shadow_of_a_request_without_a_body_reads_an_empty_one(reads: bool) -> None:
+@pytest.mark.parametrize("reads", [True, False])
+async def test_a_shadow_of_a_request_without_a_body_reads_an_empty_one(stage: Stage, reads: bool) -> None:
     """Once, whether or not the original does: over a channel it has no need to."""
     read: list[Message] = []
-
-    async def scenario(stage: Stage) -> None:
-        router = stage.endpoint({"b": 1.0}, {"s": 1.0})
-        stage.publish("r1")
-        stage.publish("shadow", backend="s")
-
-        async def answer(tag: str, envelope: Envelope, receive: Receive, send: Send) -> Load:
-            if tag == "shadow":
-                read.extend([await receive(), await receive()])
-            elif reads:
-                await receive()
-            return Load()
-
-        stage.replicas.handler = answer
-        await router.send(replace(GET, has_body=False), an_empty_body, ignore)
-        await quiet()
 
     async def an_empty_body() -> Message:
         return {"type": "http.request", "body": b"", "more_body": False}
@@ -1231,12 +1124,24 @@ def test_a_shadow_of_a_request_without_a_body_reads_an_empty_one(reads: bool) ->
     async def ignore(message: Message) -> None:
         raise AssertionError
 
-    run(scenario)
+    router = stage.endpoint({"b": 1.0}, {"s": 1.0})
+    stage.publish("r1")
+    stage.publish("shadow", backend="s")
+
+    async def answer(tag: str, envelope: Envelope, receive: Receive, send: Send) -> Load:
+        if tag == "shadow":
+            read.extend([await receive(), await receive()])
+        elif reads:
+            await receive()
+        return Load()
+
+    stage.replicas.handler = answer
+    await router.send(replace(GET, has_body=False), an_empty_body, ignore)
+    await quiet()
     assert [each["type"] for each in read] == ["http.request", "http.disconnect"]
 
 
-@for_each("trouble", ["raises", "is lost", "is gone", "is full", "hangs"])
-@staged
+@pytest.mark.parametrize("trouble", ["raises", "is lost", "is gone", "is full", "hangs"])
 async def test_a_failing_shadow_does_not_affect_the_caller(stage: Stage, trouble: str) -> None:
     router = stage.endpoint({"b": 1.0}, {"s": 1.0})
     stage.publish("r1", concurrency=100)
@@ -1260,38 +1165,37 @@ async def test_a_failing_shadow_does_not_affect_the_caller(stage: Stage, trouble
     assert now() == 0
 
 
-@for_each(("size", "is_copied"), [(2 << 20, True), (65 << 20, False)])
-def test_a_shadow_gets_a_large_body_that_comes_whole_if_there_is_memory(size: int, is_copied: bool) -> None:
+@pytest.mark.parametrize(("size", "is_copied"), [(2 << 20, True), (65 << 20, False)])
+async def test_a_shadow_gets_a_large_body_that_comes_whole_if_there_is_memory(
+    stage: Stage, size: int, is_copied: bool
+) -> None:
     read: list[str] = []
 
-    async def scenario(stage: Stage) -> None:
-        router = stage.endpoint({"b": 1.0}, {"s": 1.0})
-        stage.publish("r1")
-        stage.publish("shadow", backend="s")
+    router = stage.endpoint({"b": 1.0}, {"s": 1.0})
+    stage.publish("r1")
+    stage.publish("shadow", backend="s")
 
-        async def answer(tag: str, envelope: Envelope, receive: Receive, send: Send) -> Load:
-            read.append(tag)
-            assert len((await receive())["body"]) == size
-            return Load()
+    async def answer(tag: str, envelope: Envelope, receive: Receive, send: Send) -> Load:
+        read.append(tag)
+        assert len((await receive())["body"]) == size
+        return Load()
 
-        stage.replicas.handler = answer
+    stage.replicas.handler = answer
 
-        async def receive() -> Message:
-            return {"type": "http.request", "body": bytes(size), "more_body": False}
+    async def receive() -> Message:
+        return {"type": "http.request", "body": bytes(size), "more_body": False}
 
-        async def drop(message: Message) -> None:
-            raise AssertionError("nothing was answered")
+    async def drop(message: Message) -> None:
+        raise AssertionError("nothing was answered")
 
-        for _ in range(3):
-            await router.send(POST, receive, drop)
-            await quiet()
-
-    run(scenario)
+    for _ in range(3):
+        await router.send(POST, receive, drop)
+        await quiet()
     assert read.count("r1") == 3
     assert read.count("shadow") == (3 if is_copied else 0)
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("backends", "rules"),
     [
         ([{}], ("gather", 100)),
@@ -1304,7 +1208,6 @@ def test_a_shadow_gets_a_large_body_that_comes_whole_if_there_is_memory(size: in
         ([{"max_body_bytes": 500}, {}], ("gather", 500)),
     ],
 )
-@staged
 async def test_the_bodies_of_an_endpoint_are_as_its_backends_need_them(
     stage: Stage, backends: list[dict[str, Any]], rules: tuple[str, int]
 ) -> None:
@@ -1320,7 +1223,6 @@ async def _nothing(*message: Message) -> Message:
     raise AssertionError
 
 
-@staged
 async def test_the_queue_of_an_endpoint_can_be_checked_beforehand(stage: Stage) -> None:
     router = stage.endpoint({"b": 1.0})
     router.check_queue()
@@ -1337,44 +1239,41 @@ async def test_the_queue_of_an_endpoint_can_be_checked_beforehand(stage: Stage) 
     router.check_queue()
 
 
-@for_each("is_stuck", [False, True])
-def test_a_shadow_that_falls_behind_is_cancelled(is_stuck: bool) -> None:
+@pytest.mark.parametrize("is_stuck", [False, True])
+async def test_a_shadow_that_falls_behind_is_cancelled(stage: Stage, is_stuck: bool) -> None:
     """One that keeps up gets it all, however large."""
     read = {"r1": 0, "shadow": 0}
     part = bytes(100_000)
 
-    async def scenario(stage: Stage) -> None:
-        router = stage.endpoint({"b": 1.0}, {"s": 1.0})
-        stage.publish("r1")
-        stage.publish("shadow", backend="s")
+    router = stage.endpoint({"b": 1.0}, {"s": 1.0})
+    stage.publish("r1")
+    stage.publish("shadow", backend="s")
 
-        async def answer(tag: str, envelope: Envelope, receive: Receive, send: Send) -> Load:
-            more = True
-            while more:
-                message = await receive()
-                read[tag] += len(message["body"])
-                more = message["more_body"]
-                if is_stuck and tag == "shadow":
-                    await asyncio.Event().wait()
-            return Load()
+    async def answer(tag: str, envelope: Envelope, receive: Receive, send: Send) -> Load:
+        more = True
+        while more:
+            message = await receive()
+            read[tag] += len(message["body"])
+            more = message["more_body"]
+            if is_stuck and tag == "shadow":
+                await asyncio.Event().wait()
+        return Load()
 
-        stage.replicas.handler = answer
-        left = 100
+    stage.replicas.handler = answer
+    left = 100
 
-        async def receive() -> Message:
-            nonlocal left
-            left -= 1
-            await asyncio.sleep(0.01)
-            return {"type": "http.request", "body": part, "more_body": left > 0}
+    async def receive() -> Message:
+        nonlocal left
+        left -= 1
+        await asyncio.sleep(0.01)
+        return {"type": "http.request", "body": part, "more_body": left > 0}
 
-        async def drop(message: Message) -> None:
-            raise AssertionError("nothing was answered")
+    async def drop(message: Message) -> None:
+        raise AssertionError("nothing was answered")
 
-        await router.send(POST, receive, drop)
-        await asyncio.sleep(1)
-        assert stage.replicas.running["shadow"] == 0
-
-    run(scenario)
+    await router.send(POST, receive, drop)
+    await asyncio.sleep(1)
+    assert stage.replicas.running["shadow"] == 0
     assert read["r1"] == 100 * len(part)
     assert read["shadow"] == (len(part) if is_stuck else 100 * len(part))
 
@@ -1382,7 +1281,6 @@ def test_a_shadow_that_falls_behind_is_cancelled(is_stuck: bool) -> None:
 # ---- one set per process
 
 
-@staged
 async def test_endpoints_of_one_backend_share_its_replicas_and_its_queue(stage: Stage) -> None:
     one, two = stage.routers.router("one"), stage.routers.router("two")
     for name in ("one", "two"):
@@ -1398,7 +1296,6 @@ async def test_endpoints_of_one_backend_share_its_replicas_and_its_queue(stage: 
     assert not one.is_legacy
 
 
-@staged
 async def test_closing_fails_queued_requests_and_stops_watching(stage: Stage) -> None:
     router = stage.endpoint({"b": 1.0}, {"s": 1.0})
     stage.publish("r1")
@@ -1421,7 +1318,6 @@ async def test_closing_fails_queued_requests_and_stops_watching(stage: Stage) ->
 # ---- regressions
 
 
-@staged
 async def test_a_queued_request_is_not_rejected_later(stage: Stage) -> None:
     backend = stage.backend("r1", max_queued=1)
     stage.send(backend)
@@ -1434,7 +1330,6 @@ async def test_a_queued_request_is_not_rejected_later(stage: Stage) -> None:
     assert not queued.done()
 
 
-@staged
 async def test_a_busy_replica_is_tried_again_soon_although_another_is_suspended_for_longer(
     stage: Stage,
 ) -> None:
@@ -1455,7 +1350,6 @@ async def test_a_busy_replica_is_tried_again_soon_although_another_is_suspended_
     assert now() - began < 0.2
 
 
-@staged
 async def test_all_replicas_that_return_at_the_same_time_are_used(stage: Stage) -> None:
     backend = stage.backend("r1", "r2")
     lost = True
@@ -1475,7 +1369,6 @@ async def test_all_replicas_that_return_at_the_same_time_are_used(stage: Stage) 
     await asyncio.gather(*sent)
 
 
-@staged
 async def test_a_shadow_ends_with_its_original(stage: Stage) -> None:
     router = stage.endpoint({"b": 1.0}, {"s": 1.0})
     stage.listener.tell("backend/b", None)
@@ -1503,7 +1396,6 @@ def series(stage: Stage) -> dict[tuple[str, ...], float]:
     }
 
 
-@staged
 async def test_outcomes_of_requests_are_counted(stage: Stage) -> None:
     backend = stage.backend("r1", max_queued=1)
     sent = [stage.send(backend), stage.send(backend), stage.send(backend)]
@@ -1525,7 +1417,6 @@ async def test_outcomes_of_requests_are_counted(stage: Stage) -> None:
     assert found[("router_queue_wait_seconds",)] >= 1
 
 
-@staged
 async def test_series_of_a_deleted_backend_disappear_and_return_with_their_totals(stage: Stage) -> None:
     backend = stage.backend("r1")
     stage.send(backend)
@@ -1541,7 +1432,6 @@ async def test_series_of_a_deleted_backend_disappear_and_return_with_their_total
 # ---- routes
 
 
-@staged
 async def test_a_request_does_not_wait_for_a_worker_that_cannot_be_reached(stage: Stage) -> None:
     stage.routes.known["worker-of-r1"] = None  # never dialled
     backend = stage.backend("r1", "r2", concurrency=10)
@@ -1560,7 +1450,6 @@ async def test_a_request_does_not_wait_for_a_worker_that_cannot_be_reached(stage
     assert now() == 0
 
 
-@staged
 async def test_requests_that_wait_go_on_when_their_replica_can_be_reached_again(stage: Stage) -> None:
     backend = stage.backend("r1")
     stage.routes.tell("worker-of-r1", Reachability.NONE)
@@ -1572,7 +1461,6 @@ async def test_requests_that_wait_go_on_when_their_replica_can_be_reached_again(
     assert stage.replicas.asked == ["r1"]
 
 
-@staged
 async def test_what_is_under_way_at_a_worker_that_does_not_answer_is_given_up_once(stage: Stage) -> None:
     stage.backend("r1", "r2")
     stage.listener.tell(SILENT_WORKERS, ["worker-of-r1"])
@@ -1582,7 +1470,6 @@ async def test_what_is_under_way_at_a_worker_that_does_not_answer_is_given_up_on
     assert stage.routes.broken_off == ["worker-of-r1", "worker-of-r2", "worker-of-r2"]
 
 
-@staged
 async def test_a_worker_is_used_as_long_as_a_replica_is_there(stage: Stage) -> None:
     stage.backend("r1", "r2")
     assert stage.routes.is_used("worker-of-r1")
@@ -1590,7 +1477,6 @@ async def test_a_worker_is_used_as_long_as_a_replica_is_there(stage: Stage) -> N
     assert not stage.routes.is_used("worker-of-r1")
 
 
-@virtual
 async def test_a_deletion_can_wait_for_the_calls_that_learn_where_to_go() -> None:
     stage = Stage()
     waiting = asyncio.create_task(stage.waiting_calls.wait_until_over())

@@ -8,9 +8,9 @@ from collections import Counter
 from dataclasses import dataclass
 
 import pytest
+from cases import for_each
 from hypothesis import given
 from hypothesis import strategies as st
-from scenarios import for_each
 
 from daskserve.data.caller.routing.choice import Candidate, TrafficPolicy, choose, shard_draw
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, cast
 
 import pytest
 from by_task import by_task
-from scenarios import for_each, scenarios
 from scripted_routes import ScriptedRoutes
 
 from daskserve.cluster.protocols.base import Cluster, Listener
@@ -29,7 +29,8 @@ from daskserve.data.caller.routing.suspects import (
 )
 from daskserve.errors import ActorLostError, QuarantinedError, UserCodeError
 from daskserve.proxies.ingress.errors import reply_to
-from daskserve.testing import run_virtual
+
+pytestmark = pytest.mark.virtual_time
 
 #: How long a request takes.
 TOOK_S = 0.01
@@ -140,17 +141,13 @@ class Workers:
         assert [(each.waiting, each.in_flight) for each in self.sets] == [(0, 0)] * len(self.sets)
 
 
-def run(scenario: Callable[[Workers], Coroutine[Any, Any, None]]) -> None:
-    async def main() -> None:
-        workers = Workers()
-        await scenario(workers)
-        await asyncio.gather(*workers.sent, return_exceptions=True)
-        workers.assert_at_rest()
-
-    run_virtual(main)
-
-
-staged = scenarios(run)
+@pytest.fixture
+@asynccontextmanager
+async def workers() -> AsyncIterator[Workers]:
+    workers = Workers()
+    yield workers
+    await asyncio.gather(*workers.sent, return_exceptions=True)
+    workers.assert_at_rest()
 
 
 def now() -> float:
@@ -165,8 +162,7 @@ async def failed(task: asyncio.Task[None]) -> BaseException | None:
 # ---- one poisonous request
 
 
-@for_each("seed", range(20))
-@staged
+@pytest.mark.parametrize("seed", range(20))
 async def test_a_request_that_kills_takes_two_processes_and_fails_no_other_request(
     workers: Workers, seed: int
 ) -> None:
@@ -189,7 +185,6 @@ async def finished(tasks: list[asyncio.Task[None]]) -> list[asyncio.Task[None]]:
     return tasks
 
 
-@staged
 async def test_a_retry_avoids_workers_with_a_proxy_or_the_controller(workers: Workers) -> None:
     backend = workers.backend()
     workers.suspects.update_system_workers({"workers": ["w1", "w2", "w3"]})
@@ -201,7 +196,6 @@ async def test_a_retry_avoids_workers_with_a_proxy_or_the_controller(workers: Wo
     assert workers.killed == ["w0", "w4"]
 
 
-@staged
 async def test_a_retry_goes_to_the_proxys_worker_if_there_is_no_other(workers: Workers) -> None:
     backend = workers.backend()
     workers.suspects.update_system_workers({"workers": ["w1", "w2"]})
@@ -213,7 +207,6 @@ async def test_a_retry_goes_to_the_proxys_worker_if_there_is_no_other(workers: W
     assert set(workers.workers_of("/slow")) == {"w1", "w2"}
 
 
-@staged
 async def test_a_retry_goes_to_another_host_because_the_whole_machine_may_be_lost(workers: Workers) -> None:
     backend = workers.backend()
     near, far = [f"tcp://h1:{number}" for number in range(1, 4)], "tcp://h2:4"
@@ -227,7 +220,6 @@ async def test_a_retry_goes_to_another_host_because_the_whole_machine_may_be_los
     assert [each.exception() for each in await finished(lost)] == [None] * 5
 
 
-@staged
 async def test_a_retry_waits_for_room_rather_than_share_a_worker_with_a_proxy(workers: Workers) -> None:
     backend = workers.backend()
     workers.suspects.update_system_workers({"workers": ["w1"]})
@@ -241,8 +233,7 @@ async def test_a_retry_waits_for_room_rather_than_share_a_worker_with_a_proxy(wo
     assert now() == pytest.approx(2, abs=0.1)
 
 
-@for_each(("retries", "kills"), [(0, 1), (1, 2), (3, 4)])
-@staged
+@pytest.mark.parametrize(("retries", "kills"), [(0, 1), (1, 2), (3, 4)])
 async def test_the_option_says_how_often_a_request_is_retried_after_a_death(
     workers: Workers, retries: int, kills: int
 ) -> None:
@@ -252,7 +243,6 @@ async def test_the_option_says_how_often_a_request_is_retried_after_a_death(
     assert len(workers.killed) == kills
 
 
-@staged
 async def test_the_loss_of_a_replica_that_was_stopped_as_planned_makes_no_suspects(workers: Workers) -> None:
     workers.loss = ActorLostError("stopped", is_planned=True)
     backend = workers.backend()
@@ -265,7 +255,6 @@ async def test_the_loss_of_a_replica_that_was_stopped_as_planned_makes_no_suspec
     assert not workers.suspects.known
 
 
-@staged
 async def test_a_post_is_never_retried_after_a_death_and_is_no_suspect(workers: Workers) -> None:
     backend = workers.backend()
     workers.publish("w1", "w2")
@@ -277,7 +266,6 @@ async def test_a_post_is_never_retried_after_a_death_and_is_no_suspect(workers: 
 # ---- refusals
 
 
-@staged
 async def test_a_url_whose_retries_killed_twice_is_refused_for_a_while_and_only_that_url(
     workers: Workers,
 ) -> None:
@@ -304,7 +292,6 @@ async def test_a_url_whose_retries_killed_twice_is_refused_for_a_while_and_only_
     assert isinstance(await failed(workers.send(backend, "/kill?x=1")), QuarantinedError), "again"
 
 
-@staged
 async def test_kills_that_lie_more_than_a_minute_apart_refuse_nothing_and_are_forgotten(
     workers: Workers,
 ) -> None:
@@ -318,8 +305,7 @@ async def test_kills_that_lie_more_than_a_minute_apart_refuse_nothing_and_are_fo
     assert not workers.suspects.known, "requests pay for suspects only as long as there are any"
 
 
-@for_each("path", ["/slow", "/fail/slow"])
-@staged
+@pytest.mark.parametrize("path", ["/slow", "/fail/slow"])
 async def test_an_answer_clears_a_url_that_was_there_when_processes_were_killed(
     workers: Workers, path: str
 ) -> None:
@@ -351,7 +337,6 @@ def test_one_process_with_several_replicas_is_one_kill() -> None:
 # ---- trials
 
 
-@staged
 async def test_suspects_of_different_urls_are_not_retried_on_one_worker(workers: Workers) -> None:
     backend, other = workers.backend(), workers.backend("other")
     workers.publish("w1")
@@ -369,7 +354,6 @@ async def test_suspects_of_different_urls_are_not_retried_on_one_worker(workers:
     assert now() < TRIAL_WAIT_S
 
 
-@staged
 async def test_requests_of_one_url_are_retried_together(workers: Workers) -> None:
     backend = workers.backend()
     workers.publish("w1")
@@ -381,7 +365,6 @@ async def test_requests_of_one_url_are_retried_together(workers: Workers) -> Non
     assert now() == pytest.approx(1, abs=0.1), "all at once"
 
 
-@staged
 async def test_many_slow_innocent_requests_wait_only_a_moment_for_workers_of_their_own(
     workers: Workers,
 ) -> None:
@@ -395,7 +378,6 @@ async def test_many_slow_innocent_requests_wait_only_a_moment_for_workers_of_the
     assert now() < 0.5 + TRIAL_WAIT_S + 1.1
 
 
-@staged
 async def test_new_requests_of_a_suspect_url_stay_away_from_other_suspects(workers: Workers) -> None:
     backend = workers.backend()
     workers.publish("w1", "w2", "w3", "w4", "w5", "w6")
@@ -413,7 +395,6 @@ async def test_new_requests_of_a_suspect_url_stay_away_from_other_suspects(worke
     assert [each.exception() for each in innocent] == [None] * len(innocent)
 
 
-@staged
 async def test_a_caller_that_leaves_while_its_request_waits_leaves_nothing(workers: Workers) -> None:
     backend = workers.backend()
     workers.publish("w1")
@@ -426,7 +407,6 @@ async def test_a_caller_that_leaves_while_its_request_waits_leaves_nothing(worke
         each.cancel()
 
 
-@staged
 async def test_suspects_that_wait_fail_when_their_backend_is_deleted(workers: Workers) -> None:
     backend = workers.backend()
     workers.publish("w1")

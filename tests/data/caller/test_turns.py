@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from scenarios import for_each
+from cases import for_each
 from test_replica_pool import pool_of
 
 from daskserve.common.types import Load

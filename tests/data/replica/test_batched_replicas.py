@@ -112,7 +112,8 @@ def test_batches_of_generators_are_streamed_over_http(client: serve.Client, even
 
 
 def test_reconfigure_changes_the_limits_of_its_replica(client: serve.Client) -> None:
-    handle = deploy(client, "model", Model, user_config=2)
+    # The call that waits for its batch counts as running: the change waits for it as long as a stop would.
+    handle = deploy(client, "model", Model, user_config=2, graceful_shutdown_timeout_s=0.1)
     assert handle.double._python_methods == handle._python_methods
     responses = [handle.double.remote(n) for n in range(2)]
     assert [each.result(DEADLINE_S) for each in responses] == [[0, 2], [2, 2]]

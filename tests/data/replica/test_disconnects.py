@@ -142,18 +142,25 @@ PLACES: dict[str, dict[str, Any]] = {
 }
 
 
+MODES = (None, "cancel", "disconnect")
+#: A child gets the option as a thread does. To start one for each kind of backend and mode takes long.
+IN_THREADS = [(place, mode) for place in ("own", "worker") for mode in MODES]
+APPS = [*IN_THREADS, ("process", None), ("process", "cancel")]
+STREAMS = [*IN_THREADS, ("process", None)]
+PLAIN = [*IN_THREADS, *(("process", mode) for mode in MODES)]
+
+
 @pytest.fixture(scope="module")
 def client() -> Iterator[serve.Client]:
     options = {"port": 0}
     with pytest.MonkeyPatch.context() as patch, local_instance(http_options=options) as client:
         patch.setattr(hangup, "PERIOD_S", 0.02)  # the servers find out sooner whether a client has left
-        for place, config in PLACES.items():
-            for mode in (None, "cancel", "disconnect"):
-                name = f"{place}-{mode}"
-                for kind, definition in (("app", application()), ("plain", plain), ("endless", endless)):
-                    tag = f"{kind}-{name}"
-                    client.create_backend(tag, definition, config={**config, "on_disconnect": mode})
-                    client.create_endpoint(tag, backend=tag, route=f"/{tag}")
+        kinds = (("app", application(), APPS), ("plain", plain, PLAIN), ("endless", endless, STREAMS))
+        for kind, definition, ways in kinds:
+            for place, mode in ways:
+                tag = f"{kind}-{place}-{mode}"
+                client.create_backend(tag, definition, config={**PLACES[place], "on_disconnect": mode})
+                client.create_endpoint(tag, backend=tag, route=f"/{tag}")
         yield client
 
 
@@ -189,8 +196,7 @@ def test_background_tasks_run_although_their_clients_have_left(
     wait_for(file, *["background"] * CLIENTS)
 
 
-@pytest.mark.parametrize("mode", [None, "disconnect"])
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(("place", "mode"), [each for each in APPS if each[1] != "cancel"])
 def test_an_application_receives_the_disconnect_and_continues(
     client: serve.Client, place: str, mode: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -201,8 +207,7 @@ def test_an_application_receives_the_disconnect_and_continues(
     assert not [each for each in caplog.records if each.levelno >= logging.ERROR]
 
 
-@pytest.mark.parametrize("mode", [None, "cancel", "disconnect"])
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(("place", "mode"), STREAMS)
 def test_a_stream_ends_when_its_client_leaves(
     client: serve.Client, place: str, mode: str | None, tmp_path: Path
 ) -> None:
@@ -215,8 +220,7 @@ def test_a_stream_ends_when_its_client_leaves(
         wait_for(file, "begun", "closed")
 
 
-@pytest.mark.parametrize("mode", [None, "cancel", "disconnect"])
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(("place", "mode"), PLAIN)
 def test_a_plain_callable_is_cancelled_unless_the_option_says_otherwise(
     client: serve.Client, place: str, mode: str | None, tmp_path: Path
 ) -> None:

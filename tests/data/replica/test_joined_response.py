@@ -27,11 +27,15 @@ class Sink(ResponseSink):
 
     def __init__(self, found: list[Message]) -> None:
         self.found = found
+        self.is_started = False
 
     async def send(self, message: Message) -> None:
+        self.is_started = True
         self.found.append(message)
 
     def send_nowait(self, *messages: Message) -> asyncio.Task[None]:
+        self.is_started = True
+
         async def send_all() -> None:
             for message in messages:
                 await self.send(message)

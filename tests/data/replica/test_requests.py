@@ -16,7 +16,7 @@ from starlette.requests import ClientDisconnect, Request
 from daskserve.common.types import Envelope, EnvelopeKind, Message
 from daskserve.context import RequestContext
 from daskserve.data.replica.execution.executor import UserExecutor
-from daskserve.data.replica.execution.message_pipe import JOIN_BYTES, WINDOW, MessagePipe
+from daskserve.data.replica.execution.message_pipe import JOIN_BYTES, WINDOW, MessagePipe, open_pipe
 from daskserve.data.replica.requests.calls import CallRequest
 from daskserve.data.replica.requests.http import LocalHTTPRequest
 from daskserve.data.replica.requests.states import DONE
@@ -459,6 +459,22 @@ def test_a_slow_client_holds_up_user_code_after_a_window_of_messages(side: str) 
         assert len(client.sent) == 4 * WINDOW
 
     run(scenario)
+
+
+def test_user_code_on_the_workers_loop_goes_on_without_its_client() -> None:
+    async def scenario(executor: UserExecutor) -> None:
+        client = Client()
+        client.send_error = ConnectionResetError("gone")
+        pipe = open_pipe(executor, "http", client.receive, client.send)
+
+        async def app() -> str:
+            for _ in range(2):
+                await pipe.send({"type": "m"})
+            return str((await pipe.receive())["type"])
+
+        assert await respond_piped(executor, pipe, app) == "http.disconnect"
+
+    run(scenario, event_loop="worker")
 
 
 def test_room_that_appeared_just_before_the_wait_is_not_missed() -> None:

@@ -146,6 +146,25 @@ def test_a_cancelled_request_leaves_the_queue_and_passes_its_slot_on() -> None:
     run(1, scenario)
 
 
+def test_requests_queued_at_the_stop_have_not_begun() -> None:
+    async def scenario(holder: Holder) -> None:
+        running = asyncio.create_task(holder.request("first", 1.0))
+        await quiet()
+        waiting = [asyncio.create_task(holder.request(name, 1.0, 9.0)) for name in "abc"]
+        await quiet()
+        waiting[0].cancel()
+        holder.close()
+        outcomes = await asyncio.gather(*waiting, return_exceptions=True)
+        assert isinstance(outcomes[0], asyncio.CancelledError)
+        assert [each.begun for each in outcomes[1:] if isinstance(each, ActorLostError)] == [False, False]
+        assert now() == 0.0
+        await holder.wait_until_idle()
+        assert now() == 1.0
+        await running
+
+    run(1, scenario)
+
+
 def test_a_request_that_gets_its_slot_during_the_stop_has_not_begun() -> None:
     async def scenario(holder: Holder) -> None:
         first = asyncio.create_task(holder.request("first", 1.0))

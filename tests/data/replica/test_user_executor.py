@@ -469,7 +469,7 @@ IN_A_LIBRARY = stack("threading", "daskserve.data.replica.execution.user_threads
 class WatchedLoops:
     """The loops of a worker and of a replica, both watches, and what one sees on the loops' stacks."""
 
-    def __init__(self, frame: Any) -> None:
+    def __init__(self, frame: Any, *, is_silent: bool = False) -> None:
         self.worker, self.user, self.both = WatchedLoop(), WatchedLoop(), WatchedLoop()
         self.frame = frame
 
@@ -477,7 +477,7 @@ class WatchedLoops:
             return {threading.get_ident(): self.frame}
 
         runs, worker, user, both = ["a run"], *cast(Any, (self.worker, self.user, self.both))
-        self.own = LoopWatch(worker, runs, worker, user, frames=frames)
+        self.own = LoopWatch(worker, runs, worker, user, is_silent=is_silent, frames=frames)
         self.shared: Any = SharedLoopWatch(both, runs, "b#AAAAAA", frames)
         self.shared._loop_thread = self.user.thread
         self.shared._periodic = types.SimpleNamespace(resume=lambda: None, pause=lambda: None)
@@ -512,6 +512,12 @@ def test_a_loop_that_is_late_without_user_code_on_its_stack_is_not_blamed() -> N
     loops = WatchedLoops(IN_A_LIBRARY)
     loops.run(range(100, 5000))
     assert loops.counts == (0, 0)
+
+
+def test_a_loop_that_plain_functions_may_block_is_not_counted() -> None:
+    loops = WatchedLoops(IN_USER_CODE, is_silent=True)
+    loops.run(range(100, 5000), looks_every_ms=1)
+    assert loops.counts == (0, 1)
 
 
 def test_a_busy_machine_is_not_blamed_on_user_code() -> None:

@@ -11,9 +11,10 @@ from urllib.parse import unquote_to_bytes
 
 import pytest
 import reference_http
-from fuzz_requests import IDLE_S, MAX_BODY_BYTES, SMUGGLED, Delivery, deliveries
+from fuzz_requests import MAX_BODY_BYTES, Delivery, deliveries
 from fuzzed_server import FIXED, FuzzedServer, Outcome, Seen, fuzzed
 from hypothesis import HealthCheck, given, settings
+from raw_cases import head
 from reading_answers import Answer, read_answers
 from reference_http import Reading, State
 
@@ -123,169 +124,8 @@ def check_answers(readings: list[Reading], seen: list[Seen], answers: list[Answe
             return  # the connection ends if the application did not ask for the body
 
 
-# ---- cases by name: each was a fault once, or must never become one
-
-
-def head(target: bytes, *lines: bytes, method: bytes = b"POST", version: bytes = b"HTTP/1.1") -> bytes:
-    return b"\r\n".join([b" ".join((method, target, version)), b"Host: a", *lines, b"", b""])
-
-
-CHUNKED = b"Transfer-Encoding: chunked"
-
-
-def answers_to(server: FuzzedServer, data: bytes) -> list[Answer]:
-    """Return the answers; what else must hold is seen to."""
-    methods = [reading.method for reading in reference_http.read(data)]
-    return read_answers(check(server, Delivery(data)).answer, methods)
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        b"Content-Length: 5\r\nTransfer-Encoding: chunked",
-        b"Transfer-Encoding: chunked\r\nContent-Length: 5",
-        b"Content-Length: 5\r\nContent-Length: 6",
-        b"Content-Length: 5, 6",
-        b"Content-Length: +5",
-        b"Content-Length : 5",
-        b"Content-Length: 0x5",
-        b"Content-Length: 5\x0b",
-        b"Transfer-Encoding: chunked, identity",
-        b"Transfer-Encoding: \x0bchunked",
-        b"Transfer-Encoding:\r\n chunked",
-        b"Transfer-Encoding: xchunked",
-        b"X: y\rTransfer-Encoding: chunked",
-        b"Host: b",
-    ],
-)
-def test_ambiguous_framing_is_refused(server: FuzzedServer, line: bytes) -> None:
-    outcome = check(server, Delivery(head(b"/echo", line) + b"0\r\n\r\n" + SMUGGLED))
-    assert outcome.seen == []
-    assert outcome.answer.startswith(b"HTTP/1.1 400 ")
-
-
-def test_chunked_requests_are_refused_in_http_1_0(server: FuzzedServer) -> None:
-    data = head(b"/echo", CHUNKED, b"Connection: keep-alive", version=b"HTTP/1.0")
-    outcome = check(server, Delivery(data + b"0\r\n\r\n" + SMUGGLED))
-    assert outcome.seen == []
-    assert outcome.answer.startswith(b"HTTP/1.1 400 ")
-
-
-@pytest.mark.parametrize("first", [head(b"/echo", b"Connection: close"), head(b"nowhere"), head(b"/", b"X")])
-def test_nothing_is_served_after_the_last_request(server: FuzzedServer, first: bytes) -> None:
-    outcome = check(server, Delivery(first + SMUGGLED))
-    assert [seen.scope["path"] for seen in outcome.seen] in ([], ["/echo"])
-    assert outcome.answer.count(b"HTTP/1.1 ") == 1
-
-
-@pytest.mark.parametrize(
-    ("target", "status", "is_cut", "body"),
-    [
-        (b"/echo", 400, False, None),
-        (b"/early", 200, False, b"early"),
-        (b"/stream", 200, True, b"hi"),
-        (b"/fixed", 200, True, FIXED[:10]),
-    ],
-)
-def test_a_malformed_body_causes_no_second_answer(
-    server: FuzzedServer, target: bytes, status: int, is_cut: bool, body: bytes | None
-) -> None:
-    sent = head(target, CHUNKED) + b"2\r\nhi\r\n"
-    outcome = check(server, Delivery(sent + b"zz\r\n", ((len(sent), 0.0),)))
-    (answer,) = read_answers(outcome.answer, [b"POST"])
-    assert (answer.status, answer.is_cut) == (status, is_cut)
-    assert body is None or answer.body == body
-
-
-def test_a_huge_content_length_is_answered_once(server: FuzzedServer) -> None:
-    (answer,) = answers_to(server, head(b"/echo", b"Content-Length: 99999999999999999999"))
-    assert answer.status == 400
-
-
-def test_chunks_may_have_extensions_and_trailers(server: FuzzedServer) -> None:
-    chunks = b'2;a;b="c;d"\r\nhi\r\n00004;x\r\n you\r\n0;end\r\nX-Trailer: 1\r\n\r\n'
-    first, second = answers_to(server, head(b"/echo", CHUNKED) + chunks + head(b"/echo"))
-    assert (first.status, first.body) == (200, b"hi you")
-    assert second.status == 200
-
-
-@pytest.mark.parametrize(
-    "chunks",
-    [
-        b"2;" + b"x" * 400_000 + b"\r\nhi\r\n0\r\n\r\n",
-        b"2;a\nb\r\nhi\r\n0\r\n\r\n",
-        b"2\nhi\n0\n\n",
-        b"2 \r\nhi\r\n0\r\n\r\n",
-        b"2\r\nhiX0\r\n\r\n",
-        b"-2\r\nhi\r\n0\r\n\r\n",
-        b"2_0\r\nhi\r\n0\r\n\r\n",
-        b"10000000000000002\r\nhi\r\n0\r\n\r\n",
-        b"0\r\nno colon\r\n\r\n",
-        b"0\r\nX: \0\r\n\r\n",
-        b"0\r\n" + b"X: y\r\n" * 60_000 + b"\r\n",
-        b"0\r\nX: " + b"y" * 400_000 + b"\r\n\r\n",
-    ],
-)
-def test_invalid_chunks_are_refused(server: FuzzedServer, chunks: bytes) -> None:
-    outcome = check(server, Delivery(head(b"/echo", CHUNKED) + chunks + SMUGGLED))
-    assert outcome.answer == b"" or outcome.answer.startswith(b"HTTP/1.1 400 ")
-    assert not any(seen.is_complete or b"smuggled" in seen.scope["raw_path"] for seen in outcome.seen)
-
-
 @pytest.mark.parametrize("value", [b"100-continue", b"100-Continue"])
 def test_only_a_client_that_expects_100_gets_100_continue(server: FuzzedServer, value: bytes) -> None:
-    lines = (b"Expect: " + value, b"Content-Length: 2")
-    assert check(server, Delivery(head(b"/echo", *lines) + b"hi")).answer.startswith(b"HTTP/1.1 100 ")
-    outcome = check(server, Delivery(head(b"/echo", *lines, version=b"HTTP/1.0") + b"hi"))
-    assert outcome.answer.startswith(b"HTTP/1.1 200 ")
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        head(b"/echo", version=b"HTTP/1.1\r"),
-        head(b"echo"),
-        head(b"*"),
-        head(b"/echo", method=b"CONNECT"),
-        head(b"/echo").replace(b"Host: a", b"Host: a/b"),
-    ],
-)
-def test_heads_that_are_none(server: FuzzedServer, data: bytes) -> None:
-    outcome = check(server, Delivery(data))
-    assert outcome.seen == []
-    assert outcome.answer.startswith(b"HTTP/1.1 400 ")
-
-
-@pytest.mark.parametrize("target", [b"/echo", b"/stream", b"/fixed"])
-def test_a_stalled_upload_is_ended_even_during_its_response(server: FuzzedServer, target: bytes) -> None:
-    outcome = check(server, Delivery(head(target, b"Content-Length: 9") + b"hi"))
-    (seen,) = outcome.seen
-    assert not seen.is_complete
-
-
-def test_a_slow_upload_may_take_longer_in_all_than_it_may_stall(server: FuzzedServer) -> None:
-    for target in (b"/echo", b"/stream"):
-        start = head(target, b"Content-Length: 6")
-        stops = tuple((len(start) + number, 0.6 * IDLE_S) for number in range(6))
-        outcome = check(server, Delivery(start + b"sixsix", stops))
-        assert outcome.seen[0].is_complete
-
-
-def test_a_head_may_not_take_longer_than_a_connection_may_be_idle(server: FuzzedServer) -> None:
-    data = head(b"/echo", b"X: y")
-    stops = tuple((number, 0.3 * IDLE_S) for number in range(10, 40, 5))
-    outcome = check(server, Delivery(data, stops))
-    assert (outcome.seen, outcome.answer) == ([], b"")
-
-
-def test_the_handshake_of_a_websocket_has_no_body(server: FuzzedServer) -> None:
-    lines = (
-        b"Connection: Upgrade",
-        b"Upgrade: websocket",
-        b"Sec-WebSocket-Version: 13",
-        b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==",
-    )
-    for body in ((b"Content-Length: 2", b"hi"), (CHUNKED, b"2\r\nhi\r\n0\r\n\r\n")):
-        outcome = check(server, Delivery(head(b"/socket", *lines, body[0], method=b"GET") + body[1]))
-        assert outcome.seen == []
-        assert outcome.answer.startswith(b"HTTP/1.1 400 ")
+    for version, status in ((b"1.1", b"100"), (b"1.0", b"200")):
+        data = head(b"Expect: " + value, b"Content-Length: 2", first=b"POST /echo HTTP/" + version) + b"hi"
+        assert check(server, Delivery(data)).answer.startswith(b"HTTP/1.1 %b " % status)

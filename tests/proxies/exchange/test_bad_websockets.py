@@ -6,7 +6,6 @@ frames makes of them (`reference_websocket`).
 
 from __future__ import annotations
 
-import pytest
 import reference_http
 from fuzz_requests import Delivery
 from fuzz_websockets import FIRST_LINES, HANDSHAKE, conversations, frame
@@ -97,38 +96,35 @@ def after_head(data: bytes) -> bytes:
 # ---- cases by name
 
 
-@pytest.mark.parametrize(
-    ("frames", "code"),
-    [
-        (frame(1, b"hi", reserved=4), 1002),
-        (frame(3, b"hi"), 1002),
-        (frame(1, b"hi", mask=None), 1002),
-        (frame(0, b"hi"), 1002),
-        (frame(1, b"hi", is_final=False) + frame(1, b"hi"), 1002),
-        (frame(9, b"x" * 126), 1002),
-        (frame(9, is_final=False), 1002),
-        (frame(8, b"\x03"), 1002),
-        (frame(8, b"\x03\xee"), 1002),
-        (frame(1, b"hi", length="negative"), 1002),
-        (frame(1, b"\xff"), 1007),
-        (frame(1, b"\xf0\x9f", is_final=False) + frame(0, b"\xff"), 1007),
-        (frame(8, b"\x03\xe8\xff"), 1007),
-        (frame(2, b"x" * (MAX_MESSAGE_BYTES + 1)), 1009),
-        (frame(2, b"x" * 70_000, length="endless"), 1009),
-        (frame(2, b"x", is_final=False) + frame(0, is_final=False) * 10_000, 1009),
-    ],
-)
-def test_invalid_frames_close_the_websocket_with_their_code(
-    server: FuzzedServer, frames: bytes, code: int
-) -> None:
-    outcome = check(server, Delivery(OPENING + frames + frame(1, b"late")))
-    told = read_frames(after_head(outcome.answer), is_masked=False, max_bytes=MAX_MESSAGE_BYTES)
-    assert (told.code, told.messages) == (code, [])
+FRAMES = {
+    "a reserved bit": (frame(1, b"hi", reserved=4), 1002),
+    "a reserved opcode": (frame(3, b"hi"), 1002),
+    "no mask": (frame(1, b"hi", mask=None), 1002),
+    "a continuation of nothing": (frame(0, b"hi"), 1002),
+    "a message within another": (frame(1, b"hi", is_final=False) + frame(1, b"hi"), 1002),
+    "a ping that is too long": (frame(9, b"x" * 126), 1002),
+    "a part of a ping": (frame(9, is_final=False), 1002),
+    "half a closing code": (frame(8, b"\x03"), 1002),
+    "a closing code that may not be sent": (frame(8, b"\x03\xee"), 1002),
+    "a negative length": (frame(1, b"hi", length="negative"), 1002),
+    "invalid text": (frame(1, b"\xff"), 1007),
+    "invalid text in two parts": (frame(1, b"\xf0\x9f", is_final=False) + frame(0, b"\xff"), 1007),
+    "an invalid closing reason": (frame(8, b"\x03\xe8\xff"), 1007),
+    "a message that is too large": (frame(2, b"x" * (MAX_MESSAGE_BYTES + 1)), 1009),
+    "a length that is too large": (frame(2, b"x" * 70_000, length="endless"), 1009),
+    "too many parts": (frame(2, b"x", is_final=False) + frame(0, is_final=False) * 10_000, 1009),
+}
 
 
-@pytest.mark.parametrize(
-    ("line", "status"),
-    [
+def test_invalid_frames_close_the_websocket_with_their_code(server: FuzzedServer) -> None:
+    for name, (frames, code) in FRAMES.items():
+        outcome = check(server, Delivery(OPENING + frames + frame(1, b"late")))
+        told = read_frames(after_head(outcome.answer), is_masked=False, max_bytes=MAX_MESSAGE_BYTES)
+        assert (told.code, told.messages) == (code, []), name
+
+
+def test_invalid_handshakes_are_refused(server: FuzzedServer) -> None:
+    for line, status in (
         (b"Sec-WebSocket-Protocol: a, \xff", 400),
         (b"Sec-WebSocket-Extensions: \xff", 400),
         (b"Connection: Upgrade, \xff", 400),
@@ -137,30 +133,25 @@ def test_invalid_frames_close_the_websocket_with_their_code(
         (b"Sec-WebSocket-Version: 12", 426),
         (b"Sec-WebSocket-Extensions: " + b"a," * 256, 400),
         (b"Sec-WebSocket-Protocol: a" + b";" * 256, 400),
-    ],
-)
-def test_invalid_handshakes_are_refused(server: FuzzedServer, line: bytes, status: int) -> None:
-    outcome = check(server, Delivery(b"\r\n".join([FIRST_LINES[0], *HANDSHAKE, line, b"", b""])))
-    assert outcome.seen == []
-    assert outcome.answer.startswith(b"HTTP/1.1 %d " % status)
+    ):
+        outcome = check(server, Delivery(b"\r\n".join([FIRST_LINES[0], *HANDSHAKE, line, b"", b""])))
+        assert outcome.seen == [], line
+        assert outcome.answer.startswith(b"HTTP/1.1 %d " % status), line
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
+def test_unusual_but_valid_handshakes_are_accepted(server: FuzzedServer) -> None:
+    for old, new in (
         (b"/socket", b"/socket/%c3%a4?%ff"),
         (b"Host: test", b"Host: a..b"),
         (b"Host: test", b"Host: xn--a-\x7e"),
         (b"Host: test", b"Host: " + b"a" * 100),
         (b"Host: test", b"Host: test\r\nX-Latin: \xff"),
         (b"Host: test", b"Host: test\r\nSec-WebSocket-Protocol: a,, ,b"),
-    ],
-)
-def test_unusual_but_valid_handshakes_are_accepted(server: FuzzedServer, old: bytes, new: bytes) -> None:
-    outcome = check(server, Delivery(OPENING.replace(old, new) + frame(8)))
-    assert outcome.answer.startswith(b"HTTP/1.1 101 ")
-    (seen,) = outcome.seen
-    assert "" not in seen.scope["subprotocols"]
+    ):
+        outcome = check(server, Delivery(OPENING.replace(old, new) + frame(8)))
+        assert outcome.answer.startswith(b"HTTP/1.1 101 "), new
+        (seen,) = outcome.seen
+        assert "" not in seen.scope["subprotocols"], new
 
 
 def test_a_raw_path_is_accepted_or_refused(server: FuzzedServer) -> None:

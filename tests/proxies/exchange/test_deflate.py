@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from http_harness import advance, hits, run, serving
+from tables import each_case
 from test_websocket import Echo, client_of
 from wsproto.events import AcceptConnection, BytesMessage, Ping, Pong
 from wsproto.events import Message as DataMessage
@@ -21,7 +22,7 @@ from daskserve.proxies.exchange.limits import FREE_BYTES, InflationRules
 from daskserve.proxies.exchange.turns import SLICE_BYTES
 from daskserve.proxies.exchange.websocket.deflate import Inflation, MessageDeflate
 
-pytestmark = [pytest.mark.usefixtures("server_state"), pytest.mark.smoke]
+pytestmark = pytest.mark.smoke
 
 LIMIT_BYTES = 100_000
 TEXT = "all work and no play " * 1000
@@ -38,7 +39,7 @@ def frame(data: bytes, *, opcode: Opcode) -> bytes:
     return bytes([0xC0 | opcode, 0x80 | len(data)]) + bytes(4) + data
 
 
-@pytest.mark.parametrize("is_on", [True, False])
+@each_case("is_on", [True, False])
 def test_messages_are_compressed_if_both_sides_want_it(is_on: bool) -> None:
     async def test() -> None:
         async with serving(Echo(), websocket_compression=is_on) as server, client_of(server) as client:
@@ -65,7 +66,7 @@ def test_a_client_that_does_not_offer_it_gets_plain_messages() -> None:
     run(test)
 
 
-@pytest.mark.parametrize("sizes", [[LIMIT_BYTES + 1], [LIMIT_BYTES - 1, 2]])
+@each_case("sizes", [[LIMIT_BYTES + 1], [LIMIT_BYTES - 1, 2]])
 def test_the_size_limit_holds_for_what_a_message_becomes(sizes: list[int]) -> None:
     async def test() -> None:
         options: dict[str, Any] = {"websocket_compression": True, "max_websocket_message_bytes": LIMIT_BYTES}
@@ -196,7 +197,7 @@ def test_a_step_never_becomes_more_than_a_slice() -> None:
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("offer", "answer"),
     [
         ("permessage-deflate", ""),

@@ -25,14 +25,13 @@ from http_harness import (
     serving,
     tracebacks,
 )
+from tables import each_case
 
 from daskserve.common.types import WHOLE_RESPONSE, Message, Receive, Send
 from daskserve.errors import ActorLostError
 from daskserve.proxies.asgi import Scope
 from daskserve.proxies.exchange import http_connection
 from daskserve.proxies.exchange.response_head import as_buffer
-
-pytestmark = pytest.mark.usefixtures("server_state")
 
 MIB = 1 << 20
 
@@ -101,7 +100,7 @@ def test_a_client_that_reads_its_last_response_late_gets_all_of_it() -> None:
     run(test)
 
 
-@pytest.mark.parametrize(
+@each_case(
     "body",
     [
         b"Content-Length: 5\r\n\r\nhello",
@@ -109,7 +108,7 @@ def test_a_client_that_reads_its_last_response_late_gets_all_of_it() -> None:
         b"\r\n",
     ],
 )
-@pytest.mark.parametrize("first", [b"", request()])
+@each_case("first", [b"", request()])
 def test_unsupported_upgrades_are_ordinary_requests(first: bytes, body: bytes) -> None:
     async def test() -> None:
         async with serving(echo) as server, connected(server) as client:
@@ -130,8 +129,8 @@ def test_unsupported_upgrades_are_ordinary_requests(first: bytes, body: bytes) -
     run(test)
 
 
-@pytest.mark.parametrize("first", [b"", request(method="POST", body=b"first")])
-@pytest.mark.parametrize(
+@each_case("first", [b"", request(method="POST", body=b"first")])
+@each_case(
     ("line", "status"),
     [
         ("CONNECT a:1", 501),
@@ -141,9 +140,7 @@ def test_unsupported_upgrades_are_ordinary_requests(first: bytes, body: bytes) -
         ("CONNECT a", 400),
     ],
 )
-def test_connect_is_refused_and_nothing_after_it_is_read(
-    server_state: str, first: bytes, line: str, status: int
-) -> None:
+def test_connect_is_refused_and_nothing_after_it_is_read(first: bytes, line: str, status: int) -> None:
     async def test() -> None:
         scopes: list[Scope] = []
         async with serving(capturing(scopes)) as server, connected(server) as client:
@@ -158,7 +155,7 @@ def test_connect_is_refused_and_nothing_after_it_is_read(
     run(test)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("data", "header"),
     [
         (b"GET / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n", "close"),
@@ -295,7 +292,7 @@ def test_a_changed_scope_does_not_reach_the_next_request() -> None:
     assert all(each == seen[0] for each in seen)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("target", "path"),
     [
         ("http://test/x/y?q", "/x/y"),
@@ -315,7 +312,7 @@ def test_request_targets(target: str, path: str) -> None:
     run(test)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("data", "expected"),
     [
         (b"get /x HTTP/1.1\r\nHost: a\r\n\r\n", ("GET", "/x")),
@@ -430,7 +427,7 @@ def test_100_continue_is_answered() -> None:
 EXPECTING = b"POST / HTTP/1.1\r\nHost: a\r\nExpect: 100-continue\r\nContent-Length: 2\r\n\r\n"
 
 
-def test_100_continue_is_sent_when_the_application_first_reads(server_state: str) -> None:
+def test_100_continue_is_sent_when_the_application_first_reads() -> None:
     async def test() -> None:
         go = asyncio.Event()
 
@@ -452,7 +449,7 @@ def test_100_continue_is_sent_when_the_application_first_reads(server_state: str
     run(test)
 
 
-def test_an_application_that_rejects_by_headers_never_asks_for_the_body(server_state: str) -> None:
+def test_an_application_that_rejects_by_headers_never_asks_for_the_body() -> None:
     async def test() -> None:
         async with serving(hello) as server, connected(server) as client:
             await client.send(EXPECTING)
@@ -464,7 +461,7 @@ def test_an_application_that_rejects_by_headers_never_asks_for_the_body(server_s
     run(test)
 
 
-def test_a_client_that_sends_without_waiting_gets_its_answer(server_state: str) -> None:
+def test_a_client_that_sends_without_waiting_gets_its_answer() -> None:
     async def test() -> None:
         async with serving(hello) as server, connected(server) as client:
             await client.send(EXPECTING + b"hi")
@@ -473,7 +470,7 @@ def test_a_client_that_sends_without_waiting_gets_its_answer(server_state: str) 
     run(test)
 
 
-def test_an_application_that_begins_its_response_before_it_reads_does_not_ask(server_state: str) -> None:
+def test_an_application_that_begins_its_response_before_it_reads_does_not_ask() -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"begun ", "more_body": True})
@@ -490,7 +487,7 @@ def test_an_application_that_begins_its_response_before_it_reads_does_not_ask(se
     run(test)
 
 
-def test_a_client_that_waits_to_be_asked_is_not_idle(server_state: str) -> None:
+def test_a_client_that_waits_to_be_asked_is_not_idle() -> None:
     async def test() -> None:
         app = Hanging()
         async with serving(app, keep_alive_timeout_s=1) as server, connected(server) as client:
@@ -507,7 +504,7 @@ def test_a_client_that_waits_to_be_asked_is_not_idle(server_state: str) -> None:
 # ---- bodies that are too large
 
 
-@pytest.mark.parametrize("sent", [b"", b"x" * 100])
+@each_case("sent", [b"", b"x" * 100])
 def test_a_declared_length_beyond_the_limit_is_a_413_and_the_application_never_runs(sent: bytes) -> None:
     async def test() -> None:
         scopes: list[Scope] = []
@@ -543,13 +540,13 @@ def test_a_client_that_sends_on_after_a_malformed_body_is_cut_off(monkeypatch: p
     run(test)
 
 
-@pytest.mark.parametrize(("host", "is_kept"), [("a" * 255, True), ("a" * 256, False)])
+@each_case(("host", "is_kept"), [("a" * 255, True), ("a" * 256, False)])
 def test_only_a_host_of_a_usual_length_is_kept_with_its_connection(host: str, is_kept: bool) -> None:
     async def test() -> None:
         async with serving(hello) as server, connected(server) as client:
             await client.send(f"GET / HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
             assert (await client.response()).status == 200
-            assert [each.host for each in server._server_state.connections] == [host if is_kept else None]
+            assert [each.host for each in server.state.connections] == [host if is_kept else None]
             await client.send(b"GET / HTTP/1.1\r\nHost: a b\r\n\r\n")
             assert (await client.response()).status == 400
 
@@ -663,7 +660,7 @@ def test_a_stream_goes_as_fast_as_the_client_reads() -> None:
     run(test)
 
 
-@pytest.mark.parametrize("body", [bytearray(b"data"), memoryview(b"data"), memoryview(b"data" * 50_000)])
+@each_case("body", [bytearray(b"data"), memoryview(b"data"), memoryview(b"data" * 50_000)])
 def test_buffers_of_all_kinds_are_bodies(body: bytearray | memoryview) -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await respond(send, body)  # type: ignore[arg-type]
@@ -691,7 +688,7 @@ def test_head_has_no_body() -> None:
     run(test)
 
 
-@pytest.mark.parametrize("status", [204, 304])
+@each_case("status", [204, 304])
 def test_statuses_without_a_body(status: int) -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await respond(send, b"ignored", status)
@@ -763,7 +760,7 @@ async def promise_more(scope: Scope, receive: Receive, send: Send) -> None:
     await respond(send, b"x", headers=((b"content-length", b"2"),))
 
 
-@pytest.mark.parametrize(
+@each_case(
     "app",
     [
         raise_at_once,
@@ -813,7 +810,7 @@ def test_an_error_that_explains_itself_is_logged_without_a_traceback(
     assert tracebacks(caplog) == []
 
 
-@pytest.mark.parametrize("ending", ["raise", "return", "too short", "too long", "cancel"])
+@each_case("ending", ["raise", "return", "too short", "too long", "cancel"])
 def test_a_failure_within_the_response_cuts_the_connection(ending: str) -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         headers = [(b"content-length", b"9")] if ending.startswith("too") else []
@@ -1061,7 +1058,7 @@ def test_a_whole_response_is_written_like_its_two_messages() -> None:
     run(test)
 
 
-@pytest.mark.parametrize("kind", [WHOLE_RESPONSE, "http.response.start", "http.response.body"])
+@each_case("kind", [WHOLE_RESPONSE, "http.response.start", "http.response.body"])
 def test_nothing_can_be_sent_after_a_whole_response(kind: str) -> None:
     errors: list[str] = []
 

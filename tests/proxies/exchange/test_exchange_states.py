@@ -1,100 +1,36 @@
-"""What an exchange asks of a server, call by call, without a socket: where time or chance decide."""
+"""What a connection does with a client that it waits for, or that waits for it: bytes in, bytes out."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import Any, cast
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
-from http_harness import head, respond, run
+from http_harness import advance, request, respond, run, timers
+from memory_transport import MemoryTransport, connect, serving_in_memory
+from tables import each_case
 
-from daskserve.common.clock import LoopClock
 from daskserve.common.types import Receive, Send
 from daskserve.proxies.asgi import ASGIApp, Scope
-from daskserve.proxies.exchange.exchange import LINGER_S, Exchange
-from daskserve.proxies.exchange.http_connection import HTTPConnection
-from daskserve.proxies.exchange.idle import IdleWatch
+from daskserve.proxies.exchange.exchange import LINGER_S
 from daskserve.proxies.exchange.request_body import HIGH_WATER_BYTES
-from daskserve.proxies.exchange.request_head import HeadLimits
-from daskserve.proxies.exchange.server_state import Connection, ServerState
-from daskserve.proxies.exchange.stream import ConnectionReader, Stream
+from daskserve.proxies.server.life import HTTPServer
 
 LIMIT = 4 * HIGH_WATER_BYTES
+IDLE_S = 3.0
+UPLOAD = request("/", "Transfer-Encoding: chunked", method="POST")
+LAST = b"0\r\n\r\n"
 
 
-class FakeStream:
-    """A stream that sends everything at once, unless the test holds it back."""
-
-    socket = None
+class Application:
+    """Does what the test orders, until it is cancelled."""
 
     def __init__(self) -> None:
-        self.written: list[bytes] = []
-        self.is_closed = False
-        self.is_slow = False
-        self.closes_after = 1000
-        self.pending: list[asyncio.Future[None]] = []
-
-    def write(self, data: bytes) -> asyncio.Future[None]:
-        if self.is_closed:
-            raise ConnectionResetError("gone")
-        self.written.append(data)
-        self.is_closed = len(self.written) >= self.closes_after
-        flushed = asyncio.get_running_loop().create_future()
-        if self.is_slow:
-            self.pending.append(flushed)
-        else:
-            flushed.set_result(None)
-        return flushed
-
-    def closed(self) -> bool:
-        return self.is_closed
-
-    def close(self) -> None:
-        self.is_closed = True
-
-
-class FakeReader:
-    """The server's side of one request: notes how it was ended."""
-
-    def __init__(self, stream: FakeStream) -> None:
-        self.stream = stream
-        self.ends: list[str] = []
-
-    def finish(self) -> None:
-        self.ends.append("finish")
-
-    def leave(self) -> None:
-        self.ends.append("leave")
-
-    def close(self) -> None:
-        self.ends.append("close")
-        self.stream.close()
-
-
-class Bench:
-    """One exchange between an application that waits for orders and fakes of a server."""
-
-    def __init__(self, *headers: tuple[str, str], method: str = "POST", app: ASGIApp | None = None) -> None:
-        self.orders: asyncio.Queue[Callable[[Receive, Send], Any]] = asyncio.Queue()
+        self.orders: asyncio.Queue[Callable[[Receive, Send], Awaitable[Any]]] = asyncio.Queue()
         self.ended = ""
-        self.server_state = ServerState(
-            app or self._obey,
-            head_limits=HeadLimits(1 << 16, 100),
-            max_body_bytes=LIMIT,
-            max_message_bytes=1000,
-            idle_timeout_s=60,
-            clock=LoopClock(),
-        )
-        self.stream = FakeStream()
-        self.reader = FakeReader(self.stream)
-        self.connection = Connection(cast(Stream, self.stream))
-        self.server_state.watch.watch(self.connection)
-        self.exchange = Exchange(self.server_state, self.connection, cast(ConnectionReader, self.reader))
-        self.exchange.begin(head("Host: a", *(f"{name}: {value}" for name, value in headers), method=method))
-        (self.task,) = self.server_state.tasks
 
-    async def _obey(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             while True:
                 await (await self.orders.get())(receive, send)
@@ -102,31 +38,37 @@ class Bench:
             self.ended = type(error).__name__
             raise
 
-    async def order(self, order: Callable[[Receive, Send], Any]) -> None:
+    async def order(self, order: Callable[[Receive, Send], Awaitable[Any]]) -> None:
         self.orders.put_nowait(order)
         await settle()
 
-    def is_watched(self) -> bool:
-        return len(self.server_state.watch) == 1
 
-
-async def settle() -> None:
-    for _ in range(5):
-        await asyncio.sleep(0)
-
-
-def bench_test(test: Callable[[], Any]) -> Callable[[], None]:
-    """Make an async test an ordinary one; the applications still running are cancelled with its loop."""
+def over_memory(test: Callable[[HTTPServer, MemoryTransport, Application], Any]) -> Callable[[], None]:
+    """Run a test on a server, with one client."""
 
     def wrapped() -> None:
-        run(test)
+        async def main() -> None:
+            app = Application()
+            async with serve(app) as server:
+                await test(server, connect(server), app)
+
+        run(main)
 
     wrapped.__name__ = test.__name__
-    wrapped.__doc__ = test.__doc__
     return wrapped
 
 
-CHUNKED = ("Transfer-Encoding", "chunked")
+def serve(app: ASGIApp) -> Any:
+    return serving_in_memory(app, max_body_bytes=LIMIT, keep_alive_timeout_s=IDLE_S)
+
+
+async def settle() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+def chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
 
 
 async def take(receive: Receive, send: Send) -> None:
@@ -139,7 +81,7 @@ async def answer(receive: Receive, send: Send) -> None:
 
 async def begin(receive: Receive, send: Send) -> None:
     await send({"type": "http.response.start", "status": 200})
-    await send({"type": "http.response.body", "body": b"part", "more_body": True})
+    await go_on(receive, send)
 
 
 async def go_on(receive: Receive, send: Send) -> None:
@@ -149,199 +91,140 @@ async def go_on(receive: Receive, send: Send) -> None:
 # ---- inactivity
 
 
-@bench_test
-async def test_a_client_is_watched_only_while_the_server_waits_for_it() -> None:
-    bench = Bench(CHUNKED)
-    assert bench.is_watched()  # 1. for the body
-    bench.exchange.data_received(b"data")
-    assert bench.is_watched()
-    room = bench.exchange.data_received(bytes(HIGH_WATER_BYTES))
-    assert room is not None
-    assert not bench.is_watched()  # 2. not while the application is the slow one
-    await bench.order(take)
-    await bench.order(take)
-    assert room.done()
-    assert bench.is_watched()  # 3. again, once there is room
-    bench.exchange.finish()
-    assert not bench.is_watched()  # 4. not while the application works
+@over_memory
+async def test_a_client_is_watched_only_while_the_server_waits_for_it(
+    server: HTTPServer, client: MemoryTransport, app: Application
+) -> None:
+    def is_watched() -> bool:
+        return len(server.state.watch) == 1
 
-
-@bench_test
-async def test_each_part_of_a_body_restarts_the_timeout() -> None:
-    class Counting(IdleWatch[Connection]):
-        count = 0
-
-        def watch(self, item: Connection) -> None:
-            self.count += 1
-
-    bench = Bench(CHUNKED)
-    bench.server_state.watch = watch = Counting(60, Connection.close)
-    bench.exchange.data_received(b"a")
-    bench.exchange.data_received(b"b")
-    assert watch.count == 2
-
-
-@bench_test
-async def test_each_part_of_an_answer_restarts_the_timeout_of_its_request() -> None:
-    bench = Bench(CHUNKED)
-    bench.server_state.watch.unwatch(bench.connection)
-    await bench.order(begin)
-    assert bench.is_watched()  # 1. the client may take its time, but not for ever
-    room = bench.exchange.data_received(bytes(HIGH_WATER_BYTES + 1))
-    assert not bench.is_watched()
-    await bench.order(go_on)
-    assert not bench.is_watched()  # 2. not while the application is the slow one
-    await bench.order(take)
-    assert room is not None
-    assert room.done()
-    assert bench.is_watched()
-    bench.exchange.finish()
-    await bench.order(go_on)
-    assert not bench.is_watched()  # 3. not once the request is whole
-
-
-@bench_test
-async def test_a_disconnected_client_is_not_watched() -> None:
-    bench = Bench(CHUNKED)
-    bench.exchange.data_received(bytes(HIGH_WATER_BYTES + 1))
-    bench.exchange.on_connection_close()
+    client.send(UPLOAD)
+    assert is_watched()  # 1. for the body
+    client.send(chunk(b"data"))
+    assert is_watched()
+    client.send(chunk(bytes(HIGH_WATER_BYTES)))
     await settle()
-    assert not bench.is_watched()
+    assert client.is_paused
+    assert not is_watched()  # 2. not while the application is the slow one
+    for _ in range(6):
+        await app.order(take)
+    assert not client.is_paused
+    assert is_watched()  # 3. again, once there is room
+    client.send(LAST)
+    assert not is_watched()  # 4. not while the application works
 
 
-# ---- bodies that turn out to be malformed
-
-
-@bench_test
-async def test_a_malformed_body_never_looks_complete() -> None:
-    cleaned_up: list[str] = []
-
-    async def cleaning_up(scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await asyncio.Event().wait()
-        finally:
-            cleaned_up.append((await receive())["type"])
-
-    bench = Bench(CHUNKED, app=cleaning_up)
+@over_memory
+async def test_each_part_of_an_answer_restarts_the_timeout_of_its_request(
+    server: HTTPServer, client: MemoryTransport, app: Application
+) -> None:
+    client.send(UPLOAD)
+    for order in (begin, go_on, go_on):
+        advance(0.7 * IDLE_S)
+        await app.order(order)
+        assert not client.is_over
+    advance(1.1 * IDLE_S)
     await settle()
-    bench.exchange.data_received(b"half")
-    bench.stream.is_slow = True
-    bench.exchange.reject("a reason")
-    await settle()
-    bench.exchange.finish()  # as Tornado has it
-    await settle()
-    assert cleaned_up == ["http.disconnect"]
-    assert bench.stream.written[0].startswith(b"HTTP/1.1 400 ")
-    assert b"a reason" in bench.stream.written[0]
+    assert client.is_over
+
+
+# ---- bodies that turn out to be malformed, or too large
+
+
+@each_case(("body", "status"), [(chunk(b"half") + b"zz\r\n", b"400"), (chunk(bytes(LIMIT + 1)), b"413")])
+def test_a_refused_body_ends_the_application_like_a_disconnect(body: bytes, status: bytes) -> None:
+    async def test() -> None:
+        received, errors = [], []
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                received.append((await receive())["type"])
+                try:
+                    await respond(send, b"too late")
+                except OSError as error:
+                    errors.append(error)
+
+        async with serve(app) as server:
+            client = connect(server)
+            client.stop_reading()
+            client.send(UPLOAD)
+            await settle()
+            client.send(body)
+            await settle()
+            assert (received, len(errors)) == (["http.disconnect"], 1)
+            assert client.received.startswith(b"HTTP/1.1 %b " % status)
+            assert client.received.count(b"HTTP/1.1 ") == 1
+            client.send(LAST)
+            await settle()
+            assert not client.is_over  # it has not read the response
+            client.read_on()
+            await settle()
+            assert client.is_over
+
+    run(test)
 
 
 # ---- the end of an exchange
 
 
-@bench_test
-async def test_whichever_of_request_and_response_ends_last_ends_the_exchange() -> None:
-    for response_first in (True, False):
-        bench = Bench(CHUNKED)
-        for step in (response_first, not response_first):
-            assert bench.reader.ends == []
-            if step:
-                await bench.order(answer)
-            else:
-                bench.exchange.finish()
-        assert bench.reader.ends == ["finish"]
-
-
-@bench_test
-async def test_a_client_that_keeps_sending_after_its_answer_is_disconnected() -> None:
-    loop = asyncio.get_running_loop()
-    delays: list[float] = []
-    call_later = loop.call_later
-
-    def at_once(delay: float, callback: Any, *args: Any) -> asyncio.TimerHandle:
-        delays.append(delay)
-        return call_later(0, callback, *args)
-
-    bench = Bench(CHUNKED)
-    loop.call_later = at_once  # type: ignore[method-assign,assignment]
-    await bench.order(answer)
-    assert delays == [LINGER_S]
-    assert bench.reader.ends == ["finish"]
-    assert bench.server_state.limits.hits["linger"] == 1
-
-
-@bench_test
-async def test_a_client_that_leaves_after_its_answer_leaves_no_timer() -> None:
-    bench = Bench(CHUNKED)
-    await bench.order(answer)
-    timer = bench.exchange._linger
-    assert timer is not None
-    bench.exchange.on_connection_close()
-    assert timer.cancelled()
-    assert not bench.task.cancelling()  # what it still does is none of the client's business
-    assert bench.reader.ends == []
-
-
-@bench_test
-async def test_a_timer_does_not_outlive_its_exchange() -> None:
-    bench = Bench(CHUNKED)
-    await bench.order(answer)
-    bench.exchange.finish()
-    assert bench.exchange._linger is not None
-    assert bench.exchange._linger.cancelled()
-
-
-@bench_test
-async def test_data_after_the_answer_is_ignored() -> None:
-    bench = Bench(CHUNKED)
-    await bench.order(answer)
-    assert bench.exchange.data_received(bytes(LIMIT + 1)) is None
-    assert not bench.task.cancelling()
-    assert bench.reader.ends == []
-
-
-@bench_test
-async def test_a_body_that_is_too_large_ends_the_application_like_a_disconnect() -> None:
-    errors: list[OSError] = []
-
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await asyncio.Event().wait()
-        finally:
-            try:
-                await respond(send, b"too late")
-            except OSError as error:
-                errors.append(error)
-
-    bench = Bench(CHUNKED, app=app)
+@over_memory
+async def test_a_client_that_keeps_sending_after_its_answer_is_disconnected(
+    server: HTTPServer, client: MemoryTransport, app: Application
+) -> None:
+    client.send(UPLOAD)
+    await app.order(answer)
+    client.send(chunk(bytes(LIMIT + 1)))  # which is ignored
     await settle()
-    bench.exchange.data_received(bytes(LIMIT + 1))
+    assert not client.is_over
+    assert app.ended == ""
+    advance(LINGER_S)
     await settle()
-    assert len(errors) == 1
-    (written,) = bench.stream.written
-    assert written.startswith(b"HTTP/1.1 413 ")
-    assert bench.reader.ends == []
-    bench.exchange.finish()
-    assert bench.reader.ends == ["finish", "close"]
+    assert client.is_over
+    assert server.state.limits.hits["linger"] == 1
 
 
-@bench_test
-async def test_a_refusal_that_the_client_reads_slowly_is_not_cut_short() -> None:
-    bench = Bench(CHUNKED)
-    bench.stream.is_slow = True
-    bench.exchange.data_received(bytes(LIMIT + 1))
-    bench.exchange.finish()
-    assert bench.reader.ends == []
-    bench.stream.pending[0].set_result(None)
+def lingering() -> list[asyncio.TimerHandle]:
+    return [each for each in timers(asyncio.get_running_loop()) if "Exchange" in repr(each)]
+
+
+@each_case("leaves", [False, True])
+def test_an_exchange_leaves_no_timer(leaves: bool) -> None:
+    @over_memory
+    async def test(server: HTTPServer, client: MemoryTransport, app: Application) -> None:
+        client.send(UPLOAD)
+        await app.order(answer)
+        assert len(lingering()) == 1
+        if leaves:
+            client.reset()
+        else:
+            client.send(LAST)
+        assert lingering() == []
+        await settle()
+        assert app.ended == ""  # what it still does is none of the client's business
+
+    test()
+
+
+@over_memory
+async def test_a_client_that_leaves_before_the_application_has_begun_leaves_no_task(
+    server: HTTPServer, client: MemoryTransport, app: Application
+) -> None:
+    client.send(request())
+    client.reset()
     await settle()
-    assert bench.reader.ends == ["finish", "close"]
+    assert not server.state.tasks
+    assert app.ended == ""  # it never began
 
 
 # ---- writing
 
 
-@bench_test
-async def test_small_parts_are_one_write_and_large_ones_are_not_copied() -> None:
-    bench = Bench(method="GET")
+@over_memory
+async def test_small_parts_are_one_write_and_large_ones_are_not_copied(
+    server: HTTPServer, client: MemoryTransport, app: Application
+) -> None:
     large = bytes(1 << 20)
 
     async def stream(receive: Receive, send: Send) -> None:
@@ -349,79 +232,38 @@ async def test_small_parts_are_one_write_and_large_ones_are_not_copied() -> None
         await send({"type": "http.response.body", "body": b"small", "more_body": True})
         await send({"type": "http.response.body", "body": large, "more_body": True})
 
-    await bench.order(stream)
-    head, small, *rest = bench.stream.written
+    client.send(request())
+    await app.order(stream)
+    head, small, *rest = client.writes
     assert head.endswith(b"4\r\npart\r\n")
     assert small == b"5\r\nsmall\r\n"
     assert any(part is large for part in rest)
 
 
-def test_a_closed_stream_is_a_disconnected_client(caplog: pytest.LogCaptureFixture) -> None:
-    async def test() -> None:
-        before = Bench(method="GET")
-        before.stream.close()
-        await before.order(answer)
-        while_waiting = Bench(method="GET")
-        while_waiting.stream.is_slow = True
-        await while_waiting.order(answer)
-        while_waiting.stream.pending[0].set_exception(ConnectionResetError("gone"))
+@pytest.mark.parametrize("leaves", ["before the response", "within it", "before it was read"])
+def test_a_client_that_has_left_is_an_error_of_its_connection(
+    leaves: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    @over_memory
+    async def test(server: HTTPServer, client: MemoryTransport, app: Application) -> None:
+        async def large(receive: Receive, send: Send) -> None:
+            body = bytes(4 << 20)  # more than may wait without the application
+            headers = [(b"content-length", b"%d" % len(body))]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            if leaves == "within it":
+                client.close()
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+
+        client.send(request())
         await settle()
-        between = Bench(method="GET")
-        between.stream.closes_after = 1
+        client.stop_reading()
+        app.orders.put_nowait(large)
+        if leaves == "before the response":
+            client.close()  # the application runs before the connection is told
+        await settle()
+        client.reset()
+        await settle()
+        assert app.ended == "ConnectionResetError"
 
-        async def stream(receive: Receive, send: Send) -> None:
-            await send({"type": "http.response.start", "status": 200})
-            await send({"type": "http.response.body", "body": bytes(1 << 20), "more_body": True})
-
-        await between.order(stream)
-        assert [bench.ended for bench in (before, while_waiting, between)] == ["ConnectionResetError"] * 3
-
-    run(test)
+    test()
     assert caplog.records == []
-
-
-def test_the_date_is_formatted_once_a_second() -> None:
-    class SetClock(LoopClock):
-        seconds = 0.25
-
-        def now(self) -> float:
-            return 1000.5 + self.seconds
-
-        def wall(self) -> float:
-            return 86_400 + self.seconds
-
-    async def app(scope: Scope, receive: Receive, send: Send) -> None: ...
-
-    clock = SetClock()
-    server_state = ServerState(
-        app,
-        head_limits=HeadLimits(1 << 16, 100),
-        max_body_bytes=1,
-        max_message_bytes=1000,
-        idle_timeout_s=1,
-        clock=clock,
-    )
-    midnight = server_state.date.line()
-    assert midnight == b"date: Fri, 02 Jan 1970 00:00:00 GMT"
-    clock.seconds = 0.75
-    assert server_state.date.line() is midnight
-    clock.seconds = 1.0
-    assert server_state.date.line() == b"date: Fri, 02 Jan 1970 00:00:01 GMT"
-
-
-def test_the_fakes_have_only_methods_of_the_real_classes() -> None:
-    for fake, real in ((FakeStream, Stream), (FakeReader, HTTPConnection)):
-        methods = [name for name in vars(fake) if not name.startswith("_") and callable(vars(fake)[name])]
-        assert methods
-        for name in methods:
-            assert callable(getattr(real, name))
-
-
-@bench_test
-async def test_a_client_that_leaves_before_the_application_has_begun_leaves_no_task() -> None:
-    bench = Bench()
-    bench.exchange.on_connection_close()
-    await settle()
-    assert bench.task.cancelled()
-    assert bench.ended == ""  # it never began
-    assert not bench.server_state.tasks

@@ -3,6 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tables import each_case
 
 from daskserve.proxies.exchange.response_head import ResponseWriter
 
@@ -31,7 +32,7 @@ def write(
     return [line for line in head.split(b"\r\n") if line != DATE], rest, writer.closes
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("case", "head", "rest", "closes"),
     [
         # 1. One message: its length is known.
@@ -120,7 +121,7 @@ def test_the_date_is_the_applications_if_it_sets_one() -> None:
     assert bytes(writer.first(b"", False, DATE)[0]).count(b"date: ") == 1
 
 
-@pytest.mark.parametrize(
+@each_case(
     "case",
     [
         {"status": 100},
@@ -140,7 +141,7 @@ def test_a_head_that_http_cannot_carry_is_refused(case: dict[str, Any]) -> None:
         write(b"hi", **case)
 
 
-@pytest.mark.parametrize("bodies", [(b"hi", b"you!"), (b"hi", b"yo")])
+@each_case("bodies", [(b"hi", b"you!"), (b"hi", b"yo")])
 def test_a_body_that_breaks_its_promised_length_is_refused(bodies: tuple[bytes, ...]) -> None:
     with pytest.raises(ValueError, match="content-length"):
         write(*bodies, headers=[(b"content-length", b"5")])

@@ -20,7 +20,8 @@ from http_harness import (
     serving,
     tracebacks,
 )
-from memory_transport import serving_in_memory
+from memory_transport import connect, serving_in_memory
+from tables import each_case
 
 from daskserve.common.types import Receive, Send
 from daskserve.options.http import HTTPOptions
@@ -28,14 +29,13 @@ from daskserve.proxies.asgi import Scope
 from daskserve.proxies.exchange.http_connection import HTTPConnection
 
 LIMIT = HTTPOptions().max_header_bytes
-pytestmark = pytest.mark.usefixtures("server_state")
 
 
 def head_of(size: int) -> bytes:
     return request("/", "X-A: " + "a" * (size - len(request("/", "X-A: "))))
 
 
-@pytest.mark.parametrize("piece", [1000, 60_000, 1 << 20])
+@each_case("piece", [1000, 60_000, 1 << 20])
 def test_a_head_beyond_the_size_limit_is_refused(piece: int) -> None:
     async def test() -> None:
         async with serving(hello) as server:
@@ -91,7 +91,7 @@ def test_data_after_a_refused_head_is_ignored(caplog: pytest.LogCaptureFixture) 
     assert tracebacks(caplog) == []
 
 
-@pytest.mark.parametrize("method", ["POST", "HEAD"])
+@each_case("method", ["POST", "HEAD"])
 def test_a_broken_body_of_a_queued_request_is_refused_in_order(method: str) -> None:
     async def test() -> None:
         app = Hanging()
@@ -107,8 +107,8 @@ def test_a_broken_body_of_a_queued_request_is_refused_in_order(method: str) -> N
     run(test)
 
 
-@pytest.mark.parametrize("before", [b"", request()])
-@pytest.mark.parametrize("endless", [b"2;" + b"x" * 100_000, b"0\r\n" + b"X: y\r\n" * 20_000])
+@each_case("before", [b"", request()])
+@each_case("endless", [b"2;" + b"x" * 100_000, b"0\r\n" + b"X: y\r\n" * 20_000])
 def test_chunk_overhead_beyond_the_limit_is_refused(before: bytes, endless: bytes) -> None:
     async def test() -> None:
         async with serving(echo) as server, connected(server) as client:
@@ -153,8 +153,8 @@ def test_trailers_are_not_headers() -> None:
 def test_no_requests_are_read_while_others_wait() -> None:
     async def test() -> None:
         app = Hanging()
-        async with serving_in_memory(app) as listener:
-            client = listener.connect()
+        async with serving_in_memory(app) as server:
+            client = connect(server)
             sent = memoryview(request() * 100_000)
             left = client.move(sent)
             await poll_for(lambda: app.running)
@@ -169,7 +169,8 @@ def test_no_requests_are_read_while_others_wait() -> None:
     run(test)
 
 
-@pytest.mark.parametrize("server_state", ["asyncio"], indirect=True)
+@pytest.mark.parametrize("transport", ["asyncio"], indirect=True)
+@pytest.mark.usefixtures("transport")
 def test_a_client_that_never_reads_its_last_response_is_disconnected() -> None:
     async def test() -> None:
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -177,15 +178,15 @@ def test_a_client_that_never_reads_its_last_response_is_disconnected() -> None:
 
         async with serving(app, keep_alive_timeout_s=5) as server, connected(server) as client:
             client.writer.transport.pause_reading()  # type: ignore[attr-defined]
-            (connection,) = server._server_state.connections
-            (stream,) = cast(Any, server._listener)._open_streams
+            (connection,) = server.state.connections
+            (stream,) = cast(Any, server.state.streams)
             stream._transport.set_write_buffer_limits(1 << 24)  # the application need not wait for it
             stream._transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
             await client.send(request("/", "Connection: close"))
             await poll_for(stream.closed)
-            assert connection in server._server_state.connections
+            assert connection in server.state.connections
             advance(6)
-            await poll_for(lambda: not server._server_state.connections)
+            await poll_for(lambda: not server.state.connections)
 
     run(test)
 
@@ -208,7 +209,7 @@ def test_an_internal_error_ends_the_connection_and_is_logged(
     assert "Reading a request failed" in record.getMessage()
 
 
-@pytest.mark.parametrize("is_first", [True, False])
+@each_case("is_first", [True, False])
 def test_data_before_a_target_beyond_the_limit_is_refused(is_first: bool) -> None:
     async def test() -> None:
         async with serving(hello) as server:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
-import pytest
 from http_harness import connected, echo, hits, poll_for, request, respond, run, serving
+from tables import each_case
 
 from daskserve.common.types import Receive, Send
 from daskserve.options.http import HTTPOptions
@@ -16,7 +16,6 @@ from daskserve.proxies.exchange.pace import BodyPace, PaceWatch
 from daskserve.proxies.exchange.request_body import NO_MEMORY, RequestBody
 from daskserve.proxies.exchange.server_state import ServerState
 
-servers = pytest.mark.usefixtures("server_state")
 MIB = 1 << 20
 POST = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 1000000\r\n\r\nx"
 
@@ -54,7 +53,6 @@ async def whole(scope: Scope, receive: Receive, send: Send) -> None:
 # ---- over both servers
 
 
-@servers
 def test_a_body_that_stands_still_gets_408_and_the_connection_closes() -> None:
     async def test() -> None:
         app = Watched(echo)
@@ -72,7 +70,6 @@ def test_a_body_that_stands_still_gets_408_and_the_connection_closes() -> None:
     run(test)
 
 
-@servers
 def test_a_response_that_is_not_read_is_aborted_and_its_application_cancelled() -> None:
     async def test() -> None:
         app = Watched(flood)
@@ -85,7 +82,6 @@ def test_a_response_that_is_not_read_is_aborted_and_its_application_cancelled() 
     run(test)
 
 
-@servers
 def test_a_whole_response_that_is_not_read_is_dropped() -> None:
     async def test() -> None:
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -101,7 +97,6 @@ def test_a_whole_response_that_is_not_read_is_dropped() -> None:
     run(test)
 
 
-@servers
 def test_a_response_that_is_not_read_gives_way_to_requests_that_wait_for_its_slot() -> None:
     async def test() -> None:
         app = Watched(flood)
@@ -118,7 +113,7 @@ def test_a_response_that_is_not_read_gives_way_to_requests_that_wait_for_its_slo
 # ---- what is late
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("steps", "is_late"),
     [
         ([(0, 19.9)], False),
@@ -197,7 +192,7 @@ def test_a_body_has_its_grace_before_it_is_refused() -> None:
     assert request.refused == [408]
 
 
-@pytest.mark.parametrize(
+@each_case(
     "state",
     [
         {"wants_body": False},
@@ -224,7 +219,7 @@ def test_the_time_in_which_the_application_does_not_read_counts_for_nothing() ->
     assert request.refused == [408]
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("is_crowded", "is_whole", "seconds"),
     [(False, False, 8), (True, False, 2), (True, True, 8)],  # a whole response holds no slot
 )
@@ -288,7 +283,7 @@ def test_the_body_that_holds_most_for_its_rate_gives_way_to_another() -> None:
     assert [each.refused for each in requests] == [[], [503], []]
 
 
-@pytest.mark.parametrize("sent_bytes", [30 * MIB, 7 * MIB])
+@each_case("sent_bytes", [30 * MIB, 7 * MIB])
 def test_bodies_that_come_fast_do_not_give_way(sent_bytes: int) -> None:
     requests = [holding(60 * MIB)]
     body = short_of_memory()
@@ -304,7 +299,6 @@ def test_no_body_gives_way_to_one_that_is_too_large() -> None:
     assert not watching_all(requests, [0]).make_room(body)
 
 
-@servers
 def test_a_client_that_keeps_nearly_all_of_a_body_does_not_keep_out_others() -> None:
     async def test() -> None:
         options = {"max_buffered_bytes": 400_000, "busy_write_stall_timeout_s": 0.04}

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from http_harness import poll_for, run
+from tables import each_case
 
 from daskserve.errors import BodyTooLargeError
 from daskserve.options.http import HTTPOptions
@@ -200,7 +201,7 @@ def test_a_body_beyond_the_budget_is_a_503_unless_it_is_small() -> None:
     assert "max_buffered_bytes" in text
 
 
-@pytest.mark.parametrize("length", [11, None])
+@each_case("length", [11, None])
 def test_a_body_beyond_its_backends_limit_is_a_413(length: int | None) -> None:
     limits = limited()
     body = RequestBody(is_ended=False)

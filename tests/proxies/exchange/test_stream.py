@@ -13,8 +13,6 @@ from http_harness import poll_for, run
 from daskserve.proxies.exchange import stream as stream_module
 from daskserve.proxies.exchange.stream import Stream, open_stream
 
-pytestmark = pytest.mark.usefixtures("server_state")
-
 
 async def make_stream() -> tuple[Stream, socket.socket]:
     """Return a stream that a WebSocket reads, and its client's end."""

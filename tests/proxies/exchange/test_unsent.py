@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
-import pytest
 from http_harness import connected, hits, poll_for, request, respond, run, serving
+from tables import each_case
 
 from daskserve.common.types import Receive, Send
 from daskserve.proxies.asgi import Scope
 from daskserve.proxies.server.life import HTTPServer
-
-pytestmark = pytest.mark.usefixtures("server_state")
 
 MIB = 1 << 20
 #: More than the operating system takes for a client that does not read.
@@ -95,7 +93,7 @@ def test_a_client_that_leaves_with_its_response_unread_leaves_nothing() -> None:
     run(test)
 
 
-@pytest.mark.parametrize(("max_unsent_bytes", "ends"), [(64 * MIB, True), (MIB, False)])
+@each_case(("max_unsent_bytes", "ends"), [(64 * MIB, True), (MIB, False)])
 def test_a_stream_runs_ahead_of_its_client_as_far_as_it_may(max_unsent_bytes: int, ends: bool) -> None:
     async def test() -> None:
         parts = 0

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from http_harness import advance, connected, hits, poll_for, run, serving
+from tables import each_case
 from wsproto import ConnectionType, WSConnection
 from wsproto.events import (
     AcceptConnection,
@@ -32,7 +33,7 @@ from daskserve.proxies.exchange.websocket.connection import MAX_PONGS
 from daskserve.proxies.exchange.websocket.inbox import MAX_INBOX_BYTES
 from daskserve.proxies.server.life import HTTPServer
 
-pytestmark = [pytest.mark.usefixtures("server_state"), pytest.mark.smoke]
+pytestmark = pytest.mark.smoke
 
 
 class SocketClient:
@@ -175,7 +176,7 @@ def test_a_message_in_fragments_arrives_whole() -> None:
     run(test)
 
 
-@pytest.mark.parametrize("before", [b"", b"GET /x HTTP/1.1\r\nHost: test\r\n\r\n"])
+@each_case("before", [b"", b"GET /x HTTP/1.1\r\nHost: test\r\n\r\n"])
 def test_a_client_need_not_wait_for_the_answer_to_its_handshake(before: bytes) -> None:
     echo = Echo()
 
@@ -311,7 +312,7 @@ def test_an_application_that_sends_receives_the_disconnect_at_once() -> None:
 
         async with serving(app) as server, client_of(server) as client:
             await client.open()
-            (session,) = server._server_state.sockets
+            (session,) = server.state.sockets
             await poll_for(session.connection.stream.writing)
             client.vanish()
             await poll_for(lambda: ended)
@@ -354,7 +355,7 @@ def test_an_application_that_ignores_the_disconnect_is_cancelled() -> None:
         async with serving(app) as server, client_of(server) as client:
             await client.open()
             client.vanish()
-            await poll_for(lambda: "gone" in repr(list(server._server_state.sockets)))
+            await poll_for(lambda: "gone" in repr(list(server.state.sockets)))
             advance(6)
             await poll_for(lambda: ended)
             assert hits(server) == {"websocket_end": 1}
@@ -363,7 +364,7 @@ def test_an_application_that_ignores_the_disconnect_is_cancelled() -> None:
     run(test)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("data", "code"),
     [
         (b"\xc1\x80\x00\x00\x00\x00", 1002),  # a reserved bit
@@ -419,7 +420,7 @@ def test_a_client_that_sends_faster_than_the_application_reads_has_to_wait() -> 
             frame = client._protocol.send(DataMessage(data=bytes(100_000)))
             for _ in range(400):
                 client._writer.write(frame)
-            session = next(iter(server._server_state.sockets))
+            session = next(iter(server.state.sockets))
             await poll_for(lambda: session.connection.inbox.is_full)
             for _ in range(200):
                 await asyncio.sleep(0)
@@ -464,7 +465,7 @@ def test_a_client_that_sends_pings_and_does_not_read_gets_no_more_pongs() -> Non
 
         async with serving(app) as server, client_of(server) as client:
             await client.open()
-            (session,) = server._server_state.sockets
+            (session,) = server.state.sockets
             await poll_for(session.connection.stream.writing)
             for _ in range(MAX_PONGS + 10):
                 await client.send(Ping())
@@ -502,7 +503,7 @@ def test_a_server_that_stops_ends_sessions_at_once() -> None:
     run(test)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("headers", "status"),
     [
         ("Upgrade: websocket\r\nConnection: Upgrade", 400),
@@ -524,7 +525,7 @@ def test_an_invalid_handshake_is_refused(headers: str, status: int) -> None:
     run(test)
 
 
-@pytest.mark.parametrize("headers", ["Upgrade: h2c\r\nConnection: Upgrade", "Connection: Upgrade"])
+@each_case("headers", ["Upgrade: h2c\r\nConnection: Upgrade", "Connection: Upgrade"])
 def test_other_upgrades_are_ignored(headers: str) -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         assert scope["type"] == "http"
@@ -549,7 +550,7 @@ def test_a_flood_of_empty_messages_is_bounded() -> None:
         async with serving(app) as server, client_of(server) as client:
             await client.open()
             client._writer.write(client._protocol.send(DataMessage(data=b"")) * 100_000)
-            session = next(iter(server._server_state.sockets))
+            session = next(iter(server.state.sockets))
             await poll_for(lambda: session.connection.inbox.is_full)
             assert session.connection.inbox._held_bytes < 2 * MAX_INBOX_BYTES
 
@@ -562,7 +563,7 @@ def test_received_messages_do_not_block_other_tasks() -> None:
     async def test() -> None:
         async with serving(Echo()) as server, client_of(server) as client:
             await client.open()
-            (session,) = server._server_state.sockets
+            (session,) = server.state.sockets
             frame = client._protocol.send(DataMessage(data=b"x" * 20))
             stream = session.connection.stream
             stream.data_received(frame * 5000)
@@ -606,7 +607,7 @@ def test_a_handshake_during_draining_is_answered_and_then_closed() -> None:
 
         async with serving(app) as server, client_of(server) as client:
             opening = asyncio.create_task(client.open())
-            await poll_for(lambda: server._server_state.sockets)
+            await poll_for(lambda: server.state.sockets)
             draining = asyncio.create_task(server.drain(5))
             await asyncio.sleep(0)
             may_accept.set()
@@ -628,14 +629,14 @@ def test_the_session_ends_without_a_client_that_closes_and_does_not_read() -> No
 
         async with serving(app) as server, client_of(server) as client:
             await client.open()
-            (session,) = server._server_state.sockets
+            (session,) = server.state.sockets
             await poll_for(session.connection.stream.writing)
             client._writer.write(client._protocol.send(CloseConnection(code=1000)))
             await poll_for(lambda: session.connection.inbox.disconnect is not None)
             advance(5.5)  # the application is cancelled
             await poll_for(lambda: session._task is None)
             advance(2.5)  # and the connection is closed
-            await poll_for(lambda: not server._server_state.sockets)
+            await poll_for(lambda: not server.state.sockets)
             assert session.connection.stream.closed()
             assert hits(server) == {"websocket_end": 1, "websocket_close": 1}
 

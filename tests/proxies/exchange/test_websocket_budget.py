@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from http_harness import poll_for, run, serving
 from test_websocket import Echo, client_of
 from wsproto.events import CloseConnection
@@ -12,8 +11,6 @@ from daskserve.options.http import HTTPOptions
 from daskserve.proxies.exchange.limits import Limits
 from daskserve.proxies.exchange.websocket.inbox import WebSocketInbox
 from daskserve.proxies.server.life import HTTPServer
-
-pytestmark = pytest.mark.usefixtures("server_state")
 
 
 def received_bytes(server: HTTPServer) -> float:

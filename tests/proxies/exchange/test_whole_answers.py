@@ -8,21 +8,19 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
-import pytest
 from http_harness import connected, request, run, serving
 from starlette.middleware import Middleware
 from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.responses import JSONResponse, Response
+from tables import each_case
 
 from daskserve.common.types import Envelope, Receive, Send
 from daskserve.data.replica.user_code.responses import ConvertedResponse, to_answer
 from daskserve.options.http import HTTPOptions
-from daskserve.proxies.asgi import Scope
+from daskserve.proxies.asgi import ASGIApp, Scope
 from daskserve.proxies.ingress.app import IngressApp, build_app
 from daskserve.proxies.ingress.routes import RouteTable
-
-pytestmark = pytest.mark.usefixtures("server_state")
 
 METHODS = ["GET", "HEAD", "POST", "PUT"]
 TABLE = RouteTable(
@@ -44,14 +42,23 @@ class Backend:
         assert answer.message is not None
         await send(answer.message)
 
-    def ingress(self, *, takes_whole: bool = True, **options: Any) -> IngressApp:
+    def ingress(self, *, is_direct: bool = True, **options: Any) -> IngressApp:
         return IngressApp(
             options=HTTPOptions(**options),
             routes=lambda: TABLE,
             dispatch=self,
             rng=random.Random(1),
-            takes_whole=takes_whole,
+            is_direct=is_direct,
         )
+
+    def app(self, *, is_direct: bool) -> ASGIApp:
+        """Return the ingress, or a middleware around it."""
+        ingress = self.ingress(is_direct=is_direct)
+
+        async def middleware(scope: Scope, receive: Receive, send: Send) -> None:
+            await ingress(scope, receive, lambda message: send(message))
+
+        return ingress if is_direct else middleware
 
 
 def with_lists() -> Response:
@@ -84,11 +91,11 @@ RESULTS: list[tuple[Any, int, dict[str, str], bytes]] = [
 ]
 
 
-@pytest.mark.parametrize("takes_whole", [True, False])
-def test_each_result_is_one_response(takes_whole: bool) -> None:
+@each_case("is_direct", [True, False])
+def test_each_result_is_one_response(is_direct: bool) -> None:
     async def test() -> None:
         backend = Backend()
-        async with serving(backend.ingress(takes_whole=takes_whole)) as server:
+        async with serving(backend.app(is_direct=is_direct)) as server:
             for result, status, headers, body in RESULTS:
                 backend.result = result
                 async with connected(server) as client:
@@ -120,11 +127,11 @@ def test_a_wrong_content_length_of_the_application_is_an_error() -> None:
     run(test)
 
 
-@pytest.mark.parametrize("takes_whole", [True, False])
-def test_ids_that_would_break_a_header_are_not_taken_over(takes_whole: bool) -> None:
+@each_case("is_direct", [True, False])
+def test_ids_that_would_break_a_header_are_not_taken_over(is_direct: bool) -> None:
     async def test() -> None:
         backend = Backend()
-        ingress = backend.ingress(takes_whole=takes_whole)
+        ingress = backend.app(is_direct=is_direct)
 
         async def with_ids(scope: Scope, receive: Receive, send: Send) -> None:
             # As from a server that lets everything pass.
@@ -148,11 +155,11 @@ def test_ids_that_would_break_a_header_are_not_taken_over(takes_whole: bool) -> 
     run(test)
 
 
-@pytest.mark.parametrize("takes_whole", [True, False])
-def test_requests_of_one_connection_do_not_see_each_others_paths(takes_whole: bool) -> None:
+@each_case("is_direct", [True, False])
+def test_requests_of_one_connection_do_not_see_each_others_paths(is_direct: bool) -> None:
     async def test() -> None:
         backend = Backend()
-        ingress = backend.ingress(takes_whole=takes_whole, root_path="/root")
+        ingress = backend.ingress(is_direct=is_direct, root_path="/root")
         async with serving(ingress) as server, connected(server) as client:
             for path in ("/a/x%20y?q=1", "/root/a/x", "/other", "/root", "/a"):
                 assert (await client.get(path)).status == 200
@@ -182,7 +189,7 @@ def test_middlewares_see_two_messages_with_the_length() -> None:
     async def test() -> None:
         backend = Backend("x" * 2000)
         app = build_app(
-            backend.ingress(takes_whole=False),
+            backend.ingress(is_direct=False),
             [Middleware(GZipMiddleware, minimum_size=500), Middleware(BaseHTTPMiddleware, dispatch=note)],
         )
         async with serving(app) as server, connected(server) as client:

@@ -3,109 +3,41 @@
 from __future__ import annotations
 
 import asyncio
+import http
 import itertools
 from typing import Any, cast
 
-import pytest
-from http_harness import head, run
+from http_harness import run
+from memory_transport import MemoryTransport, connect, serving_in_memory
+from tables import each_case
 
 from daskserve.common.clock import LoopClock
 from daskserve.common.types import WHOLE_RESPONSE, Message, Receive, Send
-from daskserve.proxies.asgi import Scope, split_whole
-from daskserve.proxies.exchange.exchange import _JOIN_BYTES, Exchange
-from daskserve.proxies.exchange.request_head import HeadLimits
-from daskserve.proxies.exchange.server_state import Connection, ServerState
-from daskserve.proxies.exchange.stream import ConnectionReader, Stream
+from daskserve.proxies.asgi import Scope
+from daskserve.proxies.exchange import response_head
+from daskserve.proxies.exchange.http_response import JOIN_BYTES
+from daskserve.proxies.exchange.response import Response, split_whole
+from daskserve.proxies.exchange.response_head import DateHeader, HeadCache
+from daskserve.proxies.server.life import HTTPServer
 
 TEXT = ((b"content-type", b"text/plain"),)
-KEEP = ("Connection", "keep-alive")
-CLOSE = ("Connection", "close")
-CHUNKED = ("Transfer-Encoding", "chunked")
+REQUEST_ID = b"an-id"
 
 
-class Wire:
-    """What an exchange writes, and how it ends its request: the stream and the connection in one."""
+def whole(body: bytes = b"hi", *, status: Any = 200, headers: Any = TEXT) -> Message:
+    return {"type": WHOLE_RESPONSE, "status": status, "headers": headers, "body": body}
 
-    socket = None
+
+class Application:
+    """Sends some messages, and keeps what they raise."""
 
     def __init__(self) -> None:
-        self.written = b""
-        self.ends: list[str] = []
-        self.is_closed = False
-        self.held: asyncio.Future[None] | None = None
-
-    def write(self, data: bytes) -> asyncio.Future[None]:
-        if self.is_closed:
-            raise ConnectionResetError("gone")
-        self.written += data
-        if self.held is not None:
-            return self.held
-        flushed = asyncio.get_running_loop().create_future()
-        flushed.set_result(None)
-        return flushed
-
-    def closed(self) -> bool:
-        return self.is_closed
-
-    def leave(self) -> None:
-        self.ends.append("leave")
-
-    def finish(self) -> None:
-        self.ends.append("finish")
-
-    def close(self) -> None:
-        self.ends.append("close")
-        self.is_closed = True
-
-    def head(self) -> tuple[bytes, list[bytes], bytes]:
-        """Return the status line, the other lines in the order of their names, and the body."""
-        head, _, body = self.written.partition(b"\r\n\r\n")
-        status, *lines = head.split(b"\r\n")
-        return status, sorted(each for each in lines if not each.startswith(b"date: ")), body
-
-
-def whole(body: bytes = b"hi", *, status: int = 200, headers: Any = TEXT) -> Message:
-    return {
-        "type": WHOLE_RESPONSE,
-        "status": status,
-        "headers": headers,
-        "body": body,
-        "request_id": b"an-id",
-    }
-
-
-class Bench:
-    """One request on a wire, and an application that sends these messages and keeps what they raise."""
-
-    def __init__(
-        self,
-        *messages: Message,
-        method: str = "GET",
-        version: str = "HTTP/1.1",
-        headers: tuple[tuple[str, str], ...] = (),
-        is_draining: bool = False,
-    ) -> None:
-        self.wire = Wire()
-        self.messages = messages
+        self.messages: tuple[Message, ...] = ()
         self.raised: BaseException | None = None
-        self.server_state = ServerState(
-            self._app,
-            head_limits=HeadLimits(1 << 16, 100),
-            max_body_bytes=1000,
-            max_message_bytes=1000,
-            idle_timeout_s=60,
-            clock=LoopClock(),
-        )
-        self.server_state.is_draining = is_draining
-        # As it is once another request was answered.
-        self.server_state.heads.write(whole())
-        self.exchange = Exchange(
-            self.server_state, Connection(cast(Stream, self.wire)), cast(ConnectionReader, self.wire)
-        )
-        lines = [f"{name}: {value}" for name, value in headers]
-        self.exchange.begin(head("Host: a", *lines, method=method, version=version))
 
-    async def _app(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        cast(Response, send).request_id = REQUEST_ID  # as the ingress does
+        self.raised = None
         try:
             for message in self.messages:
                 await send(message)
@@ -114,76 +46,139 @@ class Bench:
             raise
 
 
+def request(method: str = "GET", version: str = "HTTP/1.1", *lines: str) -> bytes:
+    return "\r\n".join((f"{method} / {version}", "Host: a", *lines, "", "")).encode()
+
+
 async def settle() -> None:
     for _ in range(10):
         await asyncio.sleep(0)
 
 
-async def outcome(*messages: Message, **request: Any) -> tuple[Any, ...]:
-    bench = Bench(*messages, **request)
+def parts_of(written: bytes) -> tuple[bytes, list[bytes], bytes]:
+    """Return the status line, the other lines but the date in the order of their names, and the body."""
+    head, _, body = written.partition(b"\r\n\r\n")
+    status, *lines = head.split(b"\r\n")
+    return status, sorted(each for each in lines if not each.startswith(b"date: ")), body
+
+
+async def outcome(server: HTTPServer, app: Application, data: bytes, *messages: Message) -> tuple[Any, ...]:
+    """Return the response, whether it ends the connection, what the application got, and what is left."""
+    app.messages = messages
+    with connect(server) as client:
+        client.send(data)
+        await settle()
+        found = client.is_over, type(app.raised), len(server.state.tasks), len(server.state.watch)
     await settle()
-    exchange = bench.exchange
-    return (
-        *bench.wire.head(),
-        bench.wire.ends,
-        type(bench.raised),
-        (exchange.is_begun, exchange.is_whole, exchange.is_over, exchange._is_gone),
-        exchange._linger is not None,
-        len(bench.server_state.tasks),
-    )
+    return *parts_of(bytes(client.received)), *found
 
 
-def test_whole_responses_and_two_messages_give_the_same_bytes_and_states() -> None:
+@each_case("status", [200, 204, 304, 500, 299])
+def test_whole_responses_and_two_messages_give_the_same_bytes_and_states(status: int) -> None:
     async def test() -> None:
-        count = usual = 0
-        for method, version, status, is_draining, headers, size, extra in itertools.product(
-            ("GET", "HEAD", "POST"),
-            ("HTTP/1.1", "HTTP/1.0"),
-            (200, 204, 304, 500, 299),
-            (False, True),
-            ((), (KEEP,), (CLOSE,), (CHUNKED,)),
-            (0, 2, _JOIN_BYTES, _JOIN_BYTES + 1),
-            ((), ((b"connection", b"close"),), ((b"x-request-id", b"own"),), ((b"content-length", b"2"),)),
-        ):
-            if version == "HTTP/1.0" and CHUNKED in headers:
-                continue
-            message = whole(b"x" * size, status=status, headers=TEXT + extra)
-            request: dict[str, Any] = {
-                "method": method,
-                "version": version,
-                "headers": headers,
-                "is_draining": is_draining,
-            }
-            case = (method, version, status, is_draining, headers, size, extra)
-            found = await outcome(message, **request)
-            assert found == await outcome(*split_whole(message), **request), case
-            _, lines, body, *_ = found
-            names = [line.partition(b":")[0] for line in lines]
-            for name in (b"content-length", b"x-request-id", b"connection"):
-                assert names.count(name) <= 1, case
-            if found[4] is type(None):  # it could be sent
-                assert b"x-request-id" in names, case
-                assert b"content-length" in names or status in (204, 304), case
-                assert body == (b"" if method == "HEAD" or status in (204, 304) else b"x" * size), case
-            count += 1
-            usual += bool(not extra and found[3] == ["finish"])
-        assert (count, usual > 100) == (3 * 5 * 2 * (4 + 3) * 4 * 4, True)
+        app = Application()
+        count = 0
+        async with serving_in_memory(app) as server:
+            for method, version, is_draining, line, size, extra in itertools.product(
+                ("GET", "HEAD"),
+                ("HTTP/1.1", "HTTP/1.0"),
+                (False, True),
+                ("", "Connection: keep-alive", "Connection: close", "Transfer-Encoding: chunked"),
+                (0, 2, JOIN_BYTES, JOIN_BYTES + 1),
+                (
+                    (),
+                    ((b"connection", b"close"),),
+                    ((b"x-request-id", b"own"),),
+                    ((b"content-length", b"2"),),
+                ),
+            ):
+                if version == "HTTP/1.0" and "chunked" in line:
+                    continue
+                server.state.is_draining = is_draining
+                message = whole(b"x" * size, status=status, headers=TEXT + extra)
+                data = request(method, version, *filter(None, [line]))
+                case = (data, is_draining, message)
+                found = await outcome(server, app, data, message)
+                assert found == await outcome(server, app, data, *split_whole(message, REQUEST_ID)), case
+                _, lines, body, _, raised, *_ = found
+                names = [each.partition(b":")[0] for each in lines]
+                for name in (b"content-length", b"x-request-id", b"connection"):
+                    assert names.count(name) <= 1, case
+                if raised is type(None):  # it could be sent
+                    assert b"x-request-id" in names, case
+                    assert b"content-length" in names or status in (204, 304), case
+                    assert body == (b"" if method == "HEAD" or status in (204, 304) else b"x" * size), case
+                count += 1
+        assert count == 2 * 2 * (4 + 3) * 4 * 4
 
     run(test)
 
 
-@pytest.mark.parametrize(
+HEADS: list[dict[str, Any]] = [
+    {},
+    {"body": b"\r\n\r\n"},
+    {"body": b"x" * 999},
+    {"body": b"x" * 1000},
+    {"headers": ()},
+    *({"status": status} for status in (404, 500, 205, http.HTTPStatus.OK)),
+    {"headers": ((b"Content-Type", b"a/b"), (b"X-A", b"1"), (b"x-a", b"2"), (b"set-cookie", b"a=b"))},
+    {"headers": tuple((b"x-%d" % number, b"v" * 128) for number in range(8))},
+    # 1. The headers cannot be looked up in the cache of heads.
+    {"headers": list(TEXT)},
+    {"headers": ([b"content-type", b"a/b"],)},
+    {"headers": ((b"content-type", bytearray(b"a/b")),)},
+    # 2. They are the connection's, or those of one response, in whatever case.
+    *(
+        {"headers": (*TEXT, (name, b"1"))}
+        for name in (b"connection", b"Content-Length", b"date", b"Transfer-Encoding", b"X-Request-ID")
+    ),
+    # 3. They are too many, or too long.
+    {"headers": tuple((b"x-%d" % number, b"1") for number in range(9))},
+    {"headers": ((b"x-a", b"v" * 129),)},
+    {"headers": ((b"x" * 129, b"v"),)},
+    # 4. The status is unknown, or that of no response.
+    *({"status": status} for status in (0, 100, 199, 299, 1000, -1)),
+    # 5. It would end the head, or be read as two lines.
+    *(
+        {"headers": ((b"x-a", b"1"), header)}
+        for control in (b"\r", b"\n", b"\r\n", b"\0")
+        for header in ((b"x-b", b"1" + control + b"2"), (b"x" + control + b"b", b"1"))
+    ),
+]
+
+
+def test_a_head_has_the_same_bytes_whether_it_can_be_cached_or_not() -> None:
+    async def test() -> None:
+        app = Application()
+        async with serving_in_memory(app) as server:
+            for fields in HEADS:
+                message = whole(**fields)
+                found = [
+                    await outcome(server, app, request(), *messages)
+                    for messages in ((message,), (message,), split_whole(message, REQUEST_ID))
+                ]
+                assert found == found[:1] * 3, fields
+                is_valid = found[0][4] is type(None)
+                assert found[0][0].startswith(
+                    b"HTTP/1.1 %d " % (fields.get("status", 200) if is_valid else 500)
+                )
+                assert is_valid or found[0][2:5] == (b"Internal Server Error", False, ValueError), fields
+
+    run(test)
+
+
+@each_case(
     ("fields", "added"),
     [
-        ({}, [(b"content-length", b"2"), (b"x-request-id", b"an-id")]),
-        ({"body": b""}, [(b"content-length", b"0"), (b"x-request-id", b"an-id")]),
+        ({}, [(b"content-length", b"2"), (b"x-request-id", REQUEST_ID)]),
+        ({"body": b""}, [(b"content-length", b"0"), (b"x-request-id", REQUEST_ID)]),
         # A length, or an id, of its own is left as it is, in whatever case.
-        ({"headers": ((b"Content-Length", b"9"),)}, [(b"x-request-id", b"an-id")]),
+        ({"headers": ((b"Content-Length", b"9"),)}, [(b"x-request-id", REQUEST_ID)]),
         ({"headers": ((b"X-Request-ID", b"own"),)}, [(b"content-length", b"2")]),
-        ({"headers": [(b"Transfer-Encoding", b"chunked")]}, [(b"x-request-id", b"an-id")]),
+        ({"headers": [(b"Transfer-Encoding", b"chunked")]}, [(b"x-request-id", REQUEST_ID)]),
         # There is no body whose length could be told.
-        ({"status": 204, "body": b""}, [(b"x-request-id", b"an-id")]),
-        ({"status": 304, "body": b""}, [(b"x-request-id", b"an-id")]),
+        ({"status": 204, "body": b""}, [(b"x-request-id", REQUEST_ID)]),
+        ({"status": 304, "body": b""}, [(b"x-request-id", REQUEST_ID)]),
     ],
 )
 def test_a_whole_response_is_split_into_two_messages(
@@ -191,7 +186,7 @@ def test_a_whole_response_is_split_into_two_messages(
 ) -> None:
     message = whole(**fields)
     before = list(message["headers"])
-    start, body = split_whole(message)
+    start, body = split_whole(message, REQUEST_ID)
     assert start == {
         "type": "http.response.start",
         "status": message["status"],
@@ -199,154 +194,165 @@ def test_a_whole_response_is_split_into_two_messages(
     }
     assert body == {"type": "http.response.body", "body": message["body"]}
     assert list(message["headers"]) == before  # they may be shared
-    del message["request_id"]
-    assert split_whole(message)[0]["headers"] == before + [each for each in added if each[1] != b"an-id"]
+    assert split_whole(message)[0]["headers"] == before + [each for each in added if each[1] != REQUEST_ID]
 
 
-def test_a_head_that_cannot_be_sent_is_a_500_and_no_second_response() -> None:
+def test_messages_after_a_whole_response_or_within_another_are_errors() -> None:
     async def test() -> None:
-        for headers in (((b"x-a", b"1\r\nx-b: 2"),), ((b"content-length", b"7"),)):
-            status, lines, body, ends, raised, *_ = await outcome(whole(headers=headers))
-            assert status == b"HTTP/1.1 500 Internal Server Error"
-            assert body == b"Internal Server Error"
-            assert not any(b"x-b" in line for line in lines)
-            assert (ends, raised) == (["finish"], ValueError)
-
-    run(test)
-
-
-@pytest.mark.parametrize("second", [whole(b"again"), *split_whole(whole(b"again"))])
-def test_nothing_can_follow_a_whole_response(second: Message) -> None:
-    async def test() -> None:
-        bench = Bench(whole(b"first"), second)
-        await settle()
-        assert isinstance(bench.raised, RuntimeError)
-        assert bench.wire.head()[2] == b"first"
-        assert bench.wire.ends == ["finish"]
-
-    run(test)
-
-
-def test_a_whole_response_cannot_follow_the_start_of_another() -> None:
-    async def test() -> None:
-        bench = Bench(split_whole(whole())[0], whole())
-        await settle()
-        assert isinstance(bench.raised, RuntimeError)
-        assert bench.wire.head()[0] == b"HTTP/1.1 500 Internal Server Error"
+        app = Application()
+        async with serving_in_memory(app) as server:
+            for second in (whole(b"again"), *split_whole(whole(b"again"))):
+                found = await outcome(server, app, request(), whole(b"first"), second)
+                assert found[2:5] == (b"first", False, RuntimeError), second
+            found = await outcome(server, app, request(), split_whole(whole())[0], whole())
+            assert found[0] == b"HTTP/1.1 500 Internal Server Error"
+            assert found[4] is RuntimeError
 
     run(test)
 
 
 def test_a_whole_response_ends_when_the_client_has_read_it() -> None:
     async def test() -> None:
-        bench = Bench(whole(b"first"))
-        flushed = bench.wire.held = asyncio.get_running_loop().create_future()
-        await settle()
-        assert bench.wire.head()[2] == b"first"
-        assert (bench.wire.ends, len(bench.server_state.tasks)) == ([], 1)
-        flushed.set_result(None)
-        await settle()
-        assert (bench.wire.ends, len(bench.server_state.tasks)) == (["finish"], 0)
+        app = Application()
+        async with serving_in_memory(app) as server:
+            app.messages = (whole(b"first"),)
+            client = connect(server)
+            client.stop_reading()
+            client.send(request() * 2)
+            await settle()
+            assert client.received.count(b"first") == len(server.state.tasks) == 1
+            client.read_on()
+            await settle()
+            assert (client.received.count(b"first"), len(server.state.tasks)) == (2, 0)
 
     run(test)
 
 
-@pytest.mark.parametrize("is_held", [False, True])
-def test_a_disconnected_client_is_an_error_of_its_connection(is_held: bool) -> None:
+def test_a_disconnected_client_is_an_error_of_its_connection() -> None:
     async def test() -> None:
-        bench = Bench(whole(b"first"))
-        if is_held:
-            held = bench.wire.held = asyncio.get_running_loop().create_future()
+        app = Application()
+        async with serving_in_memory(app) as server:
+            app.messages = (whole(b"first"),)
+            client: MemoryTransport = connect(server)
+            client.send(request())
+            client.close()  # the application runs before the connection is told
             await settle()
-            held.set_exception(ConnectionResetError("gone"))
-        else:
-            bench.wire.is_closed = True
-        await settle()
-        assert isinstance(bench.raised, ConnectionResetError)
-        assert bench.wire.ends == []
-        assert not bench.server_state.tasks
+            assert isinstance(app.raised, ConnectionResetError)
+            assert not server.state.tasks
 
     run(test)
 
 
 def test_the_framing_of_a_request_does_not_change_how_the_next_is_read() -> None:
-
-    def begin(
-        connection: Connection, server_state: ServerState, wire: Wire, version: str, *headers: tuple[str, str]
-    ) -> Exchange:
-        exchange = Exchange(server_state, connection, cast(ConnectionReader, wire))
-        exchange.begin(head(*(f"{name}: {value}" for name, value in headers), version=version))
-        return exchange
+    heads = [
+        b"HTTP/1.1\r\n%b\r\n" % b"".join(b"%b\r\n" % line for line in lines)
+        for lines in (
+            [b"Host: a"],
+            [b"Host: b"],
+            [b"Host: a", b"Connection: keep-alive"],
+            [b"Host: a", b"Connection: close"],
+            [b"Host: a", b"Transfer-Encoding: chunked"],
+            [b"Host: a", b"Content-Length: 2"],
+            [b"Host: a", b"Content-Length: x"],
+            [b"Host: a", b"Transfer-Encoding: chunked", b"Content-Length: 2"],
+            [b"Host: a b"],
+            [b"Host: a,a"],
+            [b"Content-Length: 0"],
+            [],
+        )
+    ]
+    heads += [each.replace(b"HTTP/1.1", b"HTTP/1.0") for each in heads]
 
     async def test() -> None:
-        host, other = ("Host", "a"), ("Host", "b")
-        bench = Bench(whole())
-        cases: list[tuple[str, tuple[tuple[str, str], ...]]] = [
-            ("HTTP/1.1", (host,)),
-            ("HTTP/1.0", (host,)),
-            ("HTTP/1.0", ()),
-            ("HTTP/1.0", (("Content-Length", "2"),)),
-            ("HTTP/1.0", (KEEP,)),
-            ("HTTP/1.1", (("Content-Length", "2"),)),
-            ("HTTP/1.1", (KEEP,)),
-            ("HTTP/1.1", (host, CLOSE)),
-            ("HTTP/1.1", (host, CHUNKED)),
-            ("HTTP/1.1", (host, ("Content-Length", "2"))),
-            ("HTTP/1.1", (host, ("Content-Length", "x"))),
-            ("HTTP/1.1", (host, CHUNKED, ("Content-Length", "2"))),
-            ("HTTP/1.1", (("Host", "a b"),)),
-            ("HTTP/1.1", (("Host", "a,a"),)),
-            ("HTTP/1.1", ()),
-            ("HTTP/1.1", (("Content-Length", "0"),)),
-            ("HTTP/1.1", (other,)),
-            ("HTTP/1.1", (host, KEEP)),
-        ]
+        app = Application()
+        async with serving_in_memory(app) as server:
+            app.messages = (whole(b"first"),)
 
-        def read(connection: Connection, case: tuple[str, tuple[tuple[str, str], ...]]) -> tuple[Any, ...]:
-            wire = Wire()
-            connection.stream = cast(Stream, wire)
-            exchange = begin(connection, bench.server_state, wire, case[0], *case[1])
-            found = exchange._is_http11, exchange._closes, exchange.body.is_ended, wire.head()[:2]
-            exchange.on_connection_close()
-            return found
+            async def answers(*requests: bytes) -> bytes:
+                with connect(server) as client:
+                    for each in requests:
+                        client.send(each)
+                        await settle()
+                await settle()
+                return bytes(client.received)
 
-        wire = cast(Stream, Wire())
-        for before, after in itertools.product(cases, cases):
-            connection = Connection(wire)
-            read(connection, before)
-            assert read(connection, after) == read(Connection(wire), after), (before, after)
-        await settle()
+            def complete(head: bytes) -> bytes:
+                body = b"0\r\n\r\n" if b"chunked" in head else b"hi" if b"Length: 2" in head else b""
+                return b"GET / " + head + body
+
+            alone = {head: await answers(complete(head)) for head in heads}
+            for before, after in itertools.product(heads, heads):
+                is_last = alone[before].count(b"connection: close") or (
+                    b"HTTP/1.0" in before and b"keep-alive" not in before
+                )
+                expected = alone[before] + (b"" if is_last else alone[after])
+                found = await answers(complete(before), complete(after))
+                assert without_dates(found) == without_dates(expected), (before, after)
 
     run(test)
 
 
-def test_the_scopes_of_a_connection_share_nothing_that_changes() -> None:
-    async def test() -> None:
-        seen: list[Scope] = []
+def without_dates(written: bytes) -> list[bytes]:
+    return [line for line in written.split(b"\r\n") if not line.startswith(b"date: ")]
 
-        async def app(scope: Scope, receive: Receive, send: Send) -> None:
-            seen.append(scope)
-            scope["path"] = scope["root_path"] = scope["scheme"] = scope["client"] = "changed"
-            scope["headers"].append((b"x", b"y"))
-            await send(whole())
 
-        bench = Bench()
-        connection = bench.exchange._connection
-        await settle()
-        bench.server_state.app = app
-        for _ in range(2):
-            wire = Wire()
-            connection.stream = cast(Stream, wire)
-            exchange = Exchange(bench.server_state, connection, cast(ConnectionReader, wire))
-            exchange.begin(head("Host: a", target="/%41?q=%41"))
-            before = dict(connection.scope)
-            await settle()
-            assert connection.scope == before
-            assert connection.scope["scheme"] == "http"
-        assert len(seen) == 2
-        assert seen[0] is not seen[1]
-        assert seen[0]["headers"] is not seen[1]["headers"]
-        assert seen[1]["headers"] == [(b"host", b"a"), (b"x", b"y")]
-        assert (seen[1]["raw_path"], seen[1]["query_string"]) == (b"/%41", b"q=%41")
+# ---- the cache of heads
 
-    run(test)
+
+class Clock(LoopClock):
+    """A clock in the hand of the test: what it shows, and how far the wall's is from that."""
+
+    def __init__(self) -> None:
+        self.shown = 100.0
+        self.wall_offset_s = 0.25
+
+    def now(self) -> float:
+        return self.shown
+
+    def wall(self) -> float:
+        return self.shown + self.wall_offset_s
+
+
+def test_each_second_has_its_own_date() -> None:
+    clock = Clock()
+    line = DateHeader(clock)
+    cache = HeadCache(line)
+
+    def date() -> bytes:
+        written = cache.write(whole(), REQUEST_ID)
+        assert written is not None
+        (found,) = (line for line in written.split(b"\r\n") if line.startswith(b"date: "))
+        assert found == line.line()
+        return found[-12:]
+
+    assert date() == b"00:01:40 GMT"
+    assert line.line() == b"date: Thu, 01 Jan 1970 00:01:40 GMT"
+    clock.shown += 0.74
+    assert date() == b"00:01:40 GMT"
+    clock.shown += 0.02  # the wall's second ends before that of the clock that only goes forward
+    assert date() == b"00:01:41 GMT"
+    clock.shown += 60
+    assert date() == b"00:02:41 GMT"
+    clock.wall_offset_s += 3600  # the wall's clock was set
+    assert date() == b"00:02:41 GMT"
+    clock.shown += 1
+    assert date() == b"01:02:42 GMT"
+
+
+def test_the_cache_is_bounded_and_holds_no_large_heads() -> None:
+    clock = Clock()
+    cache = HeadCache(DateHeader(clock))
+    limit = response_head._MAX_HEADS
+
+    def write(value: bytes) -> bytes | None:
+        return cache.write(whole(headers=((b"x-n", value),)), REQUEST_ID)
+
+    assert [write(b"%1000d" % number) for number in range(3)] == [None] * 3
+    for number in range(limit):
+        assert write(b"%d" % number) is not None
+    # What is there is used, what is not is written otherwise.
+    assert write(b"%d" % limit) is None
+    assert write(b"0") is not None
+    # In the next second there is room again.
+    clock.shown += 1
+    assert write(b"%d" % limit) is not None

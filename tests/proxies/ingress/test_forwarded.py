@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
+from tables import each_case
 
 from daskserve.common.types import Receive, Send
 from daskserve.options.http import HTTPOptions
@@ -39,7 +40,7 @@ def test_forwarded_headers_of_an_untrusted_client_are_ignored() -> None:
     assert seen(None, *forwarded("1.1.1.1")) == (None, "http")
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("hops", "client"),
     [
         (["192.0.2.9"], "192.0.2.9"),

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-import pytest
+from tables import each_case
 
 from daskserve import errors
 from daskserve.payload.packed_errors import pack_now
@@ -21,7 +21,7 @@ class UserMistakeError(ValueError):
     """What user code raises is not ours, whatever its base."""
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("error", "expected"),
     [
         (
@@ -76,12 +76,12 @@ def test_only_debug_shows_the_traceback_of_a_fault() -> None:
     assert reply.text.rstrip().endswith("UserMistakeError: secret")
 
 
-@pytest.mark.parametrize("kind", [errors.UnavailableError, errors.ActorLostError])
+@each_case("kind", [errors.UnavailableError, errors.ActorLostError])
 def test_debug_shows_the_message_of_an_error_of_the_cluster(kind: type[errors.UnavailableError]) -> None:
     assert reply_to(kind("b#1 at tcp://10.0.0.1:1"), "42", debug=True).text == "b#1 at tcp://10.0.0.1:1"
 
 
-@pytest.mark.parametrize("kind", errors.subclasses())
+@each_case("kind", errors.subclasses())
 def test_every_daskserve_error_has_a_reply_with_its_status_or_a_bare_500(
     kind: type[errors.ServeError],
 ) -> None:

@@ -12,6 +12,7 @@ import msgpack
 import pytest
 from http_harness import poll_for, read_body, respond, run, tracebacks
 from starlette.middleware import Middleware
+from tables import each_case
 
 from daskserve.common.types import WHOLE_RESPONSE, Envelope, EnvelopeKind, Message, Receive, Send
 from daskserve.errors import ActorLostError, BackPressureError, BadRequestError
@@ -59,7 +60,7 @@ def make_ingress(
     routers: Routers,
     table: RouteTable | None = TABLE,
     *,
-    takes_whole: bool = False,
+    is_direct: bool = False,
     unready: Sequence[str] | None = (),
     **options: Any,
 ) -> IngressApp:
@@ -68,7 +69,7 @@ def make_ingress(
         routes=lambda: table,
         dispatch=routers,
         rng=random.Random(1),
-        takes_whole=takes_whole,
+        is_direct=is_direct,
         unready=lambda: unready,
     )
 
@@ -133,7 +134,7 @@ def ask(app: ASGIApp, path: str, method: str = "GET", *headers: tuple[bytes, byt
 # ---- routes and scopes
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("path", "endpoint", "route"),
     [("/a", "one", "/a"), ("/a/", "one", "/a"), ("/a/x", "one", "/a"), ("/a/b/x", "two", "/a/b")],
 )
@@ -176,7 +177,7 @@ def test_the_head_is_the_scope_as_plain_values() -> None:
     )
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("headers", "has_body"),
     [
         ([], False),
@@ -205,8 +206,8 @@ def test_a_scope_without_optional_keys_is_enough() -> None:
     )
 
 
-@pytest.mark.parametrize("root_path", ["/api", "api/", "/api/"])
-@pytest.mark.parametrize("path", ["/a/x", "/api/a/x"])
+@each_case("root_path", ["/api", "api/", "/api/"])
+@each_case("path", ["/a/x", "/api/a/x"])
 def test_a_path_gets_the_root_path_whether_or_not_a_reverse_proxy_took_it_off(
     root_path: str, path: str
 ) -> None:
@@ -257,7 +258,7 @@ def test_without_list_routes_clients_learn_no_routes() -> None:
     assert ask(ingress, "/-/healthz").status == 200
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("path", "method"),
     [("/x", "GET"), ("/a", "PUT"), ("/a", "GET"), ("/-/routes", "GET"), ("/-/healthz", "GET")],
 )
@@ -271,7 +272,7 @@ def test_responses_of_user_code_get_no_further_headers() -> None:
     assert set(answer.headers) == {"x-request-id"}
 
 
-@pytest.mark.parametrize("method", ["PUT", "HEAD", "get"])
+@each_case("method", ["PUT", "HEAD", "get"])
 def test_a_wrong_method_is_a_405_that_lists_the_allowed_ones(method: str) -> None:
     routers = Routers()
     answer = ask(make_ingress(routers), "/a", method)
@@ -284,7 +285,7 @@ def test_a_wrong_method_is_a_405_that_lists_the_allowed_ones(method: str) -> Non
 # ---- system routes
 
 
-@pytest.mark.parametrize("method", ["GET", "HEAD"])
+@each_case("method", ["GET", "HEAD"])
 def test_system_routes(method: str) -> None:
     ingress = make_ingress(Routers())
     assert ask(ingress, "/-/healthz", method).text == "success"
@@ -299,7 +300,7 @@ def test_system_routes_accept_no_other_method() -> None:
     assert (answer.status, answer.headers["allow"]) == (405, "GET, HEAD")
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("unready", "lists_routes", "status", "text"),
     [
         (["model", "shop/back"], True, 503, "No replica runs of: model, shop/back."),
@@ -318,15 +319,15 @@ def test_a_proxy_is_ready_once_all_that_should_run_has_a_replica(
     assert ask(ingress, "/a").status == 200
 
 
-@pytest.mark.parametrize("path", ["/-/healthz", "/-/readyz"])
-@pytest.mark.parametrize("is_pending", [False, True])
+@each_case("path", ["/-/healthz", "/-/readyz"])
+@each_case("is_pending", [False, True])
 def test_a_proxy_without_a_route_is_neither_healthy_nor_ready(path: str, is_pending: bool) -> None:
     route = {"endpoint": "new", "methods": ["GET"], "application": "new", "pending": True}
     answer = ask(make_ingress(Routers(), RouteTable({"/": route} if is_pending else {})), path)
     assert (answer.status, answer.text) == (503, "There is no route yet.")
 
 
-@pytest.mark.parametrize("path", ["/-/healthz", "/-/readyz", "/-/routes", "/a"])
+@each_case("path", ["/-/healthz", "/-/readyz", "/-/routes", "/a"])
 def test_before_there_are_routes_everything_is_unavailable(path: str) -> None:
     answer = ask(make_ingress(Routers(), None), path)
     assert (answer.status, answer.text) == (503, "Route table is not populated yet.")
@@ -351,7 +352,7 @@ def test_other_paths_below_the_dash_are_user_routes() -> None:
 # ---- request ids
 
 
-@pytest.mark.parametrize("path", ["/a", "/x", "/-/healthz"])
+@each_case("path", ["/a", "/x", "/-/healthz"])
 def test_a_request_id_comes_back_with_every_answer(path: str) -> None:
     answer = ask(make_ingress(Routers()), path, "GET", (b"x-request-id", b"mine"))
     assert answer.headers["x-request-id"] == "mine"
@@ -367,7 +368,7 @@ def test_a_request_without_an_id_gets_a_random_uuid() -> None:
     assert [envelope.head["extensions"]["daskserve"]["request_id"] for _, envelope in routers.calls] == ids
 
 
-@pytest.mark.parametrize(
+@each_case(
     "chosen",
     [b"1", b"x" * 128, b"Root=1-67891233-abcdef012345678912345678", b"a.b_c~d+e/f=:g@h", b"%d" % 10**30],
 )
@@ -378,7 +379,7 @@ def test_an_id_of_a_client_is_kept(chosen: bytes) -> None:
     assert routers.head["extensions"]["daskserve"]["request_id"].encode() == chosen
 
 
-@pytest.mark.parametrize(
+@each_case(
     "chosen",
     [
         b"x" * 129,
@@ -405,7 +406,7 @@ def test_an_id_that_is_too_long_or_has_other_characters_is_replaced(chosen: byte
     assert routers.head["extensions"]["daskserve"]["request_id"] == answer.headers["x-request-id"]
 
 
-@pytest.mark.parametrize("name", [b"x-request-id", b"X-Request-ID"])
+@each_case("name", [b"x-request-id", b"X-Request-ID"])
 def test_an_id_that_the_application_sets_stays_the_only_one(name: bytes) -> None:
     async def answer(receive: Receive, send: Send) -> None:
         await respond(send, headers=((name, b"its own"),))
@@ -432,7 +433,7 @@ async def hang(receive: Receive, send: Send) -> None:
     await asyncio.Event().wait()
 
 
-@pytest.mark.parametrize(("option", "header"), [(0.01, None), (None, b"0.01"), (60, b"0.01")])
+@each_case(("option", "header"), [(0.01, None), (None, b"0.01"), (60, b"0.01")])
 def test_a_request_past_its_deadline_is_cancelled_and_answered_with_408(
     option: float | None, header: bytes | None
 ) -> None:
@@ -457,9 +458,7 @@ def test_a_request_past_its_deadline_is_cancelled_and_answered_with_408(
     assert ingress.statistics().timed_out == 1
 
 
-@pytest.mark.parametrize(
-    "header", [b"0", b"-1", b"inf", b"-inf", b"nan", b"1e308", b"60.5", b"1e999", b"soon"]
-)
+@each_case("header", [b"0", b"-1", b"inf", b"-inf", b"nan", b"1e308", b"60.5", b"1e999", b"soon"])
 def test_a_client_never_gets_more_time_than_the_operator_gives(header: bytes) -> None:
     reply = ask(
         make_ingress(Routers(hang), request_timeout_s=0.005),
@@ -471,7 +470,7 @@ def test_a_client_never_gets_more_time_than_the_operator_gives(header: bytes) ->
     assert (reply.status, reply.text) == (408, "Request 42 timed out after 0.005s.")
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("client", "header", "deadline"),
     [
         ("10.0.0.1", b"100", 100.0),
@@ -482,12 +481,12 @@ def test_a_client_never_gets_more_time_than_the_operator_gives(header: bytes) ->
         ("192.0.2.1", b"0", 60.0),
     ],
 )
-@pytest.mark.parametrize("takes_whole", [False, True])
+@each_case("is_direct", [False, True])
 def test_a_trusted_forwarder_may_ask_for_more_time(
-    client: str, header: bytes, deadline: float | None, takes_whole: bool
+    client: str, header: bytes, deadline: float | None, is_direct: bool
 ) -> None:
     routers = Routers()
-    ingress = make_ingress(routers, request_timeout_s=60, takes_whole=takes_whole)
+    ingress = make_ingress(routers, request_timeout_s=60, is_direct=is_direct)
     app = ForwardedHeaders(ingress, ["10.0.0.0/8"])
     scope = make_scope("/a", "GET", (b"x-request-timeout-seconds", header), client=(client, 4))
     run_virtual(call, app, scope)
@@ -500,7 +499,7 @@ def test_a_websocket_of_a_trusted_forwarder_carries_no_mark() -> None:
         await send({"type": "websocket.accept"})
 
     routers = Routers(accept)
-    app = ForwardedHeaders(make_ingress(routers, takes_whole=True), ["127.0.0.1"])
+    app = ForwardedHeaders(make_ingress(routers, is_direct=True), ["127.0.0.1"])
     scripted(app, make_socket_scope("/a", (b"x-request-timeout-seconds", b"5")))
     assert not [key for key in routers.head if key.startswith("daskserve")]
 
@@ -526,7 +525,7 @@ def test_a_timeout_of_user_code_is_not_our_deadline() -> None:
     assert ingress.statistics().timed_out == 0
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("value", "seconds", "of_a_forwarder", "without_a_limit"),
     [
         (b"2.5", 2.5, 2.5, 2.5),
@@ -546,7 +545,7 @@ def test_the_timeout_header(
     assert parse_timeout(value, limit_s=None) == without_a_limit
 
 
-@pytest.mark.parametrize("value", [b"nan", b"", b"soon", b"5s", b"\xff"])
+@each_case("value", [b"nan", b"", b"soon", b"5s", b"\xff"])
 def test_a_timeout_header_that_is_no_number_leaves_the_default(value: bytes) -> None:
     assert parse_timeout(value, limit_s=60.0) == 60.0
     routers = Routers()
@@ -581,7 +580,7 @@ def failing(error: Exception, *, started: bool = False) -> Routers:
     return Routers(answer)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("error", "status", "text"),
     [
         (BackPressureError("full", retry_after_s=2.1), 503, "full"),
@@ -634,7 +633,7 @@ def test_an_error_after_the_first_byte_reaches_the_server(caplog: pytest.LogCapt
     assert "Request 42" in caplog.text
 
 
-@pytest.mark.parametrize("is_hidden", [False, True])
+@each_case("is_hidden", [False, True])
 def test_a_request_whose_body_the_server_refuses_is_not_counted_as_cancelled(is_hidden: bool) -> None:
     class Hiding:
         def __init__(self, app: ASGIApp) -> None:
@@ -663,7 +662,7 @@ def test_a_request_whose_body_the_server_refuses_is_not_counted_as_cancelled(is_
     run(test)
 
 
-@pytest.mark.parametrize(
+@each_case(
     "messages",
     [
         [{"type": "http.response.start", "status": "200"}],
@@ -766,7 +765,7 @@ def test_websockets_go_to_their_endpoint() -> None:
     assert ingress.statistics().responses == {"1xx": 1}
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("path", "error", "status", "text"),
     [
         ("/x", None, 404, b"Path '/x' not found"),
@@ -858,7 +857,7 @@ def test_without_middlewares_the_ingress_is_the_application() -> None:
     assert build_app(ingress) is ingress
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("value", "expected"),
     [
         ({"a": [1, (b"x", None, True, 1.5)]}, True),
@@ -879,40 +878,35 @@ def whole(body: bytes = b"done", **changes: Any) -> Message:
     return {"type": WHOLE_RESPONSE, "status": 201, "headers": [(b"x-a", b"1")], "body": body, **changes}
 
 
-@pytest.mark.parametrize("takes_whole", [False, True])
-def test_a_whole_response_is_one_message_only_for_servers_that_take_it(takes_whole: bool) -> None:
+def test_a_whole_response_becomes_two_messages_for_a_middleware() -> None:
     message = whole()
 
     async def answer(receive: Receive, send: Send) -> None:
         await send(message)
 
-    ingress = make_ingress(Routers(answer), takes_whole=takes_whole)
+    ingress = make_ingress(Routers(answer))
     reply = ask(ingress, "/a", "GET", (b"x-request-id", b"mine"))
-    if takes_whole:
-        assert reply.messages == [whole(request_id=b"mine")]
-    else:
-        headers = [(b"x-a", b"1"), (b"content-length", b"4"), (b"x-request-id", b"mine")]
-        assert reply.messages == [
-            {"type": "http.response.start", "status": 201, "headers": headers},
-            {"type": "http.response.body", "body": b"done"},
-        ]
+    headers = [(b"x-a", b"1"), (b"content-length", b"4"), (b"x-request-id", b"mine")]
+    assert reply.messages == [
+        {"type": "http.response.start", "status": 201, "headers": headers},
+        {"type": "http.response.body", "body": b"done"},
+    ]
     assert message == whole()
     assert ingress.statistics().responses == {"2xx": 1}
 
 
-@pytest.mark.parametrize("takes_whole", [False, True])
-@pytest.mark.parametrize("second", [whole(), {"type": "http.response.start", "status": 200}])
-def test_nothing_follows_a_whole_response(takes_whole: bool, second: Message) -> None:
+@each_case("second", [whole(), {"type": "http.response.start", "status": 200}])
+def test_nothing_follows_a_whole_response(second: Message) -> None:
     async def answer(receive: Receive, send: Send) -> None:
         await send(whole())
         await send(second)
 
     with pytest.raises(RuntimeError, match="a second time"):
-        ask(make_ingress(Routers(answer), takes_whole=takes_whole), "/a")
+        ask(make_ingress(Routers(answer)), "/a")
 
 
 def test_a_whole_response_without_a_proper_status_is_a_failure() -> None:
     async def answer(receive: Receive, send: Send) -> None:
         await send(whole(status="200"))
 
-    assert ask(make_ingress(Routers(answer), takes_whole=True), "/a").status == 500
+    assert ask(make_ingress(Routers(answer)), "/a").status == 500

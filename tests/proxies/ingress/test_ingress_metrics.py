@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
+from tables import each_case
 
 from daskserve.proxies.ingress.metrics import MAX_ROUTES, NO_ROUTE, SYSTEM_ROUTES, IngressMetrics
 from daskserve.proxies.ingress.routes import Route
@@ -46,7 +46,7 @@ def test_invented_paths_and_methods_create_few_series() -> None:
     }
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("status", "code"), [(0, "499"), (99, "599"), (100, "100"), (599, "599"), (600, "599"), (12345, "599")]
 )
 def test_a_status_that_is_none_has_no_label_of_its_own(status: int, code: str) -> None:

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tables import each_case
 
 from daskserve.proxies.ingress.routes import Route, RouteTable
 
@@ -13,7 +13,7 @@ def table(*routes: str) -> RouteTable:
     return RouteTable({route: {"endpoint": f"at {route}", "methods": ["GET"]} for route in routes})
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("routes", "path", "expected"),
     [
         (["/route"], "/route", "/route"),
@@ -53,7 +53,7 @@ def test_a_route_carries_its_endpoint_and_methods_in_upper_case() -> None:
     assert routes.match("/a") == Route("/a", "one", frozenset({"GET", "POST"}), prefix="/a")
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("routes", "path", "route", "prefix", "params"),
     [
         (["/api/{name}"], "/api/joe", "/api/{name}", "/api/joe", {"name": "joe"}),
@@ -118,7 +118,7 @@ def test_a_route_of_an_application_is_listed_with_its_name() -> None:
     assert routes.endpoints() == {"/e": "e", "/shop": "shop/cart"}
 
 
-@pytest.mark.parametrize("variable", ["", "/users/{id}"])
+@each_case("variable", ["", "/users/{id}"])
 def test_a_pending_route_takes_only_what_no_other_route_matches(variable: str) -> None:
     def target(endpoint: str, *, pending: bool = False) -> dict[str, Any]:
         return {"endpoint": endpoint, "methods": ["GET"], "application": endpoint, "pending": pending}

@@ -18,6 +18,7 @@ from http_harness import (
     connected,
     echo,
     hello,
+    on_each_transport,
     poll_for,
     request,
     respond,
@@ -25,17 +26,13 @@ from http_harness import (
     serving,
     tracebacks,
 )
+from tables import each_case
 
 from daskserve.common.types import Receive, Send
 from daskserve.proxies.asgi import Scope
 from daskserve.proxies.server import accepting
 from daskserve.proxies.server.accepting import Acceptor, default_max_connections, descriptor_limit
 from daskserve.proxies.server.life import HTTPServer
-
-#: See `conftest`.
-TRANSPORTS = ("tornado", "asyncio")
-pytestmark = pytest.mark.usefixtures("server_state")
-
 
 HANDSHAKE = (
     "Connection: Upgrade",
@@ -57,17 +54,15 @@ def evicted(server: HTTPServer) -> object:
     return metrics(server)["http_evicted_connections",]
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("descriptors", "connections"),
     [(1024, 768), (256, 192), (65_536, 10_000), (None, 10_000), (1, 1)],
 )
-def test_by_default_a_quarter_of_the_descriptors_is_left(
-    descriptors: int | None, connections: int, server_state: str
-) -> None:
+def test_by_default_a_quarter_of_the_descriptors_is_left(descriptors: int | None, connections: int) -> None:
     assert default_max_connections(descriptors) == connections
 
 
-def test_a_server_has_the_default_limit(server_state: str) -> None:
+def test_a_server_has_the_default_limit() -> None:
     async def test() -> None:
         async with serving(hello) as server:
             assert server._acceptor._max_connections == default_max_connections(descriptor_limit())
@@ -75,9 +70,7 @@ def test_a_server_has_the_default_limit(server_state: str) -> None:
     run(test)
 
 
-def test_a_limit_beyond_the_descriptors_is_logged(
-    server_state: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_limit_beyond_the_descriptors_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     async def test() -> None:
         async with serving(hello, max_connections=10**9):
             pass
@@ -89,9 +82,8 @@ def test_a_limit_beyond_the_descriptors_is_logged(
 # ---- the limit
 
 
-def test_at_the_limit_clients_wait_until_a_connection_closes(
-    server_state: str, caplog: pytest.LogCaptureFixture
-) -> None:
+@on_each_transport
+def test_at_the_limit_clients_wait_until_a_connection_closes(caplog: pytest.LogCaptureFixture) -> None:
     async def test() -> None:
         app = Hanging()
         async with serving(app, max_connections=2) as server:
@@ -112,7 +104,7 @@ def test_at_the_limit_clients_wait_until_a_connection_closes(
     assert "Accepting no connections for 0.05 s at a time: there are 2 (max_connections)" in record.message
 
 
-def test_at_the_limit_the_connection_that_is_idle_for_longest_gives_way(server_state: str) -> None:
+def test_at_the_limit_the_connection_that_is_idle_for_longest_gives_way() -> None:
     async def test() -> None:
         hanging = Hanging()
 
@@ -148,7 +140,7 @@ def test_at_the_limit_the_connection_that_is_idle_for_longest_gives_way(server_s
     run(test)
 
 
-def test_connections_that_were_used_a_moment_ago_do_not_give_way(server_state: str) -> None:
+def test_connections_that_were_used_a_moment_ago_do_not_give_way() -> None:
     async def test() -> None:
         async with serving(hello, max_connections=1) as server:
             async with connected(server) as first, connected(server) as second:
@@ -164,7 +156,8 @@ def test_connections_that_were_used_a_moment_ago_do_not_give_way(server_state: s
     run(test)
 
 
-def test_uploads_and_responses_under_way_do_not_give_way(server_state: str) -> None:
+@on_each_transport
+def test_uploads_and_responses_under_way_do_not_give_way() -> None:
     size = 20_000_000
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -176,9 +169,7 @@ def test_uploads_and_responses_under_way_do_not_give_way(server_state: str) -> N
                 await uploading.send(b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 4\r\n\r\nab")
                 reading.writer.transport.pause_reading()  # type: ignore[attr-defined]
                 await reading.send(request("/large"))
-                await poll_for(
-                    lambda: any(each.stream.writing() for each in server._server_state.connections)
-                )
+                await poll_for(lambda: any(each.stream.writing() for each in server.state.connections))
                 advance(2)
                 async with connected(server) as waiting:
                     await waiting.send(request("/"))
@@ -194,7 +185,8 @@ def test_uploads_and_responses_under_way_do_not_give_way(server_state: str) -> N
     run(test)
 
 
-def test_websockets_count(server_state: str) -> None:
+@on_each_transport
+def test_websockets_count() -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             await respond(send, b"served")
@@ -217,7 +209,8 @@ def test_websockets_count(server_state: str) -> None:
     run(test)
 
 
-def test_a_server_that_drains_at_its_limit_serves_those_that_wait(server_state: str) -> None:
+@on_each_transport
+def test_a_server_that_drains_at_its_limit_serves_those_that_wait() -> None:
     async def test() -> None:
         app = Hanging()
         async with serving(app, max_connections=1) as server:
@@ -256,12 +249,13 @@ def no_descriptors() -> Iterator[None]:
             os.close(number)
 
 
+@on_each_transport
 def test_without_descriptors_accepting_pauses(
-    server_state: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(accepting, "IDLE_S", 60.0)
     tries: list[float] = []
-    take_next = Acceptor._take_next
+    take_next = Acceptor._accept_next
 
     def count(acceptor: Acceptor, listening: socket.socket) -> None:
         tries.append(asyncio.get_running_loop().time())
@@ -270,7 +264,7 @@ def test_without_descriptors_accepting_pauses(
     async def test() -> None:
         async with serving(hello) as server, connected(server) as served:
             assert (await served.get("/")).status == 200
-            monkeypatch.setattr(Acceptor, "_take_next", count)
+            monkeypatch.setattr(Acceptor, "_accept_next", count)
             with contextlib.closing(socket.create_connection(("127.0.0.1", server.port))) as sock:
                 with no_descriptors():
                     await poll_for(lambda: len(tries) == 3)
@@ -289,7 +283,7 @@ def test_without_descriptors_accepting_pauses(
     assert tracebacks(caplog) == []
 
 
-def test_without_descriptors_the_oldest_incomplete_head_gives_way(server_state: str) -> None:
+def test_without_descriptors_the_oldest_incomplete_head_gives_way() -> None:
     async def test() -> None:
         async with serving(hello) as server, contextlib.AsyncExitStack() as stack:
 
@@ -325,7 +319,7 @@ def test_without_descriptors_the_oldest_incomplete_head_gives_way(server_state: 
     run(test)
 
 
-def test_without_descriptors_nobody_gives_way_while_nobody_waits(server_state: str) -> None:
+def test_without_descriptors_nobody_gives_way_while_nobody_waits() -> None:
     """accept() has no descriptor to return then, whether a client waits or not."""
 
     async def test() -> None:
@@ -342,9 +336,7 @@ def test_without_descriptors_nobody_gives_way_while_nobody_waits(server_state: s
     run(test)
 
 
-def test_after_a_lack_of_descriptors_some_stay_free_for_a_while(
-    server_state: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_after_a_lack_of_descriptors_some_stay_free_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accepting, "SCARCE_S", 3.0)
 
     async def test() -> None:
@@ -369,7 +361,7 @@ def test_after_a_lack_of_descriptors_some_stay_free_for_a_while(
     run(test)
 
 
-def test_a_server_without_descriptors_drains(server_state: str) -> None:
+def test_a_server_without_descriptors_drains() -> None:
     async def test() -> None:
         async with serving(hello) as server:
             with no_descriptors():
@@ -378,7 +370,8 @@ def test_a_server_without_descriptors_drains(server_state: str) -> None:
     run(test)
 
 
-def test_without_descriptors_connections_become_websockets(server_state: str) -> None:
+@on_each_transport
+def test_without_descriptors_connections_become_websockets() -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             await respond(send)
@@ -401,10 +394,10 @@ def test_without_descriptors_connections_become_websockets(server_state: str) ->
 
 
 def test_an_unknown_failure_of_accepting_does_not_end_it(
-    server_state: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(accepting, "FAILED_S", 0.01)
-    take_next = Acceptor._take_next
+    take_next = Acceptor._accept_next
     failures = [OSError(errno.EPROTO, "strange"), ConnectionAbortedError()]
 
     def fail(acceptor: Acceptor, listening: socket.socket) -> None:
@@ -414,7 +407,7 @@ def test_an_unknown_failure_of_accepting_does_not_end_it(
 
     async def test() -> None:
         async with serving(hello) as server:
-            monkeypatch.setattr(Acceptor, "_take_next", fail)
+            monkeypatch.setattr(Acceptor, "_accept_next", fail)
             async with connected(server) as client:
                 assert (await client.get("/")).status == 200
             assert pauses(server, "other") == 1

@@ -5,15 +5,24 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from http_harness import Client, Hanging, connected, echo, poll_for, read_body, request, run, serving
+from http_harness import (
+    Client,
+    Hanging,
+    connected,
+    echo,
+    on_each_transport,
+    poll_for,
+    read_body,
+    request,
+    run,
+    serving,
+)
 
 from daskserve.common.types import Receive, Send
 from daskserve.proxies.asgi import Scope
 from daskserve.proxies.server import hangup
 
-#: See `conftest`.
-TRANSPORTS = ("tornado", "asyncio")
-pytestmark = [pytest.mark.usefixtures("server_state"), pytest.mark.smoke]
+pytestmark = pytest.mark.smoke
 
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 LARGE = bytes(16 << 20)
@@ -29,6 +38,7 @@ async def pause() -> None:
     await asyncio.sleep(10 * hangup.PERIOD_S)
 
 
+@on_each_transport
 @pytest.mark.parametrize("count", [1, 3])
 def test_requests_before_the_end_are_all_answered(count: int) -> None:
     async def test() -> None:
@@ -41,6 +51,7 @@ def test_requests_before_the_end_are_all_answered(count: int) -> None:
     run(test)
 
 
+@on_each_transport
 def test_a_response_that_comes_soon_comes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hangup, "PERIOD_S", 0.2)
     monkeypatch.setattr(hangup, "QUICK_S", 0.2)
@@ -57,6 +68,7 @@ def test_a_response_that_comes_soon_comes_alone(monkeypatch: pytest.MonkeyPatch)
     run(test)
 
 
+@on_each_transport
 def test_a_late_response_comes_after_100_continue() -> None:
     async def test() -> None:
         app = Hanging()
@@ -80,6 +92,7 @@ async def stream(scope: Scope, receive: Receive, send: Send) -> None:
     await send({"type": "http.response.body", "body": b""})
 
 
+@on_each_transport
 def test_a_slow_stream_is_complete() -> None:
     async def test() -> None:
         async with serving(stream) as server, connected(server) as client:
@@ -90,6 +103,7 @@ def test_a_slow_stream_is_complete() -> None:
     run(test)
 
 
+@on_each_transport
 def test_a_large_response_is_complete() -> None:
     async def large(scope: Scope, receive: Receive, send: Send) -> None:
         length = (b"content-length", b"%d" % len(LARGE))
@@ -106,6 +120,7 @@ def test_a_large_response_is_complete() -> None:
     run(test)
 
 
+@on_each_transport
 def test_a_client_that_leaves_is_noticed_before_the_next_regular_check(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -118,11 +133,12 @@ def test_a_client_that_leaves_is_noticed_before_the_next_regular_check(
                 await client.send(request())
                 await poll_for(lambda: app.running)
             await poll_for(lambda: app.cancelled)
-            await poll_for(lambda: not server._server_state.connections)
+            await poll_for(lambda: not server.state.connections)
 
     run(test)
 
 
+@on_each_transport
 def test_a_client_that_leaves_shortly_before_its_turn_does_not_get_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -145,7 +161,7 @@ def test_a_client_that_leaves_shortly_before_its_turn_does_not_get_it(
             await poll_for(turn.locked)
             async with connected(server) as second:
                 await second.send(request())
-                await poll_for(lambda: len(server._server_state.connections) == 2)
+                await poll_for(lambda: len(server.state.connections) == 2)
                 await poll_for(lambda: len(turn._waiters or ()) == 1)  # type: ignore[attr-defined]
             await poll_for(lambda: not turn._waiters)  # type: ignore[attr-defined]
             go.set()
@@ -155,6 +171,7 @@ def test_a_client_that_leaves_shortly_before_its_turn_does_not_get_it(
     run(test)
 
 
+@on_each_transport
 @pytest.mark.parametrize("version", ["1.1", "1.0"])
 @pytest.mark.parametrize("is_reset", [True, False])
 def test_a_client_that_has_left_has_its_request_cancelled(version: str, is_reset: bool) -> None:
@@ -167,11 +184,12 @@ def test_a_client_that_has_left_has_its_request_cancelled(version: str, is_reset
                 if is_reset:
                     client.reset()
             await poll_for(lambda: app.cancelled)
-            await poll_for(lambda: not server._server_state.connections)
+            await poll_for(lambda: not server.state.connections)
 
     run(test)
 
 
+@on_each_transport
 def test_a_stream_without_news_ends_when_its_client_has_left() -> None:
     cancelled = asyncio.Event()
 
@@ -195,6 +213,7 @@ def test_a_stream_without_news_ends_when_its_client_has_left() -> None:
     run(test)
 
 
+@on_each_transport
 @pytest.mark.parametrize("is_first", [True, False])
 def test_a_request_that_ends_too_early_is_not_answered(is_first: bool) -> None:
     completed: list[bytes] = []
@@ -211,18 +230,19 @@ def test_a_request_that_ends_too_early_is_not_answered(is_first: bool) -> None:
             if not is_first:
                 assert (await client.response()).status == 200
             assert await client.rest() == b""
-            await poll_for(lambda: not server._server_state.tasks)
+            await poll_for(lambda: not server.state.tasks)
             assert completed == ([] if is_first else [b"whole"])
 
     run(test)
 
 
+@on_each_transport
 def test_an_end_between_requests_closes_the_connection() -> None:
     async def test() -> None:
         async with serving(echo) as server, connected(server) as client:
             await client.get()
             client.writer.write_eof()
             assert await client.rest() == b""
-            await poll_for(lambda: not server._server_state.connections)
+            await poll_for(lambda: not server.state.connections)
 
     run(test)

@@ -8,7 +8,8 @@ import socket
 from collections.abc import AsyncIterator
 
 import pytest
-from http_harness import SERVER_STATE, connected, hello, make_server, request, run
+from http_harness import connected, hello, make_server, request, run
+from tables import each_case
 
 from daskserve.common.types import Envelope, Receive, Send
 from daskserve.errors import PortInUseError
@@ -18,8 +19,6 @@ from daskserve.proxies.ingress.app import IngressApp
 from daskserve.proxies.ingress.routes import RouteTable
 from daskserve.proxies.server.health import health_server
 from daskserve.proxies.server.life import HTTPServer
-
-pytestmark = pytest.mark.usefixtures("server_state")
 
 ROUTES = RouteTable({"/": {"endpoint": "e", "methods": ["GET"]}})
 
@@ -39,7 +38,7 @@ def make_ingress(table: RouteTable | None) -> IngressApp:
 
 
 def make_health(app: ASGIApp, *, claims_port: bool = True, port: int = 0) -> HTTPServer:
-    options = HTTPOptions(server=SERVER_STATE.get().partition(" ")[0], health_port=port or free_port())
+    options = HTTPOptions(health_port=port or free_port())
     found = health_server(app, options, reuse_port=True, claims_port=claims_port)
     assert found is not None
     return found
@@ -56,7 +55,7 @@ async def open_health(app: ASGIApp, *, claims_port: bool = True, port: int = 0) 
         await server.stop()
 
 
-def test_it_answers_what_the_ingress_says_of_its_health(server_state: str) -> None:
+def test_it_answers_what_the_ingress_says_of_its_health() -> None:
     async def test() -> None:
         for path, table, status in (
             ("/-/healthz", ROUTES, 200),
@@ -75,8 +74,8 @@ def test_it_answers_what_the_ingress_says_of_its_health(server_state: str) -> No
     run(test)
 
 
-@pytest.mark.parametrize("path", ["/", "/a", "/-/routes", "/-/healthz/x"])
-def test_it_answers_nothing_else(path: str, server_state: str) -> None:
+@each_case("path", ["/", "/a", "/-/routes", "/-/healthz/x"])
+def test_it_answers_nothing_else(path: str) -> None:
     async def test() -> None:
         async with open_health(make_ingress(ROUTES)) as server, connected(server) as client:
             response = await client.get(path)
@@ -90,7 +89,7 @@ def test_it_answers_nothing_else(path: str, server_state: str) -> None:
     run(test)
 
 
-def test_it_opens_no_websockets(server_state: str) -> None:
+def test_it_opens_no_websockets() -> None:
     handshake = (
         "Connection: Upgrade",
         "Upgrade: websocket",
@@ -105,11 +104,11 @@ def test_it_opens_no_websockets(server_state: str) -> None:
     run(test)
 
 
-def test_there_is_none_by_default(server_state: str) -> None:
+def test_there_is_none_by_default() -> None:
     assert health_server(hello, HTTPOptions()) is None
 
 
-def test_it_listens_where_the_options_say(server_state: str) -> None:
+def test_it_listens_where_the_options_say() -> None:
     place = {"port": 80, "health_port": 81, "max_connections": 1, "ssl_certfile": "x.pem"}
     for more, url in (
         ({"host": "10.0.0.1"}, "http://10.0.0.1:81"),
@@ -123,7 +122,7 @@ def test_it_listens_where_the_options_say(server_state: str) -> None:
         HTTPOptions(health_port=8000)
 
 
-def test_a_taken_health_port_is_an_error_that_names_the_option(server_state: str) -> None:
+def test_a_taken_health_port_is_an_error_that_names_the_option() -> None:
     async def test() -> None:
         proxy = make_server(hello)
         await proxy.bind()
@@ -134,7 +133,7 @@ def test_a_taken_health_port_is_an_error_that_names_the_option(server_state: str
     run(test)
 
 
-def test_a_successor_answers_from_the_moment_in_which_a_proxy_drains(server_state: str) -> None:
+def test_a_successor_answers_from_the_moment_in_which_a_proxy_drains() -> None:
     old, new = make_ingress(None), make_ingress(ROUTES)
 
     async def test() -> None:

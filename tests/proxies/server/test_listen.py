@@ -10,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from tables import each_case
 
 from daskserve.errors import BadRequestError, InstanceError, PortInUseError
 from daskserve.proxies.server import listen
@@ -57,7 +58,7 @@ def holder(*, reuse_port: bool) -> Iterator[int]:
         yield sock.getsockname()[1]
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0", "", "::1", "[::1]", "::"])
+@each_case("host", ["127.0.0.1", "localhost", "0.0.0.0", "", "::1", "[::1]", "::"])
 def test_valid_hosts_are_accepted(host: str) -> None:
     if ":" in host and not has_ipv6():
         pytest.skip("no IPv6 here")
@@ -140,7 +141,7 @@ def test_a_host_of_another_machine_is_named_in_the_error() -> None:
         bind_sockets("192.0.2.1", 0)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("code", "words"), [(errno.EACCES, "special rights"), (errno.ENOBUFS, "Cannot listen on 127.0.0.1:80")]
 )
 def test_other_refusals_are_explained(code: int, words: str) -> None:

@@ -12,7 +12,7 @@ from daskserve.common.types import Receive, Send
 from daskserve.proxies.asgi import Scope
 from daskserve.proxies.server.life import HTTPServer
 
-pytestmark = [pytest.mark.usefixtures("server_state"), pytest.mark.smoke]
+pytestmark = pytest.mark.smoke
 
 
 async def response_to(server: HTTPServer, data: bytes) -> tuple[int, str]:

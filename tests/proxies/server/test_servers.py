@@ -14,12 +14,15 @@ from http_harness import (
     connected,
     hello,
     make_server,
+    on_each_loop,
+    on_each_transport,
     poll_for,
     request,
     respond,
     run,
     serving,
 )
+from tables import each_case
 
 from daskserve.common.clock import LoopClock
 from daskserve.common.types import Envelope, Receive, Send
@@ -30,12 +33,10 @@ from daskserve.proxies.ingress.app import IngressApp
 from daskserve.proxies.ingress.routes import RouteTable
 from daskserve.proxies.server.hangup import PERIOD_S
 
-#: See `conftest`.
-TRANSPORTS = ("tornado", "asyncio", "asyncio on uvloop")
-pytestmark = [pytest.mark.usefixtures("server_state"), pytest.mark.smoke]
+pytestmark = pytest.mark.smoke
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0", "::1", "[::1]"])
+@each_case("host", ["127.0.0.1", "localhost", "0.0.0.0", "::1", "[::1]"])
 def test_urls_reach_the_server(host: str) -> None:
     async def test() -> None:
         if ":" in host:
@@ -57,7 +58,7 @@ def test_urls_name_the_public_host_for_a_wildcard() -> None:
     assert make_server(hello, host="10.0.0.1", port=80, public_host="x").urls == ("http://10.0.0.1:80",)
 
 
-@pytest.mark.parametrize("reuse_port", [False, True])
+@each_case("reuse_port", [False, True])
 def test_a_taken_port_is_refused_when_binding(reuse_port: bool) -> None:
     async def test() -> None:
         async with serving(hello, reuse_port=reuse_port) as server:
@@ -102,6 +103,7 @@ def test_a_server_that_never_started_releases_its_port() -> None:
     run(test)
 
 
+@on_each_loop
 def test_stop_cancels_requests_and_closes_connections() -> None:
     async def test() -> None:
         app = Hanging()
@@ -149,6 +151,7 @@ def test_stop_does_not_wait_for_a_request_that_will_not_end(
     run(test)
 
 
+@on_each_transport
 def test_a_connection_that_has_ended_is_not_watched() -> None:
     async def test() -> None:
         async with serving(hello) as server:
@@ -156,11 +159,12 @@ def test_a_connection_that_has_ended_is_not_watched() -> None:
                 assert (await client.get("/", "Connection: close")).status == 200
                 assert await client.rest() == b""
             await poll_for(lambda: "0 connections" in repr(server))
-            assert len(server._server_state.watch) == 0
+            assert len(server.state.watch) == 0
 
     run(test)
 
 
+@on_each_loop
 def test_a_connection_being_accepted_during_stop_is_closed() -> None:
     async def test() -> None:
         for turns in range(6):
@@ -183,6 +187,7 @@ def test_a_connection_being_accepted_during_stop_is_closed() -> None:
 # ---- clients that hang up unheard
 
 
+@on_each_transport
 @pytest.mark.parametrize("pieces", [(request() + b"GET /",), (request(), b"GET /"), (request() + request(),)])
 def test_a_disconnect_after_unread_data_is_detected(pieces: tuple[bytes, ...]) -> None:
     async def test() -> None:
@@ -194,7 +199,7 @@ def test_a_disconnect_after_unread_data_is_detected(pieces: tuple[bytes, ...]) -
                 for piece in pieces[1:]:
                     await client.send(piece)
                 advance(PERIOD_S)
-                await poll_for(lambda: server._server_state.connections)
+                await poll_for(lambda: server.state.connections)
                 assert app.cancelled == 0  # 1. it is still there
             advance(2 * PERIOD_S)
             await poll_for(lambda: app.cancelled)  # 2. and now it is not
@@ -203,6 +208,7 @@ def test_a_disconnect_after_unread_data_is_detected(pieces: tuple[bytes, ...]) -
     run(test)
 
 
+@on_each_transport
 def test_a_disconnect_before_a_websocket_is_accepted_is_detected() -> None:
     async def test() -> None:
         app = Hanging()
@@ -218,9 +224,7 @@ def test_a_disconnect_before_a_websocket_is_accepted_is_detected() -> None:
                 await client.send(handshake + b"\x81\x82maskhi")
                 await poll_for(lambda: app.running)
             advance(2 * PERIOD_S)
-            await poll_for(
-                lambda: server._server_state.sockets and "gone" in repr(*server._server_state.sockets)
-            )
+            await poll_for(lambda: server.state.sockets and "gone" in repr(*server.state.sockets))
             advance(DISCONNECT_GRACE_S)
             await poll_for(lambda: app.cancelled)
 
@@ -230,6 +234,7 @@ def test_a_disconnect_before_a_websocket_is_accepted_is_detected() -> None:
 # ---- draining
 
 
+@on_each_loop
 def test_draining_finishes_requests_and_announces_the_close() -> None:
     async def test() -> None:
         app = Hanging()
@@ -310,6 +315,7 @@ def test_draining_closes_idle_connections_after_a_moment() -> None:
     run(test)
 
 
+@on_each_loop
 @pytest.mark.parametrize("is_late", [False, True])
 def test_draining_serves_existing_connections(monkeypatch: pytest.MonkeyPatch, is_late: bool) -> None:
     """Connections in the backlog were accepted by the kernel: their clients believe they are served.
@@ -336,6 +342,7 @@ def test_draining_serves_existing_connections(monkeypatch: pytest.MonkeyPatch, i
     run(test)
 
 
+@on_each_transport
 def test_closing_one_of_several_servers_on_a_port_loses_no_request() -> None:
     """Clients that connect all the time, each for one request, while servers come and go."""
 

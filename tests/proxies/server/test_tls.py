@@ -9,16 +9,13 @@ from typing import Any
 
 import pytest
 from distributed import Security
-from http_harness import Client, advance, connected, hits, poll_for, request, run, serving
+from http_harness import Client, advance, connected, hits, on_each_transport, poll_for, request, run, serving
 
 from daskserve.common.types import Receive, Send
 from daskserve.errors import BadRequestError
 from daskserve.options.http import HTTPOptions
 from daskserve.proxies.asgi import Scope
 from daskserve.proxies.server.tls import server_context
-
-#: See `conftest`.
-TRANSPORTS = ("tornado", "asyncio")
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +67,7 @@ def context_of(folder: Path) -> Any:
     return server_context(str(folder / "cert.pem"), str(folder / "key.pem"))
 
 
-@pytest.mark.usefixtures("server_state")
+@on_each_transport
 def test_handshakes_that_clients_do_not_complete_give_way_at_the_limit(folder: Path) -> None:
     async def test() -> None:
         async with serving(tell_scheme, tls=context_of(folder), max_connections=2) as server:
@@ -89,7 +86,7 @@ def test_handshakes_that_clients_do_not_complete_give_way_at_the_limit(folder: P
     run(test)
 
 
-@pytest.mark.usefixtures("server_state")
+@on_each_transport
 def test_requests_work_over_tls(folder: Path) -> None:
     """Two on one connection, with bodies larger than any buffer."""
 
@@ -109,7 +106,7 @@ def test_requests_work_over_tls(folder: Path) -> None:
     run(test)
 
 
-@pytest.mark.usefixtures("server_state")
+@on_each_transport
 def test_a_malformed_request_over_tls_is_refused(folder: Path) -> None:
     async def test() -> None:
         async with serving(tell_scheme, tls=context_of(folder)) as server:
@@ -124,7 +121,7 @@ def test_a_malformed_request_over_tls_is_refused(folder: Path) -> None:
     run(test)
 
 
-@pytest.mark.usefixtures("server_state")
+@on_each_transport
 def test_websockets_work_over_tls(folder: Path) -> None:
     async def test() -> None:
         async with serving(tell_scheme, tls=context_of(folder)) as server:
@@ -142,7 +139,7 @@ def test_websockets_work_over_tls(folder: Path) -> None:
     run(test)
 
 
-@pytest.mark.usefixtures("server_state")
+@on_each_transport
 def test_plain_http_is_refused(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def test() -> None:
         async with serving(tell_scheme, tls=context_of(folder)) as server:
@@ -159,7 +156,7 @@ def test_plain_http_is_refused(folder: Path, caplog: pytest.LogCaptureFixture) -
     run(test)
 
 
-@pytest.mark.usefixtures("server_state")
+@on_each_transport
 def test_a_client_without_a_tls_handshake_is_disconnected(folder: Path) -> None:
     async def test() -> None:
         async with serving(tell_scheme, tls=context_of(folder), keep_alive_timeout_s=0.05) as server:

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 from http_harness import poll_for
+from tornado.ioloop import IOLoop
 
-from daskserve.proxies.server.tornado_transport import PlainStream, TornadoTransport
+from daskserve.proxies.server.tornado_stream import PlainStream
+from daskserve.proxies.server.tornado_transport import TornadoTransport
 
 DEADLINE_S = 10.0
 
@@ -169,7 +171,7 @@ def test_reading_and_writing_leave_the_event_loops_list_of_sockets_alone(
     changes: list[Any] = []
 
     async def scenario(transport: TornadoTransport, protocol: Recorder, client: socket.socket) -> None:
-        loop: Any = transport.get_extra_info("io_loop")
+        loop: Any = IOLoop.current()
         original = loop.update_handler
 
         def update(fd: int, events: int) -> None:

@@ -218,7 +218,7 @@ class Admission:
             oldest.reschedule(0.0)
 
     def _note(self, wire: Wire, why: str) -> None:
-        """Log a refused connection; those that come without pause must not fill the log."""
+        """Log a refused connection, at most one per `LOG_PERIOD_S`."""
         now = asyncio.get_running_loop().time()
         if now < self._quiet_until:
             return

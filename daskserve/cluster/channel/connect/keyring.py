@@ -91,10 +91,7 @@ class Keyring:
         self.is_outdated = True
 
     async def renew(self, known: Sequence[bytes]) -> bool:
-        """Ask for the cluster's present secret; return whether there is another than those with these marks.
-
-        Many dials that find the same out ask once.
-        """
+        """Fetch the cluster's secret; return True if it is new. Concurrent dials share one request."""
         async with self._fetching:
             if self.marks == known:
                 self.add(ChannelSecret(await self._fetch()))

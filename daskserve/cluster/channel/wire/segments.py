@@ -28,7 +28,7 @@ from typing import Any
 
 from daskserve.internals.python import address_of
 
-#: What is kept and not used again within one to two periods is closed.
+#: A segment that is not used again within one to two periods is closed.
 PERIOD_S = 0.5
 #: Bounds of the segments that are kept to be used again.
 MAX_KEPT = 16

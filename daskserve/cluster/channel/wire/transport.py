@@ -187,7 +187,7 @@ class SocketTransport(Outbox):
         self.traffic = Traffic()
         self._sharing = Sharing(None, self._send_note)
         self._peer_address = peer_address
-        #: What is to be written; a loan stands for a message whose large buffers must be copied first.
+        #: The messages to write; a loan is a message whose large buffers must be copied first.
         self._pieces: deque[Buffer | MessageSegments] = deque()
         self._is_full = self._is_broken = self._is_aborted = False
         self._readiness: Readiness | None = None

@@ -25,7 +25,7 @@ from daskserve.common import settings
 
 logger = logging.getLogger("daskserve.supervisor")
 
-#: The ends of names that nobody can register: of one machine, of a local network, and of Kubernetes.
+#: Suffixes of names that cannot be registered: of one machine, of a local network, and of Kubernetes.
 _PRIVATE_ENDS = (".localhost", ".local", ".internal", ".home.arpa", ".svc")
 #: The causes of refusals.
 SITE, HOST, BODY = "site", "host", "body"

@@ -160,7 +160,7 @@ class Response:
     # ---- as an argument of another call
 
     def pass_on(self, connection: ClusterConnection, *, by_reference: bool) -> None:
-        """Note that the result is for another replica, so that a large one stays where it was made."""
+        """Record that the result is for another replica, so that a large one stays where it was made."""
         if by_reference and connection is self._connection:
             self._is_passed_on = self._future.leaves_value = True
 

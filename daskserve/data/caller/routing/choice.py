@@ -53,7 +53,7 @@ class TrafficPolicy:
 
 
 class Candidate(Protocol):
-    """A replica that `choose` can choose."""
+    """A candidate for `choose`."""
 
     def score(self, now: float) -> float:
         """Return the replica's load; less is better."""

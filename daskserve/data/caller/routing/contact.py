@@ -1,8 +1,9 @@
-"""What becomes of requests that have no replica while no controller answers.
+"""Failing requests that have no replica while no controller answers.
 
-Requests wait for a replica, because the controller starts one. If all workers are gone and none comes, nobody
-does, and they would wait for ever. So after `CONTROLLER_S` without an answer of a controller they fail, and
-so do new ones, until a controller answers again. A request that knows a replica needs no controller.
+Requests wait for a replica, because the controller starts one. If all workers are gone and none comes, there
+is no controller, and they would wait for ever. So after `CONTROLLER_S` without an answer of a controller they
+fail, and so do new ones, until a controller answers again. A request that knows a replica needs no
+controller.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from daskserve.loops.alarm import Alarm
 
 #: How long a controller may not answer: as long as a change is retried while it is being replaced.
 CONTROLLER_S = 30.0
-#: Interval at which a process with such requests asks the controller whether it is there.
+#: Interval at which a process with such requests checks that the controller answers.
 CHECK_S = 2.0
 
 
 class ControllerContact:
-    """Ends the waiting of one process's requests to one instance; see the module.
+    """Fails the waiting requests of one process to one instance while no controller answers.
 
     Parameters
     ----------
@@ -45,7 +46,7 @@ class ControllerContact:
         return since is not None and self._clock.now() - since >= CONTROLLER_S
 
     def watch(self) -> None:
-        """Look after requests that wait and have no replica. Idempotent."""
+        """Watch the requests that wait without a replica; idempotent."""
         self._alarm.set(self._clock.now() + CHECK_S)
 
     def error(self, name: str) -> UnavailableError:
@@ -60,7 +61,7 @@ class ControllerContact:
         )
 
     def close(self) -> None:
-        """Look after nothing any more."""
+        """Stop watching."""
         self._alarm.cancel()
 
     def _check(self) -> None:

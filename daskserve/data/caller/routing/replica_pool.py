@@ -54,7 +54,7 @@ REPORT_S = 1.0
 #: A hop takes some 0.2 ms; the rest keeps chance differences between busy replicas from moving requests.
 HOP_S = 0.001
 LOCAL_FACTOR = 1.1
-#: From this pace on, the choice among idle replicas is random only now and then: see `_draw`.
+#: At this pace or slower, the choice among idle replicas is rarely random: see `_draw`.
 SLOW_S = 0.01
 RANDOM_SHARE = 0.05
 #: The weight of the newest answer in a replica's pace.
@@ -351,7 +351,7 @@ class ReplicaPool:
             self._add(entry)
 
     def suspend(self, entry: PooledReplica, until: float) -> None:
-        """Send a replica no requests until the given time."""
+        """Suspend a replica until the given time."""
         entry.is_suspended = True
         entry.not_before = max(until, entry.not_before)
         heapq.heappush(self._suspended, (until, next(self._numbers), entry))

@@ -27,7 +27,7 @@ SendTo = Callable[[Envelope, Receive, Send], Coroutine[Any, Any, None]]
 
 
 class ShadowBudget:
-    """How much the shadows of one process may hold of bodies that come as one large message."""
+    """The bytes of large bodies that the shadows of one process may still hold."""
 
     def __init__(self, left_bytes: int = MAX_WHOLE_BYTES) -> None:
         self.left_bytes = left_bytes

@@ -18,7 +18,7 @@ from daskserve.data.caller.routing.replica_pool import PooledReplica, ReplicaPoo
 from daskserve.data.caller.routing.suspects import Suspects, SuspectTrial, target_of
 from daskserve.errors import ActorLostError, ReplicaBusyError
 
-#: After so many requests in a row that no replica takes, the others are not tried: thousands may wait.
+#: After this many requests in a row without a replica, the others are not tried: thousands may wait.
 MISSES = 16
 
 
@@ -56,12 +56,12 @@ class SuspectQueue:
         return self.suspects.trial_of(target_of(self._availability.name, envelope.head), self._clock.now())
 
     def put(self, waiter: asyncio.Future[PooledReplica], trial: SuspectTrial) -> None:
-        """Let a request wait."""
+        """Add a request."""
         self.waiters[waiter] = trial
         self.suspects.on_free.add(self._on_free)
 
     def remove(self, waiter: asyncio.Future[PooledReplica]) -> None:
-        """Let a request wait no longer."""
+        """Remove a request."""
         del self.waiters[waiter]
         self._listen_no_longer()
 
@@ -98,7 +98,7 @@ class SuspectQueue:
         return min(times, default=None)
 
     def clear(self) -> list[asyncio.Future[PooledReplica]]:
-        """Return all requests that wait, which leave the queue."""
+        """Remove and return all requests."""
         found = list(self.waiters)
         self.waiters.clear()
         self._listen_no_longer()

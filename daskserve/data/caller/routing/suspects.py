@@ -128,22 +128,22 @@ class SuspectTrial:
         return 2 * (worker in self._suspects.system_workers) + (_host_of(worker) in self.lost_hosts)
 
     def enter(self, worker: WorkerAddress) -> None:
-        """Note that the request goes to a worker."""
+        """Record that the request goes to a worker."""
         self.worker = worker
         self._suspects.enter(worker, self.target)
 
     def leave(self) -> None:
-        """Note that the worker does not have the request any more; idempotent."""
+        """Record that the request has left its worker; idempotent."""
         worker, self.worker = self.worker, None
         if worker is not None:
             self._suspects.leave(worker, self.target)
 
     def passed(self) -> None:
-        """Note that the request was answered."""
+        """Record that the request was answered."""
         self._suspects.clear(self.target)
 
     def failed(self, error: Exception) -> None:
-        """Note that the request ended with an error; one of user code is an answer, too."""
+        """Record that the request ended with an error; one of user code is an answer, too."""
         if not isinstance(error, RequestTimeoutError):
             self.passed()
 
@@ -189,7 +189,7 @@ class Suspects:
     def lost(
         self, target: RequestTarget, trial: SuspectTrial | None, worker: WorkerAddress, now: float
     ) -> SuspectTrial:
-        """Note that a process died or hung under a request; return the request's trial, if it is retried."""
+        """Record the loss of a process under a request; return the request's trial, if it is retried."""
         if now >= self._sweep_at:
             self._sweep(now)
         suspicion = self.known.setdefault(target, Suspicion(now))
@@ -221,7 +221,7 @@ class Suspects:
             )
 
     def clear(self, target: RequestTarget) -> None:
-        """Note that a request of a target was answered."""
+        """Record that a request of a target was answered."""
         self.known.pop(target, None)
 
     # ---- trials
@@ -232,11 +232,11 @@ class Suspects:
         return on_trial is None or target in on_trial
 
     def enter(self, worker: WorkerAddress, target: RequestTarget) -> None:
-        """Note that a worker has got a suspect."""
+        """Record that a worker has got a suspect."""
         self._trials.setdefault(worker, Counter())[target] += 1
 
     def leave(self, worker: WorkerAddress, target: RequestTarget) -> None:
-        """Note that a suspect has ended at a worker."""
+        """Record that a suspect has ended at a worker."""
         on_trial = self._trials[worker]
         on_trial[target] -= 1
         if not on_trial[target]:

@@ -13,7 +13,7 @@ import math
 WINDOW_S = 1.0
 #: The weight of the newest turn in their mean, once there are many.
 TURN_WEIGHT = 0.02
-#: The most that a turn counts in the mean: on a busy machine the process is stopped within some of them.
+#: Longer turns count as this long in the mean, because a busy machine interrupts some of them.
 MAX_TURN_S = 0.004
 
 

@@ -67,7 +67,7 @@ def _read_variables(environment: Environment, variables: Mapping[str, str]) -> d
 
 
 def find_interpreter(environment: str | None, variables: Mapping[str, str]) -> Interpreter:
-    """Return the interpreter of a Python environment on this machine; for None, that of this process.
+    """Return the interpreter of a Python environment on this machine; by default, of this process.
 
     Parameters
     ----------

@@ -27,14 +27,14 @@ from daskserve.options.environment import Interpreter
 
 #: Says, in the folder of an environment, that its packages are installed.
 MARK = "daskserve-complete"
-#: How much of an installer's output an error shows.
+#: Number of lines of an installer's output that an error shows.
 SHOWN_LINES = 15
 
 
 def find_installer(variables: Mapping[str, str]) -> str | None:
     """Return the path of uv, if it is installed here; None otherwise, so pip is used."""
     return shutil.which("uv", path=variables.get("PATH", os.defpath)) or (
-        # Where it is when it was installed as a package of the worker's environment.
+        # Installed as a package of the worker's environment.
         shutil.which("uv", path=os.path.join(sys.prefix, "bin"))
     )
 

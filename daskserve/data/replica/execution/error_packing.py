@@ -76,7 +76,7 @@ class _Packing:
 
     def __init__(self, error: BaseException | None, packed: asyncio.Future[PackedError]) -> None:
         self._error = error
-        #: How far the error is packed.
+        #: The error as far as it is packed.
         self._latest: PackedError | None = None
         self.packed = packed
         self.run: CodeRun | None = None
@@ -95,13 +95,14 @@ class _Packing:
             pass
 
     def run_ended(self, value: Any, error: Exception | None) -> None:
+        self.run = None  # it refers to this object
         self.deliver()
 
     def run_aborted(self, error: Exception) -> None:
         self.deliver()
 
     def deliver(self) -> None:
-        """Take what there is; on the worker's loop."""
+        """Deliver the error as far as it is packed; on the worker's loop."""
         if self._error is not None and not self.packed.done():
             self.packed.set_result(pack_without_code(self._error, self._latest))
         self._error = None  # a thread that is stuck must not keep it

@@ -22,7 +22,7 @@ StackFrames: TypeAlias = Callable[[], Mapping[int, FrameType]]
 
 
 class _Watch:
-    """What both watches count, and the timer of the next check while one is armed."""
+    """The count and the evidence of a watch, and the timer of its next check."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, runs: Sized, frames: StackFrames) -> None:
         #: How many times user code was seen blocking its event loop.

@@ -156,7 +156,7 @@ class SocketPipe(_SocketPipe):
         return UserPlace(self._executor.user_loop, self)
 
     def end_readers(self) -> None:
-        """Send those who wait for a message to the connection, which has come."""
+        """Make waiting readers read from the connection, which has come."""
         self._inbox.extend(_MovedError() for _ in self._readers)
         self._deliver(None)
 

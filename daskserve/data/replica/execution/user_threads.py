@@ -111,7 +111,7 @@ class UserThreads:
         self.pid = os.getpid()
         self._name = name
         self._start_thread = start_thread
-        #: What the threads take turns to run; a function is the last work of the thread that takes it.
+        #: The jobs of the threads; after a plain function, the thread that took it ends.
         self._jobs: queue.SimpleQueue[ThreadRun | Callable[[], object] | None] = queue.SimpleQueue()
         self._threads: list[RunningThread] = []
         self._running_threads = 0

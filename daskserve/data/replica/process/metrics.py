@@ -1,6 +1,6 @@
-"""What a child process sends its actor besides answers: metrics.
+"""The metrics of a child process, which its actor reads.
 
-It has no scrape endpoint, so its actor reads and publishes its metrics.
+A child has no scrape endpoint, so its actor reads and publishes its metrics.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class ReportedMetrics:
         }
 
     def samples(self) -> list[MetricSample]:
-        """Return its metrics without those that its actor counts."""
+        """Return the child's metrics, except for those that its actor counts."""
         return [sample_of(plain) for plain in self._samples if plain[0] not in ACTORS_OWN]
 
     def user_samples(self) -> list[UserSample]:

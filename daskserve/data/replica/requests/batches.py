@@ -23,7 +23,7 @@ from daskserve.data.replica.user_code.servable import Servable
 from daskserve.payload.packed_errors import PackedError
 from daskserve.telemetry.replica import ReplicaMetrics
 
-#: Keeps the slot of a request until what it returns is called; see
+#: Keeps the slot of a request, and returns a function that releases it; see
 #: `daskserve.data.replica.requests.replica_request.ReplicaRequest.hold`.
 HoldSlot: TypeAlias = Callable[[], Callable[[], None]]
 

@@ -96,7 +96,7 @@ class ReplicaRequest:
         self.state: RequestState = WAITING
         #: Gets the answer of a request without a task.
         self._on_answer: OnAnswer | None = None
-        #: What the task of a request waits for: a message to pass on, or the end of user code.
+        #: Awaited by the task of a request: done when there is a message to pass on, or user code has ended.
         self._waiter: asyncio.Future[None] | None = None
         #: Carries the messages between user code and the caller, if there are any.
         self.pipe: MessagePipe | None = None
@@ -108,7 +108,7 @@ class ReplicaRequest:
         self.error: Exception | None = None
         #: The run of its user code, which holds the slot.
         self.run: CodeRun | None = None
-        #: What user code returned.
+        #: The result of user code.
         self.value: Any = None
         #: Whether user code continues when its caller leaves.
         self.survives_caller = False

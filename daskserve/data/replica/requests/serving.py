@@ -1,4 +1,4 @@
-"""User code that is ready to serve, and what the requests of a replica share."""
+"""User code that is ready to serve, and the other parts that the requests of a replica share."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from daskserve.telemetry.replica import ReplicaMetrics
 
 
 class ServingCode:
-    """What the requests of one replica share: its user code, the executor, the slots and the metrics."""
+    """The parts that the requests of one replica share: user code, executor, slots and metrics."""
 
     def __init__(
         self,

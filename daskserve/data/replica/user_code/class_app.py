@@ -79,7 +79,7 @@ class _AppClass:
 
 
 class IngressDecorator:
-    """What `ingress` returns: decorates a class, or makes one that has only the application's routes."""
+    """Decorates a class, or makes one that only serves the application; see `ingress`."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
@@ -191,7 +191,7 @@ class ObjectApp:
             self._build = found
         elif isinstance(found, (Starlette, Router)):
             copier = _copier(_Binding(cls))
-            # With what was added since the class was decorated.
+            # Including the parts that were added since the class was decorated.
             made, self.copies = copier.copied(*_share_parts(cls, found))
             self.app = copier.app_for(made) if isinstance(made, Router) else made
         else:
@@ -230,7 +230,7 @@ def constructing(cls: type[Any]) -> Iterator[Callable[[Any], None]]:
 
 
 def as_definition(definition: Any) -> Any:
-    """Return what is deployed in place of a definition: for a router or route, a class that serves it."""
+    """Return the definition to deploy: for a router or route, a class that serves it."""
     return ingress(definition)() if isinstance(definition, (Router, BaseRoute)) else definition
 
 

@@ -26,6 +26,9 @@ _INTERNAL_ERROR = b"Internal Server Error"
 class ResponseSink(Protocol):
     """Takes the messages of a response; see `daskserve.data.replica.execution.message_pipe.MessagePipe`."""
 
+    #: Whether it has got any.
+    is_started: bool
+
     def send(self, message: Message) -> Awaitable[None]:
         """Take a message."""
 
@@ -49,11 +52,10 @@ class JoinedResponse:
         An answer of Starlette's to an error, while it is held back.
     """
 
-    __slots__ = ("_is_passed_on", "_passing", "_sink", "held", "start")
+    __slots__ = ("_passing", "_sink", "held", "start")
 
     def __init__(self, sink: ResponseSink) -> None:
         self._sink = sink
-        self._is_passed_on = False
         self._passing: Awaitable[None] | None = None
         self.start: Message | None = None
         self.held: Message | None = None
@@ -74,14 +76,13 @@ class JoinedResponse:
         if start is None:
             if self._passing is not None:
                 return self._send_later(message)
-            if self._is_passed_on or message["type"] != "http.response.start":
+            if self._sink.is_started or message["type"] != "http.response.start":
                 return self._sink.send(message)
             self.start = message
             if not _has_length(message):
                 asyncio.get_running_loop().call_soon(self._pass_on)
             return DONE
         self.start = None
-        self._is_passed_on = True
         whole = join(start, message)
         if whole is None:
             return self._send_both(start, message)
@@ -95,7 +96,6 @@ class JoinedResponse:
         start, self.start = self.start, None
         held, self.held = self.held, None
         if start is not None:
-            self._is_passed_on = True
             self._passing = self._sink.send_nowait(start, _no_part_yet())
         elif held is not None:
             self._passing = self._sink.send_nowait(held)

@@ -123,7 +123,7 @@ class HTTPRequest(Request):
 
 
 def rebuild_request(scope: dict[str, Any], body: bytes | None, form: PlainForm | None) -> HTTPRequest:
-    """Return a request with what has travelled of another one: its scope, and its body or form."""
+    """Return a copy of a request from its pickled parts: the scope, and the body or form."""
     request = HTTPRequest(scope, _receive_nothing)
     request.whole_body = body
     if form is not None:
@@ -172,7 +172,7 @@ class QueryParams(dict[str, Any]):
 
 
 class ServeRequest:
-    """What a classic backend gets when it is called through a handle: ``handle.remote(body, **kwargs)``.
+    """The argument of a classic backend that is called by a handle: ``handle.remote(body, **kwargs)``.
 
     All keyword arguments are its `query_params`. Without a positional argument, the body is the keyword
     argument ``request_data`` or ``data``, if there is one.

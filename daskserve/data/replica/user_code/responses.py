@@ -1,4 +1,4 @@
-"""What user code returns or raises, as an HTTP response.
+"""Converts what user code returns or raises to an HTTP response.
 
 All of this runs on the user's side of the executor: turning a large frame into JSON is user work.
 

@@ -1,0 +1,174 @@
+"""Writes the response of one request to the stream of its connection."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+
+from daskserve.common.types import DONE, Message
+from daskserve.proxies.asgi import Headers
+from daskserve.proxies.exchange.request_body import RequestBody
+from daskserve.proxies.exchange.response import Response
+from daskserve.proxies.exchange.response_head import BodyPart, ResponseWriter, as_buffer, plain_text
+from daskserve.proxies.exchange.server_state import Connection
+from daskserve.proxies.exchange.unsent import UnsentParts
+
+#: Parts of a response up to this size are joined into one write.
+JOIN_BYTES = 64 * 1024
+
+
+class HTTPResponse(Response):
+    """A response of HTTP/1.
+
+    Attributes
+    ----------
+    body : RequestBody
+        The body of the request.
+    closes : bool
+        Whether the connection ends with the response.
+    is_begun : bool
+        Whether a part was written.
+    is_whole : bool
+        Whether all was written.
+    is_unsent : bool
+        Whether all was written and waits for the client; the application waits for nothing.
+    """
+
+    body: RequestBody
+
+    def __init__(self, connection: Connection) -> None:
+        super().__init__()
+        self._connection = connection
+        self._server_state = connection.server_state
+        self._stream = connection.stream
+        self.method = ""
+        self.is_http11 = True
+        self.closes = False
+        self.is_begun = self.is_whole = self.is_unsent = False
+        self._writer: ResponseWriter | None = None
+        self._unsent: UnsentParts | None = None
+
+    @property
+    def is_chunked(self) -> bool:
+        """Whether the body is written in chunks."""
+        return self._writer is not None and self._writer.is_chunked
+
+    @property
+    def is_filled(self) -> bool:
+        """Whether the client gets as many bytes as ``content-length`` says."""
+        return self._writer is not None and self._writer.is_filled
+
+    def answer(self, status: int, text: str, headers: Headers = ()) -> None:
+        """Write a response of the server, in place of the application's."""
+        self._start, body = plain_text(status, text)
+        self._start["headers"] += headers
+        if self._stream.closed():
+            return
+        flushed = self._write(body, False)
+        self.is_closed = True
+        if flushed is None or flushed.done():
+            self._complete()
+        else:
+            flushed.add_done_callback(lambda _: self._complete())
+
+    def _send_body(self, message: Message) -> Awaitable[None]:
+        more_body = bool(message.get("more_body", False))
+        try:
+            flushed = self._write(as_buffer(message.get("body", b"")), more_body)
+        except ConnectionResetError:
+            self.is_closed = self.is_gone = True
+            raise
+        if not self.status and self._start is not None:
+            self.status = self._start["status"]
+        self.is_complete = not more_body
+        if flushed is not None and not flushed.done():
+            return self._wait_for_client(flushed, len(message.get("body", b"")), more_body)
+        if not more_body:
+            self._complete()
+        return DONE
+
+    def _send_whole(self, message: Message) -> Awaitable[None] | None:
+        server_state, body = self._server_state, self.body
+        is_usual = self.is_http11 and body.is_ended and self.method != "HEAD" and not self.closes
+        if not is_usual or len(message["body"]) > JOIN_BYTES or server_state.is_draining:
+            return None
+        data = server_state.heads.write(message, self.request_id)
+        if data is None:
+            return None
+        self._start = message
+        self.is_begun = self.is_complete = True
+        self.status = message["status"]
+        try:
+            flushed = self._stream.write(data)
+        except ConnectionResetError:
+            self.is_closed = self.is_gone = True
+            raise
+        if not flushed.done():
+            return self._wait_for_client(flushed, len(data), False)
+        self.is_whole = True
+        body.close()
+        self._end()
+        return DONE
+
+    def _wait_for_client(
+        self, flushed: asyncio.Future[None], size_bytes: int, more_body: bool
+    ) -> Awaitable[None]:
+        """Return what the application has to wait for before it continues."""
+        if self._unsent is None:
+            self._unsent = UnsentParts(self._server_state.limits)
+        room = self._unsent.add(flushed, size_bytes, is_last=not more_body)
+        if room is not None:
+            return self._flush(room, more_body)
+        if not more_body:
+            self.is_whole = self.is_unsent = True
+            self.body.close()
+            sending = self._unsent.send_rest(self._complete)
+            self._server_state.keep(asyncio.get_running_loop().create_task(sending))
+        return DONE
+
+    async def _flush(self, room: asyncio.Future[None], more_body: bool) -> None:
+        try:
+            await room
+        except ConnectionResetError:
+            self.is_closed = self.is_gone = True
+            raise
+        if not more_body:
+            self._complete()
+
+    def _write(self, body: BodyPart, more_body: bool) -> asyncio.Future[None] | None:
+        writer = self._writer
+        if writer is None:
+            assert self._start is not None
+            self.closes = self.closes or self.body.is_withheld
+            writer = ResponseWriter(
+                self._start,
+                method=self.method,
+                is_http11=self.is_http11,
+                closes=self.closes or self._server_state.is_draining,
+            )
+            parts = writer.first(body, more_body, self._server_state.heads.date.line())
+            self._writer = writer  # only now: if the head is invalid, a 500 can still be sent
+            self.is_begun = True
+            self.closes = writer.closes
+        else:
+            parts = writer.next(body, more_body)
+        if not self.body.is_ended and not self.body.is_full and not self.body.is_withheld:
+            # A client may send its body slowly while it receives the response. If neither moves, it is idle.
+            self._server_state.watch.watch(self._connection)
+        if not parts:
+            return None
+        if len(body) <= JOIN_BYTES:
+            parts = [b"".join(parts)]
+        for part in parts[:-1]:
+            self._stream.write(part)
+        return self._stream.write(parts[-1])
+
+    def _complete(self) -> None:
+        self.is_whole, self.is_unsent = True, False
+        self.body.close()
+        self._end()
+
+    def _end(self) -> None:
+        exchange = self._connection.exchange
+        if exchange is not None:  # or the connection was lost
+            exchange.finish_response()

@@ -1,0 +1,109 @@
+"""A response while an application sends it: the one owner of its start and its end."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+
+from daskserve.common.types import DONE, WHOLE_RESPONSE, Message
+from daskserve.proxies.asgi import REQUEST_ID
+from daskserve.proxies.exchange.stream import GONE
+
+
+class Response:
+    """Takes the messages of one response; itself the ``send`` of the application.
+
+    The start is held until the first part of the body: until then a failure can still become another
+    response. Subclasses write the parts.
+
+    Attributes
+    ----------
+    request_id : bytes
+        A header of the response, unless the application sets it; empty for none.
+    status : int
+        The status of the application's response, once it was begun; 0 before.
+    is_complete : bool
+        Whether the application has sent the last part.
+    is_closed : bool
+        Whether no further part of the application's response can be sent.
+    is_gone : bool
+        Whether a part could not be sent because the client has disconnected.
+    """
+
+    def __init__(self) -> None:
+        self._start: Message | None = None
+        self.is_closed = False
+        self.request_id = b""
+        self.status = 0
+        self.is_complete = False
+        self.is_gone = False
+
+    def has_started(self) -> bool:
+        """Return whether the application has sent a part of the response, held or not."""
+        return self._start is not None
+
+    def drop_start(self) -> None:
+        """Forget a start that is held: another response follows."""
+        self._start = None
+
+    def send(self, message: Message) -> Awaitable[None]:
+        """Write one ASGI message, with back-pressure from the client.
+
+        Raises
+        ------
+        OSError
+            The client has disconnected.
+        RuntimeError, TypeError, ValueError
+            The message is not valid at this point.
+        """
+        if self.is_closed:
+            self.is_gone = True
+            raise ConnectionResetError(GONE)
+        kind = message["type"]
+        if kind == "http.response.body":
+            if self._start is None or self.is_complete:
+                raise RuntimeError("a response body was sent before its start or after its end")
+            return self._send_body(message)
+        if kind != "http.response.start" and kind != WHOLE_RESPONSE:
+            raise RuntimeError(f"a message of type {kind!r} is not part of an HTTP response")
+        if self._start is not None:
+            raise RuntimeError("a response was started a second time")
+        if not isinstance(message["status"], int):
+            raise TypeError(f"the status of a response is a number, not {message['status']!r}")
+        if kind == WHOLE_RESPONSE:
+            sent = self._send_whole(message)
+            if sent is not None:
+                return sent
+            self._start, body = split_whole(message, self.request_id)
+            return self._send_body(body)
+        self._start = self._with_request_id(message) if self.request_id else message
+        return DONE
+
+    __call__ = send
+
+    def _with_request_id(self, start: Message) -> Message:
+        headers = start.get("headers", ())
+        for name, _ in headers:
+            if name == REQUEST_ID or name.lower() == REQUEST_ID:
+                return start
+        return {**start, "headers": [*headers, (REQUEST_ID, self.request_id)]}
+
+    def _send_body(self, message: Message) -> Awaitable[None]:
+        """Write a part of the body, the first one with the start."""
+        raise NotImplementedError
+
+    def _send_whole(self, message: Message) -> Awaitable[None] | None:
+        """Write a whole response at once; return None if it has to be written as two messages."""
+        return None
+
+
+def split_whole(message: Message, request_id: bytes = b"") -> tuple[Message, Message]:
+    """Return the two messages of ASGI for a `daskserve.common.types.WHOLE_RESPONSE`."""
+    status, body = message["status"], message["body"]
+    headers = list(message["headers"])
+    names = {name.lower() for name, _ in headers}
+    if b"content-length" not in names and b"transfer-encoding" not in names and status not in (204, 304):
+        headers.append((b"content-length", b"%d" % len(body)))
+    if request_id and REQUEST_ID not in names:
+        headers.append((REQUEST_ID, request_id))
+    start = {"type": "http.response.start", "status": status, "headers": headers}
+    return start, {"type": "http.response.body", "body": body}
