@@ -8,9 +8,9 @@ from typing import Any
 from zoneinfo import ZoneInfo
 
 import pytest
+from cases import for_each
 from hypothesis import given
 from hypothesis import strategies as st
-from scenarios import for_each
 
 from daskserve.autoscaling import AutoscalingContext, Decision, Sample
 from daskserve.autoscaling.cron import CronLine

@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from cases import for_each
 from control_harness import backend, replica, state_of, worker
 from controller_harness import Stage, staged
-from scenarios import for_each
 
 from daskserve.client.views.status import Status
 from daskserve.common.types import ReplicaState

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from cases import for_each
 from control_harness import backend, endpoint, goal, spec, state_of
-from scenarios import for_each
 
 from daskserve.control.records.records import BackendRecord, Change, CodeRecord
 from daskserve.control.records.state import State

@@ -9,9 +9,9 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
+from cases import for_each
 from control_harness import Bench, backend, replica, state_of, worker
 from controller_harness import ScriptedReplica, Stage, hang, play, staged
-from scenarios import for_each
 
 from daskserve.common.types import ReplicaState as S
 from daskserve.control.backend.actions import StartReplica

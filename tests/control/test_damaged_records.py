@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from cases import for_each
 from controller_harness import ScriptedReplica, ScriptedStore, Stage, boom, staged
-from scenarios import for_each
 
 from daskserve.errors import CodeLoadError
 from daskserve.options.specs import deployment_tag

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from cases import for_each
 from control_harness import backend, endpoint, state_of
 from hypothesis import given
 from hypothesis import strategies as st
-from scenarios import for_each
 
 from daskserve.control.records.records import Change, EndpointRecord
 from daskserve.control.records.state import State

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from cases import for_each
 from controller_harness import Stage, boom, play, staged
 from pydantic import ValidationError
-from scenarios import for_each
 
 from daskserve.client.views.explanation import Explanation
 from daskserve.control.records.records import BackendRecord

@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 from typing import Any
 
+from cases import for_each
 from control_harness import Bench, backend, replica, state_of, worker
 from hypothesis import given
 from hypothesis import strategies as st
-from scenarios import for_each
 
 from daskserve.common.types import ReplicaState as S
 from daskserve.control.backend import gangs

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from cases import for_each
 from control_harness import backend, goal, state_of
-from scenarios import for_each
 
 from daskserve.control.records.encoding import from_plain
 from daskserve.control.records.records import (

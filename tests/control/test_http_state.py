@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+from cases import for_each
 from control_harness import backend, replica, worker
-from scenarios import for_each
 
 from daskserve.common.types import Location, WorkerInfo
 from daskserve.control.observed.observed import Observed

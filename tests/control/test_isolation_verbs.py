@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from cases import for_each
 from control_harness import spec
-from scenarios import for_each
 
 from daskserve.control.records.records import BackendRecord
 from daskserve.control.records.state import State

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from cases import for_each
 from control_harness import Bench, replica, worker
 from full_cluster import BOOM, deploy, full, lose_first, message, play, versions
 from hypothesis import given
 from hypothesis import strategies as st
-from scenarios import for_each
 
 from daskserve.common.types import ReplicaState as S
 from daskserve.control.backend.actions import StartReplica, StopReplica

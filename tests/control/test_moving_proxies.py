@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from cases import for_each
 from controller_harness import Stage, play, staged
-from scenarios import for_each
 
 from daskserve.common.types import Location, WorkerAddress
 from daskserve.control.observed.watch import MISSES, PERIOD_S

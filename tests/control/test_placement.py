@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
+from cases import for_each
 from control_harness import replica, state_of, worker
 from hypothesis import given
 from hypothesis import strategies as st
-from scenarios import for_each
 
 from daskserve.common.types import WorkerInfo
 from daskserve.control.placement.cluster_demand import workers_needed

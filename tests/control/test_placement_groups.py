@@ -6,12 +6,12 @@ import itertools
 from typing import Any
 
 import pytest
+from cases import for_each
 from control_harness import Bench, backend, replica, state_of, worker
 from controller_harness import Stage, staged
 from full_cluster import message
 from hypothesis import given
 from hypothesis import strategies as st
-from scenarios import for_each
 
 from daskserve.common.types import ReplicaState as S
 from daskserve.common.types import WorkerInfo

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from cases import for_each
 from control_harness import backend
-from scenarios import for_each
 
 from daskserve.control.views.readiness import should_run
 

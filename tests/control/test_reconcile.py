@@ -9,9 +9,9 @@ from typing import Any
 
 import msgpack
 import pytest
+from cases import for_each
 from control_harness import backend, replica
 from controller_harness import ScriptedReplica, ScriptedStore, Stage, hang, staged
-from scenarios import for_each
 
 from daskserve.cluster.local.process import LocalProcess
 from daskserve.cluster.protocols.base import StoreChange

@@ -7,10 +7,10 @@ from typing import Any
 
 import msgpack
 import pytest
+from cases import for_each
 from control_harness import backend, endpoint, goal, replica
 from hypothesis import given
 from hypothesis import strategies as st
-from scenarios import for_each
 
 from daskserve.common.types import ActorAddress, ReplicaState
 from daskserve.control.records.encoding import FORMAT, CorruptRecordError, decode, encode, from_plain

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from cases import for_each
 from control_harness import Bench, backend
-from scenarios import for_each
 
 from daskserve.control.observed.observed import Scaling
 from daskserve.control.records.records import BackendRecord

@@ -6,9 +6,9 @@ import itertools
 from collections import Counter
 from typing import Any
 
+from cases import for_each
 from control_harness import backend, replica, state_of, worker
 from controller_harness import Stage, boom, staged
-from scenarios import for_each
 
 from daskserve.common.types import Location, ReplicaState, WorkerInfo
 from daskserve.control.observed.observed import Notes, Observed

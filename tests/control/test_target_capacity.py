@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from cases import for_each
 from control_harness import Bench, backend, state_of
 from controller_harness import ScriptedReplica, Stage, play, staged
-from scenarios import for_each
 
 from daskserve.client.views.explanation import Explanation
 from daskserve.client.views.status import Status

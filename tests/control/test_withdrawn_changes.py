@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from cases import for_each
 from control_harness import app_spec
 from controller_harness import Stage, hang, staged
-from scenarios import for_each
 
 from daskserve.errors import AlreadyRegisteredError, DeployError, ReplicaStartError, SupersededError
 from daskserve.options.specs import ApplicationSpec, BackendSpec

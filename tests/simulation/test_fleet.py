@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from cases import for_each
 from hypothesis import given
 from hypothesis import strategies as st
-from scenarios import for_each
 
 from daskserve.common.clock import seeded_rng
 from daskserve.options.autoscaling import AutoscalingConfig

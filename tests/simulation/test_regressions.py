@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from cases import for_each
 from control_machine import ControlMachine
-from scenarios import for_each
 
 from daskserve.common.types import ReplicaState
 from daskserve.errors import BadRequestError

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import itertools
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 from by_task import by_task
 from control_harness import app_spec, spec
-from scenarios import scenarios
 
 from daskserve.client.instance.calls import ControllerCalls
 from daskserve.cluster.local.cluster import LocalCluster
@@ -353,5 +353,16 @@ def play(scenario: Callable[[Stage], Coroutine[Any, Any, None]], **options: Any)
 
 
 def staged(**options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Return a decorator for a test that is a scenario; see `play`."""
-    return scenarios(partial(play, **options))
+    """Return a decorator for a test that is a scenario: it gets the stage of `play` and its own fixtures."""
+
+    def decorate(test: Callable[..., Any]) -> Callable[..., None]:
+        @wraps(test)
+        def run_test(**given: Any) -> None:
+            play(partial(test, **given), **options)
+
+        signature = inspect.signature(test)
+        others = list(signature.parameters.values())[1:]
+        run_test.__signature__ = signature.replace(parameters=others)  # type: ignore[attr-defined]
+        return run_test
+
+    return decorate
