@@ -6,8 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from cases import for_each
 from control_harness import backend, replica, state_of, worker
-from controller_harness import Stage, play
+from controller_harness import Stage, staged
 
 from daskserve.client.views.status import Status
 from daskserve.common.types import ReplicaState
@@ -55,7 +56,7 @@ def test_an_application_is_as_bad_as_its_worst_deployment() -> None:
     assert word(status(member("b"), member("f"))) == ("UNHEALTHY", "HEALTH_CHECK_FAILED")
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("change", "expected"),
     [("CONFIG_UPDATE", "UPDATING"), ("UPSCALE", "UPSCALING"), ("DOWNSCALE", "DOWNSCALING")],
 )
@@ -147,29 +148,27 @@ def test_the_states_of_replicas() -> None:
     }
 
 
-def test_the_last_ten_replicas_that_died_are_listed_with_the_reasons() -> None:
-    async def scenario(stage: Stage) -> None:
-        await stage.run("x")
-        for _ in range(11):
-            (one,) = stage.running_of("x/front")
-            stage.cluster.remove_worker(one.worker)
-            stage.cluster.add_worker()
-            await stage.until(lambda gone=one.tag: [e for e in stage.running_of("x/front") if e.tag != gone])
-        found = Status.of(await stage.call("status"))
-        dead = found.applications["x"].deployments["front"].dead_replicas
-        assert len(dead) == 10
-        assert all(each.name.startswith("x/front#") for each in dead)
-        assert dead[-1].reason == f"worker {one.worker} left the cluster"
-        assert dead == found.backends["x/front"].dead_replicas
+@staged(workers=2)
+async def test_the_last_ten_replicas_that_died_are_listed_with_the_reasons(stage: Stage) -> None:
+    await stage.run("x")
+    for _ in range(11):
+        (one,) = stage.running_of("x/front")
+        stage.cluster.remove_worker(one.worker)
+        stage.cluster.add_worker()
+        await stage.until(lambda gone=one.tag: [e for e in stage.running_of("x/front") if e.tag != gone])
+    found = Status.of(await stage.call("status"))
+    dead = found.applications["x"].deployments["front"].dead_replicas
+    assert len(dead) == 10
+    assert all(each.name.startswith("x/front#") for each in dead)
+    assert dead[-1].reason == f"worker {one.worker} left the cluster"
+    assert dead == found.backends["x/front"].dead_replicas
 
-        async def fail(replica: Any) -> None:
-            if replica.message.code == b"2":
-                raise ReplicaStartError("it is broken")
+    async def fail(replica: Any) -> None:
+        if replica.message.code == b"2":
+            raise ReplicaStartError("it is broken")
 
-        stage.start = fail
-        with pytest.raises(ReplicaStartError):
-            await stage.run("x", front={"version": "2"})
-        dead = Status.of(await stage.call("status")).applications["x"].deployments["front"].dead_replicas
-        assert [each.reason for each in dead[-3:]] == ["ReplicaStartError: it is broken"] * 3
-
-    play(scenario, workers=2)
+    stage.start = fail
+    with pytest.raises(ReplicaStartError):
+        await stage.run("x", front={"version": "2"})
+    dead = Status.of(await stage.call("status")).applications["x"].deployments["front"].dead_replicas
+    assert [each.reason for each in dead[-3:]] == ["ReplicaStartError: it is broken"] * 3

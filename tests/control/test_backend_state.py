@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from cases import for_each
 from control_harness import Bench, backend, endpoint, removed, replica, state_of, worker
 
 from daskserve.common.types import ReplicaState as S
@@ -26,7 +27,6 @@ from daskserve.errors import (
     NoCapacityError,
     ReplicaStartError,
     RequestTimeoutError,
-    ServeError,
 )
 from daskserve.options.backend import BackendConfig
 from daskserve.payload.packed_errors import load_error
@@ -123,23 +123,6 @@ def test_a_goal_is_done_only_when_all_replicas_run() -> None:
     assert bench.goal(goal).state is GoalState.DONE
 
 
-def test_a_new_controller_changes_nothing_and_recreates_no_running_replica() -> None:
-    bench = running(num_replicas=2)
-    bench.observed.ready.clear()
-    step = bench.step()
-    assert step.actions == []
-    assert step.change == {}
-
-
-def test_a_new_controller_repeats_the_start_of_a_starting_replica() -> None:
-    bench = Bench()
-    bench.create(num_replicas=1)
-    assert kinds(bench.step().actions) == [StartReplica]
-    step = bench.step()
-    assert kinds(step.actions) == [StartReplica]
-    assert step.change == {}
-
-
 def test_a_step_does_not_change_the_state() -> None:
     bench = running(num_replicas=2)
     bench.update(num_replicas=5)
@@ -179,23 +162,6 @@ def test_tags_are_unique() -> None:
 
 
 # ---- constructors that fail
-
-
-def test_three_failures_fail_the_goal_and_remove_the_backend() -> None:
-    bench = Bench()
-    goal = bench.create()
-    tried = set()
-    for _ in range(3):
-        fail(bench)
-        tried.update(bench.tags())
-    assert len(tried) == 3
-    bench.settle()
-    error = error_of(bench, goal)
-    assert isinstance(error, ReplicaStartError)
-    assert error.user_traceback == "Traceback ..."
-    state = bench.state
-    assert (state.backends, state.replicas, state.codes) == ({}, {}, {})
-    assert list(state.goals) == [goal]
 
 
 def test_two_failures_are_tolerated() -> None:
@@ -325,16 +291,6 @@ def test_without_capacity_a_backend_waits_and_says_what_is_missing() -> None:
     assert step.wake_at == bench.now + 30  # to say what it waits for
 
 
-def test_new_capacity_is_used() -> None:
-    bench = Bench([])
-    goal = bench.create()
-    bench.step()
-    bench.observed.workers["w1"] = worker(1)
-    bench.settle()
-    assert bench.goal(goal).state is GoalState.DONE
-    assert bench.observed.notes == {}
-
-
 def test_what_fits_runs_while_the_rest_waits() -> None:
     bench = Bench([worker(1, threads=2)])
     bench.create(num_replicas=3, actor_options={"num_cpus": 1})
@@ -392,21 +348,6 @@ def test_a_change_without_capacity_is_rolled_back() -> None:
 # ---- workers that go
 
 
-def test_replicas_of_a_lost_worker_are_replaced_elsewhere() -> None:
-    bench = running(num_replicas=2)
-    (lost,) = bench.state.replicas_on("w1")
-    (kept,) = bench.state.replicas_on("w2")
-    bench.observed.lost_workers.add("w1")
-    del bench.observed.workers["w1"]
-    step = bench.step()
-    assert f"replica/{lost.tag}" in removed(step.change)
-    assert kinds(step.actions) == [StartReplica]
-    assert {each.worker for each in bench.state.replicas_of("b")} == {"w2"}
-    bench.settle()
-    assert kept.tag in bench.tags(S.RUNNING)
-    assert len(bench.tags(S.RUNNING)) == 2
-
-
 def test_lost_workers_count_as_failed_starts_once_however_many_replicas_they_take() -> None:
     """A constructor may end its worker, again and again."""
     bench = Bench([worker(1)])
@@ -430,7 +371,7 @@ def test_a_lost_worker_gets_no_replicas() -> None:
     assert [action.replica.worker for action in step.actions] == ["w2"]
 
 
-@pytest.mark.parametrize("state", [S.STARTING, S.RUNNING, S.STOPPING])
+@for_each("state", [S.STARTING, S.RUNNING, S.STOPPING])
 def test_a_lost_replica_is_removed_in_every_state(state: S) -> None:
     bench = Bench([worker(2)])
     bench.create()
@@ -468,7 +409,7 @@ def test_a_change_of_the_user_config_reconfigures_the_same_replicas_one_by_one()
     assert published_tags(bench) == tags
 
 
-@pytest.mark.parametrize(("limit", "at_once"), [(0, 1), (1, 1), (2, 2), ("75%", 3), (9, 4)])
+@for_each(("limit", "at_once"), [(0, 1), (1, 1), (2, 2), ("75%", 3), (9, 4)])
 def test_max_unavailable_says_how_many_are_reconfigured_at_a_time(limit: int | str, at_once: int) -> None:
     bench = running(num_replicas=4, max_unavailable=limit)
     bench.update(user_config=b"new")
@@ -562,38 +503,6 @@ def test_a_replica_that_rejects_a_config_fails_the_change_and_rolls_back_the_oth
     assert {each.config_id for each in bench.state.replicas_of("b")} == {before.config_id}
 
 
-def test_a_replica_that_rejects_the_rollback_is_replaced() -> None:
-    """No caller waits for the error, and retries would never end."""
-    bench = running(num_replicas=2)
-    goal = bench.update(user_config=b"new")
-    (first,) = bench.step().actions
-    bench.succeed(first)
-    (second,) = bench.step().actions
-    bench.observed.reconfigure_failed[second.replica.tag] = BOOM
-    (again,) = bench.step().actions
-    assert bench.goal(goal).state is GoalState.FAILED
-    bench.observed.reconfigure_failed[again.replica.tag] = BOOM
-    step = bench.step()
-    assert StopReplica in {type(each) for each in step.actions}
-    bench.settle()
-    assert second.replica.tag not in bench.tags()
-    assert first.replica.tag in bench.tags()
-    assert len(bench.tags(S.RUNNING)) == 2
-
-
-def test_a_config_that_changes_while_a_replica_starts_reaches_it_when_it_runs() -> None:
-    bench = Bench()
-    bench.create()
-    (start,) = bench.step().actions
-    goal = bench.update(user_config=b"new")
-    (again,) = bench.step().actions
-    assert (type(again), again.replica.tag) == (StartReplica, start.replica.tag)
-    bench.succeed(start)
-    assert kinds(bench.step().actions) == [ReconfigureReplica]
-    bench.settle()
-    assert bench.goal(goal).state is GoalState.DONE
-
-
 # ---- scaling down and deleting
 
 
@@ -617,15 +526,6 @@ def test_scaling_down_stops_the_least_busy_replicas_first() -> None:
     assert bench.tags() == run
 
 
-def test_a_replica_that_stops_has_the_configured_grace() -> None:
-    bench = running(num_replicas=2, experimental_graceful_shutdown_timeout_s=7)
-    bench.update(num_replicas=1)
-    (stop,) = bench.step().actions
-    assert isinstance(stop, StopReplica)
-    assert stop.grace_s == 7
-    assert bench.tags(S.STOPPING) == [stop.replica.tag]
-
-
 def test_scaling_down_is_done_when_the_last_one_is_gone() -> None:
     bench = running(num_replicas=2)
     goal = bench.update(num_replicas=1)
@@ -636,29 +536,6 @@ def test_scaling_down_is_done_when_the_last_one_is_gone() -> None:
     bench.step()
     assert bench.goal(goal).state is GoalState.DONE
     assert len(bench.tags()) == 1
-
-
-@pytest.mark.parametrize(("is_forced", "grace_s"), [(False, 20.0), (True, 0.0)])
-def test_deleting_stops_all_replicas_and_then_removes_the_backend(is_forced: bool, grace_s: float) -> None:
-    bench = running(num_replicas=2)
-    goal = bench.delete(is_forced=is_forced)
-    stops = bench.step().actions
-    assert [(type(each), each.grace_s) for each in stops] == [(StopReplica, grace_s)] * 2  # type: ignore[union-attr]
-    assert bench.goal(goal).state is GoalState.PENDING
-    assert "b" in bench.state.backends
-    bench.settle()
-    assert bench.goal(goal).state is GoalState.DONE
-    assert (bench.state.backends, bench.state.replicas, bench.state.codes) == ({}, {}, {})
-
-
-def test_a_forced_delete_shortens_the_grace_period_of_an_earlier_one() -> None:
-    bench = running()
-    bench.delete()
-    bench.step()
-    bench.delete(is_forced=True)
-    (stop,) = bench.step().actions
-    assert isinstance(stop, StopReplica)
-    assert stop.grace_s == 0
 
 
 def test_deleting_has_no_deadline() -> None:
@@ -683,29 +560,6 @@ def test_a_backend_can_be_recreated_while_it_is_being_deleted() -> None:
 
 
 # ---- versions
-
-
-def test_a_new_version_takes_over_one_by_one() -> None:
-    bench = deployed(version="1", num_replicas=2)
-    goal = bench.deploy(version="2", num_replicas=2)
-    served = []
-    while bench.goal(goal).state is GoalState.PENDING:
-        step = bench.step()
-        assert len(step.actions) <= 2
-        served.append(len(bench.tags(S.RUNNING)))
-        assert len(bench.tags(S.STARTING, S.RUNNING)) <= 3
-        for action in step.actions:
-            bench.succeed(action)
-    assert min(served) == 2
-    assert {each.version for each in bench.state.replicas_of("b")} == {"2"}
-    assert list(bench.state.codes) == ["b@2"]
-
-
-def test_the_old_code_stays_until_the_rollout_is_complete() -> None:
-    bench = deployed(version="1")
-    bench.deploy(version="2")
-    bench.step()
-    assert set(bench.state.codes) == {"b@1", "b@2"}
 
 
 def test_a_new_version_that_fails_leaves_the_old_one_running() -> None:
@@ -748,20 +602,6 @@ def test_a_newer_version_in_the_middle_of_a_rollout_wins() -> None:
     assert bench.goal(third).state is GoalState.DONE
     assert {each.version for each in bench.state.replicas_of("b")} == {"3"}
     assert list(bench.state.codes) == ["b@3"]
-
-
-def test_a_failed_first_deployment_removes_its_endpoint() -> None:
-    """Otherwise its route stays taken by something that cannot answer."""
-    bench = Bench()
-    bench.state.apply({"endpoint/x": endpoint("x", "/x", traffic={"x": 1.0})})
-    bench.deploy()
-    bench.state.apply(
-        endpoint_state.deploy_endpoint(bench.state, "b", route="/", methods=["GET"], python_methods=[])
-    )
-    for _ in range(3):
-        fail(bench)
-    bench.settle()
-    assert set(bench.state.endpoints) == {"x"}
 
 
 def routed(bench: Bench, route: str) -> None:
@@ -843,7 +683,7 @@ def test_only_running_replicas_are_published_to_routers() -> None:
     assert published_backend(state, "other") is None
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("config", "metadata", "published"),
     [
         ({}, {}, {}),  # whole, as of a plain function
@@ -863,21 +703,11 @@ def test_what_routers_learn_about_bodies(
     assert {name: each for name, each in found.items() if name in ("bodies", "max_body_bytes")} == published
 
 
-@pytest.mark.parametrize("ignores", [True, False])
+@for_each("ignores", [True, False])
 def test_a_started_replica_tells_whether_its_callable_reads_bodies(ignores: bool) -> None:
     config = BackendConfig(internal_metadata={"ignores_bodies": not ignores})  # type: ignore[arg-type]
     facts = {"is_blocking": True, **({"ignores_bodies": True} if ignores else {})}
     assert config.with_facts(facts).internal_metadata.ignores_bodies is ignores
-
-
-def test_goals_fail_only_with_daskserve_errors() -> None:
-    """The supervisor and other programs must be able to load them."""
-    bench = Bench()
-    goal = bench.create()
-    for _ in range(3):
-        fail(bench, Exception("of an unknown replica"))
-    bench.step()
-    assert isinstance(error_of(bench, goal), ServeError)
 
 
 def test_a_replica_above_the_limit_of_each_host_waits_and_the_status_says_so() -> None:
@@ -931,7 +761,7 @@ def test_replicas_of_the_version_before_last_stay_if_it_returns_with_equal_optio
     assert set(bench.tags(S.RUNNING)) == old
 
 
-@pytest.mark.parametrize("count", [1, 5])
+@for_each("count", [1, 5])
 def test_the_number_of_failed_starts_that_end_a_change_is_an_option(count: int) -> None:
     bench = Bench()
     goal, failures = bench.create(num_replicas=2, max_constructor_retry_count=count), 0

@@ -6,9 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from cases import for_each
 from control_harness import backend, endpoint, goal, spec, state_of
 
-from daskserve.control.records.records import BackendRecord, Change, CodeRecord, GoalRecord
+from daskserve.control.records.records import BackendRecord, Change, CodeRecord
 from daskserve.control.records.state import State
 from daskserve.control.verbs import backends as verbs
 from daskserve.control.verbs.backends import Outcome
@@ -93,22 +94,6 @@ def test_a_retried_call_changes_nothing_and_waits_for_the_same_goal() -> None:
     assert verbs.create_backend(state, spec(), goal_id="g3", now=0.0) == Outcome({}, None)
 
 
-def test_a_tag_in_use_is_rejected() -> None:
-    words = r"^Cannot create backend\. Backend 'b' is already registered\."
-    with pytest.raises(AlreadyRegisteredError, match=words):
-        verbs.create_backend(created(), spec(request_id="second"), goal_id="g2", now=0.0)
-
-
-def test_a_tag_that_is_being_deleted_can_be_taken() -> None:
-    state = created()
-    state.apply(verbs.delete_backend(state, "b", is_forced=False, goal_id="g2").change)
-    outcome = verbs.create_backend(state, spec(version="2", request_id="second"), goal_id="g3", now=0.0)
-    assert not backend_of(outcome).is_deleting
-    waiting = outcome.change["goal/g3"]
-    assert isinstance(waiting, GoalRecord)
-    assert waiting.previous == {"backend/b": None}
-
-
 def test_an_invalid_option_is_rejected_when_the_spec_is_read() -> None:
     with pytest.raises(ValueError, match="num_replicas"):
         BackendSpec.from_plain({**spec().to_plain(), "config": {"num_replicas": 0}})
@@ -138,7 +123,7 @@ def test_a_retried_deploy_changes_nothing_whatever_its_outcome() -> None:
     assert verbs.deploy(state, retried, goal_id="g3", now=0.0) == Outcome({}, None)
 
 
-@pytest.mark.parametrize("version", ["__v1__", "Unversioned"])
+@for_each("version", ["__v1__", "Unversioned"])
 def test_reserved_versions_are_refused(version: str) -> None:
     with pytest.raises(BadRequestError, match=f"Version '{version}' is reserved"):
         deploy(State(), spec(version=version, user_version=version))
@@ -234,7 +219,7 @@ def test_an_update_with_equal_options_changes_nothing() -> None:
     assert update(created(spec(num_replicas=2)), {"num_replicas": 2}) == Outcome({}, None)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("config", "is_told"),
     [
         ({"num_replicas": 3}, False),
@@ -257,7 +242,7 @@ def test_a_new_user_config_reconfigures_the_replicas() -> None:
     assert backend_of(outcome).config_id != state.backends["b"].config_id
 
 
-@pytest.mark.parametrize("state", [State(), state_of(backend(is_deleting=True))])
+@for_each("state", [State(), state_of(backend(is_deleting=True))])
 def test_an_unknown_backend_cannot_be_updated(state: State) -> None:
     with pytest.raises(
         NotRegisteredError, match=r"^Backend b is not registered\. Registered backends: none\.$"
@@ -280,7 +265,7 @@ def test_deleting_marks_the_backend() -> None:
     assert record.goal == "g2"
 
 
-@pytest.mark.parametrize("used", [{"traffic": {"b": 1.0}}, {"traffic": {"x": 1.0}, "shadows": {"b": 0.1}}])
+@for_each("used", [{"traffic": {"b": 1.0}}, {"traffic": {"x": 1.0}, "shadows": {"b": 0.1}}])
 def test_a_backend_in_use_cannot_be_deleted(used: dict[str, Any]) -> None:
     state = state_of(backend(), endpoint("e2", "/2", **used), endpoint("e1", "/1", **used))
     words = r"^Backend 'b' is used by endpoint 'e1', 'e2' and cannot be deleted\."

@@ -9,8 +9,9 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
+from cases import for_each
 from control_harness import Bench, backend, replica, state_of, worker
-from controller_harness import ScriptedReplica, Stage, hang, play
+from controller_harness import ScriptedReplica, Stage, hang, play, staged
 
 from daskserve.common.types import ReplicaState as S
 from daskserve.control.backend.actions import StartReplica
@@ -43,27 +44,16 @@ def error_of(bench: Bench, goal: str) -> ServeError | None:
 # ---- what takes long, and is no reason to give up
 
 
-def test_an_update_takes_as_long_as_its_replicas_need_one_after_another() -> None:
-    async def scenario(stage: Stage) -> None:
-        await deploy(stage, "1")
-        stage.start_s, began = 14.0, stage.clock.now()
-        await deploy(stage, "2")
-        assert running_version(stage) == 5 * ["2"]
-        assert stage.clock.now() - began > 60
-
-    play(scenario)
+@staged()
+async def test_an_update_takes_as_long_as_its_replicas_need_one_after_another(stage: Stage) -> None:
+    await deploy(stage, "1")
+    stage.start_s, began = 14.0, stage.clock.now()
+    await deploy(stage, "2")
+    assert running_version(stage) == 5 * ["2"]
+    assert stage.clock.now() - began > 60
 
 
-def test_constructors_of_an_application_take_more_than_a_minute_each() -> None:
-    async def scenario(stage: Stage) -> None:
-        stage.start_s = 75.0
-        await stage.run(**PATIENT)
-        assert stage.clock.now() >= 150
-
-    play(scenario)
-
-
-@pytest.mark.parametrize(("workers", "max_surge"), [(3, 1), (2, 1), (3, 2)])
+@for_each(("workers", "max_surge"), [(3, 1), (2, 1), (3, 2)])
 def test_old_replicas_have_their_grace_period_also_where_new_ones_wait_for_their_room(
     workers: int, max_surge: int
 ) -> None:
@@ -100,80 +90,74 @@ def test_a_replica_that_drains_at_the_deadline_makes_room_for_the_one_that_waits
         assert (bench.goal(goal).state is GoalState.PENDING) is is_draining
 
 
-def test_reconfigure_may_take_as_long_as_a_constructor() -> None:
-    async def scenario(stage: Stage) -> None:
-        async def take_long(replica: ScriptedReplica) -> None:
-            await stage.clock.sleep(seconds)
+@staged()
+async def test_reconfigure_may_take_as_long_as_a_constructor(stage: Stage) -> None:
+    async def take_long(replica: ScriptedReplica) -> None:
+        await stage.clock.sleep(seconds)
 
-        await deploy(stage, "1", num_replicas=2, start_timeout_s=100.0, user_config=b"one")
-        stage.reconfigure, seconds = take_long, 90.0
-        update = {"tag": "b", "config": {}, "sets_user_config": True, **PATIENT}
-        await stage.change("update_backend_config", **update, user_config=b"two")
-        seconds = 130.0
-        with pytest.raises(RequestTimeoutError, match=r"reconfigure\(\) did not return within 100 s"):
-            await stage.change("update_backend_config", **update, user_config=b"three")
-
-    play(scenario)
+    await deploy(stage, "1", num_replicas=2, start_timeout_s=100.0, user_config=b"one")
+    stage.reconfigure, seconds = take_long, 90.0
+    update = {"tag": "b", "config": {}, "sets_user_config": True, **PATIENT}
+    await stage.change("update_backend_config", **update, user_config=b"two")
+    seconds = 130.0
+    with pytest.raises(RequestTimeoutError, match=r"reconfigure\(\) did not return within 100 s"):
+        await stage.change("update_backend_config", **update, user_config=b"three")
 
 
 # ---- what is given up
 
 
-def test_a_constructor_that_takes_longer_than_it_may_ends_an_update_that_says_how_far_it_came() -> None:
-    async def scenario(stage: Stage) -> None:
-        await deploy(stage, "1")
+@staged()
+async def test_a_constructor_that_takes_longer_than_it_may_ends_an_update_that_says_how_far_it_came(
+    stage: Stage,
+) -> None:
+    await deploy(stage, "1")
 
-        async def start(replica: ScriptedReplica) -> None:
-            if running_version(stage).count("2") == 3:
-                await hang(replica)
+    async def start(replica: ScriptedReplica) -> None:
+        if running_version(stage).count("2") == 3:
+            await hang(replica)
 
-        stage.start_s, stage.start, began = 14.0, start, stage.clock.now()
-        with pytest.raises(
-            RequestTimeoutError,
-            match=r"did not start within 90 s: it was still starting. .* 3 of 5 replicas were updated\.$",
-        ):
-            await deploy(stage, "2", start_timeout_s=90.0)
-        assert 3 * 14 + 90 <= stage.clock.now() - began < 3 * 14 + 92
-        stage.start = None
-        await stage.until(lambda: running_version(stage) == 5 * ["1"])
-
-    play(scenario)
-
-
-def test_a_replica_that_cannot_be_reached_makes_no_progress() -> None:
-    async def scenario(stage: Stage) -> None:
-        async def unreachable(replica: ScriptedReplica) -> None:
-            if len(stage.started) == 1:
-                await stage.clock.sleep(5)
-            raise ActorLostError("the connection broke")
-
-        stage.start, stage.start_s = unreachable, 0.0
-        with pytest.raises(RequestTimeoutError, match="made no progress for 60 s"):
-            await deploy(stage, "1", num_replicas=1)
-        assert 60 <= stage.clock.now() <= 66
-
-    play(scenario)
+    stage.start_s, stage.start, began = 14.0, start, stage.clock.now()
+    with pytest.raises(
+        RequestTimeoutError,
+        match=r"did not start within 90 s: it was still starting. .* 3 of 5 replicas were updated\.$",
+    ):
+        await deploy(stage, "2", start_timeout_s=90.0)
+    assert 3 * 14 + 90 <= stage.clock.now() - began < 3 * 14 + 92
+    stage.start = None
+    await stage.until(lambda: running_version(stage) == 5 * ["1"])
 
 
-@pytest.mark.parametrize("start_s", [0.01, 75.0])
-def test_replicas_without_room_are_given_up_although_others_still_start(start_s: float) -> None:
-    async def scenario(stage: Stage) -> None:
-        stage.start_s, began = start_s, stage.clock.now()
-        with pytest.raises(NoCapacityError, match="to 5 replicas within 60 s: a replica needs CPU 4"):
-            await deploy(stage, "1", actor_options=dict(WHOLE))
-        assert 60 <= stage.clock.now() - began < 62
+@staged()
+async def test_a_replica_that_cannot_be_reached_makes_no_progress(stage: Stage) -> None:
+    async def unreachable(replica: ScriptedReplica) -> None:
+        if len(stage.started) == 1:
+            await stage.clock.sleep(5)
+        raise ActorLostError("the connection broke")
 
-    play(scenario)
+    stage.start, stage.start_s = unreachable, 0.0
+    with pytest.raises(RequestTimeoutError, match="made no progress for 60 s"):
+        await deploy(stage, "1", num_replicas=1)
+    assert 60 <= stage.clock.now() <= 66
 
 
-def test_the_wait_for_room_begins_again_when_a_replica_finds_some() -> None:
-    async def scenario(stage: Stage) -> None:
-        asyncio.get_running_loop().call_later(50, stage.cluster.add_worker)
-        with pytest.raises(NoCapacityError, match="to 3 replicas within 60 s"):
-            await deploy(stage, "1", num_replicas=3, actor_options=dict(WHOLE))
-        assert 110 <= stage.clock.now() < 112
+@for_each("start_s", [0.01, 75.0])
+@staged()
+async def test_replicas_without_room_are_given_up_although_others_still_start(
+    stage: Stage, start_s: float
+) -> None:
+    stage.start_s, began = start_s, stage.clock.now()
+    with pytest.raises(NoCapacityError, match="to 5 replicas within 60 s: a replica needs CPU 4"):
+        await deploy(stage, "1", actor_options=dict(WHOLE))
+    assert 60 <= stage.clock.now() - began < 62
 
-    play(scenario, workers=1)
+
+@staged(workers=1)
+async def test_the_wait_for_room_begins_again_when_a_replica_finds_some(stage: Stage) -> None:
+    asyncio.get_running_loop().call_later(50, stage.cluster.add_worker)
+    with pytest.raises(NoCapacityError, match="to 3 replicas within 60 s"):
+        await deploy(stage, "1", num_replicas=3, actor_options=dict(WHOLE))
+    assert 110 <= stage.clock.now() < 112
 
 
 def test_a_change_fails_once_nothing_has_progressed() -> None:
@@ -209,7 +193,7 @@ def test_what_an_autoscaler_does_beyond_a_change_is_no_progress_of_it() -> None:
     assert not has_moved(state_of(scaled, replica("b#1")), scaled, change)
 
 
-@pytest.mark.parametrize("is_lost", [False, True])
+@for_each("is_lost", [False, True])
 def test_new_replicas_that_start_and_die_again_and_again_fail_an_update(is_lost: bool) -> None:
     bench = Bench([worker(1), worker(2)])
     bench.deploy(version="1", num_replicas=2)
@@ -241,21 +225,19 @@ def test_new_replicas_that_start_and_die_again_and_again_fail_an_update(is_lost:
 # ---- a new controller
 
 
-def test_the_time_of_a_constructor_goes_on_under_a_new_controller() -> None:
-    async def scenario(stage: Stage) -> None:
-        stage.start = hang
-        creating = deploy(stage, "1", num_replicas=1, start_timeout_s=50.0)
-        await stage.clock.sleep(40)
-        await stage.crash_controller()
-        with pytest.raises(RequestTimeoutError, match="did not start within 50 s"):
-            await creating
-        assert 50 <= stage.clock.now() < 55
-        assert len(stage.started) == 1
-
-    play(scenario)
+@staged()
+async def test_the_time_of_a_constructor_goes_on_under_a_new_controller(stage: Stage) -> None:
+    stage.start = hang
+    creating = deploy(stage, "1", num_replicas=1, start_timeout_s=50.0)
+    await stage.clock.sleep(40)
+    await stage.crash_controller()
+    with pytest.raises(RequestTimeoutError, match="did not start within 50 s"):
+        await creating
+    assert 50 <= stage.clock.now() < 55
+    assert len(stage.started) == 1
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("limits", "age_s", "left_s"),
     [
         ({"timeout_s": 60.0}, 45.0, 15.0),
@@ -265,7 +247,7 @@ def test_the_time_of_a_constructor_goes_on_under_a_new_controller() -> None:
         (PATIENT, -45.0, 60.0),
     ],
 )
-@pytest.mark.parametrize("has_room", [True, False])
+@for_each("has_room", [True, False])
 def test_a_new_controller_goes_on_where_the_one_before_was(
     limits: Mapping[str, Any], age_s: float, left_s: float, has_room: bool
 ) -> None:
@@ -308,20 +290,18 @@ def test_the_status_and_the_log_say_what_a_slow_start_does(caplog: pytest.LogCap
         play(scenario)
 
 
-def test_an_application_says_how_many_of_its_deployments_were_up() -> None:
-    async def scenario(stage: Stage) -> None:
-        def fail_in(tag: str) -> Callable[[ScriptedReplica], Any]:
-            async def start(replica: ScriptedReplica) -> None:
-                if replica.message.backend_tag == tag:
-                    await hang(replica)
+@staged()
+async def test_an_application_says_how_many_of_its_deployments_were_up(stage: Stage) -> None:
+    def fail_in(tag: str) -> Callable[[ScriptedReplica], Any]:
+        async def start(replica: ScriptedReplica) -> None:
+            if replica.message.backend_tag == tag:
+                await hang(replica)
 
-            return start
+        return start
 
-        stage.start = fail_in("front")
-        front = {"start_timeout_s": 70.0, "num_replicas": 2}
-        with pytest.raises(
-            RequestTimeoutError, match=r"0 of 2 replicas were started, and 1 of 2 deployments were up\.$"
-        ):
-            await stage.run(**PATIENT, front=front)
-
-    play(scenario)
+    stage.start = fail_in("front")
+    front = {"start_timeout_s": 70.0, "num_replicas": 2}
+    with pytest.raises(
+        RequestTimeoutError, match=r"0 of 2 replicas were started, and 1 of 2 deployments were up\.$"
+    ):
+        await stage.run(**PATIENT, front=front)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from controller_harness import Stage, boom, play
+from controller_harness import Stage, boom, staged
 
 from daskserve.control.observed.observed import Observed, Scaling
 from daskserve.control.records.state import State
@@ -24,46 +24,40 @@ async def exported(stage: Stage) -> dict[tuple[str, ...], float]:
     return found
 
 
-def test_the_current_deployments_goals_and_workers_are_exported() -> None:
-    async def scenario(stage: Stage) -> None:
-        await stage.create(num_replicas=2)
-        found = await exported(stage)
-        assert found[("deployment_wanted_replicas", "b")] == 2
-        assert found[("deployment_replicas", "b", "RUNNING")] == 2
-        assert found[("deployment_status", "b", "HEALTHY")] == 1
-        assert found[("controller_epoch",)] == 1
-        assert (found[("goals_pending",)], found[("goals", "done")]) == (0, 1)
-        assert (found[("workers", "usable")], found[("workers", "unresponsive")]) == (3, 0)
-        assert found[("control_loop_duration_seconds",)] > 0
-        await stage.delete()
-        await stage.until(lambda: not stage.running)
-        assert [key for key in await exported(stage) if key[0].startswith("deployment")] == []
-
-    play(scenario)
+@staged()
+async def test_the_current_deployments_goals_and_workers_are_exported(stage: Stage) -> None:
+    await stage.create(num_replicas=2)
+    found = await exported(stage)
+    assert found[("deployment_wanted_replicas", "b")] == 2
+    assert found[("deployment_replicas", "b", "RUNNING")] == 2
+    assert found[("deployment_status", "b", "HEALTHY")] == 1
+    assert found[("controller_epoch",)] == 1
+    assert (found[("goals_pending",)], found[("goals", "done")]) == (0, 1)
+    assert (found[("workers", "usable")], found[("workers", "unresponsive")]) == (3, 0)
+    assert found[("control_loop_duration_seconds",)] > 0
+    await stage.delete()
+    await stage.until(lambda: not stage.running)
+    assert [key for key in await exported(stage) if key[0].startswith("deployment")] == []
 
 
-def test_failures_are_counted() -> None:
-    async def scenario(stage: Stage) -> None:
-        stage.start = boom()
-        with pytest.raises(ReplicaStartError):
-            await stage.create()
-        assert (await exported(stage))[("goals", "failed")] == 1
-
-    play(scenario)
+@staged()
+async def test_failures_are_counted(stage: Stage) -> None:
+    stage.start = boom()
+    with pytest.raises(ReplicaStartError):
+        await stage.create()
+    assert (await exported(stage))[("goals", "failed")] == 1
 
 
-def test_the_next_controller_exports_the_same_deployments() -> None:
-    async def scenario(stage: Stage) -> None:
-        await stage.create(num_replicas=1)
-        old: Any = stage.cluster.actor(await stage.cluster.program.controller())
-        await stage.crash_controller()
-        found = await exported(stage)
-        assert found[("controller_epoch",)] == 2
-        assert found[("deployment_wanted_replicas", "b")] == 1
-        await stage.until(lambda: not any(name == "controller_epoch" for name, _, _ in old.samples()))
-        assert {name for name, _, _ in old.samples()} >= {"goals", "control_loop_duration_seconds"}
-
-    play(scenario)
+@staged()
+async def test_the_next_controller_exports_the_same_deployments(stage: Stage) -> None:
+    await stage.create(num_replicas=1)
+    old: Any = stage.cluster.actor(await stage.cluster.program.controller())
+    await stage.crash_controller()
+    found = await exported(stage)
+    assert found[("controller_epoch",)] == 2
+    assert found[("deployment_wanted_replicas", "b")] == 1
+    await stage.until(lambda: not any(name == "controller_epoch" for name, _, _ in old.samples()))
+    assert {name for name, _, _ in old.samples()} >= {"goals", "control_loop_duration_seconds"}
 
 
 def test_reasons_of_the_autoscaler_are_series_without_their_numbers() -> None:

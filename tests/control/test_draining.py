@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 from control_harness import backend, endpoint, replica, state_of
-from controller_harness import Stage, play
+from controller_harness import Stage, staged
 
 from daskserve.control import shutdown_order as departure
 from daskserve.control.records.records import AppRecord
@@ -71,81 +71,71 @@ def test_an_endpoint_stays_while_another_deployment_may_call_it() -> None:
     assert all(each.is_deleting and each.goal is None for each in leaving)  # type: ignore[union-attr]
 
 
-def test_the_callers_drain_first_and_the_store_keeps_all_records() -> None:
-    async def scenario(stage: Stage) -> None:
-        await stage.run(graph=CHAIN)
-        await stage.deploy("alone", route="/alone")
-        stage.ongoing, stage.drain_s = 1, 4.0
-        stored, began = stage.store.records(), stage.clock.now()
-        await stage.cluster.drain()
-        stopped = [tag.rpartition("#")[0] for tag, _ in stage.stopped]
-        assert [each for each in stopped if each != "alone"] == ["front", "middle", "back"]
-        assert stopped.index("alone") < 2  # nobody is known to call it
-        assert {grace_s for _, grace_s in stage.stopped} == {20.0}
-        assert 12.0 <= stage.clock.now() - began < 13.0
-        assert not stage.running
-        assert stage.store.records() == stored
-        with pytest.raises(NotRunningError, match="is being shut down"):
-            await stage.cluster.program.call(
-                await stage.cluster.program.controller(), "delete_application", name="default"
-            )
-
-    play(scenario)
+@staged()
+async def test_the_callers_drain_first_and_the_store_keeps_all_records(stage: Stage) -> None:
+    await stage.run(graph=CHAIN)
+    await stage.deploy("alone", route="/alone")
+    stage.ongoing, stage.drain_s = 1, 4.0
+    stored, began = stage.store.records(), stage.clock.now()
+    await stage.cluster.drain()
+    stopped = [tag.rpartition("#")[0] for tag, _ in stage.stopped]
+    assert [each for each in stopped if each != "alone"] == ["front", "middle", "back"]
+    assert stopped.index("alone") < 2  # nobody is known to call it
+    assert {grace_s for _, grace_s in stage.stopped} == {20.0}
+    assert 12.0 <= stage.clock.now() - began < 13.0
+    assert not stage.running
+    assert stage.store.records() == stored
+    with pytest.raises(NotRunningError, match="is being shut down"):
+        await stage.cluster.program.call(
+            await stage.cluster.program.controller(), "delete_application", name="default"
+        )
 
 
-def test_an_idle_instance_does_not_drain() -> None:
-    async def scenario(stage: Stage) -> None:
-        await stage.run(graph=CHAIN)
-        began = stage.clock.now()
-        await stage.cluster.drain()
-        assert stage.clock.now() == began
-        assert not stage.stopped
-        assert len(stage.running) == 3
-        await stage.run(graph=CHAIN, version="2")  # until it ends, it is as before
-
-    play(scenario)
+@staged()
+async def test_an_idle_instance_does_not_drain(stage: Stage) -> None:
+    await stage.run(graph=CHAIN)
+    began = stage.clock.now()
+    await stage.cluster.drain()
+    assert stage.clock.now() == began
+    assert not stage.stopped
+    assert len(stage.running) == 3
+    await stage.run(graph=CHAIN, version="2")  # until it ends, it is as before
 
 
-def test_proxies_close_before_replicas_and_do_not_return() -> None:
-    async def scenario(stage: Stage) -> None:
-        await stage.run(graph=CHAIN)
-        await stage.until(lambda: stage.proxies)
-        stage.ongoing, stage.drain_s = 1, 8.0
-        draining = asyncio.create_task(stage.cluster.drain())
-        await stage.until(lambda: not stage.proxies)
-        assert not stage.stopped
-        await draining
-        assert not stage.proxies
-        assert len(stage.stopped) == 3
-
-    play(scenario, http=HTTPOptions())
+@staged(http=HTTPOptions())
+async def test_proxies_close_before_replicas_and_do_not_return(stage: Stage) -> None:
+    await stage.run(graph=CHAIN)
+    await stage.until(lambda: stage.proxies)
+    stage.ongoing, stage.drain_s = 1, 8.0
+    draining = asyncio.create_task(stage.cluster.drain())
+    await stage.until(lambda: not stage.proxies)
+    assert not stage.stopped
+    await draining
+    assert not stage.proxies
+    assert len(stage.stopped) == 3
 
 
-def test_a_controller_that_dies_does_not_hold_up_the_end() -> None:
-    async def scenario(stage: Stage) -> None:
-        await stage.run(graph=CHAIN)
-        stage.ongoing, stage.drain_s = 1, 15.0
-        began = stage.clock.now()
-        draining = asyncio.create_task(stage.cluster.drain())
-        await stage.until(lambda: stage.stopped)
-        await stage.crash_controller()
-        await draining
-        assert stage.clock.now() - began < 1
-        assert set(stage.stored("app")) == {"app/default"}
-
-    play(scenario)
+@staged()
+async def test_a_controller_that_dies_does_not_hold_up_the_end(stage: Stage) -> None:
+    await stage.run(graph=CHAIN)
+    stage.ongoing, stage.drain_s = 1, 15.0
+    began = stage.clock.now()
+    draining = asyncio.create_task(stage.cluster.drain())
+    await stage.until(lambda: stage.stopped)
+    await stage.crash_controller()
+    await draining
+    assert stage.clock.now() - began < 1
+    assert set(stage.stored("app")) == {"app/default"}
 
 
-def test_a_worker_that_does_not_answer_is_not_waited_for() -> None:
-    async def scenario(stage: Stage) -> None:
-        await stage.run(graph={"front": ()})
-        stage.ongoing = 1
-        (worker,) = stage.replica_workers()
-        assert worker != (await stage.cluster.program.controller()).worker
-        stage.cluster.suspend_worker(worker)
-        began = stage.clock.now()
-        await stage.cluster.drain()
-        assert stage.clock.now() - began <= 1
-        stage.cluster.suspend_worker(worker, is_suspended=False)
-
-    play(scenario)
+@staged()
+async def test_a_worker_that_does_not_answer_is_not_waited_for(stage: Stage) -> None:
+    await stage.run(graph={"front": ()})
+    stage.ongoing = 1
+    (worker,) = stage.replica_workers()
+    assert worker != (await stage.cluster.program.controller()).worker
+    stage.cluster.suspend_worker(worker)
+    began = stage.clock.now()
+    await stage.cluster.drain()
+    assert stage.clock.now() - began <= 1
+    stage.cluster.suspend_worker(worker, is_suspended=False)

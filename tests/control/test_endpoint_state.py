@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from cases import for_each
 from control_harness import backend, endpoint, state_of
 from hypothesis import given
 from hypothesis import strategies as st
@@ -50,7 +51,7 @@ def test_methods_are_upper_case_each_once() -> None:
     assert only(create(state_of(backend()), methods=["post", "GET", "Post"])).methods == ("GET", "POST")
 
 
-@pytest.mark.parametrize(("given_", "kept"), [("/e/", "/e"), ("/e//", "/e"), ("/", "/"), ("/a/b", "/a/b")])
+@for_each(("given_", "kept"), [("/e/", "/e"), ("/e//", "/e"), ("/", "/"), ("/a/b", "/a/b")])
 def test_a_route_loses_its_trailing_slashes(given_: str, kept: str) -> None:
     assert normalise_route(given_) == kept
     assert only(create(state_of(backend()), route=given_)).route == kept
@@ -97,7 +98,7 @@ def test_a_route_that_matches_the_same_paths_as_another_is_rejected() -> None:
     )
 
 
-@pytest.mark.parametrize("change", [{"route": "/f"}, {"route": None}, {"methods": ["POST"]}])
+@for_each("change", [{"route": "/f"}, {"route": None}, {"methods": ["POST"]}])
 def test_a_name_in_use_is_rejected(change: dict[str, Any]) -> None:
     state = state_of(backend(), endpoint())
     with pytest.raises(
@@ -106,7 +107,7 @@ def test_a_name_in_use_is_rejected(change: dict[str, Any]) -> None:
         create(state, **change)
 
 
-@pytest.mark.parametrize("records", [[], [backend(is_deleting=True)]])
+@for_each("records", [[], [backend(is_deleting=True)]])
 def test_an_unregistered_backend_is_rejected(records: Sequence[Any]) -> None:
     words = r"^Attempted to assign traffic to a backend 'b' that is not registered\.$"
     with pytest.raises(NotRegisteredError, match=words):
@@ -155,7 +156,7 @@ def test_the_same_traffic_changes_nothing() -> None:
     assert set_traffic(state_of(backend(), endpoint()), "e", {"b": 1}) == {}
 
 
-@pytest.mark.parametrize(
+@for_each(
     "weights",
     [
         {},

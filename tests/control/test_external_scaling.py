@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from controller_harness import Stage, boom, play
+from cases import for_each
+from controller_harness import Stage, boom, play, staged
 from pydantic import ValidationError
 
 from daskserve.client.views.explanation import Explanation
@@ -37,27 +38,25 @@ async def scale(stage: Stage, number: Any, name: str = "b") -> None:
     assert await stage.call("scale", name=name, number=number) == number
 
 
-def test_a_number_is_recorded_with_its_reason_and_outlives_the_controller() -> None:
-    async def scenario(stage: Stage) -> None:
-        await stage.create(num_replicas=2, **OPEN)
-        config_id = recorded(stage).config_id
-        await scale(stage, 4)
-        await stage.until(lambda: count(stage) == 4)
-        await stage.until(lambda: {each.rank_info[3] for each in stage.running.values()} == {4})
-        await scale(stage, 4)
-        await stage.crash_controller()
-        await stage.until(lambda: count(stage) == 4)
-        await scale(stage, 1)
-        await stage.until(lambda: count(stage) == 1)
-        told = Explanation.of(await stage.call("explain", name="b"))
-        assert [(each.before, each.after) for each in told.events] == [(2, 4), (4, 1)]
-        assert "asked for by the external scaler" in str(told)
-        assert "An external scaler sets the number of replicas" in str(told)
-        assert (told.wanted, told.policy, told.is_external) == (1, "", True)
-        assert (await stage.call("status"))["backends"]["b"]["status"] == "HEALTHY"
-        assert recorded(stage).config_id == config_id
-
-    play(scenario, workers=4)
+@staged(workers=4)
+async def test_a_number_is_recorded_with_its_reason_and_outlives_the_controller(stage: Stage) -> None:
+    await stage.create(num_replicas=2, **OPEN)
+    config_id = recorded(stage).config_id
+    await scale(stage, 4)
+    await stage.until(lambda: count(stage) == 4)
+    await stage.until(lambda: {each.rank_info[3] for each in stage.running.values()} == {4})
+    await scale(stage, 4)
+    await stage.crash_controller()
+    await stage.until(lambda: count(stage) == 4)
+    await scale(stage, 1)
+    await stage.until(lambda: count(stage) == 1)
+    told = Explanation.of(await stage.call("explain", name="b"))
+    assert [(each.before, each.after) for each in told.events] == [(2, 4), (4, 1)]
+    assert "asked for by the external scaler" in str(told)
+    assert "An external scaler sets the number of replicas" in str(told)
+    assert (told.wanted, told.policy, told.is_external) == (1, "", True)
+    assert (await stage.call("status"))["backends"]["b"]["status"] == "HEALTHY"
+    assert recorded(stage).config_id == config_id
 
 
 def test_a_scaler_without_permission_is_rejected_and_changes_nothing() -> None:
@@ -83,7 +82,7 @@ def test_a_scaler_without_permission_is_rejected_and_changes_nothing() -> None:
     assert http_status_of(ExternalScalerDisabledError()) == 412
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("application", "name", "tag"),
     [
         ("shop", "model", "shop/model"),
@@ -93,20 +92,20 @@ def test_a_scaler_without_permission_is_rejected_and_changes_nothing() -> None:
         ("classic", "classic", "classic"),
     ],
 )
-def test_a_deployment_is_found_by_its_application_and_its_name(application: str, name: str, tag: str) -> None:
-    async def scenario(stage: Stage) -> None:
-        graph: dict[str, tuple[str, ...]] = {"model": (), "front": ("model",)}
-        for app in ("default", "shop"):
-            await stage.run(app, graph=graph, route=f"/{app}", model=OPEN)
-        await stage.create("classic", **OPEN)
-        assert await stage.call("scale", application=application, name=name, number=2) == 2
-        await stage.until(lambda: len(stage.running_of(tag)) == 2)
-        assert len(stage.running) == 6
+@staged()
+async def test_a_deployment_is_found_by_its_application_and_its_name(
+    stage: Stage, application: str, name: str, tag: str
+) -> None:
+    graph: dict[str, tuple[str, ...]] = {"model": (), "front": ("model",)}
+    for app in ("default", "shop"):
+        await stage.run(app, graph=graph, route=f"/{app}", model=OPEN)
+    await stage.create("classic", **OPEN)
+    assert await stage.call("scale", application=application, name=name, number=2) == 2
+    await stage.until(lambda: len(stage.running_of(tag)) == 2)
+    assert len(stage.running) == 6
 
-    play(scenario)
 
-
-@pytest.mark.parametrize(
+@for_each(
     ("application", "name", "error", "text"),
     [
         (
@@ -137,98 +136,88 @@ def test_a_deployment_is_found_by_its_application_and_its_name(application: str,
         ),
     ],
 )
-def test_a_deployment_that_is_not_in_the_application_is_not_found(
-    application: str, name: str, error: type[Exception], text: str
+@staged()
+async def test_a_deployment_that_is_not_in_the_application_is_not_found(
+    stage: Stage, application: str, name: str, error: type[Exception], text: str
 ) -> None:
-    async def scenario(stage: Stage) -> None:
-        await stage.run("shop", graph={"model": (), "front": ("model",)}, model=OPEN)
-        await stage.create("classic", **OPEN)
-        with pytest.raises(error, match=text):
-            await stage.call("scale", application=application, name=name, number=2)
-
-    play(scenario)
+    await stage.run("shop", graph={"model": (), "front": ("model",)}, model=OPEN)
+    await stage.create("classic", **OPEN)
+    with pytest.raises(error, match=text):
+        await stage.call("scale", application=application, name=name, number=2)
 
 
-def test_a_redeploy_keeps_the_number_unless_it_sets_another_one() -> None:
-    async def scenario(stage: Stage) -> None:
-        options: dict[str, Any] = {"num_replicas": 2, **OPEN}
-        await stage.deploy(version="1", **options)
-        await scale(stage, 4)
-        await stage.until(lambda: count(stage) == 4)
-        await stage.deploy(version="1", **options)
-        await stage.deploy(version="2", **options)
-        await stage.deploy(version="2", max_queued_requests=7, **options)
-        await stage.update(max_queued_requests=8)
-        await stage.until(lambda: count(stage) == 4)
-        assert {each.message.replica_tag.partition("#")[0] for each in stage.running_of()} == {"b"}
-        assert recorded(stage).scaled_to == 4
-        await stage.deploy(version="2", num_replicas=3, **OPEN)
-        await stage.until(lambda: count(stage) == 3)
-        assert recorded(stage).scaled_to is None
-        await scale(stage, 1)
-        await stage.update(num_replicas=2)
-        assert (recorded(stage).scaled_to, count(stage)) == (None, 2)
-
-    play(scenario, workers=4)
+@staged(workers=4)
+async def test_a_redeploy_keeps_the_number_unless_it_sets_another_one(stage: Stage) -> None:
+    options: dict[str, Any] = {"num_replicas": 2, **OPEN}
+    await stage.deploy(version="1", **options)
+    await scale(stage, 4)
+    await stage.until(lambda: count(stage) == 4)
+    await stage.deploy(version="1", **options)
+    await stage.deploy(version="2", **options)
+    await stage.deploy(version="2", max_queued_requests=7, **options)
+    await stage.update(max_queued_requests=8)
+    await stage.until(lambda: count(stage) == 4)
+    assert {each.message.replica_tag.partition("#")[0] for each in stage.running_of()} == {"b"}
+    assert recorded(stage).scaled_to == 4
+    await stage.deploy(version="2", num_replicas=3, **OPEN)
+    await stage.until(lambda: count(stage) == 3)
+    assert recorded(stage).scaled_to is None
+    await scale(stage, 1)
+    await stage.update(num_replicas=2)
+    assert (recorded(stage).scaled_to, count(stage)) == (None, 2)
 
 
-def test_a_failed_deploy_restores_the_number_set_during_it() -> None:
-    async def scenario(stage: Stage) -> None:
-        await stage.deploy(version="1", num_replicas=1, **OPEN)
-        await scale(stage, 2)
-        await stage.until(lambda: count(stage) == 2)
-        stage.start = boom()
-        wanted = stage.spec("b", version="2", num_replicas=1, **OPEN)
-        answer = await stage.call("deploy", **wanted, route="/", methods=["GET"], python_methods=[])
-        await scale(stage, 3)
-        with pytest.raises(ReplicaStartError):
-            await stage.calls.wait_for_goal(answer["goal"], 60)
-        stage.start = None
-        await stage.until(lambda: count(stage) == 3)
-        assert (recorded(stage).version, recorded(stage).num_replicas) == ("1", 3)
-
-    play(scenario, workers=4)
+@staged(workers=4)
+async def test_a_failed_deploy_restores_the_number_set_during_it(stage: Stage) -> None:
+    await stage.deploy(version="1", num_replicas=1, **OPEN)
+    await scale(stage, 2)
+    await stage.until(lambda: count(stage) == 2)
+    stage.start = boom()
+    wanted = stage.spec("b", version="2", num_replicas=1, **OPEN)
+    answer = await stage.call("deploy", **wanted, route="/", methods=["GET"], python_methods=[])
+    await scale(stage, 3)
+    with pytest.raises(ReplicaStartError):
+        await stage.calls.wait_for_goal(answer["goal"], 60)
+    stage.start = None
+    await stage.until(lambda: count(stage) == 3)
+    assert (recorded(stage).version, recorded(stage).num_replicas) == ("1", 3)
 
 
-def test_a_deploy_does_not_wait_for_more_replicas_than_it_asks_for() -> None:
-    async def scenario(stage: Stage) -> None:
-        await stage.create(num_replicas=1, actor_options={"num_cpus": 4}, **OPEN)
-        await scale(stage, 3)  # there is room for two
-        await stage.until(lambda: count(stage) == 2)
-        await stage.update(max_queued_requests=7)
-        assert (recorded(stage).num_replicas, count(stage)) == (3, 2)
-        waiting = (await stage.call("status"))["backends"]["b"]
-        assert (waiting["wanted"], waiting["running"], waiting["status"]) == (3, 2, "UPDATING")
-        assert waiting["message"]
-
-    play(scenario, workers=2)
+@staged(workers=2)
+async def test_a_deploy_does_not_wait_for_more_replicas_than_it_asks_for(stage: Stage) -> None:
+    await stage.create(num_replicas=1, actor_options={"num_cpus": 4}, **OPEN)
+    await scale(stage, 3)  # there is room for two
+    await stage.until(lambda: count(stage) == 2)
+    await stage.update(max_queued_requests=7)
+    assert (recorded(stage).num_replicas, count(stage)) == (3, 2)
+    waiting = (await stage.call("status"))["backends"]["b"]
+    assert (waiting["wanted"], waiting["running"], waiting["status"]) == (3, 2, "UPDATING")
+    assert waiting["message"]
 
 
-def test_between_the_autoscaler_and_a_scaler_outside_the_number_stays() -> None:
-    async def scenario(stage: Stage) -> None:
-        auto = {"min_replicas": 0, "initial_replicas": 3, "max_replicas": 4, "downscale_delay_s": 600}
-        await stage.create(autoscaling_config=auto)
-        assert count(stage) == 3
-        with pytest.raises(BadRequestError, match="together with autoscaling_config, and only one of them"):
-            await stage.update(**OPEN)
-        await stage.update(autoscaling_config=None, **OPEN)
-        assert (recorded(stage).num_replicas, count(stage)) == (3, 3)
-        await scale(stage, 2)
-        with pytest.raises(BadRequestError, match="external_scaler_enabled=False to scale by load"):
-            await stage.update(autoscaling_config=auto)
-        with pytest.raises(BadRequestError, match="external_scaler_enabled=True is given together"):
-            await stage.update(num_replicas="auto")
-        await stage.update(autoscaling_config=auto, external_scaler_enabled=False)
-        assert recorded(stage).num_replicas == 2
-        await stage.update(autoscaling_config={**auto, "initial_replicas": 0, "downscale_delay_s": 0})
-        await stage.until(lambda: count(stage) == 0)
-        await stage.update(autoscaling_config=None, **OPEN)
-        assert (recorded(stage).num_replicas, count(stage)) == (1, 1)  # nothing would wake it
-
-    play(scenario)
+@staged()
+async def test_between_the_autoscaler_and_a_scaler_outside_the_number_stays(stage: Stage) -> None:
+    auto = {"min_replicas": 0, "initial_replicas": 3, "max_replicas": 4, "downscale_delay_s": 600}
+    await stage.create(autoscaling_config=auto)
+    assert count(stage) == 3
+    with pytest.raises(BadRequestError, match="together with autoscaling_config, and only one of them"):
+        await stage.update(**OPEN)
+    await stage.update(autoscaling_config=None, **OPEN)
+    assert (recorded(stage).num_replicas, count(stage)) == (3, 3)
+    await scale(stage, 2)
+    with pytest.raises(BadRequestError, match="external_scaler_enabled=False to scale by load"):
+        await stage.update(autoscaling_config=auto)
+    with pytest.raises(BadRequestError, match="external_scaler_enabled=True is given together"):
+        await stage.update(num_replicas="auto")
+    await stage.update(autoscaling_config=auto, external_scaler_enabled=False)
+    assert recorded(stage).num_replicas == 2
+    await stage.update(autoscaling_config={**auto, "initial_replicas": 0, "downscale_delay_s": 0})
+    await stage.until(lambda: count(stage) == 0)
+    await stage.update(autoscaling_config=None, **OPEN)
+    assert (recorded(stage).num_replicas, count(stage)) == (1, 1)  # nothing would wake it
 
 
-@pytest.mark.parametrize("auto", [{"autoscaling_config": {"max_replicas": 3}}, {"num_replicas": "auto"}])
+@for_each("auto", [{"autoscaling_config": {"max_replicas": 3}}, {"num_replicas": "auto"}])
 def test_both_at_once_are_refused_when_they_are_given(auto: dict[str, Any]) -> None:
     with pytest.raises(ValidationError, match="set autoscaling_config=None to scale from outside"):
         BackendConfig(**auto, **OPEN)
@@ -237,7 +226,7 @@ def test_both_at_once_are_refused_when_they_are_given(auto: dict[str, Any]) -> N
         config.external_scaler_enabled = True
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("body", "message"),
     [
         (b"", 'the body is not JSON; send {"target_num_replicas": 3}'),

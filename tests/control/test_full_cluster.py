@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
+from cases import for_each
 from control_harness import Bench, replica, worker
 from full_cluster import BOOM, deploy, full, lose_first, message, play, versions
 from hypothesis import given
@@ -46,26 +46,6 @@ def test_one_old_replica_at_a_time_makes_room_and_the_status_says_so() -> None:
     assert bench.observed.notes_of("b").full_since is None
 
 
-def test_a_single_replica_on_a_full_cluster_is_drained_first_as_well() -> None:
-    bench = full(1)
-    goal = deploy(bench, "2", 1)
-    bench.settle()
-    assert bench.goal(goal).state is GoalState.DONE
-    assert versions(bench, S.RUNNING) == ["2"]
-
-
-def test_a_full_cluster_serves_with_all_replicas_but_one_during_an_update() -> None:
-    bench = full(6, threads=2)
-    goal = deploy(bench, "2", 6)
-    served = set()
-    while bench.goal(goal).state is GoalState.PENDING:
-        for action in bench.step().actions:
-            bench.succeed(action)
-        served.add(len(bench.tags(S.RUNNING)))
-    assert min(served) == 5
-    assert versions(bench, S.RUNNING) == ["2"] * 6
-
-
 def test_no_replica_stops_first_where_one_more_has_room() -> None:
     bench = full()
     bench.observed.workers["w3"] = worker(3, threads=1)
@@ -95,7 +75,7 @@ def test_without_a_surge_one_old_replica_at_a_time_stops_although_there_is_room(
     assert versions(bench, S.RUNNING) == ["2", "2"]
 
 
-@pytest.mark.parametrize(("max_surge", "most"), [(2, 6), ("50%", 6), ("10%", 5), ("100%", 8)])
+@for_each(("max_surge", "most"), [(2, 6), ("50%", 6), ("10%", 5), ("100%", 8)])
 def test_the_surge_is_a_number_or_a_percentage(max_surge: int | str, most: int) -> None:
     bench = full(4)
     for number in range(5, 9):
@@ -156,7 +136,7 @@ def test_a_new_version_that_never_starts_takes_down_one_old_replica() -> None:
     assert versions(bench, S.RUNNING) == ["1"] * 3
 
 
-@pytest.mark.parametrize("replicas", [3, 4])
+@for_each("replicas", [3, 4])
 def test_what_would_not_fit_in_the_end_drains_nothing(replicas: int) -> None:
     bench = full(2)
     goal = deploy(bench, "2", replicas)
@@ -221,20 +201,6 @@ def test_a_worker_lost_during_the_update_drains_no_other_replica_until_it_return
     assert versions(bench, S.RUNNING) == ["2"] * 3
 
 
-def test_a_lost_old_replica_leaves_room_for_a_new_one() -> None:
-    bench = full(2)
-    deploy(bench, "2")
-    (stop,) = bench.step().actions
-    bench.succeed(stop)
-    bench.step()
-    other = next(each.worker for each in bench.state.replicas_of("b") if each.named_version == "1")
-    bench.observed.failed[bench.tags(S.RUNNING)[0]] = BOOM
-    bench.step()
-    assert {each.worker for each in bench.state.replicas_of("b")} == {stop.replica.worker, other}
-    bench.settle()
-    assert versions(bench, S.RUNNING) == ["2", "2"]
-
-
 def test_an_autoscaled_backend_whose_load_needs_more_than_fits_is_updated() -> None:
     config = {"min_replicas": 1, "max_replicas": 10, "initial_replicas": 10}
     bench = Bench([worker(each, threads=1) for each in (1, 2, 3)])
@@ -256,7 +222,7 @@ def test_an_autoscaled_backend_whose_load_needs_more_than_fits_is_updated() -> N
     assert versions(bench, S.RUNNING) == ["2"] * 3
 
 
-@pytest.mark.parametrize("more", [{}, {"placement_group_bundles": [{"CPU": 2}]}])
+@for_each("more", [{}, {"placement_group_bundles": [{"CPU": 2}]}])
 def test_old_replicas_whose_room_is_of_no_use_stop_although_the_load_needs_more(more: dict[str, Any]) -> None:
     """On workers of three threads, an old replica of one stays beside a new one of two."""
     config = {"min_replicas": 1, "max_replicas": 10, "initial_replicas": 10}
@@ -302,7 +268,7 @@ def test_a_worker_that_joins_in_time_saves_the_old_replica_until_the_new_one_run
         assert bench.tags(S.RUNNING)
 
 
-@pytest.mark.parametrize("max_surge", [0, 1])
+@for_each("max_surge", [0, 1])
 def test_replicas_on_a_retiring_worker_are_replaced_before_they_stop(max_surge: int) -> None:
     bench = full(2, max_surge=max_surge)
     bench.observed.workers["w3"] = worker(3, threads=1)
@@ -364,7 +330,7 @@ def test_an_update_ends_and_no_more_replicas_are_missing_than_may_be(
     assert bench.observed.notes_of("b").full_since is None
 
 
-@pytest.mark.parametrize("max_unavailable", [0, 1])
+@for_each("max_unavailable", [0, 1])
 def test_a_replica_that_needs_the_room_of_two_gets_it_whatever_may_be_missing(max_unavailable: int) -> None:
     bench = full(4, threads=2)
     goal = deploy(bench, "2", 2, num_cpus=2, max_unavailable=max_unavailable)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
+from cases import for_each
 from control_harness import backend, goal, state_of
 
 from daskserve.control.records.encoding import from_plain
@@ -97,7 +97,7 @@ def finished(count: int) -> State:
     return state_of(*(goal(f"g{n}", number=n, backend="x", state=GoalState.DONE) for n in range(count)))
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("finished_count", "swept_count"),
     [(KEPT_GOALS, 0), (SWEEP_AT, 0), (SWEEP_AT + 1, SWEEP_AT + 1 - KEPT_GOALS)],
 )

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from cases import for_each
 from control_harness import spec
 
 from daskserve.control.records.records import BackendRecord
@@ -46,9 +47,7 @@ def test_a_backend_without_isolation_is_recorded_as_before() -> None:
     assert set(record.place_options) == {"demand"}
 
 
-@pytest.mark.parametrize(
-    "wanted", [spec(version="1"), isolated("/other"), isolated("/env", actor_options={"num_cpus": 1})]
-)
+@for_each("wanted", [spec(version="1"), isolated("/other"), isolated("/env", actor_options={"num_cpus": 1})])
 def test_deploying_with_another_isolation_or_environment_replaces_the_replicas(wanted: BackendSpec) -> None:
     state = deployed(isolated("/env"))
     outcome = verbs.deploy(state, replace(wanted, request_id="another call"), goal_id="g2", now=0.0)

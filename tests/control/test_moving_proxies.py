@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from controller_harness import Stage, play
+from cases import for_each
+from controller_harness import Stage, play, staged
 
 from daskserve.common.types import Location, WorkerAddress
 from daskserve.control.observed.watch import MISSES, PERIOD_S
@@ -36,49 +37,45 @@ async def proxy_actors(stage: Stage) -> set[WorkerAddress]:
     return {each.worker for each in stage.cluster.actors() if "/proxy/" in each.name}
 
 
-def test_a_retiring_worker_is_in_use_until_the_requests_of_its_proxy_have_ended() -> None:
-    async def scenario(stage: Stage) -> None:
-        stage.drain_s = 3.0
-        old = await listening(stage)
-        before = await stage.call("http_urls")
-        stage.cluster.retire_worker(old)
-        await stage.until(lambda: old not in stage.proxies)
-        (new,) = stage.proxies
-        assert await proxy_actors(stage) == {old, new}
-        assert stage.cluster.reported.in_use == {old, new}
-        assert stage.cluster.reported.grace_s == 0.0, "there are no backends"
-        assert stage.successors == [(old, {new})]
-        assert sorted(each["state"] for each in (await proxies(stage)).values()) == ["DRAINING", "RUNNING"]
-        assert len(before) == len(await stage.call("http_urls")) == 1
-        began = stage.clock.now()
-        await stage.until(lambda: stage.cluster.reported.in_use == {new})
-        assert 2.0 < stage.clock.now() - began < 3.5
-        assert await proxy_actors(stage) == {new}
-        assert list(await proxies(stage)) == ["head"]
-
-    play(scenario, http=http(), workers=3)
+@staged(http=http(), workers=3)
+async def test_a_retiring_worker_is_in_use_until_the_requests_of_its_proxy_have_ended(stage: Stage) -> None:
+    stage.drain_s = 3.0
+    old = await listening(stage)
+    before = await stage.call("http_urls")
+    stage.cluster.retire_worker(old)
+    await stage.until(lambda: old not in stage.proxies)
+    (new,) = stage.proxies
+    assert await proxy_actors(stage) == {old, new}
+    assert stage.cluster.reported.in_use == {old, new}
+    assert stage.cluster.reported.grace_s == 0.0, "there are no backends"
+    assert stage.successors == [(old, {new})]
+    assert sorted(each["state"] for each in (await proxies(stage)).values()) == ["DRAINING", "RUNNING"]
+    assert len(before) == len(await stage.call("http_urls")) == 1
+    began = stage.clock.now()
+    await stage.until(lambda: stage.cluster.reported.in_use == {new})
+    assert 2.0 < stage.clock.now() - began < 3.5
+    assert await proxy_actors(stage) == {new}
+    assert list(await proxies(stage)) == ["head"]
 
 
-@pytest.mark.parametrize("delay_s", [0.0, 0.001, 0.01, 0.1, 1.0])
-def test_a_controller_that_dies_while_a_proxy_leaves_is_followed_by_one_that_goes_on(delay_s: float) -> None:
-    async def scenario(stage: Stage) -> None:
-        stage.drain_s = 3.0
-        old = await listening(stage)
-        controller = (await stage.cluster.program.controller()).worker
-        assert controller != old
-        stage.cluster.retire_worker(old)
-        await stage.clock.sleep(delay_s)
-        began = stage.clock.now()
-        stage.cluster.remove_worker(controller)
-        await stage.until(lambda: old not in stage.proxies)
-        assert [others - {controller} for worker, others in stage.successors if worker == old] != [set()]
-        await stage.until(
-            lambda: old not in stage.cluster.reported.in_use and stage.cluster.reported.retiring
-        )
-        assert stage.clock.now() - began > 3.0 - delay_s - 0.1
-        assert await proxy_actors(stage) == set(stage.proxies)
-
-    play(scenario, http=http(), workers=4)
+@for_each("delay_s", [0.0, 0.001, 0.01, 0.1, 1.0])
+@staged(http=http(), workers=4)
+async def test_a_controller_that_dies_while_a_proxy_leaves_is_followed_by_one_that_goes_on(
+    stage: Stage, delay_s: float
+) -> None:
+    stage.drain_s = 3.0
+    old = await listening(stage)
+    controller = (await stage.cluster.program.controller()).worker
+    assert controller != old
+    stage.cluster.retire_worker(old)
+    await stage.clock.sleep(delay_s)
+    began = stage.clock.now()
+    stage.cluster.remove_worker(controller)
+    await stage.until(lambda: old not in stage.proxies)
+    assert [others - {controller} for worker, others in stage.successors if worker == old] != [set()]
+    await stage.until(lambda: old not in stage.cluster.reported.in_use and stage.cluster.reported.retiring)
+    assert stage.clock.now() - began > 3.0 - delay_s - 0.1
+    assert await proxy_actors(stage) == set(stage.proxies)
 
 
 def two_hosts(stage: Stage) -> tuple[WorkerAddress, WorkerAddress]:
@@ -88,60 +85,29 @@ def two_hosts(stage: Stage) -> tuple[WorkerAddress, WorkerAddress]:
     return home, away
 
 
-def test_the_only_proxy_waits_for_its_host_moves_and_moves_back(caplog: pytest.LogCaptureFixture) -> None:
-    async def scenario(stage: Stage) -> None:
-        home, away = two_hosts(stage)
-        assert await listening(stage) == home
-        stage.cluster.remove_worker(home)
-        await stage.clock.sleep(GRACE_S - 1)
-        assert not stage.proxies
-        assert (await proxies(stage))["head"]["message"] == "waits for a worker on host 127.0.0.1"
-        assert list(await stage.call("http_urls")) == []
-        with caplog.at_level(logging.WARNING, "daskserve.controller"):
-            await stage.until(lambda: set(stage.proxies) == {away}, timeout_s=2)
-        assert "moves from host 127.0.0.1" in caplog.text
-        assert (await proxies(stage))["head"]["message"] == (
-            "moved here from host 127.0.0.1, and moves back once that has a worker for it"
-        )
-        stage.drain_s = 2.0
-        back = stage.cluster.add_worker().address
-        await stage.until(lambda: set(stage.proxies) == {back}, timeout_s=GRACE_S + 1)
-        assert stage.successors[-1] == (away, {back}), "it accepts until the one at home does"
-        await stage.until(lambda: stage.cluster.reported.in_use == {back})
-        assert (await proxies(stage))["head"]["message"] == ""
-
-    play(scenario, http=http(), workers=1)
-
-
-def test_the_only_proxy_comes_back_with_its_host(caplog: pytest.LogCaptureFixture) -> None:
-    async def scenario(stage: Stage) -> None:
-        home, _ = two_hosts(stage)
-        await listening(stage)
-        urls = await stage.call("http_urls")
-        stage.cluster.remove_worker(home)
-        await stage.clock.sleep(GRACE_S / 2)
-        back = stage.cluster.add_worker().address
-        await stage.until(lambda: set(stage.proxies) == {back}, timeout_s=1)
-        assert stage.proxies[back].message.options.port == 40000
-        assert [url.rpartition(":")[2] for url in await stage.call("http_urls")] == [
-            url.rpartition(":")[2] for url in urls
-        ]
-
-    play(scenario, http=http(port=0), workers=1)
-
-
-def test_a_host_of_another_cluster_is_not_waited_for() -> None:
-    async def scenario(stage: Stage) -> None:
-        await listening(stage)
-        await stage.cluster.end()
-        second = Stage(http=stage.http, store=stage.store, workers=1)
-        second.start_id = "second"
-        second.cluster.change_worker(second.cluster.workers()[0].address, host="10.0.0.9")
-        async with second.cluster:
-            await second.open()
-            await second.call("wait_for_http", timeout_s=1)
-
-    play(scenario, http=http(), workers=1)
+@staged(http=http(), workers=1)
+async def test_the_only_proxy_waits_for_its_host_moves_and_moves_back(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    home, away = two_hosts(stage)
+    assert await listening(stage) == home
+    stage.cluster.remove_worker(home)
+    await stage.clock.sleep(GRACE_S - 1)
+    assert not stage.proxies
+    assert (await proxies(stage))["head"]["message"] == "waits for a worker on host 127.0.0.1"
+    assert list(await stage.call("http_urls")) == []
+    with caplog.at_level(logging.WARNING, "daskserve.controller"):
+        await stage.until(lambda: set(stage.proxies) == {away}, timeout_s=2)
+    assert "moves from host 127.0.0.1" in caplog.text
+    assert (await proxies(stage))["head"]["message"] == (
+        "moved here from host 127.0.0.1, and moves back once that has a worker for it"
+    )
+    stage.drain_s = 2.0
+    back = stage.cluster.add_worker().address
+    await stage.until(lambda: set(stage.proxies) == {back}, timeout_s=GRACE_S + 1)
+    assert stage.successors[-1] == (away, {back}), "it accepts until the one at home does"
+    await stage.until(lambda: stage.cluster.reported.in_use == {back})
+    assert (await proxies(stage))["head"]["message"] == ""
 
 
 def test_the_proxy_of_a_worker_that_hangs_comes_back_after_its_restart() -> None:
@@ -165,7 +131,7 @@ def test_the_proxy_of_a_worker_that_hangs_comes_back_after_its_restart() -> None
     run_virtual(main)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("location", "is_held"),
     [(Location.HEAD_ONLY, True), (Location.EVERY_NODE, False), (Location.EVERY_WORKER, False)],
 )

@@ -6,8 +6,9 @@ import itertools
 from typing import Any
 
 import pytest
+from cases import for_each
 from control_harness import Bench, backend, replica, state_of, worker
-from controller_harness import Stage, play
+from controller_harness import Stage, staged
 from full_cluster import message
 from hypothesis import given
 from hypothesis import strategies as st
@@ -133,8 +134,8 @@ def test_other_backends_leave_the_room_of_bundles_alone() -> None:
     )
 
 
-@pytest.mark.parametrize("how", ["lost", "silent"])
-@pytest.mark.parametrize("state", [S.STARTING, S.RUNNING])
+@for_each("how", ["lost", "silent"])
+@for_each("state", [S.STARTING, S.RUNNING])
 def test_a_replica_that_loses_a_bundle_is_replaced(how: str, state: S) -> None:
     bench = Bench(apart(2))
     deploy(bench, strategy="STRICT_SPREAD")
@@ -223,7 +224,7 @@ def test_a_trial_counts_the_bundles_of_others() -> None:
     assert [trial.used(at) for at in ("w1", "w2")] == before
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("before", "after"),
     [
         (PAIR, PAIR),
@@ -383,27 +384,25 @@ def forget_lost(bench: Bench) -> None:
     bench.observed.lost_workers &= set(bench.state.workers_in_use())
 
 
-def test_the_scheduler_hears_of_all_bundles_and_of_the_workers_that_are_missing() -> None:
-    async def scenario(stage: Stage) -> None:
-        await stage.create("b", placement_group_bundles=[{"CPU": 3}, {"CPU": 3}])
-        (running,) = stage.running_of("b")
-        in_use = {at for at, _ in running.message.bundles}
-        assert len(in_use) == 2
-        assert running.message.bundles[0] == [running.worker, {"CPU": 3.0}]
-        await stage.until(lambda: stage.cluster.reported.in_use == in_use)
-        await stage.crash_controller()
-        await stage.until(lambda: stage.cluster.reported.in_use == in_use)
-        assert stage.running_of("b") == [running]
-        waiting = {"num_replicas": 2, "gang_scheduling_config": {"gang_size": 2}}
-        spec = stage.spec("c", placement_group_bundles=[{"CPU": 4}, {"CPU": 4}], **waiting)
-        await stage.call("create_backend", **spec)
-        await stage.until(lambda: stage.cluster.reported.waiting_workers == 4)
-        stage.cluster.remove_worker(next(iter(in_use - {running.worker})))
-        stage.cluster.add_worker()
-        await stage.until(lambda: [each for each in stage.running_of("b") if each is not running])
-        assert stage.stopped == [(running.tag, 0.0)]
-
-    play(scenario, workers=3)
+@staged(workers=3)
+async def test_the_scheduler_hears_of_all_bundles_and_of_the_workers_that_are_missing(stage: Stage) -> None:
+    await stage.create("b", placement_group_bundles=[{"CPU": 3}, {"CPU": 3}])
+    (running,) = stage.running_of("b")
+    in_use = {at for at, _ in running.message.bundles}
+    assert len(in_use) == 2
+    assert running.message.bundles[0] == [running.worker, {"CPU": 3.0}]
+    await stage.until(lambda: stage.cluster.reported.in_use == in_use)
+    await stage.crash_controller()
+    await stage.until(lambda: stage.cluster.reported.in_use == in_use)
+    assert stage.running_of("b") == [running]
+    waiting = {"num_replicas": 2, "gang_scheduling_config": {"gang_size": 2}}
+    spec = stage.spec("c", placement_group_bundles=[{"CPU": 4}, {"CPU": 4}], **waiting)
+    await stage.call("create_backend", **spec)
+    await stage.until(lambda: stage.cluster.reported.waiting_workers == 4)
+    stage.cluster.remove_worker(next(iter(in_use - {running.worker})))
+    stage.cluster.add_worker()
+    await stage.until(lambda: [each for each in stage.running_of("b") if each is not running])
+    assert stage.stopped == [(running.tag, 0.0)]
 
 
 def test_a_replica_with_a_bundle_on_a_retiring_worker_is_on_its_way() -> None:
@@ -426,10 +425,6 @@ def test_events_of_a_replica_without_a_group_ignore_the_workers_of_others() -> N
     )
     assert observed.event_of(grouped) == "unwanted"
     stopping = replica(
-        "b#1",
-        S.STOPPING,
-        worker="w1",
-        bundles=({"CPU": 0.1}, {"CPU": 1.0}),
-        bundle_workers=("w1", "w2"),
+        "b#1", S.STOPPING, worker="w1", bundles=({"CPU": 0.1}, {"CPU": 1.0}), bundle_workers=("w1", "w2")
     )
     assert observed.event_of(stopping) is None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
+from cases import for_each
 from control_harness import backend
 
 from daskserve.control.views.readiness import should_run
@@ -15,7 +15,7 @@ def scaled(least: int, **more: Any) -> dict[str, Any]:
     return {"config": {"autoscaling_config": scaling}}
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("fields", "expected"),
     [
         ({}, True),

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgpack
 import pytest
+from cases import for_each
 from control_harness import backend, endpoint, goal, replica
 from hypothesis import given
 from hypothesis import strategies as st
@@ -149,7 +150,7 @@ def fields(**changes: Any) -> bytes:
     return bytes(msgpack.packb(found))
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("key", "data"),
     [
         ("backend/b", b""),
@@ -195,7 +196,7 @@ def test_a_field_that_an_older_version_did_not_write_has_its_default() -> None:
     assert found == backend()
 
 
-@pytest.mark.parametrize("is_new", [True, False])
+@for_each("is_new", [True, False])
 def test_a_goal_of_an_earlier_version_covers_its_backend(is_new: bool) -> None:
     """Such goals had one backend each, its record before the change, and its endpoint's."""
     before, route = backend(num_replicas=2), endpoint("b", "/b")

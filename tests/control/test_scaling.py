@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import pytest
+from cases import for_each
 from control_harness import Bench, backend
 
 from daskserve.control.observed.observed import Scaling
@@ -28,7 +28,7 @@ TEN = replace(
 )
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("before", "config", "expected"),
     [
         (TEN, {"autoscaling_config": DRY}, 10),
@@ -72,7 +72,7 @@ def decide(bench: Bench, replicas: int) -> None:
     )
 
 
-@pytest.mark.parametrize(
+@for_each(
     "change",
     [{"autoscaling_config": None, "num_replicas": 1}, {"autoscaling_config": DRY, "num_replicas": 1}],
 )
@@ -89,7 +89,7 @@ def test_a_failed_change_that_took_autoscaling_away_brings_the_number_back(chang
     assert record.scalings[-1][1:3] == (2, 10)
 
 
-@pytest.mark.parametrize(("decided", "expected"), [(30, 20), (1, 2), (7, 7)])
+@for_each(("decided", "expected"), [(30, 20), (1, 2), (7, 7)])
 def test_every_decision_is_limited_to_the_bounds(decided: int, expected: int) -> None:
     bench = Bench()
     at_ten(bench)

@@ -6,9 +6,9 @@ import itertools
 from collections import Counter
 from typing import Any
 
-import pytest
+from cases import for_each
 from control_harness import backend, replica, state_of, worker
-from controller_harness import Stage, boom, play
+from controller_harness import Stage, boom, staged
 
 from daskserve.common.types import Location, ReplicaState, WorkerInfo
 from daskserve.control.observed.observed import Notes, Observed
@@ -45,7 +45,7 @@ def test_a_crowded_deployment_has_a_replica_that_moves() -> None:
     assert moves(crowd(2), observed(W1, worker(2, host="h2", is_system=True))) is None
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("counts", "is_moving"),
     [((2, 1), False), ((3, 1), True), ((1, 1), False), ((2, 0), True), ((4, 2), True), ((3, 2), False)],
 )
@@ -78,7 +78,7 @@ def test_a_worker_that_was_emptied_takes_over_from_nobody() -> None:
     assert [spreader.next_move(state_of(*records), seen, (), 10.0 * n) for n in range(1, 10)] == [None] * 9
 
 
-@pytest.mark.parametrize(
+@for_each(
     "why",
     [
         {"placement": "PACK"},
@@ -91,7 +91,7 @@ def test_what_chooses_its_places_otherwise_stays(why: dict[str, Any]) -> None:
     assert moves(crowd(2, **why), observed(W1, W2)) is None
 
 
-@pytest.mark.parametrize(
+@for_each(
     "levels",
     [
         {"is_adaptive": True},
@@ -146,78 +146,68 @@ def places(stage: Stage) -> Counter[str]:
     return Counter(each.worker for each in stage.running.values())
 
 
-def test_replicas_move_to_workers_that_join_and_as_many_serve_all_the_time() -> None:
-    async def scenario(stage: Stage) -> None:
-        await stage.create(num_replicas=4)
-        await stage.endpoint()
-        stage.start_s = 1.0
-        stage.cluster.add_worker()
-        stage.cluster.add_worker()
-        numbers = set()
-        for _ in range(800):
-            await stage.clock.sleep(0.1)
-            numbers.add(len((await stage.published("backend/b"))["replicas"]))
-        assert sorted(places(stage).values()) == [1, 1, 2]
-        assert numbers == {4}, "routers learn of the new one as the old one goes"
-        assert len(stage.started) == 4 + 2
-        await stage.clock.sleep(300)
-        assert len(stage.started) == 4 + 2
-
-    play(scenario, workers=1)
+@staged(workers=1)
+async def test_replicas_move_to_workers_that_join_and_as_many_serve_all_the_time(stage: Stage) -> None:
+    await stage.create(num_replicas=4)
+    await stage.endpoint()
+    stage.start_s = 1.0
+    stage.cluster.add_worker()
+    stage.cluster.add_worker()
+    numbers = set()
+    for _ in range(800):
+        await stage.clock.sleep(0.1)
+        numbers.add(len((await stage.published("backend/b"))["replicas"]))
+    assert sorted(places(stage).values()) == [1, 1, 2]
+    assert numbers == {4}, "routers learn of the new one as the old one goes"
+    assert len(stage.started) == 4 + 2
+    await stage.clock.sleep(300)
+    assert len(stage.started) == 4 + 2
 
 
-def test_deployments_of_one_replica_use_a_new_worker_too() -> None:
-    async def scenario(stage: Stage) -> None:
-        for tag in "abcd":
-            await stage.deploy(tag, f"/{tag}")
-        (first,) = places(stage)
-        stage.cluster.add_worker()
-        await stage.clock.sleep(300)
-        assert places(stage)[first] < 4
-        started = len(stage.started)
-        await stage.clock.sleep(300)
-        assert len(stage.started) == started
-
-    play(scenario, workers=1)
+@staged(workers=1)
+async def test_deployments_of_one_replica_use_a_new_worker_too(stage: Stage) -> None:
+    for tag in "abcd":
+        await stage.deploy(tag, f"/{tag}")
+    (first,) = places(stage)
+    stage.cluster.add_worker()
+    await stage.clock.sleep(300)
+    assert places(stage)[first] < 4
+    started = len(stage.started)
+    await stage.clock.sleep(300)
+    assert len(stage.started) == started
 
 
-def test_a_replica_stays_if_the_new_one_does_not_start() -> None:
-    async def scenario(stage: Stage) -> None:
-        await stage.create(num_replicas=2)
-        before = set(stage.running)
-        stage.start = boom()
-        stage.cluster.add_worker()
-        await stage.clock.sleep(120)
-        assert set(stage.running) == before
-        assert len(stage.started) == 3, "it is not tried for ever"
-
-    play(scenario, workers=1)
+@staged(workers=1)
+async def test_a_replica_stays_if_the_new_one_does_not_start(stage: Stage) -> None:
+    await stage.create(num_replicas=2)
+    before = set(stage.running)
+    stage.start = boom()
+    stage.cluster.add_worker()
+    await stage.clock.sleep(120)
+    assert set(stage.running) == before
+    assert len(stage.started) == 3, "it is not tried for ever"
 
 
-def test_a_change_comes_before_a_move() -> None:
-    async def scenario(stage: Stage) -> None:
-        await stage.deploy("b", version="1", num_replicas=2)
-        before = set(stage.running)
-        stage.start_s = 5.0
-        stage.cluster.add_worker()
-        await stage.until(lambda: len(stage.started) == 3)
-        stage.start_s = 0.1
-        await stage.deploy("b", version="2", num_replicas=2)
-        await stage.clock.sleep(120)
-        assert len(stage.running_of("b")) == 2
-        assert before.isdisjoint(stage.running)
-        assert sorted(places(stage).values()) == [1, 1]
-
-    play(scenario, workers=1)
+@staged(workers=1)
+async def test_a_change_comes_before_a_move(stage: Stage) -> None:
+    await stage.deploy("b", version="1", num_replicas=2)
+    before = set(stage.running)
+    stage.start_s = 5.0
+    stage.cluster.add_worker()
+    await stage.until(lambda: len(stage.started) == 3)
+    stage.start_s = 0.1
+    await stage.deploy("b", version="2", num_replicas=2)
+    await stage.clock.sleep(120)
+    assert len(stage.running_of("b")) == 2
+    assert before.isdisjoint(stage.running)
+    assert sorted(places(stage).values()) == [1, 1]
 
 
-def test_where_every_worker_has_a_proxy_replicas_avoid_the_controller_alone() -> None:
-    async def scenario(stage: Stage) -> None:
-        await stage.run(graph={"front": ()})
-        await stage.until(lambda: len(stage.proxies) == 3)
-        await stage.deploy("b", "/b")
-        controller = await stage.cluster.program.controller()
-        assert controller.worker not in stage.replica_workers()
-        assert len(stage.replica_workers()) == 2
-
-    play(scenario, workers=3, http=HTTPOptions(location=Location.EVERY_WORKER))
+@staged(workers=3, http=HTTPOptions(location=Location.EVERY_WORKER))
+async def test_where_every_worker_has_a_proxy_replicas_avoid_the_controller_alone(stage: Stage) -> None:
+    await stage.run(graph={"front": ()})
+    await stage.until(lambda: len(stage.proxies) == 3)
+    await stage.deploy("b", "/b")
+    controller = await stage.cluster.program.controller()
+    assert controller.worker not in stage.replica_workers()
+    assert len(stage.replica_workers()) == 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from control_harness import app_spec, backend, goal, replica, state_of
-from controller_harness import ScriptedStore, Stage, play
+from controller_harness import ScriptedStore, Stage, play, staged
 
 from daskserve.common.types import ReplicaState
 from daskserve.control.observed.observed import Observed
@@ -54,39 +54,33 @@ def test_proxies_of_an_instance_that_takes_over_wait_for_its_replicas() -> None:
     play(second, store=store, http=HTTPOptions(take_over=True))
 
 
-def test_an_instance_that_was_taken_over_drains_although_it_is_idle() -> None:
+@staged(http=HTTPOptions())
+async def test_an_instance_that_was_taken_over_drains_although_it_is_idle(stage: Stage) -> None:
     """Its proxies share the port, so that requests may arrive at any time."""
-
-    async def scenario(stage: Stage) -> None:
-        await stage.create()
-        stage.drain_s = 2.0
-        await stage.store.claim_epoch()  # by another cluster
-        began = stage.clock.now()
-        await asyncio.wait_for(stage.cluster.drain(), 60)
-        assert stage.clock.now() >= began + 2
-        assert not stage.running
-
-    play(scenario, http=HTTPOptions())
+    await stage.create()
+    stage.drain_s = 2.0
+    await stage.store.claim_epoch()  # by another cluster
+    began = stage.clock.now()
+    await asyncio.wait_for(stage.cluster.drain(), 60)
+    assert stage.clock.now() >= began + 2
+    assert not stage.running
 
 
-def test_an_instance_may_listen_only_once_it_has_a_route() -> None:
+@staged(http=HTTPOptions(), opens_with_route=True)
+async def test_an_instance_may_listen_only_once_it_has_a_route(stage: Stage) -> None:
     """And from then on, also after a new controller, or without a route."""
-
-    async def scenario(stage: Stage) -> None:
-        await stage.create()
-        await stage.run("hidden", route=None)
-        stage.start_s = 20.0
-        goal = (await stage.deploy_apps(app_spec("shop", route="/shop")))["goals"]["shop"]
-        await stage.clock.sleep(15.0)
-        assert not stage.proxies
-        began = stage.clock.now()
-        await stage.calls.wait_for_goal(goal, None)
-        assert await stage.call("wait_for_http", timeout_s=1.0)
-        assert stage.clock.now() < began + 6, "soon, not at the next regular check"
-        await stage.call("delete_application", name="shop")
-        await stage.until(lambda: not stage.running_of("shop/front"))
-        await stage.crash_controller()
-        await stage.clock.sleep(15.0)
-        assert len(stage.proxies) == 1
-
-    play(scenario, http=HTTPOptions(), opens_with_route=True)
+    await stage.create()
+    await stage.run("hidden", route=None)
+    stage.start_s = 20.0
+    goal = (await stage.deploy_apps(app_spec("shop", route="/shop")))["goals"]["shop"]
+    await stage.clock.sleep(15.0)
+    assert not stage.proxies
+    began = stage.clock.now()
+    await stage.calls.wait_for_goal(goal, None)
+    assert await stage.call("wait_for_http", timeout_s=1.0)
+    assert stage.clock.now() < began + 6, "soon, not at the next regular check"
+    await stage.call("delete_application", name="shop")
+    await stage.until(lambda: not stage.running_of("shop/front"))
+    await stage.crash_controller()
+    await stage.clock.sleep(15.0)
+    assert len(stage.proxies) == 1

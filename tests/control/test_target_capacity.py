@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import pytest
+from cases import for_each
 from control_harness import Bench, backend, state_of
-from controller_harness import ScriptedReplica, Stage, play
+from controller_harness import ScriptedReplica, Stage, play, staged
 
 from daskserve.client.views.explanation import Explanation
 from daskserve.client.views.status import Status
@@ -78,7 +78,7 @@ def test_the_first_number_is_the_least_on_the_way_up_alone() -> None:
     assert (numbers(put(state, 30)), direction(state)) == ([6], "DOWN")
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("percents", "expected"),
     [
         ([None], None),
@@ -109,7 +109,7 @@ def test_setting_the_same_capacity_changes_nothing() -> None:
     assert set_target_capacity(State(), None, 9.0) == {}
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("options", "capacity", "expected"),
     [
         ({}, None, 10),
@@ -199,44 +199,40 @@ async def explained(stage: Stage, tag: str = "b") -> Explanation:
     return Explanation.of(await stage.call("explain", name=tag))
 
 
-def test_replicas_follow_and_new_backends_have_their_share() -> None:
-    async def scenario(stage: Stage) -> None:
-        await stage.create(num_replicas=4)
-        await set_to(stage, 50)
-        await stage.until(lambda: len(stage.running_of("b")) == 2)
-        await stage.create("c", num_replicas=6)
-        assert len(stage.running_of("c")) == 3
-        await stage.update("c", num_replicas=2)
-        assert len(stage.running_of("c")) == 1
-        status = Status.of(await stage.call("status"))
-        assert (status.target_capacity, status.target_capacity_direction) == (50.0, "DOWN")
-        assert (status.backends["b"].wanted, status.backends["b"].status) == (2, "HEALTHY")
-        assert "The instance has a target capacity of 50 %, DOWN." in str(await explained(stage))
-        config = (await stage.call("get_backend_config", tag="b"))["config"]
-        assert config["num_replicas"] == 4
-        await set_to(stage, None)
-        await stage.until(lambda: (len(stage.running_of("b")), len(stage.running_of("c"))) == (4, 2))
-        assert Status.of(await stage.call("status")).target_capacity is None
-
-    play(scenario, workers=3)
+@staged(workers=3)
+async def test_replicas_follow_and_new_backends_have_their_share(stage: Stage) -> None:
+    await stage.create(num_replicas=4)
+    await set_to(stage, 50)
+    await stage.until(lambda: len(stage.running_of("b")) == 2)
+    await stage.create("c", num_replicas=6)
+    assert len(stage.running_of("c")) == 3
+    await stage.update("c", num_replicas=2)
+    assert len(stage.running_of("c")) == 1
+    status = Status.of(await stage.call("status"))
+    assert (status.target_capacity, status.target_capacity_direction) == (50.0, "DOWN")
+    assert (status.backends["b"].wanted, status.backends["b"].status) == (2, "HEALTHY")
+    assert "The instance has a target capacity of 50 %, DOWN." in str(await explained(stage))
+    config = (await stage.call("get_backend_config", tag="b"))["config"]
+    assert config["num_replicas"] == 4
+    await set_to(stage, None)
+    await stage.until(lambda: (len(stage.running_of("b")), len(stage.running_of("c"))) == (4, 2))
+    assert Status.of(await stage.call("status")).target_capacity is None
 
 
-def test_it_outlives_the_controller() -> None:
-    async def scenario(stage: Stage) -> None:
-        await stage.create(num_replicas=4)
-        await set_to(stage, 20)
-        await set_to(stage, 50)
-        await stage.crash_controller()
-        await stage.until(lambda: len(stage.running_of("b")) == 2)
-        await stage.clock.sleep(10.0)
-        status = Status.of(await stage.call("status"))
-        assert (status.target_capacity, status.target_capacity_direction) == (50.0, "UP")
-        assert len(stage.running_of("b")) == 2
-        commits = stage.store.commits
-        await set_to(stage, 50)
-        assert stage.store.commits == commits
-
-    play(scenario, workers=3)
+@staged(workers=3)
+async def test_it_outlives_the_controller(stage: Stage) -> None:
+    await stage.create(num_replicas=4)
+    await set_to(stage, 20)
+    await set_to(stage, 50)
+    await stage.crash_controller()
+    await stage.until(lambda: len(stage.running_of("b")) == 2)
+    await stage.clock.sleep(10.0)
+    status = Status.of(await stage.call("status"))
+    assert (status.target_capacity, status.target_capacity_direction) == (50.0, "UP")
+    assert len(stage.running_of("b")) == 2
+    commits = stage.store.commits
+    await set_to(stage, 50)
+    assert stage.store.commits == commits
 
 
 def test_at_nothing_no_request_is_waited_for_and_none_wakes_a_backend() -> None:
@@ -277,37 +273,33 @@ def test_the_policy_is_told_the_share_of_the_bounds() -> None:
     play(scenario, workers=3)
 
 
-def test_a_change_that_is_under_way_comes_about_with_the_share() -> None:
-    async def scenario(stage: Stage) -> None:
-        async def slow(replica: ScriptedReplica) -> None:
-            await stage.clock.sleep(3.0)
+@staged(workers=3)
+async def test_a_change_that_is_under_way_comes_about_with_the_share(stage: Stage) -> None:
+    async def slow(replica: ScriptedReplica) -> None:
+        await stage.clock.sleep(3.0)
 
-        stage.start = slow
-        await stage.call("create_backend", **stage.spec(num_replicas=4))
-        await set_to(stage, 50)
-        await stage.until(lambda: len(stage.running_of("b")) == 2)
-        await stage.clock.sleep(5.0)
-        status = Status.of(await stage.call("status"))
-        assert (status.backends["b"].status, status.backends["b"].running) == ("HEALTHY", 2)
-        assert status.goals[-1].state == "DONE"
-
-    play(scenario, workers=3)
+    stage.start = slow
+    await stage.call("create_backend", **stage.spec(num_replicas=4))
+    await set_to(stage, 50)
+    await stage.until(lambda: len(stage.running_of("b")) == 2)
+    await stage.clock.sleep(5.0)
+    status = Status.of(await stage.call("status"))
+    assert (status.backends["b"].status, status.backends["b"].running) == ("HEALTHY", 2)
+    assert status.goals[-1].state == "DONE"
 
 
-def test_a_backend_whose_replicas_fail_has_none_to_fail_at_nothing() -> None:
-    async def scenario(stage: Stage) -> None:
-        async def fail(replica: ScriptedReplica) -> None:
-            raise ReplicaStartError("no weights", user_traceback="")
+@staged()
+async def test_a_backend_whose_replicas_fail_has_none_to_fail_at_nothing(stage: Stage) -> None:
+    async def fail(replica: ScriptedReplica) -> None:
+        raise ReplicaStartError("no weights", user_traceback="")
 
-        await stage.create(num_replicas=2)
-        await set_to(stage, 0)
-        await stage.until(lambda: not stage.running)
-        stage.start = fail
-        await set_to(stage, 100)
-        await stage.clock.sleep(2.0)
-        assert "no weights" in (await explained(stage)).waiting
-        await set_to(stage, 0)
-        await stage.clock.sleep(2.0)
-        assert Status.of(await stage.call("status")).backends["b"].status == "HEALTHY"
-
-    play(scenario)
+    await stage.create(num_replicas=2)
+    await set_to(stage, 0)
+    await stage.until(lambda: not stage.running)
+    stage.start = fail
+    await set_to(stage, 100)
+    await stage.clock.sleep(2.0)
+    assert "no weights" in (await explained(stage)).waiting
+    await set_to(stage, 0)
+    await stage.clock.sleep(2.0)
+    assert Status.of(await stage.call("status")).backends["b"].status == "HEALTHY"

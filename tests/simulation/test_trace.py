@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from cases import for_each
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -31,7 +32,7 @@ def test_a_line_per_request_in_any_order_with_durations() -> None:
     assert trace.duration_cv == pytest.approx(0.6633, abs=1e-4)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("text", "message"),
     [
         ("", "has the columns none; make its first line timestamp_s,requests"),

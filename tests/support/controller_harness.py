@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import itertools
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from functools import partial, wraps
 from typing import Any
 
 from by_task import by_task
@@ -348,3 +350,19 @@ def play(scenario: Callable[[Stage], Coroutine[Any, Any, None]], **options: Any)
             await scenario(stage)
 
     run_virtual(main)
+
+
+def staged(**options: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Return a decorator for a test that is a scenario: it gets the stage of `play` and its own fixtures."""
+
+    def decorate(test: Callable[..., Any]) -> Callable[..., None]:
+        @wraps(test)
+        def run_test(**given: Any) -> None:
+            play(partial(test, **given), **options)
+
+        signature = inspect.signature(test)
+        others = list(signature.parameters.values())[1:]
+        run_test.__signature__ = signature.replace(parameters=others)  # type: ignore[attr-defined]
+        return run_test
+
+    return decorate

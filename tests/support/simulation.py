@@ -730,6 +730,7 @@ class Simulation:
                 "concurrency": backend.config.concurrency(),
                 "max_queued": backend.config.max_queued_requests,
                 "max_crash_retries": backend.config.max_crash_retries,
+                **({} if backend.is_deployment else {"kind": "backend"}),
             }
             if backend.autoscaling is not None:
                 updates[f"backend/{backend.tag}"]["autoscaled"] = True
