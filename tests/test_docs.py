@@ -10,8 +10,8 @@ from types import ModuleType
 from xml.etree import ElementTree
 
 import pytest
+from cases import for_each
 from grafana.dashboards import DASHBOARDS
-from scenarios import for_each
 
 import daskserve as serve
 from daskserve.options.backend import BackendConfig

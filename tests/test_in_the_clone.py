@@ -7,9 +7,10 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
-import pytest
+from cases import for_each
 
 ROOT = Path(__file__).parents[1]
 
@@ -26,31 +27,32 @@ def test_the_import_error_of_a_part_of_the_package_names_the_problem_and_the_rem
     assert "another directory" in ended.stderr
 
 
-#: Takes the place of Python in a clone: prints the last line of pytest for each half of the suite.
-HALVES = """#!/bin/sh
+#: Takes the place of Python in a clone: prints the last line of pytest for each part of the suite.
+PARTS = """#!/bin/sh
 touch "$TMPDIR/left"
 case "$*" in
-  *cacheprovider*) echo "=== 2 failed, 10 passed, 1 skipped, 3 warnings in 4.56s ==="; exit {second};;
-  *) echo "20 passed, 1 skipped, 2 errors in 65.43s (0:01:05)"; exit {first};;
+  *tests/integration) echo "20 passed, 2 errors in 65.43s (0:01:05)"; exit {first};;
+  *tests/data) echo "=== 2 failed, 10 passed, 1 skipped, 3 warnings in 4.56s ==="; exit {second};;
+  *) echo "1 passed in 0.10s";;
 esac
 """
 
 
-@pytest.mark.parametrize(("first", "second"), [(0, 0), (2, 0), (0, 1)])
-def test_the_halves_of_the_suite_have_one_sum_and_leave_nothing(
-    first: int, second: int, tmp_path: Path
-) -> None:
-    for folder in ("scripts", ".venv/bin", "temporary"):
-        (tmp_path / folder).mkdir(parents=True)
-    shutil.copy(ROOT / "scripts" / "test", tmp_path / "scripts")
-    python = tmp_path / ".venv/bin/python"
-    python.write_text(HALVES.format(first=first, second=second))
-    python.chmod(0o755)
-    environment = {**os.environ, "TMPDIR": str(tmp_path / "temporary")}
-    ended = subprocess.run(
-        [tmp_path / "scripts/test"], capture_output=True, text=True, env=environment, timeout=60
-    )
-    assert ended.returncode == (first or second), ended.stderr
-    *_, last = ended.stdout.splitlines()
-    assert re.fullmatch(r"Both halves: 2 failed, 2 error, 30 passed, 2 skipped in \d+ s", last)
-    assert list((tmp_path / "temporary").iterdir()) == []
+@for_each("first, second", [(0, 0), (2, 0), (0, 1)])
+def test_the_parts_of_the_suite_have_one_sum_and_leave_nothing(first: int, second: int) -> None:
+    with tempfile.TemporaryDirectory() as clone:
+        root = Path(clone)
+        for folder in ("scripts", ".venv/bin", "temporary"):
+            (root / folder).mkdir(parents=True)
+        shutil.copy(ROOT / "scripts" / "test", root / "scripts")
+        python = root / ".venv/bin/python"
+        python.write_text(PARTS.format(first=first, second=second))
+        python.chmod(0o755)
+        environment = {**os.environ, "TMPDIR": str(root / "temporary")}
+        ended = subprocess.run(
+            [root / "scripts/test"], capture_output=True, text=True, env=environment, timeout=60
+        )
+        assert ended.returncode == (first or second), ended.stderr
+        *_, last = ended.stdout.splitlines()
+        assert re.fullmatch(r"All parts: 2 failed, 2 error, 33 passed, 1 skipped in \d+ s", last)
+        assert list((root / "temporary").iterdir()) == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from scenarios import for_each
+from cases import for_each
 
 from daskserve.common.types import SHARED_BYTES
 from daskserve.payload.parcels import ALIGNMENT, Parcel, pack_code, unpack_code

@@ -261,7 +261,7 @@ class Exchange:
         """Top loop of one request: failures of the application end here, in the log."""
         body = self.body
         try:
-            await self._server_state.app(scope, body, self._response)
+            await self._server_state.app(scope, body, self._response.send)
         except asyncio.CancelledError:
             if not self._response.is_closed and not self._response.is_whole:
                 self._fail()  # cancelled by the application itself, or with the whole loop

@@ -36,17 +36,16 @@ class HTTPResponse(Response):
 
     body: RequestBody
 
+    method = ""
+    is_http11 = True
+    closes = is_begun = is_whole = is_unsent = False
+    _writer: ResponseWriter | None = None
+    _unsent: UnsentParts | None = None
+
     def __init__(self, connection: Connection) -> None:
-        super().__init__()
         self._connection = connection
         self._server_state = connection.server_state
         self._stream = connection.stream
-        self.method = ""
-        self.is_http11 = True
-        self.closes = False
-        self.is_begun = self.is_whole = self.is_unsent = False
-        self._writer: ResponseWriter | None = None
-        self._unsent: UnsentParts | None = None
 
     @property
     def is_chunked(self) -> bool:
@@ -105,9 +104,7 @@ class HTTPResponse(Response):
             raise
         if not flushed.done():
             return self._wait_for_client(flushed, len(data), False)
-        self.is_whole = True
-        body.close()
-        self._end()
+        self._complete()
         return DONE
 
     def _wait_for_client(
@@ -166,9 +163,6 @@ class HTTPResponse(Response):
     def _complete(self) -> None:
         self.is_whole, self.is_unsent = True, False
         self.body.close()
-        self._end()
-
-    def _end(self) -> None:
         exchange = self._connection.exchange
         if exchange is not None:  # or the connection was lost
             exchange.finish_response()

@@ -10,7 +10,7 @@ from daskserve.proxies.exchange.stream import GONE
 
 
 class Response:
-    """Takes the messages of one response; itself the ``send`` of the application.
+    """Takes the messages of one response; its `send` is the application's.
 
     The start is held until the first part of the body: until then a failure can still become another
     response. Subclasses write the parts.
@@ -29,13 +29,11 @@ class Response:
         Whether a part could not be sent because the client has disconnected.
     """
 
-    def __init__(self) -> None:
-        self._start: Message | None = None
-        self.is_closed = False
-        self.request_id = b""
-        self.status = 0
-        self.is_complete = False
-        self.is_gone = False
+    # Few requests change these before their end.
+    _start: Message | None = None
+    request_id = b""
+    status = 0
+    is_complete = is_closed = is_gone = False
 
     def has_started(self) -> bool:
         """Return whether the application has sent a part of the response, held or not."""
@@ -77,8 +75,6 @@ class Response:
             return self._send_body(body)
         self._start = self._with_request_id(message) if self.request_id else message
         return DONE
-
-    __call__ = send
 
     def _with_request_id(self, start: Message) -> Message:
         headers = start.get("headers", ())

@@ -74,15 +74,15 @@ class IngressRequest:
 
 
 def response_to(send: Send) -> Response:
-    """Return the response that is sent by ``send``: that itself, unless a middleware has replaced it."""
-    return send if isinstance(send, Response) else PassedResponse(send)
+    """Return the server's response if ``send`` is its method, else one that a middleware gets."""
+    found = getattr(send, "__self__", None)
+    return found if isinstance(found, Response) else PassedResponse(send)
 
 
 class PassedResponse(Response):
     """A response that a middleware gets, as messages of ASGI."""
 
     def __init__(self, send: Send) -> None:
-        super().__init__()
         self._send = send
 
     async def _send_body(self, message: Message) -> None:
@@ -101,7 +101,6 @@ class WebSocketResponse(Response):
     """What a WebSocket sends; an HTTP response to its handshake denies it."""
 
     def __init__(self, send: Send) -> None:
-        super().__init__()
         self._send = send
 
     async def send(self, message: Message) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from itertools import islice
 
+from cases import for_each
 from chaos_schedule import KINDS, rounds
-from scenarios import for_each
 
 
 def test_a_seed_repeats_its_schedule_and_another_one_differs() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from cases import for_each
 from chaos_verdict import Damage, Run, Sample, Stall, felt_s, report, violations
-from scenarios import for_each
 
 KILL = Damage("kill worker", "kill worker h1a", 1, 10.0, 10.0, frozenset({7}), frozenset({"one"}))
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from cases import for_each
 from click.testing import CliRunner
-from scenarios import for_each
 
 from daskserve.cli import docs as cli_docs
 from daskserve.cli.docs import docs

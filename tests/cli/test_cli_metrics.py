@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cases import for_each
 from click.testing import CliRunner, Result
-from scenarios import for_each
 
 from daskserve.cli.main import main
 from daskserve.cli.metrics import replace

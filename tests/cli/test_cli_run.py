@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from cases import for_each
 from click.testing import CliRunner, Result
-from scenarios import for_each
 
 import daskserve as serve
 from daskserve.cli import run

@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 import pytest
-from scenarios import for_each
+from cases import for_each
 from starlette.middleware import Middleware
 from starlette.middleware.errors import ServerErrorMiddleware
 

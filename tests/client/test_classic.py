@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cases import for_each
 from pydantic import ValidationError
-from scenarios import for_each
 
 import daskserve as serve
 from daskserve.client.verbs.stored_code import StoredCode

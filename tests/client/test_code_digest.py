@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
-from scenarios import for_each
+from cases import for_each
 
 from daskserve.client.definitions.code_digest import DIGITS, READ_BYTES, code_digest
 

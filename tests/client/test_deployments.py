@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from scenarios import for_each
+from cases import for_each
 
 import daskserve as serve
 from daskserve.common.types import SHARED_BYTES

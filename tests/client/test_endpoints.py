@@ -7,7 +7,7 @@ import urllib.request
 from typing import Any
 
 import pytest
-from scenarios import for_each
+from cases import for_each
 
 import daskserve as serve
 from daskserve.client.definitions.specs import check_endpoint_name, check_name

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from scenarios import for_each
+from cases import for_each
 
 from daskserve.client.functions.finding import common_instance, named_instance
 from daskserve.common.types import DEFAULT_INSTANCE

@@ -12,7 +12,7 @@ from typing import Any
 import dask
 import httpx
 import pytest
-from scenarios import for_each
+from cases import for_each
 
 import daskserve as serve
 from daskserve.errors import (

@@ -7,8 +7,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from cases import for_each
 from pydantic import BaseModel, ValidationError, v1
-from scenarios import for_each
 
 import daskserve as serve
 from daskserve.client.definitions.targets import application_of

@@ -17,8 +17,8 @@ from typing import Any
 import cloudpickle
 import numpy as np
 import pytest
+from cases import for_each
 from PIL import Image
-from scenarios import for_each
 from starlette.requests import Request
 
 from daskserve.testing import local_instance

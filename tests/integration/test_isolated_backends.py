@@ -16,7 +16,7 @@ import pytest
 from dask_processes import ExternalCluster, alive, dask_worker, fetch, poll_for, wait_until_gone
 
 import daskserve as serve
-from daskserve.errors import BadRequestError, VersionMismatchError
+from daskserve.errors import BadRequestError
 
 ISOLATED = {"isolation": "process"}
 
@@ -180,20 +180,3 @@ def test_backends_and_deployments_run_in_their_own_environments(
     assert fetch(f"{url}/modern").json == [pid, one]
     client.run(modern.options(env=two).bind(), route_prefix="/modern")
     assert fetch(f"{url}/modern").json[1] == two
-
-
-@pytest.mark.parametrize("env", [serve.CondaEnv("no-such-env"), "no-such-env", "/no/such/env"])
-def test_the_error_for_an_unknown_environment_names_it(client: serve.Client, env: Any) -> None:
-    """CL58."""
-    began = time.monotonic()
-    with pytest.raises(ValueError, match=str(getattr(env, "name", env))):
-        client.create_backend("model", Model, env=env)
-    assert time.monotonic() - began < 2
-    assert client.list_backends() == {}
-
-
-def test_the_error_for_an_environment_without_daskserve_names_the_remedy(
-    client: serve.Client, tmp_path: Path
-) -> None:
-    with pytest.raises(VersionMismatchError, match="-m pip install daskserve=="):
-        client.create_backend("model", Model, env=make_environment(tmp_path / "empty"))

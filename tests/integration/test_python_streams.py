@@ -7,13 +7,12 @@ import contextlib
 import os
 import time
 from collections.abc import AsyncIterator, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import psutil
 import pytest
 from clusters import worker_of
-from dask_processes import ExternalCluster, fetch, poll_for
+from dask_processes import ExternalCluster, poll_for
 
 import daskserve as serve
 
@@ -144,32 +143,3 @@ def test_a_replica_streams_from_another(client: serve.Client, external: External
         for method in ("plain", "on_loop"):
             stream = handle.options(method_name=method).remote(200)
             assert list(stream) == [(number, True) for number in range(200)]
-
-
-class Model:
-    """Doubles numbers in batches that all callers share."""
-
-    @serve.batch(max_batch_size=4, batch_wait_timeout_s=20)
-    async def double(self, numbers: list[int]) -> list[Any]:
-        return [[2 * n, len(numbers)] if n else ZeroDivisionError("nothing to double") for n in numbers]
-
-    async def __call__(self, request: Any) -> Any:
-        return await self.double(int(request.query_params["n"]))
-
-    @serve.batch(max_batch_size=2, batch_wait_timeout_s=20)
-    async def count_to(self, numbers: list[int]) -> AsyncIterator[list[Any]]:
-        for number in range(max(numbers)):
-            yield [number if number < each else StopIteration for each in numbers]
-
-
-def test_calls_by_http_and_handle_share_a_batch(client: serve.Client, url: str) -> None:
-    client.deploy("model", Model, config={"isolation": "process"}, route_prefix="/model")
-    handle = client.get_handle("model")
-    with ThreadPoolExecutor(2) as threads:
-        replies = [threads.submit(fetch, f"{url}/model?n={n}") for n in (1, 0)]
-        responses = [handle.double.remote(n) for n in (2, 3)]
-        assert [each.result(10) for each in responses] == [[4, 4], [6, 4]]
-        assert replies[0].result(10).json == [2, 4]
-        assert replies[1].result(10).status == 500
-    streams = [handle.options(stream=True).count_to.remote(n) for n in (3, 1)]
-    assert [list(each) for each in streams] == [[0, 1, 2], [0]]

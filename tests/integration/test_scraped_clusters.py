@@ -96,61 +96,6 @@ def test_every_process_counts_its_events(client: serve.Client, external: Externa
     }
 
 
-def test_a_disconnected_client_is_counted(client: serve.Client, external: ExternalCluster) -> None:
-    url = serve_model(client)
-    with pytest.raises(TimeoutError):
-        fetch(f"{url}?kind=slow", timeout_s=0.3)
-    me = {"serve_instance": client.instance_name}
-    poll_for(lambda: Metrics(external.client).total("daskserve_http_cancellations_total", **me) == 1)
-    metrics = Metrics(external.client)
-    assert metrics.total("daskserve_http_requests_total", **me, code="499") == 1
-    poll_for(lambda: Metrics(external.client).total("daskserve_deployment_cancellations_total", **me) == 1)
-
-
-@pytest.mark.nightly
-def test_series_of_ended_replicas_disappear_and_totals_stay(
-    client: serve.Client, external: ExternalCluster
-) -> None:
-    url = serve_model(client)
-    for _ in range(10):
-        fetch(url)
-    before = Metrics(external.client)
-    client.update_backend_config("model", {"num_replicas": 1})
-    poll_for(lambda: len(client.status().replicas("model")) == 1)
-    poll_for(lambda: len(Metrics(external.client).values("daskserve_replica_healthy")) == 1)
-    after = Metrics(external.client)
-    assert len(after.values("my_calls_total")) == 1
-    assert after.total("daskserve_deployment_requests_total", deployment="model") == 10
-    assert_monotone(before.by_target, after)
-    client.update_backend_config("model", {"num_replicas": 3})
-    fetch(url)
-    last = Metrics(external.client)
-    assert_monotone(after.by_target, last)
-    assert last.total("daskserve_deployment_replica_starts_total", deployment="model") == 4
-
-
-def test_isolated_replicas_are_counted_by_their_workers(
-    client: serve.Client, external: ExternalCluster
-) -> None:
-    url = serve_model(client, isolation="process", num_replicas=1)
-    for _ in range(5):
-        assert fetch(url).status == 200
-    fetch(f"{url}?kind=bad")
-    mine = {"serve_instance": client.instance_name, "deployment": "model"}
-    poll_for(lambda: Metrics(external.client).total("my_calls_total", **mine, kind="good") == 5)
-    metrics = Metrics(external.client)
-    assert metrics.total("my_calls_total", **mine, kind="bad") == 1
-    assert metrics.total("daskserve_deployment_requests_total", **mine) == 6
-    assert metrics.total("daskserve_deployment_errors_total", **mine) == 1
-    assert metrics.total("daskserve_deployment_request_duration_seconds_count", **mine) == 6
-    assert metrics.values("daskserve_replica_healthy", **mine) == [1]
-    before = metrics.by_target
-    client.update_backend_config("model", {"num_replicas": 2})
-    client.update_backend_config("model", {"num_replicas": 1})
-    poll_for(lambda: len(Metrics(external.client).values("daskserve_replica_healthy", **mine)) == 1)
-    assert_monotone(before, Metrics(external.client))
-
-
 @pytest.mark.nightly
 def test_counters_never_decrease_when_the_controller_dies() -> None:
     with nannied_cluster(3) as dask, serve.start(dask_client=dask, **EPHEMERAL) as client:

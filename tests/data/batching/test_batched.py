@@ -876,7 +876,7 @@ import daskserve as serve
 class Local:
     @serve.batch(max_batch_size=2, batch_wait_timeout_s=0.5, batch_size_fn=len)
     async def double(self, items):
-        return [2 * item for item in items]
+        return [[2 * item, len(items)] for item in items]
 
 @serve.batch(max_batch_size=2)
 async def triple(items):
@@ -902,7 +902,7 @@ def test_a_function_that_cannot_be_imported_is_pickled_by_value_even_after_use()
 
     async def again() -> None:
         model = loaded()
-        assert await asyncio.gather(model.double(1), loaded.double(model, 2)) == [2, 4]
+        assert await asyncio.gather(model.double(1), loaded.double(model, 2)) == [[2, 2], [4, 2]]
         assert await triple(3) == 9
 
     asyncio.run(again())

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import nullcontext
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -336,6 +336,12 @@ class MuteCheck(MuteReconfigure):
     fails = "check_health"
 
 
+@asynccontextmanager
+async def broken_lifespan(app: Any) -> AsyncIterator[None]:
+    raise LookupError("no database")
+    yield
+
+
 class BrokenAsync(Broken):
     async def __init__(self) -> None:  # type: ignore[misc]
         raise ZeroDivisionError("in the constructor")
@@ -347,6 +353,7 @@ class BrokenAsync(Broken):
         (Broken, {}, ["'b' failed in its constructor: ZeroDivisionError: in the constructor"]),
         (BrokenAsync, {}, ["'b' failed in its constructor: ZeroDivisionError: in the constructor"]),
         (Quits, {}, ["failed in its constructor", "SystemExit: 3"]),
+        (Starlette(lifespan=broken_lifespan), {}, ["'b' failed in its lifespan: LookupError: no database"]),
         (Mute, {}, ["failed in its constructor: MuteError: <its text cannot be made: TypeError>"]),
         (MuteReconfigure, {"user_config": 1}, ["failed in reconfigure(): MuteError: <its text cannot"]),
         (MuteCheck, {}, ["failed its first health check", "'b' raised MuteError: <its text cannot be"]),

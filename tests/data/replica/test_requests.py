@@ -477,6 +477,18 @@ def test_user_code_on_the_workers_loop_goes_on_without_its_client() -> None:
     run(scenario, event_loop="worker")
 
 
+def test_user_code_on_the_workers_loop_sends_nothing_after_the_end() -> None:
+    async def scenario(executor: UserExecutor) -> None:
+        client = Client()
+        pipe = open_pipe(executor, "http", client.receive, client.send)
+        pipe.close()
+        await pipe.send({"type": "late"})
+        assert client.sent == []
+        assert (await pipe.receive())["type"] == "http.disconnect"
+
+    run(scenario, event_loop="worker")
+
+
 def test_room_that_appeared_just_before_the_wait_is_not_missed() -> None:
     no_executor: Any = None
     client = Client()

@@ -27,7 +27,7 @@ from http_harness import (
 )
 from tables import each_case
 
-from daskserve.common.types import WHOLE_RESPONSE, Message, Receive, Send
+from daskserve.common.types import Message, Receive, Send
 from daskserve.errors import ActorLostError
 from daskserve.proxies.asgi import Scope
 from daskserve.proxies.exchange import http_connection
@@ -96,61 +96,6 @@ def test_a_client_that_reads_its_last_response_late_gets_all_of_it() -> None:
             await asyncio.sleep(0.05)
             assert len(await client.rest()) == int(headers["content-length"]) == 8 * MIB
             assert status == 200
-
-    run(test)
-
-
-@each_case(
-    "body",
-    [
-        b"Content-Length: 5\r\n\r\nhello",
-        b"Transfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n",
-        b"\r\n",
-    ],
-)
-@each_case("first", [b"", request()])
-def test_unsupported_upgrades_are_ordinary_requests(first: bytes, body: bytes) -> None:
-    async def test() -> None:
-        async with serving(echo) as server, connected(server) as client:
-            head = b"POST / HTTP/1.1\r\nHost: a\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n"
-            await client.send(first + head + body + request(method="POST", body=b"next" * 5000))
-            if first:
-                assert (await client.response()).body == b""
-            assert (await client.response()).body == (b"hello" if b"hello" in body else b"")
-            assert (await client.response()).body == b"next" * 5000
-            # And when nothing of the body comes with the head.
-            end = body.index(b"\r\n\r\n") + 4 if b"hello" in body else len(body)
-            await client.send(head + body[:end])
-            await asyncio.sleep(0.01)
-            await client.send(body[end:] + request())
-            assert (await client.response()).body == (b"hello" if b"hello" in body else b"")
-            assert (await client.response()).status == 200
-
-    run(test)
-
-
-@each_case("first", [b"", request(method="POST", body=b"first")])
-@each_case(
-    ("line", "status"),
-    [
-        ("CONNECT a:1", 501),
-        ("CONNECT a:443", 501),
-        ("CONNECT /", 400),
-        ("connect /", 400),
-        ("CONNECT a", 400),
-    ],
-)
-def test_connect_is_refused_and_nothing_after_it_is_read(first: bytes, line: str, status: int) -> None:
-    async def test() -> None:
-        scopes: list[Scope] = []
-        async with serving(capturing(scopes)) as server, connected(server) as client:
-            await client.send(first + f"{line} HTTP/1.1\r\nHost: a\r\n\r\n".encode() + request("/tunnelled"))
-            if first:
-                assert (await client.response()).status == 200
-            response = await client.response()
-            assert (response.status, response.headers["connection"]) == (status, "close")
-            assert await client.rest() == b""
-        assert [scope["path"] for scope in scopes] == ["/"] * bool(first)
 
     run(test)
 
@@ -292,45 +237,6 @@ def test_a_changed_scope_does_not_reach_the_next_request() -> None:
     assert all(each == seen[0] for each in seen)
 
 
-@each_case(
-    ("target", "path"),
-    [
-        ("http://test/x/y?q", "/x/y"),
-        ("http://test", "/"),
-        ("/%ff", "/\ufffd"),
-        ("//x", "//x"),
-        ("/a:b://c", "/a:b://c"),
-    ],
-)
-def test_request_targets(target: str, path: str) -> None:
-    async def test() -> None:
-        scopes: list[Scope] = []
-        async with serving(capturing(scopes)) as server, connected(server) as client:
-            await client.get(target)
-        assert scopes[0]["path"] == path
-
-    run(test)
-
-
-@each_case(
-    ("data", "expected"),
-    [
-        (b"get /x HTTP/1.1\r\nHost: a\r\n\r\n", ("GET", "/x")),
-        ("GET /ä HTTP/1.1\r\nHost: a\r\n\r\n".encode(), ("GET", "/ä")),
-    ],
-)
-def test_almost_valid_http_is_read_or_refused(data: bytes, expected: tuple[str, str]) -> None:
-    async def test() -> None:
-        scopes: list[Scope] = []
-        async with serving(capturing(scopes)) as server, connected(server) as client:
-            await client.send(data)
-            status = (await client.response()).status
-        found = [(scope["method"], scope["path"]) for scope in scopes]
-        assert (status, found) in ((200, [expected]), (400, []))
-
-    run(test)
-
-
 # ---- request bodies
 
 
@@ -411,19 +317,6 @@ def test_a_large_upload_is_read_as_fast_as_the_application_reads() -> None:
     run(test)
 
 
-def test_100_continue_is_answered() -> None:
-    async def test() -> None:
-        async with serving(echo) as server, connected(server) as client:
-            await client.send(
-                b"POST / HTTP/1.1\r\nHost: a\r\nExpect: 100-continue\r\nContent-Length: 2\r\n\r\n"
-            )
-            assert (await client.reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 100")
-            await client.send(b"hi")
-            assert (await client.response()).body == b"hi"
-
-    run(test)
-
-
 EXPECTING = b"POST / HTTP/1.1\r\nHost: a\r\nExpect: 100-continue\r\nContent-Length: 2\r\n\r\n"
 
 
@@ -457,15 +350,6 @@ def test_an_application_that_rejects_by_headers_never_asks_for_the_body() -> Non
             # The client may send what it announced, or not: only a new connection is clear.
             assert (response.status, response.headers["connection"]) == (200, "close")
             assert await client.rest() == b""
-
-    run(test)
-
-
-def test_a_client_that_sends_without_waiting_gets_its_answer() -> None:
-    async def test() -> None:
-        async with serving(hello) as server, connected(server) as client:
-            await client.send(EXPECTING + b"hi")
-            await client.response()
 
     run(test)
 
@@ -518,16 +402,6 @@ def test_a_declared_length_beyond_the_limit_is_a_413_and_the_application_never_r
     run(test)
 
 
-def test_a_refused_upload_that_is_sent_anyway_gets_its_answer() -> None:
-    async def test() -> None:
-        async with serving(hello, max_body_bytes=10) as server, connected(server) as client:
-            await client.send(request(method="POST", body=bytes(4 * MIB)))
-            assert (await client.response()).status == 413
-            assert await client.rest() == b""
-
-    run(test)
-
-
 def test_a_client_that_sends_on_after_a_malformed_body_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_connection, "LINGER_S", 0.05)
 
@@ -549,62 +423,6 @@ def test_only_a_host_of_a_usual_length_is_kept_with_its_connection(host: str, is
             assert [each.host for each in server.state.connections] == [host if is_kept else None]
             await client.send(b"GET / HTTP/1.1\r\nHost: a b\r\n\r\n")
             assert (await client.response()).status == 400
-
-    run(test)
-
-
-def test_a_client_that_expects_100_is_refused_without_it(caplog: pytest.LogCaptureFixture) -> None:
-    async def test() -> None:
-        async with serving(hello, max_body_bytes=10) as server, connected(server) as client:
-            await client.send(
-                b"POST / HTTP/1.1\r\nHost: a\r\nExpect: 100-continue\r\nContent-Length: 11\r\n\r\n"
-            )
-            assert (await client.response()).status == 413
-            assert await client.rest() == b""
-
-    run(test)
-    assert tracebacks(caplog) == []
-
-
-def test_chunks_beyond_the_limit_are_a_413_and_cancel_the_application() -> None:
-    async def test() -> None:
-        app = Hanging()
-        async with serving(app, max_body_bytes=10) as server, connected(server) as client:
-            await client.send(
-                b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n8\r\n12345678\r\n"
-            )
-            await poll_for(lambda: app.running)
-            await client.send(b"3\r\n123\r\n")
-            assert (await client.response()).status == 413
-            await poll_for(lambda: app.cancelled)
-            await client.send(b"0\r\n\r\n")
-            assert await client.rest() == b""
-
-    run(test)
-
-
-def test_chunks_beyond_the_limit_within_a_response_cut_it() -> None:
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200})
-        while True:
-            await send({"type": "http.response.body", "body": (await receive())["body"], "more_body": True})
-
-    async def test() -> None:
-        async with serving(app, max_body_bytes=10) as server, connected(server) as client:
-            await client.send(b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nhi\r\n")
-            await client.head()
-            assert await client.chunk() == b"hi"
-            await client.send(b"9\r\n123456789\r\n")
-            assert not (await client.rest()).endswith(b"0\r\n\r\n")
-
-    run(test)
-
-
-def test_a_body_as_large_as_the_limit_is_accepted() -> None:
-    async def test() -> None:
-        async with serving(echo, max_body_bytes=10) as server, connected(server) as client:
-            await client.send(request(method="POST", body=b"0123456789"))
-            assert (await client.response()).body == b"0123456789"
 
     run(test)
 
@@ -974,119 +792,5 @@ def test_work_after_the_response_outlives_the_connection() -> None:
                 assert (await other.response()).status == 200
             gone.set()
             await poll_for(lambda: len(done) == 2)
-
-    run(test)
-
-
-# ---- requests that are none
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
-        b"GET\r\n\r\n",
-        b"GET / HTTP/1.1\r\nHost: a\r\nno colon\r\n\r\n",
-        b"GET / HTTP/1.1\r\n\r\n",
-        b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n",
-        b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: -1\r\n\r\n",
-        b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n",
-        b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n",
-        b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: gzip\r\n\r\n",
-    ],
-)
-def test_garbage_is_a_400_and_does_not_reach_the_application(
-    data: bytes, caplog: pytest.LogCaptureFixture
-) -> None:
-    async def test() -> None:
-        scopes: list[Scope] = []
-        async with serving(capturing(scopes)) as server, connected(server) as client:
-            await client.send(data)
-            assert (await client.rest()).startswith(b"HTTP/1.1 400 ")
-        assert scopes == []
-
-    run(test)
-    assert tracebacks(caplog) == []
-
-
-def test_endless_headers_end_the_connection(caplog: pytest.LogCaptureFixture) -> None:
-    async def test() -> None:
-        async with serving(hello) as server, connected(server) as client:
-            client.writer.write(b"GET / HTTP/1.1\r\nHost: a\r\n" + b"X-A: " + b"a" * 200_000)
-            rest = await client.rest()
-            assert rest == b"" or rest.startswith(b"HTTP/1.1 431 ")
-
-    run(test)
-    assert tracebacks(caplog) == []
-
-
-def test_an_invalid_chunk_ends_the_request_and_the_connection(caplog: pytest.LogCaptureFixture) -> None:
-    async def test() -> None:
-        app = Hanging()
-        async with serving(app) as server, connected(server) as client:
-            await client.send(b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nhi\r\n")
-            await poll_for(lambda: app.running)
-            await client.send(b"zz\r\n")
-            await client.rest()
-            await poll_for(lambda: app.cancelled)
-
-    run(test)
-    assert tracebacks(caplog) == []
-
-
-# ---- whole responses in one message
-
-
-def test_a_whole_response_is_written_like_its_two_messages() -> None:
-    parts = {"status": 201, "headers": [(b"x-a", b"1")], "body": b"done"}
-
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["path"] == "/whole":
-            await send({"type": WHOLE_RESPONSE, **parts})
-        else:
-            await respond(send, b"done", 201, ((b"x-a", b"1"),))
-
-    async def test() -> None:
-        async with serving(app) as server, connected(server) as client:
-            for method in ("GET", "HEAD", "POST"):
-                whole = await client.get("/whole", method=method)
-                two = await client.get("/two", method=method)
-                del whole.headers["date"], two.headers["date"]
-                assert whole == two
-                assert (whole.status, whole.headers["content-length"]) == (201, "4")
-
-    run(test)
-
-
-@each_case("kind", [WHOLE_RESPONSE, "http.response.start", "http.response.body"])
-def test_nothing_can_be_sent_after_a_whole_response(kind: str) -> None:
-    errors: list[str] = []
-
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": WHOLE_RESPONSE, "status": 200, "headers": [], "body": b"once"})
-        try:
-            await send({"type": kind, "status": 200, "headers": [], "body": b"twice"})
-        except RuntimeError as error:
-            errors.append(str(error))
-
-    async def test() -> None:
-        async with serving(app) as server, connected(server) as client:
-            assert (await client.get()).body == b"once"
-            assert (await client.get()).body == b"once"
-
-    run(test)
-    assert len(errors) == 2
-
-
-def test_a_whole_response_that_http_cannot_carry_is_answered_with_500() -> None:
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        headers = [(b"x-a", b"1\r\nx-b: 2")] if scope["path"] == "/split" else [(b"content-length", b"9")]
-        await send({"type": WHOLE_RESPONSE, "status": 200, "headers": headers, "body": b"short"})
-
-    async def test() -> None:
-        async with serving(app) as server:
-            for path in ("/split", "/short"):
-                async with connected(server) as client:
-                    assert (await client.get(path)).status == 500
 
     run(test)

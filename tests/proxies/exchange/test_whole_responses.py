@@ -16,7 +16,7 @@ from daskserve.common.types import WHOLE_RESPONSE, Message, Receive, Send
 from daskserve.proxies.asgi import Scope
 from daskserve.proxies.exchange import response_head
 from daskserve.proxies.exchange.http_response import JOIN_BYTES
-from daskserve.proxies.exchange.response import Response, split_whole
+from daskserve.proxies.exchange.response import split_whole
 from daskserve.proxies.exchange.response_head import DateHeader, HeadCache
 from daskserve.proxies.server.life import HTTPServer
 
@@ -36,7 +36,7 @@ class Application:
         self.raised: BaseException | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        cast(Response, send).request_id = REQUEST_ID  # as the ingress does
+        cast(Any, send).__self__.request_id = REQUEST_ID  # as the ingress does
         self.raised = None
         try:
             for message in self.messages:

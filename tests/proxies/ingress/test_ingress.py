@@ -451,7 +451,7 @@ def test_a_request_past_its_deadline_is_cancelled_and_answered_with_408(
     headers = [(b"x-request-id", b"42")]
     if header is not None:
         headers.append((b"x-request-timeout-seconds", header))
-    reply = ask(ingress, "/a", "GET", *headers)
+    reply = run_virtual(call, ingress, make_scope("/a", "GET", *headers))
     assert (reply.status, reply.text) == (408, "Request 42 timed out after 0.01s.")
     assert reply.headers["x-request-id"] == "42"
     assert cancelled == [True]
