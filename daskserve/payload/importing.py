@@ -16,7 +16,7 @@ import sysconfig
 import threading
 from collections.abc import Mapping
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 from daskserve.common.types import split_import_path
 from daskserve.errors import BadRequestError
@@ -27,8 +27,6 @@ logger = logging.getLogger("daskserve.replica")
 #: The attribute of a module that holds the digest of its file when it was imported.
 _DIGEST = "__daskserve_digest__"
 _INSTALLED = ("site-packages", "dist-packages")
-#: Held while modules are imported again: replicas of one process may start at the same time.
-_again = threading.RLock()
 MODULE_REMEDY = "Install it on the workers, too, or put its folder on their PYTHONPATH."
 
 
@@ -40,6 +38,8 @@ class ImportPath(str):
     """
 
     modules: Mapping[str, str]
+    #: Held while modules are imported again: replicas of one process may start at the same time.
+    lock: ClassVar[threading.RLock] = threading.RLock()
 
     @classmethod
     def of(cls, path: str) -> ImportPath:
@@ -107,14 +107,14 @@ def import_definition(path: str) -> Any:
     """
     if not isinstance(path, ImportPath):
         return _imported(path)
-    with _again:
+    with path.lock:
         _import_again(path)
         found = _imported(path)
         digests = ImportPath.of(path).modules
     others = sorted(name for name, digest in path.modules.items() if digests.get(name, digest) != digest)
     if others:
         logger.warning(
-            "%s: the file of module %s differs from the one of the program that deployed it. Give all machines "
+            "%s: the file of module %s differs from that of the program that deployed it. Give all machines "
             "the same files, for example by env={'working_dir': '.'}.",
             path,
             ", ".join(others),
