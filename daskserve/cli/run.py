@@ -74,7 +74,7 @@ class RunCommand(click.Command):
                 raise
             raise click.UsageError(
                 f"No such option {error.option_name}: {UVICORN_OPTIONS[error.option_name]}", ctx
-            )
+            ) from None
 
 
 @click.command(cls=RunCommand)
