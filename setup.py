@@ -103,6 +103,7 @@ setup(
         "daskserve.internals",
         "daskserve.loops",
         "daskserve.options",
+        "daskserve.pages",
         "daskserve.payload",
         "daskserve.proxies",
         "daskserve.proxies.exchange",

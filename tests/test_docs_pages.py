@@ -37,11 +37,11 @@ def test_every_block_can_be_read() -> None:
 def test_the_service_beside_those_of_others_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = DOCS / "migrate/bentoml-litserve.md"
     (program,) = [each for each in blocks(page, "python") if "daskserve" in each]
-    ((command, answer),) = re.findall(r"^\$ (curl .*)\n(.*)$", page.read_text(), re.MULTILINE)
+    *_, (command, answer) = re.findall(r"^ *\$ (curl .*)\n *(.*)$", page.read_text(), re.MULTILINE)
     names: dict[str, Any] = {"__name__": "sums"}
     exec(program, names)
     with local_instance(http_options={"port": 0}) as client:
-        client.run(names["app"])
+        client.run(names["app"], route_prefix="/predict")
         words = shlex.split(command.replace("http://127.0.0.1:8000", client.http_urls()[0]))
         ended = subprocess.run([*words, "-sS"], capture_output=True, text=True, timeout=30)
     assert (ended.stdout, ended.stderr) == (answer, "")

@@ -28,6 +28,14 @@ from daskserve.payload.shown_errors import shortened
 
 #: The HTTP options that the command has.
 HTTP_OPTIONS = ("host", "port", "server", "root_path", "ssl_certfile", "ssl_keyfile", "request_timeout_s")
+#: Options of uvicorn that the command does not have, with what to do instead.
+UVICORN_OPTIONS = {
+    "--reload": "run the command again, with --replace while it serves on a cluster.",
+    "--workers": "the number of replicas belongs to the deployment, "
+    "serve.deployment('module:app').options(num_replicas=4, isolation='process').bind().",
+    "--proxy-headers": "name the addresses in http_options={'trusted_forwarders': [...]} of serve.start().",
+    "--log-level": "configure Python's logging in the application.",
+}
 
 
 def address_option(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -55,7 +63,21 @@ def http_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-@click.command()
+class RunCommand(click.Command):
+    """A command that says what to write instead of uvicorn's options."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            if error.option_name not in UVICORN_OPTIONS:
+                raise
+            raise click.UsageError(
+                f"No such option {error.option_name}: {UVICORN_OPTIONS[error.option_name]}", ctx
+            ) from None
+
+
+@click.command(cls=RunCommand)
 @click.argument("target")
 @click.argument("arguments", nargs=-1, metavar="[KEY=VALUE]...")
 @click.option("--name", default=DEFAULT_APPLICATION, show_default=True, help="Name of the application.")

@@ -1,19 +1,103 @@
-"""Imports objects by their paths: ``"pkg.mod.Name"`` or ``"pkg.mod:Name"``."""
+"""Imports objects by their paths: ``"pkg.mod.Name"`` or ``"pkg.mod:Name"``.
+
+Problem: a Python process imports a module once, so a worker that has imported ``shop`` keeps serving its code
+after the file has changed, and a deploy sees no difference between two equal paths. Choice: a deployed path
+carries the digests of the user's modules, and a worker that has imported other ones imports them again.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import importlib
-from typing import Any
+import logging
+import os
+import sys
+import sysconfig
+import threading
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any, ClassVar
 
 from daskserve.common.types import split_import_path
 from daskserve.errors import BadRequestError
 from daskserve.payload.error_text import summary_of
 
+logger = logging.getLogger("daskserve.replica")
+
+#: The attribute of a module that holds the digest of its file when it was imported.
+_DIGEST = "__daskserve_digest__"
+_INSTALLED = ("site-packages", "dist-packages")
 MODULE_REMEDY = "Install it on the workers, too, or put its folder on their PYTHONPATH."
+
+
+class ImportPath(str):
+    """An import path, with the digests of the modules that it loads, by name.
+
+    These are the modules in the folder of the path's first module. It is empty for installed packages, which
+    do not change while a worker runs.
+    """
+
+    modules: Mapping[str, str]
+    #: Held while modules are imported again: replicas of one process may start at the same time.
+    lock: ClassVar[threading.RLock] = threading.RLock()
+
+    @classmethod
+    def of(cls, path: str) -> ImportPath:
+        """Return a path whose modules this process has imported, with their digests."""
+        found = cls(path)
+        found.modules = {each.__name__: _digest(each) for each in _modules_beside(split_import_path(path)[0])}
+        return found
+
+
+def _modules_beside(name: str) -> list[ModuleType]:
+    """Return the imported modules in the folder of a module's package, sorted; none of installed ones."""
+    first = sys.modules.get(name.partition(".")[0])
+    file = getattr(first, "__file__", None)
+    if file is None:
+        return []
+    folder = os.path.dirname(os.path.abspath(file))
+    if hasattr(first, "__path__"):
+        folder = os.path.dirname(folder)
+    if folder == sysconfig.get_path("stdlib"):
+        return []
+    files = {each: getattr(module, "__file__", None) or "" for each, module in list(sys.modules.items())}
+    return [
+        sys.modules[each]
+        for each, file in sorted(files.items())
+        if each != "__main__"
+        and file.startswith(folder + os.sep)
+        and not any(map(file.__contains__, _INSTALLED))
+    ]
+
+
+def _digest(module: ModuleType) -> str:
+    """Return the digest of a module's file, as it was when this was asked first."""
+    found: str | None = module.__dict__.get(_DIGEST)
+    if found is None:
+        try:
+            with open(str(module.__file__), "rb") as file:
+                found = hashlib.sha256(file.read()).hexdigest()[:16]
+        except OSError:  # it is in a ZIP file, or gone
+            found = ""
+        setattr(module, _DIGEST, found)
+    return found
+
+
+def _import_again(path: ImportPath) -> None:
+    """Forget the modules of a path if this process has imported other versions of them."""
+    known = {name: sys.modules[name].__dict__.get(_DIGEST) for name in path.modules if name in sys.modules}
+    if all(digest == path.modules[name] for name, digest in known.items()):
+        return
+    for name in path.modules:
+        sys.modules.pop(name, None)
+    importlib.invalidate_caches()
 
 
 def import_definition(path: str) -> Any:
     """Import and return the object that ``"pkg.mod.Name"`` or ``"pkg.mod:Name"`` names.
+
+    The modules of an `ImportPath` are imported again if this process has imported other versions of them.
+    What refers to those keeps them.
 
     Raises
     ------
@@ -21,6 +105,24 @@ def import_definition(path: str) -> Any:
         The path has another form, there is no such module, or the module has no such name. Errors raised
         by the module itself, such as a missing import, are not changed.
     """
+    if not isinstance(path, ImportPath):
+        return _imported(path)
+    with path.lock:
+        _import_again(path)
+        found = _imported(path)
+        digests = ImportPath.of(path).modules
+    others = sorted(name for name, digest in path.modules.items() if digests.get(name, digest) != digest)
+    if others:
+        logger.warning(
+            "%s: the file of module %s differs from that of the program that deployed it. Give all machines "
+            "the same files, for example by env={'working_dir': '.'}.",
+            path,
+            ", ".join(others),
+        )
+    return found
+
+
+def _imported(path: str) -> Any:
     module_name, name = split_import_path(path)
     if not module_name:
         raise BadRequestError(f"Import path {path!r} must have the form 'pkg.mod.Name' or 'pkg.mod:Name'.")

@@ -162,3 +162,11 @@ def test_the_records_are_rewritten_by_a_command(monkeypatch: pytest.MonkeyPatch)
         count = client.rewrite_store()
         result = CliRunner().invoke(main, ["rewrite-store", "-a", "tcp://host:1"])
         assert (result.exit_code, result.output) == (0, f"{count} records written.\n")
+
+
+@pytest.mark.parametrize("option", ["--reload", "--workers", "--proxy-headers", "--log-level"])
+def test_options_of_uvicorn_say_what_to_do(option: str) -> None:
+    ended = call("shop:app", option)
+    assert ended.exit_code == 2
+    assert f"No such option {option}: " in ended.output
+    assert "Did you mean" not in ended.output

@@ -224,6 +224,20 @@ def test_a_deploy_that_succeeds_forgets_the_failure(client: Any) -> None:
     assert serve.status().applications["default"].message == ""
 
 
+def test_the_old_version_deployed_again_forgets_a_failed_update(client: Any) -> None:
+    """Nothing restarts, but the status has no failure any more."""
+    serve.run(composed(""))
+    before = {each.name for each in client.status().replicas()}
+    with pytest.raises(DeployError):
+        serve.run(composed("constructor"))
+    assert client.status().applications["default"].status == "DEPLOY_FAILED"
+    serve.run(composed(""))
+    status = client.status()
+    assert status.applications["default"].status == "RUNNING"
+    assert [each.message for each in status.backends.values() if each.message] == []
+    assert {each.name for each in status.replicas()} == before
+
+
 def test_after_shutdown_a_handle_says_so() -> None:
     handle = serve.run(serve.deployment(Model).bind(), local=True)
     assert handle.remote().result() == "ok"

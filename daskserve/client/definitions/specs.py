@@ -22,6 +22,7 @@ from daskserve.options.http import HTTPOptions
 from daskserve.options.placement import check_covered
 from daskserve.options.route_variables import check_variables
 from daskserve.options.specs import BackendSpec
+from daskserve.payload.importing import ImportPath
 from daskserve.payload.parcels import pack_code
 from daskserve.payload.pickling import Substitute, load_bytes
 from daskserve.payload.unpicklable import (
@@ -236,6 +237,8 @@ def make_spec(
     arguments = (init_args if substitution else tuple(init_args), dict(init_kwargs))
     if has_app(definition):
         substitution = partial(without_others, definition, substitution)
+    if isinstance(definition, str):
+        definition = ImportPath.of(definition)
     code, parts, digest = _packed(name, (*folder, definition, *arguments), substitution)
     return BackendSpec(
         tag=tag,

@@ -200,9 +200,11 @@ def _settled(state: State, existing: AppRecord, request_id: str) -> Change:
     last call that has deployed it, and stays if an earlier one takes its own change back.
     """
     settled = replace(existing, last_error="", failed="", tried=[], request_id=request_id)
+    members = (state.backends[tag] for tag in existing.tags if tag in state.backends)
+    change: Change = {each.key: replace(each, last_error="") for each in members if each.last_error}
     if settled == existing:
-        return {}
-    change: Change = {existing.key: settled}
+        return change
+    change[existing.key] = settled
     pending = state.goals.get(existing.goal or "")
     if pending is not None:
         change[pending.key] = replace(pending, request_id=request_id)

@@ -35,6 +35,15 @@ class _Watch:
         self._is_closed = False
         self._evidence = Evidence()
         self._sampled_at = 0.0
+        self._logged_places: set[str] = set()
+
+    def _log(self, text: str, *values: object) -> None:
+        """Count a block, and log the first one at each place."""
+        self.blocked_count += 1
+        place = str(self._evidence.place)
+        if place not in self._logged_places:
+            self._logged_places.add(place)
+            logger.warning("%s Later blocks at this place are only counted.", text % values)
 
     def _sample(self, thread: threading.Thread | RunningThread, now: float) -> None:
         frame = self._frames().get(thread.ident or 0)
@@ -106,10 +115,9 @@ class LoopWatch(_Watch):
         self._is_reported = True
         if self._is_silent:
             return
-        self.blocked_count += 1
-        logger.warning(
+        self._log(
             "User code blocks the event loop of %s for more than %d ms, at %s; its other requests wait. "
-            "Make it a plain function, or move what blocks to a thread.",
+            "Make it a plain function, or await asyncio.to_thread(...) for what blocks.",
             self._user_loop.thread.name,
             BLOCKED_AFTER_S * 1000,
             self._evidence.place,
@@ -158,8 +166,7 @@ class SharedLoopWatch(_Watch):
         late_s = self._loop.time() - self.timer.when()
         self.timer = None
         if self._evidence.explains(late_s):
-            self.blocked_count += 1
-            logger.warning(
+            self._log(
                 "User code blocked the worker's event loop for %d ms, at %s, while requests of %s ran there; "
                 "everything in the process waited. With event_loop='own' only the replica would wait.",
                 late_s * 1000,

@@ -1,0 +1,88 @@
+"""Import paths of modules that change while a process runs."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from daskserve.payload.importing import ImportPath, import_definition
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder on the path with ``shop``, which imports ``items``."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "shop.py").write_text("from items import TEXT\ndef app():\n    return TEXT\n")
+    write(tmp_path, "old")
+    yield tmp_path
+    forget()
+
+
+def write(project: Path, text: str) -> None:
+    file = project / "items.py"
+    before = file.stat().st_mtime if file.exists() else 0.0
+    file.write_text(f"TEXT = {text!r}\n")
+    # Python compares whole seconds to find out whether its compiled file is old.
+    os.utime(file, (before + 2, before + 2))
+
+
+def forget() -> None:
+    for name in ("shop", "items"):
+        sys.modules.pop(name, None)
+
+
+def deployed() -> ImportPath:
+    """Return the path as a new program sends it, and have this process again with what it had imported."""
+    before = {name: sys.modules[name] for name in ("shop", "items") if name in sys.modules}
+    forget()
+    importlib.invalidate_caches()
+    import_definition("shop:app")
+    path = ImportPath.of("shop:app")
+    forget()
+    sys.modules.update(before)
+    return path
+
+
+def test_a_changed_module_is_imported_again(project: Path) -> None:
+    first = import_definition(deployed())
+    write(project, "new")
+    assert import_definition("shop:app") is first
+    second = import_definition(deployed())
+    assert (first(), second()) == ("old", "new")
+
+
+def test_modules_that_did_not_change_stay(project: Path) -> None:
+    assert import_definition(deployed()) is import_definition(deployed())
+
+
+def test_modules_of_an_unknown_version_are_imported_again(project: Path) -> None:
+    """The process has imported them for something else, perhaps long ago."""
+    import_definition("shop:app")
+    write(project, "new")
+    assert import_definition(deployed())() == "new"
+
+
+def test_other_files_than_those_of_the_program_are_warned_of(
+    project: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = deployed()
+    write(project, "here")
+    assert import_definition(path)() == "here"
+    (warning,) = caplog.messages
+    assert "module items differs" in warning
+
+
+def test_a_path_differs_with_its_modules_and_not_with_others(project: Path) -> None:
+    first = deployed()
+    assert set(first.modules) == {"shop", "items"}
+    write(project, "new")
+    assert deployed().modules != first.modules
+    assert (ImportPath.of("os.path.join").modules, ImportPath.of("starlette.requests:Request").modules) == (
+        {},
+        {},
+    )
