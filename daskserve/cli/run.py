@@ -29,7 +29,7 @@ from daskserve.payload.shown_errors import shortened
 #: The HTTP options that the command has.
 HTTP_OPTIONS = ("host", "port", "server", "root_path", "ssl_certfile", "ssl_keyfile", "request_timeout_s")
 #: Options of uvicorn that the command does not have, with what to do instead.
-UVICORN_OPTIONS = {
+UVICORN_OPTIONS: Mapping[str, str] = {
     "--reload": "run the command again, with --replace while it serves on a cluster.",
     "--workers": "the number of replicas belongs to the deployment, "
     "serve.deployment('module:app').options(num_replicas=4, isolation='process').bind().",

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from cases import for_each
 from hypothesis import given
 from hypothesis import strategies as st
+from tables import each_case
 
 from daskserve.autoscaling import AutoscalingContext, Decision, Sample
 from daskserve.autoscaling.autoscaler import Autoscaler, ScalingStep
@@ -159,7 +159,7 @@ def test_scaling_to_zero_has_its_own_delay() -> None:
     assert bench.changes == [(21, 0)]
 
 
-@for_each("policy", ["target_ongoing_requests", "latency"])
+@each_case("policy", ["target_ongoing_requests", "latency"])
 def test_scaling_to_zero_keeps_its_own_delay_after_a_burst(policy: str) -> None:
     """Neither the delay of other steps down nor the load of the look-back period counts."""
     kwargs = {"policy_kwargs": {"objective_s": 0.1}} if policy == "latency" else {}
@@ -198,7 +198,7 @@ def test_from_zero_the_backlog_starts_replicas_at_once() -> None:
     assert bench.tick(queued=50).replicas == 25
 
 
-@for_each("policy", ["target_ongoing_requests", "classic"])
+@each_case("policy", ["target_ongoing_requests", "classic"])
 def test_requests_that_wait_before_the_first_replica_runs_start_theirs_at_once(policy: str) -> None:
     """The first report may show one request of a burst."""
     bench = Bench(
@@ -308,7 +308,7 @@ def test_a_policy_is_a_function_a_class_or_an_import_path() -> None:
     assert (step.replicas, step.reason) == (4, "the policy wants 4")
 
 
-@for_each(
+@each_case(
     ("policy", "message"),
     [
         ("nowhere_at_all:f", "cannot be imported"),
@@ -323,7 +323,7 @@ def test_a_policy_that_does_not_load_raises_an_error_with_the_reason(policy: Any
         Autoscaler("b", AutoscalingConfig(policy=policy))
 
 
-@for_each("answer", [None, "3", 2.5, -1, True, (1, 2, 3), (1, None), float("nan")])
+@each_case("answer", [None, "3", 2.5, -1, True, (1, 2, 3), (1, None), float("nan")])
 def test_an_invalid_answer_changes_nothing_and_is_reported(answer: Any) -> None:
     bench = Bench(policy=lambda context: answer, target=4, max_replicas=9)
     step = bench.tick()

@@ -8,9 +8,9 @@ from typing import Any
 from zoneinfo import ZoneInfo
 
 import pytest
-from cases import for_each
 from hypothesis import given
 from hypothesis import strategies as st
+from tables import each_case
 
 from daskserve.autoscaling import AutoscalingContext, Decision, Sample
 from daskserve.autoscaling.cron import CronLine
@@ -64,8 +64,8 @@ def seen(*numbers: float, **more: Any) -> list[Sample]:
 # ---- load
 
 
-@for_each("policy", ["classic", "target_ongoing_requests"])
-@for_each(
+@each_case("policy", ["classic", "target_ongoing_requests"])
+@each_case(
     ("present", "total", "options", "wanted"),
     [
         (1, 20, {}, 10),
@@ -97,7 +97,7 @@ def test_the_classic_policy_follows_noise_and_ours_does_not() -> None:
     assert ask(*seen(5.4), target=4).replicas == 3
 
 
-@for_each(("how", "wanted"), [("mean", 3), ("max", 6), ("min", 1)])
+@each_case(("how", "wanted"), [("mean", 3), ("max", 6), ("min", 1)])
 def test_load_is_aggregated_with_the_config_function(how: str, wanted: int) -> None:
     assert ask(*seen(2, 4, 12), target=20, aggregation_function=how).replicas == wanted
 
@@ -205,7 +205,7 @@ def test_without_latencies_nothing_changes_and_without_requests_all_replicas_may
     assert latency((9, 0, 0, 0, 0), target=10, rate=0).replicas == 0
 
 
-@for_each("kwargs", [{"objective_s": 0}, {"objective_s": 1, "quantile": 95}])
+@each_case("kwargs", [{"objective_s": 0}, {"objective_s": 1, "quantile": 95}])
 def test_an_invalid_objective_is_refused(kwargs: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="give "):
         latency((), policy_kwargs=kwargs)
@@ -230,7 +230,7 @@ def test_a_missing_value_never_removes_replicas() -> None:
     assert ask(queries={"lag": 900.0, "age": math.nan}, policy_kwargs=kwargs, **PROMETHEUS).replicas == 9
 
 
-@for_each("targets", [{}, {"lag": 0}, {"lag": "many"}, {"lag": math.nan}, {"other": 1}])
+@each_case("targets", [{}, {"lag": 0}, {"lag": "many"}, {"lag": math.nan}, {"other": 1}])
 def test_invalid_targets_are_refused(targets: dict[str, Any]) -> None:
     with pytest.raises(ValueError):
         ask(policy_kwargs={"targets": targets}, **PROMETHEUS)
@@ -274,7 +274,7 @@ def test_a_schedule_can_be_bounds_of_another_policy() -> None:
     assert found.reason.endswith('wanted: 20; 6 at most by the schedule entry "0 18 * * *"')
 
 
-@for_each(
+@each_case(
     "kwargs",
     [
         {"schedule": {}},
@@ -296,7 +296,7 @@ def test_an_invalid_schedule_is_refused(kwargs: dict[str, Any]) -> None:
         scheduled(datetime(2024, 3, 8, tzinfo=UTC), **kwargs)
 
 
-@for_each(
+@each_case(
     ("line", "at", "last"),
     [
         ("*/15 * * * *", "2024-03-08 12:14", "2024-03-08 12:00"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from cases import for_each
+from tables import each_case
 
 from daskserve.autoscaling import AutoscalingContext, Decision, Sample
 from daskserve.autoscaling.autoscaler import Autoscaler
@@ -35,7 +35,7 @@ def test_reported_values_are_kept_by_name_until_they_are_stale() -> None:
     assert loads.custom(tags, 12.0) == {}
 
 
-@for_each(("way", "first", "overall"), [("mean", 4.0, 6.0), ("max", 6.0, 8.0), ("min", 2.0, 2.0)])
+@each_case(("way", "first", "overall"), [("mean", 4.0, 6.0), ("max", 6.0, 8.0), ("min", 2.0, 2.0)])
 def test_values_are_aggregated_over_time_and_then_over_replicas(
     way: str, first: float, overall: float
 ) -> None:
@@ -85,7 +85,7 @@ def three(value: float) -> dict[str, float]:
     return {f"b#{number}": value for number in range(3)}
 
 
-@for_each(
+@each_case(
     ("value", "wanted"),
     [(10, 3), (10.9, 3), (11.1, 4), (20, 6), (7, 3), (6, 2), (0, 0), (-5, 0)],
 )
@@ -110,7 +110,7 @@ def test_a_silent_replica_prevents_scaling_down_but_not_up() -> None:
     assert ask({"b#1": 1.0}, target=3, current=1).replicas == 1
 
 
-@for_each(("target", "current"), [(3, 3), (3, 0), (0, 0)])
+@each_case(("target", "current"), [(3, 3), (3, 0), (0, 0)])
 def test_without_values_the_number_stays(target: int, current: int) -> None:
     found = ask({}, target=target, current=current)
     assert found.replicas == target
@@ -118,7 +118,7 @@ def test_without_values_the_number_stays(target: int, current: int) -> None:
     assert "they report toke," in ask({"b#1": 1.0}, target=3, name="toke").reason
 
 
-@for_each(
+@each_case(
     ("kwargs", "said"),
     [
         ({}, "needs a metric"),

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from cases import for_each
 from controller_harness import Stage, play
+from tables import each_case
 from tornado.httpserver import HTTPServer
 from tornado.testing import bind_unused_port
 from tornado.web import Application, RequestHandler
@@ -61,7 +61,7 @@ def test_the_number_is_tasks_plus_requests_divided_by_the_target() -> None:
     assert wants(target=3) == Decision(3, "no metrics yet")
 
 
-@for_each("running", [0.0, 9.0])
+@each_case("running", [0.0, 9.0])
 def test_an_unknown_length_removes_no_replica(running: float) -> None:
     found = wants(Sample(100.0, running, 0, backlog=None), target=3)
     assert found.replicas == (3 if running == 0 else 5)
@@ -233,7 +233,7 @@ def test_an_error_while_closing_does_not_end_polling() -> None:
     watched(scenario)
 
 
-@for_each("number", [-1.0, float("nan"), float("inf")])
+@each_case("number", [-1.0, float("nan"), float("inf")])
 def test_an_invalid_length_is_an_error(number: float) -> None:
     async def scenario(backlog: Backlog, queue: ScriptedQueue) -> None:
         queue.now = number
@@ -352,7 +352,7 @@ def test_rabbitmq_counts_waiting_and_unacknowledged_tasks() -> None:
     assert ask_rabbitmq(json.dumps(body).encode()) == 7
 
 
-@for_each(
+@each_case(
     ("body", "message"),
     [
         (b'{"error": "Object Not Found", "reason": "Not Found"}', "no queue 'a/b' in the virtual host 'v/1'"),

@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from cases import for_each
 from control_harness import backend, replica, state_of, worker
 from controller_harness import Stage, staged
+from tables import each_case
 
 from daskserve.client.views.status import Status
 from daskserve.common.types import ReplicaState
@@ -56,7 +56,7 @@ def test_an_application_is_as_bad_as_its_worst_deployment() -> None:
     assert word(status(member("b"), member("f"))) == ("UNHEALTHY", "HEALTH_CHECK_FAILED")
 
 
-@for_each(
+@each_case(
     ("change", "expected"),
     [("CONFIG_UPDATE", "UPDATING"), ("UPSCALE", "UPSCALING"), ("DOWNSCALE", "DOWNSCALING")],
 )

@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from cases import for_each
 from control_harness import Bench, backend, endpoint, removed, replica, state_of, worker
+from tables import each_case
 
 from daskserve.common.types import ReplicaState as S
 from daskserve.control.backend.actions import ReconfigureReplica, StartReplica, StopReplica
@@ -371,7 +371,7 @@ def test_a_lost_worker_gets_no_replicas() -> None:
     assert [action.replica.worker for action in step.actions] == ["w2"]
 
 
-@for_each("state", [S.STARTING, S.RUNNING, S.STOPPING])
+@each_case("state", [S.STARTING, S.RUNNING, S.STOPPING])
 def test_a_lost_replica_is_removed_in_every_state(state: S) -> None:
     bench = Bench([worker(2)])
     bench.create()
@@ -409,7 +409,7 @@ def test_a_change_of_the_user_config_reconfigures_the_same_replicas_one_by_one()
     assert published_tags(bench) == tags
 
 
-@for_each(("limit", "at_once"), [(0, 1), (1, 1), (2, 2), ("75%", 3), (9, 4)])
+@each_case(("limit", "at_once"), [(0, 1), (1, 1), (2, 2), ("75%", 3), (9, 4)])
 def test_max_unavailable_says_how_many_are_reconfigured_at_a_time(limit: int | str, at_once: int) -> None:
     bench = running(num_replicas=4, max_unavailable=limit)
     bench.update(user_config=b"new")
@@ -683,7 +683,7 @@ def test_only_running_replicas_are_published_to_routers() -> None:
     assert published_backend(state, "other") is None
 
 
-@for_each(
+@each_case(
     ("config", "metadata", "published"),
     [
         ({}, {}, {}),  # whole, as of a plain function
@@ -703,7 +703,7 @@ def test_what_routers_learn_about_bodies(
     assert {name: each for name, each in found.items() if name in ("bodies", "max_body_bytes")} == published
 
 
-@for_each("ignores", [True, False])
+@each_case("ignores", [True, False])
 def test_a_started_replica_tells_whether_its_callable_reads_bodies(ignores: bool) -> None:
     config = BackendConfig(internal_metadata={"ignores_bodies": not ignores})  # type: ignore[arg-type]
     facts = {"is_blocking": True, **({"ignores_bodies": True} if ignores else {})}
@@ -761,7 +761,7 @@ def test_replicas_of_the_version_before_last_stay_if_it_returns_with_equal_optio
     assert set(bench.tags(S.RUNNING)) == old
 
 
-@for_each("count", [1, 5])
+@each_case("count", [1, 5])
 def test_the_number_of_failed_starts_that_end_a_change_is_an_option(count: int) -> None:
     bench = Bench()
     goal, failures = bench.create(num_replicas=2, max_constructor_retry_count=count), 0

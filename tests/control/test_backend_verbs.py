@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from cases import for_each
 from control_harness import backend, endpoint, goal, spec, state_of
+from tables import each_case
 
 from daskserve.control.records.records import BackendRecord, Change, CodeRecord
 from daskserve.control.records.state import State
@@ -123,7 +123,7 @@ def test_a_retried_deploy_changes_nothing_whatever_its_outcome() -> None:
     assert verbs.deploy(state, retried, goal_id="g3", now=0.0) == Outcome({}, None)
 
 
-@for_each("version", ["__v1__", "Unversioned"])
+@each_case("version", ["__v1__", "Unversioned"])
 def test_reserved_versions_are_refused(version: str) -> None:
     with pytest.raises(BadRequestError, match=f"Version '{version}' is reserved"):
         deploy(State(), spec(version=version, user_version=version))
@@ -219,7 +219,7 @@ def test_an_update_with_equal_options_changes_nothing() -> None:
     assert update(created(spec(num_replicas=2)), {"num_replicas": 2}) == Outcome({}, None)
 
 
-@for_each(
+@each_case(
     ("config", "is_told"),
     [
         ({"num_replicas": 3}, False),
@@ -242,7 +242,7 @@ def test_a_new_user_config_reconfigures_the_replicas() -> None:
     assert backend_of(outcome).config_id != state.backends["b"].config_id
 
 
-@for_each("state", [State(), state_of(backend(is_deleting=True))])
+@each_case("state", [State(), state_of(backend(is_deleting=True))])
 def test_an_unknown_backend_cannot_be_updated(state: State) -> None:
     with pytest.raises(
         NotRegisteredError, match=r"^Backend b is not registered\. Registered backends: none\.$"
@@ -265,7 +265,7 @@ def test_deleting_marks_the_backend() -> None:
     assert record.goal == "g2"
 
 
-@for_each("used", [{"traffic": {"b": 1.0}}, {"traffic": {"x": 1.0}, "shadows": {"b": 0.1}}])
+@each_case("used", [{"traffic": {"b": 1.0}}, {"traffic": {"x": 1.0}, "shadows": {"b": 0.1}}])
 def test_a_backend_in_use_cannot_be_deleted(used: dict[str, Any]) -> None:
     state = state_of(backend(), endpoint("e2", "/2", **used), endpoint("e1", "/1", **used))
     words = r"^Backend 'b' is used by endpoint 'e1', 'e2' and cannot be deleted\."

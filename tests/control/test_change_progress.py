@@ -9,9 +9,9 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
-from cases import for_each
 from control_harness import Bench, backend, replica, state_of, worker
 from controller_harness import ScriptedReplica, Stage, hang, play, staged
+from tables import each_case
 
 from daskserve.common.types import ReplicaState as S
 from daskserve.control.backend.actions import StartReplica
@@ -53,7 +53,7 @@ async def test_an_update_takes_as_long_as_its_replicas_need_one_after_another(st
     assert stage.clock.now() - began > 60
 
 
-@for_each(("workers", "max_surge"), [(3, 1), (2, 1), (3, 2)])
+@each_case(("workers", "max_surge"), [(3, 1), (2, 1), (3, 2)])
 def test_old_replicas_have_their_grace_period_also_where_new_ones_wait_for_their_room(
     workers: int, max_surge: int
 ) -> None:
@@ -141,7 +141,7 @@ async def test_a_replica_that_cannot_be_reached_makes_no_progress(stage: Stage) 
     assert 60 <= stage.clock.now() <= 66
 
 
-@for_each("start_s", [0.01, 75.0])
+@each_case("start_s", [0.01, 75.0])
 @staged()
 async def test_replicas_without_room_are_given_up_although_others_still_start(
     stage: Stage, start_s: float
@@ -193,7 +193,7 @@ def test_what_an_autoscaler_does_beyond_a_change_is_no_progress_of_it() -> None:
     assert not has_moved(state_of(scaled, replica("b#1")), scaled, change)
 
 
-@for_each("is_lost", [False, True])
+@each_case("is_lost", [False, True])
 def test_new_replicas_that_start_and_die_again_and_again_fail_an_update(is_lost: bool) -> None:
     bench = Bench([worker(1), worker(2)])
     bench.deploy(version="1", num_replicas=2)
@@ -237,7 +237,7 @@ async def test_the_time_of_a_constructor_goes_on_under_a_new_controller(stage: S
     assert len(stage.started) == 1
 
 
-@for_each(
+@each_case(
     ("limits", "age_s", "left_s"),
     [
         ({"timeout_s": 60.0}, 45.0, 15.0),
@@ -247,7 +247,7 @@ async def test_the_time_of_a_constructor_goes_on_under_a_new_controller(stage: S
         (PATIENT, -45.0, 60.0),
     ],
 )
-@for_each("has_room", [True, False])
+@each_case("has_room", [True, False])
 def test_a_new_controller_goes_on_where_the_one_before_was(
     limits: Mapping[str, Any], age_s: float, left_s: float, has_room: bool
 ) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from cases import for_each
 from controller_harness import ScriptedReplica, ScriptedStore, Stage, boom, staged
+from tables import each_case
 
 from daskserve.errors import CodeLoadError
 from daskserve.options.specs import deployment_tag
@@ -90,7 +90,7 @@ async def test_a_constructor_that_fails_does_not_say_that_the_code_is_lost(stage
     assert "unloadable" not in await stage.published("backend/b")
 
 
-@for_each("kind", ["app", "backend", "endpoint", "code", "goal", "replica"])
+@each_case("kind", ["app", "backend", "endpoint", "code", "goal", "replica"])
 @staged(workers=9)
 async def test_a_deploy_repairs_whatever_record_of_an_application_is_damaged(stage: Stage, kind: str) -> None:
     await stage.run()

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from cases import for_each
 from control_harness import backend, endpoint, state_of
 from hypothesis import given
 from hypothesis import strategies as st
+from tables import each_case
 
 from daskserve.control.records.records import Change, EndpointRecord
 from daskserve.control.records.state import State
@@ -51,7 +51,7 @@ def test_methods_are_upper_case_each_once() -> None:
     assert only(create(state_of(backend()), methods=["post", "GET", "Post"])).methods == ("GET", "POST")
 
 
-@for_each(("given_", "kept"), [("/e/", "/e"), ("/e//", "/e"), ("/", "/"), ("/a/b", "/a/b")])
+@each_case(("given_", "kept"), [("/e/", "/e"), ("/e//", "/e"), ("/", "/"), ("/a/b", "/a/b")])
 def test_a_route_loses_its_trailing_slashes(given_: str, kept: str) -> None:
     assert normalise_route(given_) == kept
     assert only(create(state_of(backend()), route=given_)).route == kept
@@ -98,7 +98,7 @@ def test_a_route_that_matches_the_same_paths_as_another_is_rejected() -> None:
     )
 
 
-@for_each("change", [{"route": "/f"}, {"route": None}, {"methods": ["POST"]}])
+@each_case("change", [{"route": "/f"}, {"route": None}, {"methods": ["POST"]}])
 def test_a_name_in_use_is_rejected(change: dict[str, Any]) -> None:
     state = state_of(backend(), endpoint())
     with pytest.raises(
@@ -107,7 +107,7 @@ def test_a_name_in_use_is_rejected(change: dict[str, Any]) -> None:
         create(state, **change)
 
 
-@for_each("records", [[], [backend(is_deleting=True)]])
+@each_case("records", [[], [backend(is_deleting=True)]])
 def test_an_unregistered_backend_is_rejected(records: Sequence[Any]) -> None:
     words = r"^Attempted to assign traffic to a backend 'b' that is not registered\.$"
     with pytest.raises(NotRegisteredError, match=words):
@@ -156,7 +156,7 @@ def test_the_same_traffic_changes_nothing() -> None:
     assert set_traffic(state_of(backend(), endpoint()), "e", {"b": 1}) == {}
 
 
-@for_each(
+@each_case(
     "weights",
     [
         {},

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from cases import for_each
 from controller_harness import Stage, boom, play, staged
 from pydantic import ValidationError
+from tables import each_case
 
 from daskserve.client.views.explanation import Explanation
 from daskserve.control.records.records import BackendRecord
@@ -82,7 +82,7 @@ def test_a_scaler_without_permission_is_rejected_and_changes_nothing() -> None:
     assert http_status_of(ExternalScalerDisabledError()) == 412
 
 
-@for_each(
+@each_case(
     ("application", "name", "tag"),
     [
         ("shop", "model", "shop/model"),
@@ -105,7 +105,7 @@ async def test_a_deployment_is_found_by_its_application_and_its_name(
     assert len(stage.running) == 6
 
 
-@for_each(
+@each_case(
     ("application", "name", "error", "text"),
     [
         (
@@ -217,7 +217,7 @@ async def test_between_the_autoscaler_and_a_scaler_outside_the_number_stays(stag
     assert (recorded(stage).num_replicas, count(stage)) == (1, 1)  # nothing would wake it
 
 
-@for_each("auto", [{"autoscaling_config": {"max_replicas": 3}}, {"num_replicas": "auto"}])
+@each_case("auto", [{"autoscaling_config": {"max_replicas": 3}}, {"num_replicas": "auto"}])
 def test_both_at_once_are_refused_when_they_are_given(auto: dict[str, Any]) -> None:
     with pytest.raises(ValidationError, match="set autoscaling_config=None to scale from outside"):
         BackendConfig(**auto, **OPEN)
@@ -226,7 +226,7 @@ def test_both_at_once_are_refused_when_they_are_given(auto: dict[str, Any]) -> N
         config.external_scaler_enabled = True
 
 
-@for_each(
+@each_case(
     ("body", "message"),
     [
         (b"", 'the body is not JSON; send {"target_num_replicas": 3}'),

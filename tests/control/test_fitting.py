@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from cases import for_each
 from control_harness import worker
 from hypothesis import given
 from hypothesis import strategies as st
+from tables import each_case
 
 from daskserve.common.types import WorkerInfo
 from daskserve.control.placement.cluster_demand import workers_needed
@@ -83,7 +83,7 @@ def test_what_has_room_several_times_can_be_placed_as_often(
 SMALL = [worker(n, threads=2, host=f"h{(n + 1) // 2}") for n in (1, 2, 3, 4)]
 
 
-@for_each(
+@each_case(
     ("strategy", "bundles", "expected"),
     [
         ("PACK", [1, 1], ["w1", "w1"]),
@@ -154,7 +154,7 @@ def test_a_search_through_too_many_ways_is_given_up() -> None:
     assert len(set(found)) == 30
 
 
-@for_each(
+@each_case(
     ("strategy", "bundles", "reason"),
     [
         (

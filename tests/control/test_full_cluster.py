@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from cases import for_each
 from control_harness import Bench, replica, worker
 from full_cluster import BOOM, deploy, full, lose_first, message, play, versions
 from hypothesis import given
 from hypothesis import strategies as st
+from tables import each_case
 
 from daskserve.common.types import ReplicaState as S
 from daskserve.control.backend.actions import StartReplica, StopReplica
@@ -75,7 +75,7 @@ def test_without_a_surge_one_old_replica_at_a_time_stops_although_there_is_room(
     assert versions(bench, S.RUNNING) == ["2", "2"]
 
 
-@for_each(("max_surge", "most"), [(2, 6), ("50%", 6), ("10%", 5), ("100%", 8)])
+@each_case(("max_surge", "most"), [(2, 6), ("50%", 6), ("10%", 5), ("100%", 8)])
 def test_the_surge_is_a_number_or_a_percentage(max_surge: int | str, most: int) -> None:
     bench = full(4)
     for number in range(5, 9):
@@ -136,7 +136,7 @@ def test_a_new_version_that_never_starts_takes_down_one_old_replica() -> None:
     assert versions(bench, S.RUNNING) == ["1"] * 3
 
 
-@for_each("replicas", [3, 4])
+@each_case("replicas", [3, 4])
 def test_what_would_not_fit_in_the_end_drains_nothing(replicas: int) -> None:
     bench = full(2)
     goal = deploy(bench, "2", replicas)
@@ -222,7 +222,7 @@ def test_an_autoscaled_backend_whose_load_needs_more_than_fits_is_updated() -> N
     assert versions(bench, S.RUNNING) == ["2"] * 3
 
 
-@for_each("more", [{}, {"placement_group_bundles": [{"CPU": 2}]}])
+@each_case("more", [{}, {"placement_group_bundles": [{"CPU": 2}]}])
 def test_old_replicas_whose_room_is_of_no_use_stop_although_the_load_needs_more(more: dict[str, Any]) -> None:
     """On workers of three threads, an old replica of one stays beside a new one of two."""
     config = {"min_replicas": 1, "max_replicas": 10, "initial_replicas": 10}
@@ -268,7 +268,7 @@ def test_a_worker_that_joins_in_time_saves_the_old_replica_until_the_new_one_run
         assert bench.tags(S.RUNNING)
 
 
-@for_each("max_surge", [0, 1])
+@each_case("max_surge", [0, 1])
 def test_replicas_on_a_retiring_worker_are_replaced_before_they_stop(max_surge: int) -> None:
     bench = full(2, max_surge=max_surge)
     bench.observed.workers["w3"] = worker(3, threads=1)
@@ -330,7 +330,7 @@ def test_an_update_ends_and_no_more_replicas_are_missing_than_may_be(
     assert bench.observed.notes_of("b").full_since is None
 
 
-@for_each("max_unavailable", [0, 1])
+@each_case("max_unavailable", [0, 1])
 def test_a_replica_that_needs_the_room_of_two_gets_it_whatever_may_be_missing(max_unavailable: int) -> None:
     bench = full(4, threads=2)
     goal = deploy(bench, "2", 2, num_cpus=2, max_unavailable=max_unavailable)

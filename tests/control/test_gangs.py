@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from cases import for_each
 from control_harness import Bench, backend, replica, state_of, worker
 from hypothesis import given
 from hypothesis import strategies as st
+from tables import each_case
 
 from daskserve.common.types import ReplicaState as S
 from daskserve.control.backend import gangs
@@ -84,7 +84,7 @@ def test_a_gang_that_has_room_starts_while_another_one_waits() -> None:
     check_whole(bench)
 
 
-@for_each(
+@each_case(
     ("strategy", "threads", "expected"),
     [
         ("PACK", (2, 4, 2), [["w2"] * 4]),
@@ -109,7 +109,7 @@ def test_a_packed_gang_prefers_one_host() -> None:
     assert {each.worker for each in bench.state.replicas_of("b")} == {"w2", "w3"}
 
 
-@for_each("how", ["failed", "unhealthy", "lost"])
+@each_case("how", ["failed", "unhealthy", "lost"])
 def test_the_loss_of_one_replica_restarts_its_gang_and_no_other(how: str) -> None:
     bench = Bench([worker(n, threads=4) for n in (1, 2)])
     deploy(bench, 4, 2, strategy="SPREAD")
@@ -178,7 +178,7 @@ def test_an_update_of_a_full_cluster_drains_one_gang_at_a_time() -> None:
     assert {each.named_version for each in bench.state.replicas_of("b")} == {"2"}
 
 
-@for_each(("before", "after"), [(1, 4), (4, 1), (2, 4), (4, 2)])
+@each_case(("before", "after"), [(1, 4), (4, 1), (2, 4), (4, 2)])
 def test_gangs_of_another_size_keep_the_service(before: int, after: int) -> None:
     bench = Bench([worker(n, threads=16) for n in (1, 2)])
     deploy(bench, 8, before)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cases import for_each
 from control_harness import backend, goal, state_of
+from tables import each_case
 
 from daskserve.control.records.encoding import from_plain
 from daskserve.control.records.records import (
@@ -97,7 +97,7 @@ def finished(count: int) -> State:
     return state_of(*(goal(f"g{n}", number=n, backend="x", state=GoalState.DONE) for n in range(count)))
 
 
-@for_each(
+@each_case(
     ("finished_count", "swept_count"),
     [(KEPT_GOALS, 0), (SWEEP_AT, 0), (SWEEP_AT + 1, SWEEP_AT + 1 - KEPT_GOALS)],
 )

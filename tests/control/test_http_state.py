@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from cases import for_each
 from control_harness import backend, replica, worker
+from tables import each_case
 
 from daskserve.common.types import Location, WorkerInfo
 from daskserve.control.observed.observed import Observed
@@ -110,7 +110,7 @@ def stops(taken: HttpStep) -> list[str | None]:
     return sorted((each.proxy.worker for each in taken.actions if isinstance(each, StopProxy)), key=str)
 
 
-@for_each(
+@each_case(
     ("location", "expected"),
     [
         (None, []),
@@ -179,8 +179,8 @@ def test_a_new_controller_asks_for_every_proxy_again_with_its_own_incarnation() 
     assert starts(proxies.step()) == records
 
 
-@for_each("location", [Location.HEAD_ONLY, Location.EVERY_NODE])
-@for_each("port", [8000, 0])
+@each_case("location", [Location.HEAD_ONLY, Location.EVERY_NODE])
+@each_case("port", [8000, 0])
 def test_its_replacement_on_the_same_host_keeps_the_port(location: Location, port: int) -> None:
     proxies = Proxies(location, port=port)
     proxies.settle()
@@ -193,7 +193,7 @@ def test_its_replacement_on_the_same_host_keeps_the_port(location: Location, por
     assert before.name not in proxies.observed.proxies_ready
 
 
-@for_each("location", [Location.HEAD_ONLY, Location.EVERY_NODE, Location.EVERY_WORKER])
+@each_case("location", [Location.HEAD_ONLY, Location.EVERY_NODE, Location.EVERY_WORKER])
 def test_the_port_outlives_the_loss_of_all_workers(location: Location) -> None:
     """As in a restart of the cluster; it was found free once, and clients know it."""
     proxies = Proxies(location, [HEAD_1], port=0)
@@ -248,7 +248,7 @@ def test_a_host_or_a_worker_that_joins_gets_its_proxy() -> None:
     assert (start.worker, start.port) == ("w2", 8000)
 
 
-@for_each("port", [8000, 0])
+@each_case("port", [8000, 0])
 def test_the_workers_of_a_host_share_a_port_after_the_first_has_claimed_it(port: int) -> None:
     """The first proxy must find the port free, so no other proxy may start before."""
     proxies = Proxies(Location.EVERY_WORKER, port=port)
@@ -288,8 +288,8 @@ def test_unneeded_proxies_stop() -> None:
 # ---- a worker retires
 
 
-@for_each("location", [Location.HEAD_ONLY, Location.EVERY_NODE])
-@for_each("port", [8000, 0])
+@each_case("location", [Location.HEAD_ONLY, Location.EVERY_NODE])
+@each_case("port", [8000, 0])
 def test_a_successor_listens_before_the_proxy_of_a_retiring_worker_stops(
     location: Location, port: int
 ) -> None:
@@ -367,7 +367,7 @@ def test_without_another_worker_a_proxy_serves_as_long_as_the_replicas_beside_it
     assert stops(proxies.step()) == ["w1"]
 
 
-@for_each("location", [Location.HEAD_ONLY, Location.EVERY_NODE, Location.EVERY_WORKER])
+@each_case("location", [Location.HEAD_ONLY, Location.EVERY_NODE, Location.EVERY_WORKER])
 def test_the_address_outlives_the_last_worker_at_the_end_of_its_lifetime(location: Location) -> None:
     proxies = Proxies(location, [HEAD_1], port=0)
     proxies.settle()
@@ -403,7 +403,7 @@ def test_a_proxy_alone_keeps_no_worker_unless_clients_know_its_address() -> None
 # ---- the host of the only proxy
 
 
-@for_each("port", [8000, 0])
+@each_case("port", [8000, 0])
 def test_the_only_proxy_comes_back_on_its_host_where_that_comes_back(port: int) -> None:
     proxies = Proxies(Location.HEAD_ONLY, [HEAD_1, FAR_3, FAR_4], port=port)
     proxies.settle()
@@ -421,7 +421,7 @@ def test_the_only_proxy_comes_back_on_its_host_where_that_comes_back(port: int) 
     assert (start.home, taken.messages) == ("", [])
 
 
-@for_each("port", [8000, 0])
+@each_case("port", [8000, 0])
 def test_the_only_proxy_moves_after_the_grace_period_and_back_when_its_host_lasts(port: int) -> None:
     proxies = Proxies(Location.HEAD_ONLY, [HEAD_1, FAR_3], port=port)
     proxies.settle()
@@ -554,7 +554,7 @@ def test_the_proxies_of_an_earlier_controller_are_found_before_others_start_besi
     assert [each.worker for each in starts(proxies.step())] == ["w2"]
 
 
-@for_each("location", [Location.HEAD_ONLY, Location.EVERY_NODE, Location.EVERY_WORKER])
+@each_case("location", [Location.HEAD_ONLY, Location.EVERY_NODE, Location.EVERY_WORKER])
 def test_proxies_run_on_the_workers_that_are_kept_for_them(location: Location) -> None:
     kept = replace(FAR_4, is_system=True)
     proxies = Proxies(location, [HEAD_1, HEAD_2, FAR_3, kept])

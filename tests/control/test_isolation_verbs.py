@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from cases import for_each
 from control_harness import spec
+from tables import each_case
 
 from daskserve.control.records.records import BackendRecord
 from daskserve.control.records.state import State
@@ -47,7 +47,7 @@ def test_a_backend_without_isolation_is_recorded_as_before() -> None:
     assert set(record.place_options) == {"demand"}
 
 
-@for_each("wanted", [spec(version="1"), isolated("/other"), isolated("/env", actor_options={"num_cpus": 1})])
+@each_case("wanted", [spec(version="1"), isolated("/other"), isolated("/env", actor_options={"num_cpus": 1})])
 def test_deploying_with_another_isolation_or_environment_replaces_the_replicas(wanted: BackendSpec) -> None:
     state = deployed(isolated("/env"))
     outcome = verbs.deploy(state, replace(wanted, request_id="another call"), goal_id="g2", now=0.0)

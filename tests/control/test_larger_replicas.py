@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from cases import for_each
 from control_harness import Bench, replica, worker
 from full_cluster import BOOM, deploy, full, lose_first, message, play, versions
 from hypothesis import given
 from hypothesis import strategies as st
+from tables import each_case
 
 from daskserve.common.types import ReplicaState as S
 from daskserve.control.backend.actions import StartReplica, StopReplica
@@ -76,7 +76,7 @@ def test_without_a_surge_one_old_replica_stops_where_the_new_one_has_room_on_ano
     assert versions(bench, S.RUNNING) == ["2", "2"]
 
 
-@for_each(
+@each_case(
     ("busy", "drained"),
     [
         ({"small": 0, "large": 0, "other": 0}, ["other"]),  # one is fewer than two

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from cases import for_each
 from controller_harness import Stage, play, staged
+from tables import each_case
 
 from daskserve.common.types import Location, WorkerAddress
 from daskserve.control.observed.watch import MISSES, PERIOD_S
@@ -58,7 +58,7 @@ async def test_a_retiring_worker_is_in_use_until_the_requests_of_its_proxy_have_
     assert list(await proxies(stage)) == ["head"]
 
 
-@for_each("delay_s", [0.0, 0.001, 0.01, 0.1, 1.0])
+@each_case("delay_s", [0.0, 0.001, 0.01, 0.1, 1.0])
 @staged(http=http(), workers=4)
 async def test_a_controller_that_dies_while_a_proxy_leaves_is_followed_by_one_that_goes_on(
     stage: Stage, delay_s: float
@@ -131,7 +131,7 @@ def test_the_proxy_of_a_worker_that_hangs_comes_back_after_its_restart() -> None
     run_virtual(main)
 
 
-@for_each(
+@each_case(
     ("location", "is_held"),
     [(Location.HEAD_ONLY, True), (Location.EVERY_NODE, False), (Location.EVERY_WORKER, False)],
 )

@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
-from cases import for_each
 from control_harness import replica, state_of, worker
 from hypothesis import given
 from hypothesis import strategies as st
+from tables import each_case
 
 from daskserve.common.types import WorkerInfo
 from daskserve.control.placement.cluster_demand import workers_needed
@@ -42,7 +42,7 @@ def test_room_is_what_is_declared_less_what_is_used() -> None:
     assert place(state, [worker(1)], Demand("b", ({"license": 1.0},))) is None
 
 
-@for_each("full", [1, 2])
+@each_case("full", [1, 2])
 def test_replicas_spread_even_if_the_other_worker_is_busier(full: int) -> None:
     """Two replicas of one backend side by side are worth less than the company of strangers."""
     other = 3 - full
@@ -77,7 +77,7 @@ def test_the_emptier_worker_wins_then_the_smaller_address() -> None:
     assert place(state_of(replica("other#1", worker="w1")), workers, ONE) == ("w2",)
 
 
-@for_each("allowed", ["w2", "name-2", "h2"])
+@each_case("allowed", ["w2", "name-2", "h2"])
 def test_a_backend_may_be_limited_by_address_name_or_host(allowed: str) -> None:
     workers = [worker(1), worker(2, host="h2")]
     assert place(State(), workers, Demand("b", ({},), (allowed,))) == ("w2",)
@@ -191,7 +191,7 @@ def test_replicas_spread_over_hosts_before_a_host_gets_two() -> None:
     assert place(state_of(replica("b#1", worker="w1")), workers, ONE) == ("w3",)
 
 
-@for_each(
+@each_case(
     ("records", "found"),
     [
         ([], "w1"),
@@ -241,7 +241,7 @@ def test_workers_that_are_kept_for_the_controller_get_no_replicas() -> None:
     assert workers_needed([Demand("b", ({"CPU": 9.0},))], [worker(1, threads=9, is_system=True), other]) == 0
 
 
-@for_each("name", ["w1", "h1", "name-1", "system"])
+@each_case("name", ["w1", "h1", "name-1", "system"])
 def test_a_worker_is_named_by_its_address_name_host_or_resource(name: str) -> None:
     known = worker(1, resources={"system": 1.0})
     assert known.matches(["other", name])

@@ -6,12 +6,12 @@ import itertools
 from typing import Any
 
 import pytest
-from cases import for_each
 from control_harness import Bench, backend, replica, state_of, worker
 from controller_harness import Stage, staged
 from full_cluster import message
 from hypothesis import given
 from hypothesis import strategies as st
+from tables import each_case
 
 from daskserve.common.types import ReplicaState as S
 from daskserve.common.types import WorkerInfo
@@ -134,8 +134,8 @@ def test_other_backends_leave_the_room_of_bundles_alone() -> None:
     )
 
 
-@for_each("how", ["lost", "silent"])
-@for_each("state", [S.STARTING, S.RUNNING])
+@each_case("how", ["lost", "silent"])
+@each_case("state", [S.STARTING, S.RUNNING])
 def test_a_replica_that_loses_a_bundle_is_replaced(how: str, state: S) -> None:
     bench = Bench(apart(2))
     deploy(bench, strategy="STRICT_SPREAD")
@@ -224,7 +224,7 @@ def test_a_trial_counts_the_bundles_of_others() -> None:
     assert [trial.used(at) for at in ("w1", "w2")] == before
 
 
-@for_each(
+@each_case(
     ("before", "after"),
     [
         (PAIR, PAIR),

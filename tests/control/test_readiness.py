@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from cases import for_each
 from control_harness import backend
+from tables import each_case
 
 from daskserve.control.views.readiness import should_run
 
@@ -15,7 +15,7 @@ def scaled(least: int, **more: Any) -> dict[str, Any]:
     return {"config": {"autoscaling_config": scaling}}
 
 
-@for_each(
+@each_case(
     ("fields", "expected"),
     [
         ({}, True),

@@ -9,9 +9,9 @@ from typing import Any
 
 import msgpack
 import pytest
-from cases import for_each
 from control_harness import backend, replica
 from controller_harness import ScriptedReplica, ScriptedStore, Stage, hang, staged
+from tables import each_case
 
 from daskserve.cluster.local.process import LocalProcess
 from daskserve.cluster.protocols.base import StoreChange
@@ -70,7 +70,7 @@ async def live(stage: Stage) -> None:
 CRASHES = range(1, 33)
 
 
-@for_each("crash_at", CRASHES)
+@each_case("crash_at", CRASHES)
 def test_changes_complete_wherever_the_controller_dies(crash_at: int) -> None:
     """It is killed after each commit in turn, before it can act on it, tell of it or answer."""
 

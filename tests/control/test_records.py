@@ -7,10 +7,10 @@ from typing import Any
 
 import msgpack
 import pytest
-from cases import for_each
 from control_harness import backend, endpoint, goal, replica
 from hypothesis import given
 from hypothesis import strategies as st
+from tables import each_case
 
 from daskserve.common.types import ActorAddress, ReplicaState
 from daskserve.control.records.encoding import FORMAT, CorruptRecordError, decode, encode, from_plain
@@ -150,7 +150,7 @@ def fields(**changes: Any) -> bytes:
     return bytes(msgpack.packb(found))
 
 
-@for_each(
+@each_case(
     ("key", "data"),
     [
         ("backend/b", b""),
@@ -196,7 +196,7 @@ def test_a_field_that_an_older_version_did_not_write_has_its_default() -> None:
     assert found == backend()
 
 
-@for_each("is_new", [True, False])
+@each_case("is_new", [True, False])
 def test_a_goal_of_an_earlier_version_covers_its_backend(is_new: bool) -> None:
     """Such goals had one backend each, its record before the change, and its endpoint's."""
     before, route = backend(num_replicas=2), endpoint("b", "/b")

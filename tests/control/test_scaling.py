@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from cases import for_each
 from control_harness import Bench, backend
+from tables import each_case
 
 from daskserve.control.observed.observed import Scaling
 from daskserve.control.records.records import BackendRecord
@@ -28,7 +28,7 @@ TEN = replace(
 )
 
 
-@for_each(
+@each_case(
     ("before", "config", "expected"),
     [
         (TEN, {"autoscaling_config": DRY}, 10),
@@ -72,7 +72,7 @@ def decide(bench: Bench, replicas: int) -> None:
     )
 
 
-@for_each(
+@each_case(
     "change",
     [{"autoscaling_config": None, "num_replicas": 1}, {"autoscaling_config": DRY, "num_replicas": 1}],
 )
@@ -89,7 +89,7 @@ def test_a_failed_change_that_took_autoscaling_away_brings_the_number_back(chang
     assert record.scalings[-1][1:3] == (2, 10)
 
 
-@for_each(("decided", "expected"), [(30, 20), (1, 2), (7, 7)])
+@each_case(("decided", "expected"), [(30, 20), (1, 2), (7, 7)])
 def test_every_decision_is_limited_to_the_bounds(decided: int, expected: int) -> None:
     bench = Bench()
     at_ten(bench)

@@ -6,9 +6,9 @@ import itertools
 from collections import Counter
 from typing import Any
 
-from cases import for_each
 from control_harness import backend, replica, state_of, worker
 from controller_harness import Stage, boom, staged
+from tables import each_case
 
 from daskserve.common.types import Location, ReplicaState, WorkerInfo
 from daskserve.control.observed.observed import Notes, Observed
@@ -45,7 +45,7 @@ def test_a_crowded_deployment_has_a_replica_that_moves() -> None:
     assert moves(crowd(2), observed(W1, worker(2, host="h2", is_system=True))) is None
 
 
-@for_each(
+@each_case(
     ("counts", "is_moving"),
     [((2, 1), False), ((3, 1), True), ((1, 1), False), ((2, 0), True), ((4, 2), True), ((3, 2), False)],
 )
@@ -78,7 +78,7 @@ def test_a_worker_that_was_emptied_takes_over_from_nobody() -> None:
     assert [spreader.next_move(state_of(*records), seen, (), 10.0 * n) for n in range(1, 10)] == [None] * 9
 
 
-@for_each(
+@each_case(
     "why",
     [
         {"placement": "PACK"},
@@ -91,7 +91,7 @@ def test_what_chooses_its_places_otherwise_stays(why: dict[str, Any]) -> None:
     assert moves(crowd(2, **why), observed(W1, W2)) is None
 
 
-@for_each(
+@each_case(
     "levels",
     [
         {"is_adaptive": True},

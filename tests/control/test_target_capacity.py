@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from cases import for_each
 from control_harness import Bench, backend, state_of
 from controller_harness import ScriptedReplica, Stage, play, staged
+from tables import each_case
 
 from daskserve.client.views.explanation import Explanation
 from daskserve.client.views.status import Status
@@ -78,7 +78,7 @@ def test_the_first_number_is_the_least_on_the_way_up_alone() -> None:
     assert (numbers(put(state, 30)), direction(state)) == ([6], "DOWN")
 
 
-@for_each(
+@each_case(
     ("percents", "expected"),
     [
         ([None], None),
@@ -109,7 +109,7 @@ def test_setting_the_same_capacity_changes_nothing() -> None:
     assert set_target_capacity(State(), None, 9.0) == {}
 
 
-@for_each(
+@each_case(
     ("options", "capacity", "expected"),
     [
         ({}, None, 10),

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from cases import for_each
 from control_harness import Bench, spec, worker
+from tables import each_case
 
 from daskserve.common.types import ReplicaState as S
 from daskserve.control.backend.actions import ReconfigureReplica, StartReplica
@@ -83,7 +83,7 @@ def test_every_option_is_in_the_table() -> None:
     assert VALUES.keys() == BackendConfig.model_fields.keys() - {"user_config", "internal_metadata"}
 
 
-@for_each("name", VALUES)
+@each_case("name", VALUES)
 def test_a_changed_option_acts_as_its_field_says(name: str) -> None:
     expected = effect_of(BackendConfig.model_fields[name])
     before = NEEDED.get(name, {})
@@ -92,7 +92,7 @@ def test_a_changed_option_acts_as_its_field_says(name: str) -> None:
     assert effect(after, before) is expected
 
 
-@for_each("name", VALUES)
+@each_case("name", VALUES)
 def test_the_same_option_again_changes_nothing(name: str) -> None:
     bench = Bench([worker(1)])
     options = {**NEEDED.get(name, {}), name: VALUES[name]}
@@ -103,7 +103,7 @@ def test_the_same_option_again_changes_nothing(name: str) -> None:
     assert (outcome.change, outcome.goal) == ({}, None)
 
 
-@for_each(("expected", "name"), [(each, name) for each, names in RAY.items() for name in names])
+@each_case(("expected", "name"), [(each, name) for each, names in RAY.items() for name in names])
 def test_the_classes_are_those_of_ray_serve(expected: Effect, name: str) -> None:
     assert effect_of(BackendConfig.model_fields[name]) is expected
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from cases import for_each
 from control_harness import app_spec
 from controller_harness import Stage, hang, staged
+from tables import each_case
 
 from daskserve.errors import AlreadyRegisteredError, DeployError, ReplicaStartError, SupersededError
 from daskserve.options.specs import ApplicationSpec, BackendSpec
@@ -95,7 +95,7 @@ async def test_a_complete_change_is_not_taken_back(stage: Stage) -> None:
     assert (await stage.app_status())["status"] == "RUNNING"
 
 
-@for_each("is_complete", [True, False])
+@each_case("is_complete", [True, False])
 @staged()
 async def test_what_others_ask_of_a_deployment_is_not_taken_back_with_its_deploy(
     stage: Stage, is_complete: bool
@@ -131,7 +131,7 @@ async def test_a_deletion_is_not_taken_back_with_the_deploy_before(stage: Stage)
     assert not stage.stored("app")
 
 
-@for_each("verb", ["deploy_applications", "deploy", "create_backend"])
+@each_case("verb", ["deploy_applications", "deploy", "create_backend"])
 @staged()
 async def test_a_call_that_arrives_after_it_was_taken_back_is_refused(stage: Stage, verb: str) -> None:
     """Both travel on connections of their own, so the second may be faster."""
@@ -145,7 +145,7 @@ async def test_a_call_that_arrives_after_it_was_taken_back_is_refused(stage: Sta
     assert not stage.stored("backend")
 
 
-@for_each("verb", ["deploy", "create_backend"])
+@each_case("verb", ["deploy", "create_backend"])
 @staged()
 async def test_backends_are_taken_back_as_well(stage: Stage, verb: str) -> None:
     one = {"route": None, "methods": ["GET"], "python_methods": []} if verb == "deploy" else {}

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from cases import for_each
 from control_machine import ControlMachine
+from tables import each_case
 
 from daskserve.common.types import ReplicaState
 from daskserve.errors import BadRequestError
@@ -66,7 +66,7 @@ def test_a_replaced_controller_does_not_answer_with_outdated_state() -> None:
         state.resume_worker(index=0, seconds=0.1)
 
 
-@for_each("seed", range(3))
+@each_case("seed", range(3))
 def test_a_new_controller_waits_for_proxies_that_have_not_reported_yet(seed: int) -> None:
     with played(stock="a", location="EveryWorker", latency_s=0.004, seed=seed) as state:
         state.rest()
@@ -76,7 +76,7 @@ def test_a_new_controller_waits_for_proxies_that_have_not_reported_yet(seed: int
         state.wait(7.0)
 
 
-@for_each("stopped", range(3))
+@each_case("stopped", range(3))
 def test_a_suspended_proxy_does_not_block_callers_forever(stopped: int) -> None:
     with played(stock="a", location="EveryWorker", has_nannies=False) as state:
         state.rest()
@@ -85,7 +85,7 @@ def test_a_suspended_proxy_does_not_block_callers_forever(stopped: int) -> None:
         state.wait(45.0)
 
 
-@for_each("vanished", range(2))
+@each_case("vanished", range(2))
 def test_a_replica_that_routers_still_use_is_not_created_again(vanished: int) -> None:
     """A new controller finds the replica gone; a second one with its name could be one too many."""
     with played(stock="a") as state:
@@ -94,7 +94,7 @@ def test_a_replica_that_routers_still_use_is_not_created_again(vanished: int) ->
         state.harm_controller("kill", seconds=2.0)
 
 
-@for_each("seed", range(3))
+@each_case("seed", range(3))
 def test_a_config_that_was_sent_without_confirmation_may_be_in_use(seed: int) -> None:
     """A change back to the old config must reach replicas that may already have the new one."""
     with played(stock="a", latency_s=0.004, seed=seed) as state:
@@ -128,7 +128,7 @@ def test_a_version_that_does_not_start_gives_its_route_back() -> None:
         assert witness.wanted.endpoints == before
 
 
-@for_each("location", ["HeadOnly", "EveryWorker"])
+@each_case("location", ["HeadOnly", "EveryWorker"])
 def test_a_retired_worker_stays_until_its_proxy_has_ended(location: str) -> None:
     with played(location=location) as state:
         for index in range(3):
@@ -137,8 +137,8 @@ def test_a_retired_worker_stays_until_its_proxy_has_ended(location: str) -> None
         state.harm_controller("kill", seconds=2.0)
 
 
-@for_each("max_surge", [0, 1])
-@for_each("kind", ["restart", "suspend", "retire"])
+@each_case("max_surge", [0, 1])
+@each_case("kind", ["restart", "suspend", "retire"])
 def test_an_update_of_a_full_cluster_survives_a_worker(kind: str, max_surge: int) -> None:
     with played(stock="full", focus="d") as state:
         state.script_starts("d", ["fail", "slow"])
@@ -150,7 +150,7 @@ def test_an_update_of_a_full_cluster_survives_a_worker(kind: str, max_surge: int
         assert any(each.state is ReplicaState.RUNNING for each in state.world.witness.replicas("d"))
 
 
-@for_each("kind", ["restart", "suspend", "retire"])
+@each_case("kind", ["restart", "suspend", "retire"])
 def test_an_update_to_replicas_that_need_the_room_of_two_survives_a_worker(kind: str) -> None:
     with played(stock="crowded", focus="d") as state:
         assert len(state.world.witness.replicas("d")) == 6
@@ -165,7 +165,7 @@ def test_an_update_to_replicas_that_need_the_room_of_two_survives_a_worker(kind:
         assert any(each.state is ReplicaState.RUNNING for each in state.world.witness.replicas("d"))
 
 
-@for_each("max_surge", [0, 1])
+@each_case("max_surge", [0, 1])
 def test_a_version_that_never_starts_on_a_full_cluster_costs_one_replica(max_surge: int) -> None:
     with played(stock="full", focus="d") as state:
         state.script_starts("d", ["hang"] * 9)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from cases import for_each
 from hypothesis import given
 from hypothesis import strategies as st
+from tables import each_case
 
 from daskserve.simulation.trace import TraceError, parse_trace, read_trace
 
@@ -32,7 +32,7 @@ def test_a_line_per_request_in_any_order_with_durations() -> None:
     assert trace.duration_cv == pytest.approx(0.6633, abs=1e-4)
 
 
-@for_each(
+@each_case(
     ("text", "message"),
     [
         ("", "has the columns none; make its first line timestamp_s,requests"),
