@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from cases import for_each
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -54,7 +53,7 @@ def test_replicas_in_groups_are_simulated_in_groups() -> None:
 # ---- the fluid compared with events
 
 
-@for_each("cv", [0.0, 1.0])
+@pytest.mark.parametrize("cv", [0.0, 1.0])
 def test_random_waits_are_close_to_those_of_single_requests(cv: float) -> None:
     fluid, exact = both(load(1000, 32), Service(4, 0.1, cv), max_replicas=1)
     assert mean_wait_s(fluid) == pytest.approx(mean_wait_s(exact), rel=0.5)
@@ -87,7 +86,7 @@ def test_long_requests_fill_slots_equally_slowly() -> None:
     assert mean_wait_s(fluid) == pytest.approx(mean_wait_s(exact), rel=0.1)
 
 
-@for_each("limits", [QueueLimits(max_queued=50), QueueLimits(deadline_s=2)])
+@pytest.mark.parametrize("limits", [QueueLimits(max_queued=50), QueueLimits(deadline_s=2)])
 def test_equally_many_requests_are_rejected_and_expire(limits: QueueLimits) -> None:
     fluid, exact = both(load(300, 70), Service(4, 0.1, limits=limits), max_replicas=1)
     for name in ("completed", "rejected", "expired"):
@@ -193,8 +192,8 @@ BOUNDARIES = [
 ]
 
 
-@for_each("delay_s", [None, 30])
-@for_each(("replicas", "target", "is_exact"), BOUNDARIES)
+@pytest.mark.parametrize("delay_s", [None, 30])
+@pytest.mark.parametrize(("replicas", "target", "is_exact"), BOUNDARIES)
 def test_a_constant_load_on_a_boundary_changes_the_number_at_most_once_in_ten_minutes(
     replicas: int, target: float, delay_s: int | None, is_exact: bool
 ) -> None:
@@ -264,7 +263,7 @@ def test_the_result_depends_on_the_seed_only() -> None:
     assert first != other
 
 
-@for_each(
+@pytest.mark.parametrize(
     "wrong",
     [
         {"concurrency": 0},
