@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tables import each_case
 
 from daskserve.common.clock import seeded_rng
 from daskserve.options.autoscaling import AutoscalingConfig
@@ -54,7 +53,7 @@ def test_replicas_in_groups_are_simulated_in_groups() -> None:
 # ---- the fluid compared with events
 
 
-@each_case("cv", [0.0, 1.0])
+@pytest.mark.parametrize("cv", [0.0, 1.0])
 def test_random_waits_are_close_to_those_of_single_requests(cv: float) -> None:
     fluid, exact = both(load(1000, 32), Service(4, 0.1, cv), max_replicas=1)
     assert mean_wait_s(fluid) == pytest.approx(mean_wait_s(exact), rel=0.5)
@@ -87,7 +86,7 @@ def test_long_requests_fill_slots_equally_slowly() -> None:
     assert mean_wait_s(fluid) == pytest.approx(mean_wait_s(exact), rel=0.1)
 
 
-@each_case("limits", [QueueLimits(max_queued=50), QueueLimits(deadline_s=2)])
+@pytest.mark.parametrize("limits", [QueueLimits(max_queued=50), QueueLimits(deadline_s=2)])
 def test_equally_many_requests_are_rejected_and_expire(limits: QueueLimits) -> None:
     fluid, exact = both(load(300, 70), Service(4, 0.1, limits=limits), max_replicas=1)
     for name in ("completed", "rejected", "expired"):
@@ -193,8 +192,8 @@ BOUNDARIES = [
 ]
 
 
-@each_case("delay_s", [None, 30])
-@each_case(("replicas", "target", "is_exact"), BOUNDARIES)
+@pytest.mark.parametrize("delay_s", [None, 30])
+@pytest.mark.parametrize(("replicas", "target", "is_exact"), BOUNDARIES)
 def test_a_constant_load_on_a_boundary_changes_the_number_at_most_once_in_ten_minutes(
     replicas: int, target: float, delay_s: int | None, is_exact: bool
 ) -> None:
@@ -264,7 +263,7 @@ def test_the_result_depends_on_the_seed_only() -> None:
     assert first != other
 
 
-@each_case(
+@pytest.mark.parametrize(
     "wrong",
     [
         {"concurrency": 0},

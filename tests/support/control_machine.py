@@ -278,7 +278,7 @@ class ControlMachine(FaultyWorld):
 
     @rule(when=lambda self: self.has_backends, tag=ANY_BACKEND, user_config=CONFIGS, seconds=SECONDS)
     def reconfigure(self, tag: str, user_config: str | None, seconds: float) -> None:
-        config = {"max_concurrent_queries": 5} if user_config is None else {}
+        config = {"max_ongoing_requests": 5} if user_config is None else {}
         self._update(tag, seconds, config, user_config)
 
     @rule(when=lambda self: self.has_backends, tag=ANY_BACKEND, least=Between(0, 3), seconds=SECONDS)
