@@ -90,7 +90,9 @@ def draw(minutes: float) -> None:
         time.sleep(max(0.0, 0.35 * seconds - (time.time() - start)))
         stack.enter_context(trouble(client, ExternalCluster(address, dask, folder), folder, wanted=4))
         time.sleep(max(0.0, 0.65 * seconds - (time.time() - start)))
-        (SCREENS / "terminal-status.svg").write_text(terminal("daskserve status", str(client.status())))
+        (SCREENS / "terminal-status.svg").write_text(
+            terminal("daskserve status", str(client.status()).replace(f"{ROOT}/", ""))
+        )
         doomed.kill()
         time.sleep(max(0.0, seconds - (time.time() - start)))
         write(scraped.url, client.instance_name, start, start + seconds)
