@@ -22,20 +22,54 @@ _NO_ERROR = (None, None, None)
 
 
 class PlainStream(IOStream):
-    """A TCP connection that counts what it has sent, and may outlast the end of the client's data."""
+    """A TCP connection that counts what it has sent, and may outlast the end of the client's data.
+
+    Python reads the attributes of an object faster while there are at most thirty. Tornado's streams have
+    almost as many, so what reads a stream is an object of its own.
+    """
 
     #: How many bytes the operating system has taken.
     sent_bytes = 0
-    _on_data: Callable[[bytes], object]
-    #: Called when the client has ended its side; returns whether the connection stays open.
-    _on_end: Callable[[], object] | None = None
-    _stays_open: object = None  # what it has returned: Tornado sees the end more than once
-    _reading: asyncio.Future[bytes] | None = None
-    _is_paused = False
+    #: Returns whether the connection stays open when the client has ended its side.
+    stays_open: Callable[[], bool] = staticmethod(lambda: False)
 
-    def start(self, on_data: Callable[[bytes], object], on_end: Callable[[], object]) -> None:
+    def abort(self) -> None:
+        """Close the connection now."""
+        self.close(_NO_ERROR)
+
+    def close(self, exc_info: Any = False) -> None:
+        if exc_info is False and self.stays_open():
+            asyncio.get_running_loop().call_soon(self._stop_reading)
+        else:
+            super().close(exc_info)
+
+    def _stop_reading(self) -> None:
+        # The end of the data would be reported in each turn of the event loop.
+        if not self.closed():
+            self.io_loop.update_handler(self.fileno(), IOLoop.WRITE if self.writing() else IOLoop.NONE)
+
+    def write_to_fd(self, data: memoryview) -> int:
+        try:
+            sent_bytes = super().write_to_fd(data)
+        finally:
+            del data  # Tornado cannot shrink its buffer while something refers to it
+        self.sent_bytes += sent_bytes
+        return sent_bytes
+
+
+class StreamReader:
+    """Reads a stream, and passes what it receives to a protocol."""
+
+    def __init__(self, stream: PlainStream, protocol: Any) -> None:
+        self.protocol = protocol
+        self._stream = stream
+        self._reading: asyncio.Future[bytes] | None = None
+        self._stays_open: bool | None = None  # None until the client has ended its side
+        self._is_paused = False
+
+    def start(self) -> None:
         """Begin to read."""
-        self._on_data, self._on_end = on_data, on_end
+        self._stream.stays_open = self._has_ended
         self._read()
 
     def pause(self) -> None:
@@ -51,45 +85,32 @@ class PlainStream(IOStream):
     def take_unread(self) -> bytes:
         """Return what was received and not passed on; the connection continues on a copy of the socket."""
         self._is_paused = True
-        received, reading = b"", self._reading
+        received, reading, stream = b"", self._reading, self._stream
         if reading is not None:
             if not reading.done() or reading.exception() is not None:
                 return b""
             received = reading.result()
-        more = asyncio.ensure_future(self.read_bytes(self.max_buffer_size, partial=True))
+        more = asyncio.ensure_future(stream.read_bytes(stream.max_buffer_size, partial=True))
         return received + more.result() if more.done() and more.exception() is None else received
 
     def end(self) -> None:
-        """Pass on nothing from now on, and close the connection when the client ends its side."""
+        """Pass on nothing from now on, and have the stream close when the client ends its side."""
         self._is_paused = True
-        self._on_end = None
+        self._stream.__dict__.pop("stays_open", None)
 
-    def abort(self) -> None:
-        """Close the connection now."""
-        self.close(_NO_ERROR)
-
-    def close(self, exc_info: Any = False) -> None:
-        if exc_info is False and self._on_end is not None:
-            if self._stays_open is None:
-                self._stays_open = bool(self._on_end())
-            if self._stays_open:
-                asyncio.get_running_loop().call_soon(self._stop_reading)
-                return
-        super().close(exc_info)
-
-    def _stop_reading(self) -> None:
-        # The end of the data would be reported in each turn of the event loop.
-        if not self.closed():
-            self.io_loop.update_handler(self.fileno(), IOLoop.WRITE if self.writing() else IOLoop.NONE)
+    def _has_ended(self) -> bool:
+        if self._stays_open is None:  # Tornado sees the end more than once
+            self._stays_open = bool(self.protocol.eof_received())
+        return self._stays_open
 
     def _read(self, _: object = None) -> None:
         """Pass on what is received, until nothing more is there or others have their turn."""
-        read_bytes = 0
+        read_bytes, stream = 0, self._stream
         # A closed stream still returns what it has buffered: that is not served.
-        while not self._is_paused and not self.closed():
+        while not self._is_paused and not stream.closed():
             if self._reading is None:
                 try:
-                    reading = asyncio.ensure_future(self.read_bytes(_PIECE_BYTES, partial=True))
+                    reading = asyncio.ensure_future(stream.read_bytes(_PIECE_BYTES, partial=True))
                 except OSError:
                     return  # the client has disconnected, which the close callback reports
                 self._reading = reading
@@ -103,15 +124,7 @@ class PlainStream(IOStream):
                 return  # the client has reset the connection
             data = received.result()
             read_bytes += len(data)
-            self._on_data(data)
-
-    def write_to_fd(self, data: memoryview) -> int:
-        try:
-            sent_bytes = super().write_to_fd(data)
-        finally:
-            del data  # Tornado cannot shrink its buffer while something refers to it
-        self.sent_bytes += sent_bytes
-        return sent_bytes
+            self.protocol.data_received(data)
 
 
 class TLSStream(PlainStream, SSLIOStream):

@@ -12,7 +12,7 @@ from typing import Any
 from tornado.iostream import StreamClosedError
 
 from daskserve.proxies.exchange.http_connection import HTTPConnection
-from daskserve.proxies.server.tornado_stream import PlainStream, TLSStream, open_stream
+from daskserve.proxies.server.tornado_stream import PlainStream, StreamReader, TLSStream, open_stream
 
 
 def connect(connection: HTTPConnection, sock: socket.socket) -> None:
@@ -27,6 +27,7 @@ class TornadoTransport(asyncio.Transport):
         super().__init__({"socket": stream.socket})
         self._stream = stream
         self._protocol: Any = protocol
+        self._reader = StreamReader(stream, protocol)
         self._accepted_bytes = 0
         self._unsent: asyncio.Future[None] | None = None  # the last write, until it is sent
         self._when_sent: Callable[[], None] | None = None
@@ -34,20 +35,20 @@ class TornadoTransport(asyncio.Transport):
         stream.set_nodelay(True)  # a response is written whole, or in parts that are wanted at once
         protocol.connection_made(self)
         stream.set_close_callback(self._note_lost)
-        stream.start(lambda data: self._protocol.data_received(data), lambda: self._protocol.eof_received())
+        self._reader.start()
 
     def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
-        self._protocol = protocol
+        self._protocol = self._reader.protocol = protocol
 
     def pause_reading(self) -> None:
-        self._stream.pause()
+        self._reader.pause()
 
     def resume_reading(self) -> None:
-        self._stream.resume()
+        self._reader.resume()
 
     def take_unread(self) -> bytes:
         """Return what was received and not passed on; the connection continues on a copy of the socket."""
-        return self._stream.take_unread()
+        return self._reader.take_unread()
 
     def write(self, data: Any) -> None:
         self._accepted_bytes += len(data)
@@ -78,7 +79,7 @@ class TornadoTransport(asyncio.Transport):
 
     def close(self) -> None:
         self._is_closing = True
-        self._stream.end()
+        self._reader.end()
         self._end(self._stream.abort)
 
     def abort(self) -> None:
@@ -103,5 +104,5 @@ class TornadoTransport(asyncio.Transport):
     def _note_lost(self) -> None:
         protocol, self._protocol = self._protocol, asyncio.Protocol()
         self._when_sent = None
-        self._stream.end()
+        self._reader.end()
         protocol.connection_lost(self._stream.error)
