@@ -366,7 +366,9 @@ class Composed:
         return self.inner.see.remote(get_client().submit(abs, -9)).result()
 
 
-@pytest.mark.parametrize("place", [pytest.param("own", marks=pytest.mark.nightly), "worker", "process"])
+@pytest.mark.parametrize(
+    "place", ["worker", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("own", "process"))]
+)
 def test_futures_and_collections_arrive_as_values(
     place: str, client: serve.Client, external: ExternalCluster
 ) -> None:

@@ -454,7 +454,7 @@ async def _opened(store: HeldStore, **begun: Any) -> AsyncIterator[HeldStore]:
         await store.close()
 
 
-@pytest.mark.parametrize("kind", ["folder", "sqlite"])
+@pytest.mark.parametrize("kind", ["folder", pytest.param("sqlite", marks=pytest.mark.nightly)])
 def test_a_start_that_is_killed_at_any_moment_leaves_an_instance_that_goes_on(
     kind: str, tmp_path: Path
 ) -> None:

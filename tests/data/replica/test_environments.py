@@ -146,7 +146,8 @@ def test_packages_are_installed_once_over_those_of_the_worker(
     assert run_replica("packages", env) == found
 
 
-def test_an_interrupted_installation_is_done_anew(cache: Path, tmp_path: Path) -> None:
+@pytest.mark.nightly
+def test_an_interrupted_installation_begins_again(cache: Path, tmp_path: Path) -> None:
     wheel = make_wheel(tmp_path, version="2.0")
     broken = packages.folder_of([wheel], cache)
     broken.mkdir(parents=True)
