@@ -15,7 +15,7 @@ INSTEAD: Mapping[str, str] = {
     "route_prefix": "pass route_prefix=... to serve.run() or client.deploy()",
     "init_args": "pass the arguments to .bind() or client.deploy()",
     "init_kwargs": "pass the arguments to .bind() or client.deploy()",
-    "batch_wait_timeout_s": "use 'batch_wait_timeout'",
+    "batch_wait_timeout_s": "use 'batch_wait_timeout' here; @serve.batch keeps the name",
     "upscale_smoothing_factor": "use 'upscaling_factor'",
     "downscale_smoothing_factor": "use 'downscaling_factor'",
     "proxy_location": "use 'location' of http_options",
