@@ -67,7 +67,7 @@ CODE = frozenset({"builtins", "__main__", "functools", "fastapi", "starlette", "
 
 
 class PathStep(NamedTuple):
-    """A step of the path to what cannot be pickled: its text, and the object that it leads to."""
+    """A step of the path to an object that cannot be pickled: its text, and the object at its end."""
 
     text: str
     value: Any

@@ -80,7 +80,7 @@ async def test_the_callers_drain_first_and_the_store_keeps_all_records(stage: St
     await stage.cluster.drain()
     stopped = [tag.rpartition("#")[0] for tag, _ in stage.stopped]
     assert [each for each in stopped if each != "alone"] == ["front", "middle", "back"]
-    assert stopped.index("alone") < 2  # nobody is known to call it
+    assert stopped.index("alone") < 2  # no deployment calls it
     assert {grace_s for _, grace_s in stage.stopped} == {20.0}
     assert 12.0 <= stage.clock.now() - began < 13.0
     assert not stage.running

@@ -136,7 +136,7 @@ async def test_a_store_that_was_lost_with_the_scheduler_gets_the_records_of_the_
         await entry.store.commit(9, StoreChange({"backend/b": b"newer"}))
         await restore(entry, place, 7, RECORDS)
         assert await entry.store.load() == {"backend/b": b"newer"}
-        # Actors of a later epoch are left, and nobody knows the records.
+        # Actors of a later epoch remain, and their records are lost.
         await restore(entry, place, 12, None)
         assert await entry.store.claim_epoch() == 13
     finally:

@@ -259,7 +259,7 @@ def test_a_client_that_has_left_is_an_error_of_its_connection(
         client.stop_reading()
         app.orders.put_nowait(large)
         if leaves == "before the response":
-            client.close()  # the application runs before the connection is told
+            client.close()  # the application runs before the connection notices
         await settle()
         client.reset()
         await settle()

@@ -235,7 +235,7 @@ def test_a_disconnected_client_is_an_error_of_its_connection() -> None:
             app.messages = (whole(b"first"),)
             client: MemoryTransport = connect(server)
             client.send(request())
-            client.close()  # the application runs before the connection is told
+            client.close()  # the application runs before the connection notices
             await settle()
             assert isinstance(app.raised, ConnectionResetError)
             assert not server.state.tasks
