@@ -13,12 +13,12 @@ from daskserve._version import __version__
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "docs": ("daskserve.cli.docs:docs", "Show the section of the documentation about a keyword."),
     "metrics": ("daskserve.cli.metrics:metrics", "Set up Prometheus and Grafana for daskserve."),
-    "rewrite-store": ("daskserve.cli.run:rewrite_store", "Rewrite the records of an instance."),
+    "rewrite-store": ("daskserve.cli.status:rewrite_store", "Rewrite the records of an instance."),
     "run": ("daskserve.cli.run:run", "Serve an application until Ctrl-C."),
-    "shutdown": ("daskserve.cli.run:shutdown", "End the instance on a cluster."),
+    "shutdown": ("daskserve.cli.status:shutdown", "End the instance on a cluster."),
     "simulate": ("daskserve.cli.simulate:simulate", "Try autoscaling policies on a recorded load."),
     "store": ("daskserve.cli.store:store", "Back up, restore, check and list stores."),
-    "status": ("daskserve.cli.run:status", "Show what runs on a cluster."),
+    "status": ("daskserve.cli.status:status", "Show what runs on a cluster."),
 }
 
 

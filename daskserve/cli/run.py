@@ -1,9 +1,8 @@
-"""``daskserve run``, ``status`` and ``shutdown``: serve an application from a shell."""
+"""``daskserve run``: serve an application from a shell."""
 
 from __future__ import annotations
 
 import os
-import re
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -12,19 +11,14 @@ from typing import Any, Literal, get_args, get_origin
 
 import click
 import dask.config
-from pydantic import ValidationError
 
-from daskserve.client.client import Client
+from daskserve.cli.instance import address_option
+from daskserve.cli.output import errors_as_messages
 from daskserve.client.definitions.targets import factory_application
-from daskserve.client.functions.finding import connect
 from daskserve.client.hosting.hosting import HostingMode, host
 from daskserve.client.verbs.applications import RunTarget
-from daskserve.client.views.status import Status
 from daskserve.common.types import DEFAULT_APPLICATION
-from daskserve.errors import NotRunningError, ReplicaStartError, ServeError
 from daskserve.options.http import HTTPOptions
-from daskserve.options.specs import deployment_tag
-from daskserve.payload.shown_errors import shortened
 
 #: The HTTP options that the command has.
 HTTP_OPTIONS = ("host", "port", "server", "root_path", "ssl_certfile", "ssl_keyfile", "request_timeout_s")
@@ -36,16 +30,6 @@ UVICORN_OPTIONS: Mapping[str, str] = {
     "--proxy-headers": "name the addresses in http_options={'trusted_forwarders': [...]} of serve.start().",
     "--log-level": "configure Python's logging in the application.",
 }
-
-
-def address_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the option of a Dask scheduler to a command."""
-    return click.option(
-        "-a",
-        "--address",
-        help="Address of a Dask scheduler, such as tcp://host:8786. Default: scheduler-address of Dask's "
-        "configuration.",
-    )(command)
 
 
 def http_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -157,107 +141,6 @@ def run(
         )
 
 
-def instance_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options that select a running instance to a command."""
-    named = click.option(
-        "--instance",
-        "name",
-        help="Name of the instance, if programs have several of their own on the cluster.",
-    )
-    return address_option(named(command))
-
-
-@click.command()
-@instance_options
-def status(address: str | None, name: str | None) -> None:
-    """Show what runs on a cluster, and why the rest does not."""
-    tell(address, name, lambda client: str(client.status()))
-
-
-@click.command()
-@instance_options
-@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
-def shutdown(address: str | None, name: str | None, yes: bool) -> None:
-    """End the instance on a cluster, with all its applications.
-
-    Asks first on a terminal. Elsewhere, --yes is needed.
-    """
-    with errors_as_messages():
-        client = running(known(address), name)
-        if client is None:
-            click.echo(str(Status()))
-            return
-        try:
-            if not yes:
-                confirm_end(client)
-            client.shutdown()
-        finally:
-            client.disconnect()
-
-
-def confirm_end(client: Client) -> None:
-    """Ask whether to end an instance; raise if the answer is no, or if there is no terminal."""
-    found = client.status()
-    serves = ", ".join([*map(repr, found.applications), *sorted(_alone(found))]) or "nothing"
-    what = f"instance {client.instance_name!r}, which serves {serves}"
-    if not is_terminal():
-        raise click.ClickException(f"This ends {what}. Add --yes, because there is no terminal to ask on.")
-    click.confirm(f"End {what}?", abort=True)
-
-
-def is_terminal() -> bool:
-    """Return whether standard input is a terminal."""
-    return sys.stdin.isatty()
-
-
-def _alone(found: Status) -> set[str]:
-    """Return the backends that belong to no application."""
-    members = {
-        deployment_tag(name, each) for name, app in found.applications.items() for each in app.deployments
-    }
-    return set(found.backends) - members
-
-
-@click.command(name="rewrite-store")
-@instance_options
-def rewrite_store(address: str | None, name: str | None) -> None:
-    """Rewrite all records of the instance on a cluster after its store was removed, moved or replaced."""
-    tell(address, name, lambda client: f"{client.rewrite_store()} records written.")
-
-
-def tell(address: str | None, name: str | None, text_of: Callable[[Client], str]) -> None:
-    """Print a text about the instance on a cluster, or that none runs there."""
-    with errors_as_messages():
-        client = running(known(address), name)
-        if client is None:
-            click.echo(str(Status()))
-            return
-        try:
-            click.echo(text_of(client))
-        finally:
-            client.disconnect()
-
-
-def running(address: str, name: str | None) -> Client | None:
-    """Return a client of the instance on a cluster; None if none runs there, and none is named."""
-    try:
-        return connect(address=address, name=name)
-    except NotRunningError:
-        if name is not None:
-            raise
-        return None
-
-
-def known(address: str | None) -> str:
-    """Return the address of the scheduler, from the command line or Dask's configuration."""
-    found: str | None = address or dask.config.get("scheduler-address", None)
-    if found is None:
-        raise click.UsageError(
-            "Give --address, or set scheduler-address in Dask's configuration (DASK_SCHEDULER_ADDRESS)."
-        )
-    return found
-
-
 def parsed(arguments: tuple[str, ...]) -> Mapping[str, str]:
     """Return the arguments of a builder."""
     pairs = [each.partition("=") for each in arguments]
@@ -265,31 +148,6 @@ def parsed(arguments: tuple[str, ...]) -> Mapping[str, str]:
         if not equals or not key:
             raise click.UsageError(f"Write arguments of a builder as KEY=VALUE, got {key + equals!r}.")
     return {key: value for key, _, value in pairs}
-
-
-@contextmanager
-def errors_as_messages() -> Iterator[None]:
-    """Show errors that say what to do without a traceback, and with the options of the command."""
-    try:
-        yield
-    except ReplicaStartError as error:
-        text = f"{spelled(str(error))}\n\n{shortened(error.user_traceback)}"
-        raise click.ClickException(text.rstrip()) from error
-    except (ServeError, ValidationError, TypeError, ValueError) as error:
-        raise click.ClickException(spelled(str(error))) from error
-
-
-def spelled(text: str) -> str:
-    """Return a message that names arguments of Python functions with the options of this command instead."""
-    for each in click.get_current_context().command.params:
-        if not isinstance(each, click.Option) or each.name is None:
-            continue
-        option, name = max(each.opts, key=len), re.escape(each.name)
-        patterns = [rf'http_options={{"{name}": \.\.\.}}', rf"(?<![\w-]){name}=(\.\.\.|(?!\w|['\"[{{(]))"]
-        if "_" in each.name:
-            patterns.append(rf"(?<![\w-]){name}(?![\w=])")
-        text = re.sub("|".join(patterns), option, text)
-    return text
 
 
 @contextmanager

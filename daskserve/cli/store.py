@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from daskserve import stores
-from daskserve.cli.run import errors_as_messages
+from daskserve.cli.output import errors_as_messages
 from daskserve.client.views.table import table
 
 

@@ -1,0 +1,68 @@
+"""The options that select a running instance, and how commands find it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import click
+import dask.config
+
+from daskserve.cli.output import errors_as_messages
+from daskserve.client.client import Client
+from daskserve.client.functions.finding import connect
+from daskserve.client.views.status import Status
+from daskserve.errors import NotRunningError
+
+
+def address_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the option of a Dask scheduler to a command."""
+    return click.option(
+        "-a",
+        "--address",
+        help="Address of a Dask scheduler, such as tcp://host:8786. Default: scheduler-address of Dask's "
+        "configuration.",
+    )(command)
+
+
+def instance_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options that select a running instance to a command."""
+    named = click.option(
+        "--instance",
+        "name",
+        help="Name of the instance, if programs have several of their own on the cluster.",
+    )
+    return address_option(named(command))
+
+
+def tell(address: str | None, name: str | None, text_of: Callable[[Client], str]) -> None:
+    """Print a text about the instance on a cluster, or that none runs there."""
+    with errors_as_messages():
+        client = running(known(address), name)
+        if client is None:
+            click.echo(str(Status()))
+            return
+        try:
+            click.echo(text_of(client))
+        finally:
+            client.disconnect()
+
+
+def running(address: str, name: str | None) -> Client | None:
+    """Return a client of the instance on a cluster; None if none runs there, and none is named."""
+    try:
+        return connect(address=address, name=name)
+    except NotRunningError:
+        if name is not None:
+            raise
+        return None
+
+
+def known(address: str | None) -> str:
+    """Return the address of the scheduler, from the command line or Dask's configuration."""
+    found: str | None = address or dask.config.get("scheduler-address", None)
+    if found is None:
+        raise click.UsageError(
+            "Give --address, or set scheduler-address in Dask's configuration (DASK_SCHEDULER_ADDRESS)."
+        )
+    return found
