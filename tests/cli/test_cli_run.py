@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 from tables import each_case
 
 import daskserve as serve
-from daskserve.cli import run
+from daskserve.cli import instance, run, status
 from daskserve.cli.main import main
 from daskserve.client.hosting.hosting import HostingMode
 from daskserve.client.verbs.applications import RunTarget
@@ -124,7 +124,7 @@ def test_a_cluster_without_an_instance_is_no_error(
         assert address == "tcp://host:1"
         raise NotRunningError(f"No instance {name} runs.")
 
-    monkeypatch.setattr(run, "connect", connect)
+    monkeypatch.setattr(instance, "connect", connect)
     result = CliRunner().invoke(main, [*arguments, "-a", "tcp://host:1"])
     assert (result.exit_code, result.output) == (0, "No instance runs.\n")
     result = CliRunner().invoke(main, [*arguments, "-a", "tcp://host:1", "--instance", "x"])
@@ -133,11 +133,11 @@ def test_a_cluster_without_an_instance_is_no_error(
 
 def test_a_shutdown_asks_on_a_terminal_and_needs_yes_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     def shut_down(*arguments: str, answer: str = "", is_terminal: bool = False) -> Result:
-        monkeypatch.setattr(run, "is_terminal", lambda: is_terminal)
+        monkeypatch.setattr(status, "is_terminal", lambda: is_terminal)
         return CliRunner().invoke(main, ["shutdown", "-a", "tcp://host:1", *arguments], input=answer)
 
     with local_instance() as client:
-        monkeypatch.setattr(run, "connect", lambda **_: serve.connect())
+        monkeypatch.setattr(instance, "connect", lambda **_: serve.connect())
         client.create_backend("b", "builtins.str")
         serve.run(serve.deployment("builtins.repr").bind(), name="shop", route_prefix="/shop")
         what = "instance 'local', which serves 'shop', b"
@@ -158,7 +158,7 @@ def test_a_shutdown_asks_on_a_terminal_and_needs_yes_elsewhere(monkeypatch: pyte
 def test_the_records_are_rewritten_by_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
     with local_instance() as client:
         client.create_backend("b", "builtins.str")
-        monkeypatch.setattr(run, "connect", lambda **_: client)
+        monkeypatch.setattr(instance, "connect", lambda **_: client)
         count = client.rewrite_store()
         result = CliRunner().invoke(main, ["rewrite-store", "-a", "tcp://host:1"])
         assert (result.exit_code, result.output) == (0, f"{count} records written.\n")
