@@ -174,6 +174,7 @@ class ActorKind(enum.StrEnum):
     CONTROLLER = "controller"
     PROXY = "proxy"
     REPLICA = "replica"
+    BUILDER = "builder"
 
 
 #: Import path of the factory for each kind of actor. The cluster layer may not import the layers above it.
@@ -181,6 +182,7 @@ ACTOR_FACTORIES: Mapping[ActorKind, str] = {
     ActorKind.CONTROLLER: "daskserve.actors:make_controller",
     ActorKind.PROXY: "daskserve.actors:ProxyActor",
     ActorKind.REPLICA: "daskserve.actors:make_replica",
+    ActorKind.BUILDER: "daskserve.client.hosting.builder:Builder",
 }
 
 

@@ -14,8 +14,10 @@ from typing import Any
 from daskserve.cluster.protocols.base import ActorContext, verb, verbs_of
 from daskserve.common.formatting import shown
 from daskserve.common.types import GoalId
+from daskserve.control.calls.declaring import DeclaringVerbs
 from daskserve.control.changing_verbs import ChangingVerbs
 from daskserve.control.core import MAX_WAIT_S, ControllerCore
+from daskserve.control.declared.views import with_builds
 from daskserve.control.draining_verbs import DrainingVerbs
 from daskserve.control.placement.placement import Demand, place
 from daskserve.control.proxies.take_over import listens
@@ -41,7 +43,8 @@ class Controller:
 
     def __init__(self, context: ActorContext) -> None:
         self._core = ControllerCore(context)
-        self.verbs = verbs_of(ChangingVerbs(self._core), ReadingVerbs(self._core), DrainingVerbs(self._core))
+        kinds = (ChangingVerbs, ReadingVerbs, DeclaringVerbs, DrainingVerbs)
+        self.verbs = verbs_of(*(kind(self._core) for kind in kinds))
 
     async def start(self) -> dict[str, Any]:
         """Load the state from the store and start the reconcile loop."""
@@ -156,9 +159,11 @@ class ReadingVerbs:
             "backends": {
                 tag: views.backend_status(state, observed, each) for tag, each in state.backends.items()
             },
-            "applications": {
-                app.name: app_views.application_status(state, observed, app) for app in state.apps
-            },
+            "applications": with_builds(
+                state,
+                {app.name: app_views.application_status(state, observed, app) for app in state.apps},
+                self._core.building.waiting,
+            ),
             "endpoints": {name: backend_verbs.get_endpoint(state, name) for name in state.endpoints},
             "goals": views.goals(state),
             "http_urls": self._urls(),

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import random
 import socket
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -28,6 +29,7 @@ from daskserve.common.types import (
     short_tag,
 )
 from daskserve.control.acting import Acting
+from daskserve.control.declared.building import Builders, Building
 from daskserve.control.observed.observed import Observed
 from daskserve.control.observed.watch import WorkerWatch
 from daskserve.control.proxies.step import ProxyRules, is_ready
@@ -56,6 +58,9 @@ logger = logging.getLogger("daskserve.controller")
 MAX_WAIT_S = 30.0
 #: Interval at which the full list of workers is fetched, in case an event was lost.
 REFRESH_S = 30.0
+#: Number of calls that were taken back before they arrived which are remembered; each matters for
+#: milliseconds.
+MAX_WITHDRAWN = 100
 
 
 class ControllerCore:
@@ -73,6 +78,8 @@ class ControllerCore:
         self.state = State()
         self.observed = Observed(system_workers=tuple(self.http.system_workers))
         self.goal_ended = asyncio.Event()
+        #: The calls that were taken back, perhaps before they arrived.
+        self.withdrawn: deque[str] = deque(maxlen=MAX_WITHDRAWN)
         self._tasks: list[asyncio.Task[None]] = []
         self._reconciler: Reconciler | None = None
         #: Functions that `stop` calls, the last one first.
@@ -89,6 +96,8 @@ class ControllerCore:
         self.state, self.corrupt = checkpoint.restore(records)
         self.observed.inherited = goals.pending(self.state)
         reconciler = self._reconciler = self._make_parts()
+        self.building = self._make_building(reconciler)
+        self._undoing.append(self.building.stop)
         self.scaler = Scaler(self.state, self.observed, self.clock, poke=reconciler.poke)
         self._undoing.append(await self.cluster.subscribe(self._on_message))
         await self._refresh_workers()
@@ -114,6 +123,7 @@ class ControllerCore:
             reconciling,
             asyncio.create_task(self._keep_refreshing(), name="daskserve-refresh"),
             asyncio.create_task(self.scaler.run(), name="daskserve-scale"),
+            asyncio.create_task(self.building.run(), name="daskserve-build"),
         ]
         self.trial.begin()
         reconciler.metrics.started_at = self.clock.wall()
@@ -157,6 +167,21 @@ class ControllerCore:
             rules=ProxyRules.of(self.http, avoid=self.worker, start_id=self._start.start_id),
             listen_rules=ListenRules(self.http.take_over, self._start.opens_with_route),
             epoch=self.epoch,
+        )
+
+    def _make_building(self, reconciler: Reconciler) -> Building:
+        """Create the loop that builds what configurations declare."""
+        builders = Builders(
+            self.cluster, self.state, self.observed, epoch=self.epoch, avoid=reconciler.workers_to_avoid
+        )
+        return Building(
+            builders,
+            self.state,
+            self.observed,
+            self.clock,
+            self.writer,
+            new_goal=lambda: f"{self.rng.getrandbits(128):032x}",
+            poke=reconciler.poke,
         )
 
     def samples(self) -> list[MetricSample]:
@@ -325,7 +350,8 @@ class ControllerCore:
         self._notify(keys | {UNREADY})
         if any(key.startswith("backend/") for key in change):
             self.scaler.wake()
-        if any(key.startswith("goal/") for key in change):
+        if any(key.startswith(("goal/", "config/")) for key in change):
+            self.building.wake()
             ended, self.goal_ended = self.goal_ended, asyncio.Event()
             ended.set()
 

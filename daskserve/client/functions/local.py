@@ -42,6 +42,7 @@ async def running_cluster(
     """Yield a local cluster whose instance runs; without ``http_options``, it has no HTTP proxies."""
     # Imported here: most programs run no actors.
     from daskserve import actors
+    from daskserve.client.hosting.builder import Builder
     from daskserve.cluster.local.cluster import LocalCluster
 
     no_server = {"location": Location.NO_SERVER}
@@ -59,6 +60,7 @@ async def running_cluster(
         ActorKind.CONTROLLER: actors.make_controller,
         ActorKind.PROXY: actors.ProxyActor,
         ActorKind.REPLICA: actors.make_replica,
+        ActorKind.BUILDER: Builder,
     }
     cluster = LocalCluster(factories, workers=workers, instance=instance)
     try:

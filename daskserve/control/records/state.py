@@ -17,6 +17,7 @@ from daskserve.common.types import (
 )
 from daskserve.control.records.applications import Applications
 from daskserve.control.records.bundles import places_of
+from daskserve.control.records.declared import ConfigRecord, DeclarationRecord, Declared
 from daskserve.control.records.proxy import ProxyRecord
 from daskserve.control.records.records import (
     AppRecord,
@@ -45,6 +46,7 @@ class State:
         self.goals: dict[str, GoalRecord] = {}
         self.capacity = CapacityRecord()
         self.apps = Applications()
+        self.declared = Declared()
         self._replicas_of: dict[BackendTag, dict[ReplicaTag, None]] = {}
         self._replicas_on: dict[WorkerAddress, dict[ReplicaTag, None]] = {}
         #: The number of bundles, which may be more than the replicas: of all backends, and of each.
@@ -68,6 +70,7 @@ class State:
         kinds = (self.backends, self.codes, self.endpoints, self.replicas, self.proxies, self.goals)
         found: dict[str, Record] = {record.key: record for kind in kinds for record in kind.values()}
         found.update({app.key: app for app in self.apps})
+        found.update({each.key: each for each in self.declared})
         if self.capacity != CapacityRecord():
             found[self.capacity.key] = self.capacity
         return found
@@ -155,6 +158,8 @@ class State:
             self._codes_of.setdefault(record.backend, {})[record.name] = None
         elif isinstance(record, AppRecord):
             self.apps.keep(record)
+        elif isinstance(record, ConfigRecord | DeclarationRecord):
+            self.declared.keep(record)
         elif isinstance(record, GoalRecord):
             self.goals[record.goal_id] = record
         elif isinstance(record, ProxyRecord):
@@ -183,6 +188,8 @@ class State:
             self.apps.forget(name)
         elif kind == "goal":
             self.goals.pop(name, None)
+        elif kind in (ConfigRecord.KIND, DeclarationRecord.KIND):
+            self.declared.forget(kind, name)
         elif kind == "proxy":
             self.proxies.pop(name, None)
         elif kind == "capacity":

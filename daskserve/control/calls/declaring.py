@@ -1,0 +1,135 @@
+"""The verbs for the declared configuration: what files say, instead of programs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from daskserve.cluster.protocols.base import verb
+from daskserve.control.calls.deciding import DecidingVerbs
+from daskserve.control.core import MAX_WAIT_S
+from daskserve.control.declared import apply as applying
+from daskserve.control.declared import views
+from daskserve.control.declared.plan import plan
+
+
+class DeclaringVerbs(DecidingVerbs):
+    """See the module."""
+
+    @verb
+    async def apply_config(
+        self,
+        config: Mapping[str, Any],
+        merge: bool = False,
+        expected_version: int | None = None,
+        by: str = "",
+        source: str = "",
+        version: str = "",
+        request_id: str = "",
+    ) -> dict[str, Any]:
+        """Declare a configuration, and return its number before anything is built from it.
+
+        Parameters
+        ----------
+        config : dict
+            The plain values of a `daskserve.config_file.model.InstanceConfig`.
+        expected_version : int, optional
+            The number of the declaration that the caller has read.
+        source, version : str
+            The name of the file, and its version.
+        """
+        async with self._deciding([request_id] if request_id else ()):
+            applied = applying.apply(
+                self._core.state,
+                config,
+                merges=merge,
+                expected=expected_version,
+                request_id=request_id,
+                origin=applying.Origin(by, source, version),
+                now=self._core.clock.wall(),
+                new_goal=self._goal_id,
+            )
+            await self._core.writer.commit(applied.change)
+        self._core.loop.poke(applied.tags or None)
+        return {"version": applied.number, "deleted": applied.deleted}
+
+    @verb
+    async def apply_text(
+        self,
+        text: str,
+        name: str,
+        merge: bool = False,
+        expected_version: int | None = None,
+        by: str = "",
+        version: str = "",
+        request_id: str = "",
+    ) -> dict[str, Any]:
+        """Declare the configuration in the text of a file; the answer has the warnings about it."""
+        found = await asyncio.to_thread(_read, text, name)
+        answer = await self.apply_config(
+            found.config.to_plain(),
+            merge=merge,
+            expected_version=expected_version,
+            by=by,
+            source=name,
+            version=version,
+            request_id=request_id,
+        )
+        return {**answer, "warnings": found.warnings}
+
+    @verb
+    async def plan_config(self, config: Mapping[str, Any], merge: bool = False) -> dict[str, Any]:
+        """Return what a configuration would change; its applications are built for that, in workers."""
+        core = self._core
+        applying.check_routes(
+            core.state,
+            config[applying.APPLICATIONS],
+            [] if merge else applying.to_delete(core.state, [each["name"] for each in config["applications"]]),
+        )
+        built = await core.building.builders.build(config[applying.APPLICATIONS])
+        return plan(core.state, config, built, merges=merge, unloadable=core.observed.unloadable.keys())
+
+    @verb
+    async def plan_text(self, text: str, name: str, merge: bool = False) -> dict[str, Any]:
+        """Return what the configuration in the text of a file would change."""
+        found = await asyncio.to_thread(_read, text, name)
+        return {**await self.plan_config(found.config.to_plain(), merge=merge), "warnings": found.warnings}
+
+    @verb
+    async def get_config(self, name: str | None = None) -> dict[str, Any]:
+        """Return what is declared, of one application or of all."""
+        return views.config(self._core.state, name)
+
+    @verb
+    async def wait_for_config(
+        self, version: int, names: Sequence[str] | None = None, timeout_s: float = MAX_WAIT_S
+    ) -> dict[str, Any]:
+        """Return when the applications of a declaration run or have failed, or after at most 30 s.
+
+        Parameters
+        ----------
+        version : int
+            The number of the declaration.
+        names : sequence of str, optional
+            Default: all applications that it has declared.
+        """
+        core = self._core
+        deadline = core.clock.now() + min(timeout_s, MAX_WAIT_S)
+        while True:
+            ended = core.goal_ended
+            found = views.progress(core.state, version, names, core.building.waiting)
+            left_s = deadline - core.clock.now()
+            if found["is_done"] or left_s <= 0:
+                return found
+            try:
+                await core.clock.wait_for(ended.wait(), left_s)
+            except TimeoutError:
+                pass
+
+
+def _read(text: str, name: str) -> Any:
+    # Imported here, in a thread: only requests over HTTP bring text.
+    from daskserve.config_file.reading import read
+
+    return read(text, name)
