@@ -77,7 +77,7 @@ def test_what_is_deployed_already_is_unchanged() -> None:
             "restarts",
             [
                 {"option": "env", "effect": "restarts"},
-                {"option": "max_queued_requests", "effect": "at once", "old": -1, "new": 7},
+                {"option": "max_queued_requests", "effect": "at once", "old": 1000, "new": 7},
                 {"option": "isolation", "effect": "restarts", "old": "thread", "new": "process"},
             ],
         ),

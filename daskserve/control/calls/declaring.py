@@ -11,7 +11,8 @@ from daskserve.control.calls.deciding import DecidingVerbs
 from daskserve.control.core import MAX_WAIT_S
 from daskserve.control.declared import apply as applying
 from daskserve.control.declared import views
-from daskserve.control.declared.plan import plan
+from daskserve.control.declared.plan import completed, planned
+from daskserve.loops.tasks import pause
 
 
 class DeclaringVerbs(DecidingVerbs):
@@ -88,7 +89,11 @@ class DeclaringVerbs(DecidingVerbs):
             [] if merge else applying.to_delete(core.state, [each["name"] for each in config["applications"]]),
         )
         built = await core.building.builders.build(config[applying.APPLICATIONS])
-        return plan(core.state, config, built, merges=merge, unloadable=core.observed.unloadable.keys())
+        apps = {}
+        for name, each in built.items():
+            apps[name] = planned(core.state, name, each, core.observed.unloadable.keys())
+            await pause()  # a thousand take half a second
+        return completed(core.state, config, apps, merges=merge)
 
     @verb
     async def plan_text(self, text: str, name: str, merge: bool = False) -> dict[str, Any]:

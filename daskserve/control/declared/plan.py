@@ -49,8 +49,15 @@ def plan(
     built : dict
         By application: its spec, or why it cannot be built.
     """
-    apps = {name: _application(state, name, each, unloadable) for name, each in built.items()}
-    leaving = [] if merges else to_delete(state, built)
+    apps = {name: planned(state, name, each, unloadable) for name, each in built.items()}
+    return completed(state, config, apps, merges=merges)
+
+
+def completed(
+    state: State, config: Mapping[str, Any], apps: dict[str, dict[str, Any]], *, merges: bool
+) -> dict[str, Any]:
+    """Return the plan of a configuration whose applications are `planned`."""
+    leaving = [] if merges else to_delete(state, apps)
     for name in leaving:
         app = state.apps.get(name)
         deployments = {} if app is None else {each: _change(GOES) for each in app.deployments}
@@ -69,9 +76,10 @@ def _change(action: str, changes: list[dict[str, Any]] | None = None) -> dict[st
     return {"action": action, "changes": changes or []}
 
 
-def _application(
-    state: State, name: str, spec: ApplicationSpec | str, unloadable: Collection[str]
+def planned(
+    state: State, name: str, spec: ApplicationSpec | str, unloadable: Collection[str] = ()
 ) -> dict[str, Any]:
+    """Return what would change of one application, given its spec, or why it cannot be built."""
     if isinstance(spec, str):
         return {"action": FAILED, "message": spec, "deployments": {}}
     app = state.apps.get(name)
