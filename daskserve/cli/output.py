@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import IntEnum
 from typing import IO, Any
@@ -23,7 +23,7 @@ from daskserve.payload.shown_errors import shortened
 #: The name of the parameter that `json_option` adds.
 _AS_JSON = "as_json"
 #: The colours of states.
-_COLOURS = {
+COLOURS: Mapping[str, tuple[str, ...]] = {
     "green": ("HEALTHY", "RUNNING", "DONE"),
     "red": ("UNHEALTHY", "DEPLOY_FAILED", "FAILED"),
     "yellow": (
@@ -31,8 +31,8 @@ _COLOURS = {
         *("STARTING", "STOPPING", "PENDING"),
     ),
 }
-_COLOUR_OF = {state: colour for colour, states in _COLOURS.items() for state in states}
-_STATE = re.compile(rf"(?<![\w-])(?:{'|'.join(sorted(_COLOUR_OF, key=len, reverse=True))})(?![\w-])")
+COLOUR_OF: Mapping[str, str] = {state: colour for colour, states in COLOURS.items() for state in states}
+_STATE = re.compile(rf"(?<![\w-])(?:{'|'.join(sorted(COLOUR_OF, key=len, reverse=True))})(?![\w-])")
 
 
 class ExitCode(IntEnum):
@@ -85,7 +85,7 @@ def print_json(value: Any, *, is_line: bool = False) -> None:
 
 def coloured(text: str) -> str:
     """Return a text whose state words have colours, which `click.echo` drops where they do not belong."""
-    return _STATE.sub(lambda found: click.style(found[0], fg=_COLOUR_OF[found[0]]), text)
+    return _STATE.sub(lambda found: click.style(found[0], fg=COLOUR_OF[found[0]]), text)
 
 
 def is_terminal() -> bool:

@@ -15,7 +15,7 @@ from daskserve.internals.ipython import with_cell_lines
 from daskserve.payload.shown_errors import shortened
 
 #: The states of applications and deployments that do not serve as they should.
-_FAILED = frozenset({"DEPLOY_FAILED", "UNHEALTHY"})
+FAILED_STATES = frozenset({"DEPLOY_FAILED", "UNHEALTHY"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +247,7 @@ class Status(_FromPlain):
     def failed(self) -> tuple[str, ...]:
         """The names of the applications and backends that have failed or are unhealthy."""
         parts: dict[str, BackendStatus | ApplicationStatus] = {**self.backends, **self.applications}
-        return tuple(name for name, each in parts.items() if each.status in _FAILED)
+        return tuple(name for name, each in parts.items() if each.status in FAILED_STATES)
 
     def only(self, application: str) -> Status:
         """Return the status of one application and its parts.
