@@ -81,6 +81,8 @@ setup(
         "daskserve.config_file",
         "daskserve.control",
         "daskserve.control.backend",
+        "daskserve.control.calls",
+        "daskserve.control.declared",
         "daskserve.control.observed",
         "daskserve.control.placement",
         "daskserve.control.proxies",

@@ -177,15 +177,6 @@ class ActorKind(enum.StrEnum):
     BUILDER = "builder"
 
 
-#: Import path of the factory for each kind of actor. The cluster layer may not import the layers above it.
-ACTOR_FACTORIES: Mapping[ActorKind, str] = {
-    ActorKind.CONTROLLER: "daskserve.actors:make_controller",
-    ActorKind.PROXY: "daskserve.actors:ProxyActor",
-    ActorKind.REPLICA: "daskserve.actors:make_replica",
-    ActorKind.BUILDER: "daskserve.client.hosting.builder:Builder",
-}
-
-
 class ReplicaState(enum.StrEnum):
     """States in a replica's life cycle; the names follow the classic controller."""
 

@@ -18,7 +18,7 @@ from daskserve.control.calls.declaring import DeclaringVerbs
 from daskserve.control.changing_verbs import ChangingVerbs
 from daskserve.control.core import MAX_WAIT_S, ControllerCore
 from daskserve.control.declared.views import with_builds
-from daskserve.control.draining_verbs import DrainingVerbs
+from daskserve.control.calls.draining import DrainingVerbs
 from daskserve.control.placement.placement import Demand, place
 from daskserve.control.proxies.take_over import listens
 from daskserve.control.records import checkpoint

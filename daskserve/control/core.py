@@ -84,7 +84,6 @@ class ControllerCore:
         self._reconciler: Reconciler | None = None
         #: Functions that `stop` calls, the last one first.
         self._undoing: list[Callable[[], Awaitable[object]]] = []
-        self._events = 0
 
     # Lifecycle
 
@@ -142,7 +141,7 @@ class ControllerCore:
             adopt=self._adopt,
             has_proxies=self.http.has_proxies and not self._start.opens_with_route,
         )
-        self._acting = Acting(
+        acting = Acting(
             self.cluster,
             self.clock,
             self.state,
@@ -154,11 +153,11 @@ class ControllerCore:
             announce=lambda tags: self._notify(f"backend/{tag}" for tag in tags),
             debug=self.http.debug,
         )
-        self._undoing += [self._acting.stop, self.trial.stop]
+        self._undoing += [acting.stop, self.trial.stop]
         return Reconciler(
             self.state,
             self.observed,
-            self._acting,
+            acting,
             self.clock,
             self.rng,
             commit=self.writer.note,
@@ -247,7 +246,7 @@ class ControllerCore:
     def _on_message(self, message: Any) -> None:
         if message.get("kind") != WORKERS:
             return
-        self._events += 1
+        self.observed.worker_events += 1
         if message.get("is_adaptive"):
             self.observed.is_adaptive = True
         for worker in message["left"]:
@@ -280,9 +279,9 @@ class ControllerCore:
 
     async def _refresh_workers(self) -> None:
         events = -1
-        while events != self._events:
+        while events != self.observed.worker_events:
             # An event that arrived during the call may be newer than the answer, which must not undo it.
-            events = self._events
+            events = self.observed.worker_events
             infos = await self.cluster.workers()
         self.observed.workers = {info.address: self.observed.marked(info) for info in infos}
         in_use = set(self.state.workers_in_use())

@@ -15,7 +15,9 @@ from daskserve.errors import AlreadyRegisteredError, BadRequestError, NotFoundEr
 async def declare(stage: Stage, *applications: Any, merge: bool = False, **message: Any) -> dict[str, Any]:
     """Declare applications, wait until they run or have failed, and return how far each is."""
     options = message.pop("options", {})
-    answer = await stage.call("apply_config", config=instance_config(*applications, **options), merge=merge, **message)
+    answer = await stage.call(
+        "apply_config", config=instance_config(*applications, **options), merge=merge, **message
+    )
     found: dict[str, Any] = {"is_done": False}
     while not found["is_done"]:
         found = await stage.call("wait_for_config", version=answer["version"])
@@ -25,13 +27,13 @@ async def declare(stage: Stage, *applications: Any, merge: bool = False, **messa
 def versions(stage: Stage) -> dict[str, str]:
     """Return the versions that serve, by application."""
     return {
-        tag.rpartition("#")[0].partition("/")[0]: each.message.code.decode() for tag, each in stage.running.items()
+        tag.rpartition("#")[0].partition("/")[0]: each.message.code.decode()
+        for tag, each in stage.running.items()
     }
 
 
 async def until_gone(stage: Stage, *names: str) -> None:
-    while not set(names).isdisjoint((await stage.call("status"))["applications"]):
-        await asyncio.sleep(0.01)
+    await stage.until(lambda: {f"app/{name}" for name in names}.isdisjoint(stage.stored("app")))
 
 
 @staged()
@@ -45,7 +47,9 @@ async def test_what_is_declared_is_built_and_runs(stage: Stage) -> None:
 
 
 @staged()
-async def test_what_the_next_file_does_not_name_goes_and_what_a_program_has_deployed_stays(stage: Stage) -> None:
+async def test_what_the_next_file_does_not_name_goes_and_what_a_program_has_deployed_stays(
+    stage: Stage,
+) -> None:
     await stage.run("own", {"front": ()}, route="/own")
     await declare(stage, config("shop"), config("mail"))
     found = await declare(stage, config("mail", "2"))
@@ -103,7 +107,10 @@ async def test_what_cannot_be_built_says_so_and_the_version_before_keeps_serving
     assert versions(stage) == {"shop": "1"}
     for name in ("shop", "new"):
         status = await stage.app_status(name)
-        assert (status["status"], status["message"]) == ("DEPLOY_FAILED", f"{name} is broken\nTraceback: line 1")
+        assert (status["status"], status["message"]) == (
+            "DEPLOY_FAILED",
+            f"{name} is broken\nTraceback: line 1",
+        )
     await asyncio.sleep(300)
     assert len(stage.script.built) == 2
     stage.script.before = None
@@ -202,7 +209,9 @@ async def test_two_applications_cannot_swap_their_routes_at_once(stage: Stage) -
 
 
 @staged()
-async def test_a_configuration_with_a_route_of_a_program_or_with_a_name_twice_is_refused_whole(stage: Stage) -> None:
+async def test_a_configuration_with_a_route_of_a_program_or_with_a_name_twice_is_refused_whole(
+    stage: Stage,
+) -> None:
     await stage.run("own", {"front": ()}, route="/own")
     with pytest.raises(AlreadyRegisteredError, match="in use by application 'own'"):
         await declare(stage, config("shop"), config("other", route="/own/"))
@@ -225,7 +234,11 @@ async def test_while_it_is_built_the_status_says_so(stage: Stage) -> None:
     await stage.call("apply_config", config=instance_config(config("shop")))
     await asyncio.sleep(1)
     status = await stage.app_status("shop")
-    assert (status["status"], status["message"], status["route_prefix"]) == ("DEPLOYING", "It is being built.", "/shop")
+    assert (status["status"], status["message"], status["route_prefix"]) == (
+        "DEPLOYING",
+        "It is being built.",
+        "/shop",
+    )
     gate.set()
 
 

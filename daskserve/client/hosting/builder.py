@@ -36,7 +36,10 @@ class Builder:
         return {"built": [await self._built(each) for each in self._configs]}
 
     async def _built(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        self._stage = (f"building {config['name']!r} from {config['import_path']!r}", self._context.clock.now())
+        self._stage = (
+            f"building {config['name']!r} from {config['import_path']!r}",
+            self._context.clock.now(),
+        )
         try:
             built = await asyncio.to_thread(_build, config, self._context.spec.instance)
             for each in built.spec.deployments:

@@ -86,7 +86,9 @@ class DeclaringVerbs(DecidingVerbs):
         applying.check_routes(
             core.state,
             config[applying.APPLICATIONS],
-            [] if merge else applying.to_delete(core.state, [each["name"] for each in config["applications"]]),
+            []
+            if merge
+            else applying.to_delete(core.state, [each["name"] for each in config["applications"]]),
         )
         built = await core.building.builders.build(config[applying.APPLICATIONS])
         apps = {}

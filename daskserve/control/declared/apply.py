@@ -103,12 +103,10 @@ def apply(
     applied = Applied(change, record.number, leaving)
     for number, name in enumerate(leaving, goals.next_number(state)):
         applied.tags += state.apps.members(name)
-        deletion = app_verbs.delete(
-            state, name, goal_id=new_goal(), by=origin.by, now=now, number=number
-        )
+        deletion = app_verbs.delete(state, name, goal_id=new_goal(), by=origin.by, now=now, number=number)
         change.update(deletion.change)
     change[record.key] = record
-    for name, each in wanted.items():
+    for each in wanted.values():
         config_record = _declared(state, each, record.number, origin, now)
         change[config_record.key] = config_record
     return applied

@@ -91,9 +91,7 @@ class Builders:
             return await self.build_batch(configs)
         except (RequestTimeoutError, UnavailableError) as error:
             if len(configs) > 1 and not isinstance(error, NoWorkerError):
-                return dict(
-                    [pair for each in configs for pair in (await self._build([each])).items()]
-                )
+                return dict([pair for each in configs for pair in (await self._build([each])).items()])
             if isinstance(error, RequestTimeoutError | ActorLostError):
                 return {configs[0]["name"]: str(error)}
             raise
@@ -130,9 +128,7 @@ class Builders:
                 ) from None
             finally:
                 await self._remove(ActorAddress(name, worker, incarnation))
-        return {
-            config["name"]: _result(each) for config, each in zip(configs, facts["built"], strict=True)
-        }
+        return {config["name"]: _result(each) for config, each in zip(configs, facts["built"], strict=True)}
 
     def _worker(self) -> WorkerAddress:
         """Return the worker that gets the next replica, or any other if none has room."""
@@ -204,7 +200,7 @@ class Building:
         #: Why applications wait, for the status.
         self.waiting: dict[str, str] = {}
         #: Specs that wait for a route that another application of a configuration leaves.
-        self._ready: dict[str, tuple[ConfigRecord, Built]] = {}
+        self._ready: dict[str, tuple[ConfigRecord, ApplicationSpec]] = {}
 
     def wake(self) -> None:
         """Look at once."""
@@ -235,13 +231,16 @@ class Building:
     def _begin(self) -> None:
         """Begin to build what has no result."""
         now, configs = self._clock.now(), self._state.declared.configs
+        unsettled = {each.name for each in configs.values() if not each.is_settled}
         for known in (self._losses, self._not_before, self.waiting):
-            for name in known.keys() - {each.name for each in configs.values() if not each.is_settled}:
-                del known[name]  # type: ignore[attr-defined]
+            for name in known.keys() - unsettled:
+                known.pop(name)
         due = [
             each
             for each in configs.values()
-            if not each.is_settled and each.name not in self._busy and self._not_before.get(each.name, 0) <= now
+            if not each.is_settled
+            and each.name not in self._busy
+            and self._not_before.get(each.name, 0) <= now
         ]
         # One at a time: one that ends its worker must not end the builds of the others.
         is_busy = not self._busy.isdisjoint(self._losses.keys() - self._ready.keys())
@@ -259,7 +258,9 @@ class Building:
             except (UnavailableError, RequestTimeoutError) as error:
                 built = self._failed(records, error)
             if built:
-                await self._settle({each.name: (each, built[each.name]) for each in records if each.name in built})
+                await self._settle(
+                    {each.name: (each, built[each.name]) for each in records if each.name in built}
+                )
         except StaleEpochError:
             pass  # the loop ends, too
         except (ServeError, OSError) as error:
@@ -292,7 +293,8 @@ class Building:
 
     async def _settle(self, built: Mapping[str, tuple[ConfigRecord, Built]]) -> None:
         """Deploy what was built, and record why the rest was not."""
-        waiting = {name: spec for name, (_, spec) in (self._ready | dict(built)).items() if not isinstance(spec, str)}
+        waiting = {name: spec for name, (_, spec) in self._ready.items()}
+        waiting |= {name: spec for name, (_, spec) in built.items() if not isinstance(spec, str)}
         try:
             async with self._writer:
                 if self._writer.is_detached:

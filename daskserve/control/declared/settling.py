@@ -76,7 +76,8 @@ def settled(
     except ServeError as error:
         if len(built) > 1:
             raise
-        found.change.update(_failed(state, *configs.values(), str(error)))
+        for record in configs.values():
+            found.change.update(_failed(state, record, str(error)))
     else:
         found.change.update(deployed.change)
         found.tags = deployed.tags

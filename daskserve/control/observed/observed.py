@@ -182,6 +182,8 @@ class Observed:
     unready: frozenset[BackendTag] = frozenset()
     #: Whether the cluster removes empty workers, as under ``cluster.adapt()``.
     is_adaptive: bool = False
+    #: How many messages about workers have arrived.
+    worker_events: int = 0
     #: The load that routers and replicas have reported.
     loads: Loads = field(default_factory=Loads)
     #: The last decisions of the autoscalers.
