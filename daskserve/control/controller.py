@@ -14,11 +14,11 @@ from typing import Any
 from daskserve.cluster.protocols.base import ActorContext, verb, verbs_of
 from daskserve.common.formatting import shown
 from daskserve.common.types import GoalId
+from daskserve.control.calls.changing import ChangingVerbs
 from daskserve.control.calls.declaring import DeclaringVerbs
-from daskserve.control.changing_verbs import ChangingVerbs
+from daskserve.control.calls.draining import DrainingVerbs
 from daskserve.control.core import MAX_WAIT_S, ControllerCore
 from daskserve.control.declared.views import with_builds
-from daskserve.control.calls.draining import DrainingVerbs
 from daskserve.control.placement.placement import Demand, place
 from daskserve.control.proxies.take_over import listens
 from daskserve.control.records import checkpoint

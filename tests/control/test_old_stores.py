@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import gzip
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from daskserve.cluster.actors.factories import load_factories
 from daskserve.client.client import AsyncClient
 from daskserve.client.instance.connection import InstanceConnection
+from daskserve.cluster.actors.factories import load_factories
 from daskserve.cluster.local.cluster import LocalCluster
 from daskserve.cluster.scheduler.holding import HeldStore
 from daskserve.cluster.store.opening import open_store
