@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from daskserve.common.types import DEFAULT_APPLICATION, split_import_path
@@ -21,9 +21,9 @@ from daskserve.options.http import HTTPOptions
 from daskserve.options.route_variables import check_part_name, check_route, shape_of
 
 #: Options of a deployment that are not in its `BackendConfig`.
-ACTOR_NAMES = ("actor_options", "ray_actor_options")
-ENV_NAMES = ("env", "runtime_env")
-OTHER_NAMES = (*ACTOR_NAMES, *ENV_NAMES, "version", "deployment_actors")
+ACTOR_NAMES: Sequence[str] = ("actor_options", "ray_actor_options")
+ENV_NAMES: Sequence[str] = ("env", "runtime_env")
+OTHER_NAMES: Sequence[str] = (*ACTOR_NAMES, *ENV_NAMES, "version", "deployment_actors")
 INTERNAL = frozenset({"internal_metadata", "references"})
 #: What the folders of an environment may be, beside an absolute path with local://.
 LOCAL = "local://"
@@ -35,7 +35,7 @@ def known_names(model: type[Options]) -> list[str]:
 
 
 #: The names that an override may have.
-DEPLOYMENT_NAMES = ["name", *known_names(BackendConfig), *OTHER_NAMES]
+DEPLOYMENT_NAMES: Sequence[str] = ("name", *known_names(BackendConfig), *OTHER_NAMES)
 
 
 class Checks:
@@ -304,7 +304,12 @@ class Checks:
         return False
 
     def _known(
-        self, values: Mapping[str, Any], path: Path, known: list[str], theirs: Mapping[str, RayKey], what: Any
+        self,
+        values: Mapping[str, Any],
+        path: Path,
+        known: Sequence[str],
+        theirs: Mapping[str, RayKey],
+        what: Any,
     ) -> dict[str, Any]:
         """Return the values whose keys are known; note the others."""
         found = {}

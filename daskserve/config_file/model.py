@@ -9,7 +9,7 @@ application is built.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 from pydantic import AliasChoices, ConfigDict, Field
 
@@ -17,7 +17,7 @@ from daskserve.common.types import DEFAULT_APPLICATION
 from daskserve.options.base import Options
 
 #: Says where each reference stands: the way to it, with slashes, and ``serve.yaml:12:7``.
-Places = dict[str, str]
+Places: TypeAlias = dict[str, str]
 
 
 class DeploymentOverride(Options):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -47,7 +47,7 @@ def faults_of(model: type[Options], values: Mapping[str, Any]) -> list[tuple[Pat
             return found
 
 
-def nearest(name: str, known: list[str]) -> str:
+def nearest(name: str, known: Sequence[str]) -> str:
     """Return a question that names the most similar one of the known names; empty if none is."""
     similar = difflib.get_close_matches(name, known, 1)
     return f"; did you mean {similar[0]!r}?" if similar else ""

@@ -70,7 +70,7 @@ def resolved(config: ConfigT, variables: Mapping[str, str]) -> ConfigT:
     def value_of(path: Path, text: str) -> Any:
         def replacement(found: re.Match[str]) -> str:
             if found[1]:
-                return ""  # the first of two dollar signs
+                return "$"
             name, default = found[2], found[3]
             value = variables.get(name) or default
             if value is None and name in variables:

@@ -14,8 +14,6 @@ import yaml
 
 from daskserve.config_file.places import MAX_DEPTH, MAX_VALUES, Document, Faults, Path, Place
 
-#: Written in C where libyaml is installed, which is several times as fast.
-_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _TAG = "tag:yaml.org,2002:"
 _MERGE = f"{_TAG}merge"
 _SCALARS: Mapping[str, Callable[[Any, Any], Any]] = {
@@ -32,8 +30,10 @@ _SCALARS: Mapping[str, Callable[[Any, Any], Any]] = {
 def parse_yaml(text: str, faults: Faults) -> Document:
     """Return the documents of a text; note its faults."""
     building = _Building(faults)
+    # Written in C where libyaml is installed, which is several times as fast.
+    loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
-        nodes = list(yaml.compose_all(text, Loader=_LOADER))
+        nodes = list(yaml.compose_all(text, Loader=loader))
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         around = f" {error.context}" if error.context else ""

@@ -142,7 +142,7 @@ def test_a_missing_variable_is_named_with_its_place(monkeypatch: pytest.MonkeyPa
     with pytest.raises(ConfigFileError) as caught:
         build_configured(application(text))
     lines = str(caught.value).splitlines()
-    assert [each.partition(": ")[0] for each in lines] == ["serve.yaml:3:30", "serve.yaml:6:19"]
+    assert [each.partition(": ")[0] for each in lines] == ["serve.yaml:3:31", "serve.yaml:6:19"]
     assert "there is no environment variable 'NOWHERE'" in lines[0]
 
 
