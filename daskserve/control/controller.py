@@ -19,7 +19,6 @@ from daskserve.control.calls.declaring import DeclaringVerbs
 from daskserve.control.calls.draining import DrainingVerbs
 from daskserve.control.core import MAX_WAIT_S, ControllerCore
 from daskserve.control.declared.views import with_builds
-from daskserve.control.placement.placement import Demand, place
 from daskserve.control.proxies.take_over import listens
 from daskserve.control.records import checkpoint
 from daskserve.control.records.records import GoalRecord, GoalState
@@ -29,7 +28,6 @@ from daskserve.control.views import explanation as explaining
 from daskserve.control.views import views
 from daskserve.control.views.deployments import stored_application, stored_deployments
 from daskserve.errors import DeployError, NotFoundError, RequestTimeoutError
-from daskserve.options.actor import ActorOptions
 from daskserve.options.start_messages import dump_http
 from daskserve.payload.packed_errors import load_error
 from daskserve.telemetry.table import MetricSample
@@ -134,10 +132,7 @@ class ReadingVerbs:
     @verb
     async def next_worker(self) -> str | None:
         """Return the worker that gets the next replica without special needs; None if none has room."""
-        demand = Demand("", (ActorOptions().demand(),))
-        workers = self._core.observed.cleared_workers()
-        found = place(self._core.state, workers, demand, self._core.loop.workers_to_avoid())
-        return None if found is None else found[0]
+        return self._core.loop.next_worker()
 
     @verb
     async def http_urls(self) -> list[str]:

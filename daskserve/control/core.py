@@ -170,9 +170,7 @@ class ControllerCore:
 
     def _make_building(self, reconciler: Reconciler) -> Building:
         """Create the loop that builds what configurations declare."""
-        builders = Builders(
-            self.cluster, self.state, self.observed, epoch=self.epoch, avoid=reconciler.workers_to_avoid
-        )
+        builders = Builders(self.cluster, self.observed, epoch=self.epoch, next_worker=reconciler.next_worker)
         return Building(
             builders,
             self.state,

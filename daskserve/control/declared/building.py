@@ -21,7 +21,6 @@ from daskserve.common.formatting import shown
 from daskserve.common.types import ActorAddress, ActorKind, GoalId, WorkerAddress
 from daskserve.control.declared.settling import Built, settled, waits_for_route
 from daskserve.control.observed.observed import Observed
-from daskserve.control.placement.placement import Demand, place
 from daskserve.control.records.declared import ConfigRecord
 from daskserve.control.records.state import State
 from daskserve.control.records.writer import Writer
@@ -33,7 +32,6 @@ from daskserve.errors import (
     UnavailableError,
 )
 from daskserve.loops.tasks import TaskSet
-from daskserve.options.actor import ActorOptions
 from daskserve.options.specs import ApplicationSpec
 from daskserve.options.start_messages import BuilderStart
 
@@ -59,16 +57,14 @@ class Builders:
     def __init__(
         self,
         cluster: Cluster,
-        state: State,
         observed: Observed,
         *,
         epoch: int,
-        avoid: Callable[[], Collection[WorkerAddress]],
+        next_worker: Callable[[], WorkerAddress | None],
     ) -> None:
         self._cluster = cluster
-        self._state = state
         self._observed = observed
-        self._avoid = avoid
+        self._next_worker = next_worker
         self._incarnations = itertools.count((epoch << EPOCH_BITS) + 1)
         self._room = asyncio.Semaphore(MAX_BUILDS)
 
@@ -132,15 +128,13 @@ class Builders:
 
     def _worker(self) -> WorkerAddress:
         """Return the worker that gets the next replica, or any other if none has room."""
-        workers = self._observed.cleared_workers()
-        avoid = self._avoid()
-        found = place(self._state, workers, Demand("", (ActorOptions().demand(),)), avoid)
+        found = self._next_worker()
         if found is not None:
-            return found[0]
-        others = sorted(each.address for each in workers if each.is_available)
+            return found
+        others = sorted(each.address for each in self._observed.cleared_workers() if each.is_available)
         if not others:
             raise NoWorkerError("There is no worker that could build the application.")
-        return next((each for each in others if each not in avoid), others[0])
+        return others[0]
 
     async def _remove(self, address: ActorAddress) -> None:
         try:
