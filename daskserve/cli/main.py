@@ -12,10 +12,16 @@ from daskserve.common import settings
 
 #: The location and the help text of each command or group: ``name -> ("module:command", "help")``.
 COMMANDS: Mapping[str, tuple[str, str]] = {
+    "config": ("daskserve.cli.deploy:config", "Show what is declared, as a file."),
+    "delete": ("daskserve.cli.operate:delete", "Delete an application."),
+    "deploy": ("daskserve.cli.deploy:deploy", "Deploy a configuration file or an application."),
+    "diff": ("daskserve.cli.deploy:diff", "Show what a configuration file would change."),
     "docs": ("daskserve.cli.docs:docs", "Show the section of the documentation about a keyword."),
     "metrics": ("daskserve.cli.metrics:metrics", "Set up Prometheus and Grafana for daskserve."),
+    "restart": ("daskserve.cli.operate:restart", "Restart the replicas of an application."),
     "rewrite-store": ("daskserve.cli.status:rewrite_store", "Rewrite the records of an instance."),
     "run": ("daskserve.cli.run:run", "Serve an application until Ctrl-C."),
+    "scale": ("daskserve.cli.operate:scale", "Set the number of replicas of a deployment."),
     "shutdown": ("daskserve.cli.status:shutdown", "End the instance on a cluster."),
     "simulate": ("daskserve.cli.simulate:simulate", "Try autoscaling policies on a recorded load."),
     "store": ("daskserve.cli.store:store", "Back up, restore, check and list stores."),
@@ -26,9 +32,6 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
 #: The commands of Ray Serve that there are not, with what to use instead.
 ABSENT: Mapping[str, str] = {
     "build": "there are no configuration files; `daskserve run module:app` and Python programs deploy",
-    "config": "there are no configuration files; `daskserve status` shows what runs",
-    "deploy": "use `daskserve run module:app --non-blocking --address tcp://scheduler:8786`, which deploys "
-    "an application, or a new version of it, and returns",
     "start": "`daskserve run` starts an instance, and so does serve.start(detached=True) in Python",
 }
 

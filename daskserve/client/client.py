@@ -18,6 +18,7 @@ from daskserve.client.instance.connection import InstanceConnection
 from daskserve.client.verbs.applications import ApplicationVerbs
 from daskserve.client.verbs.backends import BackendVerbs
 from daskserve.client.verbs.blocking import method
+from daskserve.client.verbs.declared import DeclaringVerbs
 from daskserve.client.verbs.deployments import DeploymentVerbs
 from daskserve.client.verbs.endpoints import EndpointVerbs
 from daskserve.client.views.explanation import Explanation
@@ -64,7 +65,7 @@ class InstanceClient:
         return self._connection.cluster_connection.scheduler_address
 
 
-class ClientVerbs(BackendVerbs, EndpointVerbs, DeploymentVerbs, ApplicationVerbs):
+class ClientVerbs(BackendVerbs, EndpointVerbs, DeploymentVerbs, ApplicationVerbs, DeclaringVerbs):
     """The verbs of both kinds of client."""
 
     async def wait_for_goal(self, goal_id: GoalId, timeout_s: float | None = None) -> bool:
@@ -326,6 +327,13 @@ class Client(InstanceClient):
     get_app_handle = method(ClientVerbs.get_app_handle)
     get_deployment_handle = method(ClientVerbs.get_deployment_handle)
     delete_application = method(ClientVerbs.delete_application)
+
+    deploy_config = method(ClientVerbs.deploy_config)
+    plan_config = method(ClientVerbs.plan_config)
+    get_config = method(ClientVerbs.get_config)
+    wait_for_config = method(ClientVerbs.wait_for_config)
+    restart = method(ClientVerbs.restart)
+    scale_deployment = method(ClientVerbs.scale_deployment)
 
     wait_for_goal = method(ClientVerbs.wait_for_goal)
     scale = method(ClientVerbs.scale)

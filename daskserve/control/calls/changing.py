@@ -76,11 +76,11 @@ class ChangingVerbs(DecidingVerbs):
             return await self._commit_outcome(outcome, tag)
 
     @verb
-    async def scale(self, name: str, number: int, application: str = "") -> int:
-        """Record the number that an external scaler requests; replicas start or stop afterwards."""
+    async def scale(self, name: str, number: int, application: str = "", by: str = "") -> int:
+        """Record the number that an external scaler or an operator requests; replicas follow it."""
         async with self._deciding():
             change = scale_verb.scale(
-                self._core.state, name, number, self._core.clock.wall(), application=application
+                self._core.state, name, number, self._core.clock.wall(), application=application, by=by
             )
             await self._core.writer.commit(change)
         self._core.loop.poke([each.tag for each in change.values() if isinstance(each, BackendRecord)])

@@ -7,11 +7,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from daskserve.cluster.protocols.base import verb
+from daskserve.common import settings
 from daskserve.control.calls.deciding import DecidingVerbs
 from daskserve.control.core import MAX_WAIT_S
 from daskserve.control.declared import apply as applying
 from daskserve.control.declared import views
 from daskserve.control.declared.plan import completed, planned
+from daskserve.control.verbs import restart as restart_verb
+from daskserve.control.verbs.goals import ChangeLimits
 from daskserve.loops.tasks import pause
 
 
@@ -102,6 +105,31 @@ class DeclaringVerbs(DecidingVerbs):
         """Return what the configuration in the text of a file would change."""
         found = await asyncio.to_thread(_read, text, name)
         return {**await self.plan_config(found.config.to_plain(), merge=merge), "warnings": found.warnings}
+
+    @verb
+    async def restart(
+        self,
+        application: str,
+        deployment: str | None = None,
+        by: str = "",
+        request_id: str = "",
+    ) -> dict[str, Any]:
+        """Replace the replicas of an application, or of one deployment, by ones of the same code."""
+        request_id = request_id or self._goal_id()
+        async with self._deciding([request_id]):
+            outcome = restart_verb.restart(
+                self._core.state,
+                application,
+                deployment,
+                goal_id=self._goal_id(),
+                request_id=request_id,
+                limits=ChangeLimits(None, settings.timeouts().change_s),
+                now=self._core.clock.wall(),
+                by=by,
+            )
+            await self._core.writer.commit(outcome.change)
+        self._core.loop.poke(self._core.state.apps.members(application))
+        return {"goal": outcome.goal}
 
     @verb
     async def get_config(self, name: str | None = None) -> dict[str, Any]:
