@@ -14,9 +14,9 @@ from typing import Any
 from daskserve.cluster.protocols.base import ActorContext, verb, verbs_of
 from daskserve.common.formatting import shown
 from daskserve.common.types import GoalId
+from daskserve.control.calls.changing import ChangingVerbs
 from daskserve.control.calls.draining import DrainingVerbs
 from daskserve.control.calls.history import HistoryVerbs
-from daskserve.control.changing_verbs import ChangingVerbs
 from daskserve.control.core import MAX_WAIT_S, ControllerCore
 from daskserve.control.placement.placement import Demand, place
 from daskserve.control.proxies.take_over import listens

@@ -5,8 +5,8 @@ from __future__ import annotations
 import bisect
 import enum
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar
 
 from daskserve.common.types import BackendTag, ReplicaTag
 
@@ -46,7 +46,8 @@ PROBLEMS = frozenset(
 )
 
 
-class Event(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Event:
     """One event.
 
     Attributes
@@ -103,7 +104,7 @@ class EventsRecord:
     def to_plain(self, index: int) -> dict[str, Any]:
         """Return one event as plain values."""
         found = {"number": self.number + index, "at": self.at}
-        return found | Event(*self.entries[index])._asdict()
+        return found | asdict(Event(*self.entries[index]))
 
 
 class EventLog:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from daskserve.control.records.records import BackendRecord
 from daskserve.control.records.versions import unmarked
@@ -19,7 +20,8 @@ MAX_VALUE = 120
 _SECRET = re.compile(r"passw|secret|token|credential|api_?key", re.IGNORECASE)
 
 
-class Difference(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Difference:
     """One difference.
 
     Attributes

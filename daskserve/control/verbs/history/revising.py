@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import msgpack
@@ -218,7 +218,7 @@ class _Revising:
         rest = len(found) - MAX_CHANGES
         if rest > 0:
             found[MAX_CHANGES:] = [Difference("", f"{rest} more changes")]
-        return [each._asdict() for each in found]
+        return [asdict(each) for each in found]
 
     def end(self, goal: GoalRecord) -> None:
         name = self.application_of(goal)

@@ -7,7 +7,7 @@ record has one function here. What no record has, such as why a replica died, co
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
 from daskserve.common.formatting import capitalized
@@ -85,7 +85,7 @@ def noted(state: State, events: list[Event], *, wall: float, number: int) -> Cha
     """Return the row of some events, and which old rows go."""
     if not events:
         return {}
-    shortened = [list(each._replace(message=_shortened(each.message))) for each in events]
+    shortened = [list(astuple(replace(each, message=_shortened(each.message)))) for each in events]
     row = EventsRecord(max(number, state.events.last + 1), wall, shortened)
     change: Change = {row.key: row}
     left = state.events.count + len(events)
