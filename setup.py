@@ -89,6 +89,7 @@ setup(
         "daskserve.control.records",
         "daskserve.control.scaling",
         "daskserve.control.verbs",
+        "daskserve.control.verbs.history",
         "daskserve.control.views",
         "daskserve.dashboards",
         "daskserve.data",

@@ -76,9 +76,7 @@ def target_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-def declaration(
-    target: str, arguments: tuple[str, ...], application: str, route_prefix: str
-) -> Declaration:
+def declaration(target: str, arguments: tuple[str, ...], application: str, route_prefix: str) -> Declaration:
     """Return what a target declares: a configuration file, ``-`` for standard input, or an import path."""
     if target == "-" or is_config_file(target):
         if arguments:
@@ -135,12 +133,14 @@ def deploy(
     """
     with errors_as_messages():
         wanted = declaration(target, arguments, application, route_prefix)
-        merge = merge or wanted.source == target and not is_config_file(target)
+        merge = merge or (wanted.source == target and not is_config_file(target))
         _warn(wanted.warnings)
         with _instance_for(wanted.config, address, name, may_start=not dry_run) as client:
             plan = Plan(0, {}) if client is None else client.plan_config(wanted.config, merge=merge)
             if client is None:
-                raise NotRunningError("No instance runs there, so all would be new. Deploy without --dry-run.")
+                raise NotRunningError(
+                    "No instance runs there, so all would be new. Deploy without --dry-run."
+                )
             _show(plan, as_json=as_json and (dry_run or bool(plan.failed)))
             if plan.failed:
                 raise _not_built(plan, "Nothing was changed.")
@@ -196,7 +196,7 @@ def diff(
     """
     with errors_as_messages():
         wanted = declaration(target, arguments, application, route_prefix)
-        merge = merge or wanted.source == target and not is_config_file(target)
+        merge = merge or (wanted.source == target and not is_config_file(target))
         _warn(wanted.warnings)
         with connected(address, name) as client:
             plan = client.plan_config(wanted.config, merge=merge)

@@ -17,6 +17,7 @@ from daskserve.common.types import GoalId
 from daskserve.control.calls.changing import ChangingVerbs
 from daskserve.control.calls.declaring import DeclaringVerbs
 from daskserve.control.calls.draining import DrainingVerbs
+from daskserve.control.calls.history import HistoryVerbs
 from daskserve.control.core import MAX_WAIT_S, ControllerCore
 from daskserve.control.declared.views import with_builds
 from daskserve.control.proxies.take_over import listens
@@ -41,7 +42,7 @@ class Controller:
 
     def __init__(self, context: ActorContext) -> None:
         self._core = ControllerCore(context)
-        kinds = (ChangingVerbs, ReadingVerbs, DeclaringVerbs, DrainingVerbs)
+        kinds = (ChangingVerbs, ReadingVerbs, DeclaringVerbs, HistoryVerbs, DrainingVerbs)
         self.verbs = verbs_of(*(kind(self._core) for kind in kinds))
 
     async def start(self) -> dict[str, Any]:

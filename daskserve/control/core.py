@@ -13,6 +13,7 @@ import socket
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from daskserve.cluster.long_poll import WORKERS, LongPollHost
@@ -44,9 +45,11 @@ from daskserve.control.records.writer import Writer
 from daskserve.control.scaling.scaler import Scaler
 from daskserve.control.verbs import endpoints as endpoint_state
 from daskserve.control.verbs import goals
+from daskserve.control.verbs.history.recording import HistoryRecorder
 from daskserve.control.views import views
 from daskserve.control.views.readiness import unready
 from daskserve.errors import InstanceError, ServeError, StaleEpochError
+from daskserve.loops.tasks import TaskSet
 from daskserve.options.http import HTTPOptions
 from daskserve.options.start_messages import ControllerStart, ProxyStart
 from daskserve.payload.importing import call_imported
@@ -124,13 +127,25 @@ class ControllerCore:
             asyncio.create_task(self.scaler.run(), name="daskserve-scale"),
             asyncio.create_task(self.building.run(), name="daskserve-build"),
         ]
+        noting = TaskSet(logger)
+        noting.spawn(self._note_start(), "note-start")
+        self._undoing.append(partial(noting.close, timeout_s=2))
         self.trial.begin()
         reconciler.metrics.started_at = self.clock.wall()
         return {"epoch": self.epoch}
 
+    async def _note_start(self) -> None:
+        """Write that this controller has started."""
+        try:
+            async with self.writer:
+                await self.writer.note(self.history.of_start(self.worker))
+        except (ServeError, OSError) as error:
+            logger.warning("The start of the controller is not in the events: %s", error)
+
     def _make_parts(self) -> Reconciler:
         """Create the writer, the loop and its parts for the loaded state; return the loop."""
-        self.writer = Writer(self.cluster.store, self.epoch, self.state, self._apply)
+        self.history = HistoryRecorder(self.state, self.clock, self.epoch, self._start.history_bytes)
+        self.writer = Writer(self.cluster.store, self.epoch, self.state, self._apply, self.history.accompany)
         self.trial = StoreTrial(
             self.cluster.store,
             self.epoch,
@@ -347,6 +362,8 @@ class ControllerCore:
         self._notify(keys | {UNREADY})
         if any(key.startswith("backend/") for key in change):
             self.scaler.wake()
+        if any(key.startswith("event/") for key in change):
+            self.history.note_added()
         if any(key.startswith(("goal/", "config/")) for key in change):
             self.building.wake()
             ended, self.goal_ended = self.goal_ended, asyncio.Event()

@@ -37,7 +37,11 @@ class Plan:
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Self:
         """Return the plan that the controller has sent."""
-        known = {name: values[name] for name in ("version", "applications", "options", "warnings") if name in values}
+        known = {
+            name: values[name]
+            for name in ("version", "applications", "options", "warnings")
+            if name in values
+        }
         return cls(**known)
 
     @property
