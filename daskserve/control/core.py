@@ -10,7 +10,6 @@ import asyncio
 import logging
 import random
 import socket
-from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -30,7 +29,7 @@ from daskserve.common.types import (
     short_tag,
 )
 from daskserve.control.acting import Acting
-from daskserve.control.declared.building import Builders, Building
+from daskserve.control.declared.building import building_for
 from daskserve.control.observed.observed import Observed
 from daskserve.control.observed.watch import WorkerWatch
 from daskserve.control.proxies.step import ProxyRules, is_ready
@@ -61,9 +60,6 @@ logger = logging.getLogger("daskserve.controller")
 MAX_WAIT_S = 30.0
 #: Interval at which the full list of workers is fetched, in case an event was lost.
 REFRESH_S = 30.0
-#: Number of calls that were taken back before they arrived which are remembered; each matters for
-#: milliseconds.
-MAX_WITHDRAWN = 100
 
 
 class ControllerCore:
@@ -81,8 +77,6 @@ class ControllerCore:
         self.state = State()
         self.observed = Observed(system_workers=tuple(self.http.system_workers))
         self.goal_ended = asyncio.Event()
-        #: The calls that were taken back, perhaps before they arrived.
-        self.withdrawn: deque[str] = deque(maxlen=MAX_WITHDRAWN)
         self._tasks: list[asyncio.Task[None]] = []
         self._reconciler: Reconciler | None = None
         #: Functions that `stop` calls, the last one first.
@@ -98,7 +92,17 @@ class ControllerCore:
         self.state, self.corrupt = checkpoint.restore(records)
         self.observed.inherited = goals.pending(self.state)
         reconciler = self._reconciler = self._make_parts()
-        self.building = self._make_building(reconciler)
+        self.building = building_for(
+            self.cluster,
+            self.clock,
+            self.rng,
+            self.state,
+            self.observed,
+            self.writer,
+            epoch=self.epoch,
+            next_worker=reconciler.next_worker,
+            poke=reconciler.poke,
+        )
         self._undoing.append(self.building.stop)
         self.scaler = Scaler(self.state, self.observed, self.clock, poke=reconciler.poke)
         self._undoing.append(await self.cluster.subscribe(self._on_message))
@@ -181,19 +185,6 @@ class ControllerCore:
             rules=ProxyRules.of(self.http, avoid=self.worker, start_id=self._start.start_id),
             listen_rules=ListenRules(self.http.take_over, self._start.opens_with_route),
             epoch=self.epoch,
-        )
-
-    def _make_building(self, reconciler: Reconciler) -> Building:
-        """Create the loop that builds what configurations declare."""
-        builders = Builders(self.cluster, self.observed, epoch=self.epoch, next_worker=reconciler.next_worker)
-        return Building(
-            builders,
-            self.state,
-            self.observed,
-            self.clock,
-            self.writer,
-            new_goal=lambda: f"{self.rng.getrandbits(128):032x}",
-            poke=reconciler.poke,
         )
 
     def samples(self) -> list[MetricSample]:

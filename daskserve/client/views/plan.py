@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
 #: The sign before what happens to an application or a deployment.
@@ -37,12 +37,7 @@ class Plan:
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Self:
         """Return the plan that the controller has sent."""
-        known = {
-            name: values[name]
-            for name in ("version", "applications", "options", "warnings")
-            if name in values
-        }
-        return cls(**known)
+        return cls(**{each.name: values[each.name] for each in fields(cls) if each.name in values})
 
     @property
     def has_changes(self) -> bool:

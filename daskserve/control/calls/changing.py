@@ -195,7 +195,7 @@ class ChangingVerbs(DecidingVerbs):
 
         Calls that have not arrived yet, because they travel on another connection, are refused later.
         """
-        self._core.withdrawn.extend(requests)
+        self._core.observed.withdrawn.extend(requests)
         async with self._deciding():
             change = goals.withdrawn(self._core.state, requests, by, self._core.clock.wall())
             await self._core.writer.commit(change)

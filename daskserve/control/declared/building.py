@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -329,3 +330,28 @@ class Building:
         ready = [name for name, spec in specs.items() if waits_for_route(self._state, spec, specs) is None]
         if ready:
             await self._settle({name: self._ready[name] for name in ready})
+
+
+def building_for(
+    cluster: Cluster,
+    clock: Clock,
+    rng: random.Random,
+    state: State,
+    observed: Observed,
+    writer: Writer,
+    *,
+    epoch: int,
+    next_worker: Callable[[], WorkerAddress | None],
+    poke: Callable[[Collection[str]], None],
+) -> Building:
+    """Return the loop of a controller."""
+    builders = Builders(cluster, observed, epoch=epoch, next_worker=next_worker)
+    return Building(
+        builders,
+        state,
+        observed,
+        clock,
+        writer,
+        new_goal=lambda: f"{rng.getrandbits(128):032x}",
+        poke=poke,
+    )

@@ -5,6 +5,7 @@ Observations are not stored: a new controller queries the cluster again.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -28,6 +29,9 @@ from daskserve.options.autoscaling import AutoscalingConfig
 KEPT_SAMPLES = 10
 #: Number of dead replicas that are kept for each backend, for the status.
 KEPT_DEAD = 10
+#: Number of calls that were taken back before they arrived which are remembered; each matters for
+#: milliseconds.
+MAX_WITHDRAWN = 100
 
 
 @dataclass(slots=True)
@@ -149,6 +153,8 @@ class Observed:
     workers: dict[WorkerAddress, WorkerInfo] = field(default_factory=dict)
     #: Number of messages about workers that have arrived.
     worker_events: int = 0
+    #: The calls that were taken back, perhaps before they arrived.
+    withdrawn: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_WITHDRAWN))
     #: The option of this name.
     system_workers: tuple[str, ...] = ()
     #: Whether there was a worker for the controller and the proxies when that was last noted in the log.
@@ -184,8 +190,6 @@ class Observed:
     unready: frozenset[BackendTag] = frozenset()
     #: Whether the cluster removes empty workers, as under ``cluster.adapt()``.
     is_adaptive: bool = False
-    #: How many messages about workers have arrived.
-    worker_events: int = 0
     #: The load that routers and replicas have reported.
     loads: Loads = field(default_factory=Loads)
     #: The last decisions of the autoscalers.

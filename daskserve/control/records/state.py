@@ -51,8 +51,6 @@ class State:
         self.declared = Declared()
         self.revisions = Revisions()
         self.events = EventLog()
-        #: Size of all code, with that of parcels.
-        self.code_bytes = 0
         self._replicas_of: dict[BackendTag, dict[ReplicaTag, None]] = {}
         self._replicas_on: dict[WorkerAddress, dict[ReplicaTag, None]] = {}
         #: The number of bundles, which may be more than the replicas: of all backends, and of each.
@@ -162,7 +160,7 @@ class State:
         elif isinstance(record, CodeRecord):
             self.codes[record.name] = record
             self._codes_of.setdefault(record.backend, {})[record.name] = None
-            self.code_bytes += record.size_bytes
+            self.revisions.code_bytes += record.size_bytes
         elif isinstance(record, AppRecord):
             self.apps.keep(record)
         elif isinstance(record, ConfigRecord | DeclarationRecord):
@@ -195,7 +193,7 @@ class State:
             code = self.codes.pop(name, None)
             if code is not None:
                 self._drop(self._codes_of, code.backend, name)
-                self.code_bytes -= code.size_bytes
+                self.revisions.code_bytes -= code.size_bytes
         elif kind == "app":
             self.apps.forget(name)
         elif kind == "goal":
