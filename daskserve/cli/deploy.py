@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ from daskserve.client.client import Client
 from daskserve.client.functions.http_differences import differences
 from daskserve.client.functions.instances import start
 from daskserve.client.views.plan import Plan
+from daskserve.common import settings
 from daskserve.common.types import DEFAULT_APPLICATION
 from daskserve.config_file.model import ApplicationConfig, InstanceConfig
 from daskserve.config_file.reading import is_config_file, read
@@ -35,7 +35,7 @@ from daskserve.errors import NotRunningError
 from daskserve.loops.blocking import finish
 
 #: The colours of signs at the beginning of a line of a plan.
-_COLOURS = {"+": "green", "-": "red", "!": "red", "~": "yellow"}
+_COLOURS: Mapping[str, str] = {"+": "green", "-": "red", "!": "red", "~": "yellow"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +248,7 @@ def _instance_for(
         detached=True,
         address=known(address),
         http_options=_http(config),
-        proxy_location=resolved(config, os.environ).proxy_location,
+        proxy_location=resolved(config, settings.process_variables()).proxy_location,
     )
     try:
         click.echo(f"Started instance {client.instance_name!r}: {', '.join(client.http_urls())}", err=True)
@@ -258,7 +258,7 @@ def _instance_for(
 
 
 def _http(config: InstanceConfig) -> dict[str, Any]:
-    return dict(resolved(config, os.environ).http_options)
+    return dict(resolved(config, settings.process_variables()).http_options)
 
 
 def _warn_of_http(client: Client, config: InstanceConfig) -> None:

@@ -15,6 +15,7 @@ import sys
 import sysconfig
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -74,13 +75,17 @@ def _digest(module: ModuleType) -> str:
     """Return the digest of a module's file, as it was when this was asked first."""
     found: str | None = module.__dict__.get(_DIGEST)
     if found is None:
-        try:
-            with open(str(module.__file__), "rb") as file:
-                found = hashlib.sha256(file.read()).hexdigest()[:16]
-        except OSError:  # it is in a ZIP file, or gone
-            found = ""
+        found = _digest_of_file(module)
         setattr(module, _DIGEST, found)
     return found
+
+
+def _digest_of_file(module: ModuleType) -> str:
+    try:
+        with open(str(module.__file__), "rb") as file:
+            return hashlib.sha256(file.read()).hexdigest()[:16]
+    except OSError:  # it is in a ZIP file, or gone
+        return ""
 
 
 def _import_again(path: ImportPath) -> None:
@@ -91,6 +96,21 @@ def _import_again(path: ImportPath) -> None:
     for name in path.modules:
         sys.modules.pop(name, None)
     importlib.invalidate_caches()
+
+
+def forget_changed(path: str) -> None:
+    """Forget the modules of a path if the file of one has changed since this process has imported it."""
+    modules = _modules_beside(split_import_path(path)[0])
+    if all(_digest(each) == _digest_of_file(each) for each in modules):
+        return
+    with ImportPath.lock:
+        for each in modules:
+            sys.modules.pop(each.__name__, None)
+            if each.__cached__:
+                # It counts as current if the size and the second of the source are the same.
+                with suppress(OSError):
+                    os.unlink(each.__cached__)
+        importlib.invalidate_caches()
 
 
 def import_definition(path: str) -> Any:
