@@ -97,12 +97,12 @@ def _packages() -> dict[str, Any]:
 
 
 def _object(model: type[Options], theirs: Mapping[str, RayKey], **others: Any) -> dict[str, Any]:
-    """Return the schema of a model, with the keys of Ray Serve that are not read, and with some of its parts given."""
+    """Return the schema of a model, with Ray Serve's keys that are not read; ``others`` are parts of it."""
     found = model.model_json_schema()
     definitions = found.pop("$defs", {})
     spellings = spellings_of(model)
     properties: dict[str, Any] = {}
-    for name in known_names(model):
+    for name in [each for each in known_names(model) if each not in theirs]:
         own = spellings.get(name, name)
         value = found["properties"].get(own) or found["properties"].get(name, {})
         value = _clean(_inlined(value, definitions))

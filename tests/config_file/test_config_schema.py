@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import yaml
 from jsonschema import Draft202012Validator
+from pydantic import ValidationError
 from tables import each_case
 
 from daskserve.config_file.json_schema import json_schema
 from daskserve.config_file.reading import read
+from daskserve.options.autoscaling import AutoscalingConfig
 from daskserve.options.backend import BackendConfig
 from daskserve.options.base import names_of
 from daskserve.options.http import HTTPOptions
+from daskserve.schema import DeploymentSchema, ServeApplicationSchema, ServeDeploySchema
 
 WHOLE = """
 proxy_location: Disabled
@@ -78,3 +82,41 @@ def test_every_option_is_there_with_a_description() -> None:
         for name in set(names) - {"internal_metadata"}:
             assert len(properties[name]["description"]) > 10, name
             assert "``" not in properties[name]["description"]
+
+
+@each_case(
+    ("model", "values", "text"),
+    [
+        (
+            ServeDeploySchema,
+            {"applications": [{"import_path": "a.b"}, {"import_path": "c:d"}]},
+            "has the name",
+        ),
+        (ServeDeploySchema, {"applications": [{"import_path": "a.b", "port": 1}]}, "port has no counterpart"),
+        (ServeApplicationSchema, {"import_path": "ab"}, "import_path must be"),
+        (
+            ServeApplicationSchema,
+            {"import_path": "a.b", "runtime_env": {"working_dir": "."}},
+            "must be a URL",
+        ),
+        (DeploymentSchema, {"name": "D", "num_replicas": 0}, "greater than or equal to 1"),
+        (DeploymentSchema, {"num_replicas": 1}, "has no name"),
+    ],
+)
+def test_the_classes_of_ray_serve_check_values(model: Any, values: Any, text: str) -> None:
+    with pytest.raises(ValidationError, match=text):
+        model.model_validate(values)
+
+
+def test_the_classes_of_ray_serve_take_what_is_right() -> None:
+    found = ServeDeploySchema(
+        applications=[{"import_path": "a.b", "logging_config": {}, "deployments": [{"name": "D"}]}]
+    )
+    assert found.applications[0].deployments[0].name == "D"
+    options = {"name": "D", "num_replicas": None, "health_check_period_s": None, "route_prefix": "/d"}
+    assert DeploymentSchema(**options).options == {}
+    scaling = {"policy": {"name": "a.b"}, "upscale_smoothing_factor": 0.5, "downscale_smoothing_factor": None}
+    found_scaling = AutoscalingConfig(**scaling)
+    assert (found_scaling.policy, found_scaling.upscaling_factor) == ("a.b", 0.5)
+    default = {"policy": {"policy_function": "ray.serve.autoscaling_policy:default_autoscaling_policy"}}
+    assert AutoscalingConfig(**default).policy == "target_ongoing_requests"
