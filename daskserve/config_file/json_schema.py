@@ -141,8 +141,9 @@ def _clean(value: Any) -> Any:
         found["default"] = value["default"]
     if "enum" in value:
         found["enum"] = list(dict.fromkeys(value["enum"]))
-    if isinstance(found.get("description"), str):
-        found["description"] = _LINK.sub(r"\1", found["description"]).replace("``", "`")
+    description = found.get("description")
+    if isinstance(description, str):
+        found["description"] = _LINK.sub(r"\1", description).replace("``", "`")
     if "gt" in found:
         found["exclusiveMinimum"] = found.pop("gt")
     if "enum" not in found and found.get("type") not in ("integer", "number", "boolean"):

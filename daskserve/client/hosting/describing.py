@@ -113,7 +113,8 @@ def declared(client: Client, names: Sequence[str] = ()) -> dict[str, Any]:
         An application was deployed by a program, which has its code.
     """
     try:
-        found = [finish(client._verbs._call("get_config", name=each)) for each in names or [None]]
+        wanted: Sequence[str | None] = names or [None]
+        found = [finish(client._verbs._call("get_config", name=each)) for each in wanted]
     except NotFoundError as error:
         if "deployed by a program" not in str(error):
             raise
