@@ -148,16 +148,17 @@ class ReadingVerbs:
         """Return the instance's status as plain values for `daskserve.client.views.status.Status`."""
         state, observed = self._core.state, self._core.observed
         controller = {"worker": self._core.worker, "pid": os.getpid()}
+        wall = self._core.clock.wall()
         return {
             "instance": self._core.cluster.instance,
             "epoch": self._core.epoch,
             "owns_store": self._core.cluster.store.hold.is_ours,
             "actors": views.actors(state, observed, self._core.cluster.instance, controller),
             "backends": {
-                tag: views.backend_status(state, observed, each) for tag, each in state.backends.items()
+                tag: views.backend_status(state, observed, each, wall) for tag, each in state.backends.items()
             },
             "applications": {
-                app.name: app_views.application_status(state, observed, app) for app in state.apps
+                app.name: app_views.application_status(state, observed, app, wall) for app in state.apps
             },
             "endpoints": {name: backend_verbs.get_endpoint(state, name) for name in state.endpoints},
             "goals": views.goals(state),
@@ -177,7 +178,9 @@ class ReadingVerbs:
 
     @verb
     async def explain(self, name: str) -> dict[str, Any]:
-        return explaining.explain(self._core.state, self._core.observed, name, self._core.clock.now())
+        return explaining.explain(
+            self._core.state, self._core.observed, name, self._core.clock.now(), self._core.clock.wall()
+        )
 
     @verb
     async def view(self, name: str) -> Any:

@@ -101,7 +101,10 @@ class DeploymentStatus(_FromPlain):
     status : str
         HEALTHY, UPDATING, UPSCALING, DOWNSCALING, UNHEALTHY or DEPLOY_FAILED.
     status_trigger : str
-        What has led to the status, such as CONFIG_UPDATE_COMPLETED, AUTOSCALING or REPLICA_STARTUP_FAILED.
+        What has led to the status: CONFIG_UPDATE_STARTED, CONFIG_UPDATE_COMPLETED, UPSCALE_COMPLETED,
+        DOWNSCALE_COMPLETED, AUTOSCALING, REPLICA_STARTUP_FAILED, HEALTH_CHECK_FAILED,
+        DEPLOYMENT_ACTOR_FAILED (an actor of the deployment does not run), INTERNAL_ERROR (the controller
+        cannot bring it up) or DELETING.
     replica_states : dict
         Number of replicas by state: STARTING, UPDATING, RECOVERING, RUNNING, STOPPING, PENDING_MIGRATION.
     message : str
@@ -138,6 +141,9 @@ class ApplicationStatus(_FromPlain):
     route_prefix : str or None
     deployments : dict
         The `DeploymentStatus` of each deployment, by name.
+    traffic : dict
+        The shares of the backends that get its requests, while others than its ingress do by `set_traffic`;
+        empty otherwise.
     """
 
     status: str
@@ -145,6 +151,7 @@ class ApplicationStatus(_FromPlain):
     last_deployed_time_s: float = 0.0
     route_prefix: str | None = None
     deployments: Mapping[str, DeploymentStatus] = field(default_factory=dict)
+    traffic: Mapping[str, float] = field(default_factory=dict)
 
     PARTS: ClassVar[Mapping[str, Callable[[Any], Any]]] = {"deployments": _named(DeploymentStatus)}
 

@@ -176,6 +176,8 @@ class Observed:
     routing_stats: dict[ReplicaTag, Mapping[str, Any]] = field(default_factory=dict)
     #: The memory of each backend's steps.
     notes: dict[BackendTag, Notes] = field(default_factory=dict)
+    #: Why the last step of a backend failed in a way that nobody expects, until one succeeds.
+    step_failures: dict[BackendTag, str] = field(default_factory=dict)
     #: The replica that moves to a better worker; see `daskserve.control.placement.rebalancing`.
     moving: ReplicaTag | None = None
     #: The backends that should run and have no running replica, as published.
@@ -334,6 +336,11 @@ class Observed:
         """Drop the observations of a proxy whose record is gone; a leaving one may listen under its name."""
         self.proxies_gone.discard(tag)
         self.proxies_failed.pop(tag, None)
+
+    def forget_backend(self, tag: BackendTag) -> None:
+        """Drop the observations of a backend whose record is gone."""
+        self.notes.pop(tag, None)
+        self.step_failures.pop(tag, None)
 
     def forget_replica(self, tag: ReplicaTag) -> None:
         """Drop the observations of a replica whose record is gone."""
