@@ -153,12 +153,13 @@ def test_a_failure_of_the_controller_is_no_failure_of_the_code() -> None:
                     "b#1", ReplicaState.SHOULD_START, moved_at=70.0, demand={"CPU": 1, "GPU": 1}, worker=None
                 )
             ],
-            "1 replica has waited for a worker for more than 30 s; resources required for each replica: CPU 1, "
-            "GPU 1; resources of all workers: CPU 4, GPU 0",
+            "1 replica has waited for a worker for more than 30 s; resources required for each replica: "
+            "CPU 1, GPU 1; resources of all workers: CPU 4, GPU 0",
         ),
         (
             [replica(f"b#{n}", ReplicaState.STARTING, moved_at=70.0) for n in (1, 2)],
-            "2 replicas have taken more than 30 s to start, perhaps because of a slow __init__ or reconfigure()",
+            "2 replicas have taken more than 30 s to start, perhaps because of a slow __init__ "
+            "or reconfigure()",
         ),
         ([replica("b#1", ReplicaState.STARTING, moved_at=71.0)], ""),
     ],
@@ -262,10 +263,15 @@ async def test_the_last_ten_replicas_that_died_are_listed_with_the_reasons(stage
 
     async def fail(replica: Any) -> None:
         if replica.message.code == b"2":
-            raise ReplicaStartError("it is broken")
+            error = ReplicaStartError("it is broken", user_traceback=5000 * "x" + "ValueError")
+            error.__dict__["last_lines"] = ("one", "two")
+            raise error
 
     stage.start = fail
     with pytest.raises(ReplicaStartError):
         await stage.run("x", front={"version": "2"})
     dead = Status.of(await stage.call("status")).applications["x"].deployments["front"].dead_replicas
     assert [each.reason for each in dead[-3:]] == ["ReplicaStartError: it is broken"] * 3
+    assert dead[-1].last_lines == ("one", "two")
+    assert dead[-1].user_traceback.endswith("xValueError")
+    assert len(dead[-1].user_traceback) == 4000

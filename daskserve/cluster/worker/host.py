@@ -38,6 +38,7 @@ from daskserve.cluster.protocols.base import ActorContext, ActorFactory, ActorSp
 from daskserve.cluster.worker.interpreter import InterpreterTuning
 from daskserve.cluster.worker.log_thread import LogThread
 from daskserve.cluster.worker.nannies import HOST_ATTRIBUTE
+from daskserve.cluster.worker.recent_log import RecentLog
 from daskserve.cluster.worker.reconnect import Reconnection
 from daskserve.cluster.worker.retirement import Retirement
 from daskserve.cluster.worker.user_clients import UserClients
@@ -82,7 +83,8 @@ class Host:
     def __init__(self) -> None:
         self._worker = get_worker()
         self._tuning = InterpreterTuning(self._has_replicas)
-        self._logs = LogThread()
+        recent = RecentLog()
+        self._logs = LogThread(recent=recent)
         self._forks = ForkGuard(self._peers)
         self._children = ChildProcesses()
         #: Dask's clients for user code; None until `open`.
@@ -100,6 +102,7 @@ class Host:
             surroundings=lambda: as_current(view, current_client),
             on_change=self._tuning.objects_changed,
             broken_routes=lambda instance: self._open_connection.cluster(instance).routes.broken(),
+            recent_log=recent,
         )
         self._reconnection = Reconnection(self._worker, self.registry, settings.scheduler().grace_s)
         grace_s = settings.process().termination_grace_s

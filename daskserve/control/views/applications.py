@@ -88,7 +88,7 @@ def deployment_status(
 ) -> dict[str, Any]:
     """Return the status of one deployment of an application."""
     facts = _Facts(state, observed, app, name, backend)
-    word, trigger = next((rule.outcome(facts) for rule in RULES if rule.applies(facts)))
+    word, trigger = next(rule.outcome(facts) for rule in RULES if rule.applies(facts))
     message = (
         app.last_error
         if word == "DEPLOY_FAILED"

@@ -69,8 +69,8 @@ def slow_text(
         offered = [capacity(each) for each in observed.usable_workers() if not each.is_system]
         have = {name: sum(each.get(name, 0) for each in offered) for name in needed}
         return (
-            f"{_counted(unplaced)} waited for a worker for more than {shown(SLOW_S)} s; resources required for "
-            f"each replica: {_amounts(needed)}; resources of all workers: {_amounts(have)}"
+            f"{_counted(unplaced)} waited for a worker for more than {shown(SLOW_S)} s; resources required "
+            f"for each replica: {_amounts(needed)}; resources of all workers: {_amounts(have)}"
         )
     if starting and (starting > 1 or not any(each.tag in observed.busy for each in replicas)):
         return (

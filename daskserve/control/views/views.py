@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -16,7 +16,7 @@ from daskserve.control.observed.observed import Activity, Observed
 from daskserve.control.proxies.step import is_ready
 from daskserve.control.records.config_ids import is_pausing
 from daskserve.control.records.proxy import ProxyRecord
-from daskserve.control.records.records import BackendRecord, GoalState, ReplicaRecord
+from daskserve.control.records.records import BackendRecord, GoalState
 from daskserve.control.records.state import State
 from daskserve.control.verbs import backends as backend_verbs
 from daskserve.control.verbs import endpoints as endpoint_state
