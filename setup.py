@@ -78,6 +78,7 @@ setup(
         "daskserve.cluster.store",
         "daskserve.cluster.worker",
         "daskserve.common",
+        "daskserve.config_file",
         "daskserve.control",
         "daskserve.control.backend",
         "daskserve.control.observed",

@@ -19,8 +19,8 @@ def address_option(command: Callable[..., Any]) -> Callable[..., Any]:
     return click.option(
         "-a",
         "--address",
-        help="Address of a Dask scheduler, such as tcp://host:8786. Default: scheduler-address of Dask's "
-        "configuration.",
+        help="Address of a Dask scheduler, such as tcp://host:8786, or of its HTTP server, such as "
+        "http://host:8787. Default: scheduler-address of Dask's configuration.",
     )(command)
 
 
