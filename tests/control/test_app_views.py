@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from typing import Any
 
@@ -275,3 +276,20 @@ async def test_the_last_ten_replicas_that_died_are_listed_with_the_reasons(stage
     assert dead[-1].last_lines == ("one", "two")
     assert dead[-1].user_traceback.endswith("xValueError")
     assert len(dead[-1].user_traceback) == 4000
+
+
+@staged(workers=2)
+async def test_a_watcher_waits_until_the_status_changes(stage: Stage) -> None:
+    await stage.run("x")
+    first = await stage.call("next_status", seen="", timeout_s=0.0)
+    assert Status.of(first["status"]) == Status.of(await stage.call("status"))
+    began = stage.clock.now()
+    nothing = await stage.call("next_status", seen=first["seen"], timeout_s=20.0)
+    assert (nothing["status"], nothing["seen"]) == (None, first["seen"])
+    assert 20 <= stage.clock.now() - began < 22
+    later = asyncio.create_task(stage.call("next_status", seen=first["seen"], timeout_s=20.0))
+    await stage.clock.sleep(5.0)
+    began = stage.clock.now()
+    await stage.call("set_target_capacity", percent=50)
+    assert (await later)["status"]["target_capacity"] == 50
+    assert stage.clock.now() - began < 1
