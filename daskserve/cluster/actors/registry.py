@@ -16,8 +16,9 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
+from daskserve.cluster.actors.recent_log import RecentLog
 from daskserve.cluster.channel.kept_results import KeptResults
 from daskserve.cluster.protocols.base import (
     LAST_LINES,
@@ -63,14 +64,6 @@ HOST_ACTOR = "host"
 
 def _nothing() -> None:
     pass
-
-
-class HasLastLines(Protocol):
-    """Keeps the last log lines of actors, by their names."""
-
-    def of(self, name: str) -> tuple[str, ...]: ...
-
-    def forget(self, name: str) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -128,7 +121,7 @@ class ActorRegistry:
         Called after an actor started or stopped.
     broken_routes : callable, optional
         Returns the workers that this process does not reach directly for an instance, each with its route.
-    recent_log : HasLastLines, optional
+    recent_log : RecentLog, optional
         Has the last log lines of the actors, which are reported with their failures.
 
     Attributes
@@ -149,7 +142,7 @@ class ActorRegistry:
         surroundings: Callable[[], AbstractContextManager[None]] = nullcontext,
         on_change: Callable[[], None] = _nothing,
         broken_routes: Callable[[InstanceName], Mapping[WorkerAddress, Reachability]] = lambda _: {},
-        recent_log: HasLastLines | None = None,
+        recent_log: RecentLog | None = None,
     ) -> None:
         self.worker = worker
         self.entries: dict[str, Entry] = {}

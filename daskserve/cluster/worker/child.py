@@ -36,6 +36,7 @@ from functools import partial
 from typing import Any
 
 from daskserve._version import __version__
+from daskserve.cluster.actors import recent_log
 from daskserve.cluster.actors.calls import control_call
 from daskserve.cluster.channel.channel import Channel
 from daskserve.cluster.channel.wire.segments import Segments
@@ -44,7 +45,6 @@ from daskserve.cluster.dask.connection import DaskConnection
 from daskserve.cluster.distributed_internals import scheduler_address
 from daskserve.cluster.probe import can_mix
 from daskserve.cluster.protocols.base import Process
-from daskserve.cluster.worker import recent_log
 from daskserve.cluster.worker.child_view import FACTS, ClusterAccess
 from daskserve.common import settings
 from daskserve.common.types import ActorAddress, ActorRequest, Envelope, Payload

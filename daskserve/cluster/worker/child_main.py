@@ -24,11 +24,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from daskserve.cluster.actors.recent_log import LogFile
 from daskserve.cluster.channel.channel import Channel, Dispatch
 from daskserve.cluster.channel.wire.segments import Segments
 from daskserve.cluster.channel.wire.transport import SocketTransport
 from daskserve.cluster.worker.log_thread import LogThread
-from daskserve.cluster.worker.recent_log import LogFile
 from daskserve.common import settings
 from daskserve.internals.python import run_exit_functions
 from daskserve.loops.event_loop import new_event_loop

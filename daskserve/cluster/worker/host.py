@@ -22,6 +22,7 @@ from typing import Any
 from distributed import Client, Worker, get_worker
 
 from daskserve._version import __version__
+from daskserve.cluster.actors.recent_log import RecentLog
 from daskserve.cluster.actors.registry import ActorRegistry
 from daskserve.cluster.channel.connect.dialling import CHANNEL_OP
 from daskserve.cluster.channel.connect.keyring import ChannelSecret
@@ -38,7 +39,6 @@ from daskserve.cluster.protocols.base import ActorContext, ActorFactory, ActorSp
 from daskserve.cluster.worker.interpreter import InterpreterTuning
 from daskserve.cluster.worker.log_thread import LogThread
 from daskserve.cluster.worker.nannies import HOST_ATTRIBUTE
-from daskserve.cluster.worker.recent_log import RecentLog
 from daskserve.cluster.worker.reconnect import Reconnection
 from daskserve.cluster.worker.retirement import Retirement
 from daskserve.cluster.worker.user_clients import UserClients

@@ -28,7 +28,7 @@ import traceback
 from collections import deque
 from typing import NamedTuple
 
-from daskserve.cluster.worker.recent_log import TakesRecords
+from daskserve.cluster.actors.recent_log import TakesRecords
 from daskserve.common.formatting import shown
 from daskserve.internals.python import CallHandlers, intercept_records, stop_intercepting
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from daskserve.cluster.worker import recent_log
+from daskserve.cluster.actors import recent_log
+from daskserve.cluster.actors.recent_log import LINES, REPLICAS, LogFile, RecentLog, open_file, read_file
 from daskserve.cluster.worker.child import ChildProcess
 from daskserve.cluster.worker.log_thread import LogThread
-from daskserve.cluster.worker.recent_log import LINES, REPLICAS, LogFile, RecentLog, open_file, read_file
 from daskserve.context import ReplicaContext, current_replica
 from daskserve.options.environment import Interpreter
 
