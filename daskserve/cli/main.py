@@ -12,6 +12,7 @@ from daskserve.common import settings
 
 #: The location and the help text of each command or group: ``name -> ("module:command", "help")``.
 COMMANDS: Mapping[str, tuple[str, str]] = {
+    "build": ("daskserve.cli.config_file:build", "Write the configuration file of applications."),
     "config": ("daskserve.cli.deploy:config", "Show what is declared, as a file."),
     "delete": ("daskserve.cli.operate:delete", "Delete an application."),
     "deploy": ("daskserve.cli.deploy:deploy", "Deploy a configuration file or an application."),
@@ -22,16 +23,16 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "rewrite-store": ("daskserve.cli.status:rewrite_store", "Rewrite the records of an instance."),
     "run": ("daskserve.cli.run:run", "Serve an application until Ctrl-C."),
     "scale": ("daskserve.cli.operate:scale", "Set the number of replicas of a deployment."),
+    "schema": ("daskserve.cli.config_file:schema", "Print the JSON Schema of configuration files."),
     "shutdown": ("daskserve.cli.status:shutdown", "End the instance on a cluster."),
     "simulate": ("daskserve.cli.simulate:simulate", "Try autoscaling policies on a recorded load."),
-    "store": ("daskserve.cli.store:store", "Back up, restore, check and list stores."),
     "status": ("daskserve.cli.status:status", "Show what runs on a cluster."),
+    "store": ("daskserve.cli.store:store", "Back up, restore, check and list stores."),
 }
 
 
 #: The commands of Ray Serve that there are not, with what to use instead.
 ABSENT: Mapping[str, str] = {
-    "build": "there are no configuration files; `daskserve run module:app` and Python programs deploy",
     "start": "`daskserve run` starts an instance, and so does serve.start(detached=True) in Python",
 }
 

@@ -22,6 +22,7 @@ from distributed import Client, Worker, get_worker
 
 from daskserve._version import __version__
 from daskserve.cluster.actors.factories import load_factories
+from daskserve.cluster.actors.recent_log import RecentLog
 from daskserve.cluster.actors.registry import ActorRegistry
 from daskserve.cluster.channel.connect.dialling import CHANNEL_OP
 from daskserve.cluster.channel.connect.keyring import ChannelSecret
@@ -75,7 +76,8 @@ class Host:
     def __init__(self) -> None:
         self._worker = get_worker()
         self._tuning = InterpreterTuning(self._has_replicas)
-        self._logs = LogThread()
+        recent = RecentLog()
+        self._logs = LogThread(recent=recent)
         self._forks = ForkGuard(self._peers)
         self._children = ChildProcesses()
         #: Dask's clients for user code; None until `open`.
@@ -93,6 +95,7 @@ class Host:
             surroundings=lambda: as_current(view, current_client),
             on_change=self._tuning.objects_changed,
             broken_routes=lambda instance: self._open_connection.cluster(instance).routes.broken(),
+            recent_log=recent,
         )
         self._reconnection = Reconnection(self._worker, self.registry, settings.scheduler().grace_s)
         grace_s = settings.process().termination_grace_s
