@@ -49,7 +49,7 @@ class Declaration:
 
 def target_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the target of a command, a file or an import path, and its options."""
-    for option in (
+    options = (
         click.argument("target"),
         click.argument("arguments", nargs=-1, metavar="[KEY=VALUE]..."),
         click.option(
@@ -71,7 +71,8 @@ def target_options(command: Callable[..., Any]) -> Callable[..., Any]:
             help="Leave all that the file does not name as it is. Default: what an earlier file has brought "
             "and this one does not name is deleted.",
         ),
-    ):
+    )
+    for option in reversed(options):
         command = option(command)
     return command
 

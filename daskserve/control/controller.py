@@ -21,7 +21,6 @@ from daskserve.control.calls.declaring import DeclaringVerbs
 from daskserve.control.calls.draining import DrainingVerbs
 from daskserve.control.calls.history import HistoryVerbs
 from daskserve.control.core import MAX_WAIT_S, ControllerCore
-from daskserve.control.declared.views import with_builds
 from daskserve.control.proxies.take_over import listens
 from daskserve.control.records import checkpoint
 from daskserve.control.records.records import GoalRecord, GoalState
@@ -29,6 +28,7 @@ from daskserve.control.verbs import backends as backend_verbs
 from daskserve.control.views import applications as app_views
 from daskserve.control.views import explanation as explaining
 from daskserve.control.views import views
+from daskserve.control.views.builds import with_builds
 from daskserve.control.views.deployments import stored_application, stored_deployments
 from daskserve.errors import DeployError, NotFoundError, RequestTimeoutError
 from daskserve.options.start_messages import dump_http

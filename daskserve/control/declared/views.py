@@ -81,25 +81,3 @@ def _progress_of(state: State, name: str, waiting: Mapping[str, str]) -> dict[st
     if app is None or app.last_error or (goal is not None and goal.state is GoalState.FAILED):
         return {"status": "DEPLOY_FAILED", "message": "" if app is None else app.last_error}
     return {"status": "RUNNING", "message": ""}
-
-
-def with_builds(
-    state: State, applications: dict[str, dict[str, Any]], waiting: Mapping[str, str]
-) -> dict[str, dict[str, Any]]:
-    """Return the status of applications, with those that are being built."""
-    for name, record in state.declared.configs.items():
-        if record.is_settled:
-            continue
-        known = applications.setdefault(
-            name,
-            {
-                "message": "",
-                "last_deployed_time_s": record.declared_at,
-                "route_prefix": record.config.get("route_prefix", "/"),
-                "deployments": {},
-            },
-        )
-        if known.get("status") != "DELETING":
-            known["status"] = "DEPLOYING"
-            known["message"] = waiting.get(name, "") or "It is being built."
-    return applications
