@@ -75,6 +75,7 @@ setup(
         "daskserve.cluster.protocols",
         "daskserve.cluster.scheduler",
         "daskserve.cluster.scheduler.http",
+        "daskserve.cluster.scheduler.http.api",
         "daskserve.cluster.store",
         "daskserve.cluster.worker",
         "daskserve.common",

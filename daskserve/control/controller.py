@@ -26,6 +26,7 @@ from daskserve.control.records import checkpoint
 from daskserve.control.records.records import GoalRecord, GoalState
 from daskserve.control.verbs import backends as backend_verbs
 from daskserve.control.views import applications as app_views
+from daskserve.control.views import details as details_view
 from daskserve.control.views import explanation as explaining
 from daskserve.control.views import views
 from daskserve.control.views.builds import with_builds
@@ -204,6 +205,23 @@ class ReadingVerbs:
                 await clock.wait_for(changed.wait(), min(STATUS_PERIOD_S, max(0.0, deadline - clock.now())))
             except TimeoutError:
                 pass
+
+    @verb
+    async def details(self, name: str | None = None, api_type: str | None = None) -> dict[str, Any]:
+        """Return what runs in Ray Serve's shape, with the version of what is declared."""
+        core = self._core
+        found = details_view.details(
+            core.state,
+            core.observed,
+            core.http,
+            instance=core.cluster.instance,
+            controller=core.worker,
+            waiting=core.building.waiting,
+            wall=core.clock.wall(),
+            application=name,
+            api_type=api_type,
+        )
+        return {"version": core.state.declared.last.number, "details": found}
 
     @verb
     async def explain(self, name: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from daskserve.cluster.protocols.base import verb
 from daskserve.control.calls.deciding import DecidingVerbs
+from daskserve.control.declared.apply import check_version
 from daskserve.control.records.records import BackendRecord, Change
 from daskserve.control.verbs import applications as app_verbs
 from daskserve.control.verbs import backends as backend_verbs
@@ -174,9 +175,14 @@ class ChangingVerbs(DecidingVerbs):
 
     @verb
     async def delete_application(
-        self, name: str, request_id: str | None = None, by: str = ""
+        self,
+        name: str,
+        request_id: str | None = None,
+        by: str = "",
+        expected_version: int | None = None,
     ) -> dict[str, Any]:
         async with self._deciding():
+            check_version(self._core.state, expected_version)
             outcome = app_verbs.delete(
                 self._core.state,
                 name,

@@ -8,6 +8,7 @@ from typing import Any
 
 from daskserve.cluster.protocols.base import verb
 from daskserve.common import settings
+from daskserve.config_file.hiding import shown
 from daskserve.control.calls.deciding import DecidingVerbs
 from daskserve.control.core import MAX_WAIT_S
 from daskserve.control.declared import apply as applying
@@ -43,16 +44,44 @@ class DeclaringVerbs(DecidingVerbs):
         source, version : str
             The name of the file, and its version.
         """
+        origin = applying.Origin(by, source, version)
+        return await self._apply(config, merge, expected_version, origin, request_id)
+
+    @verb
+    async def delete_applications(
+        self, by: str = "", expected_version: int | None = None, request_id: str = ""
+    ) -> dict[str, Any]:
+        """Delete all applications, those of programs as well, in one change."""
+        return await self._apply(
+            {applying.APPLICATIONS: []},
+            False,
+            expected_version,
+            applying.Origin(by),
+            request_id,
+            is_whole=True,
+        )
+
+    async def _apply(
+        self,
+        config: Mapping[str, Any],
+        merge: bool,
+        expected: int | None,
+        origin: applying.Origin,
+        request_id: str,
+        *,
+        is_whole: bool = False,
+    ) -> dict[str, Any]:
         async with self._deciding([request_id] if request_id else ()):
             applied = applying.apply(
                 self._core.state,
                 config,
                 merges=merge,
-                expected=expected_version,
+                expected=expected,
                 request_id=request_id,
-                origin=applying.Origin(by, source, version),
+                origin=origin,
                 now=self._core.clock.wall(),
                 new_goal=self._goal_id,
+                is_whole=is_whole,
             )
             await self._core.writer.commit(applied.change)
         self._core.loop.poke(applied.tags or None)
@@ -132,9 +161,15 @@ class DeclaringVerbs(DecidingVerbs):
         return {"goal": outcome.goal}
 
     @verb
-    async def get_config(self, name: str | None = None) -> dict[str, Any]:
-        """Return what is declared, of one application or of all."""
-        return views.config(self._core.state, name)
+    async def config_schema(self) -> dict[str, Any]:
+        """Return the JSON Schema of configurations."""
+        return await asyncio.to_thread(_schema)
+
+    @verb
+    async def get_config(self, name: str | None = None, is_masked: bool = False) -> dict[str, Any]:
+        """Return what is declared, of one application or of all, perhaps without literal secrets."""
+        found = views.config(self._core.state, name)
+        return shown(found) if is_masked else found
 
     @verb
     async def wait_for_config(
@@ -168,3 +203,9 @@ def _read(text: str, name: str) -> Any:
     from daskserve.config_file.reading import read
 
     return read(text, name)
+
+
+def _schema() -> dict[str, Any]:
+    from daskserve.config_file.json_schema import json_schema
+
+    return json_schema()

@@ -56,6 +56,7 @@ def apply(
     origin: Origin,
     now: float,
     new_goal: Callable[[], GoalId],
+    is_whole: bool = False,
 ) -> Applied:
     """Declare the applications of a configuration; a repeated call changes nothing.
 
@@ -68,6 +69,8 @@ def apply(
         ones have brought are removed if it does not name them.
     expected : int, optional
         The number of the declaration that the caller has read.
+    is_whole : bool
+        Whether applications of programs are removed, too.
 
     Raises
     ------
@@ -83,7 +86,7 @@ def apply(
         return Applied({}, last.number)
     check_version(state, expected)
     wanted = {each["name"]: each for each in config[APPLICATIONS]}
-    leaving = [] if merges else to_delete(state, wanted)
+    leaving = [] if merges else to_delete(state, wanted, is_whole=is_whole)
     check_routes(state, config[APPLICATIONS], leaving)
     instance = {name: each for name, each in config.items() if name != APPLICATIONS}
     if merges:
@@ -140,9 +143,10 @@ def check_version(state: State, expected: int | None) -> None:
     )
 
 
-def to_delete(state: State, wanted: Collection[str]) -> list[str]:
+def to_delete(state: State, wanted: Collection[str], *, is_whole: bool = False) -> list[str]:
     """Return the applications that a configuration has brought and the next one does not name."""
-    brought = {each.name for each in state.apps if each.is_declared and not each.is_deleting}
+    apps = (each for each in state.apps if not each.is_deleting)
+    brought = {each.name for each in apps if each.is_declared or is_whole}
     return sorted((brought | state.declared.configs.keys()) - set(wanted))
 
 
