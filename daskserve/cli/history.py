@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 
 import click
@@ -16,7 +16,7 @@ from daskserve.options.specs import deployment_tag
 
 #: How long one call waits for new events.
 WAIT_S = 20.0
-_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_UNITS: Mapping[str, float] = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def _seconds(_: click.Context, __: click.Parameter, value: str | None) -> float | None:
