@@ -1,0 +1,1 @@
+"""``daskserve run --reload``: watches the files of a project, and deploys its applications when they change."""
