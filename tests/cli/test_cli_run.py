@@ -18,7 +18,6 @@ from daskserve.client.verbs.applications import RunTarget
 from daskserve.errors import (
     BadRequestError,
     ClosedError,
-    NotRunningError,
     PortInUseError,
     ReplicaStartError,
 )
@@ -114,21 +113,6 @@ def test_other_commands_need_an_address(command: str) -> None:
     result = CliRunner().invoke(main, [command])
     assert result.exit_code == 2
     assert "Give --address" in result.output
-
-
-@pytest.mark.parametrize("arguments", [["status"], ["shutdown"], ["shutdown", "--yes"], ["rewrite-store"]])
-def test_a_cluster_without_an_instance_is_no_error(
-    arguments: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def connect(*, address: str, name: str | None) -> None:
-        assert address == "tcp://host:1"
-        raise NotRunningError(f"No instance {name} runs.")
-
-    monkeypatch.setattr(instance, "connect", connect)
-    result = CliRunner().invoke(main, [*arguments, "-a", "tcp://host:1"])
-    assert (result.exit_code, result.output) == (0, "No instance runs.\n")
-    result = CliRunner().invoke(main, [*arguments, "-a", "tcp://host:1", "--instance", "x"])
-    assert (result.exit_code, result.output) == (1, "Error: No instance x runs.\n")
 
 
 def test_a_shutdown_asks_on_a_terminal_and_needs_yes_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
