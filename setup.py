@@ -145,6 +145,7 @@ setup(
         "orjson": ["orjson>=3.9"],
         "redis": REDIS,
         "progress": PROGRESS,
+        "reload": ["watchfiles>=0.20"],
         "examples": EXAMPLES,
         "docs": DOCS,
         "platforms": PLATFORMS,

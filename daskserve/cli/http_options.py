@@ -58,7 +58,10 @@ def _option(name: str, field: FieldInfo) -> Callable[..., Any]:
     kinds = [each for each in (field.annotation, *get_args(field.annotation)) if isinstance(each, type)]
     if bool in kinds:
         return click.option(
-            f"--{spelling}/--no-{spelling}", name, default=None, help=f"{description} Default: {field.default}."
+            f"--{spelling}/--no-{spelling}",
+            name,
+            default=None,
+            help=f"{description} Default: {field.default}.",
         )
     if get_origin(field.annotation) is list:
         return click.option(

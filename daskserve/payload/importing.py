@@ -14,8 +14,8 @@ import os
 import sys
 import sysconfig
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -46,7 +46,9 @@ class ImportPath(str):
     def of(cls, path: str) -> ImportPath:
         """Return a path whose modules this process has imported, with their digests."""
         found = cls(path)
-        found.modules = {each.__name__: file_digest(each) for each in _modules_beside(split_import_path(path)[0])}
+        found.modules = {
+            each.__name__: file_digest(each) for each in _modules_beside(split_import_path(path)[0])
+        }
         return found
 
 
@@ -116,20 +118,6 @@ def forget(names: Iterable[str]) -> dict[str, ModuleType]:
                 os.unlink(cached)
     importlib.invalidate_caches()
     return gone
-
-
-@contextmanager
-def imported_afresh(folders: Sequence[str]) -> Iterator[None]:
-    """Import the modules in some folders again inside a ``with`` block; if it raises, keep the old ones."""
-    with ImportPath.lock:
-        gone = forget(modules_in(folders))
-        try:
-            yield
-        except BaseException:
-            for name in modules_in(folders):
-                del sys.modules[name]
-            sys.modules.update(gone)
-            raise
 
 
 def import_definition(path: str) -> Any:

@@ -8,14 +8,17 @@ caller, whose code is deployed: a worker may have imported an older version of t
 from __future__ import annotations
 
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
+from typing import Any
 
 from pydantic import ValidationError
 
 from daskserve.client.verbs.applications import BuiltApplication, RunTarget, build
 from daskserve.common.types import InstanceName
 from daskserve.errors import BadRequestError, ReplicaStartError
-from daskserve.payload.importing import MODULE_REMEDY
+from daskserve.payload.importing import MODULE_REMEDY, import_definition
 
 #: The modules whose frames lead from here to the user's module.
 _ON_THE_WAY = ("daskserve.", "importlib", "pydantic.")
@@ -31,9 +34,22 @@ def build_path(target: RunTarget, instance: InstanceName, timeout_s: float | Non
     ReplicaStartError
         The user's code raised; the error has the traceback from there on.
     """
-    try:
+    with _users_errors(target.name, target.target):
         (built,) = build([target], instance=instance, timeout_s=timeout_s)
         return built
+
+
+def import_path(target: RunTarget) -> None:
+    """Import the code of an import path; see `build_path`."""
+    with _users_errors(target.name, target.target):
+        import_definition(target.target)
+
+
+@contextmanager
+def _users_errors(name: str, target: Any) -> Iterator[None]:
+    """Raise the errors of the user's code as `ReplicaStartError`."""
+    try:
+        yield
     except (Exception, SystemExit) as error:
         # A user's module may raise anything, and may be a script that ends.
         frames = _user_frames(error)
@@ -45,7 +61,7 @@ def build_path(target: RunTarget, instance: InstanceName, timeout_s: float | Non
         if isinstance(error, ModuleNotFoundError):
             remedy = MODULE_REMEDY
         raise ReplicaStartError(
-            f"Application {target.name!r} cannot be built from {target.target!r}: {type(error).__name__}: "
+            f"Application {name!r} cannot be built from {target!r}: {type(error).__name__}: "
             f"{error}. {remedy}",
             user_traceback="".join(traceback.format_exception(type(error), error, frames)),
         ) from error

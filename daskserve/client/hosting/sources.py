@@ -1,4 +1,4 @@
-"""What a command serves: the applications of an import path or of a configuration file, before they are built."""
+"""What a command serves: the applications that it is told to build, here or in a worker."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from daskserve.client.definitions.targets import factory_application
 from daskserve.client.functions.forms import Form
-from daskserve.client.hosting.building import build_path
+from daskserve.client.hosting.building import build_path, import_path
 from daskserve.client.hosting.reloading.project import Project, changed
 from daskserve.client.instance.calls import ControllerCalls
 from daskserve.client.instance.connection import InstanceConnection
@@ -34,12 +35,15 @@ class Source:
         Options of `BackendConfig` that the ingress of each application gets.
     project : Project, optional
         The files to import again.
+    is_factory : bool
+        Whether each replica calls the target, which returns an ASGI application.
     """
 
     targets: tuple[RunTarget, ...]
     timeout_s: float | None = None
     ingress: Mapping[str, Any] = field(default_factory=dict)
     project: Project | None = None
+    is_factory: bool = False
 
     @property
     def names(self) -> list[str]:
@@ -53,8 +57,8 @@ class Source:
 
     @property
     def has_paths(self) -> bool:
-        """Whether the code is named by import paths, so that a worker can build it."""
-        return all(isinstance(each.target, str) for each in self.targets)
+        """Whether building it imports the code, which is better done in a worker."""
+        return not self.is_factory or self.project is not None
 
     def check(self) -> None:
         """Raise `TypeError` or `BadRequestError` for what is wrong whatever is imported."""
@@ -69,6 +73,10 @@ class Source:
             return [self.project.versioned(each) for each in built]
 
     def _built(self, target: RunTarget, instance: InstanceName) -> BuiltApplication:
+        if self.is_factory:
+            if self.project is not None:
+                import_path(target)  # so that its modules are known
+            target = replace(target, target=factory_application(target.target))
         built = build_path(target, instance, self.timeout_s)
         return replace(built, spec=changed(built.spec, self.ingress)) if self.ingress else built
 
@@ -112,9 +120,7 @@ async def _build_in_worker(
     return built, answer["modules"]
 
 
-def _build_here(
-    cluster_connection: DaskConnection, source: Source, instance: InstanceName
-) -> dict[str, Any]:
+def _build_here(cluster_connection: DaskConnection, source: Source, instance: InstanceName) -> dict[str, Any]:
     """Build applications in a worker; return them, or an error, as plain values, which need no module."""
     try:
         built = source.build(instance)

@@ -1,1 +1,1 @@
-"""``daskserve run --reload``: watches the files of a project, and deploys its applications when they change."""
+"""``daskserve run --reload``: follows the files of a project, and deploys it when they change."""

@@ -18,7 +18,7 @@ EXCLUDES = (".*", "*.py[cod]", "~*", "*~", "__pycache__", "node_modules")
 #: The file that marks the folder of a virtual environment.
 _ENVIRONMENT = "pyvenv.cfg"
 #: Interval between two looks at the files, or as many times as long as one look takes.
-LOOK_S, LOOK_FACTOR = 0.2, 10
+LOOK_S, LOOK_FACTOR = 0.1, 10
 #: A change is over when no file has changed for this long; editors and version control save several.
 SETTLED_S, UNSETTLED_S = 0.05, 1.0
 
@@ -41,7 +41,9 @@ class Patterns:
     excludes: tuple[str, ...] = EXCLUDES
 
     @classmethod
-    def of(cls, folders: Sequence[str], includes: Sequence[str] = (), excludes: Sequence[str] = ()) -> Patterns:
+    def of(
+        cls, folders: Sequence[str], includes: Sequence[str] = (), excludes: Sequence[str] = ()
+    ) -> Patterns:
         """Return the defaults with more patterns; an included one is no longer excluded."""
         return cls(
             tuple(dict.fromkeys(os.path.abspath(each) for each in folders)),
@@ -82,9 +84,7 @@ def _matches(name: str, path: str, patterns: Iterable[str]) -> bool:
 
 def changed_files(before: Snapshot, after: Snapshot) -> list[str]:
     """Return the files that have changed, come or gone between two looks, sorted."""
-    return sorted(
-        {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
-    )
+    return sorted({name for name in before.keys() | after.keys() if before.get(name) != after.get(name)})
 
 
 class FileWatch:
@@ -135,6 +135,7 @@ def _notifications(folders: Sequence[str], ended: threading.Event) -> Iterator[o
         return None
     from watchfiles import watch
 
-    return watch(
-        *folders, watch_filter=None, stop_event=ended, debounce=50, rust_timeout=1000, yield_on_timeout=True
+    found: Iterator[object] = watch(
+        *folders, watch_filter=None, stop_event=ended, debounce=50, rust_timeout=200, yield_on_timeout=True
     )
+    return found

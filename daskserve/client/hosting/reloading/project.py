@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import pickletools
+import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,9 +19,10 @@ from typing import Any
 from daskserve.client.definitions.code_digest import READ_BYTES
 from daskserve.client.definitions.graph import digest_of
 from daskserve.client.verbs.applications import BuiltApplication
+from daskserve.internals.cloudpickle import release_class_ids, take_class_ids
 from daskserve.options.backend import BackendConfig
 from daskserve.options.specs import ApplicationSpec, DeploymentSpec
-from daskserve.payload.importing import file_digest, imported_afresh, modules_in
+from daskserve.payload.importing import ImportPath, file_digest, forget, modules_in
 
 #: Keys in pickled code whose values name the module that the code is from, and not one that it uses.
 _ORIGINS = frozenset({"__module__", "__name__", "__package__"})
@@ -46,9 +48,17 @@ class Project:
 
     @contextmanager
     def imported(self) -> Iterator[None]:
-        """Import the project again inside a ``with`` block."""
-        with imported_afresh(self.folders):
-            yield
+        """Import the project again inside a ``with`` block; if it raises, keep what was imported before."""
+        with ImportPath.lock:
+            gone = forget(modules_in(self.folders))
+            classes = release_class_ids(gone)
+            try:
+                yield
+            except BaseException:
+                forget(modules_in(self.folders))
+                sys.modules.update(gone)
+                take_class_ids(classes)
+                raise
 
     def modules(self) -> dict[str, str]:
         """Return the digests of the project's modules that this process has imported."""
@@ -87,7 +97,8 @@ def names_one_of(pickled: bytes, modules: Collection[str]) -> bool:
         if opcode.name in ("BINGET", "LONG_BINGET"):
             argument = memo[int(argument or 0)]
         before, text = text, argument if isinstance(argument, str) else ""
-        if text in modules and before not in _ORIGINS:
+        # Also in an import path, which may be an argument.
+        if text.partition(":")[0] in modules and before not in _ORIGINS:
             return True
     return False
 
