@@ -14,9 +14,10 @@ from typing import Any
 from daskserve.cluster.protocols.base import ActorContext, verb, verbs_of
 from daskserve.common.formatting import shown
 from daskserve.common.types import GoalId
-from daskserve.control.changing_verbs import ChangingVerbs
+from daskserve.control.calls.changing import ChangingVerbs
+from daskserve.control.calls.draining import DrainingVerbs
+from daskserve.control.calls.history import HistoryVerbs
 from daskserve.control.core import MAX_WAIT_S, ControllerCore
-from daskserve.control.draining_verbs import DrainingVerbs
 from daskserve.control.placement.placement import Demand, place
 from daskserve.control.proxies.take_over import listens
 from daskserve.control.records import checkpoint
@@ -41,7 +42,8 @@ class Controller:
 
     def __init__(self, context: ActorContext) -> None:
         self._core = ControllerCore(context)
-        self.verbs = verbs_of(ChangingVerbs(self._core), ReadingVerbs(self._core), DrainingVerbs(self._core))
+        kinds = (ChangingVerbs, ReadingVerbs, HistoryVerbs, DrainingVerbs)
+        self.verbs = verbs_of(*(kind(self._core) for kind in kinds))
 
     async def start(self) -> dict[str, Any]:
         """Load the state from the store and start the reconcile loop."""

@@ -256,6 +256,7 @@ async def _start_on(
         callback=settings.controller().callback,
         start_id=message["start_id"],
         opens_with_route=opens_with_route,
+        history_bytes=settings.controller().history_bytes,
     )
     await start_instance(
         cluster_connection,

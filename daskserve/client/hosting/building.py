@@ -8,6 +8,7 @@ caller, whose code is deployed: a worker may have imported an older version of t
 from __future__ import annotations
 
 import traceback
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -15,8 +16,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from daskserve.client.definitions.graph import ApplicationGraph
+from daskserve.client.definitions.overrides import Overrides
+from daskserve.client.definitions.targets import application_of
 from daskserve.client.verbs.applications import BuiltApplication, RunTarget, build
+from daskserve.common import settings
 from daskserve.common.types import InstanceName
+from daskserve.config_file.model import ApplicationConfig
+from daskserve.config_file.references import resolved
 from daskserve.errors import BadRequestError, ReplicaStartError
 from daskserve.payload.importing import MODULE_REMEDY, import_definition
 
@@ -43,6 +50,38 @@ def import_path(target: RunTarget) -> None:
     """Import the code of an import path; see `build_path`."""
     with _users_errors(target.name, target.target):
         import_definition(target.target)
+
+
+def build_configured(
+    config: ApplicationConfig, instance: InstanceName = "", timeout_s: float | None = None
+) -> BuiltApplication:
+    """Build an application of a configuration file in this process, which imports the code.
+
+    References to variables get the values that they have in this process. The options of the file are applied
+    to those of the code.
+
+    Raises
+    ------
+    ConfigFileError
+        A variable is missing.
+    BadRequestError, TypeError
+        The application cannot be deployed, or has no deployment of a name in its configuration.
+    ReplicaStartError
+        The user's code raised; the error has the traceback from there on.
+    """
+    found = resolved(config, settings.process_variables())
+    overrides = Overrides(found)
+    with _users_errors(found.name, found.import_path):
+        graph = ApplicationGraph(application_of(found.import_path, found.args), found.name)
+        overrides.check(graph.names)
+        spec = graph.spec(
+            route=found.route_prefix,
+            request_id=uuid.uuid4().hex,
+            timeout_s=timeout_s,
+            changed=overrides.applied,
+            instance=instance,
+        )
+        return BuiltApplication(spec, graph.handles)
 
 
 @contextmanager

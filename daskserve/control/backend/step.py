@@ -110,7 +110,7 @@ class _Stepper:
                 continue
             death = observed.death_of(replica, event, self.inputs.wall)
             if death is not None:
-                self.notes.dead += (death,)
+                self.step.note_death(replica, death)
             forced = {"is_forced": True} if event is ReplicaEvent.UNWANTED else {}
             self.set_replica(replica.tag, move(replica, event, **forced))
             if event is ReplicaEvent.STARTED:
@@ -130,7 +130,7 @@ class _Stepper:
             self.note_failure(*lost)
         for replica in gangs.broken(self.replicas):
             why = "another replica of its gang was lost"
-            self.notes.dead += (DeadReplica(replica.tag, why, self.inputs.wall),)
+            self.step.note_death(replica, DeadReplica(replica.tag, why, self.inputs.wall))
             self.give_up(replica, is_forced=True)
 
     def take_in_config(self, replica: ReplicaRecord) -> None:
@@ -385,7 +385,8 @@ class _Stepper:
             return
         self.step.change[backend.key] = None
         self.notes = self.step.notes = Notes()
-        self.step.change.update({code.key: None for code in state.codes_of(backend.tag)})
+        codes = state.codes_of(backend.tag)
+        self.step.change.update({code.key: None for code in codes if not state.revisions.need(code.name)})
         self.step.change.update(app_state.removed(state, backend))
 
     def act(self) -> None:

@@ -147,6 +147,8 @@ class Observed:
     """Levels by replica, proxy and worker."""
 
     workers: dict[WorkerAddress, WorkerInfo] = field(default_factory=dict)
+    #: Number of messages about workers that have arrived.
+    worker_events: int = 0
     #: The option of this name.
     system_workers: tuple[str, ...] = ()
     #: Whether there was a worker for the controller and the proxies when that was last noted in the log.

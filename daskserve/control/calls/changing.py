@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from daskserve.cluster.protocols.base import verb
-from daskserve.cluster.protocols.stores import StoreOwnership
-from daskserve.common.types import GoalId
-from daskserve.control.core import ControllerCore
+from daskserve.control.calls.deciding import DecidingVerbs
 from daskserve.control.records.records import BackendRecord, Change
 from daskserve.control.verbs import applications as app_verbs
 from daskserve.control.verbs import backends as backend_verbs
@@ -19,62 +15,15 @@ from daskserve.control.verbs import goals, target_capacity
 from daskserve.control.verbs import scale as scale_verb
 from daskserve.control.verbs.backends import Outcome
 from daskserve.control.verbs.goals import ChangeLimits
-from daskserve.errors import (
-    DeployError,
-    NotRunningError,
-    ServeError,
-    StoreTakenError,
-    UnavailableError,
-)
 from daskserve.options.backend import BackendConfig
 from daskserve.options.specs import ApplicationSpec, BackendSpec
 
-#: Number of calls that were taken back before they arrived which are remembered; each matters for
-#: milliseconds.
-MAX_WITHDRAWN = 100
 
-
-class ChangingVerbs:
+class ChangingVerbs(DecidingVerbs):
     """The verbs that change an instance: each takes the lock, calls a pure function and commits.
 
     The argument ``by`` names the calling program, for the errors of programs whose changes it replaces.
     """
-
-    def __init__(self, core: ControllerCore) -> None:
-        self._core = core
-        self._withdrawn: deque[str] = deque(maxlen=MAX_WITHDRAWN)
-
-    @asynccontextmanager
-    async def _deciding(self, requests: Iterable[str] = ()) -> AsyncIterator[None]:
-        """Hold the lock for one decision, and check that it was made by the newest controller.
-
-        ``requests`` are the ids of the calls that are decided on; one that was taken back is refused.
-
-        The store rejects a change from a controller that was replaced. An answer without a change would come
-        from such a controller's outdated state, so the controller first checks that it is the newest.
-        """
-        store = self._core.cluster.store
-        if store.hold is StoreOwnership.TAKEN:
-            raise StoreTakenError(store.problems()["store"])
-        try:
-            async with self._core.writer:
-                if self._core.writer.is_detached:
-                    raise NotRunningError(f"Instance {self._core.cluster.instance!r} is being shut down.")
-                if not set(self._withdrawn).isdisjoint(requests):
-                    raise DeployError("The change was taken back before it began.")
-                changes = self._core.writer.changes
-                yield
-                is_written = self._core.writer.changes > changes
-        except UnavailableError:
-            raise
-        except ServeError:
-            await self._core.confirm_reign()
-            raise
-        if not is_written:
-            await self._core.confirm_reign()
-
-    def _goal_id(self) -> GoalId:
-        return f"{self._core.rng.getrandbits(128):032x}"
 
     async def _commit_outcome(self, outcome: Outcome, tag: str) -> dict[str, Any]:
         await self._core.writer.commit(outcome.change)
@@ -241,7 +190,7 @@ class ChangingVerbs:
 
         Calls that have not arrived yet, because they travel on another connection, are refused later.
         """
-        self._withdrawn.extend(requests)
+        self._core.withdrawn.extend(requests)
         async with self._deciding():
             change = goals.withdrawn(self._core.state, requests, by, self._core.clock.wall())
             await self._core.writer.commit(change)
