@@ -62,6 +62,7 @@ setup(
         "daskserve.client.ending",
         "daskserve.client.functions",
         "daskserve.client.hosting",
+        "daskserve.client.hosting.reloading",
         "daskserve.client.instance",
         "daskserve.client.verbs",
         "daskserve.client.views",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import os
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args, get_origin
@@ -11,6 +10,7 @@ from typing import Any, Literal, get_args, get_origin
 import click
 from pydantic.fields import FieldInfo
 
+from daskserve.common import settings
 from daskserve.common.types import Location
 from daskserve.options.http import HTTPOptions
 
@@ -121,6 +121,8 @@ def _trusted(given: Mapping[str, Any]) -> list[str] | None:
         return []
     if wants is None and addresses is None:
         return None
-    text = os.environ.get("FORWARDED_ALLOW_IPS", _TRUSTED_BY_UVICORN) if addresses is None else addresses
+    text = addresses
+    if text is None:
+        text = settings.process_variables().get("FORWARDED_ALLOW_IPS", _TRUSTED_BY_UVICORN)
     names = [each.strip() for each in text.split(",") if each.strip()]
     return list(_ALL_NETWORKS) if "*" in names else names

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import click
 
+from daskserve.common import settings
+
 #: The levels of uvicorn, by name.
-LOG_LEVELS = {
+LOG_LEVELS: Mapping[str, int] = {
     "critical": logging.CRITICAL,
     "error": logging.ERROR,
     "warning": logging.WARNING,
@@ -63,9 +64,10 @@ def use_env_file(name: str | None) -> dict[str, str]:
     if name is None:
         return {}
     found = read_variables(Path(name).read_text(encoding="utf-8"), name)
-    for each, value in found.items():
-        os.environ.setdefault(each, value)
-    return {each: os.environ[each] for each in found}
+    set_already = settings.process_variables()
+    values = {each: set_already.get(each, value) for each, value in found.items()}
+    settings.add_process_variables(values)
+    return values
 
 
 def use_log_level(name: str | None) -> None:
@@ -73,7 +75,7 @@ def use_log_level(name: str | None) -> None:
     if name is None:
         return
     level = LOG_LEVELS[name.lower()]
-    os.environ["DASK_LOGGING__DASKSERVE"] = logging.getLevelName(level).lower()
+    settings.add_process_variables({"DASK_LOGGING__DASKSERVE": logging.getLevelName(level).lower()})
     logger = logging.getLogger("daskserve")
     logger.setLevel(level)
     if not logger.handlers:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from importlib.util import find_spec
 from typing import TypeAlias
+
+from daskserve.common.clock import stopwatch
 
 #: What is watched, and what is not: hidden files, bytecode, and what editors write beside the files.
 INCLUDES = ("*.py",)
@@ -94,7 +95,7 @@ class FileWatch:
     """
 
     def __init__(
-        self, patterns: Patterns, ended: threading.Event, clock: Callable[[], float] = time.monotonic
+        self, patterns: Patterns, ended: threading.Event, clock: Callable[[], float] = stopwatch
     ) -> None:
         self._patterns = patterns
         self._ended = ended
