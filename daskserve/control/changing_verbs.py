@@ -45,7 +45,7 @@ class ChangingVerbs:
         self._withdrawn: deque[str] = deque(maxlen=MAX_WITHDRAWN)
 
     @asynccontextmanager
-    async def _deciding(self, requests: Iterable[str] = ()) -> AsyncIterator[None]:
+    async def deciding(self, requests: Iterable[str] = ()) -> AsyncIterator[None]:
         """Hold the lock for one decision, and check that it was made by the newest controller.
 
         ``requests`` are the ids of the calls that are decided on; one that was taken back is refused.
@@ -86,7 +86,7 @@ class ChangingVerbs:
     @verb
     async def create_backend(self, spec: Mapping[str, Any], by: str = "") -> dict[str, Any]:
         wanted = BackendSpec.from_plain(spec)
-        async with self._deciding([wanted.request_id]):
+        async with self.deciding([wanted.request_id]):
             outcome = backend_verbs.create_backend(
                 self._core.state, wanted, goal_id=self._goal_id(), now=self._core.clock.wall(), by=by
             )
@@ -103,7 +103,7 @@ class ChangingVerbs:
         progress_timeout_s: float | None = None,
         by: str = "",
     ) -> dict[str, Any]:
-        async with self._deciding():
+        async with self.deciding():
             outcome = backend_verbs.update_backend_config(
                 self._core.state,
                 tag,
@@ -119,7 +119,7 @@ class ChangingVerbs:
 
     @verb
     async def delete_backend(self, tag: str, force: bool, by: str = "") -> dict[str, Any]:
-        async with self._deciding():
+        async with self.deciding():
             app_verbs.check_separate(self._core.state, tag)
             outcome = backend_verbs.delete_backend(
                 self._core.state, tag, is_forced=force, goal_id=self._goal_id(), by=by
@@ -129,7 +129,7 @@ class ChangingVerbs:
     @verb
     async def scale(self, name: str, number: int, application: str = "") -> int:
         """Record the number that an external scaler requests; replicas start or stop afterwards."""
-        async with self._deciding():
+        async with self.deciding():
             change = scale_verb.scale(
                 self._core.state, name, number, self._core.clock.wall(), application=application
             )
@@ -162,7 +162,7 @@ class ChangingVerbs:
     ) -> dict[str, Any]:
         """Create or update a deployment (a backend and an endpoint of one name) in one transaction."""
         wanted = BackendSpec.from_plain(spec)
-        async with self._deciding([wanted.request_id]):
+        async with self.deciding([wanted.request_id]):
             outcome = backend_verbs.deploy(
                 self._core.state,
                 wanted,
@@ -187,7 +187,7 @@ class ChangingVerbs:
 
     @verb
     async def delete_deployment(self, name: str, force: bool = False, by: str = "") -> dict[str, Any]:
-        async with self._deciding():
+        async with self.deciding():
             app_verbs.check_separate(self._core.state, name)
             outcome = backend_verbs.delete_backend(
                 self._core.state, name, is_forced=force, goal_id=self._goal_id(), leaving=name, by=by
@@ -204,7 +204,7 @@ class ChangingVerbs:
     ) -> dict[str, Any]:
         """Create or update applications in one transaction; return the goals and updates by name."""
         specs = [ApplicationSpec.from_plain(each) for each in apps]
-        async with self._deciding([each.request_id for each in specs]):
+        async with self.deciding([each.request_id for each in specs]):
             deployed = app_verbs.deploy(
                 self._core.state,
                 specs,
@@ -227,7 +227,7 @@ class ChangingVerbs:
     async def delete_application(
         self, name: str, request_id: str | None = None, by: str = ""
     ) -> dict[str, Any]:
-        async with self._deciding():
+        async with self.deciding():
             outcome = app_verbs.delete(
                 self._core.state, name, goal_id=self._goal_id(), request_id=request_id, by=by
             )
@@ -242,7 +242,7 @@ class ChangingVerbs:
         Calls that have not arrived yet, because they travel on another connection, are refused later.
         """
         self._withdrawn.extend(requests)
-        async with self._deciding():
+        async with self.deciding():
             change = goals.withdrawn(self._core.state, requests, by, self._core.clock.wall())
             await self._core.writer.commit(change)
         self._core.loop.poke()
@@ -256,7 +256,7 @@ class ChangingVerbs:
 
     async def _change(self, decide: Callable[..., Change], *args: Any, **options: Any) -> dict[str, Any]:
         """Make the change that a function decides on; return when the proxies have applied it."""
-        async with self._deciding():
+        async with self.deciding():
             await self._core.writer.commit(decide(self._core.state, *args, **options))
         return {"snapshot": await self._core.barrier()}
 
@@ -298,7 +298,7 @@ class ChangingVerbs:
     @verb
     async def rewrite_store(self) -> int:
         """Write all records to the store again, at the place that its URL names; return their number."""
-        async with self._deciding():
+        async with self.deciding():
             return await self._core.writer.rewrite(self._core.corrupt)
 
     @verb

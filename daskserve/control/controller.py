@@ -8,7 +8,8 @@ therefore survives any crash. A failed verb can be retried, because every verb i
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from daskserve.cluster.protocols.base import ActorContext, verb, verbs_of
@@ -20,12 +21,16 @@ from daskserve.control.draining_verbs import DrainingVerbs
 from daskserve.control.placement.placement import Demand, place
 from daskserve.control.proxies.take_over import listens
 from daskserve.control.records import checkpoint
-from daskserve.control.records.records import GoalRecord, GoalState
+from daskserve.control.records.records import BackendRecord, Change, GoalRecord, GoalState
 from daskserve.control.verbs import backends as backend_verbs
+from daskserve.control.verbs import rollouts
+from daskserve.control.verbs.rollout_plan import serves_rollout
+from daskserve.control.verbs.scale import named_deployment
 from daskserve.control.views import applications as app_views
 from daskserve.control.views import explanation as explaining
 from daskserve.control.views import views
 from daskserve.control.views.deployments import stored_application, stored_deployments
+from daskserve.control.views.rollouts import rollout_status
 from daskserve.errors import DeployError, NotFoundError, RequestTimeoutError
 from daskserve.options.actor import ActorOptions
 from daskserve.options.start_messages import dump_http
@@ -41,7 +46,13 @@ class Controller:
 
     def __init__(self, context: ActorContext) -> None:
         self._core = ControllerCore(context)
-        self.verbs = verbs_of(ChangingVerbs(self._core), ReadingVerbs(self._core), DrainingVerbs(self._core))
+        changing = ChangingVerbs(self._core)
+        self.verbs = verbs_of(
+            changing,
+            RolloutVerbs(self._core, changing.deciding),
+            ReadingVerbs(self._core),
+            DrainingVerbs(self._core),
+        )
 
     async def start(self) -> dict[str, Any]:
         """Load the state from the store and start the reconcile loop."""
@@ -65,8 +76,12 @@ class ReadingVerbs:
     # Verbs: waiting and looking
 
     @verb
-    async def wait_for_goal(self, goal_id: GoalId, timeout_s: float) -> dict[str, Any]:
+    async def wait_for_goal(
+        self, goal_id: GoalId, timeout_s: float, until_served: bool = False
+    ) -> dict[str, Any]:
         """Return when a goal has ended, or after ``timeout_s`` (at most 30 s) with ``is_done`` False.
+
+        With ``until_served``, return also once a rollout of it has the traffic of its first step.
 
         A goal that was superseded is done; the answer has its error and its successor.
 
@@ -84,7 +99,8 @@ class ReadingVerbs:
             if goal.state is GoalState.FAILED:
                 error = load_error(goal.error) if goal.error else DeployError("The change failed.")
                 raise error
-            if goal.state is GoalState.DONE:
+            is_served = until_served and serves_rollout(self._core.state, goal)
+            if goal.state is GoalState.DONE or is_served:
                 return {
                     "is_done": True,
                     "snapshot": await self._core.barrier(),
@@ -194,8 +210,17 @@ class ReadingVerbs:
         await self.report_load(router, {tag: (waiting, 0) for tag, waiting in lengths.items()})
 
     @verb
-    async def report_load(self, router: str, loads: Mapping[str, Sequence[int]]) -> None:
-        """Record a router's queued requests and requests in flight, by backend."""
+    async def report_load(
+        self,
+        router: str,
+        loads: Mapping[str, Sequence[int]],
+        versions: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Record a router's queued requests and requests in flight, by backend.
+
+        ``versions`` is what it has counted of the two versions of rollouts.
+        """
+        self._core.observed.rollouts.report(router, versions or {})
         self._core.observed.loads.report(router, loads, self._core.clock.now())
         self._core.scaler.notify_load(tag for tag, load in loads.items() if any(load))
 
@@ -239,3 +264,54 @@ class ReadingVerbs:
     @verb
     async def listen_for_change(self, snapshot_ids: Mapping[str, Any]) -> dict[str, Any]:
         return await self._core.news.listen_for_change(snapshot_ids)
+
+
+class RolloutVerbs:
+    """A deployment is named as in `daskserve.control.changing_verbs.ChangingVerbs.scale`.
+
+    Each verb returns the state of the rollout after it.
+
+    Parameters
+    ----------
+    deciding : callable
+        ``ChangingVerbs.deciding``: holds the lock for one decision.
+    """
+
+    def __init__(
+        self, core: ControllerCore, deciding: Callable[[], AbstractAsyncContextManager[None]]
+    ) -> None:
+        self._core = core
+        self._deciding = deciding
+
+    def _status(self, name: str, application: str) -> dict[str, Any]:
+        backend = named_deployment(self._core.state, name, application)
+        return rollout_status(self._core.state, self._core.observed, backend)
+
+    async def _change(
+        self, name: str, application: str, decide: Callable[[BackendRecord, float], Change]
+    ) -> dict[str, Any]:
+        async with self._deciding():
+            backend = named_deployment(self._core.state, name, application)
+            await self._core.writer.commit(decide(backend, self._core.clock.wall()))
+        self._core.loop.poke([backend.tag, *self._core.state.apps.members(backend.application)])
+        return {**self._status(name, application), "snapshot": await self._core.barrier()}
+
+    @verb
+    async def rollout_status(self, name: str, application: str = "") -> dict[str, Any]:
+        return self._status(name, application)
+
+    @verb
+    async def pause_rollout(self, name: str, application: str = "") -> dict[str, Any]:
+        return await self._change(name, application, rollouts.pause)
+
+    @verb
+    async def promote_rollout(self, name: str, application: str = "", full: bool = False) -> dict[str, Any]:
+        return await self._change(
+            name, application, lambda backend, wall: rollouts.promote(backend, wall, full=full)
+        )
+
+    @verb
+    async def abort_rollout(self, name: str, application: str = "", by: str = "") -> dict[str, Any]:
+        return await self._change(
+            name, application, lambda backend, wall: rollouts.abort(self._core.state, backend, wall, by)
+        )

@@ -21,6 +21,7 @@ from daskserve.common.types import (
 )
 from daskserve.control.observed.lifecycle import ReplicaEvent
 from daskserve.control.observed.loads import Loads
+from daskserve.control.observed.rollout_counts import RolloutCounts
 from daskserve.control.records.records import BackendRecord, ReplicaRecord
 from daskserve.options.autoscaling import AutoscalingConfig
 
@@ -111,6 +112,8 @@ class Notes:
         The last replicas that died, oldest first.
     stays : str or None
         The replica that was to move to a better worker, and does not. This and the rest are of one step.
+    rollout : tuple
+        The present phase of the rollout, and since when it lasts.
     deadlines : dict
         Deadlines of goals that this step has set.
     configured, reconfigure_failed : dict
@@ -128,6 +131,7 @@ class Notes:
     goal: GoalId | None = None
     drained_at_once: int = 1
     dead: tuple[DeadReplica, ...] = ()
+    rollout: tuple[str, float] = ("", 0.0)
     stays: ReplicaTag | None = None
     deadlines: dict[GoalId, float] = field(default_factory=dict)
     configured: dict[ReplicaTag, str] = field(default_factory=dict)
@@ -184,6 +188,8 @@ class Observed:
     is_adaptive: bool = False
     #: The load that routers and replicas have reported.
     loads: Loads = field(default_factory=Loads)
+    #: What routers have counted of both versions of each rollout.
+    rollouts: RolloutCounts = field(default_factory=RolloutCounts)
     #: The last decisions of the autoscalers.
     scalings: dict[BackendTag, Scaling] = field(default_factory=dict)
     deadlines: dict[GoalId, float] = field(default_factory=dict)

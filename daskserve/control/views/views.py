@@ -11,18 +11,18 @@ from typing import Any
 
 from daskserve.common.formatting import shown
 from daskserve.common.types import ActorKind, BackendTag, Reachability, ReplicaState, WorkerAddress
-from daskserve.control.backend import application as app_state
 from daskserve.control.backend import progress
 from daskserve.control.backend.step import NEW_WORKER_S
 from daskserve.control.observed.observed import Activity, Observed
 from daskserve.control.proxies.step import is_ready
-from daskserve.control.records.config_ids import is_pausing
 from daskserve.control.records.proxy import ProxyRecord
 from daskserve.control.records.records import BackendRecord, GoalState, ReplicaRecord
 from daskserve.control.records.state import State
 from daskserve.control.verbs import backends as backend_verbs
 from daskserve.control.verbs import endpoints as endpoint_state
 from daskserve.control.verbs.failed_deploys import not_found
+from daskserve.control.views.published import published_backend
+from daskserve.control.views.rollouts import rollout_text
 from daskserve.options.environment import Environment
 from daskserve.options.secrets import masked
 
@@ -54,7 +54,9 @@ def message_of(observed: Observed, backend: BackendRecord, replicas: Iterable[Re
     replicas, notes = list(replicas), observed.notes_of(backend.tag)
     found = [] if notes.waiting is None else [notes.waiting]
     found += [text] if (text := progress.busy_text(observed, backend, replicas)) else []
-    if backend.goal is not None and any(each.version != backend.version for each in replicas):
+    if backend.canary is not None:
+        found.append(rollout_text(observed, backend, replicas))
+    elif backend.goal is not None and any(each.version != backend.version for each in replicas):
         done = progress.running(backend, replicas)
         found.append(f"{done} of {backend.needed_replicas} replicas are updated")
     if notes.full_since is not None:
@@ -257,42 +259,6 @@ def snapshot(state: State, instance: str) -> dict[str, Any]:
             "end_time": 0,
         }
     return found
-
-
-def published_backend(state: State, tag: str, unloadable: str | None = None) -> Any:
-    """Return the published value of a backend for routers; None if it is gone.
-
-    ``unloadable`` is why its replicas cannot load its code, if they cannot.
-    """
-    backend = state.backends.get(tag)
-    if backend is None:
-        return None
-    value = {
-        "replicas": [
-            [each.tag, each.worker, each.incarnation]
-            for each in state.replicas_of(tag)
-            if each.state is ReplicaState.RUNNING and not is_pausing(backend, each)
-        ],
-        "concurrency": backend.config.concurrency(),
-        "max_queued": backend.config.max_queued_requests,
-        "max_crash_retries": backend.config.max_crash_retries,
-    }
-    if not backend.is_deployment:
-        value["kind"] = backend.kind
-    if backend.config.bodies != "gather":
-        value["bodies"] = backend.config.bodies
-    if backend.config.max_body_bytes is not None:
-        value["max_body_bytes"] = backend.config.max_body_bytes
-    if backend.autoscaling is not None:
-        value["autoscaled"] = True
-    if backend.capacity == 0:
-        value["off"] = True
-    if unloadable is not None:
-        value["unloadable"] = unloadable
-    if backend.is_deleting and app_state.may_stop(state, backend):
-        # Why, if its first deploy failed; else nothing. As long as others call it, it is as before to them.
-        value["ending"] = backend.last_error
-    return value
 
 
 def broken_routes(
