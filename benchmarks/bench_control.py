@@ -257,6 +257,7 @@ async def creations(folder: Path) -> tuple[list[float], list[tuple[int, int]]]:
                 callback=None,
                 start_id="",
                 opens_with_route=False,
+                history_bytes=1 << 28,
             ).encode()
         )
         view = cluster.process("w0")

@@ -55,7 +55,7 @@ from daskserve.options.start_messages import ReplicaStart
 from daskserve.payload.pickling import dump, dump_bytes
 from daskserve.proxies.asgi import ASGIApp, Scope
 from daskserve.proxies.exchange.http_connection import HTTPConnection
-from daskserve.proxies.exchange.request_head import HeadLimits
+from daskserve.proxies.exchange.request.head import HeadLimits
 from daskserve.proxies.exchange.server_state import ServerState
 from daskserve.proxies.ingress.app import IngressApp
 from daskserve.proxies.ingress.routes import RouteTable

@@ -5,6 +5,7 @@
     ServeError                          500
     ├── BadRequestError        (ValueError)  400   fix the arguments
     │   ├── AlreadyRegisteredError
+    │   ├── ConfigFileError                    correct the lines of the file that it names
     │   ├── NotRegisteredError
     │   ├── StreamOptionError  (TypeError)         add or remove stream=True
     │   ├── UnpicklableError   (TypeError)         create the object where the replica runs
@@ -99,6 +100,10 @@ class AlreadyRegisteredError(BadRequestError):
 
 class NotRegisteredError(BadRequestError):
     """A change names a backend or endpoint that does not exist."""
+
+
+class ConfigFileError(BadRequestError):
+    """A configuration file has faults; the message has a line for each, with its place in the file."""
 
 
 class StreamOptionError(BadRequestError, TypeError):

@@ -35,6 +35,7 @@ CAPTIONS: Mapping[str, tuple[str, str]] = {
     "proxies": ("HTTP in, requests out", YELLOW),
     "cluster": ("everything Dask", YELLOW),
     "context": ("the current request", GRAY),
+    "config_file": ("the file of applications", GRAY),
     "options": ("what users may ask for", GRAY),
     "telemetry": ("what is measured", GRAY),
     "loops": ("event loops and threads", GRAY),

@@ -21,8 +21,8 @@ from daskserve.options.deployment_actor import DeploymentActorConfig
 from daskserve.options.environment import Environment
 from daskserve.options.http import HTTPOptions
 from daskserve.options.queues import QueueOptions
-from daskserve.proxies.exchange import request_body
-from daskserve.proxies.exchange.limits import LIMITS
+from daskserve.proxies.exchange.limits.limits import LIMITS
+from daskserve.proxies.exchange.request import body as request_body
 from daskserve.proxies.exchange.websocket import connection as websocket_line
 from daskserve.proxies.exchange.websocket import inbox as websocket_inbox
 from daskserve.proxies.exchange.websocket import session as websocket

@@ -40,6 +40,7 @@ ROOMS: Mapping[str, str] = {
     "loops": "values",
     "internals": "values",
     "payload": "values",
+    "config_file": "values",
     "autoscaling": "autoscaling",
     "dashboards": "dashboards",
     "simulation": "simulation",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import click
@@ -11,8 +12,6 @@ import dask.config
 from daskserve.cli.output import errors_as_messages
 from daskserve.client.client import Client
 from daskserve.client.functions.finding import connect
-from daskserve.client.views.status import Status
-from daskserve.errors import NotRunningError
 
 
 def address_option(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -20,8 +19,8 @@ def address_option(command: Callable[..., Any]) -> Callable[..., Any]:
     return click.option(
         "-a",
         "--address",
-        help="Address of a Dask scheduler, such as tcp://host:8786. Default: scheduler-address of Dask's "
-        "configuration.",
+        help="Address of a Dask scheduler, such as tcp://host:8786, or of its HTTP server, such as "
+        "http://host:8787. Default: scheduler-address of Dask's configuration.",
     )(command)
 
 
@@ -36,26 +35,25 @@ def instance_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def tell(address: str | None, name: str | None, text_of: Callable[[Client], str]) -> None:
-    """Print a text about the instance on a cluster, or that none runs there."""
-    with errors_as_messages():
-        client = running(known(address), name)
-        if client is None:
-            click.echo(str(Status()))
-            return
-        try:
-            click.echo(text_of(client))
-        finally:
-            client.disconnect()
+    """Print a text about the instance on a cluster."""
+    with errors_as_messages(), connected(address, name) as client:
+        click.echo(text_of(client))
 
 
-def running(address: str, name: str | None) -> Client | None:
-    """Return a client of the instance on a cluster; None if none runs there, and none is named."""
+@contextmanager
+def connected(address: str | None, name: str | None) -> Iterator[Client]:
+    """Yield a client of the instance on a cluster, and disconnect it afterwards.
+
+    Raises
+    ------
+    NotRunningError
+        No instance runs there, or none of this name; under `errors_as_messages`, the exit code is 3.
+    """
+    client = connect(address=known(address), name=name)
     try:
-        return connect(address=address, name=name)
-    except NotRunningError:
-        if name is not None:
-            raise
-        return None
+        yield client
+    finally:
+        client.disconnect()
 
 
 def known(address: str | None) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import click
 
 from daskserve._version import __version__
+from daskserve.common import settings
 
 #: The location and the help text of each command or group: ``name -> ("module:command", "help")``.
 COMMANDS: Mapping[str, tuple[str, str]] = {
@@ -71,5 +72,8 @@ def absent(name: str) -> click.Command:
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="daskserve")
-def main() -> None:
+@click.pass_context
+def main(ctx: click.Context) -> None:
     """Model serving and Python microservices on any Dask cluster."""
+    if settings.process_variables().get("NO_COLOR"):
+        ctx.color = False

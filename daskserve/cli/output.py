@@ -1,17 +1,91 @@
-"""What commands print: errors as messages."""
+"""What commands print, and with which code they exit: errors as messages, JSON, colours.
+
+Nothing but data is on standard output. A command that has `json_option` prints one JSON document there, and
+its errors as ``{"error": {"type": ..., "message": ...}}`` on standard error.
+"""
 
 from __future__ import annotations
 
+import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from enum import IntEnum
+from typing import IO, Any
 
 import click
 from pydantic import ValidationError
 
-from daskserve.errors import ReplicaStartError, ServeError
+from daskserve.errors import ClusterUnreachableError, NotRunningError, ReplicaStartError, ServeError
 from daskserve.payload.shown_errors import shortened
+
+#: The name of the parameter that `json_option` adds.
+_AS_JSON = "as_json"
+#: The colours of states.
+COLOURS: Mapping[str, tuple[str, ...]] = {
+    "green": ("HEALTHY", "RUNNING", "DONE"),
+    "red": ("UNHEALTHY", "DEPLOY_FAILED", "FAILED"),
+    "yellow": (
+        *("DEPLOYING", "NOT_STARTED", "UPDATING", "UPSCALING", "DOWNSCALING", "DELETING"),
+        *("STARTING", "STOPPING", "PENDING"),
+    ),
+}
+COLOUR_OF: Mapping[str, str] = {state: colour for colour, states in COLOURS.items() for state in states}
+_STATE = re.compile(rf"(?<![\w-])(?:{'|'.join(sorted(COLOUR_OF, key=len, reverse=True))})(?![\w-])")
+
+
+class ExitCode(IntEnum):
+    """The exit codes of all commands."""
+
+    DONE = 0
+    #: The command failed, or what it was asked about has failed.
+    FAILED = 1
+    #: Wrong usage; click's code.
+    USAGE = 2
+    #: No instance runs there, or the cluster cannot be reached.
+    NOT_RUNNING = 3
+
+
+class CommandError(click.ClickException):
+    """An error with its exit code; printed as JSON if the command was asked for JSON."""
+
+    def __init__(self, message: str, exit_code: int = ExitCode.FAILED, kind: str = "") -> None:
+        super().__init__(message)
+        self.__dict__["exit_code"] = exit_code  # a class variable to type checkers
+        self.kind = kind or "CommandError"
+        self._is_json = wants_json()
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        """Print the error to standard error."""
+        if not self._is_json:
+            super().show(file)
+            return
+        click.echo(json.dumps({"error": {"type": self.kind, "message": self.message}}), file=file, err=True)
+
+
+def json_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the option ``--json``, the parameter ``as_json``, to a command."""
+    return click.option("--json", _AS_JSON, is_flag=True, help="Print JSON.")(command)
+
+
+def wants_json() -> bool:
+    """Return whether the running command was called with ``--json``."""
+    context = click.get_current_context(silent=True)
+    return context is not None and bool(context.params.get(_AS_JSON))
+
+
+def print_json(value: Any, *, is_line: bool = False) -> None:
+    """Print a value as one JSON document, or as one line of a stream of documents."""
+    text = json.dumps(value, indent=None if is_line else 2, default=str, ensure_ascii=False)
+    click.echo(text)
+    if is_line:
+        sys.stdout.flush()
+
+
+def coloured(text: str) -> str:
+    """Return a text whose state words have colours, which `click.echo` drops where they do not belong."""
+    return _STATE.sub(lambda found: click.style(found[0], fg=COLOUR_OF[found[0]]), text)
 
 
 def is_terminal() -> bool:
@@ -21,14 +95,20 @@ def is_terminal() -> bool:
 
 @contextmanager
 def errors_as_messages() -> Iterator[None]:
-    """Show errors that say what to do without a traceback, and with the options of the command."""
+    """Show errors that say what to do without a traceback, with the options and exit code of the command."""
     try:
         yield
     except ReplicaStartError as error:
         text = f"{spelled(str(error))}\n\n{shortened(error.user_traceback)}"
-        raise click.ClickException(text.rstrip()) from error
+        raise _command_error(error, text.rstrip()) from error
     except (ServeError, ValidationError, TypeError, ValueError) as error:
-        raise click.ClickException(spelled(str(error))) from error
+        raise _command_error(error, spelled(str(error))) from error
+
+
+def _command_error(error: Exception, text: str) -> CommandError:
+    is_absent = isinstance(error, NotRunningError | ClusterUnreachableError)
+    code = ExitCode.NOT_RUNNING if is_absent else ExitCode.FAILED
+    return CommandError(text, code, type(error).__name__)
 
 
 def spelled(text: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from datetime import UTC, datetime
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import click
 import yaml
 
+from daskserve.cli.output import json_option, print_json
 from daskserve.common.clock import seeded_rng
 from daskserve.options.autoscaling import AutoscalingConfig
 from daskserve.simulation.fleet import Service, SimulationResult
@@ -104,7 +104,7 @@ def simulate() -> None:
 @click.option("--exact", is_flag=True, help="Simulate single requests instead of a fluid.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the random numbers.")
 @click.option("--plot", "plot_path", type=click.Path(dir_okay=False), help="SVG file for a plot.")
-@click.option("--json", "is_json", is_flag=True, help="Print JSON instead of a table.")
+@json_option
 def policy_command(
     trace_path: str,
     compare: tuple[str, ...],
@@ -113,7 +113,7 @@ def policy_command(
     exact: bool,
     seed: int,
     plot_path: str | None,
-    is_json: bool,
+    as_json: bool,
     **options: Any,
 ) -> None:
     """Simulate a policy on a trace, with the code that runs in the controller."""
@@ -146,8 +146,8 @@ def policy_command(
             Path(plot_path).write_text(plot(outcomes), encoding="utf-8")
         except OSError as error:
             raise click.ClickException(f"Could not write {plot_path}: {error}") from error
-    if is_json:
-        click.echo(json.dumps([as_dict(outcome, price) for outcome in outcomes], indent=2))
+    if as_json:
+        print_json([as_dict(outcome, price) for outcome in outcomes])
     else:
         _print(trace, outcomes, price)
 

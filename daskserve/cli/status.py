@@ -2,20 +2,41 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import click
 
-from daskserve.cli.instance import instance_options, known, running, tell
-from daskserve.cli.output import errors_as_messages, is_terminal
+from daskserve.cli.instance import connected, instance_options, tell
+from daskserve.cli.output import (
+    ExitCode,
+    coloured,
+    errors_as_messages,
+    is_terminal,
+    json_option,
+    print_json,
+)
 from daskserve.client.client import Client
 from daskserve.client.views.status import Status
-from daskserve.options.specs import deployment_tag
+from daskserve.errors import NotRunningError
 
 
 @click.command()
 @instance_options
-def status(address: str | None, name: str | None) -> None:
-    """Show what runs on a cluster, and why the rest does not."""
-    tell(address, name, lambda client: str(client.status()))
+@click.option("-n", "--name", "application", metavar="APP", help="Show only this application.")
+@json_option
+def status(address: str | None, name: str | None, application: str | None, as_json: bool) -> None:
+    """Show what runs on a cluster, and why the rest does not.
+
+    Exits with 1 if an application or a deployment has failed or is unhealthy.
+    """
+    with errors_as_messages(), connected(address, name) as client:
+        found = client.status() if application is None else client.status().only(application)
+    if as_json:
+        print_json(asdict(found))
+    else:
+        click.echo(coloured(str(found)))
+    if found.failed:
+        click.get_current_context().exit(ExitCode.FAILED)
 
 
 @click.command()
@@ -24,37 +45,29 @@ def status(address: str | None, name: str | None) -> None:
 def shutdown(address: str | None, name: str | None, yes: bool) -> None:
     """End the instance on a cluster, with all its applications.
 
-    Asks first on a terminal. Elsewhere, --yes is needed.
+    Asks first on a terminal. Elsewhere, --yes is needed. Without an instance there is nothing to end.
     """
     with errors_as_messages():
-        client = running(known(address), name)
-        if client is None:
-            click.echo(str(Status()))
-            return
         try:
-            if not yes:
-                confirm_end(client)
-            client.shutdown()
-        finally:
-            client.disconnect()
+            with connected(address, name) as client:
+                if not yes:
+                    confirm_end(client)
+                client.shutdown()
+        except NotRunningError:
+            if name is not None:
+                raise
+            click.echo(str(Status()))
 
 
 def confirm_end(client: Client) -> None:
     """Ask whether to end an instance; raise if the answer is no, or if there is no terminal."""
     found = client.status()
-    serves = ", ".join([*map(repr, found.applications), *sorted(_alone(found))]) or "nothing"
+    alone = sorted(tag for tag, each in found.backends.items() if not each.application)
+    serves = ", ".join([*map(repr, found.applications), *alone]) or "nothing"
     what = f"instance {client.instance_name!r}, which serves {serves}"
     if not is_terminal():
         raise click.ClickException(f"This ends {what}. Add --yes, because there is no terminal to ask on.")
     click.confirm(f"End {what}?", abort=True)
-
-
-def _alone(found: Status) -> set[str]:
-    """Return the backends that belong to no application."""
-    members = {
-        deployment_tag(name, each) for name, app in found.applications.items() for each in app.deployments
-    }
-    return set(found.backends) - members
 
 
 @click.command(name="rewrite-store")

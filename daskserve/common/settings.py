@@ -106,6 +106,9 @@ class ControllerSettings:
     #: Import path of a function that each controller calls, without arguments, when it starts: to configure
     #: logging, for example. The proxies have ``daskserve.http.proxy-callback``.
     callback: str | None = None
+    #: Bytes of code that only old revisions of applications need, which an instance keeps for rollbacks.
+    #: Beyond it, the oldest revisions lose their code.
+    history_bytes: int = 256 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)

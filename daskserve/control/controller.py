@@ -8,29 +8,27 @@ therefore survives any crash. A failed verb can be retried, because every verb i
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from daskserve.cluster.protocols.base import ActorContext, verb, verbs_of
 from daskserve.common.formatting import shown
 from daskserve.common.types import GoalId
-from daskserve.control.changing_verbs import ChangingVerbs
+from daskserve.control.calls.changing import ChangingVerbs
+from daskserve.control.calls.draining import DrainingVerbs
+from daskserve.control.calls.history import HistoryVerbs
+from daskserve.control.calls.rollouts import RolloutVerbs
 from daskserve.control.core import MAX_WAIT_S, ControllerCore
-from daskserve.control.draining_verbs import DrainingVerbs
 from daskserve.control.placement.placement import Demand, place
 from daskserve.control.proxies.take_over import listens
 from daskserve.control.records import checkpoint
-from daskserve.control.records.records import BackendRecord, Change, GoalRecord, GoalState
+from daskserve.control.records.records import GoalRecord, GoalState
 from daskserve.control.verbs import backends as backend_verbs
-from daskserve.control.verbs import rollouts
 from daskserve.control.verbs.rollout_plan import serves_rollout
-from daskserve.control.verbs.scale import named_deployment
 from daskserve.control.views import applications as app_views
 from daskserve.control.views import explanation as explaining
 from daskserve.control.views import views
 from daskserve.control.views.deployments import stored_application, stored_deployments
-from daskserve.control.views.rollouts import rollout_status
 from daskserve.errors import DeployError, NotFoundError, RequestTimeoutError
 from daskserve.options.actor import ActorOptions
 from daskserve.options.start_messages import dump_http
@@ -46,13 +44,8 @@ class Controller:
 
     def __init__(self, context: ActorContext) -> None:
         self._core = ControllerCore(context)
-        changing = ChangingVerbs(self._core)
-        self.verbs = verbs_of(
-            changing,
-            RolloutVerbs(self._core, changing.deciding),
-            ReadingVerbs(self._core),
-            DrainingVerbs(self._core),
-        )
+        kinds = (ChangingVerbs, RolloutVerbs, ReadingVerbs, HistoryVerbs, DrainingVerbs)
+        self.verbs = verbs_of(*(kind(self._core) for kind in kinds))
 
     async def start(self) -> dict[str, Any]:
         """Load the state from the store and start the reconcile loop."""
@@ -264,54 +257,3 @@ class ReadingVerbs:
     @verb
     async def listen_for_change(self, snapshot_ids: Mapping[str, Any]) -> dict[str, Any]:
         return await self._core.news.listen_for_change(snapshot_ids)
-
-
-class RolloutVerbs:
-    """A deployment is named as in `daskserve.control.changing_verbs.ChangingVerbs.scale`.
-
-    Each verb returns the state of the rollout after it.
-
-    Parameters
-    ----------
-    deciding : callable
-        ``ChangingVerbs.deciding``: holds the lock for one decision.
-    """
-
-    def __init__(
-        self, core: ControllerCore, deciding: Callable[[], AbstractAsyncContextManager[None]]
-    ) -> None:
-        self._core = core
-        self._deciding = deciding
-
-    def _status(self, name: str, application: str) -> dict[str, Any]:
-        backend = named_deployment(self._core.state, name, application)
-        return rollout_status(self._core.state, self._core.observed, backend)
-
-    async def _change(
-        self, name: str, application: str, decide: Callable[[BackendRecord, float], Change]
-    ) -> dict[str, Any]:
-        async with self._deciding():
-            backend = named_deployment(self._core.state, name, application)
-            await self._core.writer.commit(decide(backend, self._core.clock.wall()))
-        self._core.loop.poke([backend.tag, *self._core.state.apps.members(backend.application)])
-        return {**self._status(name, application), "snapshot": await self._core.barrier()}
-
-    @verb
-    async def rollout_status(self, name: str, application: str = "") -> dict[str, Any]:
-        return self._status(name, application)
-
-    @verb
-    async def pause_rollout(self, name: str, application: str = "") -> dict[str, Any]:
-        return await self._change(name, application, rollouts.pause)
-
-    @verb
-    async def promote_rollout(self, name: str, application: str = "", full: bool = False) -> dict[str, Any]:
-        return await self._change(
-            name, application, lambda backend, wall: rollouts.promote(backend, wall, full=full)
-        )
-
-    @verb
-    async def abort_rollout(self, name: str, application: str = "", by: str = "") -> dict[str, Any]:
-        return await self._change(
-            name, application, lambda backend, wall: rollouts.abort(self._core.state, backend, wall, by)
-        )

@@ -10,8 +10,10 @@ import asyncio
 import logging
 import random
 import socket
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from daskserve.cluster.long_poll import WORKERS, LongPollHost
@@ -38,15 +40,16 @@ from daskserve.control.records import checkpoint
 from daskserve.control.records.proxy import ProxyRecord
 from daskserve.control.records.records import BackendRecord, Change, GoalRecord, GoalState, Record
 from daskserve.control.records.state import State
-from daskserve.control.records.two_versions import kept_tag
 from daskserve.control.records.writer import Writer
 from daskserve.control.scaling.scaler import Scaler
 from daskserve.control.verbs import endpoints as endpoint_state
 from daskserve.control.verbs import goals
+from daskserve.control.verbs.history.recording import HistoryRecorder
 from daskserve.control.views import views
 from daskserve.control.views.published import published_backend
 from daskserve.control.views.readiness import unready
 from daskserve.errors import InstanceError, ServeError, StaleEpochError
+from daskserve.loops.tasks import TaskSet
 from daskserve.options.http import HTTPOptions
 from daskserve.options.start_messages import ControllerStart, ProxyStart
 from daskserve.payload.importing import call_imported
@@ -58,6 +61,9 @@ logger = logging.getLogger("daskserve.controller")
 MAX_WAIT_S = 30.0
 #: Interval at which the full list of workers is fetched, in case an event was lost.
 REFRESH_S = 30.0
+#: Number of calls that were taken back before they arrived which are remembered; each matters for
+#: milliseconds.
+MAX_WITHDRAWN = 100
 
 
 class ControllerCore:
@@ -75,11 +81,12 @@ class ControllerCore:
         self.state = State()
         self.observed = Observed(system_workers=tuple(self.http.system_workers))
         self.goal_ended = asyncio.Event()
+        #: The calls that were taken back, perhaps before they arrived.
+        self.withdrawn: deque[str] = deque(maxlen=MAX_WITHDRAWN)
         self._tasks: list[asyncio.Task[None]] = []
         self._reconciler: Reconciler | None = None
         #: Functions that `stop` calls, the last one first.
         self._undoing: list[Callable[[], Awaitable[object]]] = []
-        self._events = 0
 
     # Lifecycle
 
@@ -117,13 +124,25 @@ class ControllerCore:
             asyncio.create_task(self._keep_refreshing(), name="daskserve-refresh"),
             asyncio.create_task(self.scaler.run(), name="daskserve-scale"),
         ]
+        noting = TaskSet(logger)
+        noting.spawn(self._note_start(), "note-start")
+        self._undoing.append(partial(noting.close, timeout_s=2))
         self.trial.begin()
         reconciler.metrics.started_at = self.clock.wall()
         return {"epoch": self.epoch}
 
+    async def _note_start(self) -> None:
+        """Write that this controller has started."""
+        try:
+            async with self.writer:
+                await self.writer.note(self.history.of_start(self.worker))
+        except (ServeError, OSError) as error:
+            logger.warning("The start of the controller is not in the events: %s", error)
+
     def _make_parts(self) -> Reconciler:
         """Create the writer, the loop and its parts for the loaded state; return the loop."""
-        self.writer = Writer(self.cluster.store, self.epoch, self.state, self._apply)
+        self.history = HistoryRecorder(self.state, self.clock, self.epoch, self._start.history_bytes)
+        self.writer = Writer(self.cluster.store, self.epoch, self.state, self._apply, self.history.accompany)
         self.trial = StoreTrial(
             self.cluster.store,
             self.epoch,
@@ -134,7 +153,7 @@ class ControllerCore:
             adopt=self._adopt,
             has_proxies=self.http.has_proxies and not self._start.opens_with_route,
         )
-        self._acting = Acting(
+        acting = Acting(
             self.cluster,
             self.clock,
             self.state,
@@ -146,11 +165,11 @@ class ControllerCore:
             announce=lambda tags: self._notify(f"backend/{tag}" for tag in tags),
             debug=self.http.debug,
         )
-        self._undoing += [self._acting.stop, self.trial.stop]
+        self._undoing += [acting.stop, self.trial.stop]
         return Reconciler(
             self.state,
             self.observed,
-            self._acting,
+            acting,
             self.clock,
             self.rng,
             commit=self.writer.note,
@@ -224,7 +243,7 @@ class ControllerCore:
     def _on_message(self, message: Any) -> None:
         if message.get("kind") != WORKERS:
             return
-        self._events += 1
+        self.observed.worker_events += 1
         if message.get("is_adaptive"):
             self.observed.is_adaptive = True
         for worker in message["left"]:
@@ -257,9 +276,9 @@ class ControllerCore:
 
     async def _refresh_workers(self) -> None:
         events = -1
-        while events != self._events:
+        while events != self.observed.worker_events:
             # An event that arrived during the call may be newer than the answer, which must not undo it.
-            events = self._events
+            events = self.observed.worker_events
             infos = await self.cluster.workers()
         self.observed.workers = {info.address: self.observed.marked(info) for info in infos}
         in_use = set(self.state.workers_in_use())
@@ -319,9 +338,9 @@ class ControllerCore:
             elif record is None and key.startswith("backend/"):
                 tag = key.removeprefix("backend/")
                 self.observed.notes.pop(tag, None)
-                self._forget_rollout(tag)
+                self.observed.forget_rollout(tag)
             elif isinstance(record, BackendRecord) and record.canary is None:
-                self._forget_rollout(record.tag)
+                self.observed.forget_rollout(record.tag)
             elif isinstance(record, GoalRecord) and record.state is not GoalState.PENDING:
                 self.loop.metrics.goals[record.state] += 1
                 self.observed.deadlines.pop(record.goal_id, None)
@@ -331,13 +350,11 @@ class ControllerCore:
         self._notify(keys | {UNREADY})
         if any(key.startswith("backend/") for key in change):
             self.scaler.wake()
+        if any(key.startswith("event/") for key in change):
+            self.history.note_added()
         if any(_may_end_waiting(record) for record in change.values()):
             ended, self.goal_ended = self.goal_ended, asyncio.Event()
             ended.set()
-
-    def _forget_rollout(self, tag: str) -> None:
-        self.observed.rollouts.forget(tag)
-        self.observed.notes.pop(kept_tag(tag), None)
 
     def _keys_touched(self, change: Change) -> set[str]:
         keys: set[str] = set()

@@ -261,7 +261,8 @@ class Reconciler:
                     seen.update(more)
                     left += more
                 left.pop(0)
-            await self._commit(change, partial(self._learn, taken))
+            causes = {key: why for _, step in taken for key, why in step.causes.items()}
+            await self._commit(change, partial(self._learn, taken), causes)
         later = {backend.tag for backend, _ in taken}
         for backend, step in taken:
             later.discard(backend.tag)

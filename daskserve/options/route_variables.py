@@ -1,4 +1,4 @@
-"""Variables in routes: ``/users/{name}``, ``/orders/{number:int}/lines``, ``/files/{path:path}``.
+"""Names, and routes with variables: ``/users/{name}``, ``/orders/{number:int}``, ``/files/{path:path}``.
 
 They are written as in Starlette, of whose kinds ``uuid`` is missing: a value must be able to cross a channel.
 ``starlette.routing.compile_path`` is not used. Its patterns match whole paths, but a route is a prefix; and
@@ -23,6 +23,36 @@ KINDS: Mapping[str, tuple[str, Callable[[str], Any]]] = {
     "path": (".*", str),
 }
 _VARIABLE = re.compile(rf"\{{([a-zA-Z_][a-zA-Z0-9_]*)(?::({'|'.join(KINDS)}))?\}}")
+
+
+def check_part_name(name: Any, what: str) -> None:
+    """Raise `TypeError` or `BadRequestError` unless an application or deployment can have the name."""
+    if not isinstance(name, str):
+        raise TypeError(f"{what} must be a string, got {name!r}")
+    if not name:
+        raise BadRequestError(f"{what} must not be empty")
+
+
+def check_route(route: Any) -> None:
+    """Raise `TypeError` or `BadRequestError` unless the route is None or a valid path."""
+    if route is None:
+        return
+    if not isinstance(route, str):
+        raise TypeError(f"route_prefix must be a string or None, got {route!r}")
+    if not route.startswith("/"):
+        raise BadRequestError(f"route_prefix must start with '/', got {route!r}")
+    if route != "/" and route.endswith("/"):
+        raise BadRequestError(f"route_prefix must not end with '/', got {route!r}")
+    check_variables(route, "route_prefix")
+    check_not_reserved(route, "route_prefix")
+
+
+def check_not_reserved(route: str, what: str) -> None:
+    """Raise `BadRequestError` if a route is one of daskserve's own."""
+    if route == "/-" or route.startswith("/-/"):
+        raise BadRequestError(
+            f"{what} must not be below '/-', which is reserved for daskserve, got {route!r}"
+        )
 
 
 def check_variables(route: str, what: str) -> None:

@@ -181,6 +181,8 @@ class ControllerStart(StartMessage):
         Differs between two starts of an instance on the same store, but not between their controllers.
     opens_with_route : bool
         Whether the proxies start only once there is a route.
+    history_bytes : int
+        How much code is kept that only old revisions of applications need.
     """
 
     OPTIONS: ClassVar[Mapping[str, Any]] = {"http": dump_http}
@@ -190,3 +192,4 @@ class ControllerStart(StartMessage):
     callback: str | None
     start_id: str
     opens_with_route: bool
+    history_bytes: int

@@ -28,9 +28,9 @@ from daskserve.errors import http_status_of
 from daskserve.payload.packed_errors import is_logged
 from daskserve.proxies.asgi import Headers, Scope
 from daskserve.proxies.exchange.http_response import HTTPResponse
-from daskserve.proxies.exchange.limits import LINGER
-from daskserve.proxies.exchange.request_body import BodyOnDemand, RequestBody
-from daskserve.proxies.exchange.request_head import (
+from daskserve.proxies.exchange.limits.limits import LINGER
+from daskserve.proxies.exchange.request.body import BodyOnDemand, RequestBody
+from daskserve.proxies.exchange.request.head import (
     MALFORMED,
     RefusedRequestError,
     RequestHead,

@@ -12,13 +12,13 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from daskserve.proxies.exchange.chunks import ChunkReader
 from daskserve.proxies.exchange.exchange import LINGER_S, Exchange
-from daskserve.proxies.exchange.limits import LINGER
-from daskserve.proxies.exchange.request_head import RefusedRequestError, RequestHead, read_head
+from daskserve.proxies.exchange.limits.limits import LINGER
+from daskserve.proxies.exchange.limits.turns import SLICE_BYTES, SLOW
+from daskserve.proxies.exchange.request.chunks import ChunkReader
+from daskserve.proxies.exchange.request.head import RefusedRequestError, RequestHead, read_head
 from daskserve.proxies.exchange.server_state import Connection, ServerState
 from daskserve.proxies.exchange.stream import can_tell_hangups
-from daskserve.proxies.exchange.turns import SLICE_BYTES, SLOW
 
 log = logging.getLogger("daskserve.proxies")
 

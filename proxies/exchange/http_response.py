@@ -7,11 +7,11 @@ from collections.abc import Awaitable
 
 from daskserve.common.types import DONE, Message
 from daskserve.proxies.asgi import Headers
-from daskserve.proxies.exchange.request_body import RequestBody
-from daskserve.proxies.exchange.response import Response
-from daskserve.proxies.exchange.response_head import BodyPart, ResponseWriter, as_buffer, plain_text
+from daskserve.proxies.exchange.request.body import RequestBody
+from daskserve.proxies.exchange.response.head import BodyPart, ResponseWriter, as_buffer, plain_text
+from daskserve.proxies.exchange.response.response import Response
+from daskserve.proxies.exchange.response.unsent import UnsentParts
 from daskserve.proxies.exchange.server_state import Connection
-from daskserve.proxies.exchange.unsent import UnsentParts
 
 #: Parts of a response up to this size are joined into one write.
 JOIN_BYTES = 64 * 1024

@@ -1,7 +1,7 @@
 """Ends requests whose clients stand still: bodies that come too slowly, and responses that are not read.
 
 One timer looks at all connections about once a second, so a request that makes progress costs nothing. See
-`daskserve.proxies.exchange.limits` for what other servers do.
+`daskserve.proxies.exchange.limits.limits` for what other servers do.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import asyncio
 import logging
 from operator import itemgetter
 
-from daskserve.proxies.exchange.limits import BODY_RATE, BUFFERS, BUSY_WRITE_STALL, WRITE_STALL
-from daskserve.proxies.exchange.request_body import NO_MEMORY, SMALL_BYTES, RequestBody
+from daskserve.proxies.exchange.limits.limits import BODY_RATE, BUFFERS, BUSY_WRITE_STALL, WRITE_STALL
+from daskserve.proxies.exchange.request.body import NO_MEMORY, SMALL_BYTES, RequestBody
 from daskserve.proxies.exchange.server_state import Connection, Ongoing, ServerState
 
 log = logging.getLogger("daskserve.proxies")

@@ -11,11 +11,11 @@ from typing import Any, Protocol
 from daskserve.common.clock import Clock
 from daskserve.common.types import ALL_HTTP_METHODS
 from daskserve.proxies.asgi import ASGI_VERSIONS, ASGIApp, Headers
-from daskserve.proxies.exchange.idle import IdleWatch
-from daskserve.proxies.exchange.limits import BODY_RATE, BODY_SIZE, BUFFERS, IDLE, Limits
-from daskserve.proxies.exchange.request_body import RequestBody
-from daskserve.proxies.exchange.request_head import MALFORMED, HeadLimits, check_host
-from daskserve.proxies.exchange.response_head import DateHeader, HeadCache
+from daskserve.proxies.exchange.limits.idle import IdleWatch
+from daskserve.proxies.exchange.limits.limits import BODY_RATE, BODY_SIZE, BUFFERS, IDLE, Limits
+from daskserve.proxies.exchange.request.body import RequestBody
+from daskserve.proxies.exchange.request.head import MALFORMED, HeadLimits, check_host
+from daskserve.proxies.exchange.response.head import DateHeader, HeadCache
 from daskserve.proxies.exchange.stream import Stream, addresses_of
 from daskserve.proxies.exchange.websocket.session import WebSocketSession
 

@@ -12,7 +12,7 @@ from weakref import ref
 
 from daskserve.common.types import BodyUse, Receive, Send
 from daskserve.proxies.asgi import ASGIApp, Scope
-from daskserve.proxies.exchange.request_body import RequestBody
+from daskserve.proxies.exchange.request.body import RequestBody
 
 #: The body of the request that the present task answers, if middlewares may hide it. Weak, because tasks
 #: that last, as for a connection between processes, keep the context they began in.

@@ -8,7 +8,7 @@ from typing import Literal
 
 from daskserve.common.types import ON_DEMAND, Message, Send
 from daskserve.proxies.asgi import REQUEST_ID
-from daskserve.proxies.exchange.response import Response
+from daskserve.proxies.exchange.response.response import Response
 from daskserve.proxies.ingress.metrics import NO_ROUTE
 
 REQUEST_TIMEOUT = b"x-request-timeout-seconds"

@@ -10,7 +10,7 @@ import asyncio
 import socket
 
 from daskserve.proxies.exchange.http_connection import HTTPConnection
-from daskserve.proxies.exchange.limits import IDLE
+from daskserve.proxies.exchange.limits.limits import IDLE
 
 
 async def connect(connection: HTTPConnection, sock: socket.socket) -> None:

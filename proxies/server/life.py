@@ -17,9 +17,9 @@ from daskserve.common.clock import Clock, LoopClock
 from daskserve.common.formatting import shown
 from daskserve.common.types import EVERY_ADDRESS
 from daskserve.proxies.asgi import ASGIApp
-from daskserve.proxies.exchange.limits import Limits
+from daskserve.proxies.exchange.limits.limits import Limits
 from daskserve.proxies.exchange.pace import PaceWatch
-from daskserve.proxies.exchange.request_head import HeadLimits
+from daskserve.proxies.exchange.request.head import HeadLimits
 from daskserve.proxies.exchange.server_state import ServerState
 from daskserve.proxies.server import asyncio_transport, tornado_transport
 from daskserve.proxies.server.accepting import (

@@ -11,14 +11,13 @@ from click.testing import CliRunner, Result
 from tables import each_case
 
 import daskserve as serve
-from daskserve.cli import run
+from daskserve.cli import instance, run, status
 from daskserve.cli.main import main
 from daskserve.client.hosting.hosting import HostingMode
 from daskserve.client.verbs.applications import RunTarget
 from daskserve.errors import (
     BadRequestError,
     ClosedError,
-    NotRunningError,
     PortInUseError,
     ReplicaStartError,
 )
@@ -116,28 +115,13 @@ def test_other_commands_need_an_address(command: str) -> None:
     assert "Give --address" in result.output
 
 
-@pytest.mark.parametrize("arguments", [["status"], ["shutdown"], ["shutdown", "--yes"], ["rewrite-store"]])
-def test_a_cluster_without_an_instance_is_no_error(
-    arguments: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def connect(*, address: str, name: str | None) -> None:
-        assert address == "tcp://host:1"
-        raise NotRunningError(f"No instance {name} runs.")
-
-    monkeypatch.setattr(run, "connect", connect)
-    result = CliRunner().invoke(main, [*arguments, "-a", "tcp://host:1"])
-    assert (result.exit_code, result.output) == (0, "No instance runs.\n")
-    result = CliRunner().invoke(main, [*arguments, "-a", "tcp://host:1", "--instance", "x"])
-    assert (result.exit_code, result.output) == (1, "Error: No instance x runs.\n")
-
-
 def test_a_shutdown_asks_on_a_terminal_and_needs_yes_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     def shut_down(*arguments: str, answer: str = "", is_terminal: bool = False) -> Result:
-        monkeypatch.setattr(run, "is_terminal", lambda: is_terminal)
+        monkeypatch.setattr(status, "is_terminal", lambda: is_terminal)
         return CliRunner().invoke(main, ["shutdown", "-a", "tcp://host:1", *arguments], input=answer)
 
     with local_instance() as client:
-        monkeypatch.setattr(run, "connect", lambda **_: serve.connect())
+        monkeypatch.setattr(instance, "connect", lambda **_: serve.connect())
         client.create_backend("b", "builtins.str")
         serve.run(serve.deployment("builtins.repr").bind(), name="shop", route_prefix="/shop")
         what = "instance 'local', which serves 'shop', b"
@@ -158,7 +142,7 @@ def test_a_shutdown_asks_on_a_terminal_and_needs_yes_elsewhere(monkeypatch: pyte
 def test_the_records_are_rewritten_by_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
     with local_instance() as client:
         client.create_backend("b", "builtins.str")
-        monkeypatch.setattr(run, "connect", lambda **_: client)
+        monkeypatch.setattr(instance, "connect", lambda **_: client)
         count = client.rewrite_store()
         result = CliRunner().invoke(main, ["rewrite-store", "-a", "tcp://host:1"])
         assert (result.exit_code, result.output) == (0, f"{count} records written.\n")

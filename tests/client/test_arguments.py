@@ -12,12 +12,13 @@ from starlette.middleware.errors import ServerErrorMiddleware
 from tables import each_case
 
 import daskserve as serve
-from daskserve.client.definitions.specs import check_endpoint_route, check_methods, check_route, split_config
+from daskserve.client.definitions.specs import check_endpoint_route, check_methods, split_config
 from daskserve.client.functions.instances import given_http_options
 from daskserve.common.types import Location
 from daskserve.errors import BadRequestError, UnpicklableError
 from daskserve.options.backend import BackendConfig
 from daskserve.options.http import HTTPOptions
+from daskserve.options.route_variables import check_route
 
 
 @each_case("route", [None, "/", "/a/b", "/-a", "/a/-/b", "/{a}", "/a/{b}/c{d:int}", "/{p:path}"])

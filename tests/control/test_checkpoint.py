@@ -95,7 +95,8 @@ def test_a_deploy_costs_two_changes_that_are_synced() -> None:
 
     async def scenario(stage: Stage) -> None:
         await stage.deploy(num_replicas=3)
-        assert synced == [{"backend", "code", "endpoint", "goal"}, {"backend", "goal", "replica"}]
+        asked, complete = {"backend", "code", "endpoint", "goal"}, {"backend", "goal", "replica"}
+        assert synced == [{*asked, "event"}, {*complete, "event"}]
         assert stage.store.commits > 2
 
     play(scenario, store=SyncingStore())

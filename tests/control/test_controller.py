@@ -70,7 +70,7 @@ async def test_the_life_of_a_backend_from_creation_to_deletion(stage: Stage) -> 
     assert stage.running == {}
     assert await stage.published("backend/b") is None
     assert await stage.published("routes") == {}
-    assert {key.partition("/")[0] for key in stage.store.records()} == {"goal"}
+    assert {key.partition("/")[0] for key in stage.store.records()} == {"event", "goal"}
 
 
 @staged()
@@ -161,7 +161,7 @@ async def test_a_failed_goal_raises_its_error_and_removes_the_backend(stage: Sta
         await stage.create(num_replicas=1)
     assert info.value.user_traceback == "Traceback ..."
     assert len(stage.started) == 3
-    await stage.until(lambda: set(stage.store.records()) == set(stage.stored("goal")))
+    await stage.until(lambda: {key.partition("/")[0] for key in stage.store.records()} == {"event", "goal"})
     assert stage.cluster.actors() == [await stage.cluster.program.controller()]
     stage.start = None
     await stage.create()
@@ -387,6 +387,7 @@ def test_a_controller_that_fails_to_start_raises_the_reason() -> None:
                     callback=None,
                     start_id="",
                     opens_with_route=False,
+                    history_bytes=1 << 20,
                 ).encode(),
             )
             process = stage.cluster.process(stage.cluster.workers()[0].address)

@@ -50,7 +50,12 @@ def test_everything_in_an_earlier_store_runs_and_can_be_changed(url: str) -> Non
         cluster = LocalCluster(FACTORIES, workers=0, store=store, instance="old")
         cluster.add_worker(resources={"R": 4.0})
         message = ControllerStart(
-            HTTPOptions(location=Location.NO_SERVER), None, None, start_id="test", opens_with_route=False
+            HTTPOptions(location=Location.NO_SERVER),
+            None,
+            None,
+            start_id="test",
+            opens_with_route=False,
+            history_bytes=1 << 20,
         )
         async with cluster:
             await cluster.start(message.encode())

@@ -241,6 +241,7 @@ async def start_late(connection: DaskConnection) -> None:
             callback=None,
             start_id="",
             opens_with_route=False,
+            history_bytes=1 << 20,
         ).encode(),
         store="memory://",
         timeout_s=10.0,

@@ -74,6 +74,26 @@ class ScriptedStore(MemoryStore):
                 pass
 
 
+class CrashingStore(ScriptedStore):
+    """Kills the controller's worker after its n-th commit: written, and never acted on."""
+
+    stage: Stage
+
+    def __init__(self, crash_at: int) -> None:
+        super().__init__()
+        self.crash_at = crash_at
+        self.epochs: list[int] = []
+
+    async def commit(self, epoch: int, change: StoreChange) -> None:
+        await super().commit(epoch, change)
+        self.epochs.append(epoch)
+        if self.commits == self.crash_at:
+            cluster = self.stage.cluster
+            (controller,) = [each for each in cluster.actors() if each.name.endswith("/controller")]
+            cluster.remove_worker(controller.worker)
+            cluster.add_worker()
+
+
 class ScriptedReplica:
     """A replica without user code; `Stage` says what it does."""
 
@@ -210,6 +230,7 @@ class Stage:
         #: The start of the instance; another one stands for a new cluster on the same store.
         self.start_id = "first"
         self.opens_with_route = opens_with_route
+        self.history_bytes = 1 << 20
         self.calls = ControllerCalls(self.cluster.program.connection, self.cluster.instance)
         #: What replicas do in their start and their reconfigure, how long they take and how long they drain.
         self.start: Callable[[ScriptedReplica], Awaitable[None]] | None = None
@@ -238,7 +259,9 @@ class Stage:
         assert record.incarnation == incarnation
 
     async def open(self) -> ActorAddress:
-        message = ControllerStart(self.http, None, None, self.start_id, self.opens_with_route)
+        message = ControllerStart(
+            self.http, None, None, self.start_id, self.opens_with_route, self.history_bytes
+        )
         return await self.cluster.start(message.encode())
 
     # asking

@@ -18,8 +18,8 @@ import uvloop
 from daskserve.common.types import Receive, Send
 from daskserve.options.http import HTTPOptions
 from daskserve.proxies.asgi import ASGIApp, Scope
-from daskserve.proxies.exchange.limits import EVENT_LOOP_TURN
-from daskserve.proxies.exchange.request_head import HeadLimits, RequestHead, read_head
+from daskserve.proxies.exchange.limits.limits import EVENT_LOOP_TURN
+from daskserve.proxies.exchange.request.head import HeadLimits, RequestHead, read_head
 from daskserve.proxies.server.life import HTTPServer
 
 DEADLINE_S = 10.0

@@ -166,6 +166,7 @@ class Simulation:
             callback=None,
             start_id="",
             opens_with_route=False,
+            history_bytes=1 << 20,
         )
         self.reports = LoadReports(
             cast(Any, self.cluster.program), self.cluster.program.clock, cast(Any, self.queues)

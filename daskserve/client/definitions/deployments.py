@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self, TypeAlias
 
-from daskserve.client.definitions.specs import check_part_name
 from daskserve.data.replica.user_code.definitions import inspect_definition, python_methods
 from daskserve.options.actor import ActorOptions, parse_actor_options
 from daskserve.options.backend import BackendConfig
@@ -15,6 +14,7 @@ from daskserve.options.deployment_actor import DeploymentActorConfig
 from daskserve.options.environment import parse_environment
 from daskserve.options.placement import check_covered
 from daskserve.options.ray_names import TRANSLATED
+from daskserve.options.route_variables import check_part_name
 
 #: The option whose default depends on the callable.
 CONCURRENCY = "max_ongoing_requests"

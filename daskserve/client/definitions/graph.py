@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import FunctionType
 from typing import Any
 
 from daskserve.client.definitions.deployments import Application, ApplicationMethod, Deployment, unbound_error
-from daskserve.client.definitions.specs import MisplacedObject, check_part_name, check_route, make_spec
+from daskserve.client.definitions.specs import MisplacedObject, make_spec
 from daskserve.client.warning import warn_caller
 from daskserve.common import settings
 from daskserve.common.types import BackendTag, EndpointTag, InstanceName
@@ -30,6 +30,7 @@ from daskserve.errors import BadRequestError
 from daskserve.options.actor import ActorOptions
 from daskserve.options.backend import BackendConfig
 from daskserve.options.deployment_actor import SEPARATOR, DeploymentActorConfig
+from daskserve.options.route_variables import check_part_name, check_route
 from daskserve.options.specs import ApplicationSpec, DeploymentSpec, actor_tag, deployment_tag
 from daskserve.payload.pickling import visit
 
@@ -85,7 +86,7 @@ class ApplicationGraph:
         route: str | None,
         request_id: str,
         timeout_s: float | None = None,
-        external_scaler_enabled: bool = False,
+        changed: Callable[[str, Deployment], Deployment] | None = None,
         instance: InstanceName = "",
         is_local: bool = False,
     ) -> ApplicationSpec:
@@ -93,6 +94,8 @@ class ApplicationGraph:
 
         Parameters
         ----------
+        changed
+            Returns a deployment, given its name in the application, with the options that it is to have.
         instance
             The instance that the spec is for; empty if it does not run yet.
         is_local
@@ -107,8 +110,8 @@ class ApplicationGraph:
         deployments = []
         for node in self._order:
             deployment = node.application.deployment
-            if external_scaler_enabled:
-                deployment = deployment.options(external_scaler_enabled=True)
+            if changed is not None:
+                deployment = changed(node.name, deployment)
             if is_local:
                 deployment = localized(deployment)
             actors = [
@@ -121,6 +124,11 @@ class ApplicationGraph:
         return ApplicationSpec(
             self.name, route, tuple(deployments), request_id, timeout_s, progress_timeout_s
         )
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the deployments, in order."""
+        return [each.name for each in self._order]
 
     def _add(self, application: Application, path: list[_Node]) -> _Node:
         """Return the node of an application after adding those that it needs, deepest first."""

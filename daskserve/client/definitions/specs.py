@@ -20,7 +20,7 @@ from daskserve.options.base import parse_options, parse_typed
 from daskserve.options.environment import Environment, parse_environment
 from daskserve.options.http import HTTPOptions
 from daskserve.options.placement import check_covered
-from daskserve.options.route_variables import check_variables
+from daskserve.options.route_variables import check_not_reserved, check_variables
 from daskserve.options.specs import BackendSpec
 from daskserve.payload.importing import ImportPath
 from daskserve.payload.parcels import pack_code
@@ -48,14 +48,6 @@ def check_name(name: Any, what: str) -> None:
         raise BadRequestError(f"{what} must be a name without '#' and '/', got {name!r}")
 
 
-def check_part_name(name: Any, what: str) -> None:
-    """Raise `TypeError` or `BadRequestError` unless an application or deployment can have the name."""
-    if not isinstance(name, str):
-        raise TypeError(f"{what} must be a string, got {name!r}")
-    if not name:
-        raise BadRequestError(f"{what} must not be empty")
-
-
 def check_endpoint_name(name: Any, what: str) -> None:
     """Raise `TypeError` or `BadRequestError` unless an endpoint can have the name, which may hold slashes."""
     if not isinstance(name, str):
@@ -70,20 +62,6 @@ def check_version(version: Any, what: str) -> None:
         raise TypeError(f"{what} must be a string or None, got {version!r}")
 
 
-def check_route(route: Any) -> None:
-    """Raise `TypeError` or `BadRequestError` unless the route is None or a valid path."""
-    if route is None:
-        return
-    if not isinstance(route, str):
-        raise TypeError(f"route_prefix must be a string or None, got {route!r}")
-    if not route.startswith("/"):
-        raise BadRequestError(f"route_prefix must start with '/', got {route!r}")
-    if route != "/" and route.endswith("/"):
-        raise BadRequestError(f"route_prefix must not end with '/', got {route!r}")
-    check_variables(route, "route_prefix")
-    _check_not_reserved(route, "route_prefix")
-
-
 def check_endpoint_route(route: Any) -> None:
     """Raise `TypeError` or `BadRequestError` unless the route of an endpoint is None or a valid path."""
     if route is None:
@@ -91,14 +69,7 @@ def check_endpoint_route(route: Any) -> None:
     if not isinstance(route, str) or not route.startswith("/"):
         raise TypeError(f"route must be a string that starts with '/', got {route!r}")
     check_variables(route, "route")
-    _check_not_reserved(route, "route")
-
-
-def _check_not_reserved(route: str, what: str) -> None:
-    if route == "/-" or route.startswith("/-/"):
-        raise BadRequestError(
-            f"{what} must not be below '/-', which is reserved for daskserve, got {route!r}"
-        )
+    check_not_reserved(route, "route")
 
 
 def check_methods(methods: Any) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+from functools import partial
 from typing import Any
 
 from daskserve.client.functions.forms import Form
+from daskserve.client.functions.scheduler_address import is_http, scheduler_behind
 from daskserve.cluster.dask.connection import DaskConnection, connected, connection_of, dial
 from daskserve.cluster.dask.launch import (
     start_detached_cluster,
@@ -14,7 +17,7 @@ from daskserve.cluster.dask.launch import (
 )
 from daskserve.cluster.worker.present import present_connection
 from daskserve.common import settings
-from daskserve.errors import BlockingCallError
+from daskserve.errors import BlockingCallError, ClusterUnreachableError
 
 
 async def find_connection(form: Form[Any], dask_client: Any, address: str | None) -> DaskConnection | None:
@@ -45,9 +48,20 @@ async def find_connection(form: Form[Any], dask_client: Any, address: str | None
 async def dial_connection(form: Form[Any], address: str) -> DaskConnection:
     """Return the connection of a new Dask client, connected to a scheduler.
 
-    See `daskserve.cluster.dask.connection.dial`.
+    The address may be that of the scheduler's HTTP server. See `daskserve.cluster.dask.connection.dial`.
     """
-    return await dial(address, settings.timeouts().connect_s, asynchronous=form.asynchronous)
+    timeout_s, asynchronous = settings.timeouts().connect_s, form.asynchronous
+    if not is_http(address):
+        return await dial(address, timeout_s, asynchronous=asynchronous)
+    find = partial(scheduler_behind, address, timeout_s)
+    found = await asyncio.to_thread(find) if asynchronous else find()
+    try:
+        return await dial(found, timeout_s, asynchronous=asynchronous)
+    except ClusterUnreachableError as error:
+        raise ClusterUnreachableError(
+            f"The server at {address!r} says that its scheduler is at {found!r}, which this machine does not "
+            f"reach: {error}"
+        ) from error
 
 
 async def launch(form: Form[Any], *, detached: bool, dashboard: bool) -> DaskConnection:

@@ -19,7 +19,7 @@ from daskserve.client.definitions.deployments import (
     config_of,
     default_name,
 )
-from daskserve.client.definitions.specs import check_part_name, check_route, check_version, make_spec
+from daskserve.client.definitions.specs import check_version, make_spec
 from daskserve.client.functions.finding import default_verbs
 from daskserve.client.functions.forms import Form, awaitable, blocking
 from daskserve.client.verbs.deployments import NAME_AS_ROUTE, new_version
@@ -35,6 +35,7 @@ from daskserve.options.backend import BackendConfig
 from daskserve.options.base import names_of
 from daskserve.options.deployment_actor import DeploymentActorConfig
 from daskserve.options.environment import parse_environment
+from daskserve.options.route_variables import check_part_name, check_route
 
 
 async def _deploy(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import dask.config
 
@@ -44,7 +44,7 @@ async def _connect(
     ----------
     dask_client : distributed.Client, optional
     address : str, optional
-        Address of a Dask scheduler to connect to.
+        Address of a Dask scheduler to connect to, or of its HTTP server (``http://host:8787``).
     name : str, optional
         The name of the instance, where there are several.
 
@@ -177,6 +177,21 @@ async def find_default(
         )
     except NotRunningError:
         return None
+
+
+async def find_configured(form: Form[Any]) -> InstanceConnection | None:
+    """Return a new connection to the instance that `connect` finds by Dask's configuration; None if none.
+
+    None as well for a process that is connected to a Dask cluster: this is the one that it uses.
+    """
+    has_address = dask.config.get("scheduler-address", None) is not None
+    if not has_address or await find_connection(form, None, None) is not None:
+        return None
+    try:
+        client = await _connect(form)
+    except NotRunningError:
+        return None
+    return cast(InstanceConnection, client._connection)
 
 
 async def default_verbs(form: Form[Any]) -> ClientVerbs:

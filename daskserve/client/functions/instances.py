@@ -15,7 +15,12 @@ from typing import Any
 from daskserve.client.client import ClientVerbs
 from daskserve.client.definitions.specs import check_name, packed_middlewares
 from daskserve.client.functions.connecting import find_connection, launch
-from daskserve.client.functions.finding import find_default, named_instance, of_default
+from daskserve.client.functions.finding import (
+    find_configured,
+    find_default,
+    named_instance,
+    of_default,
+)
 from daskserve.client.functions.forms import ClientT, Form, awaitable, blocking
 from daskserve.client.functions.local import running_instance
 from daskserve.client.instance.calls import ControllerCalls, wait_for_http
@@ -76,7 +81,7 @@ async def _start(
         Ray Serve's name of ``location`` in ``http_options``.
     dask_client : distributed.Client, optional
     address : str, optional
-        Address of a Dask scheduler to connect to.
+        Address of a Dask scheduler to connect to, or of its HTTP server (``http://host:8787``).
     store : str
         URL of the store for the instance's records: ``memory://``, ``sqlite:///path`` or any fsspec URL.
         Paths are on the scheduler's host. An instance that finds records under its name restores what they
@@ -251,6 +256,7 @@ async def _start_on(
         callback=settings.controller().callback,
         start_id=message["start_id"],
         opens_with_route=opens_with_route,
+        history_bytes=settings.controller().history_bytes,
     )
     await start_instance(
         cluster_connection,
@@ -287,7 +293,15 @@ async def _status(form: Form[Any]) -> Status:
     """Return the status of the instance that `run` uses or that `connect` finds; empty if none runs."""
     connection = await find_default(form, choose=partial(named_instance, name=None))
     try:
-        return Status() if connection is None else await form.verbs(connection).status()
+        if connection is not None:
+            return await form.verbs(connection).status()
+        guest = await find_configured(form)
+        if guest is None:
+            return Status()
+        try:
+            return await form.verbs(guest).status()
+        finally:
+            await guest.disconnect(asynchronous=form.asynchronous)
     except ClosedError:
         return Status()  # the instance ended during the call
 

@@ -54,6 +54,7 @@ async def running_cluster(
         callback=settings.controller().callback,
         start_id="local",
         opens_with_route=False,
+        history_bytes=settings.controller().history_bytes,
     )
     factories: dict[ActorKind, Any] = {
         ActorKind.CONTROLLER: actors.make_controller,

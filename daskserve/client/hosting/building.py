@@ -8,18 +8,27 @@ caller, whose code is deployed: a worker may have imported an older version of t
 from __future__ import annotations
 
 import traceback
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
 from pydantic import ValidationError
 
+from daskserve.client.definitions.graph import ApplicationGraph
+from daskserve.client.definitions.overrides import Overrides
+from daskserve.client.definitions.targets import application_of
 from daskserve.client.functions.forms import Form
 from daskserve.client.instance.calls import ControllerCalls
 from daskserve.client.instance.connection import InstanceConnection
 from daskserve.client.verbs.applications import BuiltApplication, RunTarget, build
 from daskserve.cluster.dask.connection import DaskConnection
 from daskserve.cluster.dask.worker_calls import call_in_worker
+from daskserve.common import settings
 from daskserve.common.types import InstanceName
+from daskserve.config_file.model import ApplicationConfig
+from daskserve.config_file.references import resolved
 from daskserve.errors import BadRequestError, NoCapacityError, ReplicaStartError
 from daskserve.options.specs import ApplicationSpec
 from daskserve.payload.importing import MODULE_REMEDY
@@ -38,9 +47,48 @@ def build_path(target: RunTarget, instance: InstanceName, timeout_s: float | Non
     ReplicaStartError
         The user's code raised; the error has the traceback from there on.
     """
-    try:
+    with _users_errors(target.name, target.target):
         (built,) = build([target], instance=instance, timeout_s=timeout_s)
         return built
+
+
+def build_configured(
+    config: ApplicationConfig, instance: InstanceName = "", timeout_s: float | None = None
+) -> BuiltApplication:
+    """Build an application of a configuration file in this process, which imports the code.
+
+    References to variables get the values that they have in this process. The options of the file are applied
+    to those of the code.
+
+    Raises
+    ------
+    ConfigFileError
+        A variable is missing.
+    BadRequestError, TypeError
+        The application cannot be deployed, or has no deployment of a name in its configuration.
+    ReplicaStartError
+        The user's code raised; the error has the traceback from there on.
+    """
+    found = resolved(config, settings.process_variables())
+    overrides = Overrides(found)
+    with _users_errors(found.name, found.import_path):
+        graph = ApplicationGraph(application_of(found.import_path, found.args), found.name)
+        overrides.check(graph.names)
+        spec = graph.spec(
+            route=found.route_prefix,
+            request_id=uuid.uuid4().hex,
+            timeout_s=timeout_s,
+            changed=overrides.applied,
+            instance=instance,
+        )
+        return BuiltApplication(spec, graph.handles)
+
+
+@contextmanager
+def _users_errors(name: str, target: Any) -> Iterator[None]:
+    """Raise the errors of the user's code as `ReplicaStartError`."""
+    try:
+        yield
     except (Exception, SystemExit) as error:
         # A user's module may raise anything, and may be a script that ends.
         frames = _user_frames(error)
@@ -52,7 +100,7 @@ def build_path(target: RunTarget, instance: InstanceName, timeout_s: float | Non
         if isinstance(error, ModuleNotFoundError):
             remedy = MODULE_REMEDY
         raise ReplicaStartError(
-            f"Application {target.name!r} cannot be built from {target.target!r}: {type(error).__name__}: "
+            f"Application {name!r} cannot be built from {target!r}: {type(error).__name__}: "
             f"{error}. {remedy}",
             user_traceback="".join(traceback.format_exception(type(error), error, frames)),
         ) from error

@@ -10,7 +10,6 @@ from typing import Any
 
 from daskserve.client.definitions.deployments import Deployment
 from daskserve.client.definitions.graph import ApplicationGraph
-from daskserve.client.definitions.specs import check_part_name, check_route
 from daskserve.client.definitions.targets import application_of
 from daskserve.client.instance.connection import this_program
 from daskserve.client.verbs.handles import HandleVerbs
@@ -27,6 +26,7 @@ from daskserve.common.types import (
 from daskserve.context import current_replica
 from daskserve.data.caller.calls.handle import Handle
 from daskserve.errors import BadRequestError, DeployError, NotFoundError, RequestTimeoutError, ServeError
+from daskserve.options.route_variables import check_part_name, check_route
 from daskserve.options.specs import ApplicationSpec, deployment_tag
 
 #: How long the deletion of an application may take.
@@ -256,12 +256,17 @@ def build(
             route=each.route_prefix,
             request_id=uuid.uuid4().hex,
             timeout_s=timeout_s,
-            external_scaler_enabled=each.external_scaler_enabled,
+            changed=scaled_from_outside if each.external_scaler_enabled else None,
             instance=instance,
             is_local=is_local,
         )
         built.append(BuiltApplication(spec, graph.handles))
     return built
+
+
+def scaled_from_outside(name: str, deployment: Deployment) -> Deployment:
+    """Return a deployment whose number of replicas external programs may set."""
+    return deployment.options(external_scaler_enabled=True)
 
 
 def check_targets(targets: Sequence[Any]) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 from daskserve.client.definitions.deployments import UNSET
-from daskserve.client.definitions.specs import check_name, check_route, make_spec
+from daskserve.client.definitions.specs import check_name, make_spec
 from daskserve.client.definitions.unwrapping import unwrapped
 from daskserve.client.instance.connection import Verbs, this_program
 from daskserve.client.verbs.stored_code import StoredCode
@@ -19,6 +19,7 @@ from daskserve.common.types import ALL_HTTP_METHODS, GoalId
 from daskserve.data.replica.user_code.definitions import python_methods
 from daskserve.options.actor import ActorOptions
 from daskserve.options.backend import BackendConfig
+from daskserve.options.route_variables import check_route
 from daskserve.options.specs import BackendSpec
 
 logger = logging.getLogger("daskserve.client")

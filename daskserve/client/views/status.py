@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from html import escape
 from typing import Any, ClassVar, Self
 
 from daskserve.client.views.table import Table, html_table, table
 from daskserve.common.formatting import shown
 from daskserve.common.types import described, short_tag
+from daskserve.errors import NotFoundError
 from daskserve.internals.ipython import with_cell_lines
 from daskserve.payload.shown_errors import shortened
+
+#: The states of applications and deployments that do not serve as they should.
+FAILED_STATES = frozenset({"DEPLOY_FAILED", "UNHEALTHY"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +77,7 @@ class BackendStatus(_FromPlain):
     """One backend: HEALTHY, UPDATING, UNHEALTHY or DELETING; ``message`` says what is missing or failing.
 
     ``dead_replicas`` are its last ten replicas that were lost or failed, oldest first. ``kind`` is
-    ``"deployment"``, or ``"backend"`` for one of the classic system.
+    ``"deployment"``, or ``"backend"`` for one of the classic system; ``application`` is that of a deployment.
     """
 
     status: str
@@ -83,6 +87,7 @@ class BackendStatus(_FromPlain):
     message: str = ""
     dead_replicas: tuple[DeadReplicaStatus, ...] = field(default=(), compare=False)
     kind: str = "deployment"
+    application: str = ""
 
     PARTS: ClassVar[Mapping[str, Callable[[Any], Any]]] = {"dead_replicas": _all(DeadReplicaStatus)}
 
@@ -237,6 +242,33 @@ class Status(_FromPlain):
         """The state of each proxy, by name: STARTING, HEALTHY, UNHEALTHY or DRAINING."""
         proxies = (each for each in self.actors if each.kind == "proxy")
         return {each.name: "HEALTHY" if each.state == "RUNNING" else each.state for each in proxies}
+
+    @property
+    def failed(self) -> tuple[str, ...]:
+        """The names of the applications and backends that have failed or are unhealthy."""
+        parts: dict[str, BackendStatus | ApplicationStatus] = {**self.backends, **self.applications}
+        return tuple(name for name, each in parts.items() if each.status in FAILED_STATES)
+
+    def only(self, application: str) -> Status:
+        """Return the status of one application and its parts.
+
+        Raises
+        ------
+        NotFoundError
+            There is no such application.
+        """
+        if application not in self.applications:
+            names = ", ".join(map(repr, self.applications)) or "none"
+            raise NotFoundError(f"There is no application {application!r}; there are: {names}.")
+        backends = {tag: each for tag, each in self.backends.items() if each.application == application}
+        return replace(
+            self,
+            actors=tuple(each for each in self.actors if each.name.rpartition("#")[0] in backends),
+            backends=backends,
+            endpoints={name: each for name, each in self.endpoints.items() if each.traffic.keys() & backends},
+            goals=tuple(each for each in self.goals if each.application == application),
+            applications={application: self.applications[application]},
+        )
 
     def routes(self, backend: str) -> list[str]:
         """Return the routes whose traffic goes to a backend, sorted."""

@@ -188,7 +188,7 @@ def old_codes(state: State, backend: BackendRecord, change: Change) -> Change:
         for goal in goals_after
         if isinstance(goal, GoalRecord) and goal.is_pending
     }
-    return {code.key: None for code in old if code.name not in kept}
+    return {code.key: None for code in old if code.name not in kept and not state.revisions.need(code.name)}
 
 
 def _routed(state: State, tag: BackendTag, route: str | None) -> Change:

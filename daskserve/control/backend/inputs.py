@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from daskserve.common.types import WorkerAddress
 from daskserve.control.backend.actions import Action
-from daskserve.control.observed.observed import Notes, Observed
-from daskserve.control.records.records import BackendRecord, Change
+from daskserve.control.observed.observed import DeadReplica, Notes, Observed
+from daskserve.control.records.records import BackendRecord, Change, ReplicaRecord
 from daskserve.control.records.state import State
 
 
@@ -52,6 +52,8 @@ class Step:
         Lines for the log.
     kept : dict
         The notes about the replicas of an old version during a rollout, by their key.
+    causes : dict
+        Why replicas end that should have run, by the key of their record.
     """
 
     change: Change = field(default_factory=dict)
@@ -61,6 +63,7 @@ class Step:
     incarnation: int = 0
     messages: list[str] = field(default_factory=list)
     kept: dict[str, Notes] = field(default_factory=dict)
+    causes: dict[str, str] = field(default_factory=dict)
 
     def is_own(self, backend: BackendRecord) -> bool:
         """Return whether the change is one of the backend and its replicas alone, and keeps the backend."""
@@ -68,6 +71,11 @@ class Step:
             key.startswith("replica/") or (key == backend.key and record is not None)
             for key, record in self.change.items()
         )
+
+    def note_death(self, replica: ReplicaRecord, death: DeadReplica) -> None:
+        """Keep why a replica ends that should have run."""
+        self.notes.dead += (death,)
+        self.causes[replica.key] = death.reason
 
     def wake(self, at: float) -> None:
         """Schedule another step at that time at the latest."""

@@ -124,7 +124,7 @@ class _Stepper:
                 continue
             death = observed.death_of(replica, event, self.inputs.wall)
             if death is not None:
-                self.notes.dead += (death,)
+                self.step.note_death(replica, death)
             forced = {"is_forced": True} if event is ReplicaEvent.UNWANTED else {}
             self.set_replica(replica.tag, move(replica, event, **forced))
             if event is ReplicaEvent.STARTED:
@@ -144,7 +144,7 @@ class _Stepper:
             self.note_failure(*lost)
         for replica in gangs.broken(self.replicas):
             why = "another replica of its gang was lost"
-            self.notes.dead += (DeadReplica(replica.tag, why, self.inputs.wall),)
+            self.step.note_death(replica, DeadReplica(replica.tag, why, self.inputs.wall))
             self.give_up(replica, is_forced=True)
 
     def take_in_config(self, replica: ReplicaRecord) -> None:
@@ -402,7 +402,8 @@ class _Stepper:
             return
         self.step.change[backend.key] = None
         self.notes = self.step.notes = Notes()
-        self.step.change.update({code.key: None for code in state.codes_of(backend.tag)})
+        codes = state.codes_of(backend.tag)
+        self.step.change.update({code.key: None for code in codes if not state.revisions.need(code.name)})
         self.step.change.update(app_state.removed(state, backend))
 
     def act(self) -> None:
@@ -463,22 +464,37 @@ def unplaced(replicas: Iterable[ReplicaRecord]) -> list[ReplicaRecord]:
     return [each for each in replicas if each.state is ReplicaState.SHOULD_START]
 
 
+def _go_on(stepper: _Stepper) -> None:
+    """Bring a rollout forward, or take it back."""
+    backend, inputs = stepper.backend, stepper.inputs
+    if backend.canary is None:
+        return
+    if stepper.goal is None:
+        stepper.apply({backend.key: rollout_steps.lost(backend, inputs.wall)})
+        return
+    decision = rollout_steps.decided(inputs, backend, stepper.replicas.values(), stepper.step)
+    if decision.error is not None:
+        stepper.fail_goal(decision.error)
+    elif decision.rollout is not backend.canary:
+        stepper.apply({backend.key: replace(backend, rollout=decision.rollout)})
+
+
 def _run(
     inputs: StepInputs, backend: BackendRecord, replicas: Iterable[ReplicaRecord], kept: str = ""
-) -> _Stepper:
-    """Make all decisions of one step; return its memory."""
+) -> tuple[Step, BackendRecord]:
+    """Make all decisions of one step; return it, and the backend's record after it."""
     stepper = _Stepper(inputs, backend, replicas, kept)
     stepper.take_in()
     stepper.scale()
     stepper.check_deadline()
-    rollout_steps.go_on(stepper)
+    _go_on(stepper)
     stepper.close_gap()
     stepper.finish()
-    return stepper
+    return stepper.step, stepper.backend
 
 
 def step(inputs: StepInputs, backend: BackendRecord) -> Step:
     """Return the next change and actions for one backend."""
     if backend.canary is not None:
         return rollout_steps.step_both(inputs, backend, _run)
-    return _run(inputs, backend, inputs.state.replicas_of(backend.tag)).step
+    return _run(inputs, backend, inputs.state.replicas_of(backend.tag))[0]

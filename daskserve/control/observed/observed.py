@@ -23,6 +23,7 @@ from daskserve.control.observed.lifecycle import ReplicaEvent
 from daskserve.control.observed.loads import Loads
 from daskserve.control.observed.rollout_counts import RolloutCounts
 from daskserve.control.records.records import BackendRecord, ReplicaRecord
+from daskserve.control.records.two_versions import kept_tag
 from daskserve.options.autoscaling import AutoscalingConfig
 
 #: Number of samples that are kept for each autoscaled backend, for `explain`.
@@ -151,6 +152,8 @@ class Observed:
     """Levels by replica, proxy and worker."""
 
     workers: dict[WorkerAddress, WorkerInfo] = field(default_factory=dict)
+    #: Number of messages about workers that have arrived.
+    worker_events: int = 0
     #: The option of this name.
     system_workers: tuple[str, ...] = ()
     #: Whether there was a worker for the controller and the proxies when that was last noted in the log.
@@ -328,6 +331,11 @@ class Observed:
         for replica, error in notes.reconfigure_failed.items():
             if self.reconfigure_failed.get(replica) is error:
                 del self.reconfigure_failed[replica]
+
+    def forget_rollout(self, tag: BackendTag) -> None:
+        """Drop what was learnt of a rollout that has ended."""
+        self.rollouts.forget(tag)
+        self.notes.pop(kept_tag(tag), None)
 
     def learn_proxies(self, lost: Iterable[str], apart: Mapping[str, float]) -> None:
         """Apply the result of a step of the proxies; the lost ones no longer listen."""

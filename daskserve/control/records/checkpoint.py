@@ -17,6 +17,8 @@ logger = logging.getLogger("daskserve.controller")
 #: without a record, the next controller stops what it does not want, and starts others. What a
 #: caller has been told, and what it asked for, is in others.
 PASSING = ("replica/", "proxy/")
+#: Those with which a transaction may wait: an event is about what it is written with.
+_MAY_WAIT = (*PASSING, "event/")
 
 
 def read(records: Mapping[str, bytes]) -> tuple[Change, dict[str, CorruptRecordError]]:
@@ -50,7 +52,7 @@ async def write(store: Store, epoch: int, change: Change, *, must_last: bool = T
     """Store a change as one transaction; see `StoreChange.must_last`."""
     if change:
         encoded = {key: None if record is None else encode(record) for key, record in change.items()}
-        may_wait = not must_last and all(key.startswith(PASSING) for key in change)
+        may_wait = not must_last and all(key.startswith(_MAY_WAIT) for key in change)
         await store.commit(epoch, StoreChange(encoded, _parcels(change), must_last, may_wait))
 
 

@@ -19,6 +19,7 @@ from daskserve.control.records.records import (
     Record,
     fields_of,
 )
+from daskserve.control.records.revisions import RevisionState
 from daskserve.control.records.rollout import RolloutState
 from daskserve.errors import InstanceError
 from daskserve.options.actor import ActorOptions
@@ -27,7 +28,11 @@ from daskserve.options.backend import BackendConfig
 FORMAT = 1
 #: Characters of a reason: an error may hold all of a record.
 MAX_REASON = 200
-_ENUMS: Mapping[str, type[enum.StrEnum]] = {"replica": ReplicaState, "goal": GoalState}
+_ENUMS: Mapping[str, type[enum.StrEnum]] = {
+    "replica": ReplicaState,
+    "goal": GoalState,
+    "revision": RevisionState,
+}
 
 
 class CorruptRecordError(InstanceError):

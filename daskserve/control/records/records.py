@@ -22,7 +22,9 @@ from daskserve.common.types import (
     WorkerAddress,
     described,
 )
+from daskserve.control.records.events import EventsRecord
 from daskserve.control.records.proxy import ProxyRecord
+from daskserve.control.records.revisions import RevisionRecord
 from daskserve.control.records.rollout import RolloutState, replicas_of_step
 from daskserve.control.records.versions import unmarked
 from daskserve.options.actor import ActorOptions
@@ -30,6 +32,7 @@ from daskserve.options.autoscaling import AutoscalingConfig
 from daskserve.options.backend import BackendConfig
 from daskserve.options.base import Options
 from daskserve.options.bounds import share_of
+from daskserve.payload.parcels import Parcel
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +234,12 @@ class CodeRecord:
     def key(self) -> str:
         return f"{self.KIND}/{self.name}"
 
+    @property
+    def size_bytes(self) -> int:
+        """The size of the code, with its large constructor arguments."""
+        parcel = Parcel.labelled(self.code)
+        return len(self.code) if parcel is None else parcel.size_bytes
+
 
 @dataclass(frozen=True, slots=True)
 class ReplicaRecord:
@@ -395,6 +404,8 @@ class GoalRecord:
         Id of the client's call that asked for it, which may take it back; empty if no later call can.
     successor : str
         The goal that replaced it; empty if none did.
+    rollback_of : int
+        The number of the revision to which an application returns; 0 for any other change.
     """
 
     KIND: ClassVar[str] = "goal"
@@ -413,6 +424,7 @@ class GoalRecord:
     progress_timeout_s: float | None = None
     opened_at: float = 0.0
     request_id: str = ""
+    rollback_of: int = 0
 
     @property
     def key(self) -> str:
@@ -438,6 +450,8 @@ Record: TypeAlias = (
     | ProxyRecord
     | GoalRecord
     | CapacityRecord
+    | RevisionRecord
+    | EventsRecord
 )
 #: Store key -> the new record, or None to remove it. One change is one transaction.
 Change: TypeAlias = dict[str, Record | None]

@@ -53,7 +53,7 @@ class InvalidRolloutTransition(ServeError):
     """An event does not fit the state of a rollout: a bug in the controller."""
 
 
-_ENDS = {
+_ENDS: Mapping[RolloutEvent, RolloutPhase] = {
     RolloutEvent.LAST: RolloutPhase.COMPLETED,
     RolloutEvent.FAILED: RolloutPhase.ROLLED_BACK,
     RolloutEvent.ABORT: RolloutPhase.ABORTED,

@@ -17,6 +17,7 @@ from daskserve.common.types import (
 )
 from daskserve.control.records.applications import Applications
 from daskserve.control.records.bundles import places_of
+from daskserve.control.records.events import EventLog, EventsRecord
 from daskserve.control.records.proxy import ProxyRecord
 from daskserve.control.records.records import (
     AppRecord,
@@ -29,6 +30,7 @@ from daskserve.control.records.records import (
     Record,
     ReplicaRecord,
 )
+from daskserve.control.records.revisions import RevisionRecord, Revisions
 
 _REPLICA = "replica/"
 
@@ -45,6 +47,10 @@ class State:
         self.goals: dict[str, GoalRecord] = {}
         self.capacity = CapacityRecord()
         self.apps = Applications()
+        self.revisions = Revisions()
+        self.events = EventLog()
+        #: Size of all code, with that of parcels.
+        self.code_bytes = 0
         self._replicas_of: dict[BackendTag, dict[ReplicaTag, None]] = {}
         self._replicas_on: dict[WorkerAddress, dict[ReplicaTag, None]] = {}
         #: The number of bundles, which may be more than the replicas: of all backends, and of each.
@@ -67,7 +73,7 @@ class State:
         """Return all records by their keys in the store."""
         kinds = (self.backends, self.codes, self.endpoints, self.replicas, self.proxies, self.goals)
         found: dict[str, Record] = {record.key: record for kind in kinds for record in kind.values()}
-        found.update({app.key: app for app in self.apps})
+        found.update({each.key: each for kind in (self.apps, self.revisions, self.events) for each in kind})
         if self.capacity != CapacityRecord():
             found[self.capacity.key] = self.capacity
         return found
@@ -153,6 +159,7 @@ class State:
         elif isinstance(record, CodeRecord):
             self.codes[record.name] = record
             self._codes_of.setdefault(record.backend, {})[record.name] = None
+            self.code_bytes += record.size_bytes
         elif isinstance(record, AppRecord):
             self.apps.keep(record)
         elif isinstance(record, GoalRecord):
@@ -161,6 +168,10 @@ class State:
             self.proxies[record.tag] = record
         elif isinstance(record, CapacityRecord):
             self.capacity = record
+        elif isinstance(record, RevisionRecord):
+            self.revisions.keep(record)
+        elif isinstance(record, EventsRecord):
+            self.events.keep(record)
         elif isinstance(record, EndpointRecord):
             self.endpoints[record.name] = record
             if record.route is not None:
@@ -179,6 +190,7 @@ class State:
             code = self.codes.pop(name, None)
             if code is not None:
                 self._drop(self._codes_of, code.backend, name)
+                self.code_bytes -= code.size_bytes
         elif kind == "app":
             self.apps.forget(name)
         elif kind == "goal":
@@ -187,6 +199,10 @@ class State:
             self.proxies.pop(name, None)
         elif kind == "capacity":
             self.capacity = CapacityRecord()
+        elif kind == "revision":
+            self.revisions.forget(name)
+        elif kind == "event":
+            self.events.forget(int(name))
         elif kind == "endpoint":
             endpoint = self.endpoints.pop(name, None)
             if endpoint is not None:

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
 from typing import Self, TypeAlias
 
 from daskserve.cluster.protocols.base import Store
@@ -25,6 +26,10 @@ logger = logging.getLogger("daskserve.controller")
 
 #: The effects of a change on memory that no record contains.
 Then: TypeAlias = Callable[[], None]
+#: Why records change, by key, where the records do not say so.
+Causes: TypeAlias = Mapping[str, str]
+Accompany: TypeAlias = Callable[[Change, Causes], Change]
+NO_CAUSES: Causes = MappingProxyType({})
 
 
 class Writer:
@@ -34,6 +39,8 @@ class Writer:
     ----------
     apply
         Applies a stored change in memory and notifies the listeners.
+    accompany
+        Returns what is written together with a change: its history. Gets the change and the causes by key.
 
     Attributes
     ----------
@@ -43,11 +50,19 @@ class Writer:
         Whether changes are no longer written.
     """
 
-    def __init__(self, store: Store, epoch: int, state: State, apply: Callable[[Change], None]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        epoch: int,
+        state: State,
+        apply: Callable[[Change], None],
+        accompany: Accompany = lambda change, causes: {},
+    ) -> None:
         self._store = store
         self._epoch = epoch
         self._state = state
         self._apply = apply
+        self._accompany = accompany
         self._lock = asyncio.Lock()
         #: The change that may or may not be in the store, with the effects that follow it.
         self._doubtful: tuple[Change, Then | None] | None = None
@@ -71,23 +86,32 @@ class Writer:
     async def __aexit__(self, *exc_info: object) -> None:
         self._lock.release()
 
-    async def note(self, change: Change, then: Then | None = None) -> None:
+    async def note(self, change: Change, then: Then | None = None, causes: Causes = NO_CAUSES) -> None:
         """Commit a change that no client asked for; it is applied even if the store is lost."""
-        await self.commit(change, then, must_last=False)
+        await self.commit(change, then, must_last=False, causes=causes)
 
     async def rewrite(self, unreadable: Collection[str]) -> int:
         """Write all records again and return their number; call under the lock."""
         return await checkpoint.rewrite(self._store, self._epoch, self._state, unreadable)
 
-    async def commit(self, change: Change, then: Then | None = None, *, must_last: bool = True) -> None:
-        """Write a change, apply it and call ``then``, or raise; the change may be in the store even then.
+    async def commit(
+        self,
+        change: Change,
+        then: Then | None = None,
+        *,
+        must_last: bool = True,
+        causes: Causes = NO_CAUSES,
+    ) -> None:
+        """Write a change with its history, apply it and call ``then``, or raise.
 
-        If it is, it is applied and ``then`` is called when the records are read again.
+        The change may be in the store even if this raises. If it is, it is applied and ``then`` is called
+        when the records are read again.
         """
         if not change:
             if then is not None:
                 then()
             return
+        change = change | self._accompany(change, causes)
         writing = asyncio.create_task(self._write(change, then, must_last), name="daskserve-write")
         try:
             await asyncio.shield(writing)

@@ -14,7 +14,7 @@ from daskserve.common.types import BackendTag, EndpointTag, GoalId, described, s
 from daskserve.control.records import config_ids
 from daskserve.control.records.records import BackendRecord, Change, CodeRecord
 from daskserve.control.records.state import State
-from daskserve.control.records.versions import marked
+from daskserve.control.records.versions import marked, unmarked
 from daskserve.control.scaling import recorded as scaling
 from daskserve.control.verbs import goals
 from daskserve.control.verbs.failed_deploys import not_found
@@ -93,6 +93,24 @@ def _new_record(
         is_deployment=is_deployment,
     )
     return configured(at_capacity(state, backend), spec.config, spec.user_config), code
+
+
+def spec_of(backend: BackendRecord, code: bytes) -> BackendSpec:
+    """Return the spec with which a backend can be deployed again."""
+    return BackendSpec(
+        tag=backend.tag,
+        code=code,
+        config=backend.config,
+        user_config=backend.user_config,
+        actor_options=backend.actor_options,
+        version=unmarked(backend.version),
+        user_version=backend.user_version,
+        prev_version=None,
+        env=backend.env,
+        request_id="",
+        timeout_s=None,
+        progress_timeout_s=None,
+    )
 
 
 def create_backend(state: State, spec: BackendSpec, *, goal_id: GoalId, now: float, by: str = "") -> Outcome:

@@ -44,11 +44,11 @@ def begun(
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What becomes of a rollout: its next state, and why it waits or has failed."""
+    """What becomes of a rollout: its next state and what it waits for, or why it is taken back."""
 
     rollout: RolloutState
-    text: str
-    has_failed: bool = False
+    text: str = ""
+    error: RolloutError | None = None
 
 
 def findings(
@@ -80,7 +80,12 @@ def decide(
     assert config is not None
     for each in findings(config, evidence, share, for_s):
         if each.is_worse:
-            return Decision(rollout, each.text, has_failed=True)
+            new, old = rollout.names
+            error = RolloutError(
+                f"Version '{new}' was taken back, and version '{old}' has all traffic, at step "
+                f"{rollout.served + 1} of the rollout: {each.text}."
+            )
+            return Decision(rollout, error=error)
     number = f"step {rollout.step + 1} of {len(config.steps)}"
     if rollout.phase is RolloutPhase.STARTING:
         if not is_ready:

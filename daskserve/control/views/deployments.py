@@ -7,8 +7,8 @@ from typing import Any
 
 from daskserve.control.records.records import BackendRecord
 from daskserve.control.records.state import State
-from daskserve.control.records.versions import unmarked
 from daskserve.control.verbs import applications as app_verbs
+from daskserve.control.verbs import backends as backend_verbs
 from daskserve.control.verbs.failed_deploys import not_found
 from daskserve.options.specs import ApplicationSpec, BackendSpec, DeploymentSpec
 
@@ -59,20 +59,8 @@ def stored_application(state: State, name: str) -> dict[str, Any]:
 
 def _spec_of(state: State, backend: BackendRecord) -> BackendSpec:
     code = state.codes.get(backend.code_key)
-    return BackendSpec(
-        tag=backend.tag,
-        code=b"" if code is None else code.code,  # lost or damaged; the rest can still be listed
-        config=backend.config,
-        user_config=backend.user_config,
-        actor_options=backend.actor_options,
-        version=unmarked(backend.version),
-        user_version=backend.user_version,
-        prev_version=None,
-        env=backend.env,
-        request_id="",
-        timeout_s=None,
-        progress_timeout_s=None,
-    )
+    # Lost or damaged: the rest can still be listed.
+    return backend_verbs.spec_of(backend, b"" if code is None else code.code)
 
 
 def _only(state: State, name: str) -> dict[str, BackendRecord]:

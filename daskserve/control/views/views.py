@@ -35,6 +35,7 @@ def backend_status(state: State, observed: Observed, backend: BackendRecord) -> 
     running = sum(each.state is ReplicaState.RUNNING for each in replicas)
     return {
         "kind": backend.kind,
+        "application": backend.application,
         "status": status_word(observed, backend, running),
         "wanted": backend.num_replicas,
         "running": running,

@@ -39,9 +39,9 @@ from wsproto.utilities import LocalProtocolError
 
 from daskserve.common.clock import Clock
 from daskserve.common.types import SOCKET_PLACE, Message, SocketPlace
-from daskserve.proxies.exchange.limits import WEBSOCKET_PONGS, WEBSOCKET_SILENCE, Limits
+from daskserve.proxies.exchange.limits.limits import WEBSOCKET_PONGS, WEBSOCKET_SILENCE, Limits
+from daskserve.proxies.exchange.limits.turns import SLICE_BYTES, SLOW, STEP_BYTES, LoopTurns
 from daskserve.proxies.exchange.stream import Stream, open_stream
-from daskserve.proxies.exchange.turns import SLICE_BYTES, SLOW, STEP_BYTES, LoopTurns
 from daskserve.proxies.exchange.websocket.deflate import Inflation, MessageDeflate
 from daskserve.proxies.exchange.websocket.inbox import WebSocketInbox, WebSocketReader
 from daskserve.proxies.exchange.websocket.intake import WebSocketIntake

@@ -20,14 +20,14 @@ from wsproto.extensions import PerMessageDeflate
 from wsproto.frame_protocol import CloseReason, FrameDecoder, FrameProtocol, Opcode, RsvBits
 
 from daskserve.common.formatting import shown
-from daskserve.proxies.exchange.limits import (
+from daskserve.proxies.exchange.limits.limits import (
     FREE_BYTES,
     FREE_RATIO,
     INFLATION_RATE,
     INFLATION_RATIO,
     InflationRules,
 )
-from daskserve.proxies.exchange.turns import SLICE_BYTES
+from daskserve.proxies.exchange.limits.turns import SLICE_BYTES
 
 _PARAMETER = re.compile(
     r"(client|server)_no_context_takeover"

@@ -11,9 +11,9 @@ from typing import Any
 from wsproto.events import BytesMessage, TextMessage
 
 from daskserve.common.types import Message
-from daskserve.proxies.exchange.limits import BUFFERS, Limits
+from daskserve.proxies.exchange.limits.limits import BUFFERS, Limits
+from daskserve.proxies.exchange.limits.turns import SLICE_BYTES, STEP_BYTES, LoopTurns
 from daskserve.proxies.exchange.stream import READ_BYTES, Stream, can_tell_hangups
-from daskserve.proxies.exchange.turns import SLICE_BYTES, STEP_BYTES, LoopTurns
 
 #: Size of received messages that may wait for the application; beyond it, nothing more is read.
 MAX_INBOX_BYTES = 1024 * 1024
@@ -140,7 +140,7 @@ class WebSocketReader:
     ----------
     parse : callable
         ``parse(data)`` is an iterator: each step puts something into the inbox, and tells what that cost; see
-        `daskserve.proxies.exchange.turns`.
+        `daskserve.proxies.exchange.limits.turns`.
     """
 
     _stream: Stream

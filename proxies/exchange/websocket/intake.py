@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from wsproto.events import BytesMessage, TextMessage
 
 from daskserve.common.clock import Clock
-from daskserve.proxies.exchange.limits import MESSAGE_SIZE, Limits
-from daskserve.proxies.exchange.turns import STEP_BYTES
+from daskserve.proxies.exchange.limits.limits import MESSAGE_SIZE, Limits
+from daskserve.proxies.exchange.limits.turns import STEP_BYTES
 from daskserve.proxies.exchange.websocket.deflate import Inflation, InflationError
 from daskserve.proxies.exchange.websocket.inbox import WebSocketInbox
 

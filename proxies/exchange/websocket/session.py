@@ -32,7 +32,7 @@ from daskserve.common.types import SocketPlace
 from daskserve.loops.thread_calls import ThreadCalls
 from daskserve.payload.packed_errors import is_logged
 from daskserve.proxies.asgi import ASGIApp, Headers, Scope
-from daskserve.proxies.exchange.limits import WEBSOCKET_CLOSE, WEBSOCKET_END, WEBSOCKET_OFFERS, Limits
+from daskserve.proxies.exchange.limits.limits import WEBSOCKET_CLOSE, WEBSOCKET_END, WEBSOCKET_OFFERS, Limits
 from daskserve.proxies.exchange.stream import Stream
 from daskserve.proxies.exchange.websocket.connection import WebSocketConnection
 

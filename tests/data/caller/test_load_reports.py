@@ -16,13 +16,19 @@ from daskserve.cluster.long_poll import LongPollClient
 from daskserve.cluster.protocols.base import Cluster
 from daskserve.common.clock import LoopClock
 from daskserve.common.types import ActorAddress, Envelope, EnvelopeKind, Load, Message
-from daskserve.data.caller.routing.load_reports import GATHER_S, PERIOD_S, STARVING_PERIOD_S, LoadReports
+from daskserve.data.caller.routing.load_reports import (
+    GATHER_S,
+    PERIOD_S,
+    STARVING_PERIOD_S,
+    BackendQueue,
+    LoadReports,
+)
 from daskserve.data.caller.routing.router import Routers
 from daskserve.errors import NotRunningError, ReplicaBusyError, UnavailableError
 
 
 @dataclass
-class Queue:
+class Queue(BackendQueue):
     """One backend's queue, in the test's hand."""
 
     waiting: int = 0

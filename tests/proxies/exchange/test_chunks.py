@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from daskserve.proxies.exchange.chunks import ChunkReader
-from daskserve.proxies.exchange.request_head import RefusedRequestError
+from daskserve.proxies.exchange.request.chunks import ChunkReader
+from daskserve.proxies.exchange.request.head import RefusedRequestError
 
 BODY = (
     b'2;a;b="c;d"\r\nhi\r\n00004 ;x\r\n you\r\nA\r\n0123456789\r\n'

@@ -31,7 +31,7 @@ from daskserve.common.types import Message, Receive, Send
 from daskserve.errors import ActorLostError
 from daskserve.proxies.asgi import Scope
 from daskserve.proxies.exchange import http_connection
-from daskserve.proxies.exchange.response_head import as_buffer
+from daskserve.proxies.exchange.response.head import as_buffer
 
 MIB = 1 << 20
 

@@ -14,7 +14,7 @@ from tables import each_case
 from daskserve.common.types import Receive, Send
 from daskserve.proxies.asgi import ASGIApp, Scope
 from daskserve.proxies.exchange.exchange import LINGER_S
-from daskserve.proxies.exchange.request_body import HIGH_WATER_BYTES
+from daskserve.proxies.exchange.request.body import HIGH_WATER_BYTES
 from daskserve.proxies.server.life import HTTPServer
 
 LIMIT = 4 * HIGH_WATER_BYTES

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from tables import each_case
 
-from daskserve.proxies.exchange.response_head import ResponseWriter
+from daskserve.proxies.exchange.response.head import ResponseWriter
 
 DATE = b"date: Thu, 01 Jan 1970 00:00:00 GMT"
 Headers = list[tuple[bytes, bytes]]

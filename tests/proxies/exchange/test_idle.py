@@ -4,7 +4,7 @@ import asyncio
 
 from http_harness import advance, poll_for, run, timers
 
-from daskserve.proxies.exchange.idle import IdleWatch
+from daskserve.proxies.exchange.limits.idle import IdleWatch
 
 
 def test_items_are_reported_in_the_order_in_which_they_fell_silent() -> None:

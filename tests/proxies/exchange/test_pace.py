@@ -11,9 +11,9 @@ from tables import each_case
 from daskserve.common.types import Receive, Send
 from daskserve.options.http import HTTPOptions
 from daskserve.proxies.asgi import Scope
-from daskserve.proxies.exchange.limits import BODY_RATE, BUSY_WRITE_STALL, UNSENT, WRITE_STALL, Limits
+from daskserve.proxies.exchange.limits.limits import BODY_RATE, BUSY_WRITE_STALL, UNSENT, WRITE_STALL, Limits
 from daskserve.proxies.exchange.pace import BodyPace, PaceWatch
-from daskserve.proxies.exchange.request_body import NO_MEMORY, RequestBody
+from daskserve.proxies.exchange.request.body import NO_MEMORY, RequestBody
 from daskserve.proxies.exchange.server_state import ServerState
 
 MIB = 1 << 20

@@ -9,8 +9,8 @@ from tables import each_case
 
 from daskserve.errors import BodyTooLargeError
 from daskserve.options.http import HTTPOptions
-from daskserve.proxies.exchange.limits import Limits
-from daskserve.proxies.exchange.request_body import HIGH_WATER_BYTES, SMALL_BYTES, RequestBody
+from daskserve.proxies.exchange.limits.limits import Limits
+from daskserve.proxies.exchange.request.body import HIGH_WATER_BYTES, SMALL_BYTES, RequestBody
 
 END = {"type": "http.request", "body": b"", "more_body": False}
 

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from daskserve.proxies.exchange.request_head import (
+from daskserve.proxies.exchange.request.head import (
     HeadLimits,
     RefusedRequestError,
     read_head,

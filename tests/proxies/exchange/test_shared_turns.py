@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from http_harness import run
 
-from daskserve.proxies.exchange.turns import (
+from daskserve.proxies.exchange.limits.turns import (
     BUSY_S,
     SLICE_BYTES,
     TURN_BYTES,

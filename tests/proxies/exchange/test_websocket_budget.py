@@ -8,7 +8,7 @@ from wsproto.events import CloseConnection
 from wsproto.events import Message as DataMessage
 
 from daskserve.options.http import HTTPOptions
-from daskserve.proxies.exchange.limits import Limits
+from daskserve.proxies.exchange.limits.limits import Limits
 from daskserve.proxies.exchange.websocket.inbox import WebSocketInbox
 from daskserve.proxies.server.life import HTTPServer
 

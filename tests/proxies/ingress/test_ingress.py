@@ -18,7 +18,7 @@ from daskserve.common.types import WHOLE_RESPONSE, Envelope, EnvelopeKind, Messa
 from daskserve.errors import ActorLostError, BackPressureError, BadRequestError
 from daskserve.options.http import HTTPOptions
 from daskserve.proxies.asgi import ASGIApp, Scope
-from daskserve.proxies.exchange.request_body import RequestBody
+from daskserve.proxies.exchange.request.body import RequestBody
 from daskserve.proxies.ingress.app import IngressApp, build_app, is_plain
 from daskserve.proxies.ingress.forwarded import ForwardedHeaders
 from daskserve.proxies.ingress.request import parse_timeout

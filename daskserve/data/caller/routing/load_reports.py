@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from daskserve.cluster.protocols.base import Cluster
 from daskserve.common.clock import Clock
 from daskserve.common.types import BackendTag
-from daskserve.data.caller.routing.versions import backend_of
+from daskserve.data.caller.routing.versions import Versions, backend_of
 from daskserve.errors import NotRunningError, ServeError
 
 logger = logging.getLogger("daskserve.router")
@@ -34,20 +34,13 @@ REPORT_RETRY_S = 0.1
 REPORT_TIMEOUT_S = 2.0
 
 
-class Counted(Protocol):
-    """The requests of the two versions of a rollout."""
-
-    def plain(self) -> dict[str, Any] | None:
-        """Return the totals; None if there are none."""
-
-
 class BackendQueue(Protocol):
     """The queue of one backend in one process; a `ReplicaSet`."""
 
     is_autoscaled: bool
 
     @property
-    def versions(self) -> Counted | None: ...
+    def versions(self) -> Versions | None: ...
     @property
     def waiting(self) -> int: ...
 

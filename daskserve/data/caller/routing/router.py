@@ -360,7 +360,8 @@ class Routers:
         else:
             new.update(rollout["new"])
             if before is None or before.key != rollout["key"]:
-                replicas.split(new, Versions(rollout, replicas, new, self.clock.now))
+                versions = Versions(rollout, replicas.tag, replicas.send, new.send, self.clock.now)
+                replicas.split(new, versions)
         if new.is_starving:
             self._contact.watch()
         for router in self._routers.values():

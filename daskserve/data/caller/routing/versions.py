@@ -10,7 +10,7 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from http.cookies import CookieError, SimpleCookie
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from daskserve.common.types import BackendTag, Envelope, EnvelopeKind, Message, Receive, Send, described
 from daskserve.data.caller.routing.choice import shard_draw
@@ -36,12 +36,8 @@ def backend_of(tag: BackendTag) -> BackendTag:
     return tag.removesuffix(_SUFFIX)
 
 
-class Replicas(Protocol):
-    """The replicas of one version; a `daskserve.data.caller.routing.replica_set.ReplicaSet`."""
-
-    tag: BackendTag
-
-    def send(self, envelope: Envelope, receive: Receive, send: Send) -> Coroutine[Any, Any, None]: ...
+#: Sends a request to a replica of one version.
+SendTo: TypeAlias = Callable[[Envelope, Receive, Send], Coroutine[Any, Any, None]]
 
 
 class VersionCounter:
@@ -65,19 +61,21 @@ class Versions:
     ----------
     value : dict
         What the controller has published of the rollout.
-    old, new : Replicas
-        The replicas of both versions.
+    tag : str
+        The tag of the backend.
+    old, new : callable
+        Send a request to each version.
     now : callable
         Returns the time, to measure latencies.
     """
 
     def __init__(
-        self, value: Mapping[str, Any], old: Replicas, new: Replicas, now: Callable[[], float]
+        self, value: Mapping[str, Any], tag: BackendTag, old: SendTo, new: SendTo, now: Callable[[], float]
     ) -> None:
         self._now = now
         self.key: str = value["key"]
-        self._new = new
-        self._old = old
+        self._tag = tag
+        self._send_to = {NEW: new, OLD: old}
         self._share: float = value["share"]
         self._names: list[str] = value["names"]
         self._sticky: str | None = value["sticky"]
@@ -89,15 +87,12 @@ class Versions:
         """Send a request to the version that it names, or that is drawn for it; only the latter counts."""
         named = self._named(envelope)
         if named is not None:
-            return self._replicas(named).send(envelope, receive, send)
+            return self._send_to[named](envelope, receive, send)
         key = shard_key or self._session_of(envelope)
         # Of its own, so that it is independent of the draw of the backend by the same key.
-        number = shard_draw(f"{key}\n{self._old.tag}") if key else rng.random()
+        number = shard_draw(f"{key}\n{self._tag}") if key else rng.random()
         version = NEW if number < self._share else OLD
         return self._count(version, envelope, receive, send)
-
-    def _replicas(self, version: str) -> Replicas:
-        return self._new if version == NEW else self._old
 
     def _named(self, envelope: Envelope) -> str | None:
         """Return the version that a request names; None if it names none.
@@ -116,7 +111,7 @@ class Versions:
         if name in (OLD, self._names[1]):
             return OLD
         raise NotFoundError(
-            f"{described(self._old.tag, 'Deployment')} has no version {name!r}; there are {NEW} "
+            f"{described(self._tag, 'Deployment')} has no version {name!r}; there are {NEW} "
             f"({self._names[0]}) and {OLD} ({self._names[1]})."
         )
 
@@ -146,7 +141,7 @@ class Versions:
 
         try:
             # The messages of a WebSocket may never pass here.
-            await self._replicas(version).send(envelope, receive, send if is_socket else note)
+            await self._send_to[version](envelope, receive, send if is_socket else note)
         except asyncio.CancelledError:
             if is_over(envelope.deadline, asyncio.get_running_loop().time()):
                 self._ended(counter, began, True, is_socket)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
-from daskserve.proxies.exchange.limits import UNSENT, Limits
+from daskserve.proxies.exchange.limits.limits import UNSENT, Limits
 from daskserve.proxies.exchange.stream import GONE
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from daskserve.proxies.exchange.request_head import HEADER_LINE, RefusedRequestError
+from daskserve.proxies.exchange.request.head import HEADER_LINE, RefusedRequestError
 
 #: The longest line that announces a chunk, with its extensions, and the longest trailer.
 _MAX_LINE_BYTES = 4096

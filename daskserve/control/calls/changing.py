@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from daskserve.cluster.protocols.base import verb
-from daskserve.cluster.protocols.stores import StoreOwnership
-from daskserve.common.types import GoalId
-from daskserve.control.core import ControllerCore
+from daskserve.control.calls.deciding import DecidingVerbs
 from daskserve.control.records.records import BackendRecord, Change
 from daskserve.control.verbs import applications as app_verbs
 from daskserve.control.verbs import backends as backend_verbs
@@ -19,62 +15,15 @@ from daskserve.control.verbs import goals, target_capacity
 from daskserve.control.verbs import scale as scale_verb
 from daskserve.control.verbs.backends import Outcome
 from daskserve.control.verbs.goals import ChangeLimits
-from daskserve.errors import (
-    DeployError,
-    NotRunningError,
-    ServeError,
-    StoreTakenError,
-    UnavailableError,
-)
 from daskserve.options.backend import BackendConfig
 from daskserve.options.specs import ApplicationSpec, BackendSpec
 
-#: Number of calls that were taken back before they arrived which are remembered; each matters for
-#: milliseconds.
-MAX_WITHDRAWN = 100
 
-
-class ChangingVerbs:
+class ChangingVerbs(DecidingVerbs):
     """The verbs that change an instance: each takes the lock, calls a pure function and commits.
 
     The argument ``by`` names the calling program, for the errors of programs whose changes it replaces.
     """
-
-    def __init__(self, core: ControllerCore) -> None:
-        self._core = core
-        self._withdrawn: deque[str] = deque(maxlen=MAX_WITHDRAWN)
-
-    @asynccontextmanager
-    async def deciding(self, requests: Iterable[str] = ()) -> AsyncIterator[None]:
-        """Hold the lock for one decision, and check that it was made by the newest controller.
-
-        ``requests`` are the ids of the calls that are decided on; one that was taken back is refused.
-
-        The store rejects a change from a controller that was replaced. An answer without a change would come
-        from such a controller's outdated state, so the controller first checks that it is the newest.
-        """
-        store = self._core.cluster.store
-        if store.hold is StoreOwnership.TAKEN:
-            raise StoreTakenError(store.problems()["store"])
-        try:
-            async with self._core.writer:
-                if self._core.writer.is_detached:
-                    raise NotRunningError(f"Instance {self._core.cluster.instance!r} is being shut down.")
-                if not set(self._withdrawn).isdisjoint(requests):
-                    raise DeployError("The change was taken back before it began.")
-                changes = self._core.writer.changes
-                yield
-                is_written = self._core.writer.changes > changes
-        except UnavailableError:
-            raise
-        except ServeError:
-            await self._core.confirm_reign()
-            raise
-        if not is_written:
-            await self._core.confirm_reign()
-
-    def _goal_id(self) -> GoalId:
-        return f"{self._core.rng.getrandbits(128):032x}"
 
     async def _commit_outcome(self, outcome: Outcome, tag: str) -> dict[str, Any]:
         await self._core.writer.commit(outcome.change)
@@ -86,7 +35,7 @@ class ChangingVerbs:
     @verb
     async def create_backend(self, spec: Mapping[str, Any], by: str = "") -> dict[str, Any]:
         wanted = BackendSpec.from_plain(spec)
-        async with self.deciding([wanted.request_id]):
+        async with self._deciding([wanted.request_id]):
             outcome = backend_verbs.create_backend(
                 self._core.state, wanted, goal_id=self._goal_id(), now=self._core.clock.wall(), by=by
             )
@@ -103,7 +52,7 @@ class ChangingVerbs:
         progress_timeout_s: float | None = None,
         by: str = "",
     ) -> dict[str, Any]:
-        async with self.deciding():
+        async with self._deciding():
             outcome = backend_verbs.update_backend_config(
                 self._core.state,
                 tag,
@@ -119,7 +68,7 @@ class ChangingVerbs:
 
     @verb
     async def delete_backend(self, tag: str, force: bool, by: str = "") -> dict[str, Any]:
-        async with self.deciding():
+        async with self._deciding():
             app_verbs.check_separate(self._core.state, tag)
             outcome = backend_verbs.delete_backend(
                 self._core.state, tag, is_forced=force, goal_id=self._goal_id(), by=by
@@ -129,7 +78,7 @@ class ChangingVerbs:
     @verb
     async def scale(self, name: str, number: int, application: str = "") -> int:
         """Record the number that an external scaler requests; replicas start or stop afterwards."""
-        async with self.deciding():
+        async with self._deciding():
             change = scale_verb.scale(
                 self._core.state, name, number, self._core.clock.wall(), application=application
             )
@@ -162,7 +111,7 @@ class ChangingVerbs:
     ) -> dict[str, Any]:
         """Create or update a deployment (a backend and an endpoint of one name) in one transaction."""
         wanted = BackendSpec.from_plain(spec)
-        async with self.deciding([wanted.request_id]):
+        async with self._deciding([wanted.request_id]):
             outcome = backend_verbs.deploy(
                 self._core.state,
                 wanted,
@@ -187,7 +136,7 @@ class ChangingVerbs:
 
     @verb
     async def delete_deployment(self, name: str, force: bool = False, by: str = "") -> dict[str, Any]:
-        async with self.deciding():
+        async with self._deciding():
             app_verbs.check_separate(self._core.state, name)
             outcome = backend_verbs.delete_backend(
                 self._core.state, name, is_forced=force, goal_id=self._goal_id(), leaving=name, by=by
@@ -204,7 +153,7 @@ class ChangingVerbs:
     ) -> dict[str, Any]:
         """Create or update applications in one transaction; return the goals and updates by name."""
         specs = [ApplicationSpec.from_plain(each) for each in apps]
-        async with self.deciding([each.request_id for each in specs]):
+        async with self._deciding([each.request_id for each in specs]):
             deployed = app_verbs.deploy(
                 self._core.state,
                 specs,
@@ -227,7 +176,7 @@ class ChangingVerbs:
     async def delete_application(
         self, name: str, request_id: str | None = None, by: str = ""
     ) -> dict[str, Any]:
-        async with self.deciding():
+        async with self._deciding():
             outcome = app_verbs.delete(
                 self._core.state, name, goal_id=self._goal_id(), request_id=request_id, by=by
             )
@@ -241,8 +190,8 @@ class ChangingVerbs:
 
         Calls that have not arrived yet, because they travel on another connection, are refused later.
         """
-        self._withdrawn.extend(requests)
-        async with self.deciding():
+        self._core.withdrawn.extend(requests)
+        async with self._deciding():
             change = goals.withdrawn(self._core.state, requests, by, self._core.clock.wall())
             await self._core.writer.commit(change)
         self._core.loop.poke()
@@ -256,7 +205,7 @@ class ChangingVerbs:
 
     async def _change(self, decide: Callable[..., Change], *args: Any, **options: Any) -> dict[str, Any]:
         """Make the change that a function decides on; return when the proxies have applied it."""
-        async with self.deciding():
+        async with self._deciding():
             await self._core.writer.commit(decide(self._core.state, *args, **options))
         return {"snapshot": await self._core.barrier()}
 
@@ -298,7 +247,7 @@ class ChangingVerbs:
     @verb
     async def rewrite_store(self) -> int:
         """Write all records to the store again, at the place that its URL names; return their number."""
-        async with self.deciding():
+        async with self._deciding():
             return await self._core.writer.rewrite(self._core.corrupt)
 
     @verb

@@ -13,7 +13,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from daskserve.proxies.exchange.turns import AllLoopTurns
+from daskserve.proxies.exchange.limits.turns import AllLoopTurns
 
 if TYPE_CHECKING:
     from daskserve.options.http import HTTPOptions

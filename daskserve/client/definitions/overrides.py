@@ -1,0 +1,92 @@
+"""The options of a configuration file over those of the code."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from daskserve.client.definitions.deployments import Deployment
+from daskserve.config_file.model import ApplicationConfig
+from daskserve.errors import BadRequestError
+from daskserve.options.environment import Environment, parse_environment
+
+#: In front of a path on the machine of the worker that builds the application.
+LOCAL = "local://"
+
+
+class Overrides:
+    """The options that an application's configuration gives its deployments.
+
+    They are applied to the deployments of the code, so an option that the configuration no longer has is that
+    of the code again.
+    """
+
+    def __init__(self, config: ApplicationConfig) -> None:
+        self._application = config.name
+        self._options = {each.name: each.options for each in config.deployments}
+        self._env = environment_of(config.env)
+        self._is_scaled_from_outside = config.external_scaler_enabled
+        self._policy = config.autoscaling_policy
+
+    def check(self, names: Sequence[str]) -> None:
+        """Raise `BadRequestError` if there are options for a deployment that the code does not have."""
+        unknown = [name for name in self._options if name not in names]
+        if unknown:
+            similar = difflib.get_close_matches(unknown[0], names, 1)
+            hint = f" Did you mean {similar[0]!r}?" if similar else ""
+            raise BadRequestError(
+                f"The configuration of application {self._application!r} has options for "
+                f"{', '.join(map(repr, unknown))}, but the code has no such deployment; it has "
+                f"{', '.join(map(repr, names))}.{hint}"
+            )
+
+    def applied(self, name: str, deployment: Deployment) -> Deployment:
+        """Return a deployment of the code with the options that the configuration gives it."""
+        try:
+            return self._applied(self._options.get(name, {}), deployment)
+        except (TypeError, ValueError) as error:
+            raise BadRequestError(
+                f"Deployment {name!r} of application {self._application!r} cannot have its configuration: "
+                f"{error}"
+            ) from error
+
+    def _applied(self, given: Mapping[str, Any], deployment: Deployment) -> Deployment:
+        options = dict(given)
+        own = options.pop("env", deployment.env)
+        resources = options.get("ray_actor_options")
+        if resources and resources.get("runtime_env"):
+            own = resources["runtime_env"]
+            options["ray_actor_options"] = {k: v for k, v in resources.items() if k != "runtime_env"}
+        if self._is_scaled_from_outside:
+            options["external_scaler_enabled"] = True
+        env = merged(self._env, environment_of(own))
+        if env is not None:
+            options["env"] = env
+        changed = deployment.options(**options)
+        scaling = changed.config.autoscaling_config
+        if self._policy is None or scaling is None:
+            return changed
+        policy = {"policy": self._policy, "group": self._application}
+        return changed.options(autoscaling_config={**scaling.model_dump(exclude_unset=True), **policy})
+
+
+def environment_of(value: Any) -> Environment | None:
+    """Return an environment whose folder may be a path in front of which is ``local://``."""
+    found = parse_environment(value)
+    if found is None or found.working_dir is None:
+        return found
+    return found.model_copy(update={"working_dir": found.working_dir.removeprefix(LOCAL)})
+
+
+def merged(whole: Environment | None, own: Environment | None) -> Environment | None:
+    """Return the environment of a deployment in an application with one; its own parts win."""
+    if whole is None or own is None:
+        return whole or own
+    values = {name: getattr(whole, name) for name in whole.model_fields_set}
+    if own.python is not None:
+        values.pop("packages", None)  # the two exclude one another
+    if own.packages:
+        values.pop("python", None)
+    values |= {name: getattr(own, name) for name in own.model_fields_set}
+    return Environment(**{**values, "env_vars": {**whole.env_vars, **own.env_vars}})

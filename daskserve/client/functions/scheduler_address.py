@@ -1,0 +1,61 @@
+"""The address of a scheduler, of which users may know only its HTTP server's: ``http://host:8787``."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import urllib.error
+import urllib.request
+from urllib.parse import urlsplit
+
+from daskserve.errors import ClusterUnreachableError
+
+#: Where Dask's HTTP server says who it is.
+_IDENTITY = "/json/identity.json"
+#: How much of an answer is read: about a kilobyte per worker.
+_READ_BYTES = 64 << 20
+
+
+def is_http(address: str) -> bool:
+    """Return whether an address is that of an HTTP server."""
+    return address.startswith(("http://", "https://"))
+
+
+def scheduler_behind(url: str, timeout_s: float) -> str:
+    """Return the address of the scheduler whose HTTP server has a URL, which may be that of a page there.
+
+    Raises
+    ------
+    ClusterUnreachableError
+        No Dask scheduler's HTTP server answers there.
+    """
+    parts = urlsplit(url)
+    segments = [each for each in parts.path.split("/") if each]
+    # The server may have a path prefix, and the URL may be that of a page, such as /status.
+    for count in range(len(segments), -1, -1):
+        path = "".join(f"/{each}" for each in segments[:count])
+        problem = "it is not the HTTP server of a scheduler"
+        try:
+            found = _identity(f"{parts.scheme}://{parts.netloc}{path}{_IDENTITY}", timeout_s)
+            if found is not None:
+                return found
+        except urllib.error.HTTPError as error:
+            error.close()
+            problem = f"it answers with {error.code} {error.reason}"
+        except (OSError, http.client.HTTPException) as error:
+            problem = str(getattr(error, "reason", error)) or repr(error)
+            break
+        except ValueError:
+            pass  # no JSON: a page for people, such as that of a login
+    raise ClusterUnreachableError(
+        f"No Dask scheduler answers at {url!r} ({problem}); pass the address of a running scheduler, such "
+        "as tcp://host:8786, or of its HTTP server, such as http://host:8787."
+    )
+
+
+def _identity(url: str, timeout_s: float) -> str | None:
+    """Return the address that a scheduler gives as its own; None if it is another kind of server."""
+    with urllib.request.urlopen(url, timeout=timeout_s) as answer:
+        found = json.loads(answer.read(_READ_BYTES))
+    is_scheduler = isinstance(found, dict) and found.get("type") == "Scheduler"
+    return str(found["address"]) if is_scheduler and "address" in found else None

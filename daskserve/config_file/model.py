@@ -1,0 +1,95 @@
+"""What a configuration file holds, as plain values: this is stored, shown, and sent to the controller.
+
+Options stay as they are written, with their references to environment variables
+(`daskserve.config_file.references`), and deployments keep the spellings of Ray Serve. The models of
+`daskserve.options` check them when the file is read, and again, with the values of the variables, when the
+application is built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Self, TypeAlias
+
+from pydantic import AliasChoices, ConfigDict, Field
+
+from daskserve.common.types import DEFAULT_APPLICATION
+from daskserve.options.base import Options
+
+#: Says where each reference stands: the way to it, with slashes, and ``serve.yaml:12:7``.
+Places: TypeAlias = dict[str, str]
+
+
+class DeploymentOverride(Options):
+    """Options of a deployment that win over those of its code, beside its name."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: str = Field(description="Name of the deployment, as in the code.")
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options, as they are written."""
+        return dict(self.model_extra or {})
+
+
+class ApplicationConfig(Options):
+    """One application of a configuration file."""
+
+    name: str = Field(DEFAULT_APPLICATION, description="Name of the application.")
+    import_path: str = Field(
+        description="Import path, ``module:name`` or ``module.name``, of what ``serve.run`` takes: an "
+        "application, a function that builds one, or an ASGI application."
+    )
+    route_prefix: str | None = Field(
+        "/", description="Path prefix of its HTTP requests. None: it is reached by handle only."
+    )
+    args: dict[str, Any] = Field(
+        default_factory=dict, description="Arguments of the function that builds the application."
+    )
+    env: Any = Field(
+        None,
+        description="Environment of all its deployments, see [Environment](options.md#environment). What a "
+        "deployment sets itself wins; variables of both are there.",
+        validation_alias=AliasChoices("env", "runtime_env"),
+    )
+    external_scaler_enabled: bool = Field(
+        False, description="Whether external programs may set the number of replicas of its deployments."
+    )
+    autoscaling_policy: dict[str, Any] | None = Field(
+        None,
+        description="One policy that decides for all its deployments with an ``autoscaling_config``: "
+        "``policy_function``, an import path, and ``policy_kwargs``.",
+    )
+    deployments: list[DeploymentOverride] = Field(
+        default_factory=list,
+        description="Options that win over those of the code. Without an option, that of the code counts.",
+    )
+    references: Places = Field(default_factory=dict, description="Set by daskserve.")
+
+
+class InstanceConfig(Options):
+    """A whole configuration file."""
+
+    applications: list[ApplicationConfig] = Field(
+        default_factory=list, description="The applications, each with a name and a route of its own."
+    )
+    http_options: dict[str, Any] = Field(
+        default_factory=dict,
+        description="HTTP options, see [HTTP](options.md#http). They act when the instance starts.",
+    )
+    proxy_location: Any = Field(
+        None,
+        description="Ray Serve's name of ``location`` in ``http_options``: ``EveryNode``, ``HeadOnly`` or "
+        "``Disabled``.",
+    )
+    target_capacity: Any = Field(
+        None,
+        description="Percentage, from 0 to 100, of the replicas that the options ask for. None: all of them.",
+    )
+    references: Places = Field(default_factory=dict, description="Set by daskserve.")
+
+    @classmethod
+    def from_plain(cls, values: Mapping[str, Any]) -> Self:
+        """Return the configuration that `to_plain` gave."""
+        return cls(**values)

@@ -1,0 +1,134 @@
+"""Checks of options against their models that find all faults, not the first ones only."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from daskserve.config_file.places import Path
+from daskserve.config_file.references import has_references
+from daskserve.options.base import Options, names_of, spellings_of
+
+#: How much of a wrong value a fault shows.
+SHOWN = 60
+_NOTHING: Any = object()
+_ALL_OPTIONS = re.compile(r"; \w+\.model_fields has all\.?$")
+
+
+def faults_of(model: type[Options], values: Mapping[str, Any]) -> list[tuple[Path, str]]:
+    """Return all that is wrong with options: the way to each value, and what is wrong with it.
+
+    A model that finds wrong values does not look at what they mean together, so they are taken out and the
+    others are validated again. Values with references to variables are not known yet, and left out.
+    """
+    left = _known(values)
+    found: list[tuple[Path, str]] = []
+    while True:
+        try:
+            model(**left)
+            return found
+        except ValidationError as error:
+            errors = [_place_and_text(each) for each in error.errors(include_url=False)]
+        except (TypeError, ValueError, NotImplementedError) as error:
+            errors = [((), str(error))]
+        before = len(found)
+        removed = []
+        for loc, text in errors:
+            paths = _given(model, left, loc, text)
+            found.append((paths[0], text))
+            removed += paths
+        for path in removed:
+            _remove(left, path)
+        if len(found) == before or () in removed:
+            return found
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    """Return a question that names the most similar one of the known names; empty if none is."""
+    similar = difflib.get_close_matches(name, known, 1)
+    return f"; did you mean {similar[0]!r}?" if similar else ""
+
+
+def _known(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {
+            key: _known(each)
+            for key, each in value.items()
+            if not isinstance(each, str) or not has_references(each)
+        }
+    return value
+
+
+def _place_and_text(error: Any) -> tuple[tuple[int | str, ...], str]:
+    if error["type"] == "missing":
+        return error["loc"][:-1], f"{error['loc'][-1]} is missing"
+    text = _ALL_OPTIONS.sub("", str(error["msg"]).removeprefix("Value error, "))
+    given = error["input"]
+    if text.startswith("Input should") and not isinstance(given, (dict, list, tuple)):
+        text += f", got {shortened(given)}"
+    return error["loc"], text
+
+
+def shortened(value: Any) -> str:
+    """Return a value as a fault shows it."""
+    text = repr(value)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+
+
+def _given(model: type[BaseModel], values: Any, loc: tuple[int | str, ...], text: str) -> list[Path]:
+    """Return the ways to the given values that the place and the text of an error name."""
+    path: Path = ()
+    for each in loc:
+        name = each if path else _spelling(model, values, each)
+        inside = _item(values, name)
+        if inside is _NOTHING:
+            break
+        values, path = inside, (*path, name)
+    if isinstance(values, Mapping) and len(path) >= len(loc):
+        # What is wrong with several values together is shown at the first one that it names.
+        named = sorted((found.start(), name) for name in values if (found := _word(name).search(text)))
+        if named:
+            return [(*path, name) for _, name in named]
+    return [path]
+
+
+def _item(values: Any, name: int | str) -> Any:
+    if isinstance(values, Mapping):
+        return values.get(name, _NOTHING)
+    is_index = isinstance(values, (list, tuple)) and isinstance(name, int) and name < len(values)
+    return values[name] if is_index else _NOTHING
+
+
+def _word(name: Any) -> re.Pattern[str]:
+    return re.compile(rf"(?<!\w){re.escape(str(name))}(?!\w)")
+
+
+def names(text: str, path: Path) -> bool:
+    """Return whether the text of a fault names the option that it is about."""
+    return not path or _word(path[-1]).search(text) is not None
+
+
+def _spelling(model: type[BaseModel], values: Any, name: int | str) -> int | str:
+    if not isinstance(values, Mapping) or name in values:
+        return name
+    spellings = spellings_of(model)
+    own = spellings.get(str(name), str(name))
+    return next(
+        (each for each in names_of(model) if spellings.get(each, each) == own and each in values), name
+    )
+
+
+def _remove(values: Any, path: Path) -> None:
+    """Remove the innermost key of a path from the mappings that it leads through."""
+    holder, key = values, None
+    for index, each in enumerate(path):
+        if not isinstance(values, dict):
+            break
+        holder, key = values, path[index]
+        values = values.get(each)
+    if key is not None:
+        holder.pop(key, None)

@@ -1,0 +1,91 @@
+"""Texts as plain values, each with its place in the text: YAML, JSON and TOML."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias
+
+from daskserve.errors import ConfigFileError
+
+#: The way to a value: keys of mappings and indices of lists.
+Path: TypeAlias = tuple[str | int, ...]
+#: How deep values may be nested, and how many there may be once all aliases are resolved.
+MAX_DEPTH = 100
+MAX_VALUES = 200_000
+
+
+class Place(NamedTuple):
+    """A line and a column, both from 1."""
+
+    line: int
+    column: int
+
+
+@dataclass
+class Faults:
+    """What is wrong with a file, and what is worth a warning, each at its place."""
+
+    name: str
+    found: dict[tuple[Place, str], None] = field(default_factory=dict)
+    warnings: dict[tuple[Place, str], None] = field(default_factory=dict)
+
+    def add(self, place: Place, text: str) -> None:
+        """Note a fault."""
+        self.found[place, " ".join(text.split())] = None
+
+    def warn(self, place: Place, text: str) -> None:
+        """Note a warning."""
+        self.warnings[place, " ".join(text.split())] = None
+
+    def lines(self, kind: Mapping[tuple[Place, str], None]) -> list[str]:
+        """Return faults or warnings as lines, in the order of their places."""
+        return [f"{self.name}:{place.line}:{place.column}: {text}" for place, text in sorted(kind)]
+
+    def check(self) -> None:
+        """Raise `ConfigFileError` with all faults, if there are any."""
+        if self.found:
+            raise ConfigFileError("\n".join(self.lines(self.found)))
+
+
+@dataclass
+class Document:
+    """The values of one text.
+
+    Attributes
+    ----------
+    values : list
+        The value of each document in the text; YAML may have several. A path begins with the index.
+    """
+
+    values: list[Any] = field(default_factory=list)
+    _places: dict[Path, Place] = field(default_factory=dict)
+    _keys: dict[Path, Place] = field(default_factory=dict)
+
+    def put(self, path: Path, place: Place, key: Place | None = None) -> None:
+        """Note where a value is, and where its key is."""
+        self._places[path] = place
+        if key is not None:
+            self._keys[path] = key
+
+    def at(self, path: Sequence[str | int]) -> Place:
+        """Return the place of a value, or of the innermost value around it that is in the text."""
+        found = tuple(path)
+        while found and found not in self._places:
+            found = found[:-1]
+        return self._places.get(found, Place(1, 1))
+
+    def key_at(self, path: Sequence[str | int]) -> Place:
+        """Return the place of the key of a value, or what `at` returns if it has none."""
+        found = self._keys.get(tuple(path))
+        return self.at(path) if found is None else found
+
+    def has(self, path: Sequence[str | int]) -> bool:
+        """Whether the text has a value at a path."""
+        return tuple(path) in self._places
+
+    def copy(self, path: Path, other: Path) -> None:
+        """Give the values at a path and below it a second path."""
+        for places in (self._places, self._keys):
+            found = [each for each in places if each[: len(path)] == path]
+            places.update({(*other, *each[len(path) :]): places[each] for each in found})

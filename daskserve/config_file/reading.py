@@ -1,0 +1,89 @@
+"""Reads a configuration file: text in, configuration and warnings out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from daskserve.config_file.checking import Checks, places_of_references
+from daskserve.config_file.json_text import parse_json
+from daskserve.config_file.model import InstanceConfig
+from daskserve.config_file.places import Document, Faults, Place
+from daskserve.config_file.toml_text import parse_toml
+from daskserve.config_file.yaml_text import parse_yaml
+
+#: The endings of the names of configuration files.
+SUFFIXES = (".yaml", ".yml", ".json", ".toml")
+
+
+@dataclass(frozen=True, slots=True)
+class ReadFile:
+    """What a file holds, and what its author should know.
+
+    Attributes
+    ----------
+    warnings : list of str
+        One line each, with the place in the file.
+    """
+
+    config: InstanceConfig
+    warnings: list[str] = field(default_factory=list)
+
+
+def is_config_file(target: str) -> bool:
+    """Return whether a target is the name of a configuration file, and not an import path."""
+    return target.endswith(SUFFIXES)
+
+
+def read(text: str, name: str = "serve.yaml") -> ReadFile:
+    """Return the configuration in a text.
+
+    Parameters
+    ----------
+    name : str
+        The name of the file, for errors. Its ending says what it is: JSON, TOML, or else YAML.
+
+    Raises
+    ------
+    ConfigFileError
+        The file has faults. The message has a line for each, in the order of their places.
+    """
+    faults = Faults(name)
+    document = _parsed(text.removeprefix("\ufeff"), faults)
+    checks = Checks(document, faults)
+    parts = [(index, checks.instance(value, (index,))) for index, value in enumerate(document.values)]
+    if not parts and not faults.found:
+        faults.add(Place(1, 1), "the file is empty; it must have the key 'applications'")
+    values: dict[str, Any] = {"applications": []}
+    for index, part in parts:
+        _join(values, part, (index,), document, faults)
+    faults.check()
+    return ReadFile(InstanceConfig.from_plain(values), faults.lines(faults.warnings))
+
+
+def _parsed(text: str, faults: Faults) -> Document:
+    if faults.name.endswith(".json"):
+        return parse_json(text, faults)
+    if faults.name.endswith(".toml"):
+        return parse_toml(text, faults)
+    return parse_yaml(text, faults)
+
+
+def _join(
+    values: dict[str, Any], part: Mapping[str, Any], path: tuple[int], document: Document, faults: Faults
+) -> None:
+    """Add one document of a file to what the others hold."""
+    has_list = document.has((*path, "applications"))
+    for index, each in enumerate(part.get("applications", ())):
+        where = (*path, "applications", index) if has_list else path
+        references = places_of_references(each, where, document, faults.name)
+        values["applications"].append({**each, "references": references} if references else each)
+    others = {name: value for name, value in part.items() if name != "applications"}
+    for name, value in others.items():
+        if name in values:
+            faults.add(document.key_at((*path, name)), f"another document of this file has {name}, too")
+        values[name] = value
+    references = places_of_references(others, path, document, faults.name)
+    if references:
+        values["references"] = {**values.get("references", {}), **references}

@@ -1,0 +1,50 @@
+"""How a verb decides on a change: under the lock, as the newest controller."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+
+from daskserve.cluster.protocols.stores import StoreOwnership
+from daskserve.common.types import GoalId
+from daskserve.control.core import ControllerCore
+from daskserve.errors import DeployError, NotRunningError, ServeError, StoreTakenError, UnavailableError
+
+
+class DecidingVerbs:
+    """Base class of the verbs that change an instance."""
+
+    def __init__(self, core: ControllerCore) -> None:
+        self._core = core
+
+    @asynccontextmanager
+    async def _deciding(self, requests: Iterable[str] = ()) -> AsyncIterator[None]:
+        """Hold the lock for one decision, and check that it was made by the newest controller.
+
+        ``requests`` are the ids of the calls that are decided on; one that was taken back is refused.
+
+        The store rejects a change from a controller that was replaced. An answer without a change would come
+        from such a controller's outdated state, so the controller first checks that it is the newest.
+        """
+        store = self._core.cluster.store
+        if store.hold is StoreOwnership.TAKEN:
+            raise StoreTakenError(store.problems()["store"])
+        try:
+            async with self._core.writer:
+                if self._core.writer.is_detached:
+                    raise NotRunningError(f"Instance {self._core.cluster.instance!r} is being shut down.")
+                if not set(self._core.withdrawn).isdisjoint(requests):
+                    raise DeployError("The change was taken back before it began.")
+                changes = self._core.writer.changes
+                yield
+                is_written = self._core.writer.changes > changes
+        except UnavailableError:
+            raise
+        except ServeError:
+            await self._core.confirm_reign()
+            raise
+        if not is_written:
+            await self._core.confirm_reign()
+
+    def _goal_id(self) -> GoalId:
+        return f"{self._core.rng.getrandbits(128):032x}"

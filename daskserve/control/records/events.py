@@ -1,0 +1,149 @@
+"""Events: what happened to an instance, and why. Each row of the store has those of one transaction."""
+
+from __future__ import annotations
+
+import bisect
+import enum
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar
+
+from daskserve.common.types import BackendTag, ReplicaTag
+
+
+class EventKind(enum.StrEnum):
+    """What happened. The names are stable: programs filter by them."""
+
+    DEPLOYING = "DEPLOYING"
+    DEPLOYED = "DEPLOYED"
+    DEPLOY_FAILED = "DEPLOY_FAILED"
+    SUPERSEDED = "SUPERSEDED"
+    ROLLING_BACK = "ROLLING_BACK"
+    ROLLED_BACK = "ROLLED_BACK"
+    DELETING = "DELETING"
+    DELETED = "DELETED"
+    SCALED = "SCALED"
+    REPLICA_STARTED = "REPLICA_STARTED"
+    REPLICA_FAILED = "REPLICA_FAILED"
+    REPLICA_LOST = "REPLICA_LOST"
+    REPLICA_STOPPING = "REPLICA_STOPPING"
+    PROXY_STARTING = "PROXY_STARTING"
+    PROXY_LOST = "PROXY_LOST"
+    PROXY_LEAVING = "PROXY_LEAVING"
+    TRAFFIC_SET = "TRAFFIC_SET"
+    TARGET_CAPACITY_SET = "TARGET_CAPACITY_SET"
+    CONTROLLER_STARTED = "CONTROLLER_STARTED"
+
+
+#: The kinds that tell of something that went wrong.
+PROBLEMS = frozenset(
+    {
+        EventKind.DEPLOY_FAILED,
+        EventKind.REPLICA_FAILED,
+        EventKind.REPLICA_LOST,
+        EventKind.PROXY_LOST,
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One event.
+
+    Attributes
+    ----------
+    kind : EventKind
+    message : str
+        What happened, in one line, with the cause.
+    application : str
+        Empty for what belongs to no application.
+    deployment : str
+        The tag of the deployment or backend; empty if it is about more than one.
+    subject : str
+        The tag of the replica, or the name of the proxy or endpoint.
+    by : str
+        The program that asked for it; empty if the controller decided it.
+    """
+
+    kind: str
+    message: str
+    application: str = ""
+    deployment: BackendTag = ""
+    subject: ReplicaTag = ""
+    by: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class EventsRecord:
+    """The events of one transaction.
+
+    Attributes
+    ----------
+    number : int
+        That of the first event; the others follow. It begins with the epoch of its controller, so that two
+        controllers never use the same number.
+    at : float
+        When they were written, in seconds since the epoch.
+    """
+
+    KIND: ClassVar[str] = "event"
+
+    number: int
+    at: float
+    entries: Sequence[Sequence[str]] = field(default_factory=list)
+
+    @property
+    def key(self) -> str:
+        return f"{self.KIND}/{self.number}"
+
+    @property
+    def last(self) -> int:
+        """The number of its last event."""
+        return self.number + len(self.entries) - 1
+
+    def to_plain(self, index: int) -> dict[str, Any]:
+        """Return one event as plain values."""
+        found = {"number": self.number + index, "at": self.at}
+        return found | asdict(Event(*self.entries[index]))
+
+
+class EventLog:
+    """The rows of events, oldest first. Only `State.apply` changes it."""
+
+    def __init__(self) -> None:
+        self._rows: dict[int, EventsRecord] = {}
+        self._numbers: list[int] = []
+        #: The number of events in all rows.
+        self.count = 0
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __iter__(self) -> Iterator[EventsRecord]:
+        return (self._rows[number] for number in self._numbers)
+
+    @property
+    def last(self) -> int:
+        """The number of the newest event; 0 if there is none."""
+        return self._rows[self._numbers[-1]].last if self._numbers else 0
+
+    def after(self, number: int) -> Iterator[EventsRecord]:
+        """Return the rows that may hold events after a number, oldest first."""
+        at = max(0, bisect.bisect_right(self._numbers, number) - 1)
+        return (self._rows[each] for each in self._numbers[at:])
+
+    def keep(self, row: EventsRecord) -> None:
+        """Add a row."""
+        self._rows[row.number] = row
+        self.count += len(row.entries)
+        if not self._numbers or row.number > self._numbers[-1]:
+            self._numbers.append(row.number)
+        else:
+            bisect.insort(self._numbers, row.number)
+
+    def forget(self, number: int) -> None:
+        """Remove a row."""
+        row = self._rows.pop(number, None)
+        if row is not None:
+            self.count -= len(row.entries)
+            del self._numbers[bisect.bisect_left(self._numbers, number)]

@@ -1,0 +1,1 @@
+"""The history of an instance: revisions of applications, and events. Pure."""

@@ -1,0 +1,352 @@
+"""The revisions that a change writes: one for each new version of an application, and how it ended. Pure.
+
+They are derived from the records of the change, so no verb and no step can forget them, and they are in the
+same transaction. A revision holds the records of its application, and the names of its codes: a code is kept
+as long as a revision needs it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import msgpack
+
+from daskserve.common.types import BackendTag
+from daskserve.control.records.encoding import from_plain
+from daskserve.control.records.records import (
+    AppRecord,
+    BackendRecord,
+    Change,
+    CodeRecord,
+    EndpointRecord,
+    GoalRecord,
+    GoalState,
+    Record,
+    to_plain,
+)
+from daskserve.control.records.revisions import RevisionRecord, RevisionState
+from daskserve.control.records.state import State
+from daskserve.control.verbs.history.differences import Difference, differences
+from daskserve.payload.packed_errors import load_error
+
+#: Revisions that are kept of each application.
+KEPT_REVISIONS = 10
+#: How long the revisions of a deleted application are kept, and of how many such applications.
+KEPT_DELETED_S = 24 * 3600.0
+KEPT_DELETED = 100
+#: Differences that are kept of each revision.
+MAX_CHANGES = 100
+#: Characters of a reason.
+MAX_REASON = 2000
+
+S = RevisionState
+#: Revisions that are neither under way nor what runs.
+_ENDED = frozenset({S.SUPERSEDED, S.FAILED, S.ROLLED_BACK, S.DELETED})
+
+
+@dataclass(slots=True)
+class _After:
+    """The records as they are after a change."""
+
+    state: State
+    change: Change
+
+    def get(self, key: str, known: Record | None) -> Any:
+        return self.change.get(key, known)
+
+    def app(self, name: str) -> AppRecord | None:
+        found: AppRecord | None = self.get(f"app/{name}", self.state.apps.get(name))
+        return found
+
+    def backend(self, tag: BackendTag) -> BackendRecord | None:
+        found: BackendRecord | None = self.get(f"backend/{tag}", self.state.backends.get(tag))
+        return found
+
+    def endpoint(self, tag: BackendTag) -> EndpointRecord | None:
+        found: EndpointRecord | None = self.get(f"endpoint/{tag}", self.state.endpoints.get(tag))
+        return found
+
+    def code(self, name: str) -> CodeRecord | None:
+        found: CodeRecord | None = self.get(f"code/{name}", self.state.codes.get(name))
+        return found
+
+
+def revised(state: State, change: Change, wall: float, budget_bytes: float) -> Change:
+    """Return the revisions to write with a change, and the codes that go with old ones.
+
+    Parameters
+    ----------
+    budget_bytes
+        How much code is kept that only revisions need. Beyond it, the oldest revisions lose their code.
+    """
+    ended: list[GoalRecord] = []
+    opened: list[GoalRecord] = []
+    gone: list[str] = []
+    for key, record in change.items():
+        if isinstance(record, GoalRecord):
+            before = state.goals.get(record.goal_id)
+            if record.is_pending and before is None:
+                opened.append(record)
+            elif not record.is_pending and (before is None or before.is_pending):
+                ended.append(record)
+        elif record is None and key.startswith("app/"):
+            gone.append(key.removeprefix("app/"))
+    if not (ended or opened or gone):
+        return {}
+    revising = _Revising(state, change, wall, budget_bytes)
+    for goal in ended:
+        revising.end(goal)
+    for goal in opened:
+        revising.open(goal)
+    for name in gone:
+        revising.delete(name)
+    revising.forget_deleted()
+    revising.keep_within_budget()
+    return revising.found
+
+
+@dataclass(slots=True)
+class _Revising:
+    state: State
+    change: Change
+    wall: float
+    budget_bytes: float
+    found: Change = field(default_factory=dict)
+    after: _After = field(init=False)
+    #: The revisions so far, by application and number, of the applications that were looked at.
+    known: dict[str, dict[int, RevisionRecord]] = field(default_factory=dict)
+    #: How many revisions more need a code than before.
+    needing: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self.after = _After(self.state, dict(self.change))
+
+    def revisions(self, name: str) -> list[RevisionRecord]:
+        """Return the revisions of an application, oldest first."""
+        return list(self.by_number(name).values())
+
+    def by_number(self, name: str) -> dict[int, RevisionRecord]:
+        if name not in self.known:
+            self.known[name] = {each.number: each for each in self.state.revisions.of(name)}
+        return self.known[name]
+
+    def put(self, record: RevisionRecord) -> None:
+        self.count(self.by_number(record.application).get(record.number), -1)
+        self.count(record, 1)
+        self.by_number(record.application)[record.number] = self.found[record.key] = record
+
+    def drop(self, record: RevisionRecord) -> None:
+        self.count(record, -1)
+        del self.by_number(record.application)[record.number]
+        self.found[record.key] = None
+
+    def count(self, record: RevisionRecord | None, by: int) -> None:
+        if record is not None and record.is_complete:
+            for code in set(record.codes.values()):
+                self.needing[code] += by
+
+    def application_of(self, goal: GoalRecord) -> str:
+        """Return the application that a goal changes, or of which it changes a deployment; empty if none."""
+        if goal.application or not goal.backend:
+            return goal.application
+        backend = self.after.backend(goal.backend) or self.state.backends.get(goal.backend)
+        return "" if backend is None else backend.application
+
+    def open(self, goal: GoalRecord) -> None:
+        name = self.application_of(goal)
+        app = self.after.app(name) if name else None
+        if app is None or app.is_deleting or not app.deployments:
+            return
+        before = self.state.apps.get(name)
+        revisions = self.revisions(name)
+        if before is not None and before.deployments and not revisions:
+            # It was deployed by a release without history.
+            first = self.revision(_After(self.state, {}), before, None, 1)
+            revisions = [replace(first, state=S.RUNNING, at=before.deployed_at, ran_at=before.deployed_at)]
+            self.put(revisions[0])
+        if before is not None and before.is_deleting:
+            self.settle(name, S.DELETED, "")
+        number = revisions[-1].number + 1 if revisions else 1
+        new = self.revision(self.after, app, goal, number)
+        self.put(new)
+        self.trim(name)
+
+    def revision(self, after: _After, app: AppRecord, goal: GoalRecord | None, number: int) -> RevisionRecord:
+        """Return the revision of an application's records."""
+        members = {name: after.backend(tag) for name, tag in app.deployments.items()}
+        backends = {name: each for name, each in members.items() if each is not None}
+        methods = {
+            name: list(endpoint.python_methods)
+            for name, each in backends.items()
+            if (endpoint := after.endpoint(each.tag)) is not None
+        }
+        named = [each for each in backends.values() if each.user_version is not None]
+        codes = {each.tag: code for each in named if (code := after.code(each.code_key)) is not None}
+        source = "run" if goal is None or not goal.rollback_of else "rollback"
+        return RevisionRecord(
+            application=app.name,
+            number=number,
+            state=S.DEPLOYING,
+            at=self.wall,
+            by="" if goal is None else goal.by,
+            source=source,
+            goal="" if goal is None else goal.goal_id,
+            request_id="" if goal is None else goal.request_id,
+            rollback_of=0 if goal is None else goal.rollback_of,
+            changes=[] if goal is None else self.changes(app),
+            spec=packed(app, backends, methods),
+            codes={each.tag: each.code_key for each in backends.values()},
+            digests={tag: digest_of(code) for tag, code in codes.items()},
+        )
+
+    def changes(self, app: AppRecord) -> list[dict[str, str]]:
+        """Return what differs from what was wanted before, which may still have been under way."""
+        before = self.state.apps.get(app.name)
+        old = {} if before is None or before.is_deleting else before.deployments
+        found: list[Difference] = []
+        if before is not None and old and before.route != app.route:
+            found.append(Difference("", "route", before.route or "", app.route or ""))
+        for name in dict.fromkeys([*old, *app.deployments]):
+            one = self.state.backends.get(old[name]) if name in old else None
+            other = self.after.backend(app.deployments[name]) if name in app.deployments else None
+            if one is not other:
+                found += differences(name, one, other)
+        rest = len(found) - MAX_CHANGES
+        if rest > 0:
+            found[MAX_CHANGES:] = [Difference("", f"{rest} more changes")]
+        return [asdict(each) for each in found]
+
+    def end(self, goal: GoalRecord) -> None:
+        name = self.application_of(goal)
+        revision = next((each for each in self.revisions(name) if each.goal == goal.goal_id), None)
+        if revision is None:
+            return
+        has_failed = goal.state is GoalState.FAILED
+        if has_failed or goal.error is not None or goal.successor:
+            text = "" if goal.error is None else str(load_error(goal.error))[:MAX_REASON]
+            state = S.FAILED if has_failed else S.SUPERSEDED
+            ended = replace(revision, state=state, ended_at=self.wall, reason=text)
+            # Nothing returns to what has never run.
+            self.put(replace(ended, is_complete=False, spec=b""))
+            self.release(revision)
+        else:
+            running = current(self.revisions(name))
+            is_other = running is not None and running.number != revision.rollback_of
+            state = S.ROLLED_BACK if revision.rollback_of and is_other else S.SUPERSEDED
+            self.settle(name, state, f"replaced by revision {revision.number}")
+            self.put(replace(revision, state=S.RUNNING, ran_at=self.wall))
+
+    def settle(self, name: str, state: RevisionState, reason: str) -> None:
+        """End the revision that runs."""
+        for each in self.revisions(name):
+            if each.state is S.RUNNING:
+                self.put(replace(each, state=state, ended_at=self.wall, reason=reason))
+
+    def delete(self, name: str) -> None:
+        app = self.state.apps.get(name)
+        goal = self.state.goals.get("" if app is None else app.goal or "")
+        self.settle(name, S.DELETED, f"deleted by {goal.by}" if goal is not None and goal.by else "")
+
+    # ---- what is kept
+
+    def trim(self, name: str) -> None:
+        """Drop the oldest revisions, but neither what runs nor what a rollback would return to."""
+        revisions = self.revisions(name)
+        kept = {each.number for each in (current(revisions), earlier(revisions)) if each is not None}
+        old = [each for each in revisions if each.number not in kept]
+        for each in old[: max(0, len(revisions) - KEPT_REVISIONS)]:
+            self.drop(each)
+            self.release(each)
+
+    def forget_deleted(self) -> None:
+        known = self.state.revisions.applications
+        if len(known) <= len(self.state.apps) and not any(
+            key.startswith("app/") and each is None for key, each in self.change.items()
+        ):
+            return
+        deleted = {
+            name: max(each.ended_at or each.at for each in self.known.get(name, revisions).values())
+            for name, revisions in known.items()
+            if self.after.app(name) is None
+        }
+        newest = sorted(deleted, key=lambda name: deleted[name], reverse=True)
+        for index, name in enumerate(newest):
+            if index >= KEPT_DELETED or deleted[name] < self.wall - KEPT_DELETED_S:
+                for each in self.revisions(name):
+                    self.drop(each)
+                    self.release(each)
+
+    def keep_within_budget(self) -> None:
+        if self.state.code_bytes + self.new_code_bytes() <= self.budget_bytes:
+            return
+        used = {each.code_key for each in self.state.backends.values()}
+        used |= {each.code_key for each in self.change.values() if isinstance(each, BackendRecord)}
+        names = {*self.state.codes, *(key.removeprefix("code/") for key in self.change if key[:5] == "code/")}
+        kept = {name: code.size_bytes for name in names - used if (code := self.after.code(name)) is not None}
+        total = sum(kept.values())
+        everywhere = [each for name in self.applications() for each in self.revisions(name)]
+        for each in sorted(everywhere, key=lambda each: each.at):
+            if total <= self.budget_bytes:
+                return
+            own = kept.keys() & set(each.codes.values())
+            if each.is_complete and each.state in _ENDED and own:
+                self.put(replace(each, is_complete=False))
+                released = self.release(each)
+                total -= sum(kept.pop(name) for name in own & released)
+
+    def applications(self) -> set[str]:
+        return self.known.keys() | self.state.revisions.applications.keys()
+
+    def new_code_bytes(self) -> int:
+        return sum(each.size_bytes for each in self.change.values() if isinstance(each, CodeRecord))
+
+    def release(self, revision: RevisionRecord) -> set[str]:
+        """Remove the codes that no revision needs any more; return their names.
+
+        Those of a deployment that still exists are removed by its own steps.
+        """
+        released: set[str] = set()
+        for tag, code in revision.codes.items():
+            key = f"code/{code}"
+            if self.state.revisions.need(code) + self.needing[code] or self.after.code(code) is None:
+                continue
+            released.add(code)
+            if self.after.backend(tag) is None:
+                self.found[key] = self.after.change[key] = None
+        return released
+
+
+def current(revisions: Iterable[RevisionRecord]) -> RevisionRecord | None:
+    """Return the revision that runs; None if none does."""
+    return next((each for each in revisions if each.state is S.RUNNING), None)
+
+
+def earlier(revisions: list[RevisionRecord]) -> RevisionRecord | None:
+    """Return the last revision that ran before the one that runs; None if there is none.
+
+    Of a deleted application, it is the last one that ran.
+    """
+    ran = [each for each in revisions if each.ran_at and each.state in _ENDED and each.is_complete]
+    return max(ran, key=lambda each: (each.ended_at, each.number), default=None)
+
+
+def packed(app: AppRecord, backends: Mapping[str, BackendRecord], methods: Mapping[str, list[str]]) -> bytes:
+    """Return the records of an application as bytes."""
+    plain = {name: to_plain(each) for name, each in backends.items()}
+    return bytes(msgpack.packb({"route": app.route, "backends": plain, "methods": methods}))
+
+
+def unpacked(spec: bytes) -> tuple[str | None, dict[str, BackendRecord], dict[str, list[str]]]:
+    """Return the route, the backends and the Python methods of an application."""
+    plain = msgpack.unpackb(spec)
+    backends = {name: from_plain(BackendRecord.KIND, each) for name, each in plain["backends"].items()}
+    return plain["route"], backends, plain["methods"]
+
+
+def digest_of(code: CodeRecord) -> str:
+    """Return the digest of a code."""
+    return hashlib.sha256(code.code).hexdigest()[:16]

@@ -1,0 +1,146 @@
+"""The verb that deploys an earlier revision of an application again. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+
+from daskserve.common.types import BackendTag, GoalId
+from daskserve.control.records.records import Change, CodeRecord, GoalRecord
+from daskserve.control.records.revisions import RevisionRecord, RevisionState
+from daskserve.control.records.state import State
+from daskserve.control.verbs import applications as app_verbs
+from daskserve.control.verbs import backends as backend_verbs
+from daskserve.control.verbs.failed_deploys import application_not_found
+from daskserve.control.verbs.goals import TimeLimits
+from daskserve.control.verbs.history.revising import current, digest_of, earlier, unpacked
+from daskserve.errors import BadRequestError, NotFoundError
+from daskserve.options.specs import ApplicationSpec, DeploymentSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Rollback:
+    """The change of a rollback, the goal to wait for, and the number of the revision that is deployed again.
+
+    Without a goal, that revision is what runs.
+    """
+
+    change: Change = field(default_factory=dict)
+    goal: GoalId | None = None
+    revision: int = 0
+
+
+def rollback(
+    state: State,
+    name: str,
+    number: int | None,
+    *,
+    goal_id: GoalId,
+    request_id: str,
+    limits: TimeLimits,
+    now: float,
+    by: str = "",
+    unloadable: Collection[BackendTag] = (),
+) -> Rollback:
+    """Deploy an earlier revision of an application; a repeated call changes nothing.
+
+    A deleted application comes back. If the change fails, what ran before keeps running, as for any deploy.
+
+    Raises
+    ------
+    NotFoundError
+        There is no such application or revision, or none that ran before.
+    BadRequestError
+        The revision has never run, or its code is not kept any more.
+    AlreadyRegisteredError
+        Another application has its route now.
+    """
+    revisions = state.revisions.of(name)
+    if not revisions:
+        raise application_not_found(state, name)
+    repeated = next((each for each in revisions if each.request_id == request_id), None)
+    if repeated is not None:
+        is_pending = repeated.state is RevisionState.DEPLOYING
+        return Rollback({}, repeated.goal if is_pending else None, repeated.rollback_of)
+    target = _chosen(name, revisions, number)
+    spec = _spec_of(state, target, request_id, limits)
+    deployed = app_verbs.deploy(
+        state, [spec], new_goal=lambda: goal_id, now=now, by=by, unloadable=unloadable
+    )
+    change = deployed.change
+    # What the store has already stays: the content of a parcel may be nowhere else.
+    same = [key for key, each in change.items() if isinstance(each, CodeRecord) and _is_kept(state, each)]
+    for key in same:
+        del change[key]
+    goal = change.get(f"goal/{goal_id}")
+    if isinstance(goal, GoalRecord):
+        change[goal.key] = replace(goal, rollback_of=target.number)
+    return Rollback(change, deployed.goals[name], target.number)
+
+
+def _is_kept(state: State, code: CodeRecord) -> bool:
+    return state.codes.get(code.name) == code
+
+
+def _chosen(name: str, revisions: Sequence[RevisionRecord], number: int | None) -> RevisionRecord:
+    """Return the revision with a number; None: what ran last before what is wanted now."""
+    if number is not None:
+        found = next((each for each in revisions if each.number == number), None)
+        if found is None:
+            known = ", ".join(str(each.number) for each in revisions)
+            raise NotFoundError(f"Application '{name}' has no revision {number}; it has: {known}.")
+        return found
+    is_under_way = revisions[-1].state is RevisionState.DEPLOYING
+    found = current(revisions) if is_under_way else None
+    found = found or earlier(list(revisions))
+    if found is None:
+        raise NotFoundError(
+            f"Application '{name}' has no earlier revision that ran and whose code is kept; see "
+            f"`daskserve history {name}`, and name one to deploy it all the same."
+        )
+    return found
+
+
+def _spec_of(state: State, revision: RevisionRecord, request_id: str, limits: TimeLimits) -> ApplicationSpec:
+    what = f"Revision {revision.number} of application '{revision.application}' cannot be deployed again"
+    if not revision.is_complete:
+        why = (
+            "its code is not kept any more, because that of old revisions has exceeded "
+            "daskserve.controller.history-bytes"
+            if revision.ran_at
+            else f"it has never run ({revision.state.value})"
+        )
+        raise BadRequestError(f"{what}: {why}. Deploy it from its source.")
+    route, backends, methods = unpacked(revision.spec)
+    deployments = []
+    for name, backend in backends.items():
+        code = state.codes.get(backend.code_key)
+        digest = revision.digests.get(backend.tag)
+        if code is None or (digest is not None and digest != digest_of(code)):
+            why = "is lost" if code is None else "was replaced by other code of the same version"
+            raise BadRequestError(f"{what}: the code of '{name}' {why}. Deploy it from its source.")
+        spec = backend_verbs.spec_of(backend, code.code)
+        spec = replace(
+            spec,
+            request_id=request_id,
+            timeout_s=limits.timeout_s,
+            progress_timeout_s=limits.progress_timeout_s,
+        )
+        deployments.append(
+            DeploymentSpec(
+                name=name,
+                spec=spec,
+                python_methods=tuple(methods.get(name, ())),
+                needs=backend.needs,
+                actors=backend.actors,
+                actor_of=backend.actor_of,
+            )
+        )
+    return ApplicationSpec(
+        revision.application,
+        route,
+        tuple(deployments),
+        request_id,
+        limits.timeout_s,
+        limits.progress_timeout_s,
+    )

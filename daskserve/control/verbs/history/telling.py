@@ -1,0 +1,265 @@
+"""The events that a change tells of, derived from the records before and after it. Pure.
+
+The writer adds them to the change, so they are in the same transaction as what they tell of. Each kind of
+record has one function here. What no record has, such as why a replica died, comes as a cause by key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import astuple, dataclass, field, replace
+from typing import Any
+
+from daskserve.common.formatting import capitalized
+from daskserve.common.types import ReplicaState, short_tag
+from daskserve.control.records.events import Event, EventKind, EventsRecord
+from daskserve.control.records.proxy import ProxyRecord
+from daskserve.control.records.records import (
+    BackendRecord,
+    CapacityRecord,
+    Change,
+    EndpointRecord,
+    GoalRecord,
+    GoalState,
+    Record,
+    ReplicaRecord,
+)
+from daskserve.control.records.revisions import RevisionRecord, RevisionState
+from daskserve.control.records.state import State, display_name
+from daskserve.control.verbs.history.differences import Difference
+from daskserve.payload.packed_errors import load_error
+
+#: How long events are kept, and how many.
+KEPT_S = 24 * 3600.0
+KEPT_EVENTS = 10_000
+#: Rows that a transaction removes at most, so that none pays for all.
+SWEPT = 20
+#: Characters of a message, and changes that it lists.
+MAX_TEXT = 500
+MAX_CHANGES = 5
+
+K = EventKind
+#: The key of the cause of a whole change.
+WHOLE = ""
+_STOPPING = frozenset({ReplicaState.SHOULD_STOP, ReplicaState.STOPPING})
+
+
+@dataclass(frozen=True, slots=True)
+class _World:
+    """The state before a change, the change, and the causes by key."""
+
+    state: State
+    change: Change
+    causes: Mapping[str, str] = field(default_factory=dict)
+
+    def backend(self, tag: str) -> BackendRecord | None:
+        found = self.change.get(f"backend/{tag}") or self.state.backends.get(tag)
+        return found if isinstance(found, BackendRecord) else None
+
+    def application(self, tag: str) -> str:
+        backend = self.backend(tag)
+        return "" if backend is None else backend.application
+
+
+def told(state: State, change: Change, causes: Mapping[str, str], *, wall: float, number: int) -> Change:
+    """Return the row of events of a change, and which old rows go.
+
+    Parameters
+    ----------
+    causes : dict
+        Why a record changes, by its key, where the records do not say so.
+    number : int
+        The least number of the first event.
+    """
+    world = _World(state, change, causes)
+    events: list[Event] = []
+    for key, after in change.items():
+        kind, _, name = key.partition("/")
+        if kind in _TELLERS:
+            before_of, tell = _TELLERS[kind]
+            events += tell(world, name, before_of(state, name), after)
+    return noted(state, events, wall=wall, number=number)
+
+
+def noted(state: State, events: list[Event], *, wall: float, number: int) -> Change:
+    """Return the row of some events, and which old rows go."""
+    if not events:
+        return {}
+    shortened = [list(astuple(replace(each, message=_shortened(each.message)))) for each in events]
+    row = EventsRecord(max(number, state.events.last + 1), wall, shortened)
+    change: Change = {row.key: row}
+    left = state.events.count + len(events)
+    for old in state.events:
+        if len(change) > SWEPT or (left - len(old.entries) < KEPT_EVENTS and old.at >= wall - KEPT_S):
+            break
+        change[old.key] = None
+        left -= len(old.entries)
+    return change
+
+
+def _shortened(text: str) -> str:
+    first = text.partition("\n")[0]
+    return first if len(first) <= MAX_TEXT else f"{first[: MAX_TEXT - 3]}..."
+
+
+# ---- applications
+
+
+_OF_REVISIONS: Mapping[RevisionState, EventKind] = {
+    RevisionState.RUNNING: K.DEPLOYED,
+    RevisionState.FAILED: K.DEPLOY_FAILED,
+    RevisionState.SUPERSEDED: K.SUPERSEDED,
+    RevisionState.ROLLED_BACK: K.ROLLED_BACK,
+    RevisionState.DELETED: K.DELETED,
+}
+
+
+def _of_revision(_: _World, __: str, before: Any, after: Record | None) -> Iterator[Event]:
+    if not isinstance(after, RevisionRecord):
+        return
+    what = f"Revision {after.number} of application '{after.application}'"
+    if before is None and after.state is RevisionState.DEPLOYING:
+        found = [str(Difference(**each)) for each in after.changes]
+        more = f" and {len(found) - MAX_CHANGES} more" if len(found) > MAX_CHANGES else ""
+        text = ", ".join(found[:MAX_CHANGES]) + more or "nothing differs"
+        kind = K.DEPLOYING
+        if after.rollback_of:
+            kind, text = K.ROLLING_BACK, f"back to revision {after.rollback_of}: {text}"
+        yield Event(kind, f"{what} is deployed: {text}", after.application, by=after.by)
+    elif before is not None and before.state is not after.state:
+        if after.state is RevisionState.SUPERSEDED and after.ran_at:
+            return  # the one that replaced it tells of itself
+        kind = _OF_REVISIONS[after.state]
+        words = {
+            K.DEPLOYED: "runs",
+            K.DEPLOY_FAILED: f"failed: {after.reason}",
+            K.SUPERSEDED: f"was replaced before it was complete: {after.reason}",
+            K.ROLLED_BACK: f"was {after.reason}",
+            K.DELETED: "was deleted",
+        }
+        yield Event(kind, f"{what} {words[kind]}", after.application)
+
+
+# ---- backends
+
+
+def _of_goal(world: _World, _: str, before: Any, after: Record | None) -> Iterator[Event]:
+    """Tell of changes that have no revision: deletions, and backends without an application."""
+    if not isinstance(after, GoalRecord) or (before is not None and before.state is after.state):
+        return
+    tag, name = after.backend, after.application or world.application(after.backend)
+    target = world.change.get(f"app/{name}") if after.application else world.backend(tag)
+    what = f"Application '{name}'" if after.application else capitalized(display_name(world.state, tag))
+    if after.is_pending and getattr(target, "is_deleting", False):
+        yield Event(K.DELETING, f"{what} is deleted", name, tag, by=after.by)
+    elif not name and after.is_pending:
+        version = getattr(target, "user_version", None) or getattr(target, "version", "")
+        yield Event(K.DEPLOYING, f"{what} is deployed: version {version}", "", tag, by=after.by)
+    elif not name and after.state is GoalState.FAILED:
+        error = "" if after.error is None else load_error(after.error)
+        yield Event(K.DEPLOY_FAILED, f"{what}: {error}", "", tag)
+    elif not name and after.successor:
+        yield Event(K.SUPERSEDED, f"{what}: the change was replaced before it was complete", "", tag)
+    elif not name and world.backend(tag) is not None and not world.backend(tag).is_deleting:  # type: ignore[union-attr]
+        yield Event(K.DEPLOYED, f"{what} runs", "", tag)
+
+
+def _of_backend(world: _World, tag: str, before: Any, after: Record | None) -> Iterator[Event]:
+    if after is None and before is not None and not before.application:
+        yield Event(K.DELETED, f"{capitalized(before.display_name)} was deleted", "", tag)
+    if not isinstance(after, BackendRecord) or before is None or not after.scalings:
+        return
+    if after.scalings[-1:] != before.scalings[-1:]:
+        _, old, new, why = after.scalings[-1]
+        text = f"{capitalized(after.display_name)} was scaled from {old} to {new} replicas: {why}"
+        yield Event(K.SCALED, text, after.application, tag)
+
+
+def _of_replica(world: _World, tag: str, before: Any, after: Record | None) -> Iterator[Event]:
+    known = after if isinstance(after, ReplicaRecord) else before
+    if known is None:
+        return
+    application, short = world.application(known.backend), short_tag(tag)
+    cause = world.causes.get(f"replica/{tag}", "")
+
+    def event(kind: EventKind, text: str) -> Event:
+        return Event(kind, f"Replica {short} {text}", application, known.backend, tag)
+
+    was = None if before is None else before.state
+    now = after.state if isinstance(after, ReplicaRecord) else None
+    if now is was or was in _STOPPING:
+        return
+    if now is ReplicaState.RUNNING:
+        yield event(K.REPLICA_STARTED, f"runs on worker {known.worker}")
+    elif cause and was is ReplicaState.STARTING:
+        yield event(K.REPLICA_FAILED, f"did not start on worker {known.worker}: {cause}")
+    elif cause:
+        yield event(K.REPLICA_LOST, f"on worker {known.worker} is lost: {cause}")
+    elif now in _STOPPING and was is ReplicaState.RUNNING:
+        yield event(K.REPLICA_STOPPING, f"on worker {known.worker} stops: {_why(world, before)}")
+
+
+def _why(world: _World, replica: ReplicaRecord) -> str:
+    """Return why a replica stops that has not failed."""
+    backend = world.backend(replica.backend)
+    if backend is None or backend.is_deleting:
+        return "it is deleted"
+    if backend.version != replica.version:
+        return f"version {replica.named_version} is replaced"
+    before = world.state.backends.get(replica.backend)
+    if len(world.state.replicas_of(replica.backend)) > backend.num_replicas or before is not backend:
+        return f"{backend.num_replicas} replicas are wanted"
+    return "it is replaced on another worker"
+
+
+# ---- the rest
+
+
+def _of_proxy(_: _World, __: str, before: Any, after: Record | None) -> Iterator[Event]:
+    known = after if isinstance(after, ProxyRecord) else before
+    if known is None:
+        return
+    had = None if before is None else before.worker
+    has = after.worker if isinstance(after, ProxyRecord) else None
+
+    def event(kind: EventKind, text: str) -> Event:
+        return Event(kind, f"Proxy {known.name} {text}", subject=known.tag)
+
+    if isinstance(after, ProxyRecord) and after.is_leaving:
+        if before is None or not before.is_leaving:
+            yield event(K.PROXY_LEAVING, f"on worker {has} leaves once another listens in its place")
+    elif has is not None and has != had:
+        yield event(K.PROXY_STARTING, f"starts on worker {has}")
+    elif has is None and had is not None and not before.is_leaving:
+        yield event(K.PROXY_LOST, f"is lost: worker {had} left the cluster or is not for it any more")
+
+
+def _of_endpoint(world: _World, name: str, before: Any, after: Record | None) -> Iterator[Event]:
+    old = {} if before is None else before.traffic
+    new = after.traffic if isinstance(after, EndpointRecord) else {}
+    # A deployment's endpoint begins and ends with it.
+    is_own = not getattr(after or before, "is_legacy", True) and (before is None or after is None)
+    if dict(old) == dict(new) or is_own:
+        return
+    shares = ", ".join(f"{short_tag(tag)} {share:.0%}" for tag, share in new.items()) or "nobody"
+    text = f"The traffic of endpoint '{short_tag(name)}' goes to {shares}"
+    yield Event(K.TRAFFIC_SET, text, world.application(name), subject=name)
+
+
+def _of_capacity(_: _World, __: str, before: Any, after: Record | None) -> Iterator[Event]:
+    percent = after.percent if isinstance(after, CapacityRecord) else None
+    text = "100% of all replicas" if percent is None else f"{percent:g}%"
+    yield Event(K.TARGET_CAPACITY_SET, f"The target capacity is {text}")
+
+
+Teller = Callable[[_World, str, Any, "Record | None"], Iterator[Event]]
+#: What finds the record before the change, and what tells of the difference, by the kind of record.
+_TELLERS: Mapping[str, tuple[Callable[[State, str], Record | None], Teller]] = {
+    "revision": (lambda state, name: state.revisions.get(name), _of_revision),
+    "goal": (lambda state, name: state.goals.get(name), _of_goal),
+    "backend": (lambda state, name: state.backends.get(name), _of_backend),
+    "replica": (lambda state, name: state.replicas.get(name), _of_replica),
+    "proxy": (lambda state, name: state.proxies.get(name), _of_proxy),
+    "endpoint": (lambda state, name: state.endpoints.get(name), _of_endpoint),
+    "capacity": (lambda state, _: state.capacity, _of_capacity),
+}

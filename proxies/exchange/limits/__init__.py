@@ -1,0 +1,1 @@
+"""The limits that clients meet, and the turns of event loops."""

@@ -1,0 +1,1 @@
+"""Reads requests: the head, and the body."""

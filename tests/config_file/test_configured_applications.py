@@ -1,0 +1,175 @@
+"""The options of a file over those of the code: what is built, and what is refused."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tables import each_case
+
+from daskserve.client.hosting.building import build_configured
+from daskserve.config_file.model import ApplicationConfig
+from daskserve.config_file.reading import read
+from daskserve.errors import BadRequestError, ConfigFileError, ReplicaStartError
+from daskserve.options.backend import BackendConfig
+from daskserve.options.environment import Environment
+from daskserve.options.specs import BackendSpec
+
+MODULE = """
+import daskserve as serve
+
+@serve.deployment(num_replicas=2, user_config={"a": 1}, ray_actor_options={"num_cpus": 0.5})
+class Model:
+    def __init__(self, *args): ...
+    def __call__(self): ...
+
+@serve.deployment(autoscaling_config={"min_replicas": 1, "max_replicas": 4}, env={"env_vars": {"A": "code"}})
+class Front:
+    def __init__(self, *args): ...
+    def __call__(self): ...
+
+def build(args):
+    return Front.bind(Model.bind(args), Model.bind(args))
+
+app = build({})
+
+def fail(args):
+    raise ValueError("of the user")
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "configured.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "configured", raising=False)
+    return tmp_path
+
+
+def application(text: str) -> ApplicationConfig:
+    """Return the application of a file, as the controller gets it."""
+    plain = read("applications:\n- import_path: configured:app\n" + text).config.to_plain()
+    return ApplicationConfig(**plain["applications"][0])
+
+
+def built(text: str) -> dict[str, BackendSpec]:
+    return {each.name: each.spec for each in build_configured(application(text)).spec.deployments}
+
+
+def overrides(name: str, *options: str) -> str:
+    return f"  deployments:\n  - name: {name}\n" + "".join(f"    {each}\n" for each in options)
+
+
+def test_options_of_the_file_win_one_by_one_and_the_code_has_the_others() -> None:
+    code = built("")
+    assert list(code) == ["Model", "Model_1", "Front"]
+    spec = built(overrides("Model_1", "num_replicas: 3", "graceful_shutdown_timeout_s: 7"))["Model_1"]
+    assert (spec.config.num_replicas, spec.actor_options.num_cpus) == (3, 0.5)
+    assert spec.config.experimental_graceful_shutdown_timeout_s == 7
+    assert spec.user_config == code["Model_1"].user_config
+    assert spec.version == code["Model_1"].version
+    # What is no longer in the file is what the code says.
+    assert built(overrides("Model_1", "graceful_shutdown_timeout_s: 7"))["Model_1"].config.num_replicas == 2
+
+
+def config(text: str, name: str = "Front") -> BackendConfig:
+    return built(text)[name].config
+
+
+def test_each_kind_of_option_can_be_given() -> None:
+    assert config(overrides("Front", "num_replicas: 3")).autoscaling_config is None
+    scaled = config(overrides("Model", "num_replicas: auto"), "Model").autoscaling_config
+    assert scaled is not None
+    assert scaled.max_replicas == 100
+    spec = built(overrides("Model", "ray_actor_options: {num_gpus: 1, runtime_env: {env_vars: {B: b}}}"))[
+        "Model"
+    ]
+    assert (spec.actor_options.num_gpus, spec.actor_options.num_cpus) == (1, 0.1)
+    assert spec.env is not None
+    assert Environment.from_text(spec.env).env_vars == {"B": "b"}
+    assert built(overrides("Model", "version: v7"))["Model"].user_version == "v7"
+    assert config(
+        "  external_scaler_enabled: true\n" + overrides("Front", "num_replicas: 1")
+    ).external_scaler_enabled
+    policy = "  autoscaling_policy: {policy_function: 'a:b', policy_kwargs: {c: 1}}\n"
+    found = config(policy).autoscaling_config
+    assert found is not None
+    assert (found.policy, found.policy_kwargs, found.group) == ("a:b", {"c": 1}, "default")
+    assert config(policy, "Model").autoscaling_config is None
+
+
+def test_an_environment_of_the_application_is_below_those_of_its_deployments() -> None:
+    app_env = "  runtime_env: {env_vars: {A: app, C: app}, pip: [numpy]}\n"
+
+    def env(text: str, name: str) -> Environment:
+        spec = built(app_env + text)[name]
+        assert spec.env is not None
+        return Environment.from_text(spec.env)
+
+    assert env("", "Model").env_vars == {"A": "app", "C": "app"}
+    assert env("", "Front").env_vars == {"A": "code", "C": "app"}
+    found = env(overrides("Front", "runtime_env: {conda: other, env_vars: {A: file}}"), "Front")
+    assert (found.env_vars, found.python, found.packages) == ({"A": "file", "C": "app"}, "other", [])
+
+
+def test_references_are_resolved_where_the_application_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REPLICAS", "4")
+    monkeypatch.setenv("SIZE", "0.25")
+    monkeypatch.setenv("ROUTE", "shop")
+    text = "  route_prefix: /${ROUTE}\n" + overrides(
+        "Model",
+        "num_replicas: ${REPLICAS}",
+        "max_surge: ${SURGE:-25%}",
+        "actor_options: {num_cpus: '${SIZE}'}",
+        "user_config: {password: '${SIZE}', price: '$${SIZE}'}",
+    )
+    found = application(text)
+    assert "${REPLICAS}" in str(found.to_plain())
+    made = build_configured(found).spec
+    spec = made.deployments[0].spec
+    assert (made.route, spec.config.num_replicas, spec.actor_options.num_cpus) == ("/shop", 4, 0.25)
+    assert spec.config.max_surge == "25%"
+    assert spec.user_config is not None
+    assert b"0.25" in spec.user_config
+    assert b"${SIZE}" in spec.user_config
+
+
+def test_a_missing_variable_is_named_with_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NOWHERE", raising=False)
+    text = "  runtime_env: {env_vars: {A: '${NOWHERE}'}}\n" + overrides("Model", "num_replicas: ${NOWHERE}")
+    with pytest.raises(ConfigFileError) as caught:
+        build_configured(application(text))
+    lines = str(caught.value).splitlines()
+    assert [each.partition(": ")[0] for each in lines] == ["serve.yaml:3:31", "serve.yaml:6:19"]
+    assert "there is no environment variable 'NOWHERE'" in lines[0]
+
+
+@each_case(
+    ("text", "kind", "expected"),
+    [
+        (
+            overrides("Modell", "num_replicas: 3"),
+            BadRequestError,
+            "it has 'Model', 'Model_1', 'Front'. Did you",
+        ),
+        (
+            overrides("Front", "external_scaler_enabled: true"),
+            BadRequestError,
+            "Deployment 'Front' of application",
+        ),
+        ("  args: {a: 1}\n", BadRequestError, "is already built, so it takes no arguments"),
+    ],
+)
+def test_what_does_not_fit_the_code_is_refused(text: str, kind: type[Exception], expected: str) -> None:
+    with pytest.raises(kind) as caught:
+        built(text)
+    assert expected in str(caught.value)
+
+
+def test_an_error_of_a_builder_is_the_users() -> None:
+    values: dict[str, Any] = {"import_path": "configured:fail", "args": {"a": 1}}
+    with pytest.raises(ReplicaStartError) as caught:
+        build_configured(ApplicationConfig(**values))
+    assert "ValueError: of the user" in caught.value.user_traceback
