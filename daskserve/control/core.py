@@ -336,9 +336,7 @@ class ControllerCore:
             elif record is None and key.startswith("proxy/"):
                 self.observed.forget_proxy(key.removeprefix("proxy/"))
             elif record is None and key.startswith("backend/"):
-                tag = key.removeprefix("backend/")
-                self.observed.notes.pop(tag, None)
-                self.observed.forget_rollout(tag)
+                self.observed.forget_backend(key.removeprefix("backend/"))
             elif isinstance(record, BackendRecord) and record.canary is None:
                 self.observed.forget_rollout(record.tag)
             elif isinstance(record, GoalRecord) and record.state is not GoalState.PENDING:
