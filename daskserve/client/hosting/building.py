@@ -48,7 +48,7 @@ def build_path(target: RunTarget, instance: InstanceName, timeout_s: float | Non
 
 def import_path(target: RunTarget) -> None:
     """Import the code of an import path; see `build_path`."""
-    with _users_errors(target.name, target.target):
+    with users_errors(target.name, target.target):
         import_definition(target.target)
 
 
