@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from daskserve.common.formatting import capitalized
 from daskserve.common.types import DEFAULT_APPLICATION, BackendTag
-from daskserve.control.records.records import Change
+from daskserve.control.records.records import BackendRecord, Change
 from daskserve.control.records.state import State
 from daskserve.control.scaling.recorded import scaled
 from daskserve.control.verbs import backends as backend_verbs
@@ -37,7 +37,7 @@ def scale(
     ExternalScalerDisabledError
         It does not allow external scaling.
     """
-    backend = backend_verbs.find(state, tag_of(state, name, application) if application else name)
+    backend = named_deployment(state, name, application)
     if by and backend.autoscaling is not None and not backend.autoscaling.dry_run:
         raise BadRequestError(
             f"{capitalized(backend.display_name)} is autoscaled, so the number would not last; change "
@@ -52,6 +52,11 @@ def scale(
         return {}
     changed = scaled(backend, number, f"asked for by {by}" if by else REASON, wall)
     return {changed.key: changed}
+
+
+def named_deployment(state: State, name: str, application: str = "") -> BackendRecord:
+    """Return the backend that `scale` means by a name; raise `NotFoundError` if there is none."""
+    return backend_verbs.find(state, tag_of(state, name, application) if application else name)
 
 
 def tag_of(state: State, name: str, application: str) -> BackendTag:
