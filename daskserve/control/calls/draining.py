@@ -7,11 +7,10 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from daskserve.cluster.protocols.base import StoreChange, verb
+from daskserve.cluster.protocols.base import ANSWER_S, StoreChange, verb
 from daskserve.cluster.protocols.stores import StoreOwnership
 from daskserve.control import shutdown_order as departure
 from daskserve.control.core import ControllerCore
-from daskserve.control.observed.watch import ANSWER_S
 from daskserve.errors import ServeError, StaleEpochError
 
 logger = logging.getLogger("daskserve.controller")
