@@ -16,6 +16,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "docs": ("daskserve.cli.docs:docs", "Show the section of the documentation about a keyword."),
     "metrics": ("daskserve.cli.metrics:metrics", "Set up Prometheus and Grafana for daskserve."),
     "rewrite-store": ("daskserve.cli.status:rewrite_store", "Rewrite the records of an instance."),
+    "rollout": ("daskserve.cli.rollout:rollout", "Look at a rollout, pause, promote or abort it."),
     "run": ("daskserve.cli.run:run", "Serve an application until Ctrl-C."),
     "schema": ("daskserve.cli.config_file:schema", "Print the JSON Schema of configuration files."),
     "shutdown": ("daskserve.cli.status:shutdown", "End the instance on a cluster."),
