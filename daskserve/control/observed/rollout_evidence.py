@@ -85,6 +85,11 @@ def is_worse(new: int, old: int, share: float, tolerance: float, p: float) -> bo
     return 0 < share < 1 and new > 0 and log_capital(new, old, share, tolerance) >= -math.log(p)
 
 
+def least_polls(p: float) -> int:
+    """Return after how many comparisons a version that is always worse is found, given ``p``."""
+    return next(n for n in range(1, 1000) if is_worse(n, 0, 0.5, 0.0, p))
+
+
 def judge(
     gate: Gate, number: int, evidence: Evidence, share: float, p: float, for_s: float | None
 ) -> Finding:

@@ -8,7 +8,7 @@ from typing import Any
 
 from daskserve.common.formatting import shown
 from daskserve.common.types import ReplicaState
-from daskserve.control.observed.rollout_evidence import Evidence, Finding, judge
+from daskserve.control.observed.rollout_evidence import Evidence, Finding, judge, least_polls
 from daskserve.control.records.records import BackendRecord, GoalRecord
 from daskserve.control.records.rollout import RolloutEvent, RolloutPhase, RolloutState
 from daskserve.control.records.state import State
@@ -51,11 +51,30 @@ class Decision:
     error: RolloutError | None = None
 
 
+def _probability(config: RolloutConfig) -> float:
+    """Return the probability of a false alarm of one gate at one step."""
+    return config.false_alarm / (max(1, len(config.gates)) * len(config.steps))
+
+
+def missing(config: RolloutConfig, evidence: Evidence, share: float) -> str:
+    """Return how many requests or comparisons a step lacks; empty if it has enough."""
+    requests = evidence.new.requests
+    if share > 0 and requests < config.min_requests:
+        return f"{requests} of {config.min_requests} requests have ended"
+    if 0 < share < 1:
+        least = least_polls(_probability(config))
+        for number, gate in enumerate(config.gates):
+            count = sum(evidence.polls.get(number, (0, 0))[:2])
+            if gate.metric == "prometheus" and count < least:
+                return f"{count} of {least} comparisons of {gate.query} are made"
+    return ""
+
+
 def findings(
     config: RolloutConfig, evidence: Evidence, share: float, for_s: float | None = None
 ) -> list[Finding]:
     """Return the findings of all gates; their texts have the time of the step, if it is given."""
-    p = config.false_alarm / (max(1, len(config.gates)) * len(config.steps))
+    p = _probability(config)
     return [judge(gate, n, evidence, share, p, for_s) for n, gate in enumerate(config.gates)]
 
 
@@ -100,9 +119,8 @@ def decide(
         return Decision(rollout, f"{text}; it waits to be promoted or aborted")
     if for_s < config.pause_s:
         return Decision(rollout, f"{text}, for at least {shown(config.pause_s)} s")
-    requests = evidence.new.requests
-    if share > 0 and requests < config.min_requests:
-        return Decision(rollout, f"{text}; {requests} of {config.min_requests} requests have ended")
+    if lacks := missing(config, evidence, share):
+        return Decision(rollout, f"{text}; {lacks}")
     return Decision(promoted(rollout, config, wall), text)
 
 

@@ -12,7 +12,7 @@ from daskserve.control.records.records import BackendRecord, ReplicaRecord
 from daskserve.control.records.rollout import RolloutPhase
 from daskserve.control.records.state import State
 from daskserve.control.records.two_versions import running_of, split_of
-from daskserve.control.verbs.rollout_plan import findings
+from daskserve.control.verbs.rollout_plan import findings, missing
 from daskserve.errors import NotFoundError
 from daskserve.options.rollout import percent_of
 
@@ -33,8 +33,8 @@ def rollout_text(observed: Observed, backend: BackendRecord, replicas: Iterable[
         found.append(f"replicas for {plan.steps[rollout.step]} start")
     elif rollout.phase is RolloutPhase.PAUSED or plan.pause_s is None:
         found.append("paused until it is promoted or aborted")
-    elif evidence.new.requests < plan.min_requests and split.share:
-        found.append(f"{evidence.new.requests} of {plan.min_requests} requests have ended")
+    elif lacks := missing(plan, evidence, split.share):
+        found.append(lacks)
     if evidence.new.requests:
         found += [each.text for each in findings(plan, evidence, split.share)]
     return "; ".join(found)
