@@ -36,7 +36,7 @@ def rollout_text(observed: Observed, backend: BackendRecord, replicas: Iterable[
     elif lacks := missing(plan, evidence, split.share):
         found.append(lacks)
     if evidence.new.requests:
-        found += [each.text for each in findings(plan, evidence, split.share)]
+        found += [each.text for each in findings(plan, rollout, evidence, split.share)]
     return "; ".join(found)
 
 
@@ -79,7 +79,7 @@ def rollout_status(state: State, observed: Observed, backend: BackendRecord) -> 
         "min_requests": plan.min_requests,
         "gates": [
             {"metric": gate.metric, "is_worse": each.is_worse, "text": each.text}
-            for gate, each in zip(plan.gates, findings(plan, evidence, split.share), strict=True)
+            for gate, each in zip(plan.gates, findings(plan, rollout, evidence, split.share), strict=True)
         ],
         "shadowed": asdict(shadowed) if percent_of(plan.shadow) else None,
         "waiting": observed.notes_of(backend.tag).waiting or "",

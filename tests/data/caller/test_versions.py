@@ -46,7 +46,8 @@ class Stage:
 
         head = {"type": "http", "headers": list(headers)}
         envelope = Envelope(EnvelopeKind.HTTP, head, deadline=deadline)
-        await self.versions.send(envelope, nothing, drop, key, self.rng)
+        version = self.versions.choose(envelope, key, self.rng)
+        await self.versions.send(version, envelope, nothing, drop)
         return self.seen[-1]
 
 
