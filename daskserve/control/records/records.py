@@ -98,6 +98,8 @@ class BackendRecord:
     actor_of: tuple[str, ...] = ()
     #: The kind of the last change: UPSCALE, DOWNSCALE or CONFIG_UPDATE.
     last_change: str = "CONFIG_UPDATE"
+    #: Whether a rollback has deployed it: code by import path must then be that of its revision.
+    is_exact: bool = False
     #: The rollout of this version beside the one before, or how the last one ended.
     rollout: RolloutState | None = None
 

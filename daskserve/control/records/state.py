@@ -59,7 +59,6 @@ class State:
         self._codes_of: dict[BackendTag, dict[str, None]] = {}
         self._used: dict[WorkerAddress, dict[str, float]] = {}
         self._autoscaled: set[BackendTag] = set()
-        self._rolling: set[BackendTag] = set()
         self._endpoints_of: dict[BackendTag, dict[EndpointTag, None]] = {}
         self._endpoint_by_route: dict[str, EndpointTag] = {}
 
@@ -100,10 +99,6 @@ class State:
     def autoscaled(self) -> Set[BackendTag]:
         """Return the backends that have an autoscaler."""
         return self._autoscaled
-
-    def rolling(self) -> Set[BackendTag]:
-        """Return the backends with a rollout that goes on."""
-        return self._rolling
 
     def codes_of(self, backend: BackendTag) -> list[CodeRecord]:
         """Return the code records of a backend: the current one, and during a change an older one too."""
@@ -161,8 +156,6 @@ class State:
             self.apps.add(record)
             if record.autoscaling is not None:
                 self._autoscaled.add(record.tag)
-            if record.canary is not None:
-                self._rolling.add(record.tag)
         elif isinstance(record, CodeRecord):
             self.codes[record.name] = record
             self._codes_of.setdefault(record.backend, {})[record.name] = None
@@ -193,7 +186,6 @@ class State:
             if backend is not None:
                 self.apps.remove(backend)
             self._autoscaled.discard(name)
-            self._rolling.discard(name)
         elif kind == "code":
             code = self.codes.pop(name, None)
             if code is not None:
