@@ -38,7 +38,7 @@ UVLOOP = ["uvloop>=0.19; sys_platform != 'win32'"]
 #: The server that benchmarks compare with.
 BENCHMARKS = ["uvicorn>=0.30", "httptools>=0.6.4"]
 TEST = ["pytest>=8", "hypothesis>=6.100", "httpx>=0.27", "psutil>=5.9", "cryptography>=42", *UVLOOP, *REDIS]
-TEST += ["fastapi>=0.115.7", "ipython>=8", "ipykernel>=6.29", "nbclient>=0.10", *PROGRESS]
+TEST += ["jsonschema>=4.20", "fastapi>=0.115.7", "ipython>=8", "ipykernel>=6.29", "nbclient>=0.10", *PROGRESS]
 
 setup(
     name="daskserve",

@@ -1,18 +1,58 @@
-"""The classes of the status under the names that Ray Serve has for them; `daskserve.status` returns them.
+"""Classes under the names that `ray.serve.schema` has for them, for programs that move from Ray Serve.
 
-``from daskserve.schema import ServeStatus`` is for programs that move from Ray Serve.
+Those of the status are what `daskserve.status` returns. Those of the configuration file check its values as
+`daskserve.config_file.reading.read` checks a file.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
+
+from pydantic import model_validator
 
 from daskserve.client.views.status import ApplicationStatus as ApplicationStatusOverview
 from daskserve.client.views.status import DeploymentStatus as DeploymentStatusOverview
 from daskserve.client.views.status import Status as ServeStatus
+from daskserve.config_file.model import ApplicationConfig, DeploymentOverride, InstanceConfig
+from daskserve.config_file.reading import checked
 from daskserve.options.ray_names import missing_name
 
-__all__ = ["ApplicationStatusOverview", "DeploymentStatusOverview", "ServeStatus"]
+__all__ = [
+    "ApplicationStatusOverview",
+    "DeploymentSchema",
+    "DeploymentStatusOverview",
+    "ServeApplicationSchema",
+    "ServeDeploySchema",
+    "ServeStatus",
+]
+
+
+class ServeDeploySchema(InstanceConfig):
+    """The values of a whole configuration file."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_right(cls, values: Any) -> Any:
+        return checked(values, "instance") if isinstance(values, Mapping) else values
+
+
+class ServeApplicationSchema(ApplicationConfig):
+    """The values of one application."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_right(cls, values: Any) -> Any:
+        return checked(values, "application") if isinstance(values, Mapping) else values
+
+
+class DeploymentSchema(DeploymentOverride):
+    """The options of one deployment."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_right(cls, values: Any) -> Any:
+        return checked(values, "deployment") if isinstance(values, Mapping) else values
 
 
 def __getattr__(name: str) -> Any:

@@ -37,7 +37,7 @@ MODELS = {
     )
 }
 #: Set by daskserve itself; not an option.
-INTERNAL = frozenset({"internal_metadata"})
+INTERNAL = frozenset({"internal_metadata", "references"})
 
 
 def default_of(field: FieldInfo) -> str:

@@ -9,18 +9,33 @@ import ast
 import inspect
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
 import click
+from document_options import table as option_table
 from generated_tables import GeneratedTables
 
 from daskserve import errors
 from daskserve.cli.main import main
 from daskserve.common import settings
+from daskserve.config_file import ray_keys
+from daskserve.config_file.model import ApplicationConfig, InstanceConfig
+from daskserve.config_file.ray_keys import RayKey
 from daskserve.options.ray_names import INSTEAD, OTHER_NAMES
 
+#: The parts of the configuration file.
+FILE_MODELS: dict[str, type[Any]] = {each.__name__: each for each in (InstanceConfig, ApplicationConfig)}
+#: The keys of Ray Serve's files that are not read, by the part that has them.
+UNREAD_KEYS: dict[str, Mapping[str, RayKey]] = {
+    "file": ray_keys.INSTANCE,
+    "`http_options`": ray_keys.HTTP,
+    "application": ray_keys.APPLICATION,
+    "deployment": ray_keys.DEPLOYMENT,
+    "`ray_actor_options`": ray_keys.ACTOR,
+    "`runtime_env`": ray_keys.ENVIRONMENT,
+}
 #: The classes of settings, by the section of Dask's configuration that they are read from.
 SECTIONS: dict[str, type[Any]] = {
     "daskserve.timeouts": settings.Timeouts,
@@ -127,7 +142,28 @@ def absent_names() -> str:
     return table(["Ray Serve", "instead"], rows)
 
 
+#: A value that matters, of any key.
+_SOME = {"grpc_servicer_functions": ["a.b"], "request_router_class": "a:B"}
+
+
+def file_table(model: str) -> str:
+    """Return the keys of a part of the configuration file."""
+    return option_table(FILE_MODELS[model])
+
+
+def unread_keys() -> str:
+    """Return the keys of Ray Serve's files that are not read."""
+    rows = [
+        [where, f"`{name}`", "ignored" if key.is_harmless(_SOME) else "refused", cell(key.text)]
+        for where, keys in UNREAD_KEYS.items()
+        for name, key in keys.items()
+    ]
+    return table(["where", "key", "", "instead"], rows)
+
+
 TABLES = (
+    GeneratedTables("docs/config_file.md", r"config file: (\w+)", file_table),
+    GeneratedTables("docs/config_file.md", "config file keys of Ray", unread_keys),
     GeneratedTables("docs/errors.md", "errors", error_table),
     GeneratedTables("docs/commands.md", "commands", command_pages),
     GeneratedTables("docs/configuration.md", "configuration", configuration_table),

@@ -156,7 +156,7 @@ def test_the_places_of_proxies_have_ray_serves_names() -> None:
         ("from daskserve import multiplexed", "from 'daskserve'. That is Ray Serve's name: there is no"),
         ("from daskserve.config import gRPCOptions", "from 'daskserve.config'.*there are no gRPC proxies"),
         ("from daskserve.exceptions import gRPCStatusError", "there are no gRPC proxies"),
-        ("from daskserve.schema import ServeDeploySchema", r"no configuration files; use serve.run_many\(\)"),
+        ("from daskserve.schema import ServeInstanceDetails", r"use serve.status\(\)"),
         ("from daskserve.handle import RayServeHandle", "use serve.Handle"),
         ("from daskserve.config import nonsense", "cannot import name 'nonsense' from 'daskserve.config'"),
     ],

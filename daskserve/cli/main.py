@@ -12,10 +12,12 @@ from daskserve.common import settings
 
 #: The location and the help text of each command or group: ``name -> ("module:command", "help")``.
 COMMANDS: Mapping[str, tuple[str, str]] = {
+    "build": ("daskserve.cli.config_file:build", "Write the configuration file of applications."),
     "docs": ("daskserve.cli.docs:docs", "Show the section of the documentation about a keyword."),
     "metrics": ("daskserve.cli.metrics:metrics", "Set up Prometheus and Grafana for daskserve."),
     "rewrite-store": ("daskserve.cli.status:rewrite_store", "Rewrite the records of an instance."),
     "run": ("daskserve.cli.run:run", "Serve an application until Ctrl-C."),
+    "schema": ("daskserve.cli.config_file:schema", "Print the JSON Schema of configuration files."),
     "shutdown": ("daskserve.cli.status:shutdown", "End the instance on a cluster."),
     "simulate": ("daskserve.cli.simulate:simulate", "Try autoscaling policies on a recorded load."),
     "store": ("daskserve.cli.store:store", "Back up, restore, check and list stores."),
@@ -25,7 +27,6 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
 
 #: The commands of Ray Serve that there are not, with what to use instead.
 ABSENT: Mapping[str, str] = {
-    "build": "there are no configuration files; `daskserve run module:app` and Python programs deploy",
     "config": "there are no configuration files; `daskserve status` shows what runs",
     "deploy": "use `daskserve run module:app --non-blocking --address tcp://scheduler:8786`, which deploys "
     "an application, or a new version of it, and returns",

@@ -8,11 +8,12 @@ from typing import Any
 from daskserve.common.types import DEFAULT_APPLICATION, split_import_path
 from daskserve.config_file import ray_keys
 from daskserve.config_file.model import ApplicationConfig, InstanceConfig
-from daskserve.config_file.option_checks import faults_of, names, nearest, shortened
+from daskserve.config_file.option_checks import faults_of, names, nearest, shortened, without_nulls
 from daskserve.config_file.places import Document, Faults, Path, Place
 from daskserve.config_file.ray_keys import RayKey
 from daskserve.config_file.references import has_references, references_in
 from daskserve.options.actor import ActorOptions
+from daskserve.options.autoscaling import BUILT_IN_POLICIES, RAY_DEFAULT_POLICIES
 from daskserve.options.backend import BackendConfig
 from daskserve.options.base import Options, names_of
 from daskserve.options.deployment_actor import DeploymentActorConfig
@@ -52,10 +53,9 @@ class Checks:
         if not self._is_mapping(value, path, "a configuration file"):
             return {}
         if "kind" in value and "apiVersion" in value:
-            self._fault(
-                path,
-                f"this is a Kubernetes {value['kind']}; put the text of its serveConfigV2 into a file",
-            )
+            has_part = value["kind"] == "RayService"
+            what = "put the text of its serveConfigV2 into a file" if has_part else "it has no applications"
+            self._fault(path, f"this is a Kubernetes {value['kind']}; {what}")
             return {}
         if "import_path" in value and "applications" not in value:
             return {"applications": [self.application(value, path)]}
@@ -102,27 +102,24 @@ class Checks:
             others: dict[str, Place] = {}
 
             def one(each: Any, where: Path) -> dict[str, Any]:
-                return self.deployment(each, where, others, found.get("route_prefix", "/"))
+                return self.deployment(each, where, others)
 
             found["deployments"] = self._each(deployments, (*path, "deployments"), one, "deployments")
         return found
 
-    def deployment(
-        self, value: Any, path: Path, others: dict[str, Place], route: str | None
-    ) -> dict[str, Any]:
+    def deployment(self, value: Any, path: Path, others: dict[str, Place] | None = None) -> dict[str, Any]:
         """Check the options of one deployment; ``others`` are the names of the others of its application."""
         if not self._is_mapping(value, path, "a deployment"):
             return {}
-        keys = dict(ray_keys.DEPLOYMENT)
-        if value.get("route_prefix") in (None, route):
-            keys["route_prefix"] = RayKey(keys["route_prefix"].text, lambda value: True)
-        found = self._known(value, path, DEPLOYMENT_NAMES, keys, "a deployment")
+        found = self._known(value, path, DEPLOYMENT_NAMES, ray_keys.DEPLOYMENT, "a deployment")
+        found = without_nulls(BackendConfig, found)
         if "name" not in value:
             self._fault(path, "the deployment has no name; write that of the code")
         else:
-            self._unique(value["name"], (*path, "name"), others, "deployment")
+            self._unique(value["name"], (*path, "name"), {} if others is None else others, "deployment")
         backend = {name: each for name, each in found.items() if name not in ("name", *OTHER_NAMES)}
         self._options(BackendConfig, backend, path)
+        self._rays_policy(backend.get("autoscaling_config"), (*path, "autoscaling_config"))
         for name in ACTOR_NAMES:
             if found.get(name) is not None:
                 found[name] = self._actor_options(found[name], (*path, name))
@@ -150,6 +147,7 @@ class Checks:
         options = found.pop("http_options", None)
         if options is not None and self._is_mapping(options, where, "http_options"):
             options = self._known(options, where, known_names(HTTPOptions), ray_keys.HTTP, "http_options")
+            options = without_nulls(HTTPOptions, options)
             self._options(HTTPOptions, options, where)
             found["http_options"] = options
         location = found.get("proxy_location")
@@ -226,6 +224,19 @@ class Checks:
         self._known(value, path, known, {}, "autoscaling_policy")
         if "policy_function" not in value:
             self._fault(path, "autoscaling_policy has no policy_function, the import path of a function")
+        self._rays_policy({"policy": value}, path[:-1])
+
+    def _rays_policy(self, config: Any, path: Path) -> None:
+        """Note a policy that is in Ray Serve itself, but for its default one."""
+        policy = config.get("policy") if isinstance(config, Mapping) else None
+        name = policy.get("policy_function", policy.get("name")) if isinstance(policy, Mapping) else policy
+        if isinstance(name, str) and name.startswith("ray.") and name not in RAY_DEFAULT_POLICIES:
+            place = (
+                (*path, "policy") if self._document.has((*path, "policy")) else (*path, "autoscaling_policy")
+            )
+            self._fault(
+                place, f"policy {name!r} is Ray Serve's own code; use one of {', '.join(BUILT_IN_POLICIES)}"
+            )
 
     # ---- parts of a deployment
 
@@ -258,7 +269,13 @@ class Checks:
             Environment, {k: each for k, each in found.items() if k not in ("packages", "pip", "uv")}, where
         )
         for name in ("packages", "pip", "uv"):
-            if name in found and not isinstance(found[name], str):
+            if name not in found or has_references(found[name]):
+                continue
+            if isinstance(found[name], str):  # which would be read where the application is built
+                self._fault(
+                    (*where, name), f"{name} must be a list of requirements, got the file {found[name]!r}"
+                )
+            else:
                 self._options(Environment, {name: found[name]}, where)
         if given[-1] != ENV_NAMES[0] and has_references(found):
             self._document.copy(where, (*path, ENV_NAMES[0]))  # the references have the other name
@@ -315,12 +332,12 @@ class Checks:
         found = {}
         for name, value in values.items():
             place = self._document.key_at((*path, name))
-            if name in known:
-                found[name] = value
-            elif name in theirs and theirs[name].is_harmless(value):
+            if name in theirs and theirs[name].is_harmless(value):
                 self._faults.warn(place, f"{name} is not used: {theirs[name].text}")
             elif name in theirs:
                 self._faults.add(place, f"{name} has no counterpart here: {theirs[name].text}")
+            elif name in known:
+                found[name] = value
             else:
                 self._faults.add(place, f"{what} has no option {name!r}{nearest(name, known)}")
         return found

@@ -49,8 +49,8 @@ class ApplicationConfig(Options):
     )
     env: Any = Field(
         None,
-        description="Environment of all its deployments, see [Environment](options.md#environment). What a "
-        "deployment sets itself wins; variables of both are there.",
+        description="Environment of all its deployments, see [Environments](docs/options.md#environments). "
+        "What a deployment sets itself wins; variables of both are there.",
         validation_alias=AliasChoices("env", "runtime_env"),
     )
     external_scaler_enabled: bool = Field(
@@ -76,7 +76,7 @@ class InstanceConfig(Options):
     )
     http_options: dict[str, Any] = Field(
         default_factory=dict,
-        description="HTTP options, see [HTTP](options.md#http). They act when the instance starts.",
+        description="HTTP options, see [HTTP](docs/options.md#http). They act when the instance starts.",
     )
     proxy_location: Any = Field(
         None,

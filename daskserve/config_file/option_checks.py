@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
@@ -45,6 +45,19 @@ def faults_of(model: type[Options], values: Mapping[str, Any]) -> list[tuple[Pat
             _remove(left, path)
         if len(found) == before or () in removed:
             return found
+
+
+def without_nulls(model: type[BaseModel], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options without those that are null and cannot be: they are not given."""
+    spellings = spellings_of(model)
+
+    def cannot_be(name: str) -> bool:
+        field = model.model_fields.get(spellings.get(name, name))
+        return (
+            field is not None and field.default is not None and type(None) not in get_args(field.annotation)
+        )
+
+    return {name: value for name, value in values.items() if value is not None or not cannot_be(name)}
 
 
 def nearest(name: str, known: Sequence[str]) -> str:

@@ -56,6 +56,15 @@ INSTANCE: Mapping[str, RayKey] = {
     "controller_options": _instead("controller_options", _always),
     "logging_config": _LOGGING,
     "tracing_config": _instead("tracing_config", _always),
+    "host": RayKey("write it in http_options"),
+    "port": RayKey("write it in http_options"),
+    # Of services of Anyscale, whose files are otherwise those of Ray Serve.
+    "name": RayKey("an instance has no name; its applications have", _always),
+    "compute_config": RayKey("the applications run on the workers of the Dask cluster", _always),
+    "excludes": RayKey("the whole folder is sent", _always),
+    "image_uri": RayKey("start the workers in that image"),
+    "working_dir": RayKey("write it in env of the applications"),
+    "requirements": RayKey("write them as packages in env of the applications"),
 }
 HTTP: Mapping[str, RayKey] = {
     "num_cpus": RayKey("the proxies run in Dask's workers, and take no share of them", _always),
@@ -76,7 +85,8 @@ DEPLOYMENT: Mapping[str, RayKey] = {
     "backpressure_config": _instead("backpressure_config"),
     "placement_group_bundle_label_selector": _instead("placement_group_bundle_label_selector"),
     "placement_group_fallback_strategy": _instead("placement_group_fallback_strategy"),
-    "route_prefix": RayKey("the application has the route; write it there"),
+    # Ray Serve does not read it here either.
+    "route_prefix": RayKey("the application has the route", _always),
     "init_args": RayKey("the code binds them; let a function build the application from its args"),
     "init_kwargs": RayKey("the code binds them; let a function build the application from its args"),
     "is_driver_deployment": RayKey("there are no driver deployments"),

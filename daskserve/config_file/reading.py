@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from daskserve.config_file.checking import Checks, places_of_references
 from daskserve.config_file.json_text import parse_json
@@ -12,6 +12,7 @@ from daskserve.config_file.model import InstanceConfig
 from daskserve.config_file.places import Document, Faults, Place
 from daskserve.config_file.toml_text import parse_toml
 from daskserve.config_file.yaml_text import parse_yaml
+from daskserve.errors import ConfigFileError
 
 #: The endings of the names of configuration files.
 SUFFIXES = (".yaml", ".yml", ".json", ".toml")
@@ -60,6 +61,24 @@ def read(text: str, name: str = "serve.yaml") -> ReadFile:
         _join(values, part, (index,), document, faults)
     faults.check()
     return ReadFile(InstanceConfig.from_plain(values), faults.lines(faults.warnings))
+
+
+def checked(
+    values: Mapping[str, Any], part: Literal["instance", "application", "deployment"]
+) -> dict[str, Any]:
+    """Return the values of a file, or of a part of one, without what is not read.
+
+    Raises
+    ------
+    ConfigFileError
+        The values have faults. The message has a line for each.
+    """
+    faults = Faults("")
+    checks = Checks(Document(), faults)
+    found: dict[str, Any] = getattr(checks, part)(values, ())
+    if faults.found:
+        raise ConfigFileError("\n".join(text for _, text in sorted(faults.found)))
+    return found
 
 
 def _parsed(text: str, faults: Faults) -> Document:

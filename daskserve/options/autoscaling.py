@@ -25,6 +25,17 @@ BUILT_IN_POLICIES = (
     "queue",
     "schedule",
 )
+#: Ray Serve's import paths of its default policy, which counts requests as ``target_ongoing_requests`` does.
+RAY_DEFAULT_POLICIES = (
+    "ray.serve.autoscaling_policy:default_autoscaling_policy",
+    "ray.serve.autoscaling_policy:replica_queue_length_autoscaling_policy",
+    "default_autoscaling_policy",
+)
+#: Ray Serve's older names of options.
+_OLD_NAMES: Mapping[str, str] = {
+    "upscale_smoothing_factor": "upscaling_factor",
+    "downscale_smoothing_factor": "downscaling_factor",
+}
 #: Default of ``burst_window_s``.
 BURST_WINDOW_S = 6.0
 
@@ -149,10 +160,25 @@ class AutoscalingConfig(Options):
     @model_validator(mode="before")
     @classmethod
     def _unpack_policy(cls, values: Any) -> Any:
-        """Accept Ray Serve's spelling ``policy={"policy_function": ..., "policy_kwargs": {...}}``."""
-        if not (isinstance(values, Mapping) and isinstance(values.get("policy"), Mapping)):
+        """Accept what Ray Serve writes: ``policy={"policy_function": ..., "policy_kwargs": {...}}``, the name
+        of its default policy, and its older names of options.
+        """
+        if not isinstance(values, Mapping):
+            return values
+        values = dict(values)
+        for old, name in _OLD_NAMES.items():
+            value = values.pop(old, None)
+            if value is not None and values.get(name) is None:
+                values[name] = value
+        if not isinstance(values.get("policy"), Mapping):
+            if values.get("policy") in RAY_DEFAULT_POLICIES:
+                del values["policy"]
             return values
         policy = dict(values["policy"])
+        if "name" in policy:  # its older name
+            policy.setdefault("policy_function", policy.pop("name"))
+        if policy.get("policy_function") in RAY_DEFAULT_POLICIES:
+            del policy["policy_function"]
         rest = {name: value for name, value in values.items() if name != "policy"}
         found = {"policy": policy.pop("policy_function", cls.model_fields["policy"].default)}
         if "policy_kwargs" in policy:

@@ -20,6 +20,7 @@ from pydantic import (
     ConfigDict,
     GetCoreSchemaHandler,
     ValidationError,
+    WithJsonSchema,
 )
 from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError
@@ -77,7 +78,9 @@ def _as_number(value: Any) -> Any:
 
 
 #: The type of an option that is a number of bytes.
-ByteCount = Annotated[int, BeforeValidator(as_bytes)]
+ByteCount = Annotated[
+    int, BeforeValidator(as_bytes), WithJsonSchema({"anyOf": [{"type": "integer"}, {"type": "string"}]})
+]
 #: The type of an option that holds a secret or a reference to one; see `daskserve.options.secrets`.
 Secret = Annotated[str | dict[str, str], BeforeValidator(checked_secret)]
 #: The type of an option that is an amount of a resource: neither text nor a bool.

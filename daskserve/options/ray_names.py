@@ -16,8 +16,6 @@ INSTEAD: Mapping[str, str] = {
     "init_args": "pass the arguments to .bind() or client.deploy()",
     "init_kwargs": "pass the arguments to .bind() or client.deploy()",
     "batch_wait_timeout_s": "use 'batch_wait_timeout' here; @serve.batch keeps the name",
-    "upscale_smoothing_factor": "use 'upscaling_factor'",
-    "downscale_smoothing_factor": "use 'downscaling_factor'",
     "proxy_location": "use 'location' of http_options",
     "label_selector": "Dask's workers have no labels; declare a resource on such workers and use "
     "'resources', or name them with 'workers'",
@@ -48,7 +46,7 @@ OTHER_NAMES: Mapping[str, str] = {
     "RayServeHandle": "use serve.Handle",
     "RayServeSyncHandle": "use serve.Handle",
     "RayServeException": "use serve.ServeError",
-    "build": "there are no configuration files; run the application with serve.run()",
+    "build": "`daskserve build module:app` writes the configuration file of an application",
     "init": "use serve.start()",
     "llm": "run an engine of your choice in a deployment",
     "grpc_util": "there are no gRPC proxies; use HTTP, or handles from Python",
@@ -69,9 +67,6 @@ OTHER_NAMES: Mapping[str, str] = {
     "ProxyStatus": "a status is text, such as 'HEALTHY'; see serve.status().proxies",
     "ReplicaState": "a state is text, such as 'RUNNING'; see serve.status()",
     "ServeInstanceDetails": "use serve.status()",
-    "ServeDeploySchema": "there are no configuration files; use serve.run_many() for several applications",
-    "ServeApplicationSchema": "there are no configuration files; run the application with serve.run()",
-    "DeploymentSchema": "there are no configuration files; use the options of serve.deployment()",
     "RayActorOptionsSchema": "use serve.ActorOptions",
 }
 

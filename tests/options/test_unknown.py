@@ -85,7 +85,6 @@ def test_an_option_under_both_its_names_is_refused(
         (BackendConfig, "batch_wait_timeout_s", "use 'batch_wait_timeout'"),
         (BackendConfig, "num_cpus", "It belongs in actor_options."),
         (BackendConfig, "max_replicas", "It belongs in autoscaling_config."),
-        (AutoscalingConfig, "upscale_smoothing_factor", "use 'upscaling_factor'"),
         (AutoscalingConfig, "num_replicas", "It belongs in config."),
         (ActorOptions, "runtime_env", "pass env=..."),
         (ActorOptions, "label_selector", "declare a resource on such workers"),

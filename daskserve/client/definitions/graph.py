@@ -126,9 +126,9 @@ class ApplicationGraph:
         )
 
     @property
-    def names(self) -> list[str]:
-        """The names of the deployments, in order."""
-        return [each.name for each in self._order]
+    def deployments(self) -> list[tuple[str, Deployment]]:
+        """The deployments in order, each with its name in the application."""
+        return [(each.name, each.application.deployment) for each in self._order]
 
     def _add(self, application: Application, path: list[_Node]) -> _Node:
         """Return the node of an application after adding those that it needs, deepest first."""

@@ -41,7 +41,7 @@ def build_path(target: RunTarget, instance: InstanceName, timeout_s: float | Non
     ReplicaStartError
         The user's code raised; the error has the traceback from there on.
     """
-    with _users_errors(target.name, target.target):
+    with users_errors(target.name, target.target):
         (built,) = build([target], instance=instance, timeout_s=timeout_s)
         return built
 
@@ -71,9 +71,9 @@ def build_configured(
     """
     found = resolved(config, settings.process_variables())
     overrides = Overrides(found)
-    with _users_errors(found.name, found.import_path):
+    with users_errors(found.name, found.import_path):
         graph = ApplicationGraph(application_of(found.import_path, found.args), found.name)
-        overrides.check(graph.names)
+        overrides.check([name for name, _ in graph.deployments])
         spec = graph.spec(
             route=found.route_prefix,
             request_id=uuid.uuid4().hex,
@@ -85,7 +85,7 @@ def build_configured(
 
 
 @contextmanager
-def _users_errors(name: str, target: Any) -> Iterator[None]:
+def users_errors(name: str, target: Any) -> Iterator[None]:
     """Raise the errors of the user's code as `ReplicaStartError`."""
     try:
         yield

@@ -1,0 +1,83 @@
+"""``daskserve schema`` and ``daskserve build``: help for those who write configuration files."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from daskserve.cli.instance import connected, instance_options
+from daskserve.cli.output import errors_as_messages, print_json
+from daskserve.config_file.writing import SCHEMA_FILE, SCHEMA_LINE, to_yaml
+
+
+@click.command()
+def schema() -> None:
+    """Print the JSON Schema of configuration files, for editors.
+
+    Write it to a file next to the configuration, and name that in the configuration's first line, as
+    `daskserve build` does: editors that use yaml-language-server then complete its options.
+    """
+    from daskserve.config_file.json_schema import json_schema
+
+    print_json(json_schema())
+
+
+@click.command()
+@click.argument("paths", nargs=-1, metavar="[IMPORT_PATH]...")
+@click.option(
+    "-o", "--output-path", type=click.Path(dir_okay=False), help="File to write. Default: print it."
+)
+@click.option(
+    "-d", "--app-dir", default=".", show_default=True, help="Folder in which modules are found, too."
+)
+@click.option(
+    "--running",
+    is_flag=True,
+    help="Write what runs on a cluster. The arguments are then names of applications; without any, all.",
+)
+@instance_options
+def build(
+    paths: tuple[str, ...],
+    output_path: str | None,
+    app_dir: str,
+    running: bool,
+    address: str | None,
+    name: str | None,
+) -> None:
+    """Write the configuration file of applications.
+
+    The file has the options that the code of each IMPORT_PATH sets, to be changed there. What it describes is
+    what the code describes: deployed, it is the same.
+    """
+    if not paths and not running:
+        raise click.UsageError("Give the import path of an application, such as module:app, or --running.")
+    with errors_as_messages():
+        values = _running(address, name, paths) if running else _importable(paths, app_dir)
+    note = f"# daskserve schema > {SCHEMA_FILE} writes what editors complete from.\n"
+    text = f"{SCHEMA_LINE}{note}{to_yaml(values)}"
+    if output_path is None:
+        click.echo(text, nl=False)
+    else:
+        Path(output_path).write_text(text, encoding="utf-8")
+
+
+def _importable(paths: Sequence[str], app_dir: str) -> dict[str, Any]:
+    from daskserve.client.hosting.describing import described_paths
+
+    sys.path.insert(0, os.path.abspath(app_dir))
+    applications, notes = described_paths(paths)
+    for each in notes:
+        click.echo(each, err=True)
+    return {"applications": applications}
+
+
+def _running(address: str | None, name: str | None, applications: Sequence[str]) -> dict[str, Any]:
+    from daskserve.client.hosting.describing import declared
+
+    with connected(address, name) as client:
+        return declared(client, applications)

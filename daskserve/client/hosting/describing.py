@@ -1,0 +1,126 @@
+"""The configuration file of an application that this process can import."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from daskserve.client.client import Client
+from daskserve.client.definitions.deployments import Deployment, default_name
+from daskserve.client.definitions.graph import ApplicationGraph
+from daskserve.client.definitions.targets import application_of
+from daskserve.client.hosting.building import users_errors
+from daskserve.common.types import DEFAULT_APPLICATION
+from daskserve.errors import BadRequestError, NotFoundError
+from daskserve.loops.blocking import finish
+from daskserve.options.environment import parse_environment
+
+
+def described_paths(paths: Sequence[str]) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return the configurations of applications, and what of their code cannot be written to a file.
+
+    A single application is the default one, at ``/``; several have the names of their last parts, which are
+    their routes, too.
+
+    Raises
+    ------
+    BadRequestError, TypeError
+        A path names no application, or two have one name.
+    ReplicaStartError
+        The user's code raised.
+    """
+    if len(paths) == 1:
+        config, notes = described(paths[0], DEFAULT_APPLICATION, "/")
+        return [config], notes
+    found, all_notes, names = [], [], dict.fromkeys(map(default_name, paths))
+    if len(names) < len(paths):  # such as a:app and b:app
+        names = dict.fromkeys(path.replace(":", ".").partition(".")[0] for path in paths)
+    if len(names) < len(paths):
+        raise BadRequestError(
+            f"Two of {', '.join(paths)} would have the same name; build each one apart, and name them in the "
+            "files."
+        )
+    for path, name in zip(paths, names, strict=True):
+        config, notes = described(path, name, f"/{name}")
+        found.append(config)
+        all_notes += notes
+    return found, all_notes
+
+
+def described(path: str, name: str, route: str | None) -> tuple[dict[str, Any], list[str]]:
+    """Return the configuration of an import path, with the code's options, and what is left out."""
+    with users_errors(name, path):
+        graph = ApplicationGraph(application_of(path), name)
+    notes: list[str] = []
+    deployments = []
+    for each, deployment in graph.deployments:
+        options, left_out = plain_options(deployment)
+        deployments.append({"name": each, **options})
+        notes += [
+            f"{name}, {each}: {option} stays in the code, because it is no plain value" for option in left_out
+        ]
+    return {
+        "name": name,
+        "import_path": path,
+        "route_prefix": route,
+        "deployments": deployments,
+    }, notes
+
+
+def plain_options(deployment: Deployment) -> tuple[dict[str, Any], list[str]]:
+    """Return the options of a deployment that its code sets, and the names of those that are not plain."""
+    config = {name: getattr(deployment.config, name) for name in deployment.config.model_fields_set}
+    config.pop("internal_metadata", None)
+    values: dict[str, Any] = {
+        name: value.to_plain() if hasattr(value, "to_plain") else value for name, value in config.items()
+    }
+    if deployment.actor_options.model_fields_set:
+        values["actor_options"] = deployment.actor_options.to_plain()
+    environment = parse_environment(deployment.env)
+    if environment is not None:
+        values["env"] = environment.to_plain()
+    if deployment.version is not None:
+        values["version"] = deployment.version
+    if deployment.actors:
+        values["deployment_actors"] = [each.to_plain() for each in deployment.actors]
+    is_written = {name: _is_plain(value) and not _is_local(name, value) for name, value in values.items()}
+    return (
+        {name: value for name, value in values.items() if is_written[name]},
+        sorted(name for name in values if not is_written[name]),
+    )
+
+
+def _is_plain(value: Any) -> bool:
+    try:
+        return bool(json.loads(json.dumps(value, allow_nan=False)) == value)
+    except (TypeError, ValueError, RecursionError):
+        return False
+
+
+def _is_local(name: str, value: Any) -> bool:
+    """Whether an option names a folder of this machine, which a file cannot."""
+    folder = value.get("working_dir") if name == "env" and isinstance(value, Mapping) else None
+    return folder is not None and "://" not in folder
+
+
+def declared(client: Client, names: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the configuration that a running instance has, of some applications or of all.
+
+    Raises
+    ------
+    BadRequestError
+        An application was deployed by a program, which has its code.
+    """
+    try:
+        wanted: Sequence[str | None] = names or [None]
+        found = [finish(client._verbs._call("get_config", name=each)) for each in wanted]
+    except NotFoundError as error:
+        if "deployed by a program" not in str(error):
+            raise
+        raise BadRequestError(
+            f"{str(error).partition('.')[0]}. `daskserve build module:name` writes that of its import path."
+        ) from error
+    instance = {} if names else found[0]["instance"]
+    applications = [each["config"] for part in found for each in part["applications"].values()]
+    return {**instance, "applications": applications}

@@ -1,0 +1,35 @@
+"""Writes configurations as YAML that `daskserve.config_file.reading` reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import yaml
+
+#: The file that ``daskserve schema`` is written to, for editors; next to the configuration.
+SCHEMA_FILE = "daskserve.schema.json"
+#: The first line of a file, from which editors know its schema.
+SCHEMA_LINE = f"# yaml-language-server: $schema={SCHEMA_FILE}\n"
+_WIDTH = 110
+
+
+def to_yaml(values: Mapping[str, Any]) -> str:
+    """Return the plain values of a configuration, or of one of its applications, as YAML."""
+    text: str = yaml.safe_dump(
+        without_places(values), sort_keys=False, allow_unicode=True, width=_WIDTH, default_flow_style=False
+    )
+    return text
+
+
+def to_documents(applications: Sequence[Mapping[str, Any]]) -> str:
+    """Return applications as YAML with a document for each."""
+    return "---\n".join(map(to_yaml, applications))
+
+
+def without_places(values: Any) -> Any:
+    """Return plain values of a configuration without the places of references, which are not in the file."""
+    found = {name: value for name, value in values.items() if name != "references"}
+    if "applications" in found:
+        found["applications"] = [without_places(each) for each in found["applications"]]
+    return found
