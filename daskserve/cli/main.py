@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Mapping
 
 import click
+from click.shell_completion import CompletionItem
 
 from daskserve._version import __version__
 from daskserve.common import settings
@@ -13,6 +14,8 @@ from daskserve.common import settings
 #: The location and the help text of each command or group: ``name -> ("module:command", "help")``.
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "build": ("daskserve.cli.config_file:build", "Write the configuration file of applications."),
+    "completion": ("daskserve.cli.completion:completion", "Print a script for completion in a shell."),
+    "controller-health": ("daskserve.cli.start:controller_health", "Say whether the controller answers."),
     "docs": ("daskserve.cli.docs:docs", "Show the section of the documentation about a keyword."),
     "metrics": ("daskserve.cli.metrics:metrics", "Set up Prometheus and Grafana for daskserve."),
     "rewrite-store": ("daskserve.cli.status:rewrite_store", "Rewrite the records of an instance."),
@@ -21,6 +24,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "shutdown": ("daskserve.cli.status:shutdown", "End the instance on a cluster."),
     "simulate": ("daskserve.cli.simulate:simulate", "Try autoscaling policies on a recorded load."),
     "store": ("daskserve.cli.store:store", "Back up, restore, check and list stores."),
+    "start": ("daskserve.cli.start:start", "Start an instance that stays."),
     "status": ("daskserve.cli.status:status", "Show what runs on a cluster."),
 }
 
@@ -30,7 +34,6 @@ ABSENT: Mapping[str, str] = {
     "config": "there are no configuration files; `daskserve status` shows what runs",
     "deploy": "use `daskserve run module:app --non-blocking --address tcp://scheduler:8786`, which deploys "
     "an application, or a new version of it, and returns",
-    "start": "`daskserve run` starts an instance, and so does serve.start(detached=True) in Python",
 }
 
 
@@ -50,6 +53,12 @@ class LazyGroup(click.Group):
         module_name, _, name = COMMANDS[cmd_name][0].partition(":")
         found: click.Command = getattr(importlib.import_module(module_name), name)
         return found
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Return the names of commands that begin as what was typed, without importing them."""
+        names = [name for name in self.list_commands(ctx) if name.startswith(incomplete)]
+        found = [CompletionItem(name, help=COMMANDS[name][1]) for name in names]
+        return [*found, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the names and help texts of the commands without importing them."""
