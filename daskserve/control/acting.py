@@ -213,6 +213,7 @@ class Acting:
                 gang=replica.gang,
                 bundles=places_of(replica) if replica.bundles else (),
                 is_deployment=backend.is_deployment,
+                is_exact=backend.is_exact,
             ).encode(),
         )
 

@@ -11,6 +11,7 @@ import hashlib
 import importlib
 import logging
 import os
+import socket
 import sys
 import sysconfig
 import threading
@@ -20,7 +21,7 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 from daskserve.common.types import split_import_path
-from daskserve.errors import BadRequestError
+from daskserve.errors import BadRequestError, CodeLoadError
 from daskserve.payload.error_text import summary_of
 
 logger = logging.getLogger("daskserve.replica")
@@ -120,14 +121,21 @@ def forget(names: Iterable[str]) -> dict[str, ModuleType]:
     return gone
 
 
-def import_definition(path: str) -> Any:
+def import_definition(path: str, *, is_exact: bool = False) -> Any:
     """Import and return the object that ``"pkg.mod.Name"`` or ``"pkg.mod:Name"`` names.
 
     The modules of an `ImportPath` are imported again if this process has imported other versions of them.
     What refers to those keeps them.
 
+    Parameters
+    ----------
+    is_exact : bool
+        Whether files that differ from those of an `ImportPath` are an error; else a warning is logged.
+
     Raises
     ------
+    CodeLoadError
+        A file differs, and must not.
     BadRequestError
         The path has another form, there is no such module, or the module has no such name. Errors raised
         by the module itself, such as a missing import, are not changed.
@@ -139,6 +147,12 @@ def import_definition(path: str) -> Any:
         found = _imported(path)
         digests = ImportPath.of(path).modules
     others = sorted(name for name, digest in path.modules.items() if digests.get(name, digest) != digest)
+    if others and is_exact:
+        raise CodeLoadError(
+            f"{path}: the file of module {', '.join(others)} on {socket.gethostname()} is not that of the "
+            "revision to roll back to. Give the workers the files of that revision, or deploy it from its "
+            "source; with env={'working_dir': '.'}, files are kept with each revision."
+        )
     if others:
         logger.warning(
             "%s: the file of module %s differs from that of the program that deployed it. Give all machines "

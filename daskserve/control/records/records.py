@@ -97,6 +97,8 @@ class BackendRecord:
     actor_of: tuple[str, ...] = ()
     #: The kind of the last change: UPSCALE, DOWNSCALE or CONFIG_UPDATE.
     last_change: str = "CONFIG_UPDATE"
+    #: Whether a rollback has deployed it: code by import path must then be that of its revision.
+    is_exact: bool = False
 
     @property
     def key(self) -> str:
