@@ -15,7 +15,10 @@ from daskserve.common import settings
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "build": ("daskserve.cli.config_file:build", "Write the configuration file of applications."),
     "completion": ("daskserve.cli.completion:completion", "Print a script for completion in a shell."),
-    "controller-health": ("daskserve.cli.start:controller_health", "Say whether the controller answers."),
+    "controller-health": (
+        "daskserve.cli.serving.start:controller_health",
+        "Say whether the controller answers.",
+    ),
     "docs": ("daskserve.cli.docs:docs", "Show the section of the documentation about a keyword."),
     "events": ("daskserve.cli.history:events", "Show what happened, and why."),
     "explain": ("daskserve.cli.history:explain", "Explain a deployment's number of replicas."),
@@ -23,12 +26,12 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "metrics": ("daskserve.cli.metrics:metrics", "Set up Prometheus and Grafana for daskserve."),
     "rewrite-store": ("daskserve.cli.status:rewrite_store", "Rewrite the records of an instance."),
     "rollback": ("daskserve.cli.history:rollback", "Deploy an earlier version of an application again."),
-    "run": ("daskserve.cli.run:run", "Serve an application until Ctrl-C."),
+    "run": ("daskserve.cli.serving.run:run", "Serve an application until Ctrl-C."),
     "schema": ("daskserve.cli.config_file:schema", "Print the JSON Schema of configuration files."),
     "shutdown": ("daskserve.cli.status:shutdown", "End the instance on a cluster."),
     "simulate": ("daskserve.cli.simulate:simulate", "Try autoscaling policies on a recorded load."),
     "store": ("daskserve.cli.store:store", "Back up, restore, check and list stores."),
-    "start": ("daskserve.cli.start:start", "Start an instance that stays."),
+    "start": ("daskserve.cli.serving.start:start", "Start an instance that stays."),
     "status": ("daskserve.cli.status:status", "Show what runs on a cluster."),
 }
 

@@ -13,8 +13,9 @@ from click.testing import CliRunner, Result
 from tables import each_case
 
 import daskserve as serve
-from daskserve.cli import instance, run, status
+from daskserve.cli import instance, status
 from daskserve.cli.main import main
+from daskserve.cli.serving import run
 from daskserve.client.hosting.hosting import HostingMode
 from daskserve.client.hosting.reloading.files import EXCLUDES, INCLUDES, Patterns
 from daskserve.client.hosting.sources import Source

@@ -16,8 +16,9 @@ from click.testing import CliRunner
 from tables import each_case
 
 import daskserve as serve
-from daskserve.cli import completion, instance, start
+from daskserve.cli import completion, instance
 from daskserve.cli.main import main
+from daskserve.cli.serving import start
 from daskserve.client.hosting.detached import DetachedInstance
 from daskserve.testing import local_instance
 

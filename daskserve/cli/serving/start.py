@@ -7,10 +7,10 @@ from typing import Any
 import click
 import dask.config
 
-from daskserve.cli.http_options import given_http_options, http_options
 from daskserve.cli.instance import address_option, connected, instance_options
 from daskserve.cli.output import ExitCode, errors_as_messages, json_option, print_json, spelled
-from daskserve.cli.process import log_level_option, use_log_level
+from daskserve.cli.serving.http_options import given_http_options, http_options
+from daskserve.cli.serving.process import log_level_option, use_log_level
 from daskserve.client.hosting.detached import DetachedInstance, start_detached
 from daskserve.errors import UnavailableError
 

@@ -13,11 +13,11 @@ from typing import Any
 import click
 import dask.config
 
-from daskserve.cli.http_options import given_http_options, http_options
 from daskserve.cli.instance import address_option
 from daskserve.cli.output import errors_as_messages
-from daskserve.cli.process import env_file_option, log_level_option, use_env_file, use_log_level
-from daskserve.cli.targets import (
+from daskserve.cli.serving.http_options import given_http_options, http_options
+from daskserve.cli.serving.process import env_file_option, log_level_option, use_env_file, use_log_level
+from daskserve.cli.serving.targets import (
     Served,
     check_file_options,
     environment_options,
