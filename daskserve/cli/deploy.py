@@ -20,7 +20,7 @@ from daskserve.cli.output import (
     json_option,
     print_json,
 )
-from daskserve.cli.run import parsed
+from daskserve.cli.serving.run import parsed
 from daskserve.client.client import Client
 from daskserve.client.functions.http_differences import differences
 from daskserve.client.functions.instances import start
