@@ -62,6 +62,8 @@ class RevisionRecord:
         Digests of the codes whose names do not tell them apart, because the user has named their version.
     is_complete : bool
         Whether it can be deployed again: its code is kept, and it has run or is under way.
+    config : dict or None
+        What a configuration has declared; None if a program has deployed it.
     """
 
     KIND: ClassVar[str] = "revision"
@@ -84,6 +86,7 @@ class RevisionRecord:
     codes: Mapping[BackendTag, str] = field(default_factory=dict)
     digests: Mapping[BackendTag, str] = field(default_factory=dict)
     is_complete: bool = True
+    config: Mapping[str, Any] | None = field(default=None, repr=False)
 
     @property
     def key(self) -> str:

@@ -17,6 +17,7 @@ import msgpack
 
 from daskserve.common.differences import Difference
 from daskserve.common.types import BackendTag
+from daskserve.control.records.declared import ConfigRecord
 from daskserve.control.records.encoding import from_plain
 from daskserve.control.records.records import (
     AppRecord,
@@ -69,6 +70,10 @@ class _After:
 
     def endpoint(self, tag: BackendTag) -> EndpointRecord | None:
         found: EndpointRecord | None = self.get(f"endpoint/{tag}", self.state.endpoints.get(tag))
+        return found
+
+    def config(self, name: str) -> ConfigRecord | None:
+        found: ConfigRecord | None = self.get(f"config/{name}", self.state.declared.configs.get(name))
         return found
 
     def code(self, name: str) -> CodeRecord | None:
@@ -187,7 +192,12 @@ class _Revising:
         }
         named = [each for each in backends.values() if each.user_version is not None]
         codes = {each.tag: code for each in named if (code := after.code(each.code_key)) is not None}
-        source = "run" if goal is None or not goal.rollback_of else "rollback"
+        declared = after.config(app.name) if app.is_declared else None
+        is_file = declared is not None and declared.key in after.change
+        source = "file" if is_file else "run"
+        if goal is not None and goal.rollback_of:
+            source = "rollback"
+        origin = {} if declared is None else {"file": declared.source, "version": declared.version}
         return RevisionRecord(
             application=app.name,
             number=number,
@@ -195,6 +205,8 @@ class _Revising:
             at=self.wall,
             by="" if goal is None else goal.by,
             source=source,
+            origin={name: each for name, each in origin.items() if each},
+            config=None if declared is None else declared.config,
             goal="" if goal is None else goal.goal_id,
             request_id="" if goal is None else goal.request_id,
             rollback_of=0 if goal is None else goal.rollback_of,

@@ -6,11 +6,13 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from daskserve.common.types import BackendTag, GoalId
+from daskserve.control.records.declared import ConfigRecord
 from daskserve.control.records.records import BackendRecord, Change, CodeRecord, GoalRecord
 from daskserve.control.records.revisions import RevisionRecord, RevisionState
 from daskserve.control.records.state import State
 from daskserve.control.verbs import applications as app_verbs
 from daskserve.control.verbs import backends as backend_verbs
+from daskserve.control.verbs.declaring import redeclared
 from daskserve.control.verbs.failed_deploys import application_not_found
 from daskserve.control.verbs.goals import TimeLimits
 from daskserve.control.verbs.history.revising import current, digest_of, earlier, unpacked
@@ -65,7 +67,13 @@ def rollback(
     target = _chosen(name, revisions, number)
     spec = _spec_of(state, target, request_id, limits)
     deployed = app_verbs.deploy(
-        state, [spec], new_goal=lambda: goal_id, now=now, by=by, unloadable=unloadable
+        state,
+        [spec],
+        new_goal=lambda: goal_id,
+        now=now,
+        by=by,
+        unloadable=unloadable,
+        configs=_declared(state, target, by, now),
     )
     change, tags = deployed.change, {f"backend/{tag}" for tag in deployed.tags}
     # What the store has already stays: the content of a parcel may be nowhere else.
@@ -80,6 +88,15 @@ def rollback(
     if isinstance(goal, GoalRecord):
         change[goal.key] = replace(goal, rollback_of=target.number)
     return Rollback(change, deployed.goals[name], target.number)
+
+
+def _declared(state: State, revision: RevisionRecord, by: str, now: float) -> dict[str, ConfigRecord]:
+    """Return what was declared for a revision, so that the next deploy of a file is compared with that."""
+    if revision.config is None:
+        return {}
+    found = redeclared(state, revision.application, revision.config, by=by, now=now)
+    origin = {"source": revision.origin.get("file", ""), "version": revision.origin.get("version", "")}
+    return {revision.application: replace(found, **origin)}
 
 
 def _is_kept(state: State, code: CodeRecord) -> bool:
