@@ -370,7 +370,7 @@ async def test_the_details_have_the_fields_of_ray_serve_and_no_secrets(stage: St
     assert shop["deployed_app_config"]["env"]["env_vars"] == {"TOKEN": "***", "KEY": "${KEY}"}
     assert shop["deployments"]["d"]["deployment_config"]["num_replicas"] == 1
     nodes = details["applications"]["own"]["deployment_topology"]["nodes"]
-    assert nodes["front"]["outbound_deployments"] == [{"name": "back", "app_name": "own"}]
+    assert list(nodes["front"]["outbound_deployments"]) == [{"name": "back", "app_name": "own"}]
     assert [each["status"] for each in details["proxies"].values()] == ["HEALTHY"]
     assert [each["route_prefix"] for each in details["target_groups"]] == ["/own", "/shop"]
     only = await stage.call("details", api_type="imperative")

@@ -95,8 +95,8 @@ def _declared(state: State, revision: RevisionRecord, by: str, now: float) -> di
     if revision.config is None:
         return {}
     found = redeclared(state, revision.application, revision.config, by=by, now=now)
-    origin = {"source": revision.origin.get("file", ""), "version": revision.origin.get("version", "")}
-    return {revision.application: replace(found, **origin)}
+    file, version = (revision.origin.get(each, "") for each in ("file", "version"))
+    return {revision.application: replace(found, source=file, version=version)}
 
 
 def _is_kept(state: State, code: CodeRecord) -> bool:
