@@ -36,6 +36,10 @@ from daskserve.control.backend import step as backend_state
 from daskserve.control.backend.actions import StartReplica
 from daskserve.control.backend.inputs import StepInputs
 from daskserve.control.controller import Controller
+from daskserve.control.declared.apply import Origin, apply
+from daskserve.control.declared.building import BATCH
+from daskserve.control.declared.plan import plan
+from daskserve.control.declared.settling import settled
 from daskserve.control.observed.observed import Observed
 from daskserve.control.records import checkpoint
 from daskserve.control.records.encoding import encode
@@ -52,7 +56,7 @@ from daskserve.options.start_messages import ControllerStart
 
 DEPLOYMENTS, REPLICAS_EACH, WORKERS = 1000, 10, 500
 TICK_BOUND_S, RECOVERY_BOUND_S, GROWTH_BOUND = 0.005, 2.0, 1.5
-APPLICATIONS, STATUS_BOUND_S = 1000, 1.0
+APPLICATIONS, STATUS_BOUND_S, PLAN_BOUND_S = 1000, 1.0, 1.0
 RUNS = 20
 
 
@@ -202,6 +206,52 @@ def status_s(world: World) -> float:
     return time.process_time() - began
 
 
+def file_of(numbers: Sequence[int]) -> dict[str, Any]:
+    """Return the configuration of applications."""
+    names = [f"app{number:05d}" for number in numbers]
+    return {
+        "applications": [
+            {"name": name, "import_path": "shop:app", "route_prefix": f"/{name}"} for name in names
+        ]
+    }
+
+
+def plan_s(world: World, numbers: Sequence[int]) -> float:
+    """Return the seconds that the plan of applications takes, given what was built."""
+    built = {each.name: each for each in map(app_spec, numbers)}
+    began = time.process_time()
+    found = plan(world.state, file_of(numbers), built, merges=False)
+    assert set(found["applications"]) == built.keys()
+    return time.process_time() - began
+
+
+def declare_apps(world: World, numbers: Sequence[int]) -> float:
+    """Declare applications by one file and settle them; return the seconds that this took."""
+    specs = {each.name: each for each in map(app_spec, numbers)}
+    began = time.process_time()
+    applied = apply(
+        world.state,
+        file_of(numbers),
+        merges=False,
+        expected=None,
+        request_id="",
+        origin=Origin(),
+        now=0.0,
+        new_goal=world.next_goal,
+    )
+    world.state.apply(applied.change)
+    names = list(specs)
+    for some in (names[start : start + BATCH] for start in range(0, len(names), BATCH)):
+        built = {name: (world.state.declared.configs[name], specs[name]) for name in some}
+        found = settled(world.state, built, {}, new_goal=world.next_goal, now=0.0)
+        world.state.apply(found.change)
+        for tag in (*found.tags, *found.tags):
+            world.settle(tag)
+    took = time.process_time() - began
+    assert all(app.goal is None and app.is_declared for app in world.state.apps)
+    return took
+
+
 class CountingStore:
     """A store that counts committed records and bytes."""
 
@@ -312,6 +362,14 @@ def main() -> int:
     show("their recovery", f"{recovery:.2f} s", recovery < RECOVERY_BOUND_S, "2 s")
     at_once = deploy_apps(World(0), range(APPLICATIONS))
     show("their deploy by one call", f"{at_once:.2f} s", at_once < RECOVERY_BOUND_S, "2 s")
+    numbers = range(APPLICATIONS)
+    planned = statistics.median(plan_s(apps, numbers) for _ in range(3))
+    show("their file: the plan", f"{planned:.2f} s", planned < PLAN_BOUND_S, "1 s")
+    declared = World(0)
+    at_once = declare_apps(declared, numbers)
+    show("their file: the deploy", f"{at_once:.2f} s", at_once < RECOVERY_BOUND_S, "2 s")
+    recovery = statistics.median(recovery_s(declared) for _ in range(3))
+    show("their file: the recovery", f"{recovery:.2f} s", recovery < RECOVERY_BOUND_S, "2 s")
     with tempfile.TemporaryDirectory() as folder:
         took, written = asyncio.run(creations(Path(folder)))
     late, early = statistics.median(took[-RUNS:]), statistics.median(took[:RUNS])

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import StreamingResponse
 from starlette.websockets import WebSocket
+
+import daskserve as serve
 
 WORK_S = 0.03
 CHUNKS, CHUNK_S = 10, 0.05
@@ -64,6 +66,11 @@ class Target:
             await socket.receive_text()
             await socket.send_text(f"{self._version}")
         await socket.close()
+
+
+def app(args: Mapping[str, Any]) -> Any:
+    """Build the application of a chaos run's file."""
+    return serve.deployment(name="target")(Target).bind(args["version"], args["notes"])
 
 
 def requests_in_process(dask_worker: Any = None) -> dict[str, float]:

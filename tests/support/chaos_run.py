@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections import defaultdict
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from chaos_app import Target, requests_in_process
+from chaos_app import requests_in_process
 from chaos_clients import Balancer, Clients
 from chaos_faults import Faults, Watch
 from chaos_machines import ChaosMachines
@@ -22,6 +23,8 @@ from dask_processes import poll_for
 from distributed import Client
 
 import daskserve as serve
+from daskserve.config_file.reading import read
+from daskserve.errors import DeployError
 
 PORT = 8000
 REPLICAS = 4
@@ -195,11 +198,9 @@ class ChaosRun:
         with self._deploying:
             self._version += 1
             version = self._version
-            config = {"num_replicas": REPLICAS, "isolation": self._setting.isolation}
-            arguments = (version, str(self._notes))
             began = time.monotonic()
             try:
-                self._client.deploy("target", Target, *arguments, version=str(version), config=config)
+                self._deploy_file(version)
             except Exception as error:
                 took_s = time.monotonic() - began
                 self._deploy_errors.append(f"{type(error).__name__}: {error}")
@@ -208,6 +209,27 @@ class ChaosRun:
                 )
             else:
                 self._acknowledged.append((time.monotonic(), version))
+
+    def _deploy_file(self, version: int) -> None:
+        """Deploy a file with a new version; return once it runs."""
+        override = {
+            "name": "target",
+            "num_replicas": REPLICAS,
+            "isolation": self._setting.isolation,
+            "version": str(version),
+        }
+        application = {
+            "name": "default",
+            "import_path": "chaos_app:app",
+            "route_prefix": "/target",
+            "args": {"version": version, "notes": str(self._notes)},
+            "deployments": [override],
+        }
+        file = read(json.dumps({"applications": [application]}), "chaos.json")
+        number = self._client.deploy_config(file.config, source="chaos.json", version=str(version))
+        for name, each in self._client.wait_for_config(number).items():
+            if each["status"] != "RUNNING":
+                raise DeployError(f"application {name!r} is {each['status']}: {each['message']}")
 
     # ---- looks
 
