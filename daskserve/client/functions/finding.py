@@ -78,6 +78,8 @@ async def _connect(
         raise
 
 
+#: Its body, for other functions.
+connect_with = _connect
 connect = blocking(_connect)
 connect_async = awaitable(_connect)
 
