@@ -197,7 +197,7 @@ def deploy_apps(world: World, numbers: Sequence[int]) -> float:
 def status_s(world: World) -> float:
     """Return the seconds that the status of all applications takes."""
     began = time.process_time()
-    found = [app_views.application_status(world.state, world.observed, app) for app in world.state.apps]
+    found = [app_views.application_status(world.state, world.observed, app, 0.0) for app in world.state.apps]
     assert {each["status"] for each in found} == {"RUNNING"}
     return time.process_time() - began
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict
 
 import click
 
-from daskserve.cli.instance import connected, instance_options, tell
+from daskserve.cli.instance import connected, instance_options, known, tell
 from daskserve.cli.output import (
     ExitCode,
     coloured,
@@ -16,27 +17,85 @@ from daskserve.cli.output import (
     print_json,
 )
 from daskserve.client.client import Client
+from daskserve.client.functions.finding import instances
 from daskserve.client.views.status import Status
-from daskserve.errors import NotRunningError
+from daskserve.errors import BadRequestError, NotRunningError
 
 
 @click.command()
 @instance_options
 @click.option("-n", "--name", "application", metavar="APP", help="Show only this application.")
+@click.option("-w", "--watch", "watches", is_flag=True, help="Show it again after each change, until Ctrl-C.")
 @json_option
-def status(address: str | None, name: str | None, application: str | None, as_json: bool) -> None:
+def status(
+    address: str | None, name: str | None, application: str | None, watches: bool, as_json: bool
+) -> None:
     """Show what runs on a cluster, and why the rest does not.
 
-    Exits with 1 if an application or a deployment has failed or is unhealthy.
+    Exits with 1 if an application or a deployment has failed or is unhealthy. If only programs have instances
+    there, and several, all of them are shown, with --json as a list. With --watch, --json prints a line for
+    each change.
     """
-    with errors_as_messages(), connected(address, name) as client:
-        found = client.status() if application is None else client.status().only(application)
+    with errors_as_messages():
+        if watches:
+            with connected(address, name) as client:
+                watch(client, application, as_json=as_json)
+            return
+        found, others = _statuses(address, name, application)
     if as_json:
-        print_json(asdict(found))
+        plain = [asdict(each) for each in found]
+        print_json(plain[0] if len(plain) == 1 else plain)
     else:
-        click.echo(coloured(str(found)))
-    if found.failed:
+        click.echo("\n\n".join(coloured(str(each)) for each in found))
+        if others:
+            click.echo(f"\nOther instances on this cluster: {', '.join(others)}. Show one with --instance.")
+    if any(each.failed for each in found):
         click.get_current_context().exit(ExitCode.FAILED)
+
+
+def _statuses(
+    address: str | None, name: str | None, application: str | None
+) -> tuple[list[Status], list[str]]:
+    """Return the status of the instance, or of all if none is named and only programs have some.
+
+    With it come the names of the instances that are not shown.
+    """
+    try:
+        with connected(address, name) as client:
+            others = [each for each in client.instances() if each != client.instance_name]
+            return [_of(client.status(), application)], others
+    except BadRequestError:
+        if name is not None:
+            raise
+    found = []
+    for each in instances(known(address)):
+        with connected(address, each) as client:
+            found.append(client.status())
+    return [_of(each, application) for each in found if application in (None, *each.applications)], []
+
+
+def _of(found: Status, application: str | None) -> Status:
+    return found if application is None else found.only(application)
+
+
+def watch(client: Client, application: str | None, *, as_json: bool) -> None:
+    """Show the status whenever it changes, until Ctrl-C."""
+    seen, shown = "", None
+    try:
+        while True:
+            seen, status = client.next_status(seen)
+            found = None if status is None else _of(status, application)
+            if found is None or found == shown:
+                continue
+            shown = found
+            if as_json:
+                print_json(asdict(found), is_line=True)
+                continue
+            if sys.stdout.isatty():
+                click.clear()
+            click.echo(f"{coloured(str(found))}\n")
+    except KeyboardInterrupt:
+        return
 
 
 @click.command()

@@ -143,6 +143,21 @@ class ClientVerbs(BackendVerbs, EndpointVerbs, DeploymentVerbs, ApplicationVerbs
             return Status()
         return Status.of(await self._call("status"))
 
+    async def next_status(self, seen: str = "", timeout_s: float = 30.0) -> tuple[str, Status | None]:
+        """Return the id of the status and the status, once it is another one than that with the id ``seen``.
+
+        This is for watching: the first call, without an id, returns at once. The status is None if it has not
+        changed within ``timeout_s``, of at most 30 seconds.
+        """
+        answer = await self._call("next_status", seen=seen, timeout_s=timeout_s)
+        status = answer["status"]
+        return answer["seen"], None if status is None else Status.of(status)
+
+    async def instances(self) -> list[InstanceName]:
+        """Return the names of the instances on the cluster: this one, and those of other programs."""
+        self._connection.check_open()
+        return sorted(await self._run(self._connection.cluster_connection.ask("instances")))
+
     async def set_target_capacity(self, percent: float | None) -> None:
         """Set the percentage of replicas that every backend runs, rounded up; None means all of them.
 
@@ -332,6 +347,8 @@ class Client(InstanceClient):
     set_target_capacity = method(ClientVerbs.set_target_capacity)
     rewrite_store = method(ClientVerbs.rewrite_store)
     status = method(ClientVerbs.status)
+    next_status = method(ClientVerbs.next_status)
+    instances = method(ClientVerbs.instances)
     explain = method(ClientVerbs.explain)
     http_urls = method(ClientVerbs.http_urls)
     view = method(ClientVerbs.view)

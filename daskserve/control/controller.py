@@ -7,8 +7,10 @@ therefore survives any crash. A failed verb can be retried, because every verb i
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
+from hashlib import blake2b
 from typing import Any
 
 from daskserve.cluster.protocols.base import ActorContext, verb, verbs_of
@@ -35,6 +37,8 @@ from daskserve.telemetry.table import MetricSample
 
 #: Interval of the checks in `Controller.wait_for_http`, which runs once, at the start of an instance.
 HTTP_POLL_S = 0.005
+#: Least and greatest time between two looks at the status for `ReadingVerbs.next_status`.
+STATUS_PAUSE_S, STATUS_PERIOD_S = 0.1, 1.0
 
 
 class Controller:
@@ -150,16 +154,17 @@ class ReadingVerbs:
         """Return the instance's status as plain values for `daskserve.client.views.status.Status`."""
         state, observed = self._core.state, self._core.observed
         controller = {"worker": self._core.worker, "pid": os.getpid()}
+        wall = self._core.clock.wall()
         return {
             "instance": self._core.cluster.instance,
             "epoch": self._core.epoch,
             "owns_store": self._core.cluster.store.hold.is_ours,
             "actors": views.actors(state, observed, self._core.cluster.instance, controller),
             "backends": {
-                tag: views.backend_status(state, observed, each) for tag, each in state.backends.items()
+                tag: views.backend_status(state, observed, each, wall) for tag, each in state.backends.items()
             },
             "applications": {
-                app.name: app_views.application_status(state, observed, app) for app in state.apps
+                app.name: app_views.application_status(state, observed, app, wall) for app in state.apps
             },
             "endpoints": {name: backend_verbs.get_endpoint(state, name) for name in state.endpoints},
             "goals": views.goals(state),
@@ -178,8 +183,34 @@ class ReadingVerbs:
         }
 
     @verb
+    async def next_status(self, seen: str, timeout_s: float) -> dict[str, Any]:
+        """Return the status once it is another one than that with the id ``seen``; without it after a time.
+
+        Changes of records wake this. What is only observed, such as a slow start, is read once a second.
+        """
+        clock = self._core.clock
+        deadline = clock.now() + min(timeout_s, MAX_WAIT_S)
+        while True:
+            changed, status = self._core.writer.changed, await self.status()
+            found = blake2b(
+                json.dumps(status, sort_keys=True, default=str).encode(), digest_size=8
+            ).hexdigest()
+            if found != seen:
+                return {"seen": found, "status": status}
+            if clock.now() >= deadline:
+                return {"seen": seen, "status": None}
+            # Many changes in a row are one.
+            await clock.sleep(STATUS_PAUSE_S)
+            try:
+                await clock.wait_for(changed.wait(), min(STATUS_PERIOD_S, max(0.0, deadline - clock.now())))
+            except TimeoutError:
+                pass
+
+    @verb
     async def explain(self, name: str) -> dict[str, Any]:
-        return explaining.explain(self._core.state, self._core.observed, name, self._core.clock.now())
+        return explaining.explain(
+            self._core.state, self._core.observed, name, self._core.clock.now(), self._core.clock.wall()
+        )
 
     @verb
     async def view(self, name: str) -> Any:

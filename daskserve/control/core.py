@@ -335,7 +335,7 @@ class ControllerCore:
             elif record is None and key.startswith("proxy/"):
                 self.observed.forget_proxy(key.removeprefix("proxy/"))
             elif record is None and key.startswith("backend/"):
-                self.observed.notes.pop(key.removeprefix("backend/"), None)
+                self.observed.forget_backend(key.removeprefix("backend/"))
             elif isinstance(record, GoalRecord) and record.state is not GoalState.PENDING:
                 self.loop.metrics.goals[record.state] += 1
                 self.observed.deadlines.pop(record.goal_id, None)

@@ -204,6 +204,8 @@ class Reconciler:
         is_expected = isinstance(error, (ServeError, OSError))
         text = "A control step of %s failed; trying again in %s s: %r"
         logger.error(text, what, ACTION_RETRY_S, error, exc_info=not is_expected)
+        if not is_expected and tag != PROXIES:
+            self._observed.step_failures[tag] = f"the controller fails: {type(error).__name__}: {error}"
         self._wake_at[tag] = self._clock.now() + ACTION_RETRY_S
 
     def _report(self) -> None:
@@ -303,6 +305,7 @@ class Reconciler:
             if self._observed.notes_of(backend.tag).unloadable != step.notes.unloadable:
                 changed.append(backend.tag)
             self._observed.learn(backend.tag, step.notes)
+            self._observed.step_failures.pop(backend.tag, None)
         if changed:
             self._acting.announce(changed)
 

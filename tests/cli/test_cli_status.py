@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ from tables import each_case
 
 import daskserve as serve
 from daskserve.cli import instance
+from daskserve.cli import status as cli_status
 from daskserve.cli.main import main
+from daskserve.client.functions.finding import named_instance
 from daskserve.client.views.status import ApplicationStatus, BackendStatus, Status
 from daskserve.errors import ClusterUnreachableError, NotRunningError
 
@@ -21,11 +24,22 @@ ADDRESS = ("-a", "tcp://host:1")
 class Known:
     """A client whose instance has a fixed status."""
 
-    def __init__(self, status: Status) -> None:
-        self.found = status
+    def __init__(self, *statuses: Status, others: tuple[str, ...] = ()) -> None:
+        self.found = statuses[0]
+        self.instance_name = self.found.instance
+        self._later = list(statuses)
+        self._others = others
 
     def status(self) -> Status:
         return self.found
+
+    def instances(self) -> list[str]:
+        return [self.instance_name, *self._others]
+
+    def next_status(self, seen: str) -> tuple[str, Status | None]:
+        if not self._later:
+            raise KeyboardInterrupt
+        return f"{seen}x", self._later.pop(0)
 
     def disconnect(self) -> None:
         pass
@@ -111,3 +125,32 @@ def test_the_status_of_an_instance_is_a_json_document(monkeypatch: pytest.Monkey
         found = json.loads(call("status", "--json").stdout)
         assert found["applications"]["shop"]["status"] == "RUNNING"
         assert found["instance"] == client.instance_name
+
+
+def test_a_watch_shows_each_change_until_ctrl_c(shop: Status, monkeypatch: pytest.MonkeyPatch) -> None:
+    healed = replace(shop, applications={**shop.applications, "bank": ApplicationStatus("RUNNING")})
+    states = [shop, shop, healed, shop]
+    monkeypatch.setattr(instance, "connect", lambda **_: Known(*states))
+    watched = call("status", "--watch", "--json")
+    lines = [json.loads(line) for line in watched.stdout.splitlines()]
+    assert [each["applications"]["bank"]["status"] for each in lines] == [
+        "DEPLOY_FAILED",
+        "RUNNING",
+        "DEPLOY_FAILED",
+    ]
+    assert watched.exit_code == 0
+    assert call("status", "--watch", "-n", "shop").stdout.count("APPLICATION") == 1, "it has not changed"
+
+
+def test_instances_of_programs_are_all_shown(shop: Status, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(instance, "connect", lambda **_: Known(shop, others=("b", "c")))
+    assert "Other instances on this cluster: b, c. Show one with --instance." in call("status").stdout
+
+    def connect(address: str, name: str | None) -> Known:
+        running = {key: {"is_default": False} for key in "ab"}
+        return Known(replace(shop, instance=named_instance(running, name) or ""))
+
+    monkeypatch.setattr(instance, "connect", connect)
+    monkeypatch.setattr(cli_status, "instances", lambda address: ["a", "b"])
+    assert [each["instance"] for each in json.loads(call("status", "--json").stdout)] == ["a", "b"]
+    assert call("status", "--instance", "b").stdout.startswith("b at")

@@ -77,6 +77,10 @@ def test_a_deploy_of_an_application_shows_the_deployment_that_the_others_wait_fo
         applications={"x": app},
     )
     assert waits_for(found, "g") == "x/back: 0 of 2 replicas run, 1 starting"
+    busy = ActorStatus("replica", "x/back#1", "STARTING", message="running its constructor")
+    assert waits_for(replace(found, actors=(busy,)), "g") == (
+        "x/back: 0 of 2 replicas run, 1 starting (running its constructor)"
+    )
     actor = replace(
         found,
         backends={"x/back:cache::0123abcd": BackendStatus("UPDATING", 1, 0)},

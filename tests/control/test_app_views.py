@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from typing import Any
 
@@ -13,12 +14,14 @@ from tables import each_case
 from daskserve.client.views.status import Status
 from daskserve.common.types import ReplicaState
 from daskserve.control.observed.observed import DeadReplica, Notes, Observed
-from daskserve.control.records.records import AppRecord, BackendRecord, Record
+from daskserve.control.records.records import AppRecord, BackendRecord, CodeRecord, EndpointRecord, Record
+from daskserve.control.verbs.target_capacity import set_target_capacity
 from daskserve.control.views import views
 from daskserve.control.views.applications import application_status
 from daskserve.errors import ReplicaStartError
 
 APP = AppRecord("x", "/x", {"back": "b", "front": "f"}, deployed_at=7.0)
+CODES = tuple(CodeRecord(f"{tag}@{version}", tag, b"") for tag in "bfa" for version in ("v1", "v2"))
 
 
 def member(tag: str, **fields: Any) -> BackendRecord:
@@ -27,7 +30,7 @@ def member(tag: str, **fields: Any) -> BackendRecord:
 
 def status(*records: Record, app: AppRecord = APP, observed: Observed | None = None) -> dict[str, Any]:
     observed = observed or Observed(ready={"b#1": {}, "f#1": {}})
-    return application_status(state_of(app, *records), observed, app)
+    return application_status(state_of(app, *CODES, *records), observed, app, 100.0)
 
 
 def word(found: dict[str, Any], name: str = "back") -> tuple[str, str]:
@@ -91,6 +94,102 @@ def test_lost_replicas_of_an_autoscaled_deployment_are_not_an_upscaling() -> Non
         assert views.status_word(observed, scaled, 1) == ("UPDATING" if at < 9 else "UNHEALTHY")
         complete = status(scaled, replica("b#1"), replica("b#2"), observed=observed)
         assert word(complete) == ("HEALTHY", "UPSCALE_COMPLETED")
+
+
+def test_a_target_capacity_scales_without_a_deploy() -> None:
+    for change, percent, word_of_it in (("UPSCALE", None, "UPSCALING"), ("DOWNSCALE", 50, "DOWNSCALING")):
+        before = member("b", num_replicas=2, capacity=50 if percent is None else None)
+        both = (before, member("f"), replica("b#1"), replica("f#1"))
+        more = () if percent is None else (replica("b#2"),)
+        change_of = set_target_capacity(state_of(APP, *both, *more), percent, 9.0)
+        after = change_of["backend/b"]
+        assert (after.version, after.config_id, after.last_change) == (
+            before.version,
+            before.config_id,
+            change,
+        )
+        found = status(after, member("f"), replica("f#1"), replica("b#1"), *more)
+        assert (found["status"], word(found)) == ("DEPLOYING", (word_of_it, "CONFIG_UPDATE_STARTED"))
+        done = () if percent else (replica("b#2"),)
+        found = status(after, member("f"), replica("f#1"), replica("b#1"), *done)
+        assert (found["status"], word(found)) == ("RUNNING", ("HEALTHY", f"{change}_COMPLETED"))
+
+
+def test_a_deployment_whose_actor_does_not_run_is_unhealthy() -> None:
+    app = replace(APP, deployments={"front:memory": "a", "front": "f"})
+    front = member("f", actors={"memory": "a"}, needs=("a",))
+    actor = member("a", actor_of=("front", "memory"))
+    found = status(front, actor, replica("f#1"), replica("a#1"), app=app)
+    assert word(found, "front") == ("HEALTHY", "CONFIG_UPDATE_COMPLETED")
+    notes = {"a": Notes(failures=1, waiting="a replica failed to start")}
+    found = status(front, actor, replica("f#1"), app=app, observed=Observed(notes=notes))
+    failed = ("UNHEALTHY", "DEPLOYMENT_ACTOR_FAILED")
+    assert (word(found, "front"), word(found, "front:memory"), found["status"]) == (
+        failed,
+        failed,
+        "UNHEALTHY",
+    )
+    assert found["deployments"]["front"]["message"] == (
+        "its actor 'memory' does not run: a replica failed to start"
+    )
+    tried = replace(app, last_error="no", failed="front:memory")
+    found = status(front, actor, replica("f#1"), replica("a#1"), app=tried)
+    assert word(found, "front:memory") == ("DEPLOY_FAILED", "DEPLOYMENT_ACTOR_FAILED")
+
+
+def test_a_failure_of_the_controller_is_no_failure_of_the_code() -> None:
+    observed = Observed(step_failures={"f": "the controller fails: KeyError: 'x'"}, ready={"f#1": {}})
+    found = application_status(state_of(APP, member("b"), member("f"), replica("f#1")), observed, APP, 0.0)
+    assert word(found) == word(found, "front") == ("UNHEALTHY", "INTERNAL_ERROR")
+    assert "no code of its version" in found["deployments"]["back"]["message"]
+    assert found["deployments"]["front"]["message"] == "the controller fails: KeyError: 'x'"
+
+
+@each_case(
+    ("records", "message"),
+    [
+        (
+            [
+                replica(
+                    "b#1", ReplicaState.SHOULD_START, moved_at=70.0, demand={"CPU": 1, "GPU": 1}, worker=None
+                )
+            ],
+            "1 replica has waited for a worker for more than 30 s; resources required for each replica: "
+            "CPU 1, GPU 1; resources of all workers: CPU 4, GPU 0",
+        ),
+        (
+            [replica(f"b#{n}", ReplicaState.STARTING, moved_at=70.0) for n in (1, 2)],
+            "2 replicas have taken more than 30 s to start, perhaps because of a slow __init__ "
+            "or reconfigure()",
+        ),
+        ([replica("b#1", ReplicaState.STARTING, moved_at=71.0)], ""),
+    ],
+)
+def test_what_takes_longer_than_30_s_is_told(records: list[Record], message: str) -> None:
+    observed = Observed(workers={"w1": worker(1)})
+    found = status(member("b", goal="g"), member("f"), *records, observed=observed)
+    assert found["deployments"]["back"]["message"] == message
+
+
+def test_a_restart_loop_is_named_as_one() -> None:
+    dead = tuple(DeadReplica(f"b#{n}", "it is broken", 40.0 + 20 * n) for n in range(3))
+    assert status(*HEALTHY, observed=Observed(notes={"b": Notes(dead=dead[:2])}))["message"] == ""
+    together = tuple(replace(each, at=40.0) for each in dead)
+    assert status(*HEALTHY, observed=Observed(notes={"b": Notes(dead=together)}))["message"] == ""
+    found = status(*HEALTHY, observed=Observed(notes={"b": Notes(dead=dead)}))
+    assert found["message"] == "back: it has restarted 3 times in 40 s, last because it is broken"
+    many = tuple(DeadReplica(f"b#{n}", "it is broken", 10.0 * n) for n in range(10))
+    found = status(*HEALTHY, observed=Observed(notes={"b": Notes(dead=many, failures=4, waiting="broken")}))
+    assert found["message"] == "back: broken; it has restarted 10 times or more in 1 min"
+
+
+def test_traffic_that_others_than_the_ingress_get_is_shown() -> None:
+    shared = EndpointRecord("f", "/x", ("GET",), {"f": 0.75, "other": 0.25}, is_legacy=False)
+    found = status(*HEALTHY, shared)
+    assert found["traffic"] == {"f": 0.75, "other": 0.25}
+    assert found["message"] == "set_traffic shares the requests to f: 75 % f, 25 % other"
+    alone = replace(shared, traffic={"f": 1.0})
+    assert (status(*HEALTHY, alone)["traffic"], status(*HEALTHY, alone)["message"]) == ({}, "")
 
 
 def test_an_application_that_deploys_and_one_that_is_deleted() -> None:
@@ -165,10 +264,32 @@ async def test_the_last_ten_replicas_that_died_are_listed_with_the_reasons(stage
 
     async def fail(replica: Any) -> None:
         if replica.message.code == b"2":
-            raise ReplicaStartError("it is broken")
+            error = ReplicaStartError("it is broken", user_traceback=5000 * "x" + "ValueError")
+            error.__dict__["last_lines"] = ("one", "two")
+            raise error
 
     stage.start = fail
     with pytest.raises(ReplicaStartError):
         await stage.run("x", front={"version": "2"})
     dead = Status.of(await stage.call("status")).applications["x"].deployments["front"].dead_replicas
     assert [each.reason for each in dead[-3:]] == ["ReplicaStartError: it is broken"] * 3
+    assert dead[-1].last_lines == ("one", "two")
+    assert dead[-1].user_traceback.endswith("xValueError")
+    assert len(dead[-1].user_traceback) == 4000
+
+
+@staged(workers=2)
+async def test_a_watcher_waits_until_the_status_changes(stage: Stage) -> None:
+    await stage.run("x")
+    first = await stage.call("next_status", seen="", timeout_s=0.0)
+    assert Status.of(first["status"]) == Status.of(await stage.call("status"))
+    began = stage.clock.now()
+    nothing = await stage.call("next_status", seen=first["seen"], timeout_s=20.0)
+    assert (nothing["status"], nothing["seen"]) == (None, first["seen"])
+    assert 20 <= stage.clock.now() - began < 22
+    later = asyncio.create_task(stage.call("next_status", seen=first["seen"], timeout_s=20.0))
+    await stage.clock.sleep(5.0)
+    began = stage.clock.now()
+    await stage.call("set_target_capacity", percent=50)
+    assert (await later)["status"]["target_capacity"] == 50
+    assert stage.clock.now() - began < 1

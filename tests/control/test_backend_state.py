@@ -716,7 +716,7 @@ def test_a_replica_above_the_limit_of_each_host_waits_and_the_status_says_so() -
     bench.settle()
     assert bench.goal(goal).state is GoalState.PENDING
     assert len(bench.tags(S.RUNNING)) == 2
-    message = backend_status(bench.state, bench.observed, bench.state.backends["b"])["message"]
+    message = backend_status(bench.state, bench.observed, bench.state.backends["b"], bench.wall)["message"]
     assert message == "max_replicas_per_node is 1, and each of the 2 usable hosts has as many"
     bench.observed.workers["w4"] = worker(4, host="h3")
     bench.settle()

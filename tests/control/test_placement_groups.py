@@ -411,7 +411,7 @@ def test_a_replica_with_a_bundle_on_a_retiring_worker_is_on_its_way() -> None:
     member, app = backend(application="default", num_replicas=2), AppRecord("default", "/", {"b": "b"})
     first, second = replica("b#1", rank=(2, 0, 0), **grouped), replica("b#2", rank=(1, 0, 1))
     state = state_of(member, app, first, second)
-    found = application_status(state, observed, app)
+    found = application_status(state, observed, app, 0.0)
     assert found["deployments"]["b"]["replica_states"]["PENDING_MIGRATION"] == 1
     # While it is there, no rank is too high.
     assert ranks_to_change(member, [first, second], observed) == []

@@ -48,13 +48,15 @@ def direction(state: State) -> str | None:
 
 def test_fixed_numbers_are_scaled_and_come_back() -> None:
     state = state_of(*(backend(f"b{count}", num_replicas=count) for count in (10, 1, 3)))
-    before = dict(state.backends)
+    before = {tag: replace(each, last_change="UPSCALE") for tag, each in state.backends.items()}
     assert numbers(put(state, 50)) == [5, 1, 2]
     assert numbers(put(state, 1)) == [1, 1, 1]
     assert numbers(put(state, 0)) == [0, 0, 0]
     assert numbers(put(state, 100)) == [10, 1, 3]
     put(state, None)
-    assert (state.backends, state.capacity, len(state.records())) == (before, CapacityRecord(), 3)
+    assert numbers(state) == [10, 1, 3]
+    scaled = {tag: replace(each, last_change="UPSCALE") for tag, each in state.backends.items()}
+    assert (scaled, state.capacity, len(state.records())) == (before, CapacityRecord(), 3)
 
 
 def test_autoscaled_numbers_stay_within_the_share_of_their_bounds() -> None:

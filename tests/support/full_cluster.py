@@ -35,7 +35,7 @@ def versions(bench: Bench, *states: S) -> list[str]:
 
 
 def message(bench: Bench) -> str:
-    return str(backend_status(bench.state, bench.observed, bench.state.backends["b"])["message"])
+    return str(backend_status(bench.state, bench.observed, bench.state.backends["b"], bench.wall)["message"])
 
 
 def lose_first(bench: Bench) -> None:

@@ -80,6 +80,19 @@ async def _connect(
 
 #: Its body, for other functions.
 connect_with = _connect
+
+
+async def _instances(form: Form[Any], address: str) -> list[InstanceName]:
+    """Return the names of the instances on the cluster of a Dask scheduler, sorted."""
+    cluster_connection = await dial_connection(form, address)
+    try:
+        return sorted(await form.run(cluster_connection, cluster_connection.ask("instances")))
+    finally:
+        await cluster_connection.disconnect(asynchronous=form.asynchronous)
+
+
+instances = blocking(_instances)
+
 connect = blocking(_connect)
 connect_async = awaitable(_connect)
 

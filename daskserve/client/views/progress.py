@@ -110,9 +110,14 @@ def waits_for(status: Status, goal: GoalId) -> str:
     states = [each.state for each in status.replicas(name)]
     text = f"{short_tag(name)}: {backend.running} of {backend.wanted} replicas run"
     starting = states.count("STARTING")
+    doing = {each.message for each in status.replicas(name) if each.state == "STARTING" and each.message}
     unplaced = states.count("SHOULD_START")
     stopping = sum(state in ("SHOULD_STOP", "STOPPING") for state in states)
-    counts = ((starting, "starting"), (unplaced, "waiting for a worker"), (stopping, "stopping"))
+    counts = (
+        (starting, f"starting ({doing.pop()})" if len(doing) == 1 else "starting"),
+        (unplaced, "waiting for a worker"),
+        (stopping, "stopping"),
+    )
     parts = [f"{count} {what}" for count, what in counts if count]
     message = backend.message.partition("\n")[0]
     return "; ".join([", ".join([text, *parts]), *([message] if message else [])])

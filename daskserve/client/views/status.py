@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from datetime import UTC, datetime
 from html import escape
 from typing import Any, ClassVar, Self
 
@@ -14,6 +15,8 @@ from daskserve.errors import NotFoundError
 from daskserve.internals.ipython import with_cell_lines
 from daskserve.payload.shown_errors import shortened
 
+#: Number of dead replicas of each backend that are shown; the attribute has more.
+SHOWN_DEAD = 3
 #: The states of applications and deployments that do not serve as they should.
 FAILED_STATES = frozenset({"DEPLOY_FAILED", "UNHEALTHY"})
 
@@ -65,11 +68,19 @@ class ActorStatus(_FromPlain):
 
 @dataclass(frozen=True, slots=True)
 class DeadReplicaStatus(_FromPlain):
-    """A replica that was lost or failed: its name, the reason, and when, in seconds since the epoch."""
+    """A replica that was lost or failed: its name, the reason, and when, in seconds since the epoch.
+
+    ``user_traceback`` is that of the user's code that failed in its start, and ``last_lines`` are what the
+    replica has logged last. Both are lost with its worker.
+    """
 
     name: str
     reason: str
     at: float
+    user_traceback: str = ""
+    last_lines: tuple[str, ...] = ()
+
+    PARTS: ClassVar[Mapping[str, Callable[[Any], Any]]] = {"last_lines": tuple}
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +112,10 @@ class DeploymentStatus(_FromPlain):
     status : str
         HEALTHY, UPDATING, UPSCALING, DOWNSCALING, UNHEALTHY or DEPLOY_FAILED.
     status_trigger : str
-        What has led to the status, such as CONFIG_UPDATE_COMPLETED, AUTOSCALING or REPLICA_STARTUP_FAILED.
+        What has led to the status: CONFIG_UPDATE_STARTED, CONFIG_UPDATE_COMPLETED, UPSCALE_COMPLETED,
+        DOWNSCALE_COMPLETED, AUTOSCALING, REPLICA_STARTUP_FAILED, HEALTH_CHECK_FAILED,
+        DEPLOYMENT_ACTOR_FAILED (an actor of the deployment does not run), INTERNAL_ERROR (the controller
+        cannot bring it up) or DELETING.
     replica_states : dict
         Number of replicas by state: STARTING, UPDATING, RECOVERING, RUNNING, STOPPING, PENDING_MIGRATION.
     message : str
@@ -138,6 +152,9 @@ class ApplicationStatus(_FromPlain):
     route_prefix : str or None
     deployments : dict
         The `DeploymentStatus` of each deployment, by name.
+    traffic : dict
+        The shares of the backends that get its requests, while others than its ingress do by `set_traffic`;
+        empty otherwise.
     """
 
     status: str
@@ -145,6 +162,7 @@ class ApplicationStatus(_FromPlain):
     last_deployed_time_s: float = 0.0
     route_prefix: str | None = None
     deployments: Mapping[str, DeploymentStatus] = field(default_factory=dict)
+    traffic: Mapping[str, float] = field(default_factory=dict)
 
     PARTS: ClassVar[Mapping[str, Callable[[Any], Any]]] = {"deployments": _named(DeploymentStatus)}
 
@@ -327,7 +345,9 @@ class Status(_FromPlain):
             for each in self.actors
         ]
         parts.append((actor_head, rows))
-        parts += self._tracebacks()
+        if dead := self._dead():
+            parts.append((("LOST REPLICA", "AT", "REASON"), dead))
+        parts += [*self._tracebacks(), *self._last_lines()]
         notes = self._notes()
         return [*parts, "\n".join(notes)] if notes else parts
 
@@ -348,6 +368,29 @@ class Status(_FromPlain):
             if more:
                 found.setdefault(more, name)
         return [f"{name}:\n{text}" for text, name in found.items()]
+
+    def _dead(self) -> list[tuple[str, ...]]:
+        """Return the replicas of each backend that died last, as rows."""
+        return [
+            (
+                short_tag(each.name),
+                datetime.fromtimestamp(each.at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
+                each.reason.partition("\n")[0],
+            )
+            for _, backend in sorted(self.backends.items())
+            for each in backend.dead_replicas[-SHOWN_DEAD:]
+        ]
+
+    def _last_lines(self) -> list[str]:
+        """Return what the last replica of each backend that died has logged."""
+        last = (
+            backend.dead_replicas[-1] for _, backend in sorted(self.backends.items()) if backend.dead_replicas
+        )
+        return [
+            "\n".join([f"The last log lines of {short_tag(each.name)}:", *each.last_lines])
+            for each in last
+            if each.last_lines
+        ]
 
     def _notes(self) -> list[str]:
         notes = [f"Worker {each} does not answer." for each in self.unresponsive_workers]

@@ -18,8 +18,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from daskserve.cluster.actors.recent_log import RecentLog
 from daskserve.cluster.channel.kept_results import KeptResults
 from daskserve.cluster.protocols.base import (
+    LAST_LINES,
     STOP_MARGIN_S,
     ActorSpec,
     Hosted,
@@ -119,6 +121,8 @@ class ActorRegistry:
         Called after an actor started or stopped.
     broken_routes : callable, optional
         Returns the workers that this process does not reach directly for an instance, each with its route.
+    recent_log : RecentLog, optional
+        Has the last log lines of the actors, which are reported with their failures.
 
     Attributes
     ----------
@@ -138,6 +142,7 @@ class ActorRegistry:
         surroundings: Callable[[], AbstractContextManager[None]] = nullcontext,
         on_change: Callable[[], None] = _nothing,
         broken_routes: Callable[[InstanceName], Mapping[WorkerAddress, Reachability]] = lambda _: {},
+        recent_log: RecentLog | None = None,
     ) -> None:
         self.worker = worker
         self.entries: dict[str, Entry] = {}
@@ -148,6 +153,7 @@ class ActorRegistry:
         self._surroundings = surroundings
         self._on_change = on_change
         self._broken_routes = broken_routes
+        self._recent_log = recent_log
         self._is_ending = False
         self._stopping = TaskSet(logger)
         self._verbs = verbs_of(self)
@@ -202,9 +208,21 @@ class ActorRegistry:
                     f"{described_actor(wanted.name)} was stopped while it started."
                 ) from None
             raise
-        except Exception:
+        except Exception as error:
+            if lines := self._last_lines(wanted.name):
+                # An error of a child process has its own lines.
+                error.__dict__.setdefault(LAST_LINES, lines)
             await self._remove(entry, grace_s=0)
             raise
+
+    def _last_lines(self, name: str) -> tuple[str, ...]:
+        return () if self._recent_log is None else self._recent_log.of(name)
+
+    def _health_of(self, entry: Entry) -> dict[str, Any]:
+        facts = entry.health()
+        if not facts["is_healthy"] and LAST_LINES not in facts:
+            facts[LAST_LINES] = self._last_lines(entry.spec.name)
+        return facts
 
     async def _facts_of(self, entry: Entry, limit_s: float | None) -> Mapping[str, Any]:
         """Return the facts of an actor that starts; raise `RequestTimeoutError` if a stage takes too long.
@@ -258,6 +276,8 @@ class ActorRegistry:
         finally:
             if self.entries.get(entry.spec.name) is entry:
                 del self.entries[entry.spec.name]
+                if self._recent_log is not None:
+                    self._recent_log.forget(entry.spec.name)
             PROCESS.remove(entry.actor)
             self._on_change()
 
@@ -274,7 +294,7 @@ class ActorRegistry:
                 "kind": entry.spec.kind.value,
                 "incarnation": entry.spec.incarnation,
                 "is_ready": entry.is_ready,
-                **entry.health(),
+                **self._health_of(entry),
                 **({} if (work := entry.work(now)) is None else {"busy": work}),
                 **(entry.metrics() if entry.spec.name in named else {}),
                 **broken,

@@ -82,6 +82,9 @@ class ContextWith(Generic[ViewT_co]):
     start_thread: StartThread = start_daemon
 
 
+#: The key of an unhealthy actor's last log lines in what `Cluster.inspect` returns, and the attribute of an
+#: error that has those of an actor which did not start.
+LAST_LINES = "last_lines"
 #: Time beyond the grace period after which a stop is abandoned and the actor is removed.
 STOP_MARGIN_S = 10.0
 

@@ -36,6 +36,7 @@ from functools import partial
 from typing import Any
 
 from daskserve._version import __version__
+from daskserve.cluster.actors import recent_log
 from daskserve.cluster.actors.calls import control_call
 from daskserve.cluster.channel.channel import Channel
 from daskserve.cluster.channel.wire.segments import Segments
@@ -91,9 +92,16 @@ class ChildProcess:
     """A running child, created with `start`. `ended` is set when the process has exited for any reason."""
 
     def __init__(
-        self, name: str, process: asyncio.subprocess.Process, transport: Transport, lifeline: int
+        self,
+        name: str,
+        process: asyncio.subprocess.Process,
+        transport: Transport,
+        lifeline: int,
+        log: int,
     ) -> None:
         self.name = name
+        self._log: int | None = log
+        self._last_lines: tuple[str, ...] = ()
         self.ended = asyncio.Event()
         #: Called once, on this loop, when the process has ended.
         self.on_end: Callable[[], None] | None = None
@@ -129,14 +137,15 @@ class ChildProcess:
         """
         ours, theirs = socket.socketpair()
         lifeline_end, lifeline = os.pipe()
+        log = recent_log.open_file()
         try:
             with theirs:
                 try:
-                    process = await _spawn(interpreter, name, theirs.fileno(), lifeline_end)
+                    process = await _spawn(interpreter, name, theirs.fileno(), lifeline_end, log)
                 finally:
                     os.close(lifeline_end)
             try:
-                facts = await _greet(ours, interpreter, factory)
+                facts = await _greet(ours, interpreter, factory, log)
                 if facts is None:
                     with contextlib.suppress(TimeoutError):
                         await asyncio.wait_for(process.wait(), EXIT_GRACE_S)
@@ -154,8 +163,9 @@ class ChildProcess:
         except BaseException:
             ours.close()
             os.close(lifeline)
+            os.close(log)
             raise
-        return cls(name, process, SocketTransport(ours, f"child://{name}"), lifeline)
+        return cls(name, process, SocketTransport(ours, f"child://{name}"), lifeline, log)
 
     @property
     def pid(self) -> int:
@@ -171,6 +181,10 @@ class ChildProcess:
     def fate(self) -> str:
         """A verb phrase that says how the process ended; valid once `ended` is set."""
         return fate_of(self._process.returncode)
+
+    def last_lines(self) -> tuple[str, ...]:
+        """Return the last lines that the child's code has logged, also after its end."""
+        return self._last_lines if self._log is None else recent_log.read_file(self._log)
 
     def request(self, number: int, envelope: Envelope) -> ActorRequest:
         """Return a request to the child; see `daskserve.cluster.channel.channel.Channel.request`.
@@ -214,18 +228,24 @@ class ChildProcess:
             raise
         finally:
             os.close(self._lifeline)
+            self._last_lines, log = self.last_lines(), self._log
+            self._log = None
+            if log is not None:
+                os.close(log)
             self._segments.close()
             self.ended.set()
         if self.on_end is not None:
             self.on_end()
 
 
-async def _spawn(interpreter: Interpreter, name: str, pair: int, lifeline: int) -> asyncio.subprocess.Process:
+async def _spawn(
+    interpreter: Interpreter, name: str, pair: int, lifeline: int, log: int
+) -> asyncio.subprocess.Process:
     try:
         return await asyncio.create_subprocess_exec(
             *(interpreter.python, "-c", _BOOT, str(pair), str(lifeline), name),
             stdin=asyncio.subprocess.DEVNULL,
-            pass_fds=(pair, lifeline),
+            pass_fds=(pair, lifeline, log),
             start_new_session=True,
             env=interpreter.variables,
         )
@@ -233,7 +253,9 @@ async def _spawn(interpreter: Interpreter, name: str, pair: int, lifeline: int) 
         raise InstanceError(f"The interpreter {interpreter.python} cannot be run: {error}") from error
 
 
-async def _greet(pair: socket.socket, interpreter: Interpreter, factory: str) -> dict[str, Any] | None:
+async def _greet(
+    pair: socket.socket, interpreter: Interpreter, factory: str, log: int
+) -> dict[str, Any] | None:
     """Send the child its options and return its facts; None if it sends none."""
     loop = asyncio.get_running_loop()
     pair.setblocking(False)
@@ -246,6 +268,7 @@ async def _greet(pair: socket.socket, interpreter: Interpreter, factory: str) ->
             "first": list(interpreter.first),
             "factory": factory,
             "settings": asdict(settings.process()),
+            "log": log,
         }
         await loop.sock_sendall(pair, json.dumps(options).encode() + b"\n")
         while not line.endswith(b"\n"):

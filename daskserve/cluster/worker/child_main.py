@@ -24,6 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from daskserve.cluster.actors.recent_log import LogFile
 from daskserve.cluster.channel.channel import Channel, Dispatch
 from daskserve.cluster.channel.wire.segments import Segments
 from daskserve.cluster.channel.wire.transport import SocketTransport
@@ -79,10 +80,10 @@ def prepare(options: Mapping[str, Any]) -> Callable[[socket.socket, int], None]:
     """Import the child's factory; return the main function, which takes the socket and the lifeline."""
     settings.given_process.set(settings.ProcessSettings(**options["settings"]))
     module, _, name = options["factory"].partition(":")
-    return partial(_run, getattr(importlib.import_module(module), name))
+    return partial(_run, getattr(importlib.import_module(module), name), options.get("log"))
 
 
-def _run(factory: Factory, pair: socket.socket, lifeline: int) -> None:
+def _run(factory: Factory, log: int | None, pair: socket.socket, lifeline: int) -> None:
     _end_with_parent(lifeline)
     _be_killed_before_parent()
     with contextlib.suppress(Exception):  # raised if there is no stderr
@@ -94,7 +95,8 @@ def _run(factory: Factory, pair: socket.socket, lifeline: int) -> None:
     forks = ForkGuard()
     forks.open()
     if settings.process().log_thread:
-        LogThread().open()  # the exit functions flush it
+        recent = None if log is None else LogFile(log)
+        LogThread(recent=recent).open()  # the exit functions flush it
     # Python's own handler would raise an error in a request or in the loop of user code.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     leave = _ReplacedFirst(settings.process().termination_grace_s)

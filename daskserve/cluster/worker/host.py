@@ -22,6 +22,7 @@ from typing import Any
 from distributed import Client, Worker, get_worker
 
 from daskserve._version import __version__
+from daskserve.cluster.actors.recent_log import RecentLog
 from daskserve.cluster.actors.registry import ActorRegistry
 from daskserve.cluster.channel.connect.dialling import CHANNEL_OP
 from daskserve.cluster.channel.connect.keyring import ChannelSecret
@@ -82,7 +83,8 @@ class Host:
     def __init__(self) -> None:
         self._worker = get_worker()
         self._tuning = InterpreterTuning(self._has_replicas)
-        self._logs = LogThread()
+        recent = RecentLog()
+        self._logs = LogThread(recent=recent)
         self._forks = ForkGuard(self._peers)
         self._children = ChildProcesses()
         #: Dask's clients for user code; None until `open`.
@@ -100,6 +102,7 @@ class Host:
             surroundings=lambda: as_current(view, current_client),
             on_change=self._tuning.objects_changed,
             broken_routes=lambda instance: self._open_connection.cluster(instance).routes.broken(),
+            recent_log=recent,
         )
         self._reconnection = Reconnection(self._worker, self.registry, settings.scheduler().grace_s)
         grace_s = settings.process().termination_grace_s

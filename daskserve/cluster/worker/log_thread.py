@@ -28,6 +28,7 @@ import traceback
 from collections import deque
 from typing import NamedTuple
 
+from daskserve.cluster.actors.recent_log import TakesRecords
 from daskserve.common.formatting import shown
 from daskserve.internals.python import CallHandlers, intercept_records, stop_intercepting
 
@@ -57,8 +58,15 @@ class _QueuedRecord(NamedTuple):
 class LogThread:
     """Calls the handlers for all log records of this process in a separate thread."""
 
-    def __init__(self, max_records: int = MAX_RECORDS, max_tracebacks: int = MAX_TRACEBACKS) -> None:
+    def __init__(
+        self,
+        max_records: int = MAX_RECORDS,
+        max_tracebacks: int = MAX_TRACEBACKS,
+        recent: TakesRecords | None = None,
+    ) -> None:
         self._max_records = max_records
+        #: Keeps the last records for the status.
+        self._recent = recent
         # Unlike the other queues, this one may be used by a destructor that runs within its own methods.
         self._queue: queue.SimpleQueue[_QueuedRecord | threading.Event | None] = queue.SimpleQueue()
         #: One for each further record that may keep its exception. Its methods are atomic, as the queue's.
@@ -132,7 +140,10 @@ class LogThread:
                 assert record.exc_info
                 record.exc_text = record.exc_text or self._formatter.formatException(record.exc_info)
                 record.exc_info = None
-        entry = _QueuedRecord(source, _with_final_message(record), contextvars.copy_context(), has_permit)
+        record = _with_final_message(record)
+        if self._recent is not None:
+            self._recent.take(record)
+        entry = _QueuedRecord(source, record, contextvars.copy_context(), has_permit)
         self._queue.put(entry)
         return True
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from daskserve.autoscaling.context import Sample
+from daskserve.cluster.protocols.base import LAST_LINES
 from daskserve.common.types import (
     BackendTag,
     GoalId,
@@ -28,6 +29,8 @@ from daskserve.options.autoscaling import AutoscalingConfig
 KEPT_SAMPLES = 10
 #: Number of dead replicas that are kept for each backend, for the status.
 KEPT_DEAD = 10
+#: Number of characters at the end of a dead replica's traceback that are kept.
+TRACEBACK_LENGTH = 4000
 
 
 @dataclass(slots=True)
@@ -67,11 +70,16 @@ class Scaling:
 
 @dataclass(frozen=True, slots=True)
 class DeadReplica:
-    """A replica that was lost or failed, at a time in seconds since the epoch."""
+    """A replica that was lost or failed, at a time in seconds since the epoch.
+
+    Its last log lines and the traceback of user code are empty if they are lost with its worker.
+    """
 
     name: str
     reason: str
     at: float
+    user_traceback: str = ""
+    last_lines: tuple[str, ...] = ()
 
 
 class Activity(NamedTuple):
@@ -159,6 +167,8 @@ class Observed:
     ready: dict[ReplicaTag, dict[str, Any]] = field(default_factory=dict)
     #: Replicas whose own probes failed, with the details.
     unhealthy: dict[ReplicaTag, str] = field(default_factory=dict)
+    #: The last log lines of those.
+    last_lines: dict[ReplicaTag, tuple[str, ...]] = field(default_factory=dict)
     #: Replicas whose own processes have got SIGTERM.
     terminating: set[ReplicaTag] = field(default_factory=set)
     #: Workers that the scheduler still lists, but whose process does not answer.
@@ -178,6 +188,8 @@ class Observed:
     routing_stats: dict[ReplicaTag, Mapping[str, Any]] = field(default_factory=dict)
     #: The memory of each backend's steps.
     notes: dict[BackendTag, Notes] = field(default_factory=dict)
+    #: Why the last step of a backend failed in a way that nobody expects, until one succeeds.
+    step_failures: dict[BackendTag, str] = field(default_factory=dict)
     #: The replica that moves to a better worker; see `daskserve.control.placement.rebalancing`.
     moving: ReplicaTag | None = None
     #: The backends that should run and have no running replica, as published.
@@ -277,7 +289,9 @@ class Observed:
             return DeadReplica(tag, f"worker {worker} left the cluster", wall)
         if event is ReplicaEvent.FAILED:
             error = self.failed[tag]
-            return DeadReplica(tag, f"{type(error).__name__}: {error}", wall)
+            user_traceback = str(getattr(error, "user_traceback", ""))[-TRACEBACK_LENGTH:]
+            lines = tuple(getattr(error, LAST_LINES, ()))
+            return DeadReplica(tag, f"{type(error).__name__}: {error}", wall, user_traceback, lines)
         if event is ReplicaEvent.UNWANTED:
             why = (
                 f"worker {worker} does not answer" if worker in self.unresponsive else self.unhealthy.get(tag)
@@ -287,7 +301,7 @@ class Observed:
                 lost = replica.bundle_workers[number]
                 how = "left the cluster" if lost in self.lost_workers else "does not answer"
                 why = f"worker {lost}, which has bundle {number} of its placement group, {how}"
-            return DeadReplica(tag, why, wall)
+            return DeadReplica(tag, why, wall, "", self.last_lines.get(tag, ()))
         return None
 
     def _lost_bundle(self, replica: ReplicaRecord) -> int | None:
@@ -337,10 +351,16 @@ class Observed:
         self.proxies_gone.discard(tag)
         self.proxies_failed.pop(tag, None)
 
+    def forget_backend(self, tag: BackendTag) -> None:
+        """Drop the observations of a backend whose record is gone."""
+        self.notes.pop(tag, None)
+        self.step_failures.pop(tag, None)
+
     def forget_replica(self, tag: ReplicaTag) -> None:
         """Drop the observations of a replica whose record is gone."""
         levels: tuple[dict[ReplicaTag, Any], ...] = (self.ready, self.failed, self.unhealthy, self.configured)
         self.busy.pop(tag, None)
+        self.last_lines.pop(tag, None)
         for each in (*levels, self.reconfigure_failed, self.rank_infos, self.routing_stats):
             each.pop(tag, None)
         self.gone.discard(tag)

@@ -15,7 +15,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from daskserve.cluster.protocols.base import EPOCH_BITS, Cluster
+from daskserve.cluster.protocols.base import EPOCH_BITS, LAST_LINES, Cluster
 from daskserve.common.clock import Clock
 from daskserve.common.types import (
     ActorAddress,
@@ -168,6 +168,7 @@ class WorkerWatch:
                 continue
             logger.warning("Replica %s is unhealthy: %s", short_tag(replica.tag), actor["detail"])
             self._observed.unhealthy[replica.tag] = actor["detail"]
+            self._observed.last_lines[replica.tag] = tuple(actor.get(LAST_LINES, ()))
             self._poke([replica.backend])
         self._miss_proxies(worker, there)
         self._end_orphans(worker, actors)

@@ -67,6 +67,8 @@ class Writer:
         #: The change that may or may not be in the store, with the effects that follow it.
         self._doubtful: tuple[Change, Then | None] | None = None
         self.changes = 0
+        #: Is set by the next change, which makes another one.
+        self.changed = asyncio.Event()
         self.is_detached = False
 
     def detach(self) -> None:
@@ -138,6 +140,8 @@ class Writer:
         self._apply(change)
         if then is not None:
             then()
+        self.changed.set()
+        self.changed = asyncio.Event()
 
     async def _read_again(self, change: Change, then: Then | None) -> None:
         stored, unreadable = checkpoint.read(await self._store.load())

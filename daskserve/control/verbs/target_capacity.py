@@ -37,9 +37,12 @@ def at_capacity(state: State, backend: BackendRecord) -> BackendRecord:
 def _at(backend: BackendRecord, capacity: CapacityRecord, wall: float) -> BackendRecord:
     changed = replace(backend, capacity=capacity.percent, capacity_direction=capacity.direction)
     config = autoscaling_of(backend)
-    if changed == backend or config is None or config.dry_run:
+    if changed == backend:
         return changed
-    return within_bounds(changed, config, wall)
+    if config is not None and not config.dry_run:
+        changed = within_bounds(changed, config, wall)
+    more = changed.num_replicas - backend.num_replicas
+    return replace(changed, last_change="UPSCALE" if more > 0 else "DOWNSCALE") if more else changed
 
 
 def _direction(state: State, percent: float | None) -> str | None:

@@ -12,10 +12,10 @@ from daskserve.control.observed.observed import Observed
 from daskserve.control.records.state import State
 from daskserve.control.scaling.recorded import autoscaling_of, bounds_of
 from daskserve.control.verbs import backends as backend_verbs
-from daskserve.control.views.views import message_of
+from daskserve.control.views.messages import message_of
 
 
-def explain(state: State, observed: Observed, name: str, now: float) -> dict[str, Any]:
+def explain(state: State, observed: Observed, name: str, now: float, wall: float) -> dict[str, Any]:
     """Return everything that determines the number of a backend's replicas.
 
     Raises
@@ -54,7 +54,7 @@ def explain(state: State, observed: Observed, name: str, now: float) -> dict[str
         "events": [list(each) for each in backend.scalings],
         "target_capacity": backend.capacity,
         "target_capacity_direction": backend.capacity_direction,
-        "waiting": message_of(observed, backend, state.replicas_of(backend.tag)),
+        "waiting": message_of(observed, backend, state.replicas_of(backend.tag), wall),
     }
 
 

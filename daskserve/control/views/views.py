@@ -5,31 +5,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from daskserve.common.formatting import shown
 from daskserve.common.types import ActorKind, BackendTag, Reachability, ReplicaState, WorkerAddress
 from daskserve.control.backend import application as app_state
 from daskserve.control.backend import progress
-from daskserve.control.backend.step import NEW_WORKER_S
 from daskserve.control.observed.observed import Activity, Observed
 from daskserve.control.proxies.step import is_ready
 from daskserve.control.records.config_ids import is_pausing
 from daskserve.control.records.proxy import ProxyRecord
-from daskserve.control.records.records import BackendRecord, GoalState, ReplicaRecord
+from daskserve.control.records.records import BackendRecord, GoalState
 from daskserve.control.records.state import State
 from daskserve.control.verbs import backends as backend_verbs
 from daskserve.control.verbs import endpoints as endpoint_state
 from daskserve.control.verbs.failed_deploys import not_found
+from daskserve.control.views.messages import message_of
 from daskserve.options.environment import Environment
 from daskserve.options.secrets import masked
 
 UNVERSIONED = "Unversioned"
 
 
-def backend_status(state: State, observed: Observed, backend: BackendRecord) -> dict[str, Any]:
+def backend_status(state: State, observed: Observed, backend: BackendRecord, wall: float) -> dict[str, Any]:
     """Return a backend's status, with the reason if it is not healthy."""
     replicas = state.replicas_of(backend.tag)
     running = sum(each.state is ReplicaState.RUNNING for each in replicas)
@@ -40,7 +39,7 @@ def backend_status(state: State, observed: Observed, backend: BackendRecord) -> 
         "wanted": backend.num_replicas,
         "running": running,
         "version": backend.user_version or UNVERSIONED,
-        "message": message_of(observed, backend, replicas),
+        "message": message_of(observed, backend, replicas, wall),
         "dead_replicas": dead_replicas(observed, backend.tag),
     }
 
@@ -48,33 +47,6 @@ def backend_status(state: State, observed: Observed, backend: BackendRecord) -> 
 def dead_replicas(observed: Observed, tag: BackendTag) -> list[dict[str, Any]]:
     """Return the last replicas of a backend that died, oldest first, with the reasons."""
     return [asdict(each) for each in observed.notes_of(tag).dead]
-
-
-def message_of(observed: Observed, backend: BackendRecord, replicas: Iterable[ReplicaRecord]) -> str:
-    """Return what a backend waits for (room, a slow replica, an update), or else why the last goal failed."""
-    replicas, notes = list(replicas), observed.notes_of(backend.tag)
-    found = [] if notes.waiting is None else [notes.waiting]
-    found += [text] if (text := progress.busy_text(observed, backend, replicas)) else []
-    if backend.goal is not None and any(each.version != backend.version for each in replicas):
-        done = progress.running(backend, replicas)
-        found.append(f"{done} of {backend.needed_replicas} replicas are updated")
-    if notes.full_since is not None:
-        surge = backend.config.surge(1)
-        cause = "no room for a new replica beside the old ones" if surge else "max_surge is 0"
-        late = (
-            f", once no worker has joined for {shown(NEW_WORKER_S)} s"
-            if surge and observed.is_adaptive
-            else ""
-        )
-        count = notes.drained_at_once
-        is_one = backend.gang_size == 1 and not backend.bundles
-        where = " of one worker" if is_one else ""
-        drained = "one old replica" if count == 1 else f"{count} old replicas{where}"
-        found.insert(0, f"{cause}: draining {drained} at a time{late}")
-    # A text may have a traceback below its first line.
-    parts = [each.partition("\n") for each in found]
-    text = "\n".join(["; ".join(first for first, _, _ in parts), *(more for _, _, more in parts if more)])
-    return text or backend.last_error
 
 
 def status_word(observed: Observed, backend: BackendRecord, running: int) -> str:
@@ -85,7 +57,8 @@ def status_word(observed: Observed, backend: BackendRecord, running: int) -> str
         return "HEALTHY"
     # The autoscaler is changing the number, unless replicas fail.
     is_failing = observed.notes_of(backend.tag).failures or is_replacing(observed, backend)
-    is_scaling = backend.scaled_to is not None and not is_failing
+    is_asked = backend.scaled_to is not None or backend.last_change == "UPSCALE"
+    is_scaling = is_asked and not is_failing
     return "UPDATING" if backend.goal is not None or is_scaling else "UNHEALTHY"
 
 
@@ -177,14 +150,18 @@ def actors(state: State, observed: Observed, instance: str, controller: Mapping[
                 "state": replica.state.value,
                 **where(replica.worker),
                 "pid": ready.get("pid") if ready is not None else None,
-                "message": observed.unhealthy.get(replica.tag)
-                or progress.work_text(observed.busy.get(replica.tag, Activity(""))),
+                "message": observed.unhealthy.get(replica.tag) or _work(observed.busy.get(replica.tag)),
                 "rank": replica.rank[0] if replica.rank else None,
                 "metadata": dict(replica.metadata),
                 "routing_stats": dict(observed.routing_stats.get(replica.tag, {})),
             }
         )
     return found
+
+
+def _work(busy: Activity | None) -> str:
+    """Return what a replica does while it starts or stops, and for how long once that is long."""
+    return "" if busy is None else progress.work_text(busy) or busy.what
 
 
 def goals(state: State) -> list[dict[str, Any]]:

@@ -41,6 +41,10 @@ class UserCode(Protocol):
     def loop_blocks(self) -> int:
         """How many times user code was found blocking its event loop."""
 
+    @property
+    def last_lines(self) -> tuple[str, ...]:
+        """The last lines that its own process has logged; empty if it has none of its own."""
+
     async def start(self) -> Mapping[str, Any]:
         """Load, construct and probe the user code, and return facts about it; raise if that fails."""
 

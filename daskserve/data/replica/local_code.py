@@ -78,6 +78,7 @@ class LocalCode:
     """A `daskserve.data.replica.code_protocol.UserCode` that runs behind an executor in this process."""
 
     loss = ""
+    last_lines: tuple[str, ...] = ()  # the worker has them
     is_leaving = False
     stage_since = 0.0
 

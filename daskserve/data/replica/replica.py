@@ -18,7 +18,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from daskserve.cluster.protocols.base import ContextWith, verb, verbs_of
+from daskserve.cluster.protocols.base import LAST_LINES, ContextWith, verb, verbs_of
 from daskserve.common.clock import stopwatch
 from daskserve.common.types import Load, as_rank_info, short_tag
 from daskserve.context import HasConnection
@@ -230,7 +230,11 @@ class Replica:
             facts["routing_stats"] = stats
         if self._reconfigures_since is not None:
             facts["busy"] = RECONFIGURING.doing, self._context.clock.now() - self._reconfigures_since
-        return {**facts, "is_healthy": False, "detail": loss} if loss else facts
+        if loss:
+            facts |= {"is_healthy": False, "detail": loss}
+        if not facts["is_healthy"] and (lines := self._code.last_lines):
+            facts[LAST_LINES] = lines
+        return facts
 
     # ---- stop
 

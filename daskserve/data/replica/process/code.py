@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from daskserve.cluster.protocols.base import ActorContext
+from daskserve.cluster.protocols.base import LAST_LINES, ActorContext
 from daskserve.cluster.worker.child import ChildProcess, dump_access
 from daskserve.common import settings
 from daskserve.common.formatting import capitalized
@@ -151,13 +151,22 @@ class ChildCode:
         child = self._child = await ChildProcess.start(start.replica_tag, interpreter, FACTORY)
         self._runner = ChildRunner(child, self._explain)
         child.on_end = self._note_end
-        facts = await self._start_child(child)
+        try:
+            facts = await self._start_child(child)
+        except ReplicaStartError as error:
+            error.__dict__[LAST_LINES] = child.last_lines()
+            raise
         keep_asking = keep_asking_for_metrics(self.statistics, start.replica_tag, self._context.clock)
         self._asking = asyncio.create_task(keep_asking, name=f"daskserve-metrics-{start.replica_tag}")
         self._waiting = asyncio.create_task(
             _note_leaving(self, child), name=f"daskserve-leaving-{start.replica_tag}"
         )
         return {**facts, "child_pid": child.pid}
+
+    @property
+    def last_lines(self) -> tuple[str, ...]:
+        """The last lines that the child has logged."""
+        return () if self._child is None else self._child.last_lines()
 
     async def _start_child(self, child: ChildProcess) -> Mapping[str, Any]:
         spec = self._context.spec

@@ -1,0 +1,122 @@
+"""The last log lines of replicas, for the status of one that fails: bounded, and cheap for code that logs.
+
+A worker keeps those of its own replicas in memory. A child process writes its lines to a file without a name,
+which its parent reads after the child has died, however it died.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+import threading
+from collections import OrderedDict, deque
+from datetime import datetime
+from typing import Any, Protocol, TypeAlias
+
+from daskserve.common.types import ReplicaTag
+from daskserve.context import current_replica
+
+#: Number of lines that are kept for each replica, and the length of each.
+LINES, LENGTH = 20, 300
+#: Number of replicas of which a process keeps lines.
+REPLICAS = 200
+#: Size at which a child's file begins again with its last part, and the size of that.
+FILE_BYTES, KEPT_BYTES = 64 << 10, 8 << 10
+
+#: When a record was made, its level, logger, message and arguments, and the class of its exception.
+_Entry: TypeAlias = tuple[float, str, str, Any, Any, str]
+
+
+class TakesRecords(Protocol):
+    """Keeps log records, within the code that logs; their arguments no longer change."""
+
+    def take(self, record: logging.LogRecord) -> None: ...
+
+
+class RecentLog(TakesRecords):
+    """The last lines of each replica in this process."""
+
+    def __init__(self) -> None:
+        self._lines: OrderedDict[ReplicaTag, deque[_Entry]] = OrderedDict()
+
+    def take(self, record: logging.LogRecord) -> None:
+        """Keep a record of the replica that the current code belongs to, if there is one."""
+        replica = current_replica.get()
+        if replica is None:
+            return
+        lines = self._lines.get(replica.replica_tag)
+        if lines is None:
+            lines = self._lines[replica.replica_tag] = deque(maxlen=LINES)
+            while len(self._lines) > REPLICAS:
+                self._lines.popitem(last=False)
+        lines.append(_entry(record))
+
+    def of(self, name: str) -> tuple[str, ...]:
+        """Return the last lines of a replica, given the name of its actor."""
+        lines = self._lines.get(name.partition("/replica/")[2], ())
+        return tuple(map(_line, tuple(lines)))
+
+    def forget(self, name: str) -> None:
+        """Drop the lines of a replica that is gone."""
+        self._lines.pop(name.partition("/replica/")[2], None)
+
+
+class LogFile(TakesRecords):
+    """A child's own lines, in a file that its parent has opened."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._size = 0
+        # A destructor within `take` may log, too.
+        self._lock = threading.RLock()
+
+    def take(self, record: logging.LogRecord) -> None:
+        """Write a record as a line."""
+        data = f"{_line(_entry(record))}\n".encode(errors="replace")
+        with self._lock:
+            if self._size + len(data) > FILE_BYTES:
+                kept = os.pread(self._descriptor, KEPT_BYTES, max(0, self._size - KEPT_BYTES))
+                os.pwrite(self._descriptor, kept, 0)
+                os.ftruncate(self._descriptor, len(kept))
+                self._size = len(kept)
+            self._size += os.pwrite(self._descriptor, data, self._size)
+
+
+def open_file() -> int:
+    """Return the descriptor of a new file without a name."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("daskserve-log")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+def read_file(descriptor: int) -> tuple[str, ...]:
+    """Return the last lines of a child's file."""
+    size = os.fstat(descriptor).st_size
+    start = max(0, size - KEPT_BYTES)
+    lines = os.pread(descriptor, KEPT_BYTES, start).decode(errors="replace").splitlines()
+    return tuple(lines[1 if start else 0 :][-LINES:])
+
+
+def _entry(record: logging.LogRecord) -> _Entry:
+    kind = record.exc_info[0] if record.exc_info else None
+    return (
+        record.created,
+        record.levelname,
+        record.name,
+        record.msg,
+        record.args,
+        "" if kind is None else kind.__name__,
+    )
+
+
+def _line(entry: _Entry) -> str:
+    created, level, name, message, args, kind = entry
+    try:
+        text = str(message) % args if args else str(message)
+    except Exception:  # the arguments do not fit the message; the handlers report it
+        text = str(message)
+    clock = f"{datetime.fromtimestamp(created):%H:%M:%S}"
+    text = " ".join(text.split("\n"))
+    return f"{clock} {level} {name}: {text}{f' ({kind})' if kind else ''}"[:LENGTH]

@@ -1,0 +1,109 @@
+"""What a backend waits for, and why its replicas fail, in the words of the status. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from daskserve.common.formatting import shown, shown_size
+from daskserve.common.types import ReplicaState
+from daskserve.control.backend import progress
+from daskserve.control.backend.step import NEW_WORKER_S
+from daskserve.control.observed.observed import KEPT_DEAD, DeadReplica, Observed
+from daskserve.control.placement.placement import capacity
+from daskserve.control.records.records import BackendRecord, ReplicaRecord
+
+#: Replicas that take longer to be placed or to start are told of.
+SLOW_S = 30.0
+#: This many restarts within this time are a loop.
+LOOP_RESTARTS, LOOP_S = 3, 600.0
+
+
+def message_of(
+    observed: Observed, backend: BackendRecord, replicas: Iterable[ReplicaRecord], wall: float
+) -> str:
+    """Return what a backend waits for (room, a slow replica, an update), or else why the last goal failed.
+
+    Parameters
+    ----------
+    wall : float
+        The time in seconds since the epoch.
+    """
+    replicas, notes = list(replicas), observed.notes_of(backend.tag)
+    found = [] if notes.waiting is None else [notes.waiting]
+    found += [text] if (text := slow_text(observed, backend, replicas, wall)) else []
+    found += [text] if (text := progress.busy_text(observed, backend, replicas)) else []
+    if backend.goal is not None and any(each.version != backend.version for each in replicas):
+        done = progress.running(backend, replicas)
+        found.append(f"{done} of {backend.needed_replicas} replicas are updated")
+    if notes.full_since is not None:
+        surge = backend.config.surge(1)
+        cause = "no room for a new replica beside the old ones" if surge else "max_surge is 0"
+        late = (
+            f", once no worker has joined for {shown(NEW_WORKER_S)} s"
+            if surge and observed.is_adaptive
+            else ""
+        )
+        count = notes.drained_at_once
+        is_one = backend.gang_size == 1 and not backend.bundles
+        where = " of one worker" if is_one else ""
+        drained = "one old replica" if count == 1 else f"{count} old replicas{where}"
+        found.insert(0, f"{cause}: draining {drained} at a time{late}")
+    if text := loop_text(notes.dead, backend, wall, has_reason=notes.failures > 0):
+        found.append(text)
+    # A text may have a traceback below its first line.
+    parts = [each.partition("\n") for each in found]
+    text = "\n".join(["; ".join(first for first, _, _ in parts), *(more for _, _, more in parts if more)])
+    return text or backend.last_error
+
+
+def slow_text(
+    observed: Observed, backend: BackendRecord, replicas: Sequence[ReplicaRecord], wall: float
+) -> str:
+    """Return which replicas have waited or started for long, with the resources that they need."""
+    late = [each.state for each in replicas if each.moved_at and wall - each.moved_at >= SLOW_S]
+    unplaced, starting = late.count(ReplicaState.SHOULD_START), late.count(ReplicaState.STARTING)
+    if unplaced:
+        needed = {} if backend.is_deleting else dict(replicas[0].demand)
+        for bundle in backend.bundles[1:]:
+            needed = {name: needed.get(name, 0) + bundle.get(name, 0) for name in {*needed, *bundle}}
+        offered = [capacity(each) for each in observed.usable_workers() if not each.is_system]
+        have = {name: sum(each.get(name, 0) for each in offered) for name in needed}
+        return (
+            f"{_counted(unplaced)} waited for a worker for more than {shown(SLOW_S)} s; resources required "
+            f"for each replica: {_amounts(needed)}; resources of all workers: {_amounts(have)}"
+        )
+    if starting and (starting > 1 or not any(each.tag in observed.busy for each in replicas)):
+        return (
+            f"{_counted(starting)} taken more than {shown(SLOW_S)} s to start, perhaps because of a slow "
+            "__init__ or reconfigure()"
+        )
+    return ""
+
+
+def _counted(count: int) -> str:
+    return "1 replica has" if count == 1 else f"{count} replicas have"
+
+
+def _amounts(amounts: Mapping[str, float]) -> str:
+    return ", ".join(
+        f"{name} {shown_size(amount) if name == 'memory' else shown(amount)}"
+        for name, amount in sorted(amounts.items())
+    )
+
+
+def loop_text(dead: Sequence[DeadReplica], backend: BackendRecord, wall: float, *, has_reason: bool) -> str:
+    """Return that replicas restart again and again, if they do: how often, for how long, and why.
+
+    ``has_reason`` says that the reason is told elsewhere. What one event ends, such as the loss of a worker,
+    counts once.
+    """
+    lately = [each for each in dead if wall - each.at < LOOP_S]
+    times = {each.at for each in lately}
+    if len(times) < min(max(LOOP_RESTARTS, backend.num_replicas), KEPT_DEAD):
+        return ""
+    minutes, seconds = divmod(round(max(times) - min(times)), 60)
+    span = f"{minutes} min" if minutes else f"{max(1, seconds)} s"
+    count = f"{len(times)}{' times or more' if len(dead) == KEPT_DEAD else ' times'}"
+    who = "replicas have" if backend.num_replicas > 1 else "it has"
+    why = "" if has_reason else f", last because {lately[-1].reason}"
+    return f"{who} restarted {count} in {span}{why}"
