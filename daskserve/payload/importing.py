@@ -14,7 +14,8 @@ import os
 import sys
 import sysconfig
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -45,7 +46,9 @@ class ImportPath(str):
     def of(cls, path: str) -> ImportPath:
         """Return a path whose modules this process has imported, with their digests."""
         found = cls(path)
-        found.modules = {each.__name__: _digest(each) for each in _modules_beside(split_import_path(path)[0])}
+        found.modules = {
+            each.__name__: file_digest(each) for each in _modules_beside(split_import_path(path)[0])
+        }
         return found
 
 
@@ -70,7 +73,20 @@ def _modules_beside(name: str) -> list[ModuleType]:
     ]
 
 
-def _digest(module: ModuleType) -> str:
+def modules_in(folders: Iterable[str]) -> dict[str, ModuleType]:
+    """Return the imported modules whose files are in some folders, by name; none of installed packages."""
+    starts = tuple(os.path.join(os.path.realpath(each), "") for each in folders)
+    found = {}
+    for name, module in sorted(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if name != "__main__" and file and os.path.realpath(file).startswith(starts):
+            inside = os.path.realpath(file)
+            if not any(map(inside.__contains__, _INSTALLED)):
+                found[name] = module
+    return found
+
+
+def file_digest(module: ModuleType) -> str:
     """Return the digest of a module's file, as it was when this was asked first."""
     found: str | None = module.__dict__.get(_DIGEST)
     if found is None:
@@ -83,14 +99,25 @@ def _digest(module: ModuleType) -> str:
     return found
 
 
-def _import_again(path: ImportPath) -> None:
-    """Forget the modules of a path if this process has imported other versions of them."""
-    known = {name: sys.modules[name].__dict__.get(_DIGEST) for name in path.modules if name in sys.modules}
-    if all(digest == path.modules[name] for name, digest in known.items()):
-        return
-    for name in path.modules:
-        sys.modules.pop(name, None)
+def forget_others(modules: Mapping[str, str]) -> None:
+    """Forget modules, given with their digests, if this process has imported other versions of them."""
+    known = {name: sys.modules[name].__dict__.get(_DIGEST) for name in modules if name in sys.modules}
+    if any(digest != modules[name] for name, digest in known.items()):
+        forget(modules)
+
+
+def forget(names: Iterable[str]) -> dict[str, ModuleType]:
+    """Forget modules, so that they are imported again from their sources; return those that were imported."""
+    gone = {name: sys.modules.pop(name) for name in list(names) if name in sys.modules}
+    for module in gone.values():
+        # Bytecode counts as current if size and second are those of the source, which may have changed twice
+        # in a second.
+        cached = getattr(module, "__cached__", None)
+        if cached:
+            with suppress(OSError):
+                os.unlink(cached)
     importlib.invalidate_caches()
+    return gone
 
 
 def import_definition(path: str) -> Any:
@@ -108,7 +135,7 @@ def import_definition(path: str) -> Any:
     if not isinstance(path, ImportPath):
         return _imported(path)
     with path.lock:
-        _import_again(path)
+        forget_others(path.modules)
         found = _imported(path)
         digests = ImportPath.of(path).modules
     others = sorted(name for name, digest in path.modules.items() if digests.get(name, digest) != digest)
