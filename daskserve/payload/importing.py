@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import importlib.util
 import logging
 import os
 import sys
 import sysconfig
 import threading
+import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from types import ModuleType
@@ -27,6 +29,8 @@ logger = logging.getLogger("daskserve.replica")
 
 #: The attribute of a module that holds the digest of its file when it was imported.
 _DIGEST = "__daskserve_digest__"
+#: When this process began, or shortly after.
+_LOADED_AT = time.time()
 _INSTALLED = ("site-packages", "dist-packages")
 MODULE_REMEDY = "Install it on the workers, too, or put its folder on their PYTHONPATH."
 
@@ -54,14 +58,8 @@ class ImportPath(str):
 
 def _modules_beside(name: str) -> list[ModuleType]:
     """Return the imported modules in the folder of a module's package, sorted; none of installed ones."""
-    first = sys.modules.get(name.partition(".")[0])
-    file = getattr(first, "__file__", None)
-    if file is None:
-        return []
-    folder = os.path.dirname(os.path.abspath(file))
-    if hasattr(first, "__path__"):
-        folder = os.path.dirname(folder)
-    if folder == sysconfig.get_path("stdlib"):
+    folder = folder_of(name)
+    if folder is None:
         return []
     files = {each: getattr(module, "__file__", None) or "" for each, module in list(sys.modules.items())}
     return [
@@ -73,13 +71,48 @@ def _modules_beside(name: str) -> list[ModuleType]:
     ]
 
 
+def folder_of(name: str) -> str | None:
+    """Return the folder in which a module is found, that of its package; None if it is an installed one."""
+    first = name.partition(".")[0]
+    module = sys.modules.get(first)
+    try:
+        found = module.__spec__ if module is not None else importlib.util.find_spec(first)
+    except ValueError:  # it has none, as __main__ may have
+        found = None
+    file = getattr(module, "__file__", None) or getattr(found, "origin", None)
+    if file is None or not os.path.isabs(file):
+        return None
+    folder: str = os.path.dirname(os.path.abspath(file))
+    is_package = bool(getattr(found, "submodule_search_locations", None)) or hasattr(module, "__path__")
+    if is_package:
+        folder = os.path.dirname(folder)
+    if folder == sysconfig.get_path("stdlib") or any(map(f"{folder}{os.sep}".__contains__, _INSTALLED)):
+        return None
+    return folder
+
+
+def have_changed(modules: Iterable[ModuleType]) -> bool:
+    """Return whether the file of one of some modules may have changed since it was imported."""
+    for module in modules:
+        before = module.__dict__.get(_DIGEST)
+        try:
+            if before is None and os.path.getmtime(str(module.__file__)) > _LOADED_AT:
+                return True  # it may have been imported before
+            if before and before != _digest_of(str(module.__file__)):
+                return True
+        except OSError:
+            return True  # it is gone
+    return False
+
+
 def modules_in(folders: Iterable[str]) -> dict[str, ModuleType]:
     """Return the imported modules whose files are in some folders, by name; none of installed packages."""
     starts = tuple(os.path.join(os.path.realpath(each), "") for each in folders)
     found = {}
     for name, module in sorted(sys.modules.items()):
         file = getattr(module, "__file__", None)
-        if name != "__main__" and file and os.path.realpath(file).startswith(starts):
+        is_own = name == "__main__" or name.partition(".")[0] == "daskserve"  # in a clone
+        if file and not is_own and os.path.realpath(file).startswith(starts):
             inside = os.path.realpath(file)
             if not any(map(inside.__contains__, _INSTALLED)):
                 found[name] = module
@@ -91,12 +124,41 @@ def file_digest(module: ModuleType) -> str:
     found: str | None = module.__dict__.get(_DIGEST)
     if found is None:
         try:
-            with open(str(module.__file__), "rb") as file:
-                found = hashlib.sha256(file.read()).hexdigest()[:16]
+            found = _digest_of(str(module.__file__))
         except OSError:  # it is in a ZIP file, or gone
             found = ""
         setattr(module, _DIGEST, found)
     return found
+
+
+def _digest_of(name: str) -> str:
+    with open(name, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:16]
+
+
+class ModuleVersions:
+    """Modules with their digests, in front of code that names them.
+
+    When it is unpickled, other versions of them that the process has imported are forgotten, so that the code
+    after it gets these.
+    """
+
+    def __init__(self, modules: Mapping[str, str]) -> None:
+        self.modules = dict(sorted(modules.items()))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _met, (self.modules,)
+
+    def note(self) -> None:
+        """Note which versions were imported, after the code was unpickled; warn of others than these."""
+        found = {name: file_digest(sys.modules[name]) for name in self.modules if name in sys.modules}
+        _warn_of_others("the code of a deployment", self.modules, found)
+
+
+def _met(modules: Mapping[str, str]) -> ModuleVersions:
+    with ImportPath.lock:
+        forget_others(modules)
+    return ModuleVersions(modules)
 
 
 def forget_others(modules: Mapping[str, str]) -> None:
@@ -138,15 +200,19 @@ def import_definition(path: str) -> Any:
         forget_others(path.modules)
         found = _imported(path)
         digests = ImportPath.of(path).modules
-    others = sorted(name for name, digest in path.modules.items() if digests.get(name, digest) != digest)
+    _warn_of_others(path, path.modules, digests)
+    return found
+
+
+def _warn_of_others(what: str, wanted: Mapping[str, str], found: Mapping[str, str]) -> None:
+    others = sorted(name for name, digest in wanted.items() if found.get(name, digest) != digest)
     if others:
         logger.warning(
             "%s: the file of module %s differs from that of the program that deployed it. Give all machines "
             "the same files, for example by env={'working_dir': '.'}.",
-            path,
+            what,
             ", ".join(others),
         )
-    return found
 
 
 def _imported(path: str) -> Any:

@@ -10,6 +10,7 @@ from typing import Any, Self
 import msgpack
 
 from daskserve.common.types import SHARED_BYTES, Payload
+from daskserve.payload.importing import ModuleVersions
 from daskserve.payload.pickling import Substitute, dump_code, load, load_bytes
 
 #: The first bytes of a parcel's label; pickles begin differently.
@@ -104,4 +105,8 @@ def pack_code(
 
 def unpack_code(code: bytes, parts: Sequence[Any]) -> Any:
     """Unpickle the result of `pack_code`."""
-    return load(Payload(parts[0], tuple(parts[1:]))) if parts else load_bytes(code)
+    found = load(Payload(parts[0], tuple(parts[1:]))) if parts else load_bytes(code)
+    for each in found:
+        if isinstance(each, ModuleVersions):
+            each.note()
+    return found

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from daskserve.client.definitions.code_digest import code_digest, settle_ids
+from daskserve.client.definitions.code_digest import code_digest, names_one_of, settle_ids
 from daskserve.common import settings
 from daskserve.common.types import ALL_HTTP_METHODS, described
 from daskserve.data.replica.environment.working_dir import PackedFolder, pack_folder
@@ -22,7 +22,7 @@ from daskserve.options.http import HTTPOptions
 from daskserve.options.placement import check_covered
 from daskserve.options.route_variables import check_not_reserved, check_variables
 from daskserve.options.specs import BackendSpec
-from daskserve.payload.importing import ImportPath
+from daskserve.payload.importing import ImportPath, ModuleVersions
 from daskserve.payload.parcels import pack_code
 from daskserve.payload.pickling import Substitute, load_bytes
 from daskserve.payload.unpicklable import (
@@ -161,6 +161,7 @@ def make_spec(
     prev_version: str | None = None,
     env: Any = None,
     files: PackedFolder | None = None,
+    modules: Mapping[str, str] | None = None,
     substitution: Callable[[], Substitute] | None = None,
     kind: str = "deployment",
 ) -> BackendSpec:
@@ -172,6 +173,9 @@ def make_spec(
         The checked name of the backend.
     files
         The files of the environment, if it does not name a folder.
+    modules
+        Modules with their digests. Code that names one of them depends on their versions, and replicas
+        import them again that have imported others.
     substitution
         Returns a function that returns what to pickle in place of an object, and that raises
         `MisplacedObject` for an object that must not be there.
@@ -211,6 +215,9 @@ def make_spec(
     if isinstance(definition, str):
         definition = ImportPath.of(definition)
     code, parts, digest = _packed(name, (*folder, definition, *arguments), substitution)
+    if modules and names_one_of(bytes(parts[0]) if parts else code, modules):
+        versions = ModuleVersions(modules)
+        code, parts, digest = _packed(name, (*folder, versions, definition, *arguments), substitution)
     return BackendSpec(
         tag=tag,
         code=code,
