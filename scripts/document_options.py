@@ -22,6 +22,7 @@ from daskserve.options.environment import Environment
 from daskserve.options.http import HTTPOptions
 from daskserve.options.placement import GangSchedulingConfig
 from daskserve.options.ray_names import TRANSLATED
+from daskserve.options.rollout import Gate, RolloutConfig
 
 #: The models whose options the page lists, by name.
 MODELS = {
@@ -32,6 +33,8 @@ MODELS = {
         DeploymentActorConfig,
         GangSchedulingConfig,
         AutoscalingConfig,
+        RolloutConfig,
+        Gate,
         Environment,
         HTTPOptions,
     )

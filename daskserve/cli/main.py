@@ -14,8 +14,12 @@ from daskserve.common import settings
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "build": ("daskserve.cli.config_file:build", "Write the configuration file of applications."),
     "docs": ("daskserve.cli.docs:docs", "Show the section of the documentation about a keyword."),
+    "events": ("daskserve.cli.history:events", "Show what happened, and why."),
+    "explain": ("daskserve.cli.history:explain", "Explain a deployment's number of replicas."),
+    "history": ("daskserve.cli.history:history", "Show the last versions of an application."),
     "metrics": ("daskserve.cli.metrics:metrics", "Set up Prometheus and Grafana for daskserve."),
     "rewrite-store": ("daskserve.cli.status:rewrite_store", "Rewrite the records of an instance."),
+    "rollback": ("daskserve.cli.history:rollback", "Deploy an earlier version of an application again."),
     "run": ("daskserve.cli.run:run", "Serve an application until Ctrl-C."),
     "schema": ("daskserve.cli.config_file:schema", "Print the JSON Schema of configuration files."),
     "shutdown": ("daskserve.cli.status:shutdown", "End the instance on a cluster."),

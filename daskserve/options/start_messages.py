@@ -105,6 +105,8 @@ class ReplicaStart(StartMessage):
         For a deployment actor: the names of its deployment and of the actor.
     is_deployment : bool
         Whether its backend was deployed as a deployment, and is one to its user.
+    is_exact : bool
+        Whether code by import path must be that which was deployed: the files of a worker must not differ.
     """
 
     OPTIONS: ClassVar[Mapping[str, Any]] = {"config": dump_config}
@@ -125,6 +127,7 @@ class ReplicaStart(StartMessage):
     gang: Sequence[str]
     bundles: Sequence[tuple[str, Mapping[str, float]]]
     is_deployment: bool
+    is_exact: bool
 
     @property
     def kind(self) -> str:

@@ -12,6 +12,7 @@ import importlib
 import importlib.util
 import logging
 import os
+import socket
 import sys
 import sysconfig
 import threading
@@ -22,7 +23,7 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 from daskserve.common.types import split_import_path
-from daskserve.errors import BadRequestError
+from daskserve.errors import BadRequestError, CodeLoadError
 from daskserve.payload.error_text import summary_of
 
 logger = logging.getLogger("daskserve.replica")
@@ -108,14 +109,16 @@ def have_changed(modules: Iterable[ModuleType]) -> bool:
 def modules_in(folders: Iterable[str]) -> dict[str, ModuleType]:
     """Return the imported modules whose files are in some folders, by name; none of installed packages."""
     starts = tuple(os.path.join(os.path.realpath(each), "") for each in folders)
+    stdlib = os.path.join(sysconfig.get_path("stdlib"), "")
     found = {}
     for name, module in sorted(sys.modules.items()):
-        file = getattr(module, "__file__", None)
+        file = getattr(module, "__dict__", {}).get("__file__") or ""
         is_own = name == "__main__" or name.partition(".")[0] == "daskserve"  # in a clone
-        if file and not is_own and os.path.realpath(file).startswith(starts):
-            inside = os.path.realpath(file)
-            if not any(map(inside.__contains__, _INSTALLED)):
-                found[name] = module
+        if is_own or not file or file.startswith(stdlib) or any(map(file.__contains__, _INSTALLED)):
+            continue  # most of them; the next step asks the file system
+        inside = os.path.realpath(file)
+        if inside.startswith(starts) and not any(map(inside.__contains__, _INSTALLED)):
+            found[name] = module
     return found
 
 
@@ -149,10 +152,10 @@ class ModuleVersions:
     def __reduce__(self) -> tuple[Any, ...]:
         return _met, (self.modules,)
 
-    def note(self) -> None:
-        """Note which versions were imported, after the code was unpickled; warn of others than these."""
+    def check(self, *, is_exact: bool) -> None:
+        """Note which versions were imported, once the code is unpickled; see `import_definition`."""
         found = {name: file_digest(sys.modules[name]) for name in self.modules if name in sys.modules}
-        _warn_of_others("the code of a deployment", self.modules, found)
+        _check_versions("The code", self.modules, found, is_exact=is_exact)
 
 
 def _met(modules: Mapping[str, str]) -> ModuleVersions:
@@ -182,14 +185,21 @@ def forget(names: Iterable[str]) -> dict[str, ModuleType]:
     return gone
 
 
-def import_definition(path: str) -> Any:
+def import_definition(path: str, *, is_exact: bool = False) -> Any:
     """Import and return the object that ``"pkg.mod.Name"`` or ``"pkg.mod:Name"`` names.
 
     The modules of an `ImportPath` are imported again if this process has imported other versions of them.
     What refers to those keeps them.
 
+    Parameters
+    ----------
+    is_exact : bool
+        Whether files that differ from those of an `ImportPath` are an error; else a warning is logged.
+
     Raises
     ------
+    CodeLoadError
+        A file differs, and must not.
     BadRequestError
         The path has another form, there is no such module, or the module has no such name. Errors raised
         by the module itself, such as a missing import, are not changed.
@@ -200,12 +210,21 @@ def import_definition(path: str) -> Any:
         forget_others(path.modules)
         found = _imported(path)
         digests = ImportPath.of(path).modules
-    _warn_of_others(path, path.modules, digests)
+    _check_versions(path, path.modules, digests, is_exact=is_exact)
     return found
 
 
-def _warn_of_others(what: str, wanted: Mapping[str, str], found: Mapping[str, str]) -> None:
+def _check_versions(
+    what: str, wanted: Mapping[str, str], found: Mapping[str, str], *, is_exact: bool
+) -> None:
+    """Warn of modules of other versions than the wanted ones; raise `CodeLoadError` if only these will do."""
     others = sorted(name for name, digest in wanted.items() if found.get(name, digest) != digest)
+    if others and is_exact:
+        raise CodeLoadError(
+            f"{what}: the file of module {', '.join(others)} on {socket.gethostname()} is not that of the "
+            "revision to roll back to. Give the workers the files of that revision, or deploy it from its "
+            "source; with env={'working_dir': '.'}, files are kept with each revision."
+        )
     if others:
         logger.warning(
             "%s: the file of module %s differs from that of the program that deployed it. Give all machines "

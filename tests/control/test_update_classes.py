@@ -27,6 +27,7 @@ VALUES: Mapping[str, Any] = {
     "max_body_bytes": 5,
     "max_surge": 2,
     "max_unavailable": 1,
+    "rollout": {"steps": ["50%"]},
     "max_replicas_per_node": 2,
     "placement": "PACK",
     "rebalance_after_s": None,

@@ -212,12 +212,8 @@ def make_spec(
     arguments = (init_args if substitution else tuple(init_args), dict(init_kwargs))
     if has_app(definition):
         substitution = partial(without_others, definition, substitution)
-    if isinstance(definition, str):
-        definition = ImportPath.of(definition)
-    code, parts, digest = _packed(name, (*folder, definition, *arguments), substitution)
-    if modules and names_one_of(bytes(parts[0]) if parts else code, modules):
-        versions = ModuleVersions(modules)
-        code, parts, digest = _packed(name, (*folder, versions, definition, *arguments), substitution)
+    definition = ImportPath.of(definition) if isinstance(definition, str) else definition
+    code, parts, digest = _packed(name, (*folder, definition, *arguments), substitution, modules)
     return BackendSpec(
         tag=tag,
         code=code,
@@ -248,7 +244,10 @@ def _environment_of(name: str, env: Any, config: BackendConfig) -> Environment |
 
 
 def _packed(
-    name: str, whole: tuple[Any, ...], substitution: Callable[[], Substitute] | None
+    name: str,
+    whole: tuple[Any, ...],
+    substitution: Callable[[], Substitute] | None,
+    modules: Mapping[str, str] | None = None,
 ) -> tuple[bytes, tuple[Any, ...], str]:
     """Return pickled code, the parts of its parcel, and its digest."""
     try:
@@ -257,6 +256,8 @@ def _packed(
         if any(classes.values()):
             settle_ids(classes, parts or (code,))
             code, parts = pack_code(whole, substitution)
+        if modules and names_one_of(bytes(parts[0]) if parts else code, modules):
+            return _packed(name, (ModuleVersions(modules), *whole), substitution)
         return code, parts, code_digest(parts or (code,), classes)
     except Exception as error:
         # A foreign object may raise anything when it is pickled; this error adds the place and the remedy.

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgpack
 
+from daskserve.common.differences import Difference
 from daskserve.common.types import BackendTag
 from daskserve.control.records.encoding import from_plain
 from daskserve.control.records.records import (
@@ -30,7 +31,7 @@ from daskserve.control.records.records import (
 )
 from daskserve.control.records.revisions import RevisionRecord, RevisionState
 from daskserve.control.records.state import State
-from daskserve.control.verbs.history.differences import Difference, differences
+from daskserve.control.verbs.history.differences import differences
 from daskserve.payload.packed_errors import load_error
 
 #: Revisions that are kept of each application.
