@@ -16,7 +16,6 @@ import socket
 import sys
 import sysconfig
 import threading
-import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from types import ModuleType
@@ -30,8 +29,6 @@ logger = logging.getLogger("daskserve.replica")
 
 #: The attribute of a module that holds the digest of its file when it was imported.
 _DIGEST = "__daskserve_digest__"
-#: When this process began, or shortly after.
-_LOADED_AT = time.time()
 _INSTALLED = ("site-packages", "dist-packages")
 MODULE_REMEDY = "Install it on the workers, too, or put its folder on their PYTHONPATH."
 
@@ -95,11 +92,10 @@ def folder_of(name: str) -> str | None:
 def have_changed(modules: Iterable[ModuleType]) -> bool:
     """Return whether the file of one of some modules may have changed since it was imported."""
     for module in modules:
+        # Without a digest, the module may have been imported long ago, by something else.
         before = module.__dict__.get(_DIGEST)
         try:
-            if before is None and os.path.getmtime(str(module.__file__)) > _LOADED_AT:
-                return True  # it may have been imported before
-            if before and before != _digest_of(str(module.__file__)):
+            if before is None or (before and before != _digest_of(str(module.__file__))):
                 return True
         except OSError:
             return True  # it is gone
