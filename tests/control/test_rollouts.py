@@ -306,7 +306,7 @@ def test_three_percent_of_errors_are_found_before_a_step_ends_and_chance_is_not(
         for rate in found:
             rng, evidence, is_found = np.random.default_rng(seed), Evidence(), False
             while not is_found and evidence.new.requests < least_requests(Gate(), evidence, share, p):
-                more = requests(rng, 200, share, (rate, 0.001))
+                more = requests(rng, int(200 / share), share, (rate, 0.001))
                 evidence = Evidence(evidence.new + more.new, evidence.old + more.old)
                 is_found = judge(Gate(), 0, evidence, share, p).is_worse
             found[rate] += is_found
