@@ -173,6 +173,9 @@ class _Revising:
             self.settle(name, S.DELETED, "")
         number = revisions[-1].number + 1 if revisions else 1
         new = self.revision(self.after, app, goal, number)
+        is_under_way = any(each.state is S.DEPLOYING for each in self.state.revisions.of(name))
+        if not new.changes and not is_under_way and current(revisions) is not None:
+            return  # only what replicas have told of themselves differs
         self.put(new)
         self.trim(name)
 
