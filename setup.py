@@ -57,6 +57,7 @@ setup(
         "daskserve",
         "daskserve.autoscaling",
         "daskserve.cli",
+        "daskserve.cli.serving",
         "daskserve.client",
         "daskserve.client.definitions",
         "daskserve.client.ending",

@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Mapping
 
 import click
+from click.shell_completion import CompletionItem
 
 from daskserve._version import __version__
 from daskserve.common import settings
@@ -13,18 +14,25 @@ from daskserve.common import settings
 #: The location and the help text of each command or group: ``name -> ("module:command", "help")``.
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "build": ("daskserve.cli.config_file:build", "Write the configuration file of applications."),
+    "completion": ("daskserve.cli.completion:completion", "Print a script for completion in a shell."),
+    "controller-health": (
+        "daskserve.cli.serving.start:controller_health",
+        "Say whether the controller answers.",
+    ),
     "docs": ("daskserve.cli.docs:docs", "Show the section of the documentation about a keyword."),
     "events": ("daskserve.cli.history:events", "Show what happened, and why."),
     "explain": ("daskserve.cli.history:explain", "Explain a deployment's number of replicas."),
     "history": ("daskserve.cli.history:history", "Show the last versions of an application."),
     "metrics": ("daskserve.cli.metrics:metrics", "Set up Prometheus and Grafana for daskserve."),
     "rewrite-store": ("daskserve.cli.status:rewrite_store", "Rewrite the records of an instance."),
+    "rollout": ("daskserve.cli.rollout:rollout", "Look at a rollout, pause, promote or abort it."),
     "rollback": ("daskserve.cli.history:rollback", "Deploy an earlier version of an application again."),
-    "run": ("daskserve.cli.run:run", "Serve an application until Ctrl-C."),
+    "run": ("daskserve.cli.serving.run:run", "Serve an application until Ctrl-C."),
     "schema": ("daskserve.cli.config_file:schema", "Print the JSON Schema of configuration files."),
     "shutdown": ("daskserve.cli.status:shutdown", "End the instance on a cluster."),
     "simulate": ("daskserve.cli.simulate:simulate", "Try autoscaling policies on a recorded load."),
     "store": ("daskserve.cli.store:store", "Back up, restore, check and list stores."),
+    "start": ("daskserve.cli.serving.start:start", "Start an instance that stays."),
     "status": ("daskserve.cli.status:status", "Show what runs on a cluster."),
 }
 
@@ -34,7 +42,6 @@ ABSENT: Mapping[str, str] = {
     "config": "there are no configuration files; `daskserve status` shows what runs",
     "deploy": "use `daskserve run module:app --non-blocking --address tcp://scheduler:8786`, which deploys "
     "an application, or a new version of it, and returns",
-    "start": "`daskserve run` starts an instance, and so does serve.start(detached=True) in Python",
 }
 
 
@@ -54,6 +61,12 @@ class LazyGroup(click.Group):
         module_name, _, name = COMMANDS[cmd_name][0].partition(":")
         found: click.Command = getattr(importlib.import_module(module_name), name)
         return found
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Return the names of commands that begin as what was typed, without importing them."""
+        names = [name for name in self.list_commands(ctx) if name.startswith(incomplete)]
+        found = [CompletionItem(name, help=COMMANDS[name][1]) for name in names]
+        return [*found, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the names and help texts of the commands without importing them."""

@@ -41,6 +41,8 @@ from daskserve.telemetry.table import MetricSample
 HTTP_POLL_S = 0.005
 #: Least and greatest time between two looks at the status for `ReadingVerbs.next_status`.
 STATUS_PAUSE_S, STATUS_PERIOD_S = 0.1, 1.0
+#: How long `ReadingVerbs.health` sleeps.
+HEALTH_SLEEP_S = 0.02
 
 
 class Controller:
@@ -212,6 +214,20 @@ class ReadingVerbs:
                 await clock.wait_for(changed.wait(), min(STATUS_PERIOD_S, max(0.0, deadline - clock.now())))
             except TimeoutError:
                 pass
+
+    @verb
+    async def health(self) -> dict[str, Any]:
+        """Return which controller this is, and how late its event loop wakes it from a short sleep."""
+        clock = self._core.clock
+        due = clock.now() + HEALTH_SLEEP_S
+        await clock.sleep(HEALTH_SLEEP_S)
+        return {
+            "epoch": self._core.epoch,
+            "worker": self._core.worker,
+            "pid": os.getpid(),
+            "owns_store": self._core.cluster.store.hold.is_ours,
+            "event_loop_delay_s": round(max(0.0, clock.now() - due), 6),
+        }
 
     @verb
     async def explain(self, name: str) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from daskserve.common.types import InstanceName
 from daskserve.config_file.model import ApplicationConfig
 from daskserve.config_file.references import resolved
 from daskserve.errors import BadRequestError, ReplicaStartError
-from daskserve.payload.importing import MODULE_REMEDY, import_definition
+from daskserve.payload.importing import MODULE_REMEDY
 
 #: The modules whose frames lead from here to the user's module.
 _ON_THE_WAY = ("daskserve.", "importlib", "pydantic.")
@@ -44,12 +44,6 @@ def build_path(target: RunTarget, instance: InstanceName, timeout_s: float | Non
     with users_errors(target.name, target.target):
         (built,) = build([target], instance=instance, timeout_s=timeout_s)
         return built
-
-
-def import_path(target: RunTarget) -> None:
-    """Import the code of an import path; see `build_path`."""
-    with users_errors(target.name, target.target):
-        import_definition(target.target)
 
 
 def build_configured(
