@@ -101,8 +101,8 @@ def _config_of(state: State, revision: RevisionRecord, by: str, now: float) -> M
         return {}
     name = revision.application
     record = redeclared(state, name, msgpack.unpackb(revision.config), by=by, now=now)
-    origin = {"source": revision.origin.get("file", ""), "version": revision.origin.get("version", "")}
-    return {name: replace(record, **origin)}
+    origin = revision.origin
+    return {name: replace(record, source=origin.get("file", ""), version=origin.get("version", ""))}
 
 
 def _is_kept(state: State, code: CodeRecord) -> bool:
