@@ -82,6 +82,7 @@ setup(
         "daskserve.control",
         "daskserve.control.backend",
         "daskserve.control.calls",
+        "daskserve.control.models",
         "daskserve.control.observed",
         "daskserve.control.placement",
         "daskserve.control.proxies",

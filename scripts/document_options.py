@@ -20,6 +20,7 @@ from daskserve.options.base import Options, effect_of
 from daskserve.options.deployment_actor import DeploymentActorConfig
 from daskserve.options.environment import Environment
 from daskserve.options.http import HTTPOptions
+from daskserve.options.models import ModelRepository
 from daskserve.options.placement import GangSchedulingConfig
 from daskserve.options.ray_names import TRANSLATED
 
@@ -31,6 +32,7 @@ MODELS = {
         ActorOptions,
         DeploymentActorConfig,
         GangSchedulingConfig,
+        ModelRepository,
         AutoscalingConfig,
         Environment,
         HTTPOptions,

@@ -14,6 +14,7 @@ from daskserve.common import settings
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "build": ("daskserve.cli.config_file:build", "Write the configuration file of applications."),
     "docs": ("daskserve.cli.docs:docs", "Show the section of the documentation about a keyword."),
+    "models": ("daskserve.cli.models:models", "List, load and unload models of a deployment."),
     "metrics": ("daskserve.cli.metrics:metrics", "Set up Prometheus and Grafana for daskserve."),
     "rewrite-store": ("daskserve.cli.status:rewrite_store", "Rewrite the records of an instance."),
     "run": ("daskserve.cli.run:run", "Serve an application until Ctrl-C."),

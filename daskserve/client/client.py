@@ -20,6 +20,7 @@ from daskserve.client.verbs.backends import BackendVerbs
 from daskserve.client.verbs.blocking import method
 from daskserve.client.verbs.deployments import DeploymentVerbs
 from daskserve.client.verbs.endpoints import EndpointVerbs
+from daskserve.client.verbs.models import ModelVerbs
 from daskserve.client.views.explanation import Explanation
 from daskserve.client.views.status import Status
 from daskserve.common.types import GoalId, InstanceName, SnapshotId
@@ -64,7 +65,7 @@ class InstanceClient:
         return self._connection.cluster_connection.scheduler_address
 
 
-class ClientVerbs(BackendVerbs, EndpointVerbs, DeploymentVerbs, ApplicationVerbs):
+class ClientVerbs(BackendVerbs, EndpointVerbs, DeploymentVerbs, ApplicationVerbs, ModelVerbs):
     """The verbs of both kinds of client."""
 
     async def wait_for_goal(self, goal_id: GoalId, timeout_s: float | None = None) -> bool:
@@ -347,6 +348,10 @@ class Client(InstanceClient):
     set_target_capacity = method(ClientVerbs.set_target_capacity)
     rewrite_store = method(ClientVerbs.rewrite_store)
     status = method(ClientVerbs.status)
+    list_models = method(ClientVerbs.list_models)
+    load_model = method(ClientVerbs.load_model)
+    unload_model = method(ClientVerbs.unload_model)
+    set_default_model = method(ClientVerbs.set_default_model)
     next_status = method(ClientVerbs.next_status)
     instances = method(ClientVerbs.instances)
     explain = method(ClientVerbs.explain)

@@ -19,6 +19,7 @@ from daskserve.common.formatting import shown
 from daskserve.common.types import ActorKind, RankInfo, UsageReport, as_rank_info, short_tag
 from daskserve.control.backend.actions import ReconfigureReplica, StartReplica, StopReplica
 from daskserve.control.backend.ranks import rank_info_of
+from daskserve.control.models.deciding import at_start
 from daskserve.control.observed.observed import Observed
 from daskserve.control.proxies.step import StartProxy, StopProxy
 from daskserve.control.records.bundles import places_of
@@ -213,6 +214,7 @@ class Acting:
                 gang=replica.gang,
                 bundles=places_of(replica) if replica.bundles else (),
                 is_deployment=backend.is_deployment,
+                models=at_start(self._state.models.get(replica.backend)),
             ).encode(),
         )
 

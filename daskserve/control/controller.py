@@ -19,6 +19,7 @@ from daskserve.common.types import GoalId
 from daskserve.control.calls.changing import ChangingVerbs
 from daskserve.control.calls.draining import DrainingVerbs
 from daskserve.control.calls.history import HistoryVerbs
+from daskserve.control.calls.models import ModelVerbs
 from daskserve.control.core import MAX_WAIT_S, ControllerCore
 from daskserve.control.placement.placement import Demand, place
 from daskserve.control.proxies.take_over import listens
@@ -46,7 +47,7 @@ class Controller:
 
     def __init__(self, context: ActorContext) -> None:
         self._core = ControllerCore(context)
-        kinds = (ChangingVerbs, ReadingVerbs, HistoryVerbs, DrainingVerbs)
+        kinds = (ChangingVerbs, ReadingVerbs, HistoryVerbs, ModelVerbs, DrainingVerbs)
         self.verbs = verbs_of(*(kind(self._core) for kind in kinds))
 
     async def start(self) -> dict[str, Any]:

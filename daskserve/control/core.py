@@ -30,6 +30,7 @@ from daskserve.common.types import (
     short_tag,
 )
 from daskserve.control.acting import Acting
+from daskserve.control.models.keeper import ModelKeeper
 from daskserve.control.observed.observed import Observed
 from daskserve.control.observed.watch import WorkerWatch
 from daskserve.control.proxies.step import ProxyRules, is_ready
@@ -112,7 +113,8 @@ class ControllerCore:
             confirm_reign=self.confirm_reign,
             epoch=self.epoch,
         )
-        self._undoing.append(watch.stop)
+        models = ModelKeeper(self.cluster, self.clock, self.state, self.observed, self.writer)
+        self._undoing += [watch.stop, models.stop]
         watching = asyncio.create_task(watch.run(), name="daskserve-watch-workers")
         reconciling = asyncio.create_task(reconciler.run(), name="daskserve-reconcile")
         # It ends if a newer controller has taken over, and then this one must not act either.
@@ -122,6 +124,7 @@ class ControllerCore:
             reconciling,
             asyncio.create_task(self._keep_refreshing(), name="daskserve-refresh"),
             asyncio.create_task(self.scaler.run(), name="daskserve-scale"),
+            asyncio.create_task(models.run(), name="daskserve-models"),
         ]
         noting = TaskSet(logger)
         noting.spawn(self._note_start(), "note-start")

@@ -105,6 +105,9 @@ class ReplicaStart(StartMessage):
         For a deployment actor: the names of its deployment and of the actor.
     is_deployment : bool
         Whether its backend was deployed as a deployment, and is one to its user.
+    models : dict or None
+        The models with which it starts, as in `daskserve.data.replica.models.Models.want`; None if the
+        controller knows of none yet.
     """
 
     OPTIONS: ClassVar[Mapping[str, Any]] = {"config": dump_config}
@@ -125,6 +128,7 @@ class ReplicaStart(StartMessage):
     gang: Sequence[str]
     bundles: Sequence[tuple[str, Mapping[str, float]]]
     is_deployment: bool
+    models: Mapping[str, Any] | None = None
 
     @property
     def kind(self) -> str:

@@ -22,6 +22,7 @@ from daskserve.common.types import (
 )
 from daskserve.control.observed.lifecycle import ReplicaEvent
 from daskserve.control.observed.loads import Loads
+from daskserve.control.observed.models import ModelReport
 from daskserve.control.records.records import BackendRecord, ReplicaRecord
 from daskserve.options.autoscaling import AutoscalingConfig
 
@@ -186,6 +187,10 @@ class Observed:
     rank_infos: dict[ReplicaTag, RankInfo] = field(default_factory=dict)
     #: The last result of the user's ``record_routing_stats``.
     routing_stats: dict[ReplicaTag, Mapping[str, Any]] = field(default_factory=dict)
+    #: The models that replicas have loaded, as they last reported them.
+    models: dict[ReplicaTag, ModelReport] = field(default_factory=dict)
+    #: Why the folder of models of a backend cannot be read.
+    model_problems: dict[BackendTag, str] = field(default_factory=dict)
     #: The memory of each backend's steps.
     notes: dict[BackendTag, Notes] = field(default_factory=dict)
     #: Why the last step of a backend failed in a way that nobody expects, until one succeeds.
@@ -355,12 +360,14 @@ class Observed:
         """Drop the observations of a backend whose record is gone."""
         self.notes.pop(tag, None)
         self.step_failures.pop(tag, None)
+        self.model_problems.pop(tag, None)
 
     def forget_replica(self, tag: ReplicaTag) -> None:
         """Drop the observations of a replica whose record is gone."""
         levels: tuple[dict[ReplicaTag, Any], ...] = (self.ready, self.failed, self.unhealthy, self.configured)
         self.busy.pop(tag, None)
         self.last_lines.pop(tag, None)
+        self.models.pop(tag, None)
         for each in (*levels, self.reconfigure_failed, self.rank_infos, self.routing_stats):
             each.pop(tag, None)
         self.gone.discard(tag)

@@ -25,6 +25,7 @@ from daskserve.common.types import (
     as_rank_info,
     short_tag,
 )
+from daskserve.control.observed.models import ModelReport
 from daskserve.control.observed.observed import Activity, Observed
 from daskserve.control.records.records import ReplicaRecord
 from daskserve.control.records.state import State
@@ -187,6 +188,8 @@ class WorkerWatch:
         if actor.get("is_leaving") and replica.tag not in self._observed.terminating:
             self._observed.terminating.add(replica.tag)
             self._poke([replica.backend])
+        if "models" in actor:
+            self._observed.models[replica.tag] = ModelReport.of(actor["models"])
         if "routing_stats" in actor:
             self._observed.routing_stats[replica.tag] = actor["routing_stats"]
 

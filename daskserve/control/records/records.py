@@ -23,6 +23,7 @@ from daskserve.common.types import (
     described,
 )
 from daskserve.control.records.events import EventsRecord
+from daskserve.control.records.models import ModelsRecord
 from daskserve.control.records.proxy import ProxyRecord
 from daskserve.control.records.revisions import RevisionRecord
 from daskserve.control.records.versions import unmarked
@@ -435,6 +436,7 @@ Record: TypeAlias = (
     | CapacityRecord
     | RevisionRecord
     | EventsRecord
+    | ModelsRecord
 )
 #: Store key -> the new record, or None to remove it. One change is one transaction.
 Change: TypeAlias = dict[str, Record | None]

@@ -18,6 +18,7 @@ from daskserve.common.types import (
 from daskserve.control.records.applications import Applications
 from daskserve.control.records.bundles import places_of
 from daskserve.control.records.events import EventLog, EventsRecord
+from daskserve.control.records.models import ModelsRecord
 from daskserve.control.records.proxy import ProxyRecord
 from daskserve.control.records.records import (
     AppRecord,
@@ -45,6 +46,7 @@ class State:
         self.replicas: dict[ReplicaTag, ReplicaRecord] = {}
         self.proxies: dict[str, ProxyRecord] = {}
         self.goals: dict[str, GoalRecord] = {}
+        self.models: dict[BackendTag, ModelsRecord] = {}
         self.capacity = CapacityRecord()
         self.apps = Applications()
         self.revisions = Revisions()
@@ -71,7 +73,15 @@ class State:
 
     def records(self) -> dict[str, Record]:
         """Return all records by their keys in the store."""
-        kinds = (self.backends, self.codes, self.endpoints, self.replicas, self.proxies, self.goals)
+        kinds = (
+            self.backends,
+            self.codes,
+            self.endpoints,
+            self.replicas,
+            self.proxies,
+            self.goals,
+            self.models,
+        )
         found: dict[str, Record] = {record.key: record for kind in kinds for record in kind.values()}
         found.update({each.key: each for kind in (self.apps, self.revisions, self.events) for each in kind})
         if self.capacity != CapacityRecord():
@@ -170,6 +180,8 @@ class State:
             self.capacity = record
         elif isinstance(record, RevisionRecord):
             self.revisions.keep(record)
+        elif isinstance(record, ModelsRecord):
+            self.models[record.backend] = record
         elif isinstance(record, EventsRecord):
             self.events.keep(record)
         elif isinstance(record, EndpointRecord):
@@ -201,6 +213,8 @@ class State:
             self.capacity = CapacityRecord()
         elif kind == "revision":
             self.revisions.forget(name)
+        elif kind == "models":
+            self.models.pop(name, None)
         elif kind == "event":
             self.events.forget(int(name))
         elif kind == "endpoint":
