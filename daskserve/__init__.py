@@ -28,6 +28,14 @@ if TYPE_CHECKING:
     )
     from daskserve.client.functions.deployment import deployment
     from daskserve.client.functions.finding import connect, connect_async
+    from daskserve.client.functions.history import (
+        events,
+        events_async,
+        history,
+        history_async,
+        rollback,
+        rollback_async,
+    )
     from daskserve.client.functions.instances import (
         explain,
         explain_async,
@@ -74,6 +82,7 @@ if TYPE_CHECKING:
 _NAMES: Mapping[str, str] = {
     "client.functions.instances": "start start_async shutdown shutdown_async status status_async "
     "explain explain_async scale scale_async set_target_capacity set_target_capacity_async",
+    "client.functions.history": "history history_async rollback rollback_async events events_async",
     "client.functions.finding": "connect connect_async",
     "client.functions.applications": "run run_async run_many run_many_async delete delete_async "
     "get_app_handle get_app_handle_async get_deployment_handle get_deployment_handle_async",
@@ -145,6 +154,8 @@ __all__ = [
     "delete_async",
     "deployment",
     "errors",
+    "events",
+    "events_async",
     "explain",
     "explain_async",
     "get_app_handle",
@@ -155,8 +166,12 @@ __all__ = [
     "get_deployment_handle_async",
     "get_model",
     "get_replica_context",
+    "history",
+    "history_async",
     "ingress",
     "metrics",
+    "rollback",
+    "rollback_async",
     "run",
     "run_async",
     "run_many",

@@ -235,6 +235,14 @@ class CodeLoadError(ReplicaStartError):
     """The code of a replica is lost or damaged, or cannot be loaded where it should run."""
 
 
+class RolloutError(DeployError):
+    """A new version was taken back before its rollout was complete: a gate failed, or ``by`` aborted it."""
+
+    def __init__(self, message: str = "", *, by: str = "") -> None:
+        super().__init__(message)
+        self.by = by
+
+
 class NoCapacityError(DeployError):
     """No worker has room for a replica."""
 

@@ -18,11 +18,11 @@ from daskserve.options.autoscaling import AutoscalingConfig
 from daskserve.options.backend import BackendConfig
 from daskserve.options.base import Options, effect_of
 from daskserve.options.deployment_actor import DeploymentActorConfig
-from daskserve.options.environment import Environment
+from daskserve.options.environment import Environment, ModelRepository
 from daskserve.options.http import HTTPOptions
-from daskserve.options.models import ModelRepository
 from daskserve.options.placement import GangSchedulingConfig
 from daskserve.options.ray_names import TRANSLATED
+from daskserve.options.rollout import Gate, RolloutConfig
 
 #: The models whose options the page lists, by name.
 MODELS = {
@@ -34,6 +34,8 @@ MODELS = {
         GangSchedulingConfig,
         ModelRepository,
         AutoscalingConfig,
+        RolloutConfig,
+        Gate,
         Environment,
         HTTPOptions,
     )

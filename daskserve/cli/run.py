@@ -7,61 +7,69 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal, get_args, get_origin
+from typing import Any
 
 import click
 import dask.config
 
+from daskserve.cli.http_options import given_http_options, http_options
 from daskserve.cli.instance import address_option
 from daskserve.cli.output import errors_as_messages
-from daskserve.client.definitions.targets import factory_application
+from daskserve.cli.process import env_file_option, log_level_option, use_env_file, use_log_level
 from daskserve.client.hosting.hosting import HostingMode, host
+from daskserve.client.hosting.reloading.files import Patterns
+from daskserve.client.hosting.sources import Source
 from daskserve.client.verbs.applications import RunTarget
 from daskserve.common.types import DEFAULT_APPLICATION
-from daskserve.options.http import HTTPOptions
 
-#: The HTTP options that the command has.
-HTTP_OPTIONS = ("host", "port", "server", "root_path", "ssl_certfile", "ssl_keyfile", "request_timeout_s")
-#: Options of uvicorn that the command does not have, with what to do instead.
-UVICORN_OPTIONS: Mapping[str, str] = {
-    "--reload": "run the command again, with --replace while it serves on a cluster.",
-    "--workers": "the number of replicas belongs to the deployment, "
-    "serve.deployment('module:app').options(num_replicas=4, isolation='process').bind().",
-    "--proxy-headers": "name the addresses in http_options={'trusted_forwarders': [...]} of serve.start().",
-    "--log-level": "configure Python's logging in the application.",
-}
+#: The words for how old replicas make way when a file has changed.
+ROLLING_UPDATE, RECREATE = "rolling-update", "recreate"
 
 
-def http_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options of `HTTPOptions` to a command."""
-    for name in reversed(HTTP_OPTIONS):
-        field = HTTPOptions.model_fields[name]
-        kinds = [each for each in (field.annotation, *get_args(field.annotation)) if each in (int, float)]
-        is_choice = get_origin(field.annotation) is Literal
-        command = click.option(
-            f"--{name.replace('_', '-')}",
-            name,
-            type=click.Choice(get_args(field.annotation)) if is_choice else next(iter(kinds), str),
-            help=f"{(field.description or '').replace('``', '')} Default: {field.default!r}.",
-        )(command)
+def reload_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options that follow files, with uvicorn's names, to a command."""
+    for add in (
+        click.option(
+            "--reload-strategy",
+            type=click.Choice([ROLLING_UPDATE, RECREATE]),
+            default=ROLLING_UPDATE,
+            show_default=True,
+            help="Whether new replicas start before the old ones end, or after it: for code that holds a "
+            "port, a GPU or much memory.",
+        ),
+        click.option(
+            "--reload-exclude",
+            "reload_excludes",
+            multiple=True,
+            metavar="PATTERN",
+            help="Files and folders that are not watched. May be repeated.",
+        ),
+        click.option(
+            "--reload-include",
+            "reload_includes",
+            multiple=True,
+            metavar="PATTERN",
+            help="Other files to watch than *.py, such as '*.html'. May be repeated.",
+        ),
+        click.option(
+            "--reload-dir",
+            "reload_dirs",
+            multiple=True,
+            type=click.Path(exists=True, file_okay=False),
+            help="Folder to watch, instead of --app-dir. May be repeated.",
+        ),
+        click.option(
+            "-r",
+            "--reload",
+            is_flag=True,
+            help="Deploy the application again when its files change, for as long as the command runs.",
+        ),
+    ):
+        command = add(command)
     return command
 
 
-class RunCommand(click.Command):
-    """A command that says what to write instead of uvicorn's options."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        try:
-            return super().parse_args(ctx, args)
-        except click.NoSuchOption as error:
-            if error.option_name not in UVICORN_OPTIONS:
-                raise
-            raise click.UsageError(
-                f"No such option {error.option_name}: {UVICORN_OPTIONS[error.option_name]}", ctx
-            ) from None
-
-
-@click.command(cls=RunCommand)
+@click.command()
 @click.argument("target")
 @click.argument("arguments", nargs=-1, metavar="[KEY=VALUE]...")
 @click.option("--name", default=DEFAULT_APPLICATION, show_default=True, help="Name of the application.")
@@ -71,6 +79,21 @@ class RunCommand(click.Command):
     is_flag=True,
     help="Call TARGET, without arguments, in each replica to build the application.",
 )
+@click.option(
+    "-d",
+    "--app-dir",
+    default=".",
+    show_default=True,
+    type=click.Path(exists=True, file_okay=False),
+    help="Folder in which modules are found first.",
+)
+@click.option(
+    "--workers",
+    type=click.IntRange(1),
+    help="Number of replicas of the ingress, each in a process of its own.",
+)
+@env_file_option
+@log_level_option
 @address_option
 @http_options
 @click.option(
@@ -94,51 +117,86 @@ class RunCommand(click.Command):
     type=click.FloatRange(0, min_open=True),
     help="Time in seconds after which a change that is not complete is rolled back.",
 )
+@reload_options
 def run(
     target: str,
     arguments: tuple[str, ...],
     name: str,
     route_prefix: str,
     factory: bool,
+    app_dir: str,
+    workers: int | None,
+    env_file: str | None,
+    log_level: str | None,
     address: str | None,
     blocking: bool,
     replace: bool,
     restore: bool,
     timeout_s: float | None,
-    **http: Any,
+    reload: bool,
+    reload_strategy: str,
+    **others: Any,
 ) -> None:
     """Serve the application TARGET, given as module:name, until Ctrl-C.
 
     TARGET is a FastAPI, Starlette or other ASGI application, what .bind() returns, or a function that builds
-    one of these from the arguments KEY=VALUE. Modules are found in the current directory, too.
+    one of these from the arguments KEY=VALUE. Modules are found in the current directory, or in --app-dir.
 
     Without --address, a local Dask cluster is started, which ends with the command. Its worker imports the
     module, and the port opens once the application is up. With --address, the workers must be able to import
     the module. The command ends what it has started: the application, and the instance if none ran there and
     no other program uses it. What it only changes keeps running. If it fails, or is interrupted before the
     application is up, everything stays as it was.
+
+    With --reload, a saved file replaces the application on the same port, without losing a request. Code that
+    cannot be imported, or does not start, is reported, and the version from before keeps serving.
     """
     if target.endswith((".yaml", ".yml", ".json")):
         raise click.ClickException(
             f"TARGET is the file {target!r}, but there are no configuration files. Give an import path, such "
             "as module:app."
         )
-    if restore and not blocking:
-        raise click.UsageError("--restore gives the old version back when the command ends; add --blocking.")
-    sys.path.insert(0, os.getcwd())
-    given = {key: value for key, value in http.items() if value is not None}
+    check_uses(blocking=blocking, restore=restore, reload=reload, watched=others)
+    use_env_file(env_file)
+    use_log_level(log_level)
+    sys.path.insert(0, os.path.abspath(app_dir))
     with errors_as_messages(), sigterm_as_interrupt():
         pairs = parsed(arguments)
-        host(
-            RunTarget(factory_application(target), name, route_prefix)
-            if factory
-            else RunTarget(target, name, route_prefix, pairs),
-            given,
-            address=address or dask.config.get("scheduler-address", None),
-            stay=HostingMode(blocking, replace, restore),
-            report=click.echo,
-            timeout_s=timeout_s,
+        targets = (RunTarget(target, name, route_prefix, None if factory else pairs),)
+        ingress = {} if workers is None else {"num_replicas": workers, "isolation": "process"}
+        stay = HostingMode(
+            blocking,
+            replace,
+            restore,
+            files_to_watch(app_dir, others) if reload else None,
+            reload_strategy == RECREATE,
         )
+        host(
+            Source(targets, timeout_s, ingress, is_factory=factory),
+            given_http_options(others),
+            address=address or dask.config.get("scheduler-address", None),
+            stay=stay,
+            report=click.echo,
+        )
+
+
+def check_uses(*, blocking: bool, restore: bool, reload: bool, watched: Mapping[str, Any]) -> None:
+    """Raise `click.UsageError` for options that need another one."""
+    if restore and not blocking:
+        raise click.UsageError("--restore gives the old version back when the command ends; add --blocking.")
+    if reload and not blocking:
+        raise click.UsageError("--reload watches files for as long as the command runs; add --blocking.")
+    alone = [name for name in ("reload_dirs", "reload_includes", "reload_excludes") if watched[name]]
+    if alone and not reload:
+        option = f"--{alone[0].removesuffix('s').replace('_', '-')}"
+        raise click.UsageError(f"{option} says which files --reload watches; add --reload.")
+
+
+def files_to_watch(app_dir: str, watched: Mapping[str, Any]) -> Patterns:
+    """Return the files that --reload watches."""
+    return Patterns.of(
+        watched["reload_dirs"] or (app_dir,), watched["reload_includes"], watched["reload_excludes"]
+    )
 
 
 def parsed(arguments: tuple[str, ...]) -> Mapping[str, str]:

@@ -20,7 +20,9 @@ from daskserve.client.verbs.backends import BackendVerbs
 from daskserve.client.verbs.blocking import method
 from daskserve.client.verbs.deployments import DeploymentVerbs
 from daskserve.client.verbs.endpoints import EndpointVerbs
+from daskserve.client.verbs.history import HistoryVerbs
 from daskserve.client.verbs.models import ModelVerbs
+from daskserve.client.verbs.rollouts import RolloutVerbs
 from daskserve.client.views.explanation import Explanation
 from daskserve.client.views.status import Status
 from daskserve.common.types import GoalId, InstanceName, SnapshotId
@@ -65,7 +67,9 @@ class InstanceClient:
         return self._connection.cluster_connection.scheduler_address
 
 
-class ClientVerbs(BackendVerbs, EndpointVerbs, DeploymentVerbs, ApplicationVerbs, ModelVerbs):
+class ClientVerbs(
+    BackendVerbs, EndpointVerbs, DeploymentVerbs, ApplicationVerbs, HistoryVerbs, RolloutVerbs, ModelVerbs
+):
     """The verbs of both kinds of client."""
 
     async def wait_for_goal(self, goal_id: GoalId, timeout_s: float | None = None) -> bool:
@@ -342,6 +346,15 @@ class Client(InstanceClient):
     get_app_handle = method(ClientVerbs.get_app_handle)
     get_deployment_handle = method(ClientVerbs.get_deployment_handle)
     delete_application = method(ClientVerbs.delete_application)
+
+    history = method(ClientVerbs.history)
+    rollback = method(ClientVerbs.rollback)
+    events = method(ClientVerbs.events)
+    _events = method(ClientVerbs._events)
+    rollout_status = method(ClientVerbs.rollout_status)
+    pause_rollout = method(ClientVerbs.pause_rollout)
+    promote_rollout = method(ClientVerbs.promote_rollout)
+    abort_rollout = method(ClientVerbs.abort_rollout)
 
     wait_for_goal = method(ClientVerbs.wait_for_goal)
     scale = method(ClientVerbs.scale)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -217,6 +217,11 @@ def http_defaults() -> dict[str, Any]:
 def process_variables() -> dict[str, str]:
     """Return this process's environment variables, which its child processes inherit."""
     return dict(os.environ)
+
+
+def add_process_variables(variables: Mapping[str, str]) -> None:
+    """Set environment variables of this process, and of the child processes that it starts from now on."""
+    os.environ.update(variables)
 
 
 def _configured(path: str) -> Any:

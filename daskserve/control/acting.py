@@ -19,13 +19,14 @@ from daskserve.common.formatting import shown
 from daskserve.common.types import ActorKind, RankInfo, UsageReport, as_rank_info, short_tag
 from daskserve.control.backend.actions import ReconfigureReplica, StartReplica, StopReplica
 from daskserve.control.backend.ranks import rank_info_of
-from daskserve.control.models.deciding import at_start
 from daskserve.control.observed.observed import Observed
 from daskserve.control.proxies.step import StartProxy, StopProxy
 from daskserve.control.records.bundles import places_of
+from daskserve.control.records.model_decisions import at_start
 from daskserve.control.records.proxy import ProxyRecord
 from daskserve.control.records.records import ReplicaRecord
 from daskserve.control.records.state import State
+from daskserve.control.records.two_versions import record_of
 from daskserve.errors import (
     ActorLostError,
     CodeLoadError,
@@ -184,7 +185,7 @@ class Acting:
                 self._observed.rank_infos[replica.tag] = as_rank_info(facts["rank_info"])
 
     def _replica_spec(self, replica: ReplicaRecord) -> ActorSpec:
-        backend = self._state.backends[replica.backend]
+        backend = record_of(self._state, replica)
         code = self._state.codes.get(f"{replica.backend}@{replica.version}")
         if code is None:
             raise CodeLoadError(
@@ -215,11 +216,12 @@ class Acting:
                 bundles=places_of(replica) if replica.bundles else (),
                 is_deployment=backend.is_deployment,
                 models=at_start(self._state.models.get(replica.backend)),
+                is_exact=backend.is_exact,
             ).encode(),
         )
 
     def _rank_info_of(self, replica: ReplicaRecord) -> RankInfo:
-        rank_info = rank_info_of(self._state.backends[replica.backend], replica)
+        rank_info = rank_info_of(record_of(self._state, replica), replica)
         if rank_info is None:
             raise InstanceError(f"Replica {replica.tag} has been placed without a rank.")
         return rank_info
@@ -239,7 +241,7 @@ class Acting:
             self._observed.gone.add(replica.tag)
 
     async def _reconfigure(self, replica: ReplicaRecord) -> None:
-        backend = self._state.backends[replica.backend]
+        backend = record_of(self._state, replica)
         rank_info = self._rank_info_of(replica)
         patience_s = backend.config.experimental_graceful_shutdown_timeout_s
         try:
@@ -259,8 +261,8 @@ class Acting:
         except Exception as error:
             # The user's reconfigure raised; the pure part decides how to react. An error about a superseded
             # config is ignored, and so is the timeout of a stopped process.
-            current = self._state.backends.get(replica.backend)
-            means_it = current is not None and current.config_id == backend.config_id
+            is_there = replica.backend in self._state.backends
+            means_it = is_there and record_of(self._state, replica).config_id == backend.config_id
             if isinstance(error, TimeoutError):
                 means_it = means_it and replica.worker not in self._observed.unresponsive
                 error = RequestTimeoutError(

@@ -20,12 +20,14 @@ from daskserve.control.calls.changing import ChangingVerbs
 from daskserve.control.calls.draining import DrainingVerbs
 from daskserve.control.calls.history import HistoryVerbs
 from daskserve.control.calls.models import ModelVerbs
+from daskserve.control.calls.rollouts import RolloutVerbs
 from daskserve.control.core import MAX_WAIT_S, ControllerCore
 from daskserve.control.placement.placement import Demand, place
 from daskserve.control.proxies.take_over import listens
 from daskserve.control.records import checkpoint
 from daskserve.control.records.records import GoalRecord, GoalState
 from daskserve.control.verbs import backends as backend_verbs
+from daskserve.control.verbs.rollout_plan import serves_rollout
 from daskserve.control.views import applications as app_views
 from daskserve.control.views import explanation as explaining
 from daskserve.control.views import views
@@ -47,7 +49,7 @@ class Controller:
 
     def __init__(self, context: ActorContext) -> None:
         self._core = ControllerCore(context)
-        kinds = (ChangingVerbs, ReadingVerbs, HistoryVerbs, ModelVerbs, DrainingVerbs)
+        kinds = (ChangingVerbs, RolloutVerbs, ReadingVerbs, HistoryVerbs, ModelVerbs, DrainingVerbs)
         self.verbs = verbs_of(*(kind(self._core) for kind in kinds))
 
     async def start(self) -> dict[str, Any]:
@@ -72,8 +74,12 @@ class ReadingVerbs:
     # Verbs: waiting and looking
 
     @verb
-    async def wait_for_goal(self, goal_id: GoalId, timeout_s: float) -> dict[str, Any]:
+    async def wait_for_goal(
+        self, goal_id: GoalId, timeout_s: float, until_served: bool = False
+    ) -> dict[str, Any]:
         """Return when a goal has ended, or after ``timeout_s`` (at most 30 s) with ``is_done`` False.
+
+        With ``until_served``, return also once a rollout of it has the traffic of its first step.
 
         A goal that was superseded is done; the answer has its error and its successor.
 
@@ -91,7 +97,8 @@ class ReadingVerbs:
             if goal.state is GoalState.FAILED:
                 error = load_error(goal.error) if goal.error else DeployError("The change failed.")
                 raise error
-            if goal.state is GoalState.DONE:
+            is_served = until_served and serves_rollout(self._core.state, goal)
+            if goal.state is GoalState.DONE or is_served:
                 return {
                     "is_done": True,
                     "snapshot": await self._core.barrier(),
@@ -228,8 +235,17 @@ class ReadingVerbs:
         await self.report_load(router, {tag: (waiting, 0) for tag, waiting in lengths.items()})
 
     @verb
-    async def report_load(self, router: str, loads: Mapping[str, Sequence[int]]) -> None:
-        """Record a router's queued requests and requests in flight, by backend."""
+    async def report_load(
+        self,
+        router: str,
+        loads: Mapping[str, Sequence[int]],
+        versions: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Record a router's queued requests and requests in flight, by backend.
+
+        ``versions`` is what it has counted of the two versions of rollouts.
+        """
+        self._core.observed.rollouts.report(router, versions or {})
         self._core.observed.loads.report(router, loads, self._core.clock.now())
         self._core.scaler.notify_load(tag for tag, load in loads.items() if any(load))
 

@@ -30,7 +30,7 @@ from daskserve.common.types import (
     short_tag,
 )
 from daskserve.control.acting import Acting
-from daskserve.control.models.keeper import ModelKeeper
+from daskserve.control.observed.model_keeper import ModelKeeper
 from daskserve.control.observed.observed import Observed
 from daskserve.control.observed.watch import WorkerWatch
 from daskserve.control.proxies.step import ProxyRules, is_ready
@@ -39,7 +39,7 @@ from daskserve.control.proxies.take_over import ListenRules
 from daskserve.control.reconcile import Reconciler
 from daskserve.control.records import checkpoint
 from daskserve.control.records.proxy import ProxyRecord
-from daskserve.control.records.records import Change, GoalRecord, GoalState
+from daskserve.control.records.records import BackendRecord, Change, GoalRecord, GoalState, Record
 from daskserve.control.records.state import State
 from daskserve.control.records.writer import Writer
 from daskserve.control.scaling.scaler import Scaler
@@ -47,6 +47,7 @@ from daskserve.control.verbs import endpoints as endpoint_state
 from daskserve.control.verbs import goals
 from daskserve.control.verbs.history.recording import HistoryRecorder
 from daskserve.control.views import views
+from daskserve.control.views.published import published_backend
 from daskserve.control.views.readiness import unready
 from daskserve.errors import InstanceError, ServeError, StaleEpochError
 from daskserve.loops.tasks import TaskSet
@@ -339,6 +340,8 @@ class ControllerCore:
                 self.observed.forget_proxy(key.removeprefix("proxy/"))
             elif record is None and key.startswith("backend/"):
                 self.observed.forget_backend(key.removeprefix("backend/"))
+            elif isinstance(record, BackendRecord) and record.canary is None:
+                self.observed.forget_rollout(record.tag)
             elif isinstance(record, GoalRecord) and record.state is not GoalState.PENDING:
                 self.loop.metrics.goals[record.state] += 1
                 self.observed.deadlines.pop(record.goal_id, None)
@@ -350,7 +353,7 @@ class ControllerCore:
             self.scaler.wake()
         if any(key.startswith("event/") for key in change):
             self.history.note_added()
-        if any(key.startswith("goal/") for key in change):
+        if any(_may_end_waiting(record) for record in change.values()):
             ended, self.goal_ended = self.goal_ended, asyncio.Event()
             ended.set()
 
@@ -396,9 +399,7 @@ class ControllerCore:
             elif kind == "endpoint":
                 values[key] = endpoint_state.published(self.state.endpoints.get(name))
             else:
-                values[key] = views.published_backend(
-                    self.state, name, self.observed.notes_of(name).unloadable
-                )
+                values[key] = published_backend(self.state, name, self.observed.notes_of(name).unloadable)
         return self.news.notify(values)
 
     def _announce_silent(self) -> None:
@@ -428,3 +429,8 @@ class ControllerCore:
         )
         # A stopped process does not report its own timeout.
         await self.clock.wait_for(call, MAX_WAIT_S)
+
+
+def _may_end_waiting(record: Record | None) -> bool:
+    """Return whether callers that wait for a goal may go on with a change of a record."""
+    return isinstance(record, GoalRecord) or (isinstance(record, BackendRecord) and record.canary is not None)

@@ -304,7 +304,8 @@ class Reconciler:
         for backend, step in taken:
             if self._observed.notes_of(backend.tag).unloadable != step.notes.unloadable:
                 changed.append(backend.tag)
-            self._observed.learn(backend.tag, step.notes)
+            for key, notes in ({backend.tag: step.notes} | step.kept).items():
+                self._observed.learn(key, notes)
             self._observed.step_failures.pop(backend.tag, None)
         if changed:
             self._acting.announce(changed)

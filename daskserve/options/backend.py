@@ -13,9 +13,10 @@ from daskserve.common.types import BodyUse
 from daskserve.options.autoscaling import AutoscalingConfig
 from daskserve.options.base import CONTROLLER_ONLY, REPLACES, ByteCount, Masked, Options
 from daskserve.options.bounds import share_or_number
-from daskserve.options.models import ModelRepository
+from daskserve.options.environment import ModelRepository
 from daskserve.options.placement import Bundle, GangSchedulingConfig, Strategy, check_bundles, check_whole
 from daskserve.options.ray_names import translated
+from daskserve.options.rollout import RolloutConfig
 from daskserve.options.secrets import masked
 
 #: Concurrency of a replica whose callable is a plain function, and of one that is ``async def``.
@@ -113,6 +114,11 @@ class BackendConfig(Options):
         description="Maximum number of replicas that may be missing during an update, because old ones stop "
         'before new ones run: a number, or a percentage such as ``"25%"``, rounded down. As many are '
         "reconfigured at a time when ``user_config`` changes, but at least one.",
+    )
+    rollout: Annotated[RolloutConfig | None, CONTROLLER_ONLY] = Field(
+        None,
+        description="Plan by which a new version gets its traffic step by step, compared with the old one, "
+        "see [Rollouts](docs/rollouts.md). None: the replicas are replaced as ``max_surge`` says.",
     )
     max_replicas_per_node: Annotated[int | None, CONTROLLER_ONLY, REPLACES] = Field(
         None,

@@ -108,6 +108,8 @@ class ReplicaStart(StartMessage):
     models : dict or None
         The models with which it starts, as in `daskserve.data.replica.models.Models.want`; None if the
         controller knows of none yet.
+    is_exact : bool
+        Whether code by import path must be that which was deployed: the files of a worker must not differ.
     """
 
     OPTIONS: ClassVar[Mapping[str, Any]] = {"config": dump_config}
@@ -128,7 +130,8 @@ class ReplicaStart(StartMessage):
     gang: Sequence[str]
     bundles: Sequence[tuple[str, Mapping[str, float]]]
     is_deployment: bool
-    models: Mapping[str, Any] | None = None
+    models: Mapping[str, Any] | None
+    is_exact: bool
 
     @property
     def kind(self) -> str:

@@ -11,15 +11,17 @@ import hashlib
 import importlib
 import logging
 import os
+import socket
 import sys
 import sysconfig
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from types import ModuleType
 from typing import Any, ClassVar
 
 from daskserve.common.types import split_import_path
-from daskserve.errors import BadRequestError
+from daskserve.errors import BadRequestError, CodeLoadError
 from daskserve.payload.error_text import summary_of
 
 logger = logging.getLogger("daskserve.replica")
@@ -45,7 +47,9 @@ class ImportPath(str):
     def of(cls, path: str) -> ImportPath:
         """Return a path whose modules this process has imported, with their digests."""
         found = cls(path)
-        found.modules = {each.__name__: _digest(each) for each in _modules_beside(split_import_path(path)[0])}
+        found.modules = {
+            each.__name__: file_digest(each) for each in _modules_beside(split_import_path(path)[0])
+        }
         return found
 
 
@@ -70,7 +74,20 @@ def _modules_beside(name: str) -> list[ModuleType]:
     ]
 
 
-def _digest(module: ModuleType) -> str:
+def modules_in(folders: Iterable[str]) -> dict[str, ModuleType]:
+    """Return the imported modules whose files are in some folders, by name; none of installed packages."""
+    starts = tuple(os.path.join(os.path.realpath(each), "") for each in folders)
+    found = {}
+    for name, module in sorted(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if name != "__main__" and file and os.path.realpath(file).startswith(starts):
+            inside = os.path.realpath(file)
+            if not any(map(inside.__contains__, _INSTALLED)):
+                found[name] = module
+    return found
+
+
+def file_digest(module: ModuleType) -> str:
     """Return the digest of a module's file, as it was when this was asked first."""
     found: str | None = module.__dict__.get(_DIGEST)
     if found is None:
@@ -83,24 +100,42 @@ def _digest(module: ModuleType) -> str:
     return found
 
 
-def _import_again(path: ImportPath) -> None:
-    """Forget the modules of a path if this process has imported other versions of them."""
-    known = {name: sys.modules[name].__dict__.get(_DIGEST) for name in path.modules if name in sys.modules}
-    if all(digest == path.modules[name] for name, digest in known.items()):
-        return
-    for name in path.modules:
-        sys.modules.pop(name, None)
+def forget_others(modules: Mapping[str, str]) -> None:
+    """Forget modules, given with their digests, if this process has imported other versions of them."""
+    known = {name: sys.modules[name].__dict__.get(_DIGEST) for name in modules if name in sys.modules}
+    if any(digest != modules[name] for name, digest in known.items()):
+        forget(modules)
+
+
+def forget(names: Iterable[str]) -> dict[str, ModuleType]:
+    """Forget modules, so that they are imported again from their sources; return those that were imported."""
+    gone = {name: sys.modules.pop(name) for name in list(names) if name in sys.modules}
+    for module in gone.values():
+        # Bytecode counts as current if size and second are those of the source, which may have changed twice
+        # in a second.
+        cached = getattr(module, "__cached__", None)
+        if cached:
+            with suppress(OSError):
+                os.unlink(cached)
     importlib.invalidate_caches()
+    return gone
 
 
-def import_definition(path: str) -> Any:
+def import_definition(path: str, *, is_exact: bool = False) -> Any:
     """Import and return the object that ``"pkg.mod.Name"`` or ``"pkg.mod:Name"`` names.
 
     The modules of an `ImportPath` are imported again if this process has imported other versions of them.
     What refers to those keeps them.
 
+    Parameters
+    ----------
+    is_exact : bool
+        Whether files that differ from those of an `ImportPath` are an error; else a warning is logged.
+
     Raises
     ------
+    CodeLoadError
+        A file differs, and must not.
     BadRequestError
         The path has another form, there is no such module, or the module has no such name. Errors raised
         by the module itself, such as a missing import, are not changed.
@@ -108,10 +143,16 @@ def import_definition(path: str) -> Any:
     if not isinstance(path, ImportPath):
         return _imported(path)
     with path.lock:
-        _import_again(path)
+        forget_others(path.modules)
         found = _imported(path)
         digests = ImportPath.of(path).modules
     others = sorted(name for name, digest in path.modules.items() if digests.get(name, digest) != digest)
+    if others and is_exact:
+        raise CodeLoadError(
+            f"{path}: the file of module {', '.join(others)} on {socket.gethostname()} is not that of the "
+            "revision to roll back to. Give the workers the files of that revision, or deploy it from its "
+            "source; with env={'working_dir': '.'}, files are kept with each revision."
+        )
     if others:
         logger.warning(
             "%s: the file of module %s differs from that of the program that deployed it. Give all machines "

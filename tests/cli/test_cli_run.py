@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,8 @@ import daskserve as serve
 from daskserve.cli import instance, run, status
 from daskserve.cli.main import main
 from daskserve.client.hosting.hosting import HostingMode
+from daskserve.client.hosting.reloading.files import EXCLUDES, INCLUDES, Patterns
+from daskserve.client.hosting.sources import Source
 from daskserve.client.verbs.applications import RunTarget
 from daskserve.errors import (
     BadRequestError,
@@ -21,6 +25,7 @@ from daskserve.errors import (
     PortInUseError,
     ReplicaStartError,
 )
+from daskserve.options.http import HTTPOptions
 from daskserve.testing import local_instance
 
 #: What `daskserve.client.hosting.hosting.host` raises for an application of this name.
@@ -40,8 +45,9 @@ def hosted(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(sys, "path", [each for each in sys.path if each])
     found: dict[str, Any] = {}
 
-    def host(target: RunTarget, options: dict[str, Any], **how: Any) -> None:
-        found.update(target=target, options=options, **how)
+    def host(source: Source, options: dict[str, Any], **how: Any) -> None:
+        found.update(source=source, options=options, **how)
+        (target,) = source.targets
         if target.name in FAILURES:
             raise FAILURES[target.name]
 
@@ -56,7 +62,7 @@ def call(*arguments: str) -> Result:
 def test_a_target_is_not_imported_by_the_command(hosted: dict[str, Any]) -> None:
     result = call("nowhere:build", "a=1", "b=x=y", "--name", "n", "--route-prefix", "/r")
     assert result.exit_code == 0, result.output
-    assert hosted["target"] == RunTarget("nowhere:build", "n", "/r", {"a": "1", "b": "x=y"})
+    assert hosted["source"] == Source((RunTarget("nowhere:build", "n", "/r", {"a": "1", "b": "x=y"}),))
     assert (hosted["options"], hosted["address"], hosted["stay"]) == ({}, None, HostingMode())
 
 
@@ -64,13 +70,71 @@ def test_only_given_http_options_are_set(hosted: dict[str, Any]) -> None:
     arguments = ["--port", "0", "--server", "uvicorn", "--request-timeout-s", "2.5", "--timeout-s", "90"]
     assert call("m:app", *arguments, "--non-blocking", "--address", "tcp://h:1").exit_code == 0
     assert hosted["options"] == {"port": 0, "server": "uvicorn", "request_timeout_s": 2.5}
-    assert (hosted["address"], hosted["timeout_s"]) == ("tcp://h:1", 90.0)
+    assert (hosted["address"], hosted["source"].timeout_s) == ("tcp://h:1", 90.0)
     assert hosted["stay"] == HostingMode(is_blocking=False)
 
 
 def test_a_factory_is_not_imported_by_the_command(hosted: dict[str, Any]) -> None:
     assert call("nowhere:create", "--factory").exit_code == 0
-    assert hosted["target"].target.deployment.name == "create"
+    assert hosted["source"] == Source((RunTarget("nowhere:create"),), is_factory=True)
+
+
+@each_case(
+    ("arguments", "options"),
+    [
+        ("--max-body-bytes 8MiB --no-list-routes --debug", {"max_body_bytes": 8 << 20}),
+        ("--system-workers a --system-workers b", {"system_workers": ["a", "b"]}),
+        (
+            "--http-host ::1 --http-port 9 --proxy-location EveryNode",
+            {"host": "::1", "location": "EveryNode"},
+        ),
+        ("--proxy-headers", {"trusted_forwarders": ["127.0.0.1"]}),
+        ("--no-proxy-headers", {"trusted_forwarders": []}),
+        ("--forwarded-allow-ips 10.0.0.0/8,::1", {"trusted_forwarders": ["10.0.0.0/8", "::1"]}),
+        ("--forwarded-allow-ips *", {"trusted_forwarders": ["0.0.0.0/0", "::/0"]}),
+    ],
+)
+def test_every_http_option_is_one_of_the_command(
+    hosted: dict[str, Any], arguments: str, options: dict[str, Any]
+) -> None:
+    result = call("m:app", *arguments.split())
+    assert result.exit_code == 0, result.output
+    found = HTTPOptions(**hosted["options"])
+    assert {name: getattr(found, name) for name in options} == options
+
+
+def test_a_command_has_every_http_option_that_is_no_python_object() -> None:
+    names = {each.name for each in run.run.params}
+    assert set(HTTPOptions.model_fields) - names == {"middlewares"}
+
+
+def test_replicas_of_the_ingress_are_processes_with_workers(hosted: dict[str, Any]) -> None:
+    assert call("m:app", "--workers", "3").exit_code == 0
+    assert hosted["source"].ingress == {"num_replicas": 3, "isolation": "process"}
+
+
+def test_files_to_follow_have_the_names_of_uvicorn(hosted: dict[str, Any], tmp_path: Path) -> None:
+    assert call("m:app", "--reload", "--app-dir", str(tmp_path)).exit_code == 0
+    assert hosted["stay"].reload == Patterns((str(tmp_path),))
+    assert str(tmp_path) in sys.path
+    options = ("--reload-include", "*.html", "--reload-exclude", "out", "--reload-strategy", "recreate")
+    assert call("m:app", "-r", "--reload-dir", str(tmp_path), *options).exit_code == 0
+    assert hosted["stay"].recreates
+    assert hosted["stay"].reload == Patterns((str(tmp_path),), (*INCLUDES, "*.html"), (*EXCLUDES, "out"))
+
+
+def test_a_file_has_variables_of_the_environment(
+    hosted: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", {"KEPT": "old"})
+    file = tmp_path / ".env"
+    file.write_text("# comment\n\nA=1 # one\nexport B = 'x # y'\nC=\nKEPT=new\nURL=http://h/#a\n")
+    assert call("m:app", "--env-file", str(file)).exit_code == 0
+    assert os.environ == {"KEPT": "old", "A": "1", "B": "x # y", "C": "", "URL": "http://h/#a"}
+    file.write_text("A=1\nnonsense\n")
+    result = call("m:app", "--env-file", str(file))
+    assert result.exit_code == 2
+    assert f"{file}:2: a line must have the form NAME=VALUE, got 'nonsense'" in result.output
 
 
 @pytest.mark.parametrize(
@@ -88,6 +152,9 @@ def test_a_factory_is_not_imported_by_the_command(hosted: dict[str, Any]) -> Non
             "Error: --route-prefix is wrong, name='x' is taken; give each its own --name.\n",
         ),
         (["m:app", "--restore", "--non-blocking"], "--restore gives the old version back when"),
+        (["m:app", "--reload", "--non-blocking"], "--reload watches files for as long as the command runs"),
+        (["m:app", "--reload-include", "*.html"], "--reload-include says which files --reload watches"),
+        (["m:app", "--port", "1", "--http-port", "2"], "--port is given under two names"),
         (["config.yaml"], "Error: TARGET is the file 'config.yaml', but there are no configuration files."),
     ],
 )
@@ -146,11 +213,3 @@ def test_the_records_are_rewritten_by_a_command(monkeypatch: pytest.MonkeyPatch)
         count = client.rewrite_store()
         result = CliRunner().invoke(main, ["rewrite-store", "-a", "tcp://host:1"])
         assert (result.exit_code, result.output) == (0, f"{count} records written.\n")
-
-
-@pytest.mark.parametrize("option", ["--reload", "--workers", "--proxy-headers", "--log-level"])
-def test_options_of_uvicorn_say_what_to_do(option: str) -> None:
-    ended = call("shop:app", option)
-    assert ended.exit_code == 2
-    assert f"No such option {option}: " in ended.output
-    assert "Did you mean" not in ended.output

@@ -280,3 +280,16 @@ def test_a_rollback_is_whole_wherever_the_controller_dies(crash_at: int) -> None
             assert sum(isinstance(each, CodeRecord) for each in records.values()) == 4
 
     run_virtual(main)
+
+
+@staged()
+async def test_only_what_a_rollback_deploys_must_have_the_files_of_its_revision(stage: Stage) -> None:
+    await run(stage, "1")
+    await run(stage, "2")
+    assert {each.message.is_exact for each in stage.running.values()} == {False}
+    await roll_back(stage)
+    await stage.until(lambda: versions(stage) == ["1", "1"])
+    assert {each.message.is_exact for each in stage.running.values()} == {True}
+    await run(stage, "3")
+    await stage.until(lambda: versions(stage) == ["3", "3"])
+    assert {each.message.is_exact for each in stage.running.values()} == {False}

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from tables import each_case
 
-from daskserve.control.models.deciding import (
+from daskserve.control.records.encoding import decode, encode
+from daskserve.control.records.model_decisions import (
     Folder,
     adopted,
     at_start,
@@ -20,9 +21,7 @@ from daskserve.control.models.deciding import (
     unloaded,
     with_default,
 )
-from daskserve.control.observed.models import ModelReport
-from daskserve.control.records.encoding import decode, encode
-from daskserve.control.records.models import ModelsRecord
+from daskserve.control.records.models import ModelReport, ModelsRecord
 from daskserve.errors import NotFoundError
 
 EMPTY = ModelsRecord("b")

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from clusters import Load
 from dask_processes import (
     ExternalCluster,
     Program,
@@ -147,3 +148,26 @@ def test_a_port_in_use_is_told_at_once(tmp_path: Path) -> None:
         assert program.output == ""
         assert program.errors.startswith(f"Error: 127.0.0.1:{port} is in use by another program")
         assert program.errors.endswith("choose another port with --port; 0 takes a free one.\n")
+
+
+def test_a_saved_file_is_served_on_the_same_port(tmp_path: Path) -> None:
+    def save(text: str) -> None:
+        (tmp_path / "new").write_text(text)
+        (tmp_path / "new").replace(tmp_path / "shop.py")
+
+    save(ASGI)
+    with run(tmp_path, "shop:app", "--port", "0", "--reload") as program:
+        url = url_of(program)
+        with Load(url, "/") as load:
+            save(ASGI.replace("hello", "moved"))
+            poll_for(lambda: fetch(url).text == "moved", what=program.report)
+            save(ASGI.replace("import os", "import os os"))
+            poll_for(lambda: "SyntaxError: invalid syntax" in program.output, what=program.report)
+            assert fetch(url).text == "moved"
+            save(ASGI.replace("hello", "again"))
+            poll_for(lambda: fetch(url).text == "again", what=program.report)
+            load.more()
+        assert load.failures == []
+        program.interrupt()
+        assert program.wait() == 0, program.report()
+        assert program.output.count("Reloaded.") == 2

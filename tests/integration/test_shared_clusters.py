@@ -17,6 +17,7 @@ from distributed import Client
 
 import daskserve as serve
 from daskserve.client.hosting.hosting import HostingMode, host
+from daskserve.client.hosting.sources import Source
 from daskserve.client.verbs.applications import RunTarget
 from daskserve.errors import AlreadyRegisteredError, BadRequestError, NoCapacityError, ReplicaStartError
 
@@ -25,8 +26,9 @@ OTHER = """
 import sys
 from daskserve.client.verbs.applications import RunTarget
 from daskserve.client.hosting.hosting import HostingMode, host
+from daskserve.client.hosting.sources import Source
 target = RunTarget("served:asgi", "other", "/other")
-host(target, {"port": 0}, address=sys.argv[1], stay=HostingMode(), report=print)
+host(Source((target,)), {"port": 0}, address=sys.argv[1], stay=HostingMode(), report=print)
 """
 
 
@@ -52,10 +54,9 @@ def run(
 ) -> list[str]:
     """Do what the command does, and return what it prints."""
     lines: list[str] = []
-    timeout_s = how.pop("timeout_s", None)
-    target = RunTarget(application, name, f"/{name}")
+    source = Source((RunTarget(application, name, f"/{name}"),), how.pop("timeout_s", None))
     stay = HostingMode(**how)
-    host(target, http or {}, address=external.address, stay=stay, report=lines.append, timeout_s=timeout_s)
+    host(source, http or {}, address=external.address, stay=stay, report=lines.append)
     return lines
 
 

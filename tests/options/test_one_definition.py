@@ -132,6 +132,8 @@ def test_a_start_message_holds_every_default() -> None:
         (),
         (),
         False,
+        None,
+        False,
     )
     decoded = ReplicaStart.decode(start.encode())
     assert vars(decoded.config) == dump_config(BackendConfig())

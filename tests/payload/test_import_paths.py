@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from daskserve.errors import CodeLoadError
 from daskserve.payload.importing import ImportPath, import_definition
 
 
@@ -86,3 +87,14 @@ def test_a_path_differs_with_its_modules_and_not_with_others(project: Path) -> N
         {},
         {},
     )
+
+
+def test_other_files_than_those_of_a_revision_are_refused(project: Path) -> None:
+    """A rollback must not serve new code under an old name."""
+    path = deployed()
+    write(project, "here")
+    with pytest.raises(CodeLoadError, match=r"the file of module items on .* is not that of the revision"):
+        import_definition(path, is_exact=True)
+    write(project, "old")
+    forget()
+    assert import_definition(path, is_exact=True)() == "old"

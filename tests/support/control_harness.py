@@ -193,7 +193,8 @@ class Bench:
         for key, record in self.last.change.items():
             if record is None and key.startswith("replica/"):
                 self.observed.forget_replica(key.removeprefix("replica/"))
-        self.observed.learn(tag, self.last.notes)
+        for key, notes in ({tag: self.last.notes} | self.last.kept).items():
+            self.observed.learn(key, notes)
         return self.last
 
     def settle(self, tag: str = "b") -> None:

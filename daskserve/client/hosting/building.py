@@ -19,19 +19,13 @@ from pydantic import ValidationError
 from daskserve.client.definitions.graph import ApplicationGraph
 from daskserve.client.definitions.overrides import Overrides
 from daskserve.client.definitions.targets import application_of
-from daskserve.client.functions.forms import Form
-from daskserve.client.instance.calls import ControllerCalls
-from daskserve.client.instance.connection import InstanceConnection
 from daskserve.client.verbs.applications import BuiltApplication, RunTarget, build
-from daskserve.cluster.dask.connection import DaskConnection
-from daskserve.cluster.dask.worker_calls import call_in_worker
 from daskserve.common import settings
 from daskserve.common.types import InstanceName
 from daskserve.config_file.model import ApplicationConfig
 from daskserve.config_file.references import resolved
-from daskserve.errors import BadRequestError, NoCapacityError, ReplicaStartError
-from daskserve.options.specs import ApplicationSpec
-from daskserve.payload.importing import MODULE_REMEDY
+from daskserve.errors import BadRequestError, ReplicaStartError
+from daskserve.payload.importing import MODULE_REMEDY, import_definition
 
 #: The modules whose frames lead from here to the user's module.
 _ON_THE_WAY = ("daskserve.", "importlib", "pydantic.")
@@ -50,6 +44,12 @@ def build_path(target: RunTarget, instance: InstanceName, timeout_s: float | Non
     with users_errors(target.name, target.target):
         (built,) = build([target], instance=instance, timeout_s=timeout_s)
         return built
+
+
+def import_path(target: RunTarget) -> None:
+    """Import the code of an import path; see `build_path`."""
+    with users_errors(target.name, target.target):
+        import_definition(target.target)
 
 
 def build_configured(
@@ -112,37 +112,3 @@ def _user_frames(error: BaseException) -> TracebackType | None:
     while frames is not None and frames.tb_frame.f_globals.get("__name__", "").startswith(_ON_THE_WAY):
         frames = frames.tb_next
     return frames
-
-
-async def build_in_worker(
-    form: Form[Any], connection: InstanceConnection, target: RunTarget, timeout_s: float | None
-) -> BuiltApplication:
-    """Build an application in the worker that gets the next replica; see `build_path`."""
-    cluster_connection: Any = connection.cluster_connection
-    worker = await form.run(cluster_connection, connection.calls.call("next_worker"))
-    if worker is None:
-        raise NoCapacityError("No worker of the cluster has room for a replica.")
-    arguments = {"target": target, "instance": connection.instance, "timeout_s": timeout_s}
-    built = await form.run(
-        cluster_connection, call_in_worker(cluster_connection, worker, _build_here, **arguments)
-    )
-    if "error" in built:
-        raise ReplicaStartError(built["error"], user_traceback=built["user_traceback"])
-    return BuiltApplication(ApplicationSpec.from_plain(built["spec"]), built["handles"])
-
-
-def _build_here(
-    cluster_connection: DaskConnection, target: RunTarget, instance: InstanceName, timeout_s: float | None
-) -> dict[str, Any]:
-    """Build an application in a worker; return it, or an error, as plain values, which need no module."""
-    try:
-        built = build_path(target, instance, timeout_s)
-    except ReplicaStartError as error:
-        # It is caused by the user's error, whose class the caller may not have.
-        return {"error": str(error), "user_traceback": error.user_traceback}
-    cluster_connection.sync(
-        ControllerCalls(cluster_connection, instance).send_parcels(
-            [each.spec for each in built.spec.deployments]
-        )
-    )
-    return {"spec": built.spec.to_plain(), "handles": dict(built.handles)}

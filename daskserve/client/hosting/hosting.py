@@ -1,64 +1,72 @@
-"""Runs one application as a program, as ``daskserve run`` does."""
+"""Runs applications as a program, as ``daskserve run`` does."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 from daskserve.client.ending.leaving import leave_instance
-from daskserve.client.ending.serve_forever import serve_until_ended
+from daskserve.client.ending.serve_forever import print_line, serve_until_ended
 from daskserve.client.functions.connecting import dial_connection
 from daskserve.client.functions.finding import find_default
 from daskserve.client.functions.forms import Form, blocking
 from daskserve.client.functions.http_differences import differences
 from daskserve.client.functions.instances import checked_http, start_with
-from daskserve.client.hosting.building import build_in_worker, build_path
+from daskserve.client.hosting.reloading.files import Patterns
+from daskserve.client.hosting.reloading.project import Project, digest_of_files
+from daskserve.client.hosting.reloading.reloader import Reloader
 from daskserve.client.hosting.restoring import copy_application, restore_application
+from daskserve.client.hosting.sources import Source, build_on
 from daskserve.client.instance.calls import wait_for_http
 from daskserve.client.instance.connection import InstanceConnection
-from daskserve.client.verbs.applications import BuiltApplication, RunTarget, check_targets
-from daskserve.cluster.dask.connection import DaskConnection
+from daskserve.client.verbs.applications import BuiltApplication
 from daskserve.common import settings
-from daskserve.errors import AlreadyRegisteredError, BadRequestError
+from daskserve.errors import AlreadyRegisteredError, BadRequestError, ClosedError, NotRunningError
+from daskserve.loops.blocking import finish
 from daskserve.options.specs import ApplicationSpec
 
 
 @dataclass(frozen=True)
 class HostingMode:
-    """Whether an application stays, and whether it may replace one of its name.
+    """Whether applications stay, whether they may replace those of their names, and follow their files.
 
     Attributes
     ----------
     is_blocking
-        Whether to serve until interrupted. Otherwise the application, its instance and its cluster stay, and
-        an application of this name is replaced.
+        Whether to serve until interrupted. Otherwise the applications, their instance and its cluster stay,
+        and applications of these names are replaced.
     replaces
-        Whether a blocking call may replace an application that it did not start. It leaves the new version.
+        Whether a blocking call may replace applications that it did not start. It leaves the new versions.
     restores
-        Whether it may do so, and gives the old version back when it ends.
+        Whether it may do so, and gives the old versions back when it ends.
+    reload
+        The files whose changes deploy the applications again; None: it does not follow them.
+    recreates
+        Whether old replicas end before new ones start, when files have changed.
     """
 
     is_blocking: bool = True
     replaces: bool = False
     restores: bool = False
+    reload: Patterns | None = None
+    recreates: bool = False
 
 
 async def _host(
     form: Form[Any],
-    target: RunTarget,
+    source: Source,
     http_options: Mapping[str, Any],
     *,
     address: str | None,
     stay: HostingMode,
     report: Callable[[str], Any],
-    timeout_s: float | None = None,
 ) -> None:
-    """Run an application until Ctrl-C or SIGTERM, and end the parts that this call has started.
+    """Run applications until Ctrl-C or SIGTERM, and end the parts that this call has started.
 
-    That is the cluster without an ``address``; the instance, if none runs there; and the application, if none
-    of its name runs there. What this call only changes keeps running. If the call fails or is interrupted
+    That is the cluster without an ``address``; the instance, if none runs there; and the applications whose
+    names do not run there. What this call only changes keeps running. If the call fails or is interrupted
     before the change is complete, what was there keeps running as it was.
 
     Parameters
@@ -67,19 +75,18 @@ async def _host(
         The Dask scheduler to use; without one, a local cluster is started.
     report
         Is called with a line for each thing that is started.
-    timeout_s
-        See `daskserve.run`.
     """
-    check_targets([target])
+    source.check()
+    source = _followed(source, stay)
     options = checked_http(http_options)
     cluster_connection = None if address is None else await dial_connection(form, address)
     instance = ""
     try:
         running = None if cluster_connection is None else await find_default(form)
         if running is not None:
-            hosting = _Hosting(form, running, target, stay, report)
+            hosting = _Hosting(form, running, source, stay, report, in_worker=False)
             await hosting.check(http_options)
-            await hosting.run(build_path(target, running.instance, timeout_s))
+            await hosting.run()
             return
         if cluster_connection is None:
             # Imported here, because all other programs leave the proxies to the workers.
@@ -87,42 +94,61 @@ async def _host(
 
             check_ports(options)  # the proxy starts much later
         # A mistake in a module that this process imports starts nothing.
-        built = None if cluster_connection is None else build_path(target, "", timeout_s)
+        built = None if cluster_connection is None else source.build("")
         client = await start_with(
             form, options, detached=not stay.is_blocking, is_default=True, opens_with_route=True
         )
         instance = client.instance_name
-        hosting = _Hosting(form, client._connection, target, stay, report)
-        await hosting.run_first(built, timeout_s)
+        in_worker = cluster_connection is None and source.has_paths
+        hosting = _Hosting(form, client._connection, source, stay, report, in_worker=in_worker)
+        if cluster_connection is None:
+            report(f"Started a Dask cluster at {client.scheduler_address}.")
+        await hosting.run_first(built)
     finally:
         if cluster_connection is not None and cluster_connection.is_open:
             await cluster_connection.disconnect(instance, asynchronous=form.asynchronous)
 
 
+def _followed(source: Source, stay: HostingMode) -> Source:
+    """Return a source with its files as they are now, if their changes are followed."""
+    if stay.reload is None:
+        return source
+    others = sorted(name for name in stay.reload.snapshot() if not name.endswith(".py"))
+    project = Project(stay.reload.folders, digest_of_files(others), stay.recreates)
+    return replace(source, project=project)
+
+
 class _Hosting:
-    """The application of one call of `host`, on an instance that runs."""
+    """The applications of one call of `host`, on an instance that runs."""
 
     def __init__(
         self,
         form: Form[Any],
         connection: InstanceConnection,
-        target: RunTarget,
+        source: Source,
         stay: HostingMode,
         report: Callable[[str], Any],
+        *,
+        in_worker: bool,
     ) -> None:
         self._form = form
         self._connection = connection
         self._verbs: Any = form.verbs(connection)
-        self._target = target
+        self._source = source
         self._stay = stay
         self._report = report
-        #: The ids of the calls whose deployments the target may replace; None: any.
+        self._in_worker = in_worker
+        #: The ids of the calls whose deployments may be replaced, by application; None: any.
         self._expected: dict[str, str] | None = None
-        self._kept: ApplicationSpec | None = None
+        self._kept: dict[str, ApplicationSpec] = {}
+        #: The ids of this program's deployments, by application, and those of changes on their way.
+        self._deployed: dict[str, str] = {}
+        self._changing: set[str] = set()
+        reload = stay.reload
+        self._reloader = None if reload is None else Reloader(reload, self._rebuild, self._tell)
 
     async def check(self, http_options: Mapping[str, Any]) -> None:
         """Raise `BadRequestError` for what cannot be done on an instance that runs already."""
-        name = self._target.name
         found = await differences(self._verbs, http_options)
         if found:
             raise BadRequestError(
@@ -131,92 +157,133 @@ class _Hosting:
             )
         if not self._stay.is_blocking:
             return
-        before = await self._verbs._request_of(name)
-        if before and not (self._stay.replaces or self._stay.restores):
+        before = {name: await self._verbs._request_of(name) for name in self._source.names}
+        running = [name for name, request_id in before.items() if request_id]
+        if running and not (self._stay.replaces or self._stay.restores):
+            verb = "runs" if len(running) == 1 else "run"
             raise AlreadyRegisteredError(
-                f"Application {name!r} runs on this cluster already, and this command did not start it. "
+                f"Application {', '.join(map(repr, running))} {verb} on this cluster already, and this "
+                "command did not start it. "
                 "Add --replace to replace it, --restore to replace it until this command ends, "
                 "--non-blocking to deploy a new version and return, or --name to run beside it."
             )
-        self._expected = {name: before}
-        if before and self._stay.restores:
-            self._kept = await copy_application(self._verbs, name)
+        self._expected = before
+        if self._stay.restores:
+            self._kept = {name: await copy_application(self._verbs, name) for name in running}
 
-    async def run_first(self, built: BuiltApplication | None, timeout_s: float | None) -> None:
-        """Run the application on an instance that this call has started, and end that unless it stays."""
-        cluster_connection: DaskConnection = self._connection.cluster_connection  # type: ignore[assignment]
+    async def run_first(self, built: Sequence[BuiltApplication] | None) -> None:
+        """Run the applications on an instance that this call has started, and end that unless it stays."""
         is_left = False
         try:
-            if built is None:
-                self._report(f"Started a Dask cluster at {cluster_connection.scheduler_address}.")
-                built = await self._built(timeout_s)
-            await self._deploy(built)
+            await self._deploy(await self._built() if built is None else built)
             await self._form.run(
-                cluster_connection, wait_for_http(self._connection.calls, settings.timeouts().proxy_s)
+                self._connection.cluster_connection,
+                wait_for_http(self._connection.calls, settings.timeouts().proxy_s),
             )
             is_left = True
-            if self._stay.is_blocking:
-                await self._serve(built.spec.request_id)
-            else:
-                await self._report_running()
+            await self._serve_or_report()
         finally:
             if not is_left:
-                await self._leave("" if built is None else built.spec.request_id)
+                await self._leave()
 
-    async def _built(self, timeout_s: float | None) -> BuiltApplication:
-        if isinstance(self._target.target, str):
-            return await build_in_worker(self._form, self._connection, self._target, timeout_s)
-        return build_path(self._target, self._connection.instance, timeout_s)
-
-    async def run(self, built: BuiltApplication) -> None:
-        """Run the application on an instance of others."""
+    async def run(self) -> None:
+        """Run the applications on an instance of others."""
+        built = await self._built()
         is_left = not self._stay.is_blocking
         try:
             await self._deploy(built)
-            if self._stay.is_blocking:
-                is_left = True
-                await self._serve(built.spec.request_id)
-            else:
-                await self._report_running()
+            is_left = True
+            await self._serve_or_report()
         finally:
             if not is_left:
-                await self._leave(built.spec.request_id)
+                await self._leave()
 
-    async def _deploy(self, built: BuiltApplication) -> None:
+    async def _built(self) -> list[BuiltApplication]:
+        return await build_on(self._form, self._connection, self._source, in_worker=self._in_worker)
+
+    async def _deploy(self, built: Sequence[BuiltApplication]) -> None:
+        self._deployed = _requests(built)
         try:
-            await self._verbs._deploy_built([built], expected=self._expected)
+            await self._verbs._deploy_built(built, expected=self._expected)
         except KeyboardInterrupt:
-            self._report(
-                f"The change of application {self._target.name!r} was interrupted and is taken back."
-            )
+            names = ", ".join(map(repr, self._source.names))
+            self._report(f"The change of application {names} was interrupted and is taken back.")
             raise
 
-    async def _serve(self, request_id: str) -> None:
+    async def _serve_or_report(self) -> None:
+        if not self._stay.is_blocking:
+            await self._report_running()
+            return
+        if self._reloader is not None:
+            self._reloader.start()
         await serve_until_ended(
             self._connection.cluster_connection,
             self._connection.instance,
-            partial(self._leave, request_id),
+            self._leave,
             asynchronous=self._form.asynchronous,
         )
 
-    async def _leave(self, request_id: str, signal_name: str = "") -> None:
-        """End the parts that this call has started; keep or restore an application that it has replaced."""
-        name = self._target.name
-        is_new = not (self._expected or {}).get(name)
-        if not is_new and self._connection.cluster_connection.is_open:
-            is_ours = await self._verbs._request_of(name) == request_id
-            if is_ours and self._kept is not None:
+    def _rebuild(self) -> Callable[[], Any]:
+        """Build the applications of files that have changed, in the thread of the reloader."""
+        self._source = _followed(self._source, self._stay)
+        built = finish(self._built())
+        return lambda: finish(self._redeploy(built))
+
+    async def _redeploy(self, built: Sequence[BuiltApplication]) -> None:
+        """Deploy applications in place of those of this program."""
+        expected = {}
+        for name in _requests(built):
+            expected[name], is_own = await self._found(name)
+            if expected[name] and not is_own:
+                raise AlreadyRegisteredError(
+                    f"Another program has deployed application {name!r}; its version stays."
+                )
+        self._changing.update(_requests(built).values())
+        try:
+            await self._verbs._deploy_built(built, expected=expected)
+            self._deployed = _requests(built)
+        finally:
+            self._changing.difference_update(_requests(built).values())
+
+    async def _found(self, name: str) -> tuple[str, bool]:
+        """Return the id of the call that has deployed an application, and whether it is this program's."""
+        found = await self._verbs._request_of(name)
+        return found, found in self._changing or found == self._deployed.get(name)
+
+    async def _leave(self, signal_name: str = "") -> None:
+        """End the parts that this call has started; keep or restore applications that it has replaced."""
+        if self._reloader is not None:
+            self._reloader.stop()
+        started: dict[str, str] = {}
+        for name, request_id in self._deployed.items():
+            is_new = not (self._expected or {}).get(name)
+            found, is_ours = request_id, True
+            if self._connection.cluster_connection.is_open and (self._reloader is not None or not is_new):
+                with suppress(ClosedError, NotRunningError):
+                    found, is_ours = await self._found(name)
+            if is_new:
+                started[name] = found if is_ours else request_id
+            elif is_ours and name in self._kept:
                 self._report(f"Giving back the version of application {name!r} from before.")
-                await restore_application(self._verbs, self._kept, request_id)
+                await restore_application(self._verbs, self._kept[name], found)
             elif is_ours:
                 self._report(f"Application {name!r} keeps running in this version.")
-        await leave_instance(self._verbs, {name: request_id} if is_new else {}, signal_name)
+        await leave_instance(self._verbs, started, signal_name)
+
+    def _tell(self, line: str) -> None:
+        print_line(self._connection.cluster_connection, line)
 
     async def _report_running(self) -> None:
-        route = (self._target.route_prefix or "").rstrip("/")
-        urls = [f"{url}{route}" for url in await self._verbs.http_urls()]
-        where = f" at {', '.join(urls)}" if urls and self._target.route_prefix is not None else ""
-        self._report(f"Application {self._target.name!r} runs{where}.")
+        urls = await self._verbs.http_urls()
+        for name, prefix in self._source.routes.items():
+            places = [f"{url}{(prefix or '').rstrip('/')}" for url in urls]
+            where = f" at {', '.join(places)}" if urls and prefix is not None else ""
+            self._report(f"Application {name!r} runs{where}.")
+
+
+def _requests(built: Sequence[BuiltApplication]) -> dict[str, str]:
+    """Return the ids of the calls that deploy applications, by application."""
+    return {each.spec.name: each.spec.request_id for each in built}
 
 
 host = blocking(_host)

@@ -115,7 +115,7 @@ class ControllerCalls:
         """
         deadline = self._deadline(timeout_s)
         while goal:
-            answer = await self._end_of(goal, deadline)
+            answer = await self._end_of(goal, deadline, until_served=True)
             if answer is None:
                 return False
             if answer["error"] is not None:
@@ -126,14 +126,19 @@ class ControllerCalls:
     def _deadline(self, timeout_s: float | None) -> float | None:
         return None if timeout_s is None else self.cluster_connection.clock.now() + timeout_s
 
-    async def _end_of(self, goal: GoalId, deadline: float | None) -> Mapping[str, Any] | None:
-        """Return the controller's answer about a goal that has ended; None if it has not in time."""
+    async def _end_of(
+        self, goal: GoalId, deadline: float | None, *, until_served: bool = False
+    ) -> Mapping[str, Any] | None:
+        """Return the controller's answer about a goal that has ended; None if it has not in time.
+
+        With ``until_served``, a rollout that has the traffic of its first step counts as the end.
+        """
         while True:
             left_s = (
                 POLL_S if deadline is None else min(POLL_S, deadline - self.cluster_connection.clock.now())
             )
             answer: Mapping[str, Any] = await self.call(
-                "wait_for_goal", goal_id=goal, timeout_s=max(0.0, left_s)
+                "wait_for_goal", goal_id=goal, timeout_s=max(0.0, left_s), until_served=until_served
             )
             if answer["is_done"]:
                 await self.wait_until_applied(answer.get("snapshot"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from distributed import Worker
@@ -36,6 +37,15 @@ async def call_in_worker(
     if "error" in answer:
         raise load_error(answer["error"])
     return answer["value"]
+
+
+async def call_in_all_workers(
+    connection: DaskConnection, function: Callable[..., Any], *arguments: Any, timeout_s: float
+) -> None:
+    """Call a quick function on the event loop of every worker, as far as they answer in time."""
+    with suppress(TimeoutError, OSError):
+        async with asyncio.timeout(timeout_s):
+            await connection.client.run(function, *arguments, on_error="return")
 
 
 async def _call_in_thread(

@@ -52,6 +52,8 @@ def awaited(
 
 def is_up(state: State, backend: BackendRecord, undone: Change | None = None) -> bool:
     """Return whether enough replicas run with a backend's version and config; older ones may still drain."""
+    if backend.canary is not None:
+        return False
     running = sum(
         each.version == backend.version and each.config_id == backend.config_id
         for each in _running(state, undone or {}, backend.tag)

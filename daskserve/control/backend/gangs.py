@@ -60,7 +60,7 @@ def next_steps(
     ``max_surge`` and the option ``max_unavailable`` count gangs.
     """
     size = backend.gang_size
-    wanted = backend.num_replicas // size
+    wanted = backend.version_replicas // size
     max_unavailable = backend.config.unavailable(wanted)
     if not are_gangs(backend, replicas):
         return rollout.next_steps(

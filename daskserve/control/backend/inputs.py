@@ -50,6 +50,8 @@ class Step:
         The last incarnation number in use, including those of this step.
     messages : list of str
         Lines for the log.
+    kept : dict
+        The notes about the replicas of an old version during a rollout, by their key.
     causes : dict
         Why replicas end that should have run, by the key of their record.
     """
@@ -60,6 +62,7 @@ class Step:
     wake_at: float | None = None
     incarnation: int = 0
     messages: list[str] = field(default_factory=list)
+    kept: dict[str, Notes] = field(default_factory=dict)
     causes: dict[str, str] = field(default_factory=dict)
 
     def is_own(self, backend: BackendRecord) -> bool:

@@ -48,7 +48,7 @@ def is_overdue(
         inputs.observed.deadlines.get(goal.goal_id),
         step.notes.full_from,
     )
-    if limit_s is None or deadline is None:
+    if limit_s is None or deadline is None or is_holding(backend, replicas.values()):
         return False
     if goal.timeout_s is not None:
         return inputs.now >= deadline
@@ -77,6 +77,8 @@ def note(
             or (inputs.now >= deadline and is_at_work(inputs.state, inputs.observed, goal, backend))
         ):
             deadline = notes.deadlines[goal.goal_id] = inputs.now + limit_s
+        if is_holding(backend, replicas.values()):
+            deadline = notes.deadlines[goal.goal_id] = inputs.now + limit_s
         if goal.timeout_s is None and notes.full_from is not None:
             if makes_room(inputs.observed, backend, replicas):
                 notes.full_from = inputs.now
@@ -88,6 +90,8 @@ def note(
 
 def _tell(inputs: StepInputs, step: Step, backend: BackendRecord, replicas: Iterable[ReplicaRecord]) -> None:
     notes, replicas = step.notes, list(replicas)
+    if is_holding(backend, replicas):
+        return
     is_due = notes.told_at is not None and inputs.now >= notes.told_at + TELL_S
     if is_due and app_state.is_late(inputs.state, inputs.observed, backend, replicas):
         parts = (notes.waiting, busy_text(inputs.observed, backend, replicas, step_s=1.0))
@@ -210,6 +214,11 @@ def running(backend: BackendRecord, replicas: Iterable[ReplicaRecord]) -> int:
         and each.config_id == backend.config_id
         for each in replicas
     )
+
+
+def is_holding(backend: BackendRecord, replicas: Iterable[ReplicaRecord]) -> bool:
+    """Return whether a rollout has the replicas of its step, so that it takes its time on purpose."""
+    return backend.canary is not None and running(backend, replicas) >= backend.version_replicas
 
 
 def how_far(state: State, goal: GoalRecord, backend: BackendRecord, replicas: Iterable[ReplicaRecord]) -> str:

@@ -24,7 +24,7 @@ def ranks_to_change(
     """Return the replicas of a backend whose rank changes, each with its new numbers."""
     placed = [each for each in replicas if each.state in PLACED_STATES]
     leaving = observed.retiring_of(placed)
-    is_settled = len(placed) == backend.num_replicas and all(
+    is_settled = len(placed) == backend.version_replicas and all(
         each.version == backend.version and not is_on(each, leaving) for each in placed
     )
     hosts = [observed.host_of(each.worker or "") for each in placed]
@@ -102,7 +102,7 @@ def rank_info_of(backend: BackendRecord, replica: ReplicaRecord) -> RankInfo | N
     if len(replica.rank) != 3:
         return None
     rank, node_rank, local_rank = replica.rank
-    return rank, node_rank, local_rank, backend.num_replicas
+    return rank, node_rank, local_rank, backend.version_replicas
 
 
 def all_know_theirs(backend: BackendRecord, replicas: Iterable[ReplicaRecord], observed: Observed) -> bool:

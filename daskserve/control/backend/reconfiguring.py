@@ -38,7 +38,7 @@ def next_to_reconfigure(
     if not later:
         return now
     size = backend.gang_size
-    wanted = backend.num_replicas // size
+    wanted = backend.version_replicas // size
     limit = max(1, backend.config.unavailable(wanted))
     pausing = [each for each in running if is_pausing(backend, each)]
     starting = sum(each.state is ReplicaState.STARTING for each in current)

@@ -17,7 +17,7 @@ from dataclasses import replace
 from daskserve.common.formatting import shown
 from daskserve.common.types import ReplicaState, ReplicaTag, WorkerAddress
 from daskserve.control.backend import application as app_state
-from daskserve.control.backend import gangs, progress
+from daskserve.control.backend import gangs, progress, rollout_steps
 from daskserve.control.backend.actions import ReconfigureReplica, StartReplica, StopReplica
 from daskserve.control.backend.inputs import Step, StepInputs
 from daskserve.control.backend.ranks import all_know_theirs, has_wrong_rank_info, ranks_to_change
@@ -33,7 +33,7 @@ from daskserve.control.records.config_ids import in_doubt, is_outdated
 from daskserve.control.records.records import AppRecord, BackendRecord, Change, GoalRecord, ReplicaRecord
 from daskserve.control.scaling.recorded import autoscaling_of, bounds_of, scaled
 from daskserve.control.verbs import goals
-from daskserve.errors import CodeLoadError, ReplicaStartError, RequestTimeoutError, ServeError
+from daskserve.errors import CodeLoadError, ReplicaStartError, RequestTimeoutError, RolloutError, ServeError
 
 #: Delay before the next replica of a backend whose replicas fail without a goal; doubles up to the maximum.
 START_RETRY_S, MAX_START_RETRY_S = 0.5, 30.0
@@ -58,12 +58,20 @@ def grace_of(backend: BackendRecord, replica: ReplicaRecord) -> float:
 class _Stepper:
     """Working memory of one step of one backend."""
 
-    def __init__(self, inputs: StepInputs, backend: BackendRecord) -> None:
+    def __init__(
+        self,
+        inputs: StepInputs,
+        backend: BackendRecord,
+        replicas: Iterable[ReplicaRecord],
+        kept: str = "",
+    ) -> None:
         self.inputs = inputs
         self.backend = backend
-        self.notes = inputs.observed.notes_of(backend.tag).for_next_step()
+        #: The key of the notes if this is the old version during a rollout, which has no change of its own.
+        self.kept = kept
+        self.notes = inputs.observed.notes_of(kept or backend.tag).for_next_step()
         self.step = Step(notes=self.notes, incarnation=inputs.incarnation)
-        self.replicas = {each.tag: each for each in inputs.state.replicas_of(backend.tag)}
+        self.replicas = {each.tag: each for each in replicas}
 
     def set_replica(self, tag: str, record: ReplicaRecord | None) -> None:
         before = self.replicas.get(tag)
@@ -78,12 +86,16 @@ class _Stepper:
     @property
     def app(self) -> AppRecord | None:
         """The application of which the backend is a deployment."""
+        if self.kept:
+            return None
         changed = self.step.change.get(f"app/{self.backend.application}")
         return changed if isinstance(changed, AppRecord) else self.inputs.state.apps.of(self.backend)
 
     @property
     def goal(self) -> GoalRecord | None:
         """The pending goal of the backend, or else that of its application."""
+        if self.kept:
+            return None
         goal_id = self.backend.goal
         if goal_id is None and (app := self.app) is not None:
             goal_id = app.goal
@@ -94,6 +106,8 @@ class _Stepper:
 
     def apply(self, change: Change) -> None:
         """Make a change, perhaps of several backends, part of this step."""
+        if self.kept:
+            return
         self.step.change.update(change)
         changed = change.get(self.backend.key)
         if isinstance(changed, BackendRecord):
@@ -193,8 +207,9 @@ class _Stepper:
         goal = self.goal
         if goal is None or self.backend.is_deleting:
             return False
-        far = progress.how_far(self.inputs.state, goal, self.backend, self.replicas.values())
-        error = progress.with_note(error, far)
+        if not isinstance(error, RolloutError):
+            far = progress.how_far(self.inputs.state, goal, self.backend, self.replicas.values())
+            error = progress.with_note(error, far)
         if isinstance(error, ReplicaStartError):
             error = progress.with_note(error, goals.what_stays(goal))
         self.apply(goals.rolled_back(self.inputs.state, goal, error, self.backend, self.inputs.wall))
@@ -281,12 +296,12 @@ class _Stepper:
     def surge(self) -> int:
         """Return how many additional replicas may run; 0 while a rollout has no room for one."""
         backend, notes = self.backend, self.notes
-        surge = backend.config.surge(backend.num_replicas // backend.gang_size)
+        surge = backend.config.surge(backend.version_replicas // backend.gang_size)
         if not any(each.version != backend.version for each in self.replicas.values()):
             notes.full_since, notes.drained_at_once = None, 1
         elif surge and notes.full_since is not None:
             placed = sum(each.state in PLACED_STATES for each in self.replicas.values())
-            more = -(-(backend.num_replicas - placed) // backend.gang_size) + 1
+            more = -(-(backend.version_replicas - placed) // backend.gang_size) + 1
             workers = self.inputs.observed.cleared_workers()
             if room_for(self.trial(), workers, demand_of(backend), more) == more:
                 notes.full_since = None
@@ -355,6 +370,8 @@ class _Stepper:
 
     def finish(self) -> None:
         self.act()
+        if self.kept:
+            return
         self.finish_goal()
         goal = self.goal
         if goal is None or self.backend.is_deleting:
@@ -447,12 +464,37 @@ def unplaced(replicas: Iterable[ReplicaRecord]) -> list[ReplicaRecord]:
     return [each for each in replicas if each.state is ReplicaState.SHOULD_START]
 
 
-def step(inputs: StepInputs, backend: BackendRecord) -> Step:
-    """Return the next change and actions for one backend."""
-    stepper = _Stepper(inputs, backend)
+def _go_on(stepper: _Stepper) -> None:
+    """Bring a rollout forward, or take it back."""
+    backend, inputs = stepper.backend, stepper.inputs
+    if backend.canary is None:
+        return
+    if stepper.goal is None:
+        stepper.apply({backend.key: rollout_steps.lost(backend, inputs.wall)})
+        return
+    decision = rollout_steps.decided(inputs, backend, stepper.replicas.values(), stepper.step)
+    if decision.error is not None:
+        stepper.fail_goal(decision.error)
+    elif decision.rollout is not backend.canary:
+        stepper.apply({backend.key: replace(backend, rollout=decision.rollout)})
+
+
+def _run(
+    inputs: StepInputs, backend: BackendRecord, replicas: Iterable[ReplicaRecord], kept: str = ""
+) -> tuple[Step, BackendRecord]:
+    """Make all decisions of one step; return it, and the backend's record after it."""
+    stepper = _Stepper(inputs, backend, replicas, kept)
     stepper.take_in()
     stepper.scale()
     stepper.check_deadline()
+    _go_on(stepper)
     stepper.close_gap()
     stepper.finish()
-    return stepper.step
+    return stepper.step, stepper.backend
+
+
+def step(inputs: StepInputs, backend: BackendRecord) -> Step:
+    """Return the next change and actions for one backend."""
+    if backend.canary is not None:
+        return rollout_steps.step_both(inputs, backend, _run)
+    return _run(inputs, backend, inputs.state.replicas_of(backend.tag))[0]

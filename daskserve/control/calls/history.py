@@ -68,7 +68,7 @@ class HistoryVerbs(DecidingVerbs):
         after: int | None = None,
         application: str | None = None,
         limit: int = MAX_EVENTS,
-        since: float | None = None,
+        since_s: float | None = None,
         wait_s: float = 0.0,
     ) -> dict[str, Any]:
         """Return events, oldest first, and the number after which the next call continues.
@@ -77,8 +77,8 @@ class HistoryVerbs(DecidingVerbs):
         ----------
         after : int, optional
             Those with higher numbers, the oldest first if there are more than ``limit``. None: the newest.
-        since : float, optional
-            Those from then on, in seconds since the epoch.
+        since_s : float, optional
+            Only those of the last seconds.
         wait_s : float
             How long to wait, at most 30 s, if there are none.
         """
@@ -90,7 +90,7 @@ class HistoryVerbs(DecidingVerbs):
                 after,
                 application=application,
                 limit=limit,
-                since=since,
+                since_s=since_s,
                 wall=self._core.clock.wall(),
             )
             left_s = deadline - self._core.clock.now()

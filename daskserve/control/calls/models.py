@@ -9,12 +9,12 @@ from typing import Any
 from daskserve.cluster.protocols.base import verb
 from daskserve.control.calls.deciding import DecidingVerbs
 from daskserve.control.core import MAX_WAIT_S
-from daskserve.control.models import deciding
+from daskserve.control.records import model_decisions
 from daskserve.control.records.models import ModelsRecord, ModelState
 from daskserve.control.records.records import BackendRecord
 from daskserve.control.verbs import backends as backend_verbs
 from daskserve.errors import BadRequestError, NotFoundError
-from daskserve.options.models import ModelRepository
+from daskserve.options.environment import ModelRepository
 from daskserve.payload.model_files import list_models
 
 
@@ -55,7 +55,7 @@ class ModelVerbs(DecidingVerbs):
             raise NotFoundError(
                 f"{what} is not in the model repository; versions there: {', '.join(versions) or 'none'}."
             )
-        await self._decide(name, lambda each: deciding.loaded(each, model, chosen, is_next=is_default))
+        await self._decide(name, lambda each: model_decisions.loaded(each, model, chosen, is_next=is_default))
         return {"version": chosen}
 
     @verb
@@ -63,12 +63,12 @@ class ModelVerbs(DecidingVerbs):
         """Have all replicas unload a version, or all of a model."""
         _, repository = self._find(name)
         self._check_explicit(repository)
-        await self._decide(name, lambda each: deciding.unloaded(each, model, version))
+        await self._decide(name, lambda each: model_decisions.unloaded(each, model, version))
 
     @verb
     async def set_default_model(self, name: str, model: str, version: str) -> None:
         """Set the default version of a model, which must be READY."""
-        await self._decide(name, lambda each: deciding.with_default(each, model, version))
+        await self._decide(name, lambda each: model_decisions.with_default(each, model, version))
 
     @verb
     async def wait_for_model(self, name: str, model: str, version: str, timeout_s: float) -> dict[str, Any]:

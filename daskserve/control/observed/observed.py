@@ -22,8 +22,10 @@ from daskserve.common.types import (
 )
 from daskserve.control.observed.lifecycle import ReplicaEvent
 from daskserve.control.observed.loads import Loads
-from daskserve.control.observed.models import ModelReport
+from daskserve.control.observed.rollout_counts import RolloutCounts
+from daskserve.control.records.models import ModelReport
 from daskserve.control.records.records import BackendRecord, ReplicaRecord
+from daskserve.control.records.two_versions import kept_tag
 from daskserve.options.autoscaling import AutoscalingConfig
 
 #: Number of samples that are kept for each autoscaled backend, for `explain`.
@@ -120,6 +122,8 @@ class Notes:
         The last replicas that died, oldest first.
     stays : str or None
         The replica that was to move to a better worker, and does not. This and the rest are of one step.
+    rollout : tuple
+        The present phase of the rollout, and since when it lasts.
     deadlines : dict
         Deadlines of goals that this step has set.
     configured, reconfigure_failed : dict
@@ -137,6 +141,7 @@ class Notes:
     goal: GoalId | None = None
     drained_at_once: int = 1
     dead: tuple[DeadReplica, ...] = ()
+    rollout: tuple[str, float] = ("", 0.0)
     stays: ReplicaTag | None = None
     deadlines: dict[GoalId, float] = field(default_factory=dict)
     configured: dict[ReplicaTag, str] = field(default_factory=dict)
@@ -203,6 +208,8 @@ class Observed:
     is_adaptive: bool = False
     #: The load that routers and replicas have reported.
     loads: Loads = field(default_factory=Loads)
+    #: What routers have counted of both versions of each rollout.
+    rollouts: RolloutCounts = field(default_factory=RolloutCounts)
     #: The last decisions of the autoscalers.
     scalings: dict[BackendTag, Scaling] = field(default_factory=dict)
     deadlines: dict[GoalId, float] = field(default_factory=dict)
@@ -344,6 +351,11 @@ class Observed:
             if self.reconfigure_failed.get(replica) is error:
                 del self.reconfigure_failed[replica]
 
+    def forget_rollout(self, tag: BackendTag) -> None:
+        """Drop what was learnt of a rollout that has ended."""
+        self.rollouts.forget(tag)
+        self.notes.pop(kept_tag(tag), None)
+
     def learn_proxies(self, lost: Iterable[str], apart: Mapping[str, float]) -> None:
         """Apply the result of a step of the proxies; the lost ones no longer listen."""
         for name in lost:
@@ -359,6 +371,7 @@ class Observed:
     def forget_backend(self, tag: BackendTag) -> None:
         """Drop the observations of a backend whose record is gone."""
         self.notes.pop(tag, None)
+        self.forget_rollout(tag)
         self.step_failures.pop(tag, None)
         self.model_problems.pop(tag, None)
 

@@ -25,8 +25,8 @@ from daskserve.common.types import (
     as_rank_info,
     short_tag,
 )
-from daskserve.control.observed.models import ModelReport
 from daskserve.control.observed.observed import Activity, Observed
+from daskserve.control.records.models import ModelReport
 from daskserve.control.records.records import ReplicaRecord
 from daskserve.control.records.state import State
 from daskserve.errors import ActorLostError, ServeError, StaleEpochError, UnavailableError

@@ -20,6 +20,7 @@ from daskserve.control.records.records import (
     fields_of,
 )
 from daskserve.control.records.revisions import RevisionState
+from daskserve.control.records.rollout import RolloutState
 from daskserve.errors import InstanceError
 from daskserve.options.actor import ActorOptions
 from daskserve.options.backend import BackendConfig
@@ -83,6 +84,8 @@ def from_plain(kind: str, values: Mapping[str, Any]) -> Any:
             changed = _backend_with_demand(changed)
         changed["config"] = BackendConfig(**changed["config"])
         changed["actor_options"] = ActorOptions(**changed["actor_options"])
+        if changed.get("rollout") is not None:
+            changed["rollout"] = RolloutState.from_plain(changed["rollout"])
     if kind == GoalRecord.KIND and "application" not in changed:
         changed = _goal_of_one_backend(changed)
     return KINDS[kind](**changed)

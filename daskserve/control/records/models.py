@@ -1,9 +1,9 @@
-"""The record of the models that a deployment's replicas load from its ``model_repository``."""
+"""The record of the models that replicas load from a ``model_repository``, and what a replica has of them."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -43,3 +43,22 @@ class ModelsRecord:
     @property
     def key(self) -> str:
         return f"{self.KIND}/{self.backend}"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelReport:
+    """What one replica has loaded, its default versions, and its errors by ``name/version`` and attempt."""
+
+    loaded: Mapping[str, Collection[str]]
+    defaults: Mapping[str, str]
+    errors: Mapping[str, tuple[int, str]]
+
+    @classmethod
+    def of(cls, facts: Mapping[str, Any]) -> ModelReport:
+        """Return the report in a replica's health."""
+        errors = {key: (int(attempt), str(why)) for key, (attempt, why) in facts["errors"].items()}
+        return cls(facts["loaded"], facts["defaults"], errors)
+
+    def has(self, name: str, version: str) -> bool:
+        """Return whether a version is loaded."""
+        return version in self.loaded.get(name, ())

@@ -26,6 +26,7 @@ from daskserve.control.records.events import EventsRecord
 from daskserve.control.records.models import ModelsRecord
 from daskserve.control.records.proxy import ProxyRecord
 from daskserve.control.records.revisions import RevisionRecord
+from daskserve.control.records.rollout import RolloutState, replicas_of_step
 from daskserve.control.records.versions import unmarked
 from daskserve.options.actor import ActorOptions
 from daskserve.options.autoscaling import AutoscalingConfig
@@ -98,6 +99,10 @@ class BackendRecord:
     actor_of: tuple[str, ...] = ()
     #: The kind of the last change: UPSCALE, DOWNSCALE or CONFIG_UPDATE.
     last_change: str = "CONFIG_UPDATE"
+    #: Whether a rollback has deployed it: code by import path must then be that of its revision.
+    is_exact: bool = False
+    #: The rollout of this version beside the one before, or how the last one ended.
+    rollout: RolloutState | None = None
 
     @property
     def key(self) -> str:
@@ -159,6 +164,20 @@ class BackendRecord:
         return share_of(self.scaled_to, self.capacity, self.gang_size) if self.is_held else self.scaled_to
 
     @property
+    def canary(self) -> RolloutState | None:
+        """The rollout, if it goes on; None otherwise."""
+        return self.rollout if self.rollout is not None and self.rollout.is_active else None
+
+    @property
+    def version_replicas(self) -> int:
+        """The target number of replicas of this version: all of them, or those of a step of a rollout."""
+        rollout, plan = self.canary, self.config.rollout
+        if rollout is None or plan is None or self.is_deleting or self.capacity == 0:
+            return self.num_replicas
+        share = plan.shares[min(rollout.step, len(plan.steps) - 1)]
+        return replicas_of_step(share, self.num_replicas, self.gang_size)
+
+    @property
     def full_replicas(self) -> int:
         """The number of replicas to which the target capacity applies."""
         if self.scaled_to is None:
@@ -180,9 +199,9 @@ class BackendRecord:
 
     @property
     def needed_replicas(self) -> int:
-        """The number of running replicas that completes a change; the current load may need more."""
-        if self.scaled_to is None:
-            return self.num_replicas
+        """The number of running replicas that completes a change or a step; the load may need more."""
+        if self.scaled_to is None or self.canary is not None:
+            return self.version_replicas
         options = self.autoscaling
         if options is None:
             return min(self.num_replicas, share_of(self.configured_replicas, self.capacity, self.gang_size))
@@ -452,7 +471,10 @@ TUPLES = frozenset(
 def fields_of(record: Record) -> dict[str, Any]:
     """Return the fields of a record, with plain options."""
     values = {each.name: getattr(record, each.name) for each in fields(record)}
-    return {name: value.to_plain() if isinstance(value, Options) else value for name, value in values.items()}
+    return {
+        name: value.to_plain() if isinstance(value, (Options, RolloutState)) else value
+        for name, value in values.items()
+    }
 
 
 def to_plain(record: Record) -> dict[str, Any]:

@@ -36,12 +36,42 @@ from daskserve.control.records.revisions import RevisionRecord, Revisions
 _REPLICA = "replica/"
 
 
+class Codes(dict[str, CodeRecord]):
+    """All code by name, with an index by backend; ``size_bytes`` is its size, with that of parcels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.size_bytes = 0
+        self._of: dict[BackendTag, dict[str, None]] = {}
+
+    def keep(self, code: CodeRecord) -> None:
+        """Add a record."""
+        self.forget(code.name)
+        self[code.name] = code
+        self._of.setdefault(code.backend, {})[code.name] = None
+        self.size_bytes += code.size_bytes
+
+    def forget(self, name: str) -> None:
+        """Remove a record, if it is there."""
+        code = self.pop(name, None)
+        if code is not None:
+            self.size_bytes -= code.size_bytes
+            names = self._of[code.backend]
+            del names[name]
+            if not names:
+                del self._of[code.backend]
+
+    def of(self, backend: BackendTag) -> list[CodeRecord]:
+        """Return the records of a backend."""
+        return [self[name] for name in self._of.get(backend, ())]
+
+
 class State:
     """The target state, and the recorded part of the actual state."""
 
     def __init__(self) -> None:
         self.backends: dict[BackendTag, BackendRecord] = {}
-        self.codes: dict[str, CodeRecord] = {}
+        self.codes = Codes()
         self.endpoints: dict[EndpointTag, EndpointRecord] = {}
         self.replicas: dict[ReplicaTag, ReplicaRecord] = {}
         self.proxies: dict[str, ProxyRecord] = {}
@@ -51,14 +81,11 @@ class State:
         self.apps = Applications()
         self.revisions = Revisions()
         self.events = EventLog()
-        #: Size of all code, with that of parcels.
-        self.code_bytes = 0
         self._replicas_of: dict[BackendTag, dict[ReplicaTag, None]] = {}
         self._replicas_on: dict[WorkerAddress, dict[ReplicaTag, None]] = {}
         #: The number of bundles, which may be more than the replicas: of all backends, and of each.
         self._bundles_on: dict[WorkerAddress, int] = {}
         self._workers_of: dict[BackendTag, dict[WorkerAddress, int]] = {}
-        self._codes_of: dict[BackendTag, dict[str, None]] = {}
         self._used: dict[WorkerAddress, dict[str, float]] = {}
         self._autoscaled: set[BackendTag] = set()
         self._endpoints_of: dict[BackendTag, dict[EndpointTag, None]] = {}
@@ -112,7 +139,7 @@ class State:
 
     def codes_of(self, backend: BackendTag) -> list[CodeRecord]:
         """Return the code records of a backend: the current one, and during a change an older one too."""
-        return [self.codes[name] for name in self._codes_of.get(backend, ())]
+        return self.codes.of(backend)
 
     def count_on(self, worker: WorkerAddress, backend: BackendTag | None = None) -> int:
         """Return the number of bundles on a worker, of one backend or of all; most replicas are one."""
@@ -167,9 +194,7 @@ class State:
             if record.autoscaling is not None:
                 self._autoscaled.add(record.tag)
         elif isinstance(record, CodeRecord):
-            self.codes[record.name] = record
-            self._codes_of.setdefault(record.backend, {})[record.name] = None
-            self.code_bytes += record.size_bytes
+            self.codes.keep(record)
         elif isinstance(record, AppRecord):
             self.apps.keep(record)
         elif isinstance(record, GoalRecord):
@@ -178,10 +203,10 @@ class State:
             self.proxies[record.tag] = record
         elif isinstance(record, CapacityRecord):
             self.capacity = record
-        elif isinstance(record, RevisionRecord):
-            self.revisions.keep(record)
         elif isinstance(record, ModelsRecord):
             self.models[record.backend] = record
+        elif isinstance(record, RevisionRecord):
+            self.revisions.keep(record)
         elif isinstance(record, EventsRecord):
             self.events.keep(record)
         elif isinstance(record, EndpointRecord):
@@ -199,10 +224,7 @@ class State:
                 self.apps.remove(backend)
             self._autoscaled.discard(name)
         elif kind == "code":
-            code = self.codes.pop(name, None)
-            if code is not None:
-                self._drop(self._codes_of, code.backend, name)
-                self.code_bytes -= code.size_bytes
+            self.codes.forget(name)
         elif kind == "app":
             self.apps.forget(name)
         elif kind == "goal":
@@ -211,10 +233,10 @@ class State:
             self.proxies.pop(name, None)
         elif kind == "capacity":
             self.capacity = CapacityRecord()
-        elif kind == "revision":
-            self.revisions.forget(name)
         elif kind == "models":
             self.models.pop(name, None)
+        elif kind == "revision":
+            self.revisions.forget(name)
         elif kind == "event":
             self.events.forget(int(name))
         elif kind == "endpoint":

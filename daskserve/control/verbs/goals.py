@@ -29,6 +29,7 @@ from daskserve.control.records.state import State, display_name
 from daskserve.control.records.versions import unmarked
 from daskserve.control.scaling.recorded import taken_back
 from daskserve.control.verbs import endpoints as endpoint_state
+from daskserve.control.verbs.rollout_plan import begun, ended_rollout
 from daskserve.errors import DeletedError, DeployError, ReplicaStartError, ServeError, SupersededError
 from daskserve.payload.packed_errors import dump_error
 
@@ -96,6 +97,9 @@ def open_goal(
     for key in previous:
         if _is_leaving(state, key):
             previous[key] = None  # a backend that was being deleted must not return
+    for key, record in change.items():
+        if isinstance(record, BackendRecord):
+            change[key] = begun(state, record, previous.get(key), goal_id, now)
     goal = GoalRecord(
         goal_id=goal_id,
         backend="" if app is not None else wanted[0].tag,  # type: ignore[union-attr]
@@ -269,8 +273,13 @@ def rolled_back(
                 before: BackendRecord | None = None if plain is None else from_plain("backend", plain)
                 change.update(ended(state, current, goal.goal_id, before))
                 if before is not None:
-                    previous = replace(before, last_error=text if is_culprit else "")
-                    change[current.key] = taken_back(replace(previous, goal=None), current, wall)
+                    previous = replace(
+                        before,
+                        last_error=text if is_culprit else "",
+                        goal=None,
+                        rollout=ended_rollout(current, error, wall),
+                    )
+                    change[current.key] = taken_back(previous, current, wall)
                 else:
                     why = (
                         f"{error}"
@@ -368,6 +377,8 @@ def is_reached(backend: BackendRecord, replicas: Iterable[ReplicaRecord]) -> boo
 
     Replicas that the autoscaler adds or removes meanwhile do not count.
     """
+    if backend.canary is not None:
+        return False
     known = list(replicas)
     running = [each for each in known if each.state is ReplicaState.RUNNING]
     others = len(known) - len(running)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from daskserve.common.formatting import capitalized
 from daskserve.common.types import DEFAULT_APPLICATION, BackendTag
-from daskserve.control.records.records import Change
+from daskserve.control.records.records import BackendRecord, Change
 from daskserve.control.records.state import State
 from daskserve.control.scaling.recorded import scaled
 from daskserve.control.verbs import backends as backend_verbs
@@ -31,7 +31,7 @@ def scale(state: State, name: str, number: int, wall: float, *, application: str
     ExternalScalerDisabledError
         It does not allow external scaling.
     """
-    backend = backend_verbs.find(state, _tag_of(state, name, application) if application else name)
+    backend = named_deployment(state, name, application)
     if not backend.is_scaled_externally:
         raise ExternalScalerDisabledError(
             f"{capitalized(backend.display_name)} does not allow external scaling; set "
@@ -41,6 +41,11 @@ def scale(state: State, name: str, number: int, wall: float, *, application: str
         return {}
     changed = scaled(backend, number, REASON, wall)
     return {changed.key: changed}
+
+
+def named_deployment(state: State, name: str, application: str = "") -> BackendRecord:
+    """Return the backend that `scale` means by a name; raise `NotFoundError` if there is none."""
+    return backend_verbs.find(state, _tag_of(state, name, application) if application else name)
 
 
 def _tag_of(state: State, name: str, application: str) -> BackendTag:

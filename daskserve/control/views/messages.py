@@ -8,11 +8,12 @@ from daskserve.common.formatting import shown, shown_size
 from daskserve.common.types import BackendTag, ReplicaState
 from daskserve.control.backend import progress
 from daskserve.control.backend.step import NEW_WORKER_S
-from daskserve.control.models.deciding import text_of
 from daskserve.control.observed.observed import KEPT_DEAD, DeadReplica, Observed
 from daskserve.control.placement.placement import capacity
+from daskserve.control.records.model_decisions import text_of
 from daskserve.control.records.records import BackendRecord, ReplicaRecord
 from daskserve.control.records.state import State
+from daskserve.control.views.rollouts import rollout_text
 
 #: Replicas that take longer to be placed or to start are told of.
 SLOW_S = 30.0
@@ -34,7 +35,9 @@ def message_of(
     found = [] if notes.waiting is None else [notes.waiting]
     found += [text] if (text := slow_text(observed, backend, replicas, wall)) else []
     found += [text] if (text := progress.busy_text(observed, backend, replicas)) else []
-    if backend.goal is not None and any(each.version != backend.version for each in replicas):
+    if backend.canary is not None:
+        found.append(rollout_text(observed, backend, replicas))
+    elif backend.goal is not None and any(each.version != backend.version for each in replicas):
         done = progress.running(backend, replicas)
         found.append(f"{done} of {backend.needed_replicas} replicas are updated")
     if notes.full_since is not None:

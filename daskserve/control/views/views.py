@@ -10,11 +10,9 @@ from dataclasses import asdict
 from typing import Any
 
 from daskserve.common.types import ActorKind, BackendTag, Reachability, ReplicaState, WorkerAddress
-from daskserve.control.backend import application as app_state
 from daskserve.control.backend import progress
 from daskserve.control.observed.observed import Activity, Observed
 from daskserve.control.proxies.step import is_ready
-from daskserve.control.records.config_ids import is_pausing
 from daskserve.control.records.proxy import ProxyRecord
 from daskserve.control.records.records import BackendRecord, GoalState
 from daskserve.control.records.state import State
@@ -22,6 +20,7 @@ from daskserve.control.verbs import backends as backend_verbs
 from daskserve.control.verbs import endpoints as endpoint_state
 from daskserve.control.verbs.failed_deploys import not_found
 from daskserve.control.views.messages import message_of, with_models
+from daskserve.control.views.published import published_backend
 from daskserve.options.environment import Environment
 from daskserve.options.secrets import masked
 
@@ -241,42 +240,6 @@ def snapshot(state: State, instance: str) -> dict[str, Any]:
             "end_time": 0,
         }
     return found
-
-
-def published_backend(state: State, tag: str, unloadable: str | None = None) -> Any:
-    """Return the published value of a backend for routers; None if it is gone.
-
-    ``unloadable`` is why its replicas cannot load its code, if they cannot.
-    """
-    backend = state.backends.get(tag)
-    if backend is None:
-        return None
-    value = {
-        "replicas": [
-            [each.tag, each.worker, each.incarnation]
-            for each in state.replicas_of(tag)
-            if each.state is ReplicaState.RUNNING and not is_pausing(backend, each)
-        ],
-        "concurrency": backend.config.concurrency(),
-        "max_queued": backend.config.max_queued_requests,
-        "max_crash_retries": backend.config.max_crash_retries,
-    }
-    if not backend.is_deployment:
-        value["kind"] = backend.kind
-    if backend.config.bodies != "gather":
-        value["bodies"] = backend.config.bodies
-    if backend.config.max_body_bytes is not None:
-        value["max_body_bytes"] = backend.config.max_body_bytes
-    if backend.autoscaling is not None:
-        value["autoscaled"] = True
-    if backend.capacity == 0:
-        value["off"] = True
-    if unloadable is not None:
-        value["unloadable"] = unloadable
-    if backend.is_deleting and app_state.may_stop(state, backend):
-        # Why, if its first deploy failed; else nothing. As long as others call it, it is as before to them.
-        value["ending"] = backend.last_error
-    return value
 
 
 def broken_routes(

@@ -436,7 +436,13 @@ async def _add_app_threads(count: int) -> None:
 
 
 def _load(start: ReplicaStart, parts: Sequence[Any]) -> Servable:
-    servable = load_definition(start.code, parts, display_name=start.display_name, is_debug=start.debug)
+    servable = load_definition(
+        start.code,
+        parts,
+        display_name=start.display_name,
+        is_debug=start.debug,
+        is_exact=start.is_exact,
+    )
     servable.check_batching(start.config.max_batch_size)
     return servable
 

@@ -35,6 +35,7 @@ class Queue(BackendQueue):
     in_flight: int = 0
     is_autoscaled: bool = True
     has_replicas: bool = True
+    versions: None = None
 
     @property
     def is_starving(self) -> bool:

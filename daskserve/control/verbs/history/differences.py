@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
+from daskserve.common.differences import Difference
 from daskserve.control.records.records import BackendRecord
 from daskserve.control.records.versions import unmarked
 from daskserve.options.base import Options
@@ -18,31 +18,6 @@ from daskserve.options.secrets import HIDDEN, masked
 MAX_VALUE = 120
 #: Names of values that are not shown, such as those in ``policy_kwargs``.
 _SECRET = re.compile(r"passw|secret|token|credential|api_?key", re.IGNORECASE)
-
-
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """One difference.
-
-    Attributes
-    ----------
-    deployment : str
-        Empty for the application itself.
-    what : str
-        ``created``, ``removed``, ``code``, ``route``, or the name of an option.
-    old, new : str
-        Empty if there is nothing to show.
-    """
-
-    deployment: str
-    what: str
-    old: str = ""
-    new: str = ""
-
-    def __str__(self) -> str:
-        before = f"{self.deployment}: " if self.deployment else ""
-        values = f" {self.old or 'none'} -> {self.new or 'none'}" if self.old or self.new else ""
-        return f"{before}{self.what}{values}"
 
 
 def differences(name: str, before: BackendRecord | None, after: BackendRecord | None) -> Iterator[Difference]:

@@ -38,12 +38,12 @@ def events_after(
     *,
     application: str | None = None,
     limit: int = MAX_EVENTS,
-    since: float | None = None,
+    since_s: float | None = None,
     wall: float,
 ) -> dict[str, Any]:
     """Return events, oldest first, with the number after which to go on; see `HistoryVerbs.events`."""
     limit = max(1, min(limit, MAX_EVENTS))
-    start = max(wall - KEPT_S, since or 0.0)
+    start = wall - (KEPT_S if since_s is None else min(since_s, KEPT_S))
     found: list[dict[str, Any]] = []
     for row in state.events.after(after or 0):
         if row.at < start:

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgpack
 
+from daskserve.common.differences import Difference
 from daskserve.common.types import BackendTag
 from daskserve.control.records.encoding import from_plain
 from daskserve.control.records.records import (
@@ -30,7 +31,7 @@ from daskserve.control.records.records import (
 )
 from daskserve.control.records.revisions import RevisionRecord, RevisionState
 from daskserve.control.records.state import State
-from daskserve.control.verbs.history.differences import Difference, differences
+from daskserve.control.verbs.history.differences import differences
 from daskserve.payload.packed_errors import load_error
 
 #: Revisions that are kept of each application.
@@ -281,7 +282,7 @@ class _Revising:
                     self.release(each)
 
     def keep_within_budget(self) -> None:
-        if self.state.code_bytes + self.new_code_bytes() <= self.budget_bytes:
+        if self.state.codes.size_bytes + self.new_code_bytes() <= self.budget_bytes:
             return
         used = {each.code_key for each in self.state.backends.values()}
         used |= {each.code_key for each in self.change.values() if isinstance(each, BackendRecord)}

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from daskserve.common.types import BackendTag, GoalId
-from daskserve.control.records.records import Change, CodeRecord, GoalRecord
+from daskserve.control.records.records import BackendRecord, Change, CodeRecord, GoalRecord
 from daskserve.control.records.revisions import RevisionRecord, RevisionState
 from daskserve.control.records.state import State
 from daskserve.control.verbs import applications as app_verbs
@@ -67,11 +67,14 @@ def rollback(
     deployed = app_verbs.deploy(
         state, [spec], new_goal=lambda: goal_id, now=now, by=by, unloadable=unloadable
     )
-    change = deployed.change
+    change, tags = deployed.change, {f"backend/{tag}" for tag in deployed.tags}
     # What the store has already stays: the content of a parcel may be nowhere else.
     same = [key for key, each in change.items() if isinstance(each, CodeRecord) and _is_kept(state, each)]
     for key in same:
         del change[key]
+    for key, each in list(change.items()):
+        if isinstance(each, BackendRecord) and each.key in tags:
+            change[key] = replace(each, is_exact=True)
     goal = change.get(f"goal/{goal_id}")
     if isinstance(goal, GoalRecord):
         change[goal.key] = replace(goal, rollback_of=target.number)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
+from daskserve.common.differences import Difference
 from daskserve.common.formatting import capitalized
 from daskserve.common.types import ReplicaState, short_tag
 from daskserve.control.records.events import Event, EventKind, EventsRecord
@@ -26,7 +27,6 @@ from daskserve.control.records.records import (
 )
 from daskserve.control.records.revisions import RevisionRecord, RevisionState
 from daskserve.control.records.state import State, display_name
-from daskserve.control.verbs.history.differences import Difference
 from daskserve.payload.packed_errors import load_error
 
 #: How long events are kept, and how many.
@@ -134,7 +134,7 @@ def _of_revision(_: _World, __: str, before: Any, after: Record | None) -> Itera
             K.DEPLOYED: "runs",
             K.DEPLOY_FAILED: f"failed: {after.reason}",
             K.SUPERSEDED: f"was replaced before it was complete: {after.reason}",
-            K.ROLLED_BACK: f"was {after.reason}",
+            K.ROLLED_BACK: f"was rolled back: {after.reason}",
             K.DELETED: "was deleted",
         }
         yield Event(kind, f"{what} {words[kind]}", after.application)

@@ -1,5 +1,7 @@
 """Reports of queued and in-flight requests to the controller, for the backends that are autoscaled.
 
+The requests of the two versions of a rollout go with them.
+
 While requests wait or are in flight, a process sends one message a second for all backends, and one more
 when they have ended. An idle process sends nothing. Requests that find no replica are reported at once, so a
 backend with zero replicas starts as many as they need within the second.
@@ -11,11 +13,12 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 from daskserve.cluster.protocols.base import Cluster
 from daskserve.common.clock import Clock
 from daskserve.common.types import BackendTag
+from daskserve.data.caller.routing.versions import Versions, backend_of
 from daskserve.errors import NotRunningError, ServeError
 
 logger = logging.getLogger("daskserve.router")
@@ -36,6 +39,8 @@ class BackendQueue(Protocol):
 
     is_autoscaled: bool
 
+    @property
+    def versions(self) -> Versions | None: ...
     @property
     def waiting(self) -> int: ...
 
@@ -88,21 +93,28 @@ class LoadReports:
         if self._task is not None:
             self._task.cancel()
 
-    def _autoscaled(self) -> dict[BackendTag, BackendQueue]:
-        return {tag: each for tag, each in self._queues.items() if each.is_autoscaled}
+    def _reported(self) -> dict[BackendTag, BackendQueue]:
+        return {
+            tag: each for tag, each in self._queues.items() if each.is_autoscaled or each.versions is not None
+        }
 
     async def _run(self) -> None:
-        while not self._cluster.is_ended and (queues := self._autoscaled()):
+        while not self._cluster.is_ended and (queues := self._reported()):
             pause_s = PERIOD_S
             if self._is_urgent.is_set():
                 await self._clock.sleep(GATHER_S)
             self._is_urgent.clear()
-            loads = {
-                tag: [each.waiting, each.in_flight]
-                for tag, each in queues.items()
-                if each.waiting or each.in_flight
-            }
-            if (loads or self._has_reported_load) and not await self._send_report(loads):
+            loads: dict[BackendTag, list[int]] = {}
+            versions: dict[BackendTag, dict[str, Any]] = {}
+            for tag, each in queues.items():
+                if each.is_autoscaled and (each.waiting or each.in_flight):
+                    load = loads.setdefault(backend_of(tag), [0, 0])
+                    load[0] += each.waiting
+                    load[1] += each.in_flight
+                if each.versions is not None and (counted := each.versions.plain()):
+                    versions[tag] = counted
+            is_needed = loads or versions or self._has_reported_load
+            if is_needed and not await self._send_report(loads, versions):
                 pause_s = REPORT_RETRY_S
             elif any(each.is_starving for each in queues.values()):
                 pause_s = STARVING_PERIOD_S
@@ -111,12 +123,15 @@ class LoadReports:
             except TimeoutError:
                 pass
 
-    async def _send_report(self, loads: Mapping[BackendTag, list[int]]) -> bool:
-        """Report the loads; return whether no retry is needed."""
+    async def _send_report(
+        self, loads: Mapping[BackendTag, list[int]], versions: Mapping[BackendTag, dict[str, Any]]
+    ) -> bool:
+        """Report the loads, and the totals of rollouts; return whether no retry is needed."""
         self._has_reported_load = True
         try:
             controller = await self._cluster.controller()
-            call = self._cluster.call(controller, "report_load", router=self._name, loads=loads)
+            message = {"router": self._name, "loads": loads} | ({"versions": versions} if versions else {})
+            call = self._cluster.call(controller, "report_load", **message)
             await self._clock.wait_for(call, REPORT_TIMEOUT_S)
         except NotRunningError:
             self._has_reported_load = False

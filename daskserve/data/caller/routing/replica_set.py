@@ -29,6 +29,7 @@ from daskserve.data.caller.routing.replay import Replay
 from daskserve.data.caller.routing.replica_pool import PooledReplica, ReplicaPool
 from daskserve.data.caller.routing.suspect_queue import SuspectQueue
 from daskserve.data.caller.routing.suspects import Suspects, SuspectTrial
+from daskserve.data.caller.routing.versions import Versions, backend_of
 from daskserve.data.caller.routing.waiting_calls import WaitingCalls
 from daskserve.errors import (
     ActorLostError,
@@ -75,7 +76,11 @@ class ReplicaSet:
         #: The replicas.
         self.pool = ReplicaPool(cluster.is_local, routes.to, cluster.handler_of)
         #: Whether waiting requests can expect a replica.
-        self.availability = ReplicaAvailability(tag, contact)
+        self.availability = ReplicaAvailability(backend_of(tag), contact)
+        #: The two versions of a rollout, of which these replicas are the old one; None without a rollout.
+        self.versions: Versions | None = None
+        #: The replicas of the new version, during a rollout.
+        self.candidate: ReplicaSet | None = None
         # Ordered, because a cancelled request leaves from any position.
         self._waiting: OrderedDict[asyncio.Future[PooledReplica], None] = OrderedDict()
         #: The requests that may end their replica's process.
@@ -110,9 +115,10 @@ class ReplicaSet:
         )
 
     async def addresses(self) -> list[ActorAddress]:
-        """Return the addresses of the running replicas, ordered by tag, once they are known."""
+        """Return the addresses of the running replicas of all versions by tag, once they are known."""
         await self._known.wait()
-        return self.pool.addresses()
+        others = [] if self.candidate is None else self.candidate.pool.addresses()
+        return sorted([*self.pool.addresses(), *others], key=lambda each: each.name)
 
     @property
     def is_starving(self) -> bool:
@@ -143,8 +149,13 @@ class ReplicaSet:
         self._report_load()
 
     def _report_load(self) -> None:
-        if self.is_autoscaled and self._reports is not None:
+        if (self.is_autoscaled or self.versions is not None) and self._reports is not None:
             self._reports.poke(is_urgent=self.is_starving)
+
+    def split(self, candidate: ReplicaSet | None, versions: Versions | None) -> None:
+        """Begin or end the split of the requests between these replicas and those of a new version."""
+        self.candidate, self.versions = candidate, versions
+        self._report_load()
 
     def note_route(self, worker: str) -> None:
         """Record that the route to a worker has changed."""

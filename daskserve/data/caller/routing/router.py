@@ -39,6 +39,7 @@ from daskserve.data.caller.routing.metrics import CallMetrics
 from daskserve.data.caller.routing.replica_set import ReplicaSet, check_queue
 from daskserve.data.caller.routing.shadow import Shadow, ShadowBudget
 from daskserve.data.caller.routing.suspects import Suspects
+from daskserve.data.caller.routing.versions import Versions, candidate_of
 from daskserve.data.caller.routing.waiting_calls import WaitingCalls
 from daskserve.errors import NotFoundError, RequestTimeoutError, ServeError, UnavailableError
 from daskserve.loops.tasks import TaskSet
@@ -91,7 +92,8 @@ class Router:
         only = self.only
         if only is not None:  # as for most
             return only.bodies, default_max_bytes if only.max_body_bytes is None else only.max_body_bytes
-        sets = [self._routers.replica_set(each) for each in self.backends]
+        known = [self._routers.replica_set(each) for each in self.backends]
+        sets = known + [each.candidate for each in known if each.candidate is not None]
         uses = {each.bodies for each in sets}
         limits = [default_max_bytes if each.max_body_bytes is None else each.max_body_bytes for each in sets]
         use: BodyUse = "gather" if "gather" in uses else "drop" if uses == {"drop"} else "stream"
@@ -111,16 +113,21 @@ class Router:
         """Apply the state of the endpoint that the controller published."""
         self._is_deleted = value is None
         self.published = value
-        self.only = None
         if value is not None:
             self.is_legacy = value["legacy"]
             self._policy = policy = TrafficPolicy(value["traffic"], value["shadows"])
             for backend in policy.backends:
                 self._routers.replica_set(backend)
-            if policy.only is not None and not policy.has_shadows:
-                self.only = self._routers.replica_set(policy.only)
+        self.find_only()
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
+
+    def find_only(self) -> None:
+        """Set `only`; to be called when a rollout of one of the backends begins or ends, too."""
+        self.only, policy = None, self._policy
+        if not self._is_deleted and policy is not None and policy.only is not None and not policy.has_shadows:
+            only = self._routers.replica_set(policy.only)
+            self.only = only if only.versions is None else None
 
     async def wait_until_known(self) -> None:
         """Wait until the endpoint is known.
@@ -176,8 +183,17 @@ class Router:
                 )
         shadows = policy.shadows(rng) if policy.has_shadows else None
         if shadows:
-            return self._send_with_copies(backend, shadows, envelope, receive, send)
-        return self._routers.replica_set(backend).send(envelope, receive, send)
+            return self._send_with_copies(backend, shadows, envelope, receive, send, shard_key)
+        return self._send_to(backend, envelope, receive, send, shard_key)
+
+    def _send_to(
+        self, backend: BackendTag, envelope: Envelope, receive: Receive, send: Send, shard_key: str
+    ) -> Coroutine[Any, Any, None]:
+        """Send a request to a backend, to one of its versions if there are two."""
+        replicas = self._routers.replica_set(backend)
+        if replicas.versions is None:
+            return replicas.send(envelope, receive, send)
+        return replicas.versions.send(envelope, receive, send, shard_key, self._routers.rng)
 
     async def _send_when_known(
         self, envelope: Envelope, receive: Receive, send: Send, shard_key: str
@@ -186,7 +202,13 @@ class Router:
         await self.send(envelope, receive, send, shard_key=shard_key)
 
     async def _send_with_copies(
-        self, backend: BackendTag, shadows: list[BackendTag], envelope: Envelope, receive: Receive, send: Send
+        self,
+        backend: BackendTag,
+        shadows: list[BackendTag],
+        envelope: Envelope,
+        receive: Receive,
+        send: Send,
+        shard_key: str,
     ) -> None:
         if envelope.is_direct:
             envelope = replace(envelope, is_direct=False)  # the copies need the messages
@@ -204,7 +226,7 @@ class Router:
             return message
 
         try:
-            await self._routers.replica_set(backend).send(envelope, receive_and_copy, send)
+            await self._send_to(backend, envelope, receive_and_copy, send, shard_key)
         except asyncio.CancelledError:
             # The copy of an endless stream would never end.
             for copy in copies:
@@ -287,6 +309,8 @@ class Routers:
             if not self._sets[backend].waiting:
                 self._watches.pop(f"backend/{backend}")()
                 self._sets.pop(backend).close()
+                if (new := self._sets.pop(candidate_of(backend), None)) is not None:
+                    new.close()
         router.published = None
 
     def published(self, endpoint: EndpointTag) -> Mapping[str, Any] | None:
@@ -298,26 +322,51 @@ class Routers:
         """Return the replica set of a backend; the first call creates it and watches the backend."""
         found = self._sets.get(backend)
         if found is None:
-            found = self._sets[backend] = ReplicaSet(
-                backend,
-                self._cluster,
-                self.clock,
-                self.rng,
-                self._routes,
-                suspects=self.suspects,
-                waiting_calls=self._waiting_calls,
-                contact=self._contact,
-                reports=self._reports,
-            )
+            found = self._new_set(backend)
             key = f"backend/{backend}"
             self._watches[key] = self._listener.watch(key, partial(self._update_set, found))
         return found
 
+    def _new_set(self, tag: BackendTag) -> ReplicaSet:
+        found = self._sets[tag] = ReplicaSet(
+            tag,
+            self._cluster,
+            self.clock,
+            self.rng,
+            self._routes,
+            suspects=self.suspects,
+            waiting_calls=self._waiting_calls,
+            contact=self._contact,
+            reports=self._reports,
+        )
+        return found
+
     def _update_set(self, replicas: ReplicaSet, value: Any) -> None:
         replicas.update(value)
+        rollout = None if value is None else value.get("rollout")
+        if rollout is not None or replicas.versions is not None:
+            self._update_versions(replicas, value, rollout)
         if replicas.is_starving:
             self._contact.watch()
         self.largest_body_bytes = max(each.max_body_bytes or 0 for each in self._sets.values())
+
+    def _update_versions(self, replicas: ReplicaSet, value: Any, rollout: Mapping[str, Any] | None) -> None:
+        """Apply what the controller published of a rollout, or that it has ended."""
+        tag, before = candidate_of(replicas.tag), replicas.versions
+        new = self._sets.get(tag) or self._new_set(tag)
+        if rollout is None:
+            new.update(value)  # what waits for the new version goes to the replicas that stay
+            replicas.split(None, None)
+        else:
+            new.update(rollout["new"])
+            if before is None or before.key != rollout["key"]:
+                versions = Versions(rollout, replicas.tag, replicas.send, new.send, self.clock.now)
+                replicas.split(new, versions)
+        if new.is_starving:
+            self._contact.watch()
+        for router in self._routers.values():
+            if replicas.tag in router.backends:
+                router.find_only()
 
     def _starving(self) -> list[Callable[[], None]]:
         return [each.fail_waiting for each in self._sets.values() if each.is_starving]

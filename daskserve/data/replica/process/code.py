@@ -123,7 +123,6 @@ class ChildCode:
         self._queued = 0
         self._reported = ReportedMetrics()
         self._stats = ChildStats(context.clock)
-        self._routing_stats: Mapping[str, Any] = {}
         self.models = ChildModels(self._call)
         self._asking: asyncio.Task[None] | None = None
         self._waiting: asyncio.Task[None] | None = None
@@ -284,7 +283,7 @@ class ChildCode:
         """Return the counts of the child, and keep its metrics for `samples`."""
         found: dict[str, Any] = await self._call("statistics", has_stats=self._stats.is_wanted)
         self._stats.record(found.pop("custom", {}))
-        self._routing_stats = found.pop("routing_stats")
+        self._stats.routing = found.pop("routing_stats")
         self.models.known = found.pop("models")
         self._reported = ReportedMetrics(
             found.pop("samples"), found.pop("user_samples"), found["latency_counts"]
@@ -306,7 +305,7 @@ class ChildCode:
 
     def routing_stats(self) -> Mapping[str, Any]:
         """Return what the user's ``record_routing_stats`` returned, as last read."""
-        return self._routing_stats
+        return self._stats.routing
 
     def samples(self, own: list[MetricSample]) -> list[MetricSample]:
         """Return the replica's metrics, those of the child as last read."""

@@ -50,18 +50,24 @@ logger = logging.getLogger("daskserve.replica")
 
 
 def load_definition(
-    code: bytes, parts: Sequence[Any] = (), *, display_name: str, is_debug: bool = False
+    code: bytes,
+    parts: Sequence[Any] = (),
+    *,
+    display_name: str,
+    is_debug: bool = False,
+    is_exact: bool = False,
 ) -> Servable:
     """Return the servable in `daskserve.options.start_messages.ReplicaStart.code`, not yet constructed.
 
-    ``parts`` are those of the parcel, if there is one. Errors speak of it by its ``display_name``.
+    ``parts`` are those of the parcel, if there is one. Errors speak of it by its ``display_name``. With
+    ``is_exact``, the files behind an import path must be those that were deployed.
     """
     try:
         *_, definition, init_args, init_kwargs = unpack_code(code, parts)
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(f"{error}. {MODULE_REMEDY}", name=error.name) from error
     if isinstance(definition, str):
-        definition = import_definition(definition)
+        definition = import_definition(definition, is_exact=is_exact)
         if isinstance(definition, str):
             raise BadRequestError(
                 f"An import path must name something to serve, not the text {definition!r}."

@@ -11,8 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from daskserve.control.observed.models import ModelReport
-from daskserve.control.records.models import ModelsRecord, ModelState
+from daskserve.control.records.models import ModelReport, ModelsRecord, ModelState
 from daskserve.errors import NotFoundError
 from daskserve.payload.model_files import newest_last
 

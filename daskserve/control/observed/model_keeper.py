@@ -13,16 +13,15 @@ from collections.abc import Mapping
 from daskserve.cluster.protocols.base import Cluster
 from daskserve.common.clock import Clock
 from daskserve.common.types import BackendTag, ReplicaState, ReplicaTag, short_tag
-from daskserve.control.models.deciding import Folder, adopted, is_met, polled, settled, target
-from daskserve.control.observed.models import ModelReport
 from daskserve.control.observed.observed import Observed
-from daskserve.control.records.models import ModelsRecord
+from daskserve.control.records.model_decisions import Folder, adopted, is_met, polled, settled, target
+from daskserve.control.records.models import ModelReport, ModelsRecord
 from daskserve.control.records.records import BackendRecord, Change, ReplicaRecord
 from daskserve.control.records.state import State
 from daskserve.control.records.writer import Writer
 from daskserve.errors import ServeError, StaleEpochError
 from daskserve.loops.tasks import TaskSet
-from daskserve.options.models import ModelRepository
+from daskserve.options.environment import ModelRepository
 from daskserve.payload.model_files import list_models, state_of_version
 
 logger = logging.getLogger("daskserve.controller")

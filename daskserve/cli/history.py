@@ -1,0 +1,138 @@
+"""``daskserve history``, ``rollback``, ``events`` and ``explain``: what happened to an instance, and why."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+
+import click
+
+from daskserve.cli.instance import connected, instance_options
+from daskserve.cli.output import coloured, errors_as_messages, json_option, print_json
+from daskserve.client.views.history import Event
+from daskserve.common.types import DEFAULT_APPLICATION
+from daskserve.options.specs import deployment_tag
+
+#: How long one call waits for new events.
+WAIT_S = 20.0
+_UNITS: Mapping[str, float] = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def _seconds(_: click.Context, __: click.Parameter, value: str | None) -> float | None:
+    """Return a time such as ``90s``, ``15m``, ``2h`` or ``1d`` in seconds."""
+    if value is None:
+        return None
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhd]?)", value.strip())
+    if found is None:
+        raise click.BadParameter(f"{value!r} is not a time; write it as 90s, 15m, 2h or 1d.")
+    return float(found[1]) * _UNITS[found[2] or "s"]
+
+
+@click.command()
+@click.argument("application", metavar="[APP]", default=DEFAULT_APPLICATION)
+@instance_options
+@json_option
+def history(application: str, address: str | None, name: str | None, as_json: bool) -> None:
+    """Show the last ten revisions of an application: who, when, what changed, and how it ended."""
+    with errors_as_messages(), connected(address, name) as client:
+        found = client.history(application)
+    if as_json:
+        print_json(asdict(found))
+    else:
+        click.echo(coloured(str(found)))
+
+
+@click.command()
+@click.argument("application", metavar="APP")
+@click.argument("revision", type=click.IntRange(1), required=False)
+@instance_options
+@click.option("--wait", is_flag=True, help="Return once it runs, or exit with 1 if it fails.")
+@click.option(
+    "--timeout-s",
+    type=click.FloatRange(0, min_open=True),
+    help="Time in seconds after which the rollback, if it is not complete, is taken back.",
+)
+@json_option
+def rollback(
+    application: str,
+    revision: int | None,
+    address: str | None,
+    name: str | None,
+    wait: bool,
+    timeout_s: float | None,
+    as_json: bool,
+) -> None:
+    """Deploy an earlier revision of APP again; by default, the last one that ran before.
+
+    The rollback is a revision, too, so it can be rolled back.
+    """
+    with errors_as_messages(), connected(address, name) as client:
+        number = client.rollback(application, revision, timeout_s=timeout_s, blocking=wait)
+    if as_json:
+        print_json({"application": application, "rollback_of": number, "is_complete": wait})
+    else:
+        state = "runs again" if wait else "is being deployed again"
+        click.echo(f"Revision {number} of application {application!r} {state}.")
+
+
+@click.command()
+@click.argument("application", metavar="[APP]", required=False)
+@instance_options
+@click.option("-f", "--follow", is_flag=True, help="Show new events, too, until Ctrl-C.")
+@click.option("--since", callback=_seconds, help="Only events of this time, such as 90s, 15m or 2h.")
+@click.option(
+    "--limit",
+    type=click.IntRange(1, 1000),
+    default=100,
+    show_default=True,
+    help="Maximum number of past events, the newest.",
+)
+@json_option
+def events(
+    application: str | None,
+    address: str | None,
+    name: str | None,
+    follow: bool,
+    since: float | None,
+    limit: int,
+    as_json: bool,
+) -> None:
+    """Show what happened to the instance, or to APP, and why.
+
+    With --json, prints one list; with --follow, one object per line.
+    """
+    with errors_as_messages(), connected(address, name) as client:
+        found = client._events(application, since_s=since, limit=limit)
+        _show(found.events, as_json=as_json, is_stream=follow)
+        while follow:
+            found = client._events(application, after=found.next, wait_s=WAIT_S)
+            _show(found.events, as_json=as_json, is_stream=True)
+
+
+def _show(found: Iterable[Event], *, as_json: bool, is_stream: bool) -> None:
+    if as_json and not is_stream:
+        print_json([asdict(each) for each in found])
+        return
+    for each in found:
+        print_json(asdict(each), is_line=True) if as_json else click.echo(str(each))
+
+
+@click.command()
+@click.argument("target", metavar="APP[/DEPLOYMENT]")
+@instance_options
+@json_option
+def explain(target: str, address: str | None, name: str | None, as_json: bool) -> None:
+    """Explain the number of replicas of a deployment, or of all deployments of an application."""
+    application, slash, deployment = target.partition("/")
+    with errors_as_messages(), connected(address, name) as client:
+        if slash:
+            names = [deployment]
+        else:
+            names = sorted(client.status().only(application).applications[application].deployments)
+        found = {each: client.explain(deployment_tag(application, each)) for each in names}
+    if as_json:
+        plain = {each: asdict(explanation) for each, explanation in found.items()}
+        print_json(plain[deployment] if slash else plain)
+    else:
+        click.echo("\n\n".join(map(str, found.values())))

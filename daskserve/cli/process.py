@@ -1,0 +1,84 @@
+"""Options about the process of a command, which the processes that it starts inherit."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from daskserve.common import settings
+
+#: The levels of uvicorn, by name.
+LOG_LEVELS: Mapping[str, int] = {
+    "critical": logging.CRITICAL,
+    "error": logging.ERROR,
+    "warning": logging.WARNING,
+    "info": logging.INFO,
+    "debug": logging.DEBUG,
+    "trace": logging.DEBUG,
+}
+_VARIABLE = re.compile(r"\s*(?:export\s+)?(?P<name>[A-Za-z_][A-Za-z0-9_.]*)\s*=\s*(?P<value>.*?)\s*")
+_QUOTED = re.compile(r"(?P<quote>['\"])(?P<text>.*)(?P=quote)\s*(?:#.*)?")
+
+
+def env_file_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the option of a file of environment variables to a command."""
+    return click.option(
+        "--env-file",
+        type=click.Path(exists=True, dir_okay=False),
+        help="File with a variable NAME=VALUE in each line, for the application. Variables that are set "
+        "already win.",
+    )(command)
+
+
+def log_level_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the option of a log level to a command."""
+    return click.option(
+        "--log-level",
+        type=click.Choice(list(LOG_LEVELS), case_sensitive=False),
+        help="Level of daskserve's own messages, in this process and those that it starts. Default: warning.",
+    )(command)
+
+
+def read_variables(text: str, name: str) -> dict[str, str]:
+    """Return the variables in the text of a file; raise `click.UsageError` for a line that is none."""
+    found = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        match = _VARIABLE.fullmatch(line)
+        if match is None:
+            raise click.UsageError(f"{name}:{number}: a line must have the form NAME=VALUE, got {line!r}.")
+        value = match["value"]
+        quoted = _QUOTED.fullmatch(value)
+        found[match["name"]] = quoted["text"] if quoted else re.sub(r"\s+#.*", "", value)
+    return found
+
+
+def use_env_file(name: str | None) -> dict[str, str]:
+    """Set the variables of a file in this process, and return them."""
+    if name is None:
+        return {}
+    found = read_variables(Path(name).read_text(encoding="utf-8"), name)
+    set_already = settings.process_variables()
+    values = {each: set_already.get(each, value) for each, value in found.items()}
+    settings.add_process_variables(values)
+    return values
+
+
+def use_log_level(name: str | None) -> None:
+    """Log daskserve's messages from a level on, here and in the processes that this one starts."""
+    if name is None:
+        return
+    level = LOG_LEVELS[name.lower()]
+    settings.add_process_variables({"DASK_LOGGING__DASKSERVE": logging.getLevelName(level).lower()})
+    logger = logging.getLogger("daskserve")
+    logger.setLevel(level)
+    if not logger.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s - %(name)s - %(levelname)s - %(message)s"))
+        logger.addHandler(handler)

@@ -1,0 +1,1 @@
+"""``daskserve run --reload``: follows the files of a project, and deploys it when they change."""

@@ -1,0 +1,142 @@
+"""The files of a project, and which of them have changed. What is looked at is decided by `Patterns`."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from importlib.util import find_spec
+from typing import TypeAlias
+
+from daskserve.common.clock import stopwatch
+
+#: What is watched, and what is not: hidden files, bytecode, and what editors write beside the files.
+INCLUDES = ("*.py",)
+EXCLUDES = (".*", "*.py[cod]", "~*", "*~", "__pycache__", "node_modules")
+#: The file that marks the folder of a virtual environment.
+_ENVIRONMENT = "pyvenv.cfg"
+#: Interval between two looks at the files, or as many times as long as one look takes.
+LOOK_S, LOOK_FACTOR = 0.1, 10
+#: A change is over when no file has changed for this long; editors and version control save several.
+SETTLED_S, UNSETTLED_S = 0.05, 1.0
+
+#: The time, size and identity of each file.
+Snapshot: TypeAlias = Mapping[str, tuple[int, int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Patterns:
+    """Which files of some folders are watched.
+
+    Attributes
+    ----------
+    includes, excludes
+        Patterns of names, or of paths relative to a folder. Those of folders exclude all that is in them.
+    """
+
+    folders: tuple[str, ...]
+    includes: tuple[str, ...] = INCLUDES
+    excludes: tuple[str, ...] = EXCLUDES
+
+    @classmethod
+    def of(
+        cls, folders: Sequence[str], includes: Sequence[str] = (), excludes: Sequence[str] = ()
+    ) -> Patterns:
+        """Return the defaults with more patterns; an included one is no longer excluded."""
+        return cls(
+            tuple(dict.fromkeys(os.path.abspath(each) for each in folders)),
+            (*INCLUDES, *includes),
+            (*(each for each in EXCLUDES if each not in includes), *excludes),
+        )
+
+    def snapshot(self) -> Snapshot:
+        """Return the state of all files."""
+        found: dict[str, tuple[int, int, int]] = {}
+        for root in self.folders:
+            for entry in self._files(root, root):
+                with suppress(OSError):  # it is gone already
+                    facts = entry.stat()
+                    found[entry.path] = (facts.st_mtime_ns, facts.st_size, facts.st_ino)
+        return found
+
+    def _files(self, root: str, folder: str) -> Iterator[os.DirEntry[str]]:
+        try:
+            with os.scandir(folder) as entries:
+                within = list(entries)
+        except OSError:
+            return
+        for entry in within:
+            path = os.path.relpath(entry.path, root)
+            if _matches(entry.name, path, self.excludes):
+                continue
+            if entry.is_dir(follow_symlinks=False):
+                if not os.path.exists(os.path.join(entry.path, _ENVIRONMENT)):
+                    yield from self._files(root, entry.path)
+            elif _matches(entry.name, path, self.includes):
+                yield entry
+
+
+def _matches(name: str, path: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch(name, each) or fnmatch(path, each.removesuffix("/")) for each in patterns)
+
+
+def changed_files(before: Snapshot, after: Snapshot) -> list[str]:
+    """Return the files that have changed, come or gone between two looks, sorted."""
+    return sorted({name for name in before.keys() | after.keys() if before.get(name) != after.get(name)})
+
+
+class FileWatch:
+    """Looks at the files of a project until they have changed.
+
+    Between two looks it sleeps, or, with the package watchfiles, waits for a notification.
+    """
+
+    def __init__(
+        self, patterns: Patterns, ended: threading.Event, clock: Callable[[], float] = stopwatch
+    ) -> None:
+        self._patterns = patterns
+        self._ended = ended
+        self._clock = clock
+        self._seen = patterns.snapshot()
+        self._notifications = _notifications(patterns.folders, ended)
+
+    def wait(self) -> list[str]:
+        """Return the files that have changed since the last call; an empty list once the watch has ended."""
+        while not self._ended.is_set():
+            began = self._clock()
+            changed = self._changed()
+            if changed:
+                return changed
+            if self._notifications is None:
+                self._ended.wait(max(LOOK_S, LOOK_FACTOR * (self._clock() - began)))
+            else:
+                next(self._notifications, None)
+        return []
+
+    def _changed(self) -> list[str]:
+        """Return what has changed, once nothing changes any more."""
+        before, seen = self._seen, self._patterns.snapshot()
+        if seen == before:
+            return []
+        until = self._clock() + UNSETTLED_S
+        while not self._ended.wait(SETTLED_S) and self._clock() < until:
+            seen, last = self._patterns.snapshot(), seen
+            if seen == last:
+                break
+        self._seen = seen
+        return changed_files(before, seen)
+
+
+def _notifications(folders: Sequence[str], ended: threading.Event) -> Iterator[object] | None:
+    """Return an iterator that advances when something changes in the folders, and now and then."""
+    if find_spec("watchfiles") is None:
+        return None
+    from watchfiles import watch
+
+    found: Iterator[object] = watch(
+        *folders, watch_filter=None, stop_event=ended, debounce=50, rust_timeout=200, yield_on_timeout=True
+    )
+    return found

@@ -1,0 +1,124 @@
+"""Builds the applications of a project anew, as versions that depend on the files that their code uses.
+
+Problem: the code of a deployment travels by value as far as it is decorated, and by the names of modules
+otherwise. So equal code may stand for two versions of a project. Choice: a deployment whose code names a
+module of the project has a version of its own for each state of the project's files. Other deployments,
+such as one with a large model in a class that is whole, keep running while a file of another one changes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickletools
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from daskserve.client.definitions.code_digest import READ_BYTES
+from daskserve.client.definitions.graph import digest_of
+from daskserve.client.verbs.applications import BuiltApplication
+from daskserve.internals.cloudpickle import release_class_ids, take_class_ids
+from daskserve.options.backend import BackendConfig
+from daskserve.options.specs import ApplicationSpec, DeploymentSpec
+from daskserve.payload.importing import ImportPath, file_digest, forget, modules_in
+
+#: Keys in pickled code whose values name the module that the code is from, and not one that it uses.
+_ORIGINS = frozenset({"__module__", "__name__", "__package__"})
+
+
+@dataclass(frozen=True, slots=True)
+class Project:
+    """The files of a project, in the process that builds its applications.
+
+    Attributes
+    ----------
+    folders : tuple of str
+        Whose modules are imported again.
+    others : str
+        Digest of the files that are no modules, and that every deployment may read.
+    recreates : bool
+        Whether old replicas end before new ones start.
+    """
+
+    folders: tuple[str, ...]
+    others: str = ""
+    recreates: bool = False
+
+    @contextmanager
+    def imported(self) -> Iterator[None]:
+        """Import the project again inside a ``with`` block; if it raises, keep what was imported before."""
+        with ImportPath.lock:
+            gone = forget(modules_in(self.folders))
+            classes = release_class_ids(gone)
+            try:
+                yield
+            except BaseException:
+                forget(modules_in(self.folders))
+                sys.modules.update(gone)
+                take_class_ids(classes)
+                raise
+
+    def modules(self) -> dict[str, str]:
+        """Return the digests of the project's modules that this process has imported."""
+        return {name: file_digest(module) for name, module in modules_in(self.folders).items()}
+
+    def versioned(self, built: BuiltApplication) -> BuiltApplication:
+        """Return an application whose versions depend on the files that its code uses."""
+        modules = self.modules()
+        deployments = tuple(self._versioned(each, modules) for each in built.spec.deployments)
+        return replace(built, spec=replace(built.spec, deployments=deployments))
+
+    def _versioned(self, whole: DeploymentSpec, modules: Mapping[str, str]) -> DeploymentSpec:
+        spec = whole.spec
+        pickled = bytes(spec.parts[0]) if spec.parts else spec.code
+        facts: list[Any] = [self.others] if self.others else []
+        if names_one_of(pickled, modules):
+            facts.append(sorted(modules.items()))
+        changes: dict[str, Any] = {}
+        if facts:
+            changes["version"] = f"{spec.version}-{digest_of(*facts)}"
+        if self.recreates:
+            changes["config"] = spec.config.merged(BackendConfig(max_surge=0))
+        return replace(whole, spec=replace(spec, **changes))
+
+
+def names_one_of(pickled: bytes, modules: Collection[str]) -> bool:
+    """Return whether pickled code refers to one of some modules, by its name."""
+    if len(pickled) > READ_BYTES:
+        return True
+    memo: list[Any] = []
+    text = before = ""
+    for opcode, argument, _ in pickletools.genops(pickled):
+        if opcode.name == "MEMOIZE":
+            memo.append(text)
+            continue
+        if opcode.name in ("BINGET", "LONG_BINGET"):
+            argument = memo[int(argument or 0)]
+        before, text = text, argument if isinstance(argument, str) else ""
+        # Also in an import path, which may be an argument.
+        if text.partition(":")[0] in modules and before not in _ORIGINS:
+            return True
+    return False
+
+
+def digest_of_files(names: Sequence[str]) -> str:
+    """Return the digest of some files; empty if there are none."""
+    digest = hashlib.sha256()
+    for name in names:
+        digest.update(name.encode(errors="surrogateescape") + b"\0")
+        try:
+            with open(name, "rb") as file:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+        except OSError:
+            digest.update(b"gone")
+    return digest.hexdigest()[:16] if names else ""
+
+
+def changed(spec: ApplicationSpec, ingress: Mapping[str, Any]) -> ApplicationSpec:
+    """Return an application whose ingress has some options."""
+    whole = spec.ingress
+    config = whole.spec.config.merged(BackendConfig(**ingress), ends_autoscaling=True)
+    last = replace(whole, spec=replace(whole.spec, config=config))
+    return replace(spec, deployments=(*spec.deployments[:-1], last))

@@ -1,0 +1,104 @@
+"""The client's methods for the history of an instance: revisions, rollback and events."""
+
+from __future__ import annotations
+
+import uuid
+
+from daskserve.client.instance.connection import Verbs, this_program
+from daskserve.client.views.history import Event, Events, History
+from daskserve.common import settings
+from daskserve.common.types import DEFAULT_APPLICATION
+
+#: Most events of one call.
+MAX_EVENTS = 1000
+
+
+class HistoryVerbs(Verbs):
+    """Methods of a `Client` for the history."""
+
+    async def history(self, name: str = DEFAULT_APPLICATION) -> History:
+        """Return the last ten revisions of an application, also for a day after it was deleted.
+
+        Raises
+        ------
+        NotFoundError
+            A `KeyError`: there is no such application.
+        """
+        return History.of(await self._call("history", app=name))
+
+    async def rollback(
+        self,
+        name: str = DEFAULT_APPLICATION,
+        revision: int | None = None,
+        *,
+        timeout_s: float | None = None,
+        blocking: bool = True,
+    ) -> int:
+        """Deploy an earlier revision of an application again; return its number.
+
+        This is one change, as each deploy: all deployments, their options and the route return together, and
+        if that fails, what runs keeps running. It makes a new revision, so it can be rolled back as well.
+
+        Parameters
+        ----------
+        revision : int, optional
+            Its number in `history`. Default: the last one that ran before the one that runs; during a deploy,
+            the one that runs.
+        timeout_s : float, optional
+            As in `daskserve.run`.
+        blocking : bool
+            Whether to wait until the revision runs.
+
+        Raises
+        ------
+        NotFoundError
+            A `KeyError`: there is no such application or revision, or none that ran before.
+        BadRequestError
+            The revision has never run, or its code is not kept any more.
+        """
+        await self._share()
+        request_id = uuid.uuid4().hex
+        answer = await self._call(
+            "rollback",
+            app=name,
+            revision=revision,
+            by=this_program(),
+            request_id=request_id,
+            timeout_s=timeout_s,
+            progress_timeout_s=settings.timeouts().change_s,
+        )
+        await self._complete(answer, blocking=blocking)
+        return int(answer["rollback_of"])
+
+    async def events(
+        self,
+        name: str | None = None,
+        *,
+        since_s: float | None = None,
+        limit: int = MAX_EVENTS,
+    ) -> list[Event]:
+        """Return what happened to an instance, oldest first: at most the last 10,000 events of a day.
+
+        Parameters
+        ----------
+        name : str, optional
+            Only those of this application.
+        since_s : float, optional
+            Only those of the last seconds.
+        limit : int
+            The newest ones, at most 1,000.
+        """
+        return list((await self._events(name, since_s=since_s, limit=limit)).events)
+
+    async def _events(
+        self,
+        name: str | None,
+        *,
+        after: int | None = None,
+        since_s: float | None = None,
+        limit: int = MAX_EVENTS,
+        wait_s: float = 0.0,
+    ) -> Events:
+        """Return events with the number to go on from; wait for up to ``wait_s`` if there are none."""
+        message = {"after": after, "application": name, "limit": limit, "since_s": since_s, "wait_s": wait_s}
+        return Events.of(await self._call("events", **message))

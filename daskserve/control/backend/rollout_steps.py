@@ -1,0 +1,106 @@
+"""The step of a backend during a rollout: both versions have replicas of their own. Pure.
+
+Each version is stepped as if it were a backend of its own: the new one with the goal of the change and the
+number of replicas that its share of the traffic needs, the old one at rest, with its own spec and number. So
+the old version has all its capacity until the rollout is complete, and its lost replicas are replaced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import TypeAlias
+
+from daskserve.common.formatting import capitalized
+from daskserve.common.types import ReplicaState
+from daskserve.control.backend.inputs import Step, StepInputs
+from daskserve.control.observed.observed import Notes
+from daskserve.control.records.records import BackendRecord, ReplicaRecord
+from daskserve.control.records.rollout import RolloutEvent, RolloutState
+from daskserve.control.records.two_versions import kept_tag, running_of, split_of, stable_of
+from daskserve.control.verbs.rollout_plan import Decision, decide
+
+#: Interval at which the requests of both versions are compared.
+LOOK_S = 1.0
+
+
+#: Makes a step for some of a backend's replicas; the last argument is the key of the notes about those of its
+#: old version. Returns the record of the backend after it, too.
+Run: TypeAlias = Callable[
+    [StepInputs, BackendRecord, Iterable[ReplicaRecord], str], tuple[Step, BackendRecord]
+]
+
+
+def step_both(inputs: StepInputs, backend: BackendRecord, run: Run) -> Step:
+    """Return the next change and actions for both versions of a backend."""
+    stable = stable_of(backend)
+    assert stable is not None
+    replicas = inputs.state.replicas_of(backend.tag)
+    step, after = run(inputs, backend, [each for each in replicas if each.version != stable.version], "")
+    if after.canary is None:
+        step.wake(inputs.now)  # the next step sees one version again
+        return step
+    undone = {**inputs.undone, **step.change}
+    together = replace(inputs, undone=undone, incarnation=step.incarnation)
+    old = [each for each in replicas if each.version == stable.version]
+    rest, _ = run(together, stable, old, kept_tag(backend.tag))
+    step.change.update(rest.change)
+    step.actions += rest.actions
+    step.messages += rest.messages
+    step.incarnation = rest.incarnation
+    step.notes.dead, rest.notes.dead = (*step.notes.dead, *rest.notes.dead), ()
+    step.notes.configured |= rest.notes.configured
+    step.notes.reconfigure_failed |= rest.notes.reconfigure_failed
+    step.kept[kept_tag(backend.tag)] = rest.notes
+    if rest.wake_at is not None:
+        step.wake(rest.wake_at)
+    return step
+
+
+def decided(
+    inputs: StepInputs, backend: BackendRecord, replicas: Iterable[ReplicaRecord], step: Step
+) -> Decision:
+    """Return what becomes of a rollout, given the replicas of the new version; note it in the step."""
+    rollout = backend.canary
+    assert rollout is not None
+    new, old = running_of(backend, inputs.state.replicas_of(backend.tag))
+    split = split_of(backend, new, old)
+    ready = sum(
+        each.state is ReplicaState.RUNNING
+        and (each.version, each.config_id) == (backend.version, backend.config_id)
+        for each in replicas
+    )
+    decision = decide(
+        backend,
+        inputs.observed.rollouts.evidence(backend.tag, split.key),
+        share=split.share,
+        is_ready=ready >= backend.version_replicas,
+        for_s=_duration(inputs, rollout, step.notes),
+        wall=inputs.wall,
+    )
+    if decision.error is not None:
+        step.messages.append(f"{capitalized(backend.display_name)}: {decision.error}")
+        return decision
+    step.wake(inputs.now + LOOK_S)
+    if decision.rollout is not rollout:
+        step.messages.append(f"Rollout of {backend.display_name}: {decision.text}")
+        step.notes.rollout = decision.rollout.mark, inputs.now
+    return decision
+
+
+def _duration(inputs: StepInputs, rollout: RolloutState, notes: Notes) -> float:
+    """Return for how long a rollout is in its phase, which an earlier controller may have begun."""
+    if notes.rollout[0] != rollout.mark:
+        is_new = bool(notes.rollout[0]) or rollout.rollout_id not in inputs.observed.inherited
+        before_s = 0.0 if is_new else max(0.0, inputs.wall - rollout.since)
+        notes.rollout = rollout.mark, inputs.now - before_s
+    return inputs.now - notes.rollout[1]
+
+
+def lost(backend: BackendRecord, wall: float) -> BackendRecord:
+    """Return the record of a backend whose change is lost, and with it what to return to."""
+    rollout = backend.canary
+    assert rollout is not None
+    return replace(
+        backend, rollout=rollout.moved(RolloutEvent.LAST, wall, "the record of its change was lost")
+    )

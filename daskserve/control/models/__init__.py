@@ -1,1 +1,0 @@
-"""The models of deployments with a ``model_repository``: what is wanted, and what replicas have."""

@@ -1,0 +1,112 @@
+"""The requests of both versions that routers have reported, for the present step of each rollout.
+
+Each router counts from the moment at which it learns of a step, and reports its totals once a second. So a
+report that arrives twice counts once, and a new controller knows all within a second. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from daskserve.common.types import BackendTag
+from daskserve.control.observed.rollout_evidence import Evidence, VersionCounts
+
+#: Maximum number of routers whose totals are kept apart for one step. Those of more are not counted.
+MAX_ROUTERS = 10_000
+#: Maximum number of shadowed requests with different answers that are kept.
+KEPT_DIFFERENCES = 10
+
+
+@dataclass(slots=True)
+class _Step:
+    key: str
+    #: By router: what it has counted at the new version, and at the old one.
+    routers: dict[str, tuple[VersionCounts, VersionCounts]] = field(default_factory=dict)
+    polls: dict[int, tuple[int, int, float, float]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Shadowed:
+    """Compared answers of a rollout: how many, how many differ, and the last differences."""
+
+    compared: int = 0
+    different: int = 0
+    samples: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Answers:
+    key: str
+    routers: dict[str, Shadowed] = field(default_factory=dict)
+
+
+class RolloutCounts:
+    """See the module."""
+
+    def __init__(self) -> None:
+        self._steps: dict[BackendTag, _Step] = {}
+        self._answers: dict[BackendTag, _Answers] = {}
+
+    def report(self, router: str, versions: Mapping[BackendTag, Mapping[str, Any]]) -> None:
+        """Record a router's totals, by backend."""
+        for tag, counted in versions.items():
+            step = self._of(tag, str(counted["key"]))
+            if router in step.routers or len(step.routers) < MAX_ROUTERS:
+                step.routers[router] = (_counts(counted["new"]), _counts(counted["old"]))
+            if shadowed := counted.get("shadowed"):
+                self._compared(router, tag, str(counted["key"]).partition("/")[0], shadowed)
+
+    def _compared(self, router: str, tag: BackendTag, key: str, found: Sequence[Any]) -> None:
+        answers = self._answers.get(tag)
+        if answers is None or answers.key != key:
+            answers = self._answers[tag] = _Answers(key)
+        if router in answers.routers or len(answers.routers) < MAX_ROUTERS:
+            compared, different, samples = found
+            answers.routers[router] = Shadowed(
+                int(compared), int(different), [str(each) for each in samples][-KEPT_DIFFERENCES:]
+            )
+
+    def _of(self, tag: BackendTag, key: str) -> _Step:
+        step = self._steps.get(tag)
+        if step is None or step.key != key:
+            step = self._steps[tag] = _Step(key)
+        return step
+
+    def polled(self, tag: BackendTag, key: str, number: int, new: float, old: float, *, worse: bool) -> None:
+        """Record one comparison of two values of an expression."""
+        polls = self._of(tag, key).polls
+        more, less, _, _ = polls.get(number, (0, 0, 0.0, 0.0))
+        polls[number] = (more + worse, less + (not worse), new, old)
+
+    def evidence(self, tag: BackendTag, key: str) -> Evidence:
+        """Return what is known of a step."""
+        step = self._steps.get(tag)
+        if step is None or step.key != key:
+            return Evidence()
+        new, old = VersionCounts(), VersionCounts()
+        for theirs, before in step.routers.values():
+            new, old = new + theirs, old + before
+        return Evidence(new, old, dict(step.polls))
+
+    def shadowed(self, tag: BackendTag, rollout_id: str) -> Shadowed:
+        """Return the compared answers of a rollout."""
+        answers = self._answers.get(tag)
+        found = Shadowed()
+        for each in answers.routers.values() if answers is not None and answers.key == rollout_id else ():
+            found.compared += each.compared
+            found.different += each.different
+            found.samples += each.samples
+        found.samples = found.samples[-KEPT_DIFFERENCES:]
+        return found
+
+    def forget(self, tag: BackendTag) -> None:
+        """Drop the counts of a backend whose rollout has ended."""
+        self._steps.pop(tag, None)
+        self._answers.pop(tag, None)
+
+
+def _counts(found: Sequence[Any]) -> VersionCounts:
+    requests, failed, latency_counts = found
+    return VersionCounts(int(requests), int(failed), tuple(int(each) for each in latency_counts))

@@ -1,0 +1,134 @@
+"""Whether a new version is worse than the old one, given the requests of both over the same time. Pure.
+
+Problem: the counts are looked at every second, for minutes. A test that is meant for one look would sooner or
+later find a difference between equal versions. Choice: a bet against the hypothesis that the new version is
+not worse, whose capital is a nonnegative supermartingale. By Ville's inequality, it reaches ``1 / p`` with a
+probability of at most ``p``, however often it is looked at.
+
+Each request was given to the new version by chance, with the probability ``share``. So if the new version is
+as good, a request that went wrong was one of the new version with that same probability, whatever the rate
+of errors, which may change over time. The capital is the mean of several bets, each on a factor by which the
+new version is worse, as nobody knows that factor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from daskserve.common.formatting import shown
+from daskserve.options.rollout import Gate
+from daskserve.telemetry.histogram import LATENCY_BUCKETS_S
+
+#: The factors that are bet on.
+FACTORS: Sequence[float] = (1.5, 2, 3, 5, 10, 30, 100)
+
+
+@dataclass(frozen=True, slots=True)
+class VersionCounts:
+    """The requests of one version: how many ended, how many of them failed, and their latencies."""
+
+    requests: int = 0
+    failed: int = 0
+    latency_counts: Sequence[int] = ()
+
+    def __add__(self, other: VersionCounts) -> VersionCounts:
+        longer, shorter = sorted((self.latency_counts, other.latency_counts), key=len, reverse=True)
+        padded = [*shorter, *[0] * (len(longer) - len(shorter))]
+        counts = tuple(one + two for one, two in zip(longer, padded, strict=True))
+        return VersionCounts(self.requests + other.requests, self.failed + other.failed, counts)
+
+    def slower_than(self, bucket: int) -> int:
+        """Return the number of requests in higher buckets."""
+        return sum(self.latency_counts[bucket + 1 :])
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """The requests of both versions at one step.
+
+    Attributes
+    ----------
+    polls : dict
+        By the number of a gate with a PromQL expression: how often the new version was worse, how often it
+        was not, and the last two values.
+    """
+
+    new: VersionCounts = VersionCounts()
+    old: VersionCounts = VersionCounts()
+    polls: Mapping[int, tuple[int, int, float, float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The result of one gate: whether it fails, and the figures."""
+
+    is_worse: bool
+    text: str
+
+
+def log_capital(new: int, old: int, share: float, tolerance: float) -> float:
+    """Return the logarithm of the capital after events at the new version and at the old one."""
+    odds = share / (1 - share) * (1 + tolerance)
+    bets = []
+    for factor in FACTORS:
+        won = math.log(factor * (1 + odds) / (1 + factor * odds))
+        lost = math.log((1 + odds) / (1 + factor * odds))
+        bets.append(new * won + old * lost)
+    most = max(bets)
+    return most + math.log(sum(math.exp(each - most) for each in bets) / len(bets))
+
+
+def is_worse(new: int, old: int, share: float, tolerance: float, p: float) -> bool:
+    """Return whether the new version has more such events than by chance, with the probability ``p``."""
+    return 0 < share < 1 and new > 0 and log_capital(new, old, share, tolerance) >= -math.log(p)
+
+
+def judge(
+    gate: Gate, number: int, evidence: Evidence, share: float, p: float, for_s: float | None
+) -> Finding:
+    """Return the finding of a gate; ``number`` is its place in the plan."""
+    if gate.metric == "prometheus":
+        return _polled(gate, evidence.polls.get(number), p)
+    if gate.metric == "latency":
+        return _slow(gate, evidence, share, p, for_s)
+    new, old = evidence.new, evidence.old
+    text = f"{_of(new.failed, new.requests)} failed, {_of(old.failed, old.requests, 'the old one')} did"
+    return Finding(is_worse(new.failed, old.failed, share, gate.tolerance, p), f"{text}{_within(for_s)}")
+
+
+def _within(for_s: float | None) -> str:
+    return "" if for_s is None else f", in {shown(round(for_s, 1))} s"
+
+
+def _of(count: int, requests: int, whose: str = "the new version") -> str:
+    percent = f" ({shown(round(100 * count / requests, 3))} %)" if requests else ""
+    return f"{count} of {requests} requests{percent} of {whose}"
+
+
+def _slow(gate: Gate, evidence: Evidence, share: float, p: float, for_s: float | None) -> Finding:
+    new, old = evidence.new, evidence.old
+    buckets = len(LATENCY_BUCKETS_S)
+    limit = (1 - gate.quantile) * old.requests
+    # Any bucket may be the one: each has its part of the probability.
+    bucket = next((n for n in range(buckets) if old.slower_than(n) <= limit), buckets - 1)
+    slow, slow_before = new.slower_than(bucket), old.slower_than(bucket)
+    bound = f"{shown(LATENCY_BUCKETS_S[bucket])} s"
+    text = (
+        f"{_of(slow, new.requests)} took longer than {bound}, "
+        f"{_of(slow_before, old.requests, 'the old one')} did{_within(for_s)}"
+    )
+    worse = old.requests > 0 and is_worse(slow, slow_before, share, gate.tolerance, p / buckets)
+    return Finding(worse, text)
+
+
+def _polled(gate: Gate, polls: tuple[int, int, float, float] | None, p: float) -> Finding:
+    if polls is None:
+        return Finding(False, f"{gate.query} has not been compared yet")
+    worse, not_worse, new, old = polls
+    text = (
+        f"{gate.query} was larger for the new version in {worse} of {worse + not_worse} comparisons, last "
+        f"{shown(new)} beside {shown(old)}"
+    )
+    return Finding(is_worse(worse, not_worse, 0.5, 0.0, p), text)

@@ -1,0 +1,150 @@
+"""The recorded state of a rollout, and the table of its states. Pure.
+
+The record is a part of the record of its backend, so that one transaction changes the spec and the traffic:
+whatever is lost in the middle of a step, either all of it holds or nothing.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from daskserve.errors import ServeError
+
+
+class RolloutPhase(enum.StrEnum):
+    """The state of a rollout."""
+
+    #: The replicas of the present step start; the traffic is that of the step before.
+    STARTING = "STARTING"
+    #: The new version has the traffic of the step.
+    SERVING = "SERVING"
+    #: As SERVING or STARTING, until somebody promotes or aborts it.
+    PAUSED = "PAUSED"
+    #: The new version has passed; the old one stops.
+    COMPLETED = "COMPLETED"
+    #: A gate failed, or the new version did not start: the old one has all traffic.
+    ROLLED_BACK = "ROLLED_BACK"
+    #: Somebody aborted it: the old version has all traffic.
+    ABORTED = "ABORTED"
+
+    @property
+    def is_taken_back(self) -> bool:
+        """Whether the old version has all traffic again."""
+        return self in (RolloutPhase.ROLLED_BACK, RolloutPhase.ABORTED)
+
+
+class RolloutEvent(enum.StrEnum):
+    """What happens to a rollout."""
+
+    READY = "READY"
+    #: The step has passed; another one follows, or none.
+    NEXT = "NEXT"
+    LAST = "LAST"
+    PAUSE = "PAUSE"
+    FAILED = "FAILED"
+    ABORT = "ABORT"
+
+
+class InvalidRolloutTransition(ServeError):
+    """An event does not fit the state of a rollout: a bug in the controller."""
+
+
+_ENDS: Mapping[RolloutEvent, RolloutPhase] = {
+    RolloutEvent.LAST: RolloutPhase.COMPLETED,
+    RolloutEvent.FAILED: RolloutPhase.ROLLED_BACK,
+    RolloutEvent.ABORT: RolloutPhase.ABORTED,
+}
+TABLE: Mapping[RolloutPhase, Mapping[RolloutEvent, RolloutPhase]] = {
+    RolloutPhase.STARTING: {
+        RolloutEvent.READY: RolloutPhase.SERVING,
+        RolloutEvent.PAUSE: RolloutPhase.PAUSED,
+        **_ENDS,
+    },
+    RolloutPhase.SERVING: {
+        RolloutEvent.NEXT: RolloutPhase.STARTING,
+        RolloutEvent.PAUSE: RolloutPhase.PAUSED,
+        **_ENDS,
+    },
+    RolloutPhase.PAUSED: {
+        RolloutEvent.NEXT: RolloutPhase.STARTING,
+        RolloutEvent.PAUSE: RolloutPhase.PAUSED,
+        **_ENDS,
+    },
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutState:
+    """How far a rollout is.
+
+    Attributes
+    ----------
+    rollout_id : str
+        Distinguishes it from others of the same backend.
+    stable : dict
+        The record of the old version's backend, as plain values; empty once the rollout has ended.
+    names : tuple of str
+        The names of the new and the old version.
+    step : int
+        The number of the step whose replicas there are, from 0.
+    served : int
+        The number of the step whose traffic the new version has; -1: none.
+    since : float
+        When the phase began, in seconds since the epoch.
+    why : str
+        Why it has ended, with figures.
+    """
+
+    rollout_id: str
+    names: tuple[str, str]
+    phase: RolloutPhase = RolloutPhase.STARTING
+    step: int = 0
+    served: int = -1
+    since: float = 0.0
+    began_at: float = 0.0
+    why: str = ""
+    stable: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def from_plain(cls, values: Mapping[str, Any]) -> RolloutState:
+        """Return the state from the plain values that `to_plain` returned."""
+        changed = {**values, "names": tuple(values["names"]), "phase": RolloutPhase(values["phase"])}
+        return cls(**changed)
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return the state as plain values."""
+        return {**asdict(self), "names": list(self.names), "phase": self.phase.value}
+
+    @property
+    def is_active(self) -> bool:
+        """Whether both versions run."""
+        return self.phase in TABLE
+
+    @property
+    def mark(self) -> str:
+        """Distinguishes the phases of one rollout."""
+        return f"{self.rollout_id}/{self.step}/{self.phase}"
+
+    def moved(self, event: RolloutEvent, wall: float, why: str = "") -> RolloutState:
+        """Return the state after an event."""
+        phase = TABLE.get(self.phase, {}).get(event)
+        if phase is None:
+            raise InvalidRolloutTransition(f"A rollout that is {self.phase} cannot take {event}.")
+        found = replace(self, phase=phase, since=wall, why=why)
+        if event is RolloutEvent.READY:
+            found = replace(found, served=self.step)
+        elif event is RolloutEvent.NEXT:
+            found = replace(found, step=self.served + 1)
+        if not found.is_active:
+            found = replace(found, stable={})
+        return found
+
+
+def replicas_of_step(share: float, replicas: int, gang_size: int) -> int:
+    """Return how many replicas a share of the traffic needs, in whole gangs, at least one."""
+    gangs = math.ceil(round(share * replicas / gang_size, 9))
+    return max(1, gangs) * gang_size

@@ -1,0 +1,133 @@
+"""How a rollout begins, goes on and ends, given what both versions have answered. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from daskserve.common.formatting import shown
+from daskserve.common.types import ReplicaState
+from daskserve.control.observed.rollout_evidence import Evidence, Finding, judge
+from daskserve.control.records.records import BackendRecord, GoalRecord
+from daskserve.control.records.rollout import RolloutEvent, RolloutPhase, RolloutState
+from daskserve.control.records.state import State
+from daskserve.control.records.versions import unmarked
+from daskserve.errors import RolloutError, ServeError
+from daskserve.options.rollout import RolloutConfig
+
+
+def begun(
+    state: State, wanted: BackendRecord, before: Mapping[str, Any] | None, rollout_id: str, now: float
+) -> BackendRecord:
+    """Return the wanted record of a backend with the rollout that leads there, if it is one.
+
+    ``before`` is the last completed record, as plain values. There is no rollout if the version is the same,
+    or if no replica of the old one runs. A change that keeps the code and the config of the new version does
+    not begin again.
+    """
+    current = state.backends.get(wanted.tag)
+    version = None if before is None or wanted.is_deleting else before["version"]
+    if wanted.config.rollout is None or version in (None, wanted.version) or before is None:
+        return replace(wanted, rollout=None) if wanted.rollout is not None else wanted
+    running = (each for each in state.replicas_of(wanted.tag) if each.state is ReplicaState.RUNNING)
+    if not any(each.version == version for each in running):
+        return replace(wanted, rollout=None)
+    if current is not None and current.canary is not None:
+        is_same = (current.version, current.config_id) == (wanted.version, wanted.config_id)
+        if is_same and current.config.rollout == wanted.config.rollout:
+            return replace(wanted, rollout=current.rollout)
+    names = (wanted.user_version or unmarked(wanted.version), before.get("user_version") or unmarked(version))
+    stable = {**before, "rollout": None, "goal": None}
+    return replace(wanted, rollout=RolloutState(rollout_id, names, since=now, began_at=now, stable=stable))
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What becomes of a rollout: its next state and what it waits for, or why it is taken back."""
+
+    rollout: RolloutState
+    text: str = ""
+    error: RolloutError | None = None
+
+
+def findings(
+    config: RolloutConfig, evidence: Evidence, share: float, for_s: float | None = None
+) -> list[Finding]:
+    """Return the findings of all gates; their texts have the time of the step, if it is given."""
+    p = config.false_alarm / (max(1, len(config.gates)) * len(config.steps))
+    return [judge(gate, n, evidence, share, p, for_s) for n, gate in enumerate(config.gates)]
+
+
+def decide(
+    backend: BackendRecord, evidence: Evidence, *, share: float, is_ready: bool, for_s: float, wall: float
+) -> Decision:
+    """Return what becomes of a rollout.
+
+    Parameters
+    ----------
+    share : float
+        The share that the new version has.
+    is_ready : bool
+        Whether the replicas of the present step run.
+    for_s : float
+        How long the present phase has lasted.
+    wall : float
+        Seconds since the epoch, for the record.
+    """
+    rollout, config = backend.canary, backend.config.rollout
+    assert rollout is not None
+    assert config is not None
+    for each in findings(config, evidence, share, for_s):
+        if each.is_worse:
+            new, old = rollout.names
+            error = RolloutError(
+                f"Version '{new}' was taken back, and version '{old}' has all traffic, at step "
+                f"{rollout.served + 1} of the rollout: {each.text}."
+            )
+            return Decision(rollout, error=error)
+    number = f"step {rollout.step + 1} of {len(config.steps)}"
+    if rollout.phase is RolloutPhase.STARTING:
+        if not is_ready:
+            return Decision(rollout, f"{number}: the replicas of version '{rollout.names[0]}' start")
+        served = rollout.moved(RolloutEvent.READY, wall)
+        return Decision(served, f"{number}: {config.steps[rollout.step]} of the traffic")
+    has = "no part" if rollout.served < 0 else config.steps[rollout.served]
+    text = f"{number}: version '{rollout.names[0]}' has {has} of the traffic"
+    if rollout.phase is RolloutPhase.PAUSED:
+        return Decision(rollout, f"{text}; paused until it is promoted or aborted")
+    if config.pause_s is None:
+        return Decision(rollout, f"{text}; it waits to be promoted or aborted")
+    if for_s < config.pause_s:
+        return Decision(rollout, f"{text}, for at least {shown(config.pause_s)} s")
+    requests = evidence.new.requests
+    if share > 0 and requests < config.min_requests:
+        return Decision(rollout, f"{text}; {requests} of {config.min_requests} requests have ended")
+    return Decision(promoted(rollout, config, wall), text)
+
+
+def promoted(
+    rollout: RolloutState, config: RolloutConfig, wall: float, *, full: bool = False
+) -> RolloutState:
+    """Return the state of a rollout that goes on to the next step, or (``full``) to its end."""
+    if full or rollout.served + 1 >= len(config.steps):
+        return rollout.moved(RolloutEvent.LAST, wall, "all steps have passed")
+    if rollout.phase is RolloutPhase.STARTING:
+        return rollout
+    return rollout.moved(RolloutEvent.NEXT, wall)
+
+
+def ended_rollout(backend: BackendRecord, error: ServeError, wall: float) -> RolloutState | None:
+    """Return how the rollout of a backend ends with a change that is taken back; None without one."""
+    rollout = backend.canary
+    if rollout is None:
+        return None
+    is_abort = not isinstance(error, RolloutError) or bool(error.by)
+    return rollout.moved(RolloutEvent.ABORT if is_abort else RolloutEvent.FAILED, wall, str(error))
+
+
+def serves_rollout(state: State, goal: GoalRecord) -> bool:
+    """Return whether a rollout of a change has the traffic of its first step."""
+    tags = [key.removeprefix("backend/") for key in goal.previous if key.startswith("backend/")]
+    found = (each.canary for tag in tags if (each := state.backends.get(tag)) is not None)
+    return any(each is not None and each.served >= 0 for each in found)

@@ -1,0 +1,65 @@
+"""The verbs with which people steer a rollout. Pure: each returns the change to the state, or raises."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from daskserve.common.formatting import capitalized
+from daskserve.control.records.records import BackendRecord, Change, GoalRecord
+from daskserve.control.records.rollout import RolloutEvent, RolloutState
+from daskserve.control.records.state import State
+from daskserve.control.verbs import goals
+from daskserve.control.verbs.rollout_plan import promoted
+from daskserve.errors import NotFoundError, RolloutError
+
+
+def _going_on(backend: BackendRecord, doing: str) -> RolloutState:
+    if backend.canary is not None:
+        return backend.canary
+    ended = backend.rollout
+    why = "" if ended is None else f": it is {ended.phase}, {ended.why}"
+    raise NotFoundError(f"There is no rollout of {backend.display_name} to {doing}{why}.")
+
+
+def pause(backend: BackendRecord, wall: float) -> Change:
+    """Keep a rollout at its present step until it is promoted or aborted; its gates stay in force."""
+    rollout = _going_on(backend, "pause")
+    return {backend.key: replace(backend, rollout=rollout.moved(RolloutEvent.PAUSE, wall))}
+
+
+def promote(backend: BackendRecord, wall: float, *, full: bool) -> Change:
+    """Let a rollout go on to its next step, paused or not; with ``full``, to its end."""
+    rollout, plan = _going_on(backend, "promote"), backend.config.rollout
+    assert plan is not None
+    after = promoted(rollout, plan, wall, full=full)
+    return {} if after is rollout else {backend.key: replace(backend, rollout=after)}
+
+
+def abort(state: State, backend: BackendRecord, wall: float, by: str) -> Change:
+    """Give the old version all traffic, and stop the new one, with all else that its change covers.
+
+    Aborting a rollout that was taken back changes nothing.
+    """
+    ended = backend.rollout
+    if ended is not None and ended.phase.is_taken_back:
+        return {}
+    rollout, goal = _going_on(backend, "abort"), _goal_of(state, backend)
+    if goal is None:
+        raise NotFoundError(
+            f"The record of the change of {backend.display_name} is lost; promote it instead."
+        )
+    new, old = rollout.names
+    error = RolloutError(
+        f"{capitalized(backend.display_name)}: the rollout of version '{new}' was aborted by "
+        f"{by or 'a program'}; version '{old}' has all traffic.",
+        by=by or "a program",
+    )
+    return goals.rolled_back(state, goal, error, backend, wall)
+
+
+def _goal_of(state: State, backend: BackendRecord) -> GoalRecord | None:
+    goal = state.goals.get(backend.goal or "")
+    app = state.apps.of(backend)
+    if goal is None and app is not None:
+        goal = state.goals.get(app.goal or "")
+    return goal if goal is not None and goal.is_pending else None

@@ -1,0 +1,186 @@
+"""The two versions of a backend during a rollout: which one gets a request, and how its requests end.
+
+Each version has a replica set of its own. Requests are counted here, because here a lost replica, a full
+queue and a missed deadline are seen as the caller sees them. Without a rollout, nothing of this runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from http.cookies import CookieError, SimpleCookie
+from typing import Any, TypeAlias
+
+from daskserve.common.types import BackendTag, Envelope, EnvelopeKind, Message, Receive, Send, described
+from daskserve.data.caller.routing.choice import shard_draw
+from daskserve.errors import NotFoundError, ServeError, http_status_of
+from daskserve.loops.deadlines import is_over
+from daskserve.payload.packed_errors import known_of
+from daskserve.telemetry.histogram import LatencyHistogram
+
+#: The header that names the version for one request, and the names of both beside their own.
+_HEADER = b"x-serve-version"
+NEW, OLD = "candidate", "stable"
+#: What the tag of the new version's replica set ends with; no backend's tag does.
+_SUFFIX = "#candidate"
+
+
+def candidate_of(tag: BackendTag) -> BackendTag:
+    """Return the tag of the new version's replica set."""
+    return f"{tag}{_SUFFIX}"
+
+
+def backend_of(tag: BackendTag) -> BackendTag:
+    """Return the backend of a replica set."""
+    return tag.removesuffix(_SUFFIX)
+
+
+#: Sends a request to a replica of one version.
+SendTo: TypeAlias = Callable[[Envelope, Receive, Send], Coroutine[Any, Any, None]]
+
+
+class VersionCounter:
+    """The requests of one version that have ended, those that failed, and their latencies."""
+
+    __slots__ = ("failed", "latency", "requests")
+
+    def __init__(self) -> None:
+        self.requests = self.failed = 0
+        self.latency = LatencyHistogram()
+
+    def plain(self) -> list[Any]:
+        """Return the totals as plain values."""
+        return [self.requests, self.failed, list(self.latency.counts)]
+
+
+class Versions:
+    """The split of a backend's requests at one step of its rollout.
+
+    Parameters
+    ----------
+    value : dict
+        What the controller has published of the rollout.
+    tag : str
+        The tag of the backend.
+    old, new : callable
+        Send a request to each version.
+    now : callable
+        Returns the time, to measure latencies.
+    """
+
+    def __init__(
+        self, value: Mapping[str, Any], tag: BackendTag, old: SendTo, new: SendTo, now: Callable[[], float]
+    ) -> None:
+        self._now = now
+        self.key: str = value["key"]
+        self._tag = tag
+        self._send_to = {NEW: new, OLD: old}
+        self._share: float = value["share"]
+        self._names: list[str] = value["names"]
+        self._sticky: str | None = value["sticky"]
+        self._counters = {NEW: VersionCounter(), OLD: VersionCounter()}
+
+    def send(
+        self, envelope: Envelope, receive: Receive, send: Send, shard_key: str, rng: random.Random
+    ) -> Coroutine[Any, Any, None]:
+        """Send a request to the version that it names, or that is drawn for it; only the latter counts."""
+        named = self._named(envelope)
+        if named is not None:
+            return self._send_to[named](envelope, receive, send)
+        key = shard_key or self._session_of(envelope)
+        # Of its own, so that it is independent of the draw of the backend by the same key.
+        number = shard_draw(f"{key}\n{self._tag}") if key else rng.random()
+        version = NEW if number < self._share else OLD
+        return self._count(version, envelope, receive, send)
+
+    def _named(self, envelope: Envelope) -> str | None:
+        """Return the version that a request names; None if it names none.
+
+        Raises
+        ------
+        NotFoundError
+            There is no version of that name.
+        """
+        found = _header(envelope, _HEADER)
+        if not found:
+            return None
+        name = found.decode("latin-1")
+        if name in (NEW, self._names[0]):
+            return NEW
+        if name in (OLD, self._names[1]):
+            return OLD
+        raise NotFoundError(
+            f"{described(self._tag, 'Deployment')} has no version {name!r}; there are {NEW} "
+            f"({self._names[0]}) and {OLD} ({self._names[1]})."
+        )
+
+    def _session_of(self, envelope: Envelope) -> str:
+        """Return what names the session of an HTTP request; empty if nothing does."""
+        if self._sticky is None:
+            return ""
+        kind, _, name = self._sticky.partition(":")
+        if kind == "header":
+            return _header(envelope, name.lower().encode()).decode("latin-1")
+        try:
+            cookies = SimpleCookie(_header(envelope, b"cookie").decode("latin-1"))
+        except CookieError:
+            return ""
+        return cookies[name].value if name in cookies else ""
+
+    async def _count(self, version: str, envelope: Envelope, receive: Receive, send: Send) -> None:
+        """Send a request, and count how it ends; one whose caller leaves is not counted."""
+        counter, began, has_failed = self._counters[version], self._now(), False
+        is_socket = envelope.kind is EnvelopeKind.HTTP and envelope.head.get("type") == "websocket"
+
+        def note(message: Message) -> Awaitable[None]:
+            nonlocal has_failed
+            if message["type"] == "http.response.start" and message["status"] >= 500:
+                has_failed = True
+            return send(message)
+
+        try:
+            # The messages of a WebSocket may never pass here.
+            await self._send_to[version](envelope, receive, send if is_socket else note)
+        except asyncio.CancelledError:
+            if is_over(envelope.deadline, asyncio.get_running_loop().time()):
+                self._ended(counter, began, True, is_socket)
+            raise
+        except OSError as error:
+            if isinstance(error, ServeError):
+                self._ended(counter, began, is_fault(error), is_socket)
+            raise
+        except Exception as error:
+            self._ended(counter, began, is_fault(error), is_socket)
+            raise
+        self._ended(counter, began, has_failed, is_socket)
+
+    def _ended(self, counter: VersionCounter, began: float, has_failed: bool, is_socket: bool) -> None:
+        counter.requests += 1
+        counter.failed += has_failed
+        if not is_socket:
+            counter.latency.observe(self._now() - began)
+
+    def plain(self) -> dict[str, Any] | None:
+        """Return the totals for the controller; None if no request has ended."""
+        new, old = self._counters[NEW], self._counters[OLD]
+        if not (new.requests or old.requests):
+            return None
+        return {"key": self.key, "new": new.plain(), "old": old.plain()}
+
+
+def _header(envelope: Envelope, name: bytes) -> bytes:
+    """Return the first value of a header; empty if the request has none of that name."""
+    if envelope.kind is not EnvelopeKind.HTTP:
+        return b""
+    headers: Iterable[tuple[bytes, bytes]] = envelope.head.get("headers", ())
+    return next((value for each, value in headers if each == name), b"")
+
+
+def is_fault(error: BaseException) -> bool:
+    """Return whether an error is a version's, not its caller's."""
+    known = known_of(error)
+    if isinstance(known, ServeError):
+        return http_status_of(known) >= 500
+    status = getattr(known, "status_code", None)
+    return not (isinstance(status, int) and status < 500)

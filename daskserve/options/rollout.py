@@ -1,0 +1,193 @@
+"""The plan of a rollout: its steps, what it compares, and who gets the new version."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
+
+from daskserve.common.formatting import as_whole, shown
+from daskserve.common.types import split_import_path
+from daskserve.options.base import Masked, Options, Secret
+from daskserve.options.secrets import masked
+
+#: The header of an HTTP request that names the version to answer it.
+VERSION_HEADER = "X-Serve-Version"
+#: The names of the two versions of a rollout in that header, beside their own.
+CANDIDATE, STABLE = "candidate", "stable"
+_PERCENT = re.compile(r"([0-9]{1,3}(?:\.[0-9]+)?) ?%")
+_STICKY = re.compile(r"(header|cookie):([!#$%&'*+.^_`|~0-9A-Za-z-]+)")
+
+
+def percent_of(value: Any) -> float:
+    """Return a share such as ``"25%"`` or ``25`` in percent.
+
+    Raises
+    ------
+    ValueError
+        It is neither a percentage from 0 to 100 nor a whole number.
+    """
+    number = as_whole(value)
+    if isinstance(value, str) and (match := _PERCENT.fullmatch(value.strip())):
+        percent = float(match[1])
+    elif number is not None:
+        percent = float(number)
+    else:
+        percent = -1.0
+    if not 0 <= percent <= 100:
+        raise ValueError(f'{value!r} is not a share of the traffic; give a percentage such as "25%"')
+    return percent
+
+
+def _checked_share(value: Any) -> str:
+    return f"{shown(percent_of(value))}%"
+
+
+def _checked_sticky(value: str | None) -> str | None:
+    if value is not None and not _STICKY.fullmatch(value):
+        raise ValueError(f"{value!r} names no part of a request; give 'header:X-Session' or 'cookie:session'")
+    return value
+
+
+def _as_path(value: Any) -> Any:
+    """Return the import path of a function, which the processes that send requests import by it."""
+    if not callable(value):
+        return value
+    path = f"{value.__module__}:{value.__qualname__}"
+    if value.__module__ == "__main__" or not path.replace(":", ".").replace(".", "").isidentifier():
+        raise ValueError(f"{path} cannot be imported by other processes; move the function into a module")
+    return path
+
+
+def _checked_path(value: str | None) -> str | None:
+    if value is not None:
+        split_import_path(value)
+    return value
+
+
+#: A share of the traffic, kept as ``"25%"``.
+Share: TypeAlias = Annotated[str, BeforeValidator(_checked_share)]
+#: The default steps.
+STEPS = ("5%", "25%", "100%")
+
+
+class Gate(Options):
+    """One comparison of the new version with the old one; if it fails, the rollout is taken back."""
+
+    place: ClassVar[str] = "rollout.gates"
+
+    metric: Literal["error_rate", "latency", "prometheus"] = Field(
+        "error_rate",
+        description="What is compared: the share of failed requests, of slow ones, or the value of a PromQL "
+        "expression, which is worse if it is larger.",
+    )
+    quantile: float = Field(
+        0.95,
+        gt=0,
+        lt=1,
+        description="For ``latency``: a request is slow if it takes longer than this share of the old "
+        "version's requests.",
+    )
+    tolerance: float = Field(
+        0.1,
+        ge=0,
+        le=10,
+        description="By how much the new version may be worse: 0.1 accepts a tenth more errors or slow "
+        "requests, or a tenth larger value.",
+    )
+    query: str = Field(
+        "",
+        description="For ``prometheus``: an expression with one value. ``$replicas`` in it stands for a "
+        "regular expression that matches the label ``replica`` of one version, ``$version`` for its name.",
+    )
+    prometheus_address: Annotated[Secret | None, Masked(masked)] = Field(
+        None, description="For ``prometheus``: address of the server, such as ``http://prometheus:9090``."
+    )
+    interval_s: float = Field(
+        15,
+        ge=0.1,
+        description="For ``prometheus``: time between two comparisons in seconds, at least the window of the "
+        "expression's ``rate``, so that each comparison is one of other requests.",
+    )
+
+    @model_validator(mode="after")
+    def _is_complete(self) -> Gate:
+        has_query = bool(self.query) and self.prometheus_address is not None
+        if self.metric == "prometheus" and not has_query:
+            raise ValueError("a gate with metric='prometheus' needs query and prometheus_address; give both")
+        if self.metric != "prometheus" and (self.query or self.prometheus_address is not None):
+            raise ValueError(
+                f"query and prometheus_address are given together with metric={self.metric!r}, which does "
+                "not use them; set metric='prometheus', or leave them out"
+            )
+        return self
+
+
+class RolloutConfig(Options):
+    """How a new version of a deployment gets its traffic: step by step, compared with the old one."""
+
+    place: ClassVar[str] = "rollout"
+
+    steps: list[Share] = Field(
+        default_factory=lambda: list(STEPS),
+        min_length=1,
+        max_length=100,
+        description='Shares of the traffic that the new version gets, one after another, as ``"5%"``. After '
+        "the last one, the old version stops; if that is less than 100 %, its replicas are replaced one by "
+        "one as without a rollout. ``0%`` starts the replicas, for requests that ask for them and copies.",
+    )
+    pause_s: float | None = Field(
+        60,
+        ge=0,
+        description="Minimum time in seconds at each step. None: until ``promote``.",
+    )
+    min_requests: int = Field(
+        500,
+        ge=0,
+        description="Number of requests that the new version must have ended at a step before the next one. "
+        "With 500, one that fails 3 % of its requests beside one of 0.1 % does not pass. 0: only the time "
+        "counts.",
+    )
+    gates: list[Gate] = Field(
+        default_factory=lambda: [Gate()],
+        max_length=10,
+        description="What is compared with the old version over the same time. Empty: nothing.",
+    )
+    false_alarm: float = Field(
+        0.001,
+        gt=0,
+        le=0.2,
+        description="Probability with which a new version that is as good as the old one is taken back, over "
+        "all steps and gates.",
+    )
+    sticky: Annotated[str | None, AfterValidator(_checked_sticky)] = Field(
+        None,
+        description="The part of an HTTP request that names its session, ``header:NAME`` or ``cookie:NAME``: "
+        "a session stays with its version. Calls of handles are sticky by their ``session_id``.",
+    )
+    shadow: Share = Field(
+        "0%",
+        description="Share of the old version's requests of which the new version gets a copy, whose answer "
+        "is compared with ``compare`` and dropped.",
+    )
+    compare: Annotated[str | None, BeforeValidator(_as_path), AfterValidator(_checked_path)] = Field(
+        None,
+        description="Import path ``module:function`` of the function that compares two answers of a shadowed "
+        "request, the old version's first, and returns whether they are equal. None: they are equal if their "
+        "status and body are, or their values.",
+    )
+
+    @field_validator("steps", mode="after")
+    @classmethod
+    def _rise(cls, value: list[str]) -> list[str]:
+        shares = [percent_of(each) for each in value]
+        if any(later <= earlier for earlier, later in itertools.pairwise(shares)):
+            raise ValueError(f"the steps {value} do not rise; give each a larger share than the one before")
+        return value
+
+    @property
+    def shares(self) -> list[float]:
+        """The shares of the steps, from 0 to 1."""
+        return [percent_of(each) / 100 for each in self.steps]

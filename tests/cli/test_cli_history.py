@@ -1,0 +1,120 @@
+"""``daskserve history``, ``rollback``, ``events`` and ``explain`` on an instance in this process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from tables import each_case
+
+import daskserve as serve
+from daskserve.cli import history as history_module
+from daskserve.cli.main import main
+from daskserve.client.client import Client
+from daskserve.testing import local_instance
+
+
+def app(version: str) -> serve.Application:
+    def model(request: Any = None) -> str:
+        return version
+
+    return serve.deployment(model).options(name="model", version=version).bind()
+
+
+@pytest.fixture(scope="module")
+def shop() -> Iterator[Client]:
+    """An instance with two versions of the application ``shop``."""
+    with local_instance() as client:
+        for version in ("1", "2"):
+            client.run(app(version), name="shop", route_prefix=None)
+        yield client
+
+
+@pytest.fixture(autouse=True)
+def connected(shop: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def connect(*_: Any) -> Iterator[Client]:
+        yield shop
+
+    monkeypatch.setattr(history_module, "connected", connect)
+
+
+def call(*arguments: str) -> Result:
+    return CliRunner().invoke(main, arguments)
+
+
+def test_history_shows_a_line_for_each_revision() -> None:
+    lines = call("history", "shop").stdout.splitlines()
+    assert lines[0].split() == ["REVISION", "STATE", "AT", "BY", "CHANGES"]
+    assert [line.split()[:2] for line in lines[1:3]] == [["1", "SUPERSEDED"], ["2", "RUNNING"]]
+    assert lines[2].endswith("model: code 1 -> 2")
+
+
+def test_rollback_deploys_an_earlier_revision(shop: Client) -> None:
+    found = call("rollback", "shop", "--wait", "--json")
+    assert json.loads(found.stdout) == {"application": "shop", "rollback_of": 1, "is_complete": True}
+    assert shop.get_app_handle("shop").remote().result() == "1"
+    history = json.loads(call("history", "shop", "--json").stdout)
+    assert history["revisions"][-1]["rollback_of"] == 1
+    assert call("rollback", "shop", "2", "--wait").stdout == "Revision 2 of application 'shop' runs again.\n"
+    assert shop.get_app_handle("shop").remote().result() == "2"
+
+
+@each_case(
+    "arguments, text",
+    [
+        (("rollback", "shop", "99"), "Application 'shop' has no revision 99; it has: 1, 2"),
+        (("rollback", "bank"), "Application 'bank' does not exist; there are: shop."),
+        (("history", "bank"), "Application 'bank' does not exist"),
+        (("explain", "bank"), "bank"),
+        (("explain", "shop/nothing"), "There is no backend or deployment 'shop/nothing'"),
+    ],
+)
+def test_what_is_not_there_is_an_error(arguments: tuple[str, ...], text: str) -> None:
+    found = call(*arguments, "--json")
+    assert found.exit_code == 1
+    assert text in json.loads(found.stderr)["error"]["message"]
+
+
+def test_a_wrong_time_is_a_usage_error() -> None:
+    found = call("events", "--since", "yesterday")
+    assert found.exit_code == 2
+    assert "write it as 90s, 15m, 2h or 1d" in found.stderr
+
+
+def test_events_shows_a_line_for_each() -> None:
+    lines = call("events", "shop", "--since", "1h", "--limit", "1000").stdout.splitlines()
+    assert "DEPLOYING" in lines[0]
+    assert "Revision 1 of application 'shop' is deployed" in lines[0]
+    found = json.loads(call("events", "--json", "--limit", "2").stdout)
+    assert [each["number"] for each in found] == sorted(each["number"] for each in found)
+    assert len(found) == 2
+
+
+def test_followed_events_are_one_object_for_each_line(shop: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+
+    class Followed:
+        def _events(self, name: str | None, **options: Any) -> Any:
+            asked.append(options)
+            if len(asked) > 2:
+                raise KeyboardInterrupt
+            return shop._events(name, limit=2)
+
+    @contextmanager
+    def connect(*_: Any) -> Iterator[Any]:
+        yield Followed()
+
+    monkeypatch.setattr(history_module, "connected", connect)
+    found = call("events", "--follow", "--json")
+    assert len([json.loads(line) for line in found.stdout.splitlines()]) == 4
+    assert asked[1]["after"] == shop._events(None, limit=2).next
+
+
+def test_explain_tells_of_one_deployment_or_of_all() -> None:
+    assert call("explain", "shop/model").stdout.startswith("shop/model: 1 of 1 wanted replicas run.")
+    assert list(json.loads(call("explain", "shop", "--json").stdout)) == ["model"]

@@ -1,0 +1,328 @@
+"""Rollouts: two versions side by side, step by step, and what ends them. Without a cluster."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from control_harness import Bench, worker
+from tables import each_case
+
+from daskserve.common.types import ReplicaState as S
+from daskserve.control.observed.observed import Observed
+from daskserve.control.observed.rollout_evidence import Evidence, VersionCounts, is_worse, judge
+from daskserve.control.records.encoding import decode, encode
+from daskserve.control.records.rollout import RolloutPhase as P
+from daskserve.control.verbs import rollouts
+from daskserve.control.views.published import published_backend
+from daskserve.control.views.rollouts import rollout_status
+from daskserve.errors import NotFoundError, RolloutError
+from daskserve.options.rollout import Gate, RolloutConfig
+from daskserve.payload.packed_errors import load_error
+
+PLAN: Mapping[str, Any] = {"steps": ["10%", "50%", "100%"], "pause_s": 30, "min_requests": 100}
+
+
+class RolloutBench(Bench):
+    """A backend with four replicas of version 1, and a rollout of version 2."""
+
+    def __init__(self, plan: Mapping[str, Any] = PLAN, replicas: int = 4) -> None:
+        super().__init__([worker(n) for n in range(1, 4)])
+        self.plan = plan
+        self.replicas = replicas
+        self.deploy(version="1", num_replicas=replicas)
+        self.settle()
+        self.goal = self.to_version("2")
+
+    def to_version(self, version: str, **options: Any) -> str:
+        request_id = f"request {version} {options}"
+        goal = self.deploy(
+            version=version,
+            user_version=version,
+            num_replicas=self.replicas,
+            rollout=self.plan,
+            request_id=request_id,
+            **options,
+        )
+        self.settle()
+        return goal
+
+    @property
+    def phase(self) -> P | None:
+        rollout = self.state.backends["b"].rollout
+        return None if rollout is None else rollout.phase
+
+    def running(self) -> dict[str, int]:
+        """Return the number of running replicas by version."""
+        found: dict[str, int] = {}
+        for each in self.state.replicas_of("b"):
+            if each.state is S.RUNNING:
+                found[each.version] = found.get(each.version, 0) + 1
+        return found
+
+    def published(self) -> dict[str, Any]:
+        value: dict[str, Any] = published_backend(self.state, "b")
+        return value
+
+    def share(self) -> float | None:
+        rollout = self.published().get("rollout")
+        return None if rollout is None else rollout["share"]
+
+    def answer(self, new: tuple[int, int], old: tuple[int, int], router: str = "r") -> None:
+        """Report the requests and the failures of both versions since the step began."""
+        key = self.published()["rollout"]["key"]
+        counted = {"key": key, "new": [*new, [new[0]]], "old": [*old, [old[0]]]}
+        self.observed.rollouts.report(router, {"b": counted})
+
+    def after(self, seconds: float) -> None:
+        self.now += seconds
+        self.wall += seconds
+        self.settle()
+
+
+def test_a_version_that_is_as_good_gets_all_traffic_step_by_step() -> None:
+    bench = RolloutBench()
+    seen = [(bench.share(), bench.running())]
+    for _ in range(2):
+        bench.answer((200, 0), (1000, 1))
+        bench.after(31)
+        bench.after(1)
+        seen.append((bench.share(), bench.running()))
+    assert seen == [
+        (0.1, {"1": 4, "2": 1}),
+        (0.5, {"1": 4, "2": 2}),
+        (1.0, {"1": 4, "2": 4}),
+    ]
+    bench.answer((200, 0), (0, 0))
+    bench.after(31)
+    bench.after(1)
+    assert (bench.share(), bench.running(), bench.phase) == (None, {"2": 4}, P.COMPLETED)
+    assert not bench.state.goals[bench.goal].is_pending
+
+
+@each_case(
+    "why, seconds, new",
+    [("pause_s has not passed", 29, (500, 0)), ("too few requests", 300, (99, 0))],
+)
+def test_a_step_takes_its_time_and_its_requests(why: str, seconds: float, new: tuple[int, int]) -> None:
+    bench = RolloutBench()
+    bench.answer(new, (1000, 1))
+    bench.after(seconds)
+    assert (bench.share(), bench.phase) == (0.1, P.SERVING)
+    bench.answer((500, 0), (1000, 1))
+    bench.after(2)
+    bench.after(1)
+    assert bench.share() == 0.5
+
+
+def test_a_worse_version_is_taken_back_with_figures() -> None:
+    bench = RolloutBench()
+    bench.answer((400, 12), (3600, 4))
+    bench.after(10)
+    backend = bench.state.backends["b"]
+    assert (bench.share(), bench.running(), bench.phase) == (None, {"1": 4}, P.ROLLED_BACK)
+    assert backend.version == "1"
+    assert "12 of 400 requests (3 %) of the new version failed, 4 of 3600" in backend.last_error
+    error = load_error(bench.state.goals[bench.goal].error or b"")
+    assert isinstance(error, RolloutError)
+    status = rollout_status(bench.state, bench.observed, backend)
+    assert (status["state"], status["version"], status["stable"]) == ("ROLLED_BACK", "2", "1")
+
+
+def test_a_lost_replica_of_the_old_version_is_replaced_by_one_of_the_old_version() -> None:
+    bench = RolloutBench()
+    lost = next(each for each in bench.state.replicas_of("b") if each.version == "1")
+    bench.observed.failed[lost.tag] = RuntimeError("it died")
+    bench.settle()
+    assert bench.running() == {"1": 4, "2": 1}
+    assert lost.tag not in bench.state.replicas
+
+
+def test_requests_do_not_wait_for_a_version_without_replicas() -> None:
+    bench = RolloutBench()
+    planned = bench.published()["rollout"]["key"]
+    (new,) = (each for each in bench.state.replicas_of("b") if each.version == "2")
+    bench.observed.failed[new.tag] = RuntimeError("it died")
+    bench.step()
+    assert bench.share() == 0.0
+    assert bench.published()["rollout"]["key"] != planned
+    bench.settle()
+    assert bench.share() == 0.1
+    assert bench.published()["rollout"]["key"] == planned
+
+
+def test_pause_promote_and_abort() -> None:
+    bench = RolloutBench()
+    bench.state.apply(rollouts.pause(bench.state.backends["b"], bench.wall))
+    bench.answer((500, 0), (1000, 1))
+    bench.after(1000)
+    assert (bench.share(), bench.phase) == (0.1, P.PAUSED)
+    bench.state.apply(rollouts.promote(bench.state.backends["b"], bench.wall, full=False))
+    bench.after(1)
+    bench.after(1)
+    assert (bench.share(), bench.phase) == (0.5, P.SERVING)
+    bench.state.apply(rollouts.abort(bench.state, bench.state.backends["b"], bench.wall, "ann"))
+    bench.settle()
+    assert (bench.share(), bench.running(), bench.phase) == (None, {"1": 4}, P.ABORTED)
+    assert "aborted by ann" in bench.state.backends["b"].last_error
+    assert rollouts.abort(bench.state, bench.state.backends["b"], bench.wall, "ann") == {}
+    with pytest.raises(NotFoundError, match="to promote: it is ABORTED"):
+        rollouts.promote(bench.state.backends["b"], bench.wall, full=True)
+
+
+def test_full_promotion_ends_a_rollout_by_an_ordinary_update() -> None:
+    bench = RolloutBench()
+    bench.state.apply(rollouts.promote(bench.state.backends["b"], bench.wall, full=True))
+    assert bench.share() is None
+    assert len(bench.published()["replicas"]) == 5  # both versions
+    bench.settle()
+    assert (bench.running(), bench.phase) == ({"2": 4}, P.COMPLETED)
+
+
+def test_a_third_version_begins_again_beside_the_first() -> None:
+    bench = RolloutBench()
+    bench.answer((200, 0), (1000, 1))
+    bench.after(31)
+    bench.after(1)
+    bench.to_version("3")
+    assert (bench.share(), bench.running()) == (0.1, {"1": 4, "3": 1})
+    bench.to_version("1")
+    assert (bench.share(), bench.running(), bench.phase) == (None, {"1": 4}, None)
+
+
+def test_a_change_of_other_options_does_not_begin_again() -> None:
+    bench = RolloutBench()
+    bench.answer((200, 0), (1000, 1))
+    bench.after(31)
+    bench.after(1)
+    bench.to_version("2", max_queued_requests=7)
+    assert (bench.share(), bench.running()) == (0.5, {"1": 4, "2": 2})
+
+
+def test_a_version_beside_one_that_does_not_run_is_deployed_at_once() -> None:
+    bench = RolloutBench(replicas=1)
+    for each in list(bench.state.replicas_of("b")):
+        bench.state.apply({each.key: None})
+    bench.to_version("4")
+    assert (bench.running(), bench.phase) == ({"4": 1}, None)
+
+
+def test_a_rollout_waits_for_room_and_says_so() -> None:
+    bench = RolloutBench({**PLAN, "steps": ["100%"]}, replicas=100)
+    assert bench.running()["1"] == 100
+    assert bench.phase is P.STARTING
+    status = rollout_status(bench.state, bench.observed, bench.state.backends["b"])
+    assert "a replica needs CPU 0.1" in status["waiting"]
+    assert bench.share() == 0.0
+
+
+def test_a_new_controller_goes_on_where_the_old_one_was() -> None:
+    bench = RolloutBench()
+    bench.after(20)
+    heir = RolloutBench()
+    heir.state, heir.now, heir.wall = bench.state, 5.0, bench.wall
+    heir.observed = Observed(workers=bench.observed.workers)
+    heir.observed.inherited = frozenset({bench.goal})
+    heir.observed.ready.update(bench.observed.ready)
+    record = bench.state.backends["b"]
+    assert decode(record.key, encode(record)) == record
+    heir.settle()
+    heir.answer((200, 0), (1000, 1))
+    heir.after(11)
+    heir.after(1)
+    assert heir.share() == 0.5
+
+
+# ---- the test of significance
+
+
+def requests(rng: random.Random, count: int, share: float, rates: tuple[float, float]) -> Evidence:
+    """Return what ``count`` requests leave behind; ``rates`` are those of the new and the old version."""
+    counts = [[0, 0], [0, 0]]
+    for _ in range(count):
+        which = rng.random() >= share
+        counts[which][0] += 1
+        counts[which][1] += rng.random() < rates[which]
+    new, old = (VersionCounts(each[0], each[1], ()) for each in counts)
+    return Evidence(new, old)
+
+
+@each_case("share", [0.05, 0.1, 0.25])
+def test_three_percent_of_errors_are_found_and_chance_is_not(share: float) -> None:
+    found = dict.fromkeys(((0.03, 0.001), (0.001, 0.001)), 0)
+    for seed in range(30):
+        for rates in found:
+            rng, evidence = random.Random(seed), Evidence()
+            while evidence.new.requests < 1000:
+                more = requests(rng, 100, share, rates)
+                evidence = Evidence(evidence.new + more.new, evidence.old + more.old)
+                if judge(Gate(), 0, evidence, share, 0.001 / 3, 1.0).is_worse:
+                    found[rates] += 1
+                    break
+    assert found == {(0.03, 0.001): 30, (0.001, 0.001): 0}
+
+
+def test_looking_again_and_again_does_not_find_a_difference_that_is_not_there() -> None:
+    """With a bare test at each look, every second of these would be taken back."""
+    alarms = 0
+    for seed in range(100):
+        rng, new, events = random.Random(seed), 0, 0
+        while events < 1000:
+            new += sum(rng.random() < 0.25 for _ in range(10))
+            events += 10
+            if is_worse(new, events - new, 0.25, 0.0, 0.05):
+                alarms += 1
+                break
+    assert alarms <= 5
+
+
+@each_case(
+    "why, gate, evidence, expected",
+    [
+        (
+            "slow",
+            {"metric": "latency", "quantile": 0.9},
+            Evidence(VersionCounts(200, 0, (0,) * 9 + (200,)), VersionCounts(2000, 0, (0,) * 6 + (2000,))),
+            True,
+        ),
+        (
+            "as fast",
+            {"metric": "latency", "quantile": 0.9},
+            Evidence(VersionCounts(200, 0, (0,) * 6 + (200,)), VersionCounts(2000, 0, (0,) * 6 + (2000,))),
+            False,
+        ),
+        (
+            "larger",
+            {"metric": "prometheus", "query": "q", "prometheus_address": "http://p"},
+            Evidence(polls={0: (20, 0, 3.0, 1.0)}),
+            True,
+        ),
+        (
+            "not compared",
+            {"metric": "prometheus", "query": "q", "prometheus_address": "http://p"},
+            Evidence(),
+            False,
+        ),
+    ],
+)
+def test_gates(why: str, gate: Mapping[str, Any], evidence: Evidence, expected: bool) -> None:
+    assert judge(Gate(**gate), 0, evidence, 0.1, 0.001, 1.0).is_worse is expected
+
+
+@each_case(
+    "options, message",
+    [
+        ({"steps": ["25%", "5%"]}, "do not rise"),
+        ({"steps": ["a"]}, "not a share of the traffic"),
+        ({"steps": [0.5]}, "not a share of the traffic"),
+        ({"sticky": "session"}, "header:X-Session"),
+        ({"gates": [{"metric": "prometheus"}]}, "needs query and prometheus_address"),
+        ({"gates": [{"query": "q"}]}, "leave them out"),
+        ({"compare": lambda a, b: True}, "move the function into a module"),
+    ],
+)
+def test_wrong_plans(options: Mapping[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RolloutConfig(**options)
