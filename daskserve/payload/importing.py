@@ -17,6 +17,7 @@ import sysconfig
 import threading
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from contextvars import ContextVar
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -29,6 +30,8 @@ logger = logging.getLogger("daskserve.replica")
 #: The attribute of a module that holds the digest of its file when it was imported.
 _DIGEST = "__daskserve_digest__"
 _INSTALLED = ("site-packages", "dist-packages")
+#: The digests of files before they were imported, by real path: a file may change while it is imported.
+digests_before: ContextVar[Mapping[str, str] | None] = ContextVar("daskserve_digests", default=None)
 MODULE_REMEDY = "Install it on the workers, too, or put its folder on their PYTHONPATH."
 
 
@@ -88,16 +91,23 @@ def modules_in(folders: Iterable[str]) -> dict[str, ModuleType]:
 
 
 def file_digest(module: ModuleType) -> str:
-    """Return the digest of a module's file, as it was when this was asked first."""
+    """Return the digest of a module's file, as it was when this was asked first, or `digests_before` it."""
     found: str | None = module.__dict__.get(_DIGEST)
     if found is None:
-        try:
-            with open(str(module.__file__), "rb") as file:
-                found = hashlib.sha256(file.read()).hexdigest()[:16]
-        except OSError:  # it is in a ZIP file, or gone
-            found = ""
+        path = str(module.__file__)
+        before = digests_before.get()
+        found = (before.get(os.path.realpath(path)) if before else None) or digest_at(path)
         setattr(module, _DIGEST, found)
     return found
+
+
+def digest_at(path: str) -> str:
+    """Return the digest of a file; empty if it cannot be read: it is in a ZIP file, or gone."""
+    try:
+        with open(path, "rb") as file:
+            return hashlib.sha256(file.read()).hexdigest()[:16]
+    except OSError:
+        return ""
 
 
 def forget_others(modules: Mapping[str, str]) -> None:

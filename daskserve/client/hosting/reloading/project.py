@@ -9,6 +9,7 @@ such as one with a large model in a class that is whole, keep running while a fi
 from __future__ import annotations
 
 import hashlib
+import os
 import pickletools
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -18,11 +19,12 @@ from typing import Any
 
 from daskserve.client.definitions.code_digest import READ_BYTES
 from daskserve.client.definitions.graph import digest_of
+from daskserve.client.hosting.reloading.files import Patterns
 from daskserve.client.verbs.applications import BuiltApplication
 from daskserve.internals.cloudpickle import release_class_ids, take_class_ids
 from daskserve.options.backend import BackendConfig
 from daskserve.options.specs import ApplicationSpec, DeploymentSpec
-from daskserve.payload.importing import ImportPath, file_digest, forget, modules_in
+from daskserve.payload.importing import ImportPath, digest_at, digests_before, file_digest, forget, modules_in
 
 #: Keys in pickled code whose values name the module that the code is from, and not one that it uses.
 _ORIGINS = frozenset({"__module__", "__name__", "__package__"})
@@ -50,6 +52,9 @@ class Project:
     def imported(self) -> Iterator[None]:
         """Import the project again inside a ``with`` block; if it raises, keep what was imported before."""
         with ImportPath.lock:
+            # A file that changes while it is imported is then another one than the next time.
+            files = Patterns(self.folders).snapshot()
+            before = digests_before.set({os.path.realpath(each): digest_at(each) for each in files})
             gone = forget(modules_in(self.folders))
             classes = release_class_ids(gone)
             try:
@@ -59,6 +64,8 @@ class Project:
                 sys.modules.update(gone)
                 take_class_ids(classes)
                 raise
+            finally:
+                digests_before.reset(before)
 
     def modules(self) -> dict[str, str]:
         """Return the digests of the project's modules that this process has imported."""
