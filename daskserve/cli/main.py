@@ -25,6 +25,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "history": ("daskserve.cli.history:history", "Show the last versions of an application."),
     "metrics": ("daskserve.cli.metrics:metrics", "Set up Prometheus and Grafana for daskserve."),
     "rewrite-store": ("daskserve.cli.status:rewrite_store", "Rewrite the records of an instance."),
+    "rollout": ("daskserve.cli.rollout:rollout", "Look at a rollout, pause, promote or abort it."),
     "rollback": ("daskserve.cli.history:rollback", "Deploy an earlier version of an application again."),
     "run": ("daskserve.cli.serving.run:run", "Serve an application until Ctrl-C."),
     "schema": ("daskserve.cli.config_file:schema", "Print the JSON Schema of configuration files."),

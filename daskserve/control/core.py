@@ -41,6 +41,7 @@ from daskserve.control.records.proxy import ProxyRecord
 from daskserve.control.records.records import BackendRecord, Change, GoalRecord, GoalState, Record
 from daskserve.control.records.state import State
 from daskserve.control.records.writer import Writer
+from daskserve.control.scaling.rollout_queries import RolloutQueries
 from daskserve.control.scaling.scaler import Scaler
 from daskserve.control.verbs import endpoints as endpoint_state
 from daskserve.control.verbs import goals
@@ -123,6 +124,9 @@ class ControllerCore:
             reconciling,
             asyncio.create_task(self._keep_refreshing(), name="daskserve-refresh"),
             asyncio.create_task(self.scaler.run(), name="daskserve-scale"),
+            asyncio.create_task(
+                RolloutQueries(self.state, self.observed, self.clock).run(), name="daskserve-rollout-queries"
+            ),
         ]
         noting = TaskSet(logger)
         noting.spawn(self._note_start(), "note-start")
