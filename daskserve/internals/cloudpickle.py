@@ -12,7 +12,7 @@ import pickle
 import sys
 import threading
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from enum import EnumMeta
 from io import BytesIO, TextIOWrapper
 from types import BuiltinMethodType, CellType, CodeType, FunctionType, MethodType, ModuleType
@@ -383,29 +383,13 @@ def class_id(cls: type) -> str:
     return str(_DYNAMIC_CLASS_TRACKER_BY_CLASS[cls])
 
 
-def set_class_id(cls: type, wanted: str) -> None:
-    """Change that id, before another process has seen it; do nothing if another class has the new id."""
-    with _DYNAMIC_CLASS_TRACKER_LOCK:
-        if wanted not in _DYNAMIC_CLASS_TRACKER_BY_ID:
-            _DYNAMIC_CLASS_TRACKER_BY_ID.pop(_DYNAMIC_CLASS_TRACKER_BY_CLASS[cls], None)
-            _DYNAMIC_CLASS_TRACKER_BY_CLASS[cls] = wanted
-            _DYNAMIC_CLASS_TRACKER_BY_ID[wanted] = cls
+def set_class_id(cls: type, wanted: str, *, shares: bool = False) -> None:
+    """Change that id, before another process has seen it; do nothing if another class has the new id.
 
-
-def release_class_ids(modules: Collection[str]) -> dict[str, type]:
-    """Let other classes have the ids of those of some modules; return these for `take_class_ids`.
-
-    A module that is imported again has new classes. Those of unchanged code have the ids of the old ones.
+    With ``shares``, both then have it: what is unpickled here under that id stays the other class.
     """
     with _DYNAMIC_CLASS_TRACKER_LOCK:
-        known = list(_DYNAMIC_CLASS_TRACKER_BY_ID.items())
-        found = {name: cls for name, cls in known if getattr(cls, "__module__", None) in modules}
-        for name in found:
-            _DYNAMIC_CLASS_TRACKER_BY_ID.pop(name, None)
-        return found
-
-
-def take_class_ids(classes: Mapping[str, type]) -> None:
-    """Let classes have ids whatever other classes have them."""
-    with _DYNAMIC_CLASS_TRACKER_LOCK:
-        _DYNAMIC_CLASS_TRACKER_BY_ID.update(classes)
+        if shares or wanted not in _DYNAMIC_CLASS_TRACKER_BY_ID:
+            _DYNAMIC_CLASS_TRACKER_BY_ID.pop(_DYNAMIC_CLASS_TRACKER_BY_CLASS[cls], None)
+            _DYNAMIC_CLASS_TRACKER_BY_CLASS[cls] = wanted
+            _DYNAMIC_CLASS_TRACKER_BY_ID.setdefault(wanted, cls)

@@ -131,6 +131,14 @@ def forget(names: Iterable[str]) -> dict[str, ModuleType]:
     return gone
 
 
+def forget_changed(path: str) -> None:
+    """Forget the modules of a path if the file of one has changed since this process has imported it."""
+    modules = _modules_beside(split_import_path(path)[0])
+    if any(file_digest(each) != digest_at(str(each.__file__)) for each in modules):
+        with ImportPath.lock:
+            forget(each.__name__ for each in modules)
+
+
 def import_definition(path: str, *, is_exact: bool = False) -> Any:
     """Import and return the object that ``"pkg.mod.Name"`` or ``"pkg.mod:Name"`` names.
 

@@ -17,11 +17,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from daskserve.client.definitions.code_digest import READ_BYTES
+from daskserve.client.definitions.code_digest import READ_BYTES, shares_ids
 from daskserve.client.definitions.graph import digest_of
 from daskserve.client.hosting.reloading.files import Patterns
 from daskserve.client.verbs.applications import BuiltApplication
-from daskserve.internals.cloudpickle import release_class_ids, take_class_ids
 from daskserve.options.backend import BackendConfig
 from daskserve.options.specs import ApplicationSpec, DeploymentSpec
 from daskserve.payload.importing import ImportPath, digest_at, digests_before, file_digest, forget, modules_in
@@ -56,15 +55,16 @@ class Project:
             files = Patterns(self.folders).snapshot()
             before = digests_before.set({os.path.realpath(each): digest_at(each) for each in files})
             gone = forget(modules_in(self.folders))
-            classes = release_class_ids(gone)
+            # The classes of unchanged code are the same version as the old ones, which still exist.
+            sharing = shares_ids.set(True)
             try:
                 yield
             except BaseException:
                 forget(modules_in(self.folders))
                 sys.modules.update(gone)
-                take_class_ids(classes)
                 raise
             finally:
+                shares_ids.reset(sharing)
                 digests_before.reset(before)
 
     def modules(self) -> dict[str, str]:
