@@ -12,7 +12,7 @@ import pickle
 import sys
 import threading
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from enum import EnumMeta
 from io import BytesIO, TextIOWrapper
 from types import BuiltinMethodType, CellType, CodeType, FunctionType, MethodType, ModuleType
@@ -393,3 +393,22 @@ def set_class_id(cls: type, wanted: str, *, shares: bool = False) -> None:
             _DYNAMIC_CLASS_TRACKER_BY_ID.pop(_DYNAMIC_CLASS_TRACKER_BY_CLASS[cls], None)
             _DYNAMIC_CLASS_TRACKER_BY_CLASS[cls] = wanted
             _DYNAMIC_CLASS_TRACKER_BY_ID.setdefault(wanted, cls)
+
+
+def release_class_ids(modules: Collection[str]) -> dict[str, type]:
+    """Let other classes have the ids of those of some modules; return these for `take_class_ids`.
+
+    A module that is imported again has new classes. Those of unchanged code have the ids of the old ones.
+    """
+    with _DYNAMIC_CLASS_TRACKER_LOCK:
+        known = list(_DYNAMIC_CLASS_TRACKER_BY_ID.items())
+        found = {name: cls for name, cls in known if getattr(cls, "__module__", None) in modules}
+        for name in found:
+            _DYNAMIC_CLASS_TRACKER_BY_ID.pop(name, None)
+        return found
+
+
+def take_class_ids(classes: Mapping[str, type]) -> None:
+    """Let classes have ids whatever other classes have them."""
+    with _DYNAMIC_CLASS_TRACKER_LOCK:
+        _DYNAMIC_CLASS_TRACKER_BY_ID.update(classes)
