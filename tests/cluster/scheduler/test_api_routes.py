@@ -421,3 +421,8 @@ async def test_the_document_names_every_operation_and_the_page_needs_no_other_si
     assert b"/api/serve/plan" in page.body
     assert b"://" not in page.body
     assert (await site.ask("/daskserve/api", Origin="http://evil.example")).code == 403
+
+
+async def test_ray_serves_client_finds_the_version_it_asks_for_first(site: Site) -> None:
+    found = json.loads((await site.ask("/api/ray/version")).body)
+    assert tuple(map(int, found["ray_version"].split("."))) >= (1, 12)
