@@ -19,6 +19,7 @@ from daskserve.client.instance.connection import InstanceConnection
 from daskserve.client.verbs.applications import ApplicationVerbs
 from daskserve.client.verbs.backends import BackendVerbs
 from daskserve.client.verbs.blocking import method
+from daskserve.client.verbs.declared import DeclaringVerbs
 from daskserve.client.verbs.deployments import DeploymentVerbs
 from daskserve.client.verbs.endpoints import EndpointVerbs
 from daskserve.client.verbs.history import HistoryVerbs
@@ -68,7 +69,15 @@ class InstanceClient:
         return self._connection.cluster_connection.scheduler_address
 
 
-class ClientVerbs(BackendVerbs, EndpointVerbs, DeploymentVerbs, ApplicationVerbs, HistoryVerbs, RolloutVerbs):
+class ClientVerbs(
+    BackendVerbs,
+    EndpointVerbs,
+    DeploymentVerbs,
+    ApplicationVerbs,
+    DeclaringVerbs,
+    HistoryVerbs,
+    RolloutVerbs,
+):
     """The verbs of both kinds of client."""
 
     async def wait_for_goal(self, goal_id: GoalId, timeout_s: float | None = None) -> bool:
@@ -368,6 +377,12 @@ class Client(InstanceClient):
     get_deployment_handle = method(ClientVerbs.get_deployment_handle)
     delete_application = method(ClientVerbs.delete_application)
 
+    deploy_config = method(ClientVerbs.deploy_config)
+    plan_config = method(ClientVerbs.plan_config)
+    get_config = method(ClientVerbs.get_config)
+    wait_for_config = method(ClientVerbs.wait_for_config)
+    restart = method(ClientVerbs.restart)
+    scale_deployment = method(ClientVerbs.scale_deployment)
     history = method(ClientVerbs.history)
     rollback = method(ClientVerbs.rollback)
     events = method(ClientVerbs.events)

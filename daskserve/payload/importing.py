@@ -91,13 +91,17 @@ def file_digest(module: ModuleType) -> str:
     """Return the digest of a module's file, as it was when this was asked first."""
     found: str | None = module.__dict__.get(_DIGEST)
     if found is None:
-        try:
-            with open(str(module.__file__), "rb") as file:
-                found = hashlib.sha256(file.read()).hexdigest()[:16]
-        except OSError:  # it is in a ZIP file, or gone
-            found = ""
+        found = _digest_of_file(module)
         setattr(module, _DIGEST, found)
     return found
+
+
+def _digest_of_file(module: ModuleType) -> str:
+    try:
+        with open(str(module.__file__), "rb") as file:
+            return hashlib.sha256(file.read()).hexdigest()[:16]
+    except OSError:  # it is in a ZIP file, or gone
+        return ""
 
 
 def forget_others(modules: Mapping[str, str]) -> None:
@@ -119,6 +123,14 @@ def forget(names: Iterable[str]) -> dict[str, ModuleType]:
                 os.unlink(cached)
     importlib.invalidate_caches()
     return gone
+
+
+def forget_changed(path: str) -> None:
+    """Forget the modules of a path if the file of one has changed since this process has imported it."""
+    modules = _modules_beside(split_import_path(path)[0])
+    if any(file_digest(each) != _digest_of_file(each) for each in modules):
+        with ImportPath.lock:
+            forget(each.__name__ for each in modules)
 
 
 def import_definition(path: str, *, is_exact: bool = False) -> Any:

@@ -202,15 +202,6 @@ def test_mistakes_are_shown_with_the_options_of_the_command(
     assert text in result.output
 
 
-@each_case("name", ["config", "deploy"])
-def test_a_command_of_ray_serve_says_in_a_line_what_there_is(name: str) -> None:
-    result = CliRunner().invoke(main, [name, "config.yaml", "-o", "x", "--help"])
-    assert result.exit_code == 1
-    assert result.output.startswith(f"Error: There is no command 'daskserve {name}': ")
-    assert result.output.count("\n") == 1
-    assert name not in CliRunner().invoke(main, ["--help"]).output.split()
-
-
 @each_case("command", ["status", "shutdown", "rewrite-store"])
 def test_other_commands_need_an_address(command: str) -> None:
     result = CliRunner().invoke(main, [command])

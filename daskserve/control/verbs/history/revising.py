@@ -282,7 +282,7 @@ class _Revising:
                     self.release(each)
 
     def keep_within_budget(self) -> None:
-        if self.state.code_bytes + self.new_code_bytes() <= self.budget_bytes:
+        if self.state.revisions.code_bytes + self.new_code_bytes() <= self.budget_bytes:
             return
         used = {each.code_key for each in self.state.backends.values()}
         used |= {each.code_key for each in self.change.values() if isinstance(each, BackendRecord)}
