@@ -106,8 +106,9 @@ def main() -> None:
         seconds, failed, last = (statistics.median(column) for column in list(zip(*found, strict=True))[1:])
         is_wrong |= states != [expected] * trials
         is_wrong |= fails == 1 and max(each[3] for each in found) > BOUND_S
+        ends = f"{states.count(expected)} of {trials} {expected}"
         print(
-            f"fails {100 * fails:g} %: {states.count(expected)} of {trials} {expected}, after {seconds:.1f} s, "
+            f"fails {100 * fails:g} %: {ends}, after {seconds:.1f} s, "
             f"{failed:.0f} failed requests, last answer {last:+.1f} s",
             flush=True,
         )
