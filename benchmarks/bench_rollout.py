@@ -33,8 +33,7 @@ PLAN: dict[str, Any] = {"steps": ["10%", "50%", "100%"], "pause_s": 5}
 CASES = {1.0: "ROLLED_BACK", 0.03: "ROLLED_BACK", 0.001: "COMPLETED"}
 
 
-def version(name: str, fails: float, **options: Any) -> serve.Application:
-    @serve.deployment(name="model", version=name, num_replicas=2, **options)
+def version(name: str, fails: float, **options: Any) -> Any:
     class Model:
         def __init__(self) -> None:
             self.rng = random.Random()
@@ -42,7 +41,8 @@ def version(name: str, fails: float, **options: Any) -> serve.Application:
         async def __call__(self, request: Any) -> str | float:
             return name if self.rng.random() >= fails else 1 // 0
 
-    return Model.bind()
+    deployment: Any = serve.deployment(name="model", version=name, num_replicas=2, **options)
+    return deployment(Model).bind()
 
 
 @dataclass
