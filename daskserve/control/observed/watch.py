@@ -15,7 +15,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from daskserve.cluster.protocols.base import EPOCH_BITS, LAST_LINES, Cluster
+from daskserve.cluster.protocols.base import ANSWER_S, EPOCH_BITS, LAST_LINES, Cluster
 from daskserve.common.clock import Clock
 from daskserve.common.types import (
     ActorAddress,
@@ -34,8 +34,6 @@ from daskserve.loops.tasks import TaskSet
 logger = logging.getLogger("daskserve.controller")
 
 PERIOD_S = 1.0
-#: Timeout of an answer, which takes milliseconds: less than a period, so that each period has its own query.
-ANSWER_S = 0.9
 MISSES = 3
 #: Pause before a worker that could not be restarted is tried again.
 RESTART_RETRY_S = 2.0

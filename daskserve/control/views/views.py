@@ -12,6 +12,7 @@ from typing import Any
 from daskserve.common.types import ActorKind, BackendTag, Reachability, ReplicaState, WorkerAddress
 from daskserve.control.backend import progress
 from daskserve.control.observed.observed import Activity, Observed
+from daskserve.control.proxies import take_over
 from daskserve.control.proxies.step import is_ready
 from daskserve.control.records.proxy import ProxyRecord
 from daskserve.control.records.records import BackendRecord, GoalState
@@ -93,6 +94,11 @@ def proxy_message(proxy: ProxyRecord, observed: Observed) -> str:
     if proxy.home:
         found.append(f"moved here from host {proxy.home}, and moves back once that has a worker for it")
     return "; ".join(found)
+
+
+def listens(state: State, observed: Observed) -> bool:
+    """Return whether every proxy that is to listen does."""
+    return take_over.listens(state, observed)
 
 
 def http_urls(state: State, observed: Observed) -> list[str]:

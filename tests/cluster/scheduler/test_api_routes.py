@@ -441,3 +441,8 @@ async def test_rollouts_are_steered(site: Site) -> None:
     assert site.hosts.calls[-1][2].keys() == {*named, "by"}
     verbs = ["pause_rollout", "promote_rollout", "promote_rollout", "rollout_status", "abort_rollout"]
     assert site.hosts.verbs == verbs
+
+
+async def test_ray_serves_client_finds_the_version_it_asks_for_first(site: Site) -> None:
+    found = json.loads((await site.ask("/api/ray/version")).body)
+    assert tuple(map(int, found["ray_version"].split("."))) >= (1, 12)
