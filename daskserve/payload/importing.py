@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import importlib.util
 import logging
 import os
 import socket
@@ -17,6 +18,7 @@ import sysconfig
 import threading
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from contextvars import ContextVar
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -29,6 +31,8 @@ logger = logging.getLogger("daskserve.replica")
 #: The attribute of a module that holds the digest of its file when it was imported.
 _DIGEST = "__daskserve_digest__"
 _INSTALLED = ("site-packages", "dist-packages")
+#: The digests of files before they were imported, by real path: a file may change while it is imported.
+digests_before: ContextVar[Mapping[str, str] | None] = ContextVar("daskserve_digests", default=None)
 MODULE_REMEDY = "Install it on the workers, too, or put its folder on their PYTHONPATH."
 
 
@@ -55,14 +59,8 @@ class ImportPath(str):
 
 def _modules_beside(name: str) -> list[ModuleType]:
     """Return the imported modules in the folder of a module's package, sorted; none of installed ones."""
-    first = sys.modules.get(name.partition(".")[0])
-    file = getattr(first, "__file__", None)
-    if file is None:
-        return []
-    folder = os.path.dirname(os.path.abspath(file))
-    if hasattr(first, "__path__"):
-        folder = os.path.dirname(folder)
-    if folder == sysconfig.get_path("stdlib"):
+    folder = folder_of(name)
+    if folder is None:
         return []
     files = {each: getattr(module, "__file__", None) or "" for each, module in list(sys.modules.items())}
     return [
@@ -74,34 +72,100 @@ def _modules_beside(name: str) -> list[ModuleType]:
     ]
 
 
+def folder_of(name: str) -> str | None:
+    """Return the folder in which a module is found, that of its package; None if it is an installed one."""
+    first = name.partition(".")[0]
+    module = sys.modules.get(first)
+    try:
+        found = module.__spec__ if module is not None else importlib.util.find_spec(first)
+    except ValueError:  # it has none, as __main__ may have
+        found = None
+    file = getattr(module, "__file__", None) or getattr(found, "origin", None)
+    if file is None or not os.path.isabs(file):
+        return None
+    folder: str = os.path.dirname(os.path.abspath(file))
+    is_package = bool(getattr(found, "submodule_search_locations", None)) or hasattr(module, "__path__")
+    if is_package:
+        folder = os.path.dirname(folder)
+    if folder == sysconfig.get_path("stdlib") or any(map(f"{folder}{os.sep}".__contains__, _INSTALLED)):
+        return None
+    return folder
+
+
+def have_changed(modules: Iterable[ModuleType]) -> bool:
+    """Return whether the file of one of some modules may have changed since it was imported."""
+    for module in modules:
+        # Without a digest, the module may have been imported long ago, by something else.
+        before = module.__dict__.get(_DIGEST)
+        try:
+            if before is None or (before and before != digest_of_file(str(module.__file__))):
+                return True
+        except OSError:
+            return True  # it is gone
+    return False
+
+
 def modules_in(folders: Iterable[str]) -> dict[str, ModuleType]:
     """Return the imported modules whose files are in some folders, by name; none of installed packages."""
     starts = tuple(os.path.join(os.path.realpath(each), "") for each in folders)
+    stdlib = os.path.join(sysconfig.get_path("stdlib"), "")
     found = {}
     for name, module in sorted(sys.modules.items()):
-        file = getattr(module, "__file__", None)
-        if name != "__main__" and file and os.path.realpath(file).startswith(starts):
-            inside = os.path.realpath(file)
-            if not any(map(inside.__contains__, _INSTALLED)):
-                found[name] = module
+        file = getattr(module, "__dict__", {}).get("__file__") or ""
+        is_own = name == "__main__" or name.partition(".")[0] == "daskserve"  # in a clone
+        if is_own or not file or file.startswith(stdlib) or any(map(file.__contains__, _INSTALLED)):
+            continue  # most of them; the next step asks the file system
+        inside = os.path.realpath(file)
+        if inside.startswith(starts) and not any(map(inside.__contains__, _INSTALLED)):
+            found[name] = module
     return found
 
 
 def file_digest(module: ModuleType) -> str:
-    """Return the digest of a module's file, as it was when this was asked first."""
+    """Return the digest of a module's file, as it was when this was asked first, or `digests_before` it."""
     found: str | None = module.__dict__.get(_DIGEST)
     if found is None:
-        found = _digest_of_file(module)
+        path = str(module.__file__)
+        before = digests_before.get()
+        found = before.get(os.path.realpath(path)) if before else None
+        if found is None:
+            try:
+                found = digest_of_file(path)
+            except OSError:  # it is in a ZIP file, or gone
+                found = ""
         setattr(module, _DIGEST, found)
     return found
 
 
-def _digest_of_file(module: ModuleType) -> str:
-    try:
-        with open(str(module.__file__), "rb") as file:
-            return hashlib.sha256(file.read()).hexdigest()[:16]
-    except OSError:  # it is in a ZIP file, or gone
-        return ""
+def digest_of_file(name: str) -> str:
+    """Return the digest of a file; raise `OSError` if it cannot be read."""
+    with open(name, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:16]
+
+
+class ModuleVersions:
+    """Modules with their digests, in front of code that names them.
+
+    When it is unpickled, other versions of them that the process has imported are forgotten, so that the code
+    after it gets these.
+    """
+
+    def __init__(self, modules: Mapping[str, str]) -> None:
+        self.modules = dict(sorted(modules.items()))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _met, (self.modules,)
+
+    def check(self, *, is_exact: bool) -> None:
+        """Note which versions were imported, once the code is unpickled; see `import_definition`."""
+        found = {name: file_digest(sys.modules[name]) for name in self.modules if name in sys.modules}
+        _check_versions("The code", self.modules, found, is_exact=is_exact)
+
+
+def _met(modules: Mapping[str, str]) -> ModuleVersions:
+    with ImportPath.lock:
+        forget_others(modules)
+    return ModuleVersions(modules)
 
 
 def forget_others(modules: Mapping[str, str]) -> None:
@@ -123,14 +187,6 @@ def forget(names: Iterable[str]) -> dict[str, ModuleType]:
                 os.unlink(cached)
     importlib.invalidate_caches()
     return gone
-
-
-def forget_changed(path: str) -> None:
-    """Forget the modules of a path if the file of one has changed since this process has imported it."""
-    modules = _modules_beside(split_import_path(path)[0])
-    if any(file_digest(each) != _digest_of_file(each) for each in modules):
-        with ImportPath.lock:
-            forget(each.__name__ for each in modules)
 
 
 def import_definition(path: str, *, is_exact: bool = False) -> Any:
@@ -158,10 +214,18 @@ def import_definition(path: str, *, is_exact: bool = False) -> Any:
         forget_others(path.modules)
         found = _imported(path)
         digests = ImportPath.of(path).modules
-    others = sorted(name for name, digest in path.modules.items() if digests.get(name, digest) != digest)
+    _check_versions(path, path.modules, digests, is_exact=is_exact)
+    return found
+
+
+def _check_versions(
+    what: str, wanted: Mapping[str, str], found: Mapping[str, str], *, is_exact: bool
+) -> None:
+    """Warn of modules of other versions than the wanted ones; raise `CodeLoadError` if only these will do."""
+    others = sorted(name for name, digest in wanted.items() if found.get(name, digest) != digest)
     if others and is_exact:
         raise CodeLoadError(
-            f"{path}: the file of module {', '.join(others)} on {socket.gethostname()} is not that of the "
+            f"{what}: the file of module {', '.join(others)} on {socket.gethostname()} is not that of the "
             "revision to roll back to. Give the workers the files of that revision, or deploy it from its "
             "source; with env={'working_dir': '.'}, files are kept with each revision."
         )
@@ -169,10 +233,9 @@ def import_definition(path: str, *, is_exact: bool = False) -> Any:
         logger.warning(
             "%s: the file of module %s differs from that of the program that deployed it. Give all machines "
             "the same files, for example by env={'working_dir': '.'}.",
-            path,
+            what,
             ", ".join(others),
         )
-    return found
 
 
 def _imported(path: str) -> Any:

@@ -10,6 +10,7 @@ from typing import Any, Self
 import msgpack
 
 from daskserve.common.types import SHARED_BYTES, Payload
+from daskserve.payload.importing import ModuleVersions
 from daskserve.payload.pickling import Substitute, dump_code, load, load_bytes
 
 #: The first bytes of a parcel's label; pickles begin differently.
@@ -102,6 +103,13 @@ def pack_code(
     return Parcel.of(parts).label(), parts
 
 
-def unpack_code(code: bytes, parts: Sequence[Any]) -> Any:
-    """Unpickle the result of `pack_code`."""
-    return load(Payload(parts[0], tuple(parts[1:]))) if parts else load_bytes(code)
+def unpack_code(code: bytes, parts: Sequence[Any], *, is_exact: bool = False) -> Any:
+    """Unpickle the result of `pack_code`.
+
+    ``is_exact`` is for the modules that the code names; see `daskserve.payload.importing.import_definition`.
+    """
+    found = load(Payload(parts[0], tuple(parts[1:]))) if parts else load_bytes(code)
+    for each in found:
+        if isinstance(each, ModuleVersions):
+            each.check(is_exact=is_exact)
+    return found

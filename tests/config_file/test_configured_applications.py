@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
+import dask
 import pytest
 from tables import each_case
 
@@ -16,6 +18,7 @@ from daskserve.errors import BadRequestError, ConfigFileError, ReplicaStartError
 from daskserve.options.backend import BackendConfig
 from daskserve.options.environment import Environment
 from daskserve.options.specs import BackendSpec
+from daskserve.payload.parcels import unpack_code
 
 MODULE = """
 import daskserve as serve
@@ -44,7 +47,8 @@ def fail(args):
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "configured.py").write_text(MODULE)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "configured", raising=False)
+    for name in ("configured", "helping"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
     return tmp_path
 
 
@@ -173,3 +177,54 @@ def test_an_error_of_a_builder_is_the_users() -> None:
     with pytest.raises(ReplicaStartError) as caught:
         build_configured(ApplicationConfig(**values))
     assert "ValueError: of the user" in caught.value.user_traceback
+
+
+def version_of(name: str, text: str = "") -> str | None:
+    return built(text)[name].version
+
+
+def test_a_changed_file_is_imported_again_and_is_another_version_of_what_uses_it(folder: Path) -> None:
+    (folder / "helping.py").write_text("VALUE = 1\ndef helped(): return VALUE\n")
+    (folder / "configured.py").write_text(
+        "import daskserve as serve, helping\n"
+        "@serve.deployment\nclass Whole:\n    def __call__(self): return 1\n"
+        "@serve.deployment\nclass Model:\n    def __init__(self, whole): ...\n"
+        "    def __call__(self): return helping.helped()\n"
+        "app = Model.bind(Whole.bind())\n"
+    )
+    first, whole = version_of("Model"), version_of("Whole")
+    assert (version_of("Model"), version_of("Whole")) == (first, whole)
+    (folder / "helping.py").write_text("VALUE = 2\ndef helped(): return VALUE\n")
+    code = built("")["Model"].code
+    assert version_of("Model") != first
+    assert version_of("Whole") == whole
+    # A process that has imported the old module imports the new one.
+    sys.modules["helping"].VALUE = 1  # type: ignore[attr-defined]
+    vars(sys.modules["helping"])["__daskserve_digest__"] = "old"
+    *_, definition, _, _ = unpack_code(code, ())
+    assert definition.__call__(None) == 2
+    # A file that cannot be imported leaves the old modules.
+    (folder / "helping.py").write_text("VALUE = = 3\n")
+    with pytest.raises(ReplicaStartError, match="SyntaxError"):
+        built("")
+    assert sys.modules["helping"].VALUE == 2  # type: ignore[attr-defined]
+
+
+def test_code_can_be_in_the_files_of_the_environment(folder: Path) -> None:
+    """Also in the only folder of an archive, as hosts of repositories make them."""
+    with dask.config.set({"daskserve.process.environments-folder": str(folder / "cache")}):
+        with zipfile.ZipFile(folder / "project.zip", "w") as archive:
+            archive.writestr("shop-main/shop/inside.py", MODULE.replace("num_replicas=2", "num_replicas=5"))
+        plain = read(
+            f"applications:\n- import_path: shop.inside:app\n"
+            f"  runtime_env: {{working_dir: 'file://{folder}/project.zip'}}\n"
+        ).config.to_plain()
+        config = ApplicationConfig(**plain["applications"][0])
+        spec = build_configured(config).spec
+        assert spec.deployments[0].spec.config.num_replicas == 5
+        assert spec.deployments[0].spec.config.isolation == "process"
+        assert [each.spec.version for each in build_configured(config).spec.deployments] == [
+            each.spec.version for each in spec.deployments
+        ]
+    assert [each for each in sys.modules if each.partition(".")[0] == "shop"] == []
+    assert [each for each in sys.path if "cache" in each] == []

@@ -11,6 +11,8 @@ from tables import each_case
 
 import daskserve as serve
 from daskserve.client.definitions.specs import make_spec
+from daskserve.client.functions.deployment import RAY_OPTIONS
+from daskserve.client.functions.ray_options import check_ray_options
 from daskserve.options.actor import ActorOptions, parse_actor_options
 from daskserve.options.autoscaling import AutoscalingConfig
 from daskserve.options.backend import BackendConfig
@@ -37,6 +39,44 @@ OPTIONS: Mapping[str, Any] = {
 
 class Model:
     def __call__(self) -> None: ...
+
+
+#: The parameters of Ray Serve's functions, but for ``*`` and ``**``.
+RAY_DECORATOR = """
+name version num_replicas ray_actor_options placement_group_bundles placement_group_strategy
+placement_group_bundle_label_selector max_replicas_per_node user_config max_ongoing_requests
+max_queued_requests backpressure_config autoscaling_config graceful_shutdown_wait_loop_s
+graceful_shutdown_timeout_s health_check_period_s health_check_timeout_s logging_config
+request_router_config max_constructor_retry_count gang_scheduling_config deployment_actors
+rolling_update_percentage max_surge_percent
+"""
+RAY_START = "proxy_location http_options grpc_options logging_config tracing_config controller_options"
+
+
+@each_case(
+    ("function", "names"),
+    [(serve.deployment, RAY_DECORATOR), (serve.start, RAY_START), (serve.start_async, RAY_START)],
+)
+def test_the_signatures_have_the_parameters_of_ray_serve(function: Any, names: str) -> None:
+    assert set(names.split()) - set(inspect.signature(function).parameters) == set()
+
+
+@each_case("name", RAY_OPTIONS)
+def test_an_option_without_a_counterpart_is_none_or_refused(name: str) -> None:
+    assert serve.deployment(**{name: None})(Model) == serve.deployment(Model)
+    with pytest.raises(ValueError, match=f"no option '{name}'. That is Ray Serve's name"):
+        serve.deployment(**{name: {"a": 1}})
+
+
+def test_options_of_an_instance_that_cannot_matter_are_warned_of() -> None:
+    check_ray_options("serve.start()", grpc_options=None, logging_config=None)
+    with pytest.warns(UserWarning, match=r"tracing_config of serve.start\(\) is Ray Serve's name"):
+        check_ray_options("serve.start()", tracing_config={"a": 1})
+    with pytest.warns(UserWarning, match="no gRPC proxies"):
+        check_ray_options("serve.start()", grpc_options={"port": 9000})
+    for refused in ({"grpc_options": {"grpc_servicer_functions": ["a.b"]}}, {"logging_config": {"a": 1}}):
+        with pytest.raises(TypeError, match=next(iter(refused))):
+            check_ray_options("serve.start()", **refused)
 
 
 @each_case("name", OPTIONS)

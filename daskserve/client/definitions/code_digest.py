@@ -13,7 +13,7 @@ import hashlib
 import pickle
 import pickletools
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, cast
 
@@ -30,6 +30,8 @@ shares_ids: ContextVar[bool] = ContextVar("daskserve_shares_ids", default=False)
 _ADDRESS = re.compile(rb":(\d{6,})")
 _CELL = re.compile(CELL.pattern.encode())
 
+#: Keys in pickled code whose values name the module that the code is from, and not one that it uses.
+_ORIGINS = frozenset({"__module__", "__name__", "__package__"})
 #: Instructions that only arrange the bytes of a pickle.
 _LAYOUT = frozenset({"FRAME", "PROTO"})
 _LOADS = frozenset({"BINGET", "LONG_BINGET"})
@@ -146,3 +148,22 @@ def _instructions(pickled: bytes, read: Callable[[bytes], bytes] | None) -> list
                 step = b"%c%d\n%b" % (step[0], len(text), text)
             found.append(step)
     return found
+
+
+def names_one_of(pickled: bytes, modules: Collection[str]) -> bool:
+    """Return whether pickled code refers to one of some modules, by its name."""
+    if len(pickled) > READ_BYTES:
+        return True
+    memo: list[Any] = []
+    text = before = ""
+    for opcode, argument, _ in pickletools.genops(pickled):
+        if opcode.name == "MEMOIZE":
+            memo.append(text)
+            continue
+        if opcode.name in ("BINGET", "LONG_BINGET"):
+            argument = memo[int(argument or 0)]
+        before, text = text, argument if isinstance(argument, str) else ""
+        # Also in an import path, which may be an argument.
+        if text.partition(":")[0] in modules and before not in _ORIGINS:
+            return True
+    return False

@@ -87,6 +87,7 @@ class ApplicationGraph:
         request_id: str,
         timeout_s: float | None = None,
         changed: Callable[[str, Deployment], Deployment] | None = None,
+        modules: Mapping[str, str] | None = None,
         instance: InstanceName = "",
         is_local: bool = False,
     ) -> ApplicationSpec:
@@ -96,6 +97,8 @@ class ApplicationGraph:
         ----------
         changed
             Returns a deployment, given its name in the application, with the options that it is to have.
+        modules
+            See `daskserve.client.definitions.specs.make_spec`.
         instance
             The instance that the spec is for; empty if it does not run yet.
         is_local
@@ -118,7 +121,7 @@ class ApplicationGraph:
                 self._actor(node, deployment, each, timeout_s, instance, is_local=is_local)
                 for each in deployment.actors
             ]
-            whole = self._deployment(node, deployment, timeout_s, instance)
+            whole = self._deployment(node, deployment, timeout_s, instance, modules)
             deployments += [*actors, with_actors(whole, actors)]
         progress_timeout_s = settings.timeouts().change_s
         return ApplicationSpec(
@@ -169,7 +172,12 @@ class ApplicationGraph:
         return deployment_tag(self.name, node.name)
 
     def _deployment(
-        self, node: _Node, deployment: Deployment, timeout_s: float | None, instance: InstanceName
+        self,
+        node: _Node,
+        deployment: Deployment,
+        timeout_s: float | None,
+        instance: InstanceName,
+        modules: Mapping[str, str] | None,
     ) -> DeploymentSpec:
         application = node.application
         tags = {each.application: self._tag(each) for each in node.needs}
@@ -184,6 +192,7 @@ class ApplicationGraph:
             version=deployment.version,
             user_version=deployment.version,
             env=deployment.env,
+            modules=modules,
             substitution=partial(Substitution, node.name, tags, instance, self.handles),
         )
         methods = tuple(python_methods(deployment.definition))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from daskserve.client.definitions.code_digest import code_digest, settle_ids
+from daskserve.client.definitions.code_digest import code_digest, names_one_of, settle_ids
 from daskserve.common import settings
 from daskserve.common.types import ALL_HTTP_METHODS, described
 from daskserve.data.replica.environment.working_dir import PackedFolder, pack_folder
@@ -22,7 +22,7 @@ from daskserve.options.http import HTTPOptions
 from daskserve.options.placement import check_covered
 from daskserve.options.route_variables import check_not_reserved, check_variables
 from daskserve.options.specs import BackendSpec
-from daskserve.payload.importing import ImportPath
+from daskserve.payload.importing import ImportPath, ModuleVersions
 from daskserve.payload.parcels import pack_code
 from daskserve.payload.pickling import Substitute, load_bytes
 from daskserve.payload.unpicklable import (
@@ -161,6 +161,7 @@ def make_spec(
     prev_version: str | None = None,
     env: Any = None,
     files: PackedFolder | None = None,
+    modules: Mapping[str, str] | None = None,
     substitution: Callable[[], Substitute] | None = None,
     kind: str = "deployment",
 ) -> BackendSpec:
@@ -172,6 +173,9 @@ def make_spec(
         The checked name of the backend.
     files
         The files of the environment, if it does not name a folder.
+    modules
+        Modules with their digests. Code that names one of them depends on their versions, and replicas
+        import them again that have imported others.
     substitution
         Returns a function that returns what to pickle in place of an object, and that raises
         `MisplacedObject` for an object that must not be there.
@@ -208,9 +212,8 @@ def make_spec(
     arguments = (init_args if substitution else tuple(init_args), dict(init_kwargs))
     if has_app(definition):
         substitution = partial(without_others, definition, substitution)
-    if isinstance(definition, str):
-        definition = ImportPath.of(definition)
-    code, parts, digest = _packed(name, (*folder, definition, *arguments), substitution)
+    definition = ImportPath.of(definition) if isinstance(definition, str) else definition
+    code, parts, digest = _packed(name, (*folder, definition, *arguments), substitution, modules)
     return BackendSpec(
         tag=tag,
         code=code,
@@ -241,7 +244,10 @@ def _environment_of(name: str, env: Any, config: BackendConfig) -> Environment |
 
 
 def _packed(
-    name: str, whole: tuple[Any, ...], substitution: Callable[[], Substitute] | None
+    name: str,
+    whole: tuple[Any, ...],
+    substitution: Callable[[], Substitute] | None,
+    modules: Mapping[str, str] | None = None,
 ) -> tuple[bytes, tuple[Any, ...], str]:
     """Return pickled code, the parts of its parcel, and its digest."""
     try:
@@ -250,6 +256,8 @@ def _packed(
         if any(classes.values()):
             settle_ids(classes, parts or (code,))
             code, parts = pack_code(whole, substitution)
+        if modules and names_one_of(bytes(parts[0]) if parts else code, modules):
+            return _packed(name, (ModuleVersions(modules), *whole), substitution)
         return code, parts, code_digest(parts or (code,), classes)
     except Exception as error:
         # A foreign object may raise anything when it is pickled; this error adds the place and the remedy.

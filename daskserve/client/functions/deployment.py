@@ -102,6 +102,13 @@ async def _url(form: Form[Any], self: ClassicDeployment, /) -> str | None:
 
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+#: Options of Ray Serve's decorator without a counterpart: None is accepted, other values are refused.
+RAY_OPTIONS = (
+    "placement_group_bundle_label_selector",
+    "backpressure_config",
+    "logging_config",
+    "request_router_config",
+)
 
 _get_handle_now = blocking(_get_handle, owner="deployment")
 
@@ -279,6 +286,7 @@ def _with_options(function: FunctionT) -> FunctionT:
         for name in names_of(BackendConfig)
         if name != "internal_metadata"
     ]
+    options += [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=None) for n in RAY_OPTIONS]
     vars(function)["__signature__"] = plain.replace(parameters=[*own, *options])
     return function
 

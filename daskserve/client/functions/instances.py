@@ -16,13 +16,16 @@ from daskserve.client.client import ClientVerbs
 from daskserve.client.definitions.specs import check_name, packed_middlewares
 from daskserve.client.functions.connecting import find_connection, launch
 from daskserve.client.functions.finding import (
+    connect_with,
     find_configured,
     find_default,
     named_instance,
     of_default,
 )
 from daskserve.client.functions.forms import ClientT, Form, awaitable, blocking
+from daskserve.client.functions.http_differences import differences
 from daskserve.client.functions.local import running_instance
+from daskserve.client.functions.ray_options import check_ray_options
 from daskserve.client.instance.calls import ControllerCalls, wait_for_http
 from daskserve.client.instance.connection import InstanceConnection
 from daskserve.client.instance.ending import end_instance
@@ -59,8 +62,15 @@ async def _start(
     store: str = "memory://",
     name: str | None = None,
     dashboard: bool = True,
+    grpc_options: Any = None,
+    logging_config: Any = None,
+    tracing_config: Any = None,
+    controller_options: Any = None,
 ) -> ClientT:
     """Start an instance and return its client once every proxy listens.
+
+    If a detached instance runs already, this returns a client of it; its HTTP options do not change, and a
+    warning names those that differ.
 
     ``start`` blocks, and the methods of its `Client` do. ``await start_async(...)`` returns an `AsyncClient`.
 
@@ -91,11 +101,13 @@ async def _start(
         up. Set it to find the records in a durable store again.
     dashboard : bool
         Whether a local cluster that this call creates has Dask's dashboard (if bokeh is installed).
+    grpc_options, logging_config, tracing_config, controller_options
+        Ray Serve's names, for programs that pass them: what cannot matter is warned of, the rest refused.
 
     Raises
     ------
     AlreadyRunningError
-        A detached instance is already running.
+        An instance of this name is already running, which is not the detached one.
     ClusterUnreachableError, VersionMismatchError, InstanceError
         The cluster cannot be reached, has no matching daskserve version, or has no worker.
     PortInUseError
@@ -105,16 +117,32 @@ async def _start(
     """
     options = given_http_options(http_host, http_port, http_middlewares, http_options, proxy_location)
     _check_instance_name(name, detached, store)
-    return await start_with(
-        form,
-        options,
-        detached=detached,
-        dask_client=dask_client,
-        address=address,
-        store=store,
-        name=name,
-        dashboard=dashboard,
+    check_ray_options(
+        "serve.start()",
+        grpc_options=grpc_options,
+        logging_config=logging_config,
+        tracing_config=tracing_config,
+        controller_options=controller_options,
     )
+    try:
+        return await start_with(
+            form,
+            options,
+            detached=detached,
+            dask_client=dask_client,
+            address=address,
+            store=store,
+            name=name,
+            dashboard=dashboard,
+        )
+    except AlreadyRunningError:
+        if not detached:
+            raise
+    client = await connect_with(form, dask_client=dask_client, address=address)
+    different = await differences(form.verbs(client._connection), options)
+    if different:
+        warn_caller(f"A detached instance is already running; its HTTP options do not change: {different}.")
+    return client
 
 
 start = blocking(_start)

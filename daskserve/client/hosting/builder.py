@@ -92,12 +92,6 @@ def _build(config: Mapping[str, Any], instance: str) -> Any:
     from daskserve.client.definitions.code_digest import shares_ids
     from daskserve.client.hosting.building import build_configured
     from daskserve.config_file.model import ApplicationConfig
-    from daskserve.payload.importing import ImportPath, forget_changed
 
     shares_ids.set(True)
-    wanted = ApplicationConfig(**config)
-    forget_changed(wanted.import_path)
-    try:
-        return build_configured(wanted, instance, None)
-    finally:
-        ImportPath.of(wanted.import_path)  # notes what its modules are like now
+    return build_configured(ApplicationConfig(**config), instance, None)

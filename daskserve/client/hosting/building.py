@@ -7,9 +7,11 @@ caller, whose code is deployed: a worker may have imported an older version of t
 
 from __future__ import annotations
 
+import importlib
+import sys
 import traceback
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
@@ -17,15 +19,25 @@ from typing import Any
 from pydantic import ValidationError
 
 from daskserve.client.definitions.graph import ApplicationGraph
-from daskserve.client.definitions.overrides import Overrides
+from daskserve.client.definitions.overrides import Overrides, environment_of
 from daskserve.client.definitions.targets import application_of
+from daskserve.client.hosting.reloading.project import Project
 from daskserve.client.verbs.applications import BuiltApplication, RunTarget, build
 from daskserve.common import settings
-from daskserve.common.types import InstanceName
+from daskserve.common.types import InstanceName, split_import_path
 from daskserve.config_file.model import ApplicationConfig
 from daskserve.config_file.references import resolved
+from daskserve.data.replica.environment.working_dir import local_folder
 from daskserve.errors import BadRequestError, ReplicaStartError
-from daskserve.payload.importing import MODULE_REMEDY
+from daskserve.internals.cloudpickle import release_class_ids
+from daskserve.payload.importing import (
+    MODULE_REMEDY,
+    ImportPath,
+    folder_of,
+    forget,
+    have_changed,
+    modules_in,
+)
 
 #: The modules whose frames lead from here to the user's module.
 _ON_THE_WAY = ("daskserve.", "importlib", "pydantic.")
@@ -64,18 +76,71 @@ def build_configured(
         The user's code raised; the error has the traceback from there on.
     """
     found = resolved(config, settings.process_variables())
-    overrides = Overrides(found)
-    with users_errors(found.name, found.import_path):
-        graph = ApplicationGraph(application_of(found.import_path, found.args), found.name)
+    with users_errors(found.name, found.import_path), _importing_from(found) as found:
+        overrides = Overrides(found)
+        with _current(found) as modules:
+            graph = ApplicationGraph(application_of(found.import_path, found.args), found.name)
         overrides.check([name for name, _ in graph.deployments])
         spec = graph.spec(
             route=found.route_prefix,
             request_id=uuid.uuid4().hex,
             timeout_s=timeout_s,
             changed=overrides.applied,
+            modules=modules(),
             instance=instance,
         )
         return BuiltApplication(spec, graph.handles)
+
+
+@contextmanager
+def _current(config: ApplicationConfig) -> Iterator[Callable[[], Mapping[str, str]]]:
+    """Import an application in a ``with`` block, again if a file of its project has changed since.
+
+    Yields a function that returns the modules of the project, with their digests.
+    """
+    folder = folder_of(split_import_path(config.import_path)[0])
+    if folder is None:
+        yield dict
+        return
+    project = Project((folder,))
+    with ImportPath.lock:
+        if have_changed(modules_in([folder]).values()):
+            with project.imported():
+                yield project.modules
+        else:
+            yield project.modules
+
+
+@contextmanager
+def _importing_from(config: ApplicationConfig) -> Iterator[ApplicationConfig]:
+    """Import from the ``working_dir`` of an application's environment in a ``with`` block.
+
+    Yields the configuration with the folder of its files on this machine.
+    """
+    environment = environment_of(config.env)
+    if environment is None or environment.working_dir is None:
+        yield config
+        return
+    folder = local_folder(environment.working_dir, settings.process().environments)
+    local = environment.model_copy(update={"working_dir": str(folder)})
+    with ImportPath.lock:
+        # Other modules of the same names, but for those that are installed, are out of the way meanwhile.
+        tops = {each.stem for each in folder.iterdir()} - {"__main__", "daskserve"}
+        tops = {each for each in tops if each not in sys.modules or folder_of(each) is not None}
+        hidden = forget(_below(tops))
+        sys.path.insert(0, str(folder))
+        importlib.invalidate_caches()
+        try:
+            yield config.model_copy(update={"env": local.to_plain()})
+        finally:
+            sys.path.remove(str(folder))
+            release_class_ids(forget(_below(tops)))
+            sys.modules.update(hidden)
+
+
+def _below(packages: Collection[str]) -> list[str]:
+    """Return the names of the imported modules of some packages, and of these."""
+    return [name for name in sys.modules if name.partition(".")[0] in packages]
 
 
 @contextmanager

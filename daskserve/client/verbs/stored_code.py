@@ -7,6 +7,7 @@ from typing import Any
 
 from daskserve.client.instance.calls import run_on
 from daskserve.client.instance.connection import InstanceConnection
+from daskserve.data.replica.environment.working_dir import PackedFolder
 from daskserve.errors import BadRequestError, BlockingCallError, CodeLoadError, InstanceError, NotFoundError
 from daskserve.payload.parcels import Parcel, unpack_code
 
@@ -49,7 +50,7 @@ class StoredCode:
         parcel = Parcel.labelled(self.code)
         parts = () if parcel is None else await self._fetch(parcel, asynchronous=asynchronous)
         try:
-            *files, definition, args, kwargs = unpack_code(self.code, parts)
+            *before, definition, args, kwargs = unpack_code(self.code, parts)
         except Exception as error:
             # A foreign object may raise anything when it is unpickled.
             raise BadRequestError(
@@ -57,7 +58,8 @@ class StoredCode:
                 f"{type(error).__name__}: {error}. Install or import here what it needs, or replace it with "
                 ".options(func_or_class=..., init_args=..., init_kwargs=...), and env=... if it has one."
             ) from error
-        values = (definition, tuple(args), dict(kwargs), files[0] if files else None)
+        files = next((each for each in before if isinstance(each, PackedFolder)), None)
+        values = (definition, tuple(args), dict(kwargs), files)
         return dict(zip(CODE_FIELDS, values, strict=True))
 
     async def _fetch(self, parcel: Parcel, *, asynchronous: bool) -> Any:

@@ -58,12 +58,12 @@ class RevisionRecord:
         The records of the application, as `daskserve.control.verbs.history.revising` packs them.
     codes : dict
         The names of the codes of its deployments, by tag.
+    config : bytes
+        The declared configuration, packed; empty if a program has deployed it.
     digests : dict
         Digests of the codes whose names do not tell them apart, because the user has named their version.
     is_complete : bool
         Whether it can be deployed again: its code is kept, and it has run or is under way.
-    config : dict or None
-        What a configuration has declared; None if a program has deployed it.
     """
 
     KIND: ClassVar[str] = "revision"
@@ -84,9 +84,9 @@ class RevisionRecord:
     reason: str = ""
     spec: bytes = field(default=b"", repr=False)
     codes: Mapping[BackendTag, str] = field(default_factory=dict)
+    config: bytes = field(default=b"", repr=False)
     digests: Mapping[BackendTag, str] = field(default_factory=dict)
     is_complete: bool = True
-    config: Mapping[str, Any] | None = field(default=None, repr=False)
 
     @property
     def key(self) -> str:
@@ -117,8 +117,6 @@ class Revisions:
         self._of: dict[str, dict[int, RevisionRecord]] = {}
         #: How many revisions need a code, by its name.
         self._needing: Counter[str] = Counter()
-        #: Size of all code of the instance, with that of parcels.
-        self.code_bytes = 0
 
     def __iter__(self) -> Iterator[RevisionRecord]:
         return (each for found in self._of.values() for each in found.values())

@@ -9,23 +9,28 @@ such as one with a large model in a class that is whole, keep running while a fi
 from __future__ import annotations
 
 import hashlib
-import pickletools
+import os
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from daskserve.client.definitions.code_digest import READ_BYTES
+from daskserve.client.definitions.code_digest import names_one_of
 from daskserve.client.definitions.graph import digest_of
+from daskserve.client.hosting.reloading.files import Patterns
 from daskserve.client.verbs.applications import BuiltApplication
 from daskserve.internals.cloudpickle import release_class_ids, take_class_ids
 from daskserve.options.backend import BackendConfig
 from daskserve.options.specs import ApplicationSpec, DeploymentSpec
-from daskserve.payload.importing import ImportPath, file_digest, forget, modules_in
-
-#: Keys in pickled code whose values name the module that the code is from, and not one that it uses.
-_ORIGINS = frozenset({"__module__", "__name__", "__package__"})
+from daskserve.payload.importing import (
+    ImportPath,
+    digest_of_file,
+    digests_before,
+    file_digest,
+    forget,
+    modules_in,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +55,8 @@ class Project:
     def imported(self) -> Iterator[None]:
         """Import the project again inside a ``with`` block; if it raises, keep what was imported before."""
         with ImportPath.lock:
+            # A file that changes while it is imported is then another one than the next time.
+            before = digests_before.set(self._digests())
             gone = forget(modules_in(self.folders))
             classes = release_class_ids(gone)
             try:
@@ -59,6 +66,15 @@ class Project:
                 sys.modules.update(gone)
                 take_class_ids(classes)
                 raise
+            finally:
+                digests_before.reset(before)
+
+    def _digests(self) -> dict[str, str]:
+        found = {}
+        for name in Patterns(self.folders).snapshot():
+            with suppress(OSError):  # it is gone already
+                found[os.path.realpath(name)] = digest_of_file(name)
+        return found
 
     def modules(self) -> dict[str, str]:
         """Return the digests of the project's modules that this process has imported."""
@@ -82,25 +98,6 @@ class Project:
         if self.recreates:
             changes["config"] = spec.config.merged(BackendConfig(max_surge=0))
         return replace(whole, spec=replace(spec, **changes))
-
-
-def names_one_of(pickled: bytes, modules: Collection[str]) -> bool:
-    """Return whether pickled code refers to one of some modules, by its name."""
-    if len(pickled) > READ_BYTES:
-        return True
-    memo: list[Any] = []
-    text = before = ""
-    for opcode, argument, _ in pickletools.genops(pickled):
-        if opcode.name == "MEMOIZE":
-            memo.append(text)
-            continue
-        if opcode.name in ("BINGET", "LONG_BINGET"):
-            argument = memo[int(argument or 0)]
-        before, text = text, argument if isinstance(argument, str) else ""
-        # Also in an import path, which may be an argument.
-        if text.partition(":")[0] in modules and before not in _ORIGINS:
-            return True
-    return False
 
 
 def digest_of_files(names: Sequence[str]) -> str:

@@ -18,7 +18,6 @@ import msgpack
 from daskserve.common.differences import Difference
 from daskserve.common.types import BackendTag
 from daskserve.control.records.declared import ConfigRecord
-from daskserve.control.records.encoding import from_plain
 from daskserve.control.records.records import (
     AppRecord,
     BackendRecord,
@@ -32,6 +31,7 @@ from daskserve.control.records.records import (
 )
 from daskserve.control.records.revisions import RevisionRecord, RevisionState
 from daskserve.control.records.state import State
+from daskserve.control.records.storing.encoding import from_plain
 from daskserve.control.verbs.history.differences import differences
 from daskserve.payload.packed_errors import load_error
 
@@ -70,10 +70,6 @@ class _After:
 
     def endpoint(self, tag: BackendTag) -> EndpointRecord | None:
         found: EndpointRecord | None = self.get(f"endpoint/{tag}", self.state.endpoints.get(tag))
-        return found
-
-    def config(self, name: str) -> ConfigRecord | None:
-        found: ConfigRecord | None = self.get(f"config/{name}", self.state.declared.configs.get(name))
         return found
 
     def code(self, name: str) -> CodeRecord | None:
@@ -178,6 +174,9 @@ class _Revising:
             self.settle(name, S.DELETED, "")
         number = revisions[-1].number + 1 if revisions else 1
         new = self.revision(self.after, app, goal, number)
+        is_under_way = any(each.state is S.DEPLOYING for each in self.state.revisions.of(name))
+        if not new.changes and not is_under_way and current(revisions) is not None:
+            return  # only what replicas have told of themselves differs
         self.put(new)
         self.trim(name)
 
@@ -192,21 +191,20 @@ class _Revising:
         }
         named = [each for each in backends.values() if each.user_version is not None]
         codes = {each.tag: code for each in named if (code := after.code(each.code_key)) is not None}
-        declared = after.config(app.name) if app.is_declared else None
-        is_file = declared is not None and declared.key in after.change
-        source = "file" if is_file else "run"
-        if goal is not None and goal.rollback_of:
-            source = "rollback"
-        origin = {} if declared is None else {"file": declared.source, "version": declared.version}
+        config: ConfigRecord | None = None
+        if app.is_declared:
+            config = after.get(f"config/{app.name}", self.state.declared.configs.get(app.name))
+        is_rollback = goal is not None and bool(goal.rollback_of)
+        is_from_file = config is not None and config.key in after.change and not is_rollback
         return RevisionRecord(
             application=app.name,
             number=number,
             state=S.DEPLOYING,
             at=self.wall,
             by="" if goal is None else goal.by,
-            source=source,
-            origin={name: each for name, each in origin.items() if each},
-            config=None if declared is None else declared.config,
+            source="rollback" if is_rollback else "file" if is_from_file else "run",
+            origin={} if config is None else _origin(config),
+            config=b"" if config is None else bytes(msgpack.packb(dict(config.config))),
             goal="" if goal is None else goal.goal_id,
             request_id="" if goal is None else goal.request_id,
             rollback_of=0 if goal is None else goal.rollback_of,
@@ -244,7 +242,7 @@ class _Revising:
             state = S.FAILED if has_failed else S.SUPERSEDED
             ended = replace(revision, state=state, ended_at=self.wall, reason=text)
             # Nothing returns to what has never run.
-            self.put(replace(ended, is_complete=False, spec=b""))
+            self.put(replace(ended, is_complete=False, spec=b"", config=b""))
             self.release(revision)
         else:
             running = current(self.revisions(name))
@@ -294,7 +292,7 @@ class _Revising:
                     self.release(each)
 
     def keep_within_budget(self) -> None:
-        if self.state.revisions.code_bytes + self.new_code_bytes() <= self.budget_bytes:
+        if self.state.codes.size_bytes + self.new_code_bytes() <= self.budget_bytes:
             return
         used = {each.code_key for each in self.state.backends.values()}
         used |= {each.code_key for each in self.change.values() if isinstance(each, BackendRecord)}
@@ -345,6 +343,11 @@ def earlier(revisions: list[RevisionRecord]) -> RevisionRecord | None:
     """
     ran = [each for each in revisions if each.ran_at and each.state in _ENDED and each.is_complete]
     return max(ran, key=lambda each: (each.ended_at, each.number), default=None)
+
+
+def _origin(config: ConfigRecord) -> dict[str, str]:
+    """Return where a declared configuration comes from."""
+    return {name: value for name, value in (("file", config.source), ("version", config.version)) if value}
 
 
 def packed(app: AppRecord, backends: Mapping[str, BackendRecord], methods: Mapping[str, list[str]]) -> bytes:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+
+import msgpack
 
 from daskserve.common.types import BackendTag, GoalId
 from daskserve.control.records.declared import ConfigRecord
@@ -73,7 +75,7 @@ def rollback(
         now=now,
         by=by,
         unloadable=unloadable,
-        configs=_declared(state, target, by, now),
+        configs=_config_of(state, target, by, now),
     )
     change, tags = deployed.change, {f"backend/{tag}" for tag in deployed.tags}
     # What the store has already stays: the content of a parcel may be nowhere else.
@@ -90,13 +92,17 @@ def rollback(
     return Rollback(change, deployed.goals[name], target.number)
 
 
-def _declared(state: State, revision: RevisionRecord, by: str, now: float) -> dict[str, ConfigRecord]:
-    """Return what was declared for a revision, so that the next deploy of a file is compared with that."""
-    if revision.config is None:
+def _config_of(state: State, revision: RevisionRecord, by: str, now: float) -> Mapping[str, ConfigRecord]:
+    """Return the declared configuration of a revision: what is declared is then what runs.
+
+    So the present file is a change again, and nothing builds it meanwhile.
+    """
+    if not revision.config:
         return {}
-    found = redeclared(state, revision.application, revision.config, by=by, now=now)
-    file, version = (revision.origin.get(each, "") for each in ("file", "version"))
-    return {revision.application: replace(found, source=file, version=version)}
+    name = revision.application
+    record = redeclared(state, name, msgpack.unpackb(revision.config), by=by, now=now)
+    origin = revision.origin
+    return {name: replace(record, source=origin.get("file", ""), version=origin.get("version", ""))}
 
 
 def _is_kept(state: State, code: CodeRecord) -> bool:

@@ -114,6 +114,19 @@ def pack_folder(place: str) -> PackedFolder:
     return PackedFolder(archive)
 
 
+def local_folder(place: str, root: Path) -> Path:
+    """Return a folder on this machine with the files of a folder or zip file; see `pack_folder`.
+
+    The only folder at the top of an archive at a URL is left out: hosts of repositories put it there.
+    """
+    path = Path(place).expanduser()
+    if "://" not in place and path.is_dir():
+        return path
+    folder = unpack(pack_folder(place).archive, root)
+    inside = list(folder.iterdir())
+    return inside[0] if "://" in place and len(inside) == 1 and inside[0].is_dir() else folder
+
+
 def _zip_of(folder: Path) -> bytes:
     buffer = io.BytesIO()
     total = 0

@@ -63,7 +63,7 @@ def load_definition(
     ``is_exact``, the files behind an import path must be those that were deployed.
     """
     try:
-        *_, definition, init_args, init_kwargs = unpack_code(code, parts)
+        *_, definition, init_args, init_kwargs = unpack_code(code, parts, is_exact=is_exact)
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(f"{error}. {MODULE_REMEDY}", name=error.name) from error
     if isinstance(definition, str):

@@ -1,0 +1,27 @@
+"""Options of Ray Serve's functions that have no counterpart: refused, or warned of if they cannot matter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from daskserve.client.warning import warn_caller
+from daskserve.config_file import ray_keys
+from daskserve.options.ray_names import INSTEAD
+
+
+def check_ray_options(function: str, **given: Any) -> None:
+    """Raise `TypeError` for an option that is not None and could matter; warn of one that cannot.
+
+    Parameters
+    ----------
+    function : str
+        The function that got the options, for messages.
+    """
+    for name, value in given.items():
+        if value is None:
+            continue
+        text = f"{name} of {function} is Ray Serve's name: {INSTEAD[name]}."
+        # In a file, which may be for another system too, a wish about logs is only warned of.
+        if name == "logging_config" or not ray_keys.INSTANCE[name].is_harmless(value):
+            raise TypeError(text)
+        warn_caller(text)
