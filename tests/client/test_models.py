@@ -116,6 +116,10 @@ def test_a_model_that_fails_to_load_leaves_the_old_version_serving(folder: Path,
         "model 'three' version 11 could not be loaded: ValueErr"
     )
     assert found.backends["Adder"].message.endswith("; version 9 serves")
+    told = [(each.kind, each.message) for each in client.events() if each.kind.startswith("MODEL")]
+    assert told[0] == ("MODEL_LOADED", "Version 9 of model 'three' is loaded")
+    assert told[1][0] == "MODEL_FAILED"
+    assert told[1][1].startswith("Version 11 of model 'three' could not be loaded: ValueError: invalid")
     (folder / "three" / "11" / "number").write_text("11")
     assert client.load_model("Adder", "three") == "11", "another attempt"
     assert (handle.remote(1).result()[0], serve.status().backends["Adder"].message) == (12, "")

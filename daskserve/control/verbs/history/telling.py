@@ -15,6 +15,7 @@ from daskserve.common.formatting import capitalized
 from daskserve.common.types import ReplicaState, short_tag
 from daskserve.control.records.declared import ConfigRecord
 from daskserve.control.records.events import Event, EventKind, EventsRecord
+from daskserve.control.records.models import ModelsRecord, ModelState
 from daskserve.control.records.proxy import ProxyRecord
 from daskserve.control.records.records import (
     BackendRecord,
@@ -30,6 +31,7 @@ from daskserve.control.records.revisions import RevisionRecord, RevisionState
 from daskserve.control.records.rollout import RolloutPhase, RolloutState
 from daskserve.control.records.state import State, display_name
 from daskserve.control.records.versions import unrestarted
+from daskserve.payload.model_files import newest_last
 from daskserve.payload.packed_errors import load_error
 
 #: How long events are kept, and how many.
@@ -309,6 +311,26 @@ def _of_capacity(world: _World, __: str, before: Any, after: Record | None) -> I
     yield Event(K.TARGET_CAPACITY_SET, f"The target capacity is {text}", by=world.causes.get(WHOLE, ""))
 
 
+def _of_models(world: _World, name: str, before: Any, after: Record | None) -> Iterator[Event]:
+    old = {} if before is None else before.models
+    new = after.models if isinstance(after, ModelsRecord) else {}
+    for model in sorted({*old, *new}):
+        was, now = old.get(model, {}), new.get(model, {})
+        for version in newest_last({*was, *now}):
+            entry, former = now.get(version, {}), was.get(version, {}).get("state")
+            state, what = entry.get("state"), f"Version {version} of model '{model}'"
+            application = world.application(name)
+            if state == former:
+                continue
+            if state == ModelState.READY:
+                yield Event(K.MODEL_LOADED, f"{what} is loaded", application, name)
+            elif state == ModelState.FAILED:
+                text = f"{what} could not be loaded: {entry['reason']}"
+                yield Event(K.MODEL_FAILED, text, application, name)
+            elif state is None and former == ModelState.READY:
+                yield Event(K.MODEL_UNLOADED, f"{what} is unloaded", application, name)
+
+
 Teller = Callable[[_World, str, Any, "Record | None"], Iterator[Event]]
 #: What finds the record before the change, and what tells of the difference, by the kind of record.
 _TELLERS: Mapping[str, tuple[Callable[[State, str], Record | None], Teller]] = {
@@ -320,4 +342,5 @@ _TELLERS: Mapping[str, tuple[Callable[[State, str], Record | None], Teller]] = {
     "endpoint": (lambda state, name: state.endpoints.get(name), _of_endpoint),
     "config": (lambda state, name: state.declared.configs.get(name), _of_config),
     "capacity": (lambda state, _: state.capacity, _of_capacity),
+    "models": (lambda state, name: state.models.get(name), _of_models),
 }
