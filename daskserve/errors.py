@@ -14,6 +14,7 @@
     ├── NotFoundError          (KeyError)    404   use a name that exists, see serve.status()
     ├── MethodNotFoundError (AttributeError) 404   call a method that the deployment has
     ├── ExternalScalerDisabledError          412   set external_scaler_enabled on the backend first
+    ├── VersionConflictError                 412   read it again, and make the change to that
     ├── ClosedError                          500   start or connect to an instance first
     ├── BlockingCallError      (RuntimeError) 500  await the call's asynchronous form
     ├── NotInReplicaError      (RuntimeError) 500  make the call in code that a replica runs
@@ -144,6 +145,12 @@ class MethodNotFoundError(ServeError, AttributeError):
 
 class ExternalScalerDisabledError(ServeError):
     """The backend does not accept external scaling; see ``external_scaler_enabled``."""
+
+    http_status = 412
+
+
+class VersionConflictError(ServeError):
+    """What the caller wants to change was changed since the caller has read it."""
 
     http_status = 412
 

@@ -8,7 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from daskserve.cluster.scheduler.http import scale_route
+from daskserve.cluster.scheduler.http.api import operations
 from daskserve.common.settings import ChannelSettings, Timeouts
 from daskserve.control.scaling import fetching
 from daskserve.data.caller.routing import replay
@@ -116,7 +116,7 @@ def test_fixed_limits_are_those_of_the_code() -> None:
         "silence": f"{websocket_line.PING_S:.0f} to {2 * websocket_line.PING_S:.0f} s",
         "files of `working_dir`": f"{working_dir.MAX_BYTES >> 20} MiB",
         "a secret": f"{secrets.MAX_BYTES >> 10} KiB",
-        "body of a request to the scheduler": f"{scale_route.MAX_BODY_BYTES >> 10} KiB",
+        "body of a request to the scheduler": f"{operations.SMALL_BYTES >> 10} KiB",
         "answer of Prometheus": f"{fetching.MOST_BYTES >> 20} MiB",
     }
     for name, value in fixed.items():

@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Mapping
 
 import click
+from click.shell_completion import CompletionItem
 
 from daskserve._version import __version__
 from daskserve.common import settings
@@ -13,28 +14,32 @@ from daskserve.common import settings
 #: The location and the help text of each command or group: ``name -> ("module:command", "help")``.
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "build": ("daskserve.cli.config_file:build", "Write the configuration file of applications."),
+    "completion": ("daskserve.cli.completion:completion", "Print a script for completion in a shell."),
+    "config": ("daskserve.cli.deploy:config", "Show what is declared, as a file."),
+    "controller-health": (
+        "daskserve.cli.serving.start:controller_health",
+        "Say whether the controller answers.",
+    ),
+    "delete": ("daskserve.cli.operate:delete", "Delete an application."),
+    "deploy": ("daskserve.cli.deploy:deploy", "Deploy a configuration file or an application."),
+    "diff": ("daskserve.cli.deploy:diff", "Show what a configuration file would change."),
     "docs": ("daskserve.cli.docs:docs", "Show the section of the documentation about a keyword."),
     "events": ("daskserve.cli.history:events", "Show what happened, and why."),
     "explain": ("daskserve.cli.history:explain", "Explain a deployment's number of replicas."),
     "history": ("daskserve.cli.history:history", "Show the last versions of an application."),
     "metrics": ("daskserve.cli.metrics:metrics", "Set up Prometheus and Grafana for daskserve."),
+    "restart": ("daskserve.cli.operate:restart", "Restart the replicas of an application."),
     "rewrite-store": ("daskserve.cli.status:rewrite_store", "Rewrite the records of an instance."),
     "rollback": ("daskserve.cli.history:rollback", "Deploy an earlier version of an application again."),
-    "run": ("daskserve.cli.run:run", "Serve an application until Ctrl-C."),
+    "rollout": ("daskserve.cli.rollout:rollout", "Look at a rollout, pause, promote or abort it."),
+    "run": ("daskserve.cli.serving.run:run", "Serve an application until Ctrl-C."),
+    "scale": ("daskserve.cli.operate:scale", "Set the number of replicas of a deployment."),
     "schema": ("daskserve.cli.config_file:schema", "Print the JSON Schema of configuration files."),
     "shutdown": ("daskserve.cli.status:shutdown", "End the instance on a cluster."),
     "simulate": ("daskserve.cli.simulate:simulate", "Try autoscaling policies on a recorded load."),
-    "store": ("daskserve.cli.store:store", "Back up, restore, check and list stores."),
+    "start": ("daskserve.cli.serving.start:start", "Start an instance that stays."),
     "status": ("daskserve.cli.status:status", "Show what runs on a cluster."),
-}
-
-
-#: The commands of Ray Serve that there are not, with what to use instead.
-ABSENT: Mapping[str, str] = {
-    "config": "there are no configuration files; `daskserve status` shows what runs",
-    "deploy": "use `daskserve run module:app --non-blocking --address tcp://scheduler:8786`, which deploys "
-    "an application, or a new version of it, and returns",
-    "start": "`daskserve run` starts an instance, and so does serve.start(detached=True) in Python",
+    "store": ("daskserve.cli.store:store", "Back up, restore, check and list stores."),
 }
 
 
@@ -47,32 +52,22 @@ class LazyGroup(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Import and return a command; None if there is none of that name."""
-        if cmd_name in ABSENT:
-            return absent(cmd_name)
         if cmd_name not in COMMANDS:
             return None
         module_name, _, name = COMMANDS[cmd_name][0].partition(":")
         found: click.Command = getattr(importlib.import_module(module_name), name)
         return found
 
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Return the names of commands that begin as what was typed, without importing them."""
+        names = [name for name in self.list_commands(ctx) if name.startswith(incomplete)]
+        found = [CompletionItem(name, help=COMMANDS[name][1]) for name in names]
+        return [*found, *click.Command.shell_complete(self, ctx, incomplete)]
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the names and help texts of the commands without importing them."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, COMMANDS[name][1]) for name in self.list_commands(ctx)])
-
-
-def absent(name: str) -> click.Command:
-    """Return a command that says what to use instead of one that there is not."""
-
-    @click.command(
-        name,
-        add_help_option=False,
-        context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
-    )
-    def refuse() -> None:
-        raise click.ClickException(f"There is no command 'daskserve {name}': {ABSENT[name]}.")
-
-    return refuse
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})

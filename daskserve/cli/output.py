@@ -45,6 +45,8 @@ class ExitCode(IntEnum):
     USAGE = 2
     #: No instance runs there, or the cluster cannot be reached.
     NOT_RUNNING = 3
+    #: With ``diff --exit-code``: there are changes.
+    CHANGES = 4
 
 
 class CommandError(click.ClickException):

@@ -5,6 +5,7 @@ Both have the same verbs. Each verb is written once, as a coroutine of `ClientVe
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
 from collections.abc import Mapping
@@ -18,15 +19,17 @@ from daskserve.client.instance.connection import InstanceConnection
 from daskserve.client.verbs.applications import ApplicationVerbs
 from daskserve.client.verbs.backends import BackendVerbs
 from daskserve.client.verbs.blocking import method
+from daskserve.client.verbs.declared import DeclaringVerbs
 from daskserve.client.verbs.deployments import DeploymentVerbs
 from daskserve.client.verbs.endpoints import EndpointVerbs
 from daskserve.client.verbs.history import HistoryVerbs
 from daskserve.client.verbs.rollouts import RolloutVerbs
 from daskserve.client.views.explanation import Explanation
 from daskserve.client.views.status import Status
+from daskserve.common.formatting import shown
 from daskserve.common.types import GoalId, InstanceName, SnapshotId
 from daskserve.data.caller.calls.handle import Handle
-from daskserve.errors import ServeError
+from daskserve.errors import ServeError, UnavailableError
 from daskserve.options.bounds import checked_capacity
 from daskserve.payload.shown_errors import shows_errors
 
@@ -66,7 +69,15 @@ class InstanceClient:
         return self._connection.cluster_connection.scheduler_address
 
 
-class ClientVerbs(BackendVerbs, EndpointVerbs, DeploymentVerbs, ApplicationVerbs, HistoryVerbs, RolloutVerbs):
+class ClientVerbs(
+    BackendVerbs,
+    EndpointVerbs,
+    DeploymentVerbs,
+    ApplicationVerbs,
+    DeclaringVerbs,
+    HistoryVerbs,
+    RolloutVerbs,
+):
     """The verbs of both kinds of client."""
 
     async def wait_for_goal(self, goal_id: GoalId, timeout_s: float | None = None) -> bool:
@@ -159,6 +170,28 @@ class ClientVerbs(BackendVerbs, EndpointVerbs, DeploymentVerbs, ApplicationVerbs
         """Return the names of the instances on the cluster: this one, and those of other programs."""
         self._connection.check_open()
         return sorted(await self._run(self._connection.cluster_connection.ask("instances")))
+
+    async def controller_health(self, timeout_s: float = 5.0) -> dict[str, Any]:
+        """Return which controller answers, on which worker, and the delay of its event loop in seconds.
+
+        Raises
+        ------
+        UnavailableError
+            It does not answer in time, or is being replaced.
+        """
+
+        async def ask() -> Any:
+            async with asyncio.timeout(timeout_s):
+                return await self._connection.calls.call("health")
+
+        self._connection.check_open()
+        try:
+            return dict(await self._run(ask()))
+        except TimeoutError as error:
+            raise UnavailableError(
+                f"The controller of instance {self._connection.instance!r} did not answer within "
+                f"{shown(timeout_s)} s: it hangs, or is being replaced."
+            ) from error
 
     async def set_target_capacity(self, percent: float | None) -> None:
         """Set the percentage of replicas that every backend runs, rounded up; None means all of them.
@@ -344,6 +377,12 @@ class Client(InstanceClient):
     get_deployment_handle = method(ClientVerbs.get_deployment_handle)
     delete_application = method(ClientVerbs.delete_application)
 
+    deploy_config = method(ClientVerbs.deploy_config)
+    plan_config = method(ClientVerbs.plan_config)
+    get_config = method(ClientVerbs.get_config)
+    wait_for_config = method(ClientVerbs.wait_for_config)
+    restart = method(ClientVerbs.restart)
+    scale_deployment = method(ClientVerbs.scale_deployment)
     history = method(ClientVerbs.history)
     rollback = method(ClientVerbs.rollback)
     events = method(ClientVerbs.events)
@@ -358,6 +397,7 @@ class Client(InstanceClient):
     set_target_capacity = method(ClientVerbs.set_target_capacity)
     rewrite_store = method(ClientVerbs.rewrite_store)
     status = method(ClientVerbs.status)
+    controller_health = method(ClientVerbs.controller_health)
     next_status = method(ClientVerbs.next_status)
     instances = method(ClientVerbs.instances)
     explain = method(ClientVerbs.explain)

@@ -85,6 +85,9 @@ class SchedulerSettings:
     #: Names by which programs reach the scheduler's HTTP server, besides its addresses, its own host name and
     #: names that only a local network has.
     allowed_hosts: Sequence[str] = ()
+    #: Whether requests to the scheduler's HTTP server may deploy, delete, restart and roll back applications.
+    #: Scaling has a switch in each deployment, ``external_scaler_enabled``.
+    http_changes: bool = True
 
 
 @dataclass(frozen=True, slots=True)

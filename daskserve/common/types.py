@@ -174,14 +174,7 @@ class ActorKind(enum.StrEnum):
     CONTROLLER = "controller"
     PROXY = "proxy"
     REPLICA = "replica"
-
-
-#: Import path of the factory for each kind of actor. The cluster layer may not import the layers above it.
-ACTOR_FACTORIES: Mapping[ActorKind, str] = {
-    ActorKind.CONTROLLER: "daskserve.actors:make_controller",
-    ActorKind.PROXY: "daskserve.actors:ProxyActor",
-    ActorKind.REPLICA: "daskserve.actors:make_replica",
-}
+    BUILDER = "builder"
 
 
 class ReplicaState(enum.StrEnum):

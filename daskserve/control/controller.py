@@ -17,22 +17,23 @@ from daskserve.cluster.protocols.base import ActorContext, verb, verbs_of
 from daskserve.common.formatting import shown
 from daskserve.common.types import GoalId
 from daskserve.control.calls.changing import ChangingVerbs
+from daskserve.control.calls.declaring import DeclaringVerbs
 from daskserve.control.calls.draining import DrainingVerbs
 from daskserve.control.calls.history import HistoryVerbs
 from daskserve.control.calls.rollouts import RolloutVerbs
 from daskserve.control.core import MAX_WAIT_S, ControllerCore
-from daskserve.control.placement.placement import Demand, place
 from daskserve.control.proxies.take_over import listens
 from daskserve.control.records import checkpoint
 from daskserve.control.records.records import GoalRecord, GoalState
 from daskserve.control.verbs import backends as backend_verbs
 from daskserve.control.verbs.rollout_plan import serves_rollout
 from daskserve.control.views import applications as app_views
+from daskserve.control.views import details as details_view
 from daskserve.control.views import explanation as explaining
 from daskserve.control.views import views
+from daskserve.control.views.builds import with_builds
 from daskserve.control.views.deployments import stored_application, stored_deployments
 from daskserve.errors import DeployError, NotFoundError, RequestTimeoutError
-from daskserve.options.actor import ActorOptions
 from daskserve.options.start_messages import dump_http
 from daskserve.payload.packed_errors import load_error
 from daskserve.telemetry.table import MetricSample
@@ -41,6 +42,8 @@ from daskserve.telemetry.table import MetricSample
 HTTP_POLL_S = 0.005
 #: Least and greatest time between two looks at the status for `ReadingVerbs.next_status`.
 STATUS_PAUSE_S, STATUS_PERIOD_S = 0.1, 1.0
+#: How long `ReadingVerbs.health` sleeps.
+HEALTH_SLEEP_S = 0.02
 
 
 class Controller:
@@ -48,7 +51,14 @@ class Controller:
 
     def __init__(self, context: ActorContext) -> None:
         self._core = ControllerCore(context)
-        kinds = (ChangingVerbs, RolloutVerbs, ReadingVerbs, HistoryVerbs, DrainingVerbs)
+        kinds = (
+            ChangingVerbs,
+            RolloutVerbs,
+            DeclaringVerbs,
+            ReadingVerbs,
+            HistoryVerbs,
+            DrainingVerbs,
+        )
         self.verbs = verbs_of(*(kind(self._core) for kind in kinds))
 
     async def start(self) -> dict[str, Any]:
@@ -144,10 +154,7 @@ class ReadingVerbs:
     @verb
     async def next_worker(self) -> str | None:
         """Return the worker that gets the next replica without special needs; None if none has room."""
-        demand = Demand("", (ActorOptions().demand(),))
-        workers = self._core.observed.cleared_workers()
-        found = place(self._core.state, workers, demand, self._core.loop.workers_to_avoid())
-        return None if found is None else found[0]
+        return self._core.loop.next_worker()
 
     @verb
     async def http_urls(self) -> list[str]:
@@ -170,9 +177,11 @@ class ReadingVerbs:
             "backends": {
                 tag: views.backend_status(state, observed, each, wall) for tag, each in state.backends.items()
             },
-            "applications": {
-                app.name: app_views.application_status(state, observed, app, wall) for app in state.apps
-            },
+            "applications": with_builds(
+                state,
+                {app.name: app_views.application_status(state, observed, app, wall) for app in state.apps},
+                self._core.building.waiting,
+            ),
             "endpoints": {name: backend_verbs.get_endpoint(state, name) for name in state.endpoints},
             "goals": views.goals(state),
             "http_urls": self._urls(),
@@ -212,6 +221,36 @@ class ReadingVerbs:
                 await clock.wait_for(changed.wait(), min(STATUS_PERIOD_S, max(0.0, deadline - clock.now())))
             except TimeoutError:
                 pass
+
+    @verb
+    async def health(self) -> dict[str, Any]:
+        """Return which controller this is, and how late its event loop wakes it from a short sleep."""
+        clock = self._core.clock
+        due = clock.now() + HEALTH_SLEEP_S
+        await clock.sleep(HEALTH_SLEEP_S)
+        return {
+            "epoch": self._core.epoch,
+            "worker": self._core.worker,
+            "pid": os.getpid(),
+            "owns_store": self._core.cluster.store.hold.is_ours,
+            "event_loop_delay_s": round(max(0.0, clock.now() - due), 6),
+        }
+
+    async def details(self, name: str | None = None, api_type: str | None = None) -> dict[str, Any]:
+        """Return what runs in Ray Serve's shape, with the version of what is declared."""
+        core = self._core
+        found = details_view.details(
+            core.state,
+            core.observed,
+            core.http,
+            instance=core.cluster.instance,
+            controller=core.worker,
+            waiting=core.building.waiting,
+            wall=core.clock.wall(),
+            application=name,
+            api_type=api_type,
+        )
+        return {"version": core.state.declared.last.number, "details": found}
 
     @verb
     async def explain(self, name: str) -> dict[str, Any]:

@@ -10,7 +10,6 @@ import asyncio
 import logging
 import random
 import socket
-from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -30,6 +29,7 @@ from daskserve.common.types import (
     short_tag,
 )
 from daskserve.control.acting import Acting
+from daskserve.control.declared.building import building_for
 from daskserve.control.observed.observed import Observed
 from daskserve.control.observed.watch import WorkerWatch
 from daskserve.control.proxies.step import ProxyRules, is_ready
@@ -41,6 +41,7 @@ from daskserve.control.records.proxy import ProxyRecord
 from daskserve.control.records.records import BackendRecord, Change, GoalRecord, GoalState, Record
 from daskserve.control.records.state import State
 from daskserve.control.records.writer import Writer
+from daskserve.control.scaling.rollout_queries import RolloutQueries
 from daskserve.control.scaling.scaler import Scaler
 from daskserve.control.verbs import endpoints as endpoint_state
 from daskserve.control.verbs import goals
@@ -61,9 +62,6 @@ logger = logging.getLogger("daskserve.controller")
 MAX_WAIT_S = 30.0
 #: Interval at which the full list of workers is fetched, in case an event was lost.
 REFRESH_S = 30.0
-#: Number of calls that were taken back before they arrived which are remembered; each matters for
-#: milliseconds.
-MAX_WITHDRAWN = 100
 
 
 class ControllerCore:
@@ -81,8 +79,6 @@ class ControllerCore:
         self.state = State()
         self.observed = Observed(system_workers=tuple(self.http.system_workers))
         self.goal_ended = asyncio.Event()
-        #: The calls that were taken back, perhaps before they arrived.
-        self.withdrawn: deque[str] = deque(maxlen=MAX_WITHDRAWN)
         self._tasks: list[asyncio.Task[None]] = []
         self._reconciler: Reconciler | None = None
         #: Functions that `stop` calls, the last one first.
@@ -98,6 +94,18 @@ class ControllerCore:
         self.state, self.corrupt = checkpoint.restore(records)
         self.observed.inherited = goals.pending(self.state)
         reconciler = self._reconciler = self._make_parts()
+        self.building = building_for(
+            self.cluster,
+            self.clock,
+            self.rng,
+            self.state,
+            self.observed,
+            self.writer,
+            epoch=self.epoch,
+            next_worker=reconciler.next_worker,
+            poke=reconciler.poke,
+        )
+        self._undoing.append(self.building.stop)
         self.scaler = Scaler(self.state, self.observed, self.clock, poke=reconciler.poke)
         self._undoing.append(await self.cluster.subscribe(self._on_message))
         await self._refresh_workers()
@@ -123,6 +131,10 @@ class ControllerCore:
             reconciling,
             asyncio.create_task(self._keep_refreshing(), name="daskserve-refresh"),
             asyncio.create_task(self.scaler.run(), name="daskserve-scale"),
+            asyncio.create_task(
+                RolloutQueries(self.state, self.observed, self.clock).run(), name="daskserve-rollout-queries"
+            ),
+            asyncio.create_task(self.building.run(), name="daskserve-build"),
         ]
         noting = TaskSet(logger)
         noting.spawn(self._note_start(), "note-start")
@@ -350,7 +362,10 @@ class ControllerCore:
             self.scaler.wake()
         if any(key.startswith("event/") for key in change):
             self.history.note_added()
-        if any(_may_end_waiting(record) for record in change.values()):
+        is_declared = any(key.startswith("config/") for key in change)
+        if is_declared or any(key.startswith("goal/") for key in change):
+            self.building.wake()
+        if is_declared or any(_may_end_waiting(record) for record in change.values()):
             ended, self.goal_ended = self.goal_ended, asyncio.Event()
             ended.set()
 

@@ -25,6 +25,7 @@ from daskserve.control.backend import step as backend_state
 from daskserve.control.backend.inputs import Step, StepInputs
 from daskserve.control.observed.observed import Observed
 from daskserve.control.placement.cluster_demand import workers_needed
+from daskserve.control.placement.placement import Demand, place
 from daskserve.control.placement.rebalancing import Rebalancer
 from daskserve.control.proxies import step as http_state
 from daskserve.control.proxies.take_over import Listening, ListenRules
@@ -35,6 +36,7 @@ from daskserve.errors import (
     ServeError,
     StaleEpochError,
 )
+from daskserve.options.actor import ActorOptions
 
 logger = logging.getLogger("daskserve.controller")
 
@@ -347,6 +349,12 @@ class Reconciler:
         if self._rules.location is Location.EVERY_WORKER:
             return {self._worker}  # the replicas are to be near the proxies
         return {self._worker, *http_state.proxy_workers(self._state)}
+
+    def next_worker(self) -> WorkerAddress | None:
+        """Return the worker that gets the next replica without special needs; None if none has room."""
+        workers = self._observed.cleared_workers()
+        found = place(self._state, workers, Demand("", (ActorOptions().demand(),)), self.workers_to_avoid())
+        return None if found is None else found[0]
 
     def _forget_lost_workers(self) -> None:
         lost = self._observed.lost_workers

@@ -383,13 +383,16 @@ def class_id(cls: type) -> str:
     return str(_DYNAMIC_CLASS_TRACKER_BY_CLASS[cls])
 
 
-def set_class_id(cls: type, wanted: str) -> None:
-    """Change that id, before another process has seen it; do nothing if another class has the new id."""
+def set_class_id(cls: type, wanted: str, *, shares: bool = False) -> None:
+    """Change that id, before another process has seen it; do nothing if another class has the new id.
+
+    With ``shares``, both then have it: what is unpickled here under that id stays the other class.
+    """
     with _DYNAMIC_CLASS_TRACKER_LOCK:
-        if wanted not in _DYNAMIC_CLASS_TRACKER_BY_ID:
+        if shares or wanted not in _DYNAMIC_CLASS_TRACKER_BY_ID:
             _DYNAMIC_CLASS_TRACKER_BY_ID.pop(_DYNAMIC_CLASS_TRACKER_BY_CLASS[cls], None)
             _DYNAMIC_CLASS_TRACKER_BY_CLASS[cls] = wanted
-            _DYNAMIC_CLASS_TRACKER_BY_ID[wanted] = cls
+            _DYNAMIC_CLASS_TRACKER_BY_ID.setdefault(wanted, cls)
 
 
 def release_class_ids(modules: Collection[str]) -> dict[str, type]:

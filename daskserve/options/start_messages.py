@@ -169,6 +169,19 @@ class ProxyStart(StartMessage):
 
 
 @dataclass(frozen=True, slots=True)
+class BuilderStart(StartMessage):
+    """The start message of what builds applications.
+
+    Attributes
+    ----------
+    configs : list of dict
+        The plain values of `daskserve.config_file.model.ApplicationConfig`, one for each application.
+    """
+
+    configs: Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
 class ControllerStart(StartMessage):
     """The start message of an instance's controller.
 

@@ -13,8 +13,9 @@ from click.testing import CliRunner, Result
 from tables import each_case
 
 import daskserve as serve
-from daskserve.cli import instance, run, status
+from daskserve.cli import instance, status
 from daskserve.cli.main import main
+from daskserve.cli.serving import run
 from daskserve.client.hosting.hosting import HostingMode
 from daskserve.client.hosting.reloading.files import EXCLUDES, INCLUDES, Patterns
 from daskserve.client.hosting.sources import Source
@@ -47,9 +48,8 @@ def hosted(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     def host(source: Source, options: dict[str, Any], **how: Any) -> None:
         found.update(source=source, options=options, **how)
-        (target,) = source.targets
-        if target.name in FAILURES:
-            raise FAILURES[target.name]
+        if source.names[0] in FAILURES:
+            raise FAILURES[source.names[0]]
 
     monkeypatch.setattr(run, "host", host)
     return found
@@ -123,6 +123,35 @@ def test_files_to_follow_have_the_names_of_uvicorn(hosted: dict[str, Any], tmp_p
     assert hosted["stay"].reload == Patterns((str(tmp_path),), (*INCLUDES, "*.html"), (*EXCLUDES, "out"))
 
 
+def test_a_file_of_applications_is_run_with_its_http_options(hosted: dict[str, Any], tmp_path: Path) -> None:
+    file = tmp_path / "serve.yaml"
+    text = (
+        "http_options: {port: 9000, max_headers: 9}\nproxy_location: EveryNode\ntarget_capacity: 50\n"
+        "applications:\n- {import_path: m:app}\n"
+        "- {name: b, route_prefix: /b, import_path: m:build, args: {size: 1}}\n"
+    )
+    file.write_text(text)
+    result = call(str(file), "--port", "0", "--reload")
+    assert result.exit_code == 0, result.output
+    assert (hosted["source"].names, hosted["source"].capacity) == (["default", "b"], 50.0)
+    assert hosted["source"].routes == {"default": "/", "b": "/b"}
+    assert hosted["options"] == {"port": 0, "max_headers": 9, "location": "EveryNode"}
+    assert str(file) in hosted["stay"].reload.snapshot()
+    file.write_text(text.replace("size: 1", "size: 2"))
+    assert hosted["reread"]().targets[1].args == {"size": 2}
+    file.write_text("applications: {}\n")
+    assert f"{file}:1:15: " in call(str(file)).output
+
+
+def test_replicas_of_a_cluster_get_the_environment(hosted: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / ".env").write_text("A=1\nB=${HOME}\n")
+    options = ("--env-file", str(tmp_path / ".env"), "--runtime-env-json", '{"env_vars": {"A": "2"}}')
+    assert call("m:app", "size=${X}", *options, "-a", "tcp://h:1", "--working-dir", ".").exit_code == 0
+    (config,) = hosted["source"].targets
+    assert config.env == {"working_dir": ".", "env_vars": {"A": "2", "B": "$${HOME}"}}
+    assert config.args == {"size": "$${X}"}
+
+
 def test_a_file_has_variables_of_the_environment(
     hosted: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,7 +184,14 @@ def test_a_file_has_variables_of_the_environment(
         (["m:app", "--reload", "--non-blocking"], "--reload watches files for as long as the command runs"),
         (["m:app", "--reload-include", "*.html"], "--reload-include says which files --reload watches"),
         (["m:app", "--port", "1", "--http-port", "2"], "--port is given under two names"),
-        (["config.yaml"], "Error: TARGET is the file 'config.yaml', but there are no configuration files."),
+        (["missing.yaml"], "Error: The file 'missing.yaml' cannot be read: "),
+        (
+            ["serve.yaml", "--name", "x"],
+            "--name belongs to an import path; the file 'serve.yaml' has its own",
+        ),
+        (["serve.yaml", "a=1"], "The file 'serve.yaml' has its own args; leave a=1 out."),
+        (["m:app", "--runtime-env-json", "{"], "--runtime-env-json is not JSON"),
+        (["m:app", "--factory", "--working-dir", "."], "--factory takes no environment"),
     ],
 )
 def test_mistakes_are_shown_with_the_options_of_the_command(
@@ -164,15 +200,6 @@ def test_mistakes_are_shown_with_the_options_of_the_command(
     result = call(*arguments)
     assert result.exit_code != 0
     assert text in result.output
-
-
-@each_case("name", ["config", "deploy", "start"])
-def test_a_command_of_ray_serve_says_in_a_line_what_there_is(name: str) -> None:
-    result = CliRunner().invoke(main, [name, "config.yaml", "-o", "x", "--help"])
-    assert result.exit_code == 1
-    assert result.output.startswith(f"Error: There is no command 'daskserve {name}': ")
-    assert result.output.count("\n") == 1
-    assert name not in CliRunner().invoke(main, ["--help"]).output.split()
 
 
 @each_case("command", ["status", "shutdown", "rewrite-store"])

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from tables import each_case
 
-from daskserve.client.functions.finding import common_instance, named_instance
+from daskserve.client.functions.finding import named_instance
+from daskserve.cluster.protocols.started import common_instance
 from daskserve.common.types import DEFAULT_INSTANCE
 from daskserve.errors import BadRequestError
 

@@ -74,8 +74,10 @@ def test_python_files_and_included_ones_are_watched(tmp_path: Path) -> None:
     for name in (*watched, *others, "venv/pyvenv.cfg"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
-    found = Patterns.of([str(tmp_path)], ["*.html"], ["build/"]).snapshot()
-    assert {Path(each).relative_to(tmp_path).as_posix() for each in found} == watched
+    patterns = Patterns.of([str(tmp_path)], ["*.html"], ["build/"], str(tmp_path / "page.txt"))
+    found = {Path(each).relative_to(tmp_path).as_posix() for each in patterns.snapshot()}
+    assert found == {*watched, "page.txt"}
+    assert patterns.other_files() == [str(tmp_path / "page.html")]
 
 
 def test_a_saved_a_new_and_a_removed_file_are_changes(folder: Path) -> None:

@@ -5,27 +5,22 @@ from __future__ import annotations
 import asyncio
 import gzip
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from daskserve import actors
 from daskserve.client.client import AsyncClient
 from daskserve.client.instance.connection import InstanceConnection
+from daskserve.cluster.actors.factories import load_factories
 from daskserve.cluster.local.cluster import LocalCluster
 from daskserve.cluster.scheduler.holding import HeldStore
 from daskserve.cluster.store.opening import open_store
 from daskserve.common.clock import LoopClock
-from daskserve.common.types import ActorKind, Location
+from daskserve.common.types import Location
 from daskserve.options.http import HTTPOptions
 from daskserve.options.start_messages import ControllerStart
 
 STORES = sorted((Path(__file__).parent / "old_stores").glob("*.gz"))
-FACTORIES: dict[ActorKind, Any] = {
-    ActorKind.CONTROLLER: actors.make_controller,
-    ActorKind.PROXY: actors.ProxyActor,
-    ActorKind.REPLICA: actors.make_replica,
-}
+FACTORIES = load_factories()
 #: The backends of the first version, with the replicas that each has.
 CLASSIC = {"text": 2, "placed": 1, "named": 1}
 #: Its change was under way; and one that has no room here, because a process takes seconds to start.

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import random
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
 from control_harness import Bench, worker
 from tables import each_case
 
+from daskserve.common.clock import LoopClock
 from daskserve.common.types import ReplicaState as S
 from daskserve.control.observed.observed import Observed
 from daskserve.control.observed.rollout_evidence import Evidence, VersionCounts, is_worse, judge
 from daskserve.control.records.encoding import decode, encode
 from daskserve.control.records.rollout import RolloutPhase as P
+from daskserve.control.scaling.rollout_queries import RolloutQueries
 from daskserve.control.verbs import rollouts
 from daskserve.control.views.published import published_backend
 from daskserve.control.views.rollouts import rollout_status
 from daskserve.errors import NotFoundError, RolloutError
 from daskserve.options.rollout import Gate, RolloutConfig
 from daskserve.payload.packed_errors import load_error
+from daskserve.testing import run_virtual
 
 PLAN: Mapping[str, Any] = {"steps": ["10%", "50%", "100%"], "pause_s": 30, "min_requests": 100}
 
@@ -233,6 +239,40 @@ def test_a_new_controller_goes_on_where_the_old_one_was() -> None:
     heir.after(11)
     heir.after(1)
     assert heir.share() == 0.5
+
+
+def test_expressions_are_compared_for_the_replicas_of_both_versions() -> None:
+    gate = {
+        "metric": "prometheus",
+        "query": 'f{replica=~"$replicas",v="$version"}',
+        "prometheus_address": "http://p",
+        "interval_s": 15,
+    }
+    bench = RolloutBench({**PLAN, "min_requests": 0, "gates": [gate]}, replicas=2)
+    asked: list[str] = []
+
+    async def fetch(url: str) -> bytes:
+        (query,) = parse_qs(urlsplit(url).query)["query"]
+        asked.append(query)
+        value = 9 if '"2"' in query else 1
+        return json.dumps(
+            {"status": "success", "data": {"resultType": "scalar", "result": [0, str(value)]}}
+        ).encode()
+
+    async def watch() -> None:
+        queries = RolloutQueries(bench.state, bench.observed, LoopClock(), fetch)
+        watching = asyncio.create_task(queries.run())
+        while bench.phase is P.SERVING:
+            await asyncio.sleep(5)
+            bench.after(5)
+        watching.cancel()
+
+    run_virtual(watch)
+    (new,) = (query for query in set(asked) if '"2"' in query)
+    assert new.startswith('f{replica=~"b\\\\#')
+    assert bench.phase is P.ROLLED_BACK
+    assert "in 14 of 14 comparisons, last 9 beside 1" in bench.state.backends["b"].last_error
+    assert len(asked) == 28
 
 
 # ---- the test of significance

@@ -142,6 +142,13 @@ class AppMachine(FaultyWorld):
         only = {} if request is None else {"request_id": f"request-{request}"}
         self._call("delete_application", seconds, name=name, **only)
 
+    @rule(when=lambda self: self.has_apps, name=NAMES, number=OneOf(None, None, 1, 2, 3), seconds=SECONDS)
+    def roll_back(self, name: str, number: int | None, seconds: float) -> None:
+        """Return to an earlier revision, be there one or not."""
+        limits = {"timeout_s": TIMEOUT_S, "progress_timeout_s": TIMEOUT_S}
+        request_id = self.world.request_id()
+        self._call("rollback", seconds, app=name, revision=number, request_id=request_id, **limits)
+
     @rule(when=lambda self: self.has_apps, age=Between(0, 1), seconds=SECONDS)
     def withdraw(self, age: int, seconds: float) -> None:
         """Take back the last deploy, or the one before."""

@@ -12,12 +12,14 @@ from daskserve.common.types import ReplicaState
 from daskserve.control.records.records import (
     AppRecord,
     BackendRecord,
+    CodeRecord,
     EndpointRecord,
     GoalRecord,
     GoalState,
     Record,
     ReplicaRecord,
 )
+from daskserve.control.records.revisions import RevisionRecord, RevisionState
 
 #: The route of an application, and the versions of its deployments by tag.
 Signature: TypeAlias = tuple[str | None, tuple[tuple[str, str], ...]]
@@ -77,6 +79,21 @@ class AppWitness(Witness):
         for endpoint in self.of(EndpointRecord):
             if self.backend(endpoint.name) is None:
                 yield f"{endpoint} has no backend"
+        yield from self._unsettled_history()
+
+    def _unsettled_history(self) -> Iterator[str]:
+        running: dict[str, list[RevisionRecord]] = {}
+        for each in self.of(RevisionRecord):
+            running.setdefault(each.application, [])
+            if each.state is RevisionState.RUNNING:
+                running[each.application].append(each)
+            elif each.state is RevisionState.DEPLOYING:
+                yield f"{each} has not come to rest"
+        for name, found in running.items():
+            app = self.app(name)
+            is_up = app is not None and bool(app.deployments) and not app.is_deleting
+            if len(found) != is_up:
+                yield f"{app} has {found}"
 
     # Calls
 
@@ -120,7 +137,15 @@ class AppWitness(Witness):
                 if left and any(each.deployments for each in [records[key]] if isinstance(each, AppRecord)):
                     self.report(f"{name} is gone, and {left} are left")
         self._check_order(records, changed)
+        self._check_history()
         self._record_goals()
+
+    def _check_history(self) -> None:
+        """Check that each revision that can return has its code."""
+        codes = {each.name for each in self.of(CodeRecord)}
+        for each in self.of(RevisionRecord):
+            if each.is_complete and not codes.issuperset(each.codes.values()):
+                self.report(f"{each} has lost {set(each.codes.values()) - codes}")
 
     def _check_settled(self, app: AppRecord, before: AppRecord, goal: Any, signature: Signature) -> None:
         """Check that a change came about as a whole, or was taken back as a whole."""

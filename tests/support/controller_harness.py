@@ -11,6 +11,7 @@ from typing import Any
 
 from by_task import by_task
 from control_harness import app_spec, spec
+from scripted_builder import Script, ScriptedBuilder
 
 from daskserve.client.instance.calls import ControllerCalls
 from daskserve.cluster.local.cluster import LocalCluster
@@ -223,7 +224,9 @@ class Stage:
             ActorKind.CONTROLLER: Controller,
             ActorKind.PROXY: lambda context: ScriptedProxy(self, context),
             ActorKind.REPLICA: lambda context: ScriptedReplica(self, context),
+            ActorKind.BUILDER: lambda context: ScriptedBuilder(self.script, context),
         }
+        self.script = Script()
         self.cluster = LocalCluster(factories, workers=workers, store=self.store)
         self.clock = self.cluster.clock
         self.http = http or HTTPOptions(location=Location.NO_SERVER)

@@ -33,6 +33,7 @@ from daskserve.control.records.records import (
     GoalState,
     ReplicaRecord,
 )
+from daskserve.control.records.revisions import RevisionRecord
 from daskserve.data.caller.routing.load_reports import LoadReports
 from daskserve.errors import ClosedError, ServeError
 from daskserve.options.http import HTTPOptions
@@ -82,6 +83,7 @@ class Queue:
     in_flight: int = 0
     is_autoscaled: bool = True
     is_starving: bool = False
+    versions: None = None
 
 
 class Simulation:
@@ -622,7 +624,12 @@ class Simulation:
 
     def _wrong_replicas(self) -> Iterator[str]:
         codes = {each.name: each for each in self.witness.of(CodeRecord)}
-        wanted_codes = set()
+        wanted_codes = {
+            code
+            for each in self.witness.of(RevisionRecord)
+            if each.is_complete
+            for code in each.codes.values()
+        }
         for backend in self.witness.of(BackendRecord):
             wanted_codes.add(backend.code_key)
             replicas = self.witness.replicas(backend.tag)

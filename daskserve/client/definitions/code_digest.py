@@ -14,6 +14,7 @@ import pickle
 import pickletools
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any, cast
 
 from daskserve.internals.cloudpickle import NO_FILE, class_id, set_class_id
@@ -23,6 +24,9 @@ from daskserve.internals.ipython import CELL
 DIGITS = 16
 #: Size of a pickle up to which its instructions are read, at about 2 MB/s.
 READ_BYTES = 1 << 20
+#: Whether a class may have the id of an equal one of this process. A worker that builds an application may
+#: have got the same code for a replica: that is another class, which must not make it a new version.
+shares_ids: ContextVar[bool] = ContextVar("daskserve_shares_ids", default=False)
 _ADDRESS = re.compile(rb":(\d{6,})")
 _CELL = re.compile(CELL.pattern.encode())
 
@@ -89,7 +93,7 @@ def settle_ids(classes: Mapping[type, bool], parts: Sequence[Any]) -> None:
     aliases = {class_id(cls): str(number) for number, cls in enumerate(new)}
     digest = code_digest(parts, classes, aliases)
     for number, cls in enumerate(new):
-        set_class_id(cls, f"{digest}-{number}")
+        set_class_id(cls, f"{digest}-{number}", shares=shares_ids.get())
 
 
 def _reader(

@@ -15,8 +15,9 @@ from daskserve.client.functions.forms import ClientT, Form, awaitable, blocking
 from daskserve.client.functions.local import current_block, running_instance
 from daskserve.client.instance.connection import InstanceConnection
 from daskserve.cluster.dask.connection import DaskConnection
+from daskserve.cluster.protocols.started import common_instance
 from daskserve.common import settings
-from daskserve.common.types import DEFAULT_INSTANCE, InstanceName
+from daskserve.common.types import InstanceName
 from daskserve.context import current_replica
 from daskserve.errors import BadRequestError, NotRunningError
 
@@ -136,12 +137,6 @@ async def _find_instance(
     if running[found]["owns_cluster"]:
         cluster_connection.owning_instances.add(found)
     return found
-
-
-def common_instance(running: Mapping[InstanceName, Any]) -> InstanceName | None:
-    """Return the instance that all programs use: the detached one, or the latest of `run`; None if none."""
-    defaults = [name for name, facts in running.items() if facts["is_default"]]
-    return DEFAULT_INSTANCE if DEFAULT_INSTANCE in running else next(reversed(defaults), None)
 
 
 def named_instance(running: Mapping[InstanceName, Any], name: InstanceName | None) -> InstanceName | None:

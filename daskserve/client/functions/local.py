@@ -17,7 +17,7 @@ from daskserve.client.definitions.specs import packed_middlewares
 from daskserve.client.instance.calls import ControllerCalls, wait_for_http
 from daskserve.client.instance.connection import InstanceConnection
 from daskserve.common import settings
-from daskserve.common.types import ActorKind, InstanceName, Location
+from daskserve.common.types import InstanceName, Location
 from daskserve.context import current_replica
 from daskserve.options.base import parse_options
 from daskserve.options.http import HTTPOptions
@@ -41,7 +41,7 @@ async def running_cluster(
 ) -> AsyncIterator[LocalCluster]:
     """Yield a local cluster whose instance runs; without ``http_options``, it has no HTTP proxies."""
     # Imported here: most programs run no actors.
-    from daskserve import actors
+    from daskserve.cluster.actors.factories import load_factories
     from daskserve.cluster.local.cluster import LocalCluster
 
     no_server = {"location": Location.NO_SERVER}
@@ -56,12 +56,7 @@ async def running_cluster(
         opens_with_route=False,
         history_bytes=settings.controller().history_bytes,
     )
-    factories: dict[ActorKind, Any] = {
-        ActorKind.CONTROLLER: actors.make_controller,
-        ActorKind.PROXY: actors.ProxyActor,
-        ActorKind.REPLICA: actors.make_replica,
-    }
-    cluster = LocalCluster(factories, workers=workers, instance=instance)
+    cluster = LocalCluster(load_factories(), workers=workers, instance=instance)
     try:
         await cluster.start(message.encode())
         await wait_for_http(ControllerCalls(cluster.program.connection, cluster.instance), timeout_s)

@@ -36,7 +36,6 @@ from daskserve.payload.importing import (
     folder_of,
     forget,
     have_changed,
-    import_definition,
     modules_in,
 )
 
@@ -57,12 +56,6 @@ def build_path(target: RunTarget, instance: InstanceName, timeout_s: float | Non
     with users_errors(target.name, target.target):
         (built,) = build([target], instance=instance, timeout_s=timeout_s)
         return built
-
-
-def import_path(target: RunTarget) -> None:
-    """Import the code of an import path; see `build_path`."""
-    with users_errors(target.name, target.target):
-        import_definition(target.target)
 
 
 def build_configured(

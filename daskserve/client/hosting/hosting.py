@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from daskserve.client.ending.leaving import leave_instance
@@ -62,6 +63,7 @@ async def _host(
     address: str | None,
     stay: HostingMode,
     report: Callable[[str], Any],
+    reread: Callable[[], Source] | None = None,
 ) -> None:
     """Run applications until Ctrl-C or SIGTERM, and end the parts that this call has started.
 
@@ -75,8 +77,11 @@ async def _host(
         The Dask scheduler to use; without one, a local cluster is started.
     report
         Is called with a line for each thing that is started.
+    reread
+        Returns the source again, once a file has changed.
     """
     source.check()
+    reread = reread or partial(replace, source)
     source = _followed(source, stay)
     options = checked_http(http_options)
     cluster_connection = None if address is None else await dial_connection(form, address)
@@ -84,7 +89,7 @@ async def _host(
     try:
         running = None if cluster_connection is None else await find_default(form)
         if running is not None:
-            hosting = _Hosting(form, running, source, stay, report, in_worker=False)
+            hosting = _Hosting(form, running, source, stay, report, reread, in_worker=False)
             await hosting.check(http_options)
             await hosting.run()
             return
@@ -100,7 +105,7 @@ async def _host(
         )
         instance = client.instance_name
         in_worker = cluster_connection is None and source.has_paths
-        hosting = _Hosting(form, client._connection, source, stay, report, in_worker=in_worker)
+        hosting = _Hosting(form, client._connection, source, stay, report, reread, in_worker=in_worker)
         if cluster_connection is None:
             report(f"Started a Dask cluster at {client.scheduler_address}.")
         await hosting.run_first(built)
@@ -113,8 +118,8 @@ def _followed(source: Source, stay: HostingMode) -> Source:
     """Return a source with its files as they are now, if their changes are followed."""
     if stay.reload is None:
         return source
-    others = sorted(name for name in stay.reload.snapshot() if not name.endswith(".py"))
-    project = Project(stay.reload.folders, digest_of_files(others), stay.recreates)
+    digest = digest_of_files(stay.reload.other_files())
+    project = Project(stay.reload.folders, digest, stay.recreates)
     return replace(source, project=project)
 
 
@@ -128,6 +133,7 @@ class _Hosting:
         source: Source,
         stay: HostingMode,
         report: Callable[[str], Any],
+        reread: Callable[[], Source],
         *,
         in_worker: bool,
     ) -> None:
@@ -137,6 +143,7 @@ class _Hosting:
         self._source = source
         self._stay = stay
         self._report = report
+        self._reread = reread
         self._in_worker = in_worker
         #: The ids of the calls whose deployments may be replaced, by application; None: any.
         self._expected: dict[str, str] | None = None
@@ -204,6 +211,8 @@ class _Hosting:
     async def _deploy(self, built: Sequence[BuiltApplication]) -> None:
         self._deployed = _requests(built)
         try:
+            if self._source.capacity is not None:
+                await self._verbs.set_target_capacity(self._source.capacity)
             await self._verbs._deploy_built(built, expected=self._expected)
         except KeyboardInterrupt:
             names = ", ".join(map(repr, self._source.names))
@@ -225,7 +234,7 @@ class _Hosting:
 
     def _rebuild(self) -> Callable[[], Any]:
         """Build the applications of files that have changed, in the thread of the reloader."""
-        self._source = _followed(self._source, self._stay)
+        self._source = _followed(self._reread(), self._stay)
         built = finish(self._built())
         return lambda: finish(self._redeploy(built))
 
@@ -241,7 +250,10 @@ class _Hosting:
         self._changing.update(_requests(built).values())
         try:
             await self._verbs._deploy_built(built, expected=expected)
+            gone = {name: found for name, found in self._deployed.items() if name not in expected}
             self._deployed = _requests(built)
+            for name, request_id in gone.items():
+                await self._verbs._delete_application(name, request_id)
         finally:
             self._changing.difference_update(_requests(built).values())
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from daskserve.client.definitions.targets import factory_application
 from daskserve.client.functions.forms import Form
-from daskserve.client.hosting.building import build_path, import_path
+from daskserve.client.hosting.building import build_configured, build_path, users_errors
 from daskserve.client.hosting.reloading.project import Project, changed
 from daskserve.client.instance.calls import ControllerCalls
 from daskserve.client.instance.connection import InstanceConnection
@@ -16,9 +16,10 @@ from daskserve.client.verbs.applications import BuiltApplication, RunTarget, che
 from daskserve.cluster.dask.connection import DaskConnection
 from daskserve.cluster.dask.worker_calls import call_in_all_workers, call_in_worker
 from daskserve.common.types import InstanceName
+from daskserve.config_file.model import ApplicationConfig
 from daskserve.errors import NoCapacityError, ReplicaStartError
 from daskserve.options.specs import ApplicationSpec
-from daskserve.payload.importing import forget_others
+from daskserve.payload.importing import forget_others, import_definition
 
 #: Time within which workers forget modules; one that does not answer is as if it had left.
 FORGET_S = 2.0
@@ -30,20 +31,24 @@ class Source:
 
     Attributes
     ----------
-    targets : tuple of RunTarget
+    targets : tuple
+        Each is a `RunTarget`, or an application of a configuration.
     ingress : dict
         Options of `BackendConfig` that the ingress of each application gets.
     project : Project, optional
         The files to import again.
     is_factory : bool
         Whether each replica calls the target, which returns an ASGI application.
+    capacity : float, optional
+        The target capacity of the instance.
     """
 
-    targets: tuple[RunTarget, ...]
+    targets: tuple[RunTarget | ApplicationConfig, ...]
     timeout_s: float | None = None
     ingress: Mapping[str, Any] = field(default_factory=dict)
     project: Project | None = None
     is_factory: bool = False
+    capacity: float | None = None
 
     @property
     def names(self) -> list[str]:
@@ -58,27 +63,42 @@ class Source:
     @property
     def has_paths(self) -> bool:
         """Whether building it imports the code, which is better done in a worker."""
-        return not self.is_factory or self.project is not None
+        targets = [each.target for each in self.targets if isinstance(each, RunTarget)]
+        is_lazy = self.is_factory and self.project is None
+        return not is_lazy and all(isinstance(each, str) for each in targets)
 
     def check(self) -> None:
         """Raise `TypeError` or `BadRequestError` for what is wrong whatever is imported."""
-        check_targets(self.targets)
+        targets = [each for each in self.targets if isinstance(each, RunTarget)]
+        if targets:
+            check_targets(targets)
 
     def build(self, instance: InstanceName) -> list[BuiltApplication]:
-        """Build the applications in this process; see `daskserve.client.hosting.building.build_path`."""
+        """Build the applications in this process.
+
+        See `daskserve.client.hosting.building` for its errors.
+        """
         if self.project is None:
             return [self._built(each, instance) for each in self.targets]
         with self.project.imported():
             built = [self._built(each, instance) for each in self.targets]
             return [self.project.versioned(each) for each in built]
 
-    def _built(self, target: RunTarget, instance: InstanceName) -> BuiltApplication:
-        if self.is_factory:
-            if self.project is not None:
-                import_path(target)  # so that its modules are known
-            target = replace(target, target=factory_application(target.target))
-        built = build_path(target, instance, self.timeout_s)
+    def _built(self, target: RunTarget | ApplicationConfig, instance: InstanceName) -> BuiltApplication:
+        if isinstance(target, ApplicationConfig):
+            built = build_configured(target, instance, self.timeout_s)
+        else:
+            built = build_path(self._factory(target), instance, self.timeout_s)
         return replace(built, spec=changed(built.spec, self.ingress)) if self.ingress else built
+
+    def _factory(self, target: RunTarget) -> RunTarget:
+        """Return a target whose path, if it is that of a factory, is called in each replica."""
+        if not self.is_factory:
+            return target
+        if self.project is not None:
+            with users_errors(target.name, target.target):
+                import_definition(target.target)  # so that its modules are known
+        return replace(target, target=factory_application(target.target))
 
 
 async def build_on(

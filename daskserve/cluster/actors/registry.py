@@ -345,7 +345,7 @@ class ActorRegistry:
             ending = [each for each in mine if each.spec.kind is kind]
             return [asyncio.create_task(self._end(each, left_s)) for each in ending]
 
-        await asyncio.gather(*end(ActorKind.CONTROLLER))
+        await asyncio.gather(*end(ActorKind.CONTROLLER), *end(ActorKind.BUILDER))
         proxies = end(ActorKind.PROXY)
         if proxies:
             await asyncio.wait(proxies, timeout=grace_s * PROXY_SHARE)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol
 
-from daskserve.common.types import InstanceName
+from daskserve.common.types import DEFAULT_INSTANCE, InstanceName
 from daskserve.errors import NotRunningError, ServeError
 
 logger = logging.getLogger("daskserve.connection")
@@ -96,3 +96,9 @@ class StartedInstances:
     async def _end_if_alone(self, instance: InstanceName) -> None:
         if await self.is_alone(instance):
             await self._ask("end_instance", instance=instance)
+
+
+def common_instance(running: Mapping[InstanceName, Any]) -> InstanceName | None:
+    """Return the instance that all programs use: the detached one, or the latest of `run`; None if none."""
+    defaults = [name for name, facts in running.items() if facts["is_default"]]
+    return DEFAULT_INSTANCE if DEFAULT_INSTANCE in running else next(reversed(defaults), None)

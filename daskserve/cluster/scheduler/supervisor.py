@@ -42,8 +42,9 @@ from daskserve.cluster.scheduler.drains import Drains, end_as_asked
 from daskserve.cluster.scheduler.evacuation import Evacuations
 from daskserve.cluster.scheduler.holding import HeldStore, holding
 from daskserve.cluster.scheduler.hosts import HostRegistry
+from daskserve.cluster.scheduler.http.api.access import ControllerAccess
+from daskserve.cluster.scheduler.http.api.handler import Api
 from daskserve.cluster.scheduler.http.discovery import Targets
-from daskserve.cluster.scheduler.http.scale_route import ScaleRoute
 from daskserve.cluster.scheduler.http.site_guard import SiteGuard
 from daskserve.cluster.scheduler.metrics import SupervisorMetrics
 from daskserve.cluster.scheduler.parcels import parcel_verbs
@@ -111,9 +112,9 @@ class Supervisor(SchedulerPlugin):
         )
         guard = SiteGuard(scheduler)
         targets = Targets(scheduler, self._hosts.facts_of, guard)
-        scaling = ScaleRoute(scheduler, self._instances, self._hosts, guard)
+        api = Api(scheduler, ControllerAccess(self._instances, self._hosts), guard)
         #: The changes of the scheduler while there are Hosts.
-        self._installed = (self._capacity, targets.route, scaling.route)
+        self._installed = (self._capacity, targets.route, api)
         self._controllers = ControllerKeeper(
             self._hosts,
             self._instances,

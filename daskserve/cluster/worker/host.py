@@ -12,7 +12,6 @@ module, because test clusters run several workers in one process.
 from __future__ import annotations
 
 import asyncio
-import importlib
 import logging
 import os
 import threading
@@ -22,6 +21,7 @@ from typing import Any
 from distributed import Client, Worker, get_worker
 
 from daskserve._version import __version__
+from daskserve.cluster.actors.factories import load_factories
 from daskserve.cluster.actors.recent_log import RecentLog
 from daskserve.cluster.actors.registry import ActorRegistry
 from daskserve.cluster.channel.connect.dialling import CHANNEL_OP
@@ -35,7 +35,7 @@ from daskserve.cluster.distributed_internals import (
     remove_handler,
 )
 from daskserve.cluster.metrics_path import facts_of_server
-from daskserve.cluster.protocols.base import ActorContext, ActorFactory, ActorSpec, Hosted
+from daskserve.cluster.protocols.base import ActorContext, ActorSpec, Hosted
 from daskserve.cluster.worker.interpreter import InterpreterTuning
 from daskserve.cluster.worker.log_thread import LogThread
 from daskserve.cluster.worker.nannies import HOST_ATTRIBUTE
@@ -45,7 +45,7 @@ from daskserve.cluster.worker.user_clients import UserClients
 from daskserve.cluster.worker.worker_view import CurrentClient, WorkerView
 from daskserve.common import settings
 from daskserve.common.clock import LoopClock
-from daskserve.common.types import ACTOR_FACTORIES, ActorKind, InstanceName
+from daskserve.common.types import ActorKind, InstanceName
 from daskserve.errors import UnavailableError
 from daskserve.internals.child_processes import ChildProcesses
 from daskserve.loops.forks import ForkGuard
@@ -59,13 +59,6 @@ def present_host() -> Host:
     """Return the Host of the current worker if it has outlived its scheduler; otherwise a new one."""
     host: Host | None = getattr(get_worker(), HOST_ATTRIBUTE, None)
     return Host() if host is None else host
-
-
-def load_factory(kind: ActorKind) -> ActorFactory:
-    """Import and return the factory for actors of a kind."""
-    module, _, name = ACTOR_FACTORIES[kind].partition(":")
-    factory: ActorFactory = getattr(importlib.import_module(module), name)
-    return factory
 
 
 def is_own_process(worker: Worker) -> bool:
@@ -108,7 +101,7 @@ class Host:
         grace_s = settings.process().termination_grace_s
         self.retirement = Retirement(self._worker, self.registry, LoopClock(), grace_s)
         # In this task thread, imports do not block the event loop, and later deploys do not wait for them.
-        self._factories = {kind: load_factory(kind) for kind in ActorKind}
+        self._factories = load_factories()
 
     async def open(
         self, starts: Mapping[InstanceName, Mapping[str, Any]], secret: ChannelSecret

@@ -7,6 +7,7 @@ from typing import Any
 
 from daskserve.cluster.protocols.base import verb
 from daskserve.control.calls.deciding import DecidingVerbs
+from daskserve.control.declared.apply import check_version
 from daskserve.control.records.records import BackendRecord, Change
 from daskserve.control.verbs import applications as app_verbs
 from daskserve.control.verbs import backends as backend_verbs
@@ -76,11 +77,11 @@ class ChangingVerbs(DecidingVerbs):
             return await self._commit_outcome(outcome, tag)
 
     @verb
-    async def scale(self, name: str, number: int, application: str = "") -> int:
-        """Record the number that an external scaler requests; replicas start or stop afterwards."""
+    async def scale(self, name: str, number: int, application: str = "", by: str = "") -> int:
+        """Record the number that an external scaler or an operator requests; replicas follow it."""
         async with self._deciding():
             change = scale_verb.scale(
-                self._core.state, name, number, self._core.clock.wall(), application=application
+                self._core.state, name, number, self._core.clock.wall(), application=application, by=by
             )
             await self._core.writer.commit(change)
         self._core.loop.poke([each.tag for each in change.values() if isinstance(each, BackendRecord)])
@@ -174,11 +175,21 @@ class ChangingVerbs(DecidingVerbs):
 
     @verb
     async def delete_application(
-        self, name: str, request_id: str | None = None, by: str = ""
+        self,
+        name: str,
+        request_id: str | None = None,
+        by: str = "",
+        expected_version: int | None = None,
     ) -> dict[str, Any]:
         async with self._deciding():
+            check_version(self._core.state, expected_version)
             outcome = app_verbs.delete(
-                self._core.state, name, goal_id=self._goal_id(), request_id=request_id, by=by
+                self._core.state,
+                name,
+                goal_id=self._goal_id(),
+                request_id=request_id,
+                by=by,
+                now=self._core.clock.wall(),
             )
             await self._core.writer.commit(outcome.change)
         self._core.loop.poke(self._core.state.apps.members(name))
@@ -190,7 +201,7 @@ class ChangingVerbs(DecidingVerbs):
 
         Calls that have not arrived yet, because they travel on another connection, are refused later.
         """
-        self._core.withdrawn.extend(requests)
+        self._core.observed.withdrawn.extend(requests)
         async with self._deciding():
             change = goals.withdrawn(self._core.state, requests, by, self._core.clock.wall())
             await self._core.writer.commit(change)

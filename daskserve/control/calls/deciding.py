@@ -33,7 +33,7 @@ class DecidingVerbs:
             async with self._core.writer:
                 if self._core.writer.is_detached:
                     raise NotRunningError(f"Instance {self._core.cluster.instance!r} is being shut down.")
-                if not set(self._core.withdrawn).isdisjoint(requests):
+                if not set(self._core.observed.withdrawn).isdisjoint(requests):
                     raise DeployError("The change was taken back before it began.")
                 changes = self._core.writer.changes
                 yield

@@ -5,6 +5,7 @@ Observations are not stored: a new controller queries the cluster again.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -31,6 +32,9 @@ from daskserve.options.autoscaling import AutoscalingConfig
 KEPT_SAMPLES = 10
 #: Number of dead replicas that are kept for each backend, for the status.
 KEPT_DEAD = 10
+#: Number of calls that were taken back before they arrived which are remembered; each matters for
+#: milliseconds.
+MAX_WITHDRAWN = 100
 #: Number of characters at the end of a dead replica's traceback that are kept.
 TRACEBACK_LENGTH = 4000
 
@@ -162,6 +166,8 @@ class Observed:
     workers: dict[WorkerAddress, WorkerInfo] = field(default_factory=dict)
     #: Number of messages about workers that have arrived.
     worker_events: int = 0
+    #: The calls that were taken back, perhaps before they arrived.
+    withdrawn: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_WITHDRAWN))
     #: The option of this name.
     system_workers: tuple[str, ...] = ()
     #: Whether there was a worker for the controller and the proxies when that was last noted in the log.

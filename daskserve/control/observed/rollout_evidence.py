@@ -23,6 +23,8 @@ from daskserve.telemetry.histogram import LATENCY_BUCKETS_S
 
 #: The factors that are bet on.
 FACTORS: Sequence[float] = (1.5, 2, 3, 5, 10, 30, 100)
+#: The largest logarithm of a capital that is carried on.
+MOST_LOG = 100.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,22 +82,57 @@ def log_capital(new: int, old: int, share: float, tolerance: float) -> float:
     return most + math.log(sum(math.exp(each - most) for each in bets) / len(bets))
 
 
-def is_worse(new: int, old: int, share: float, tolerance: float, p: float) -> bool:
-    """Return whether the new version has more such events than by chance, with the probability ``p``."""
-    return 0 < share < 1 and new > 0 and log_capital(new, old, share, tolerance) >= -math.log(p)
+def is_worse(new: int, old: int, share: float, tolerance: float, p: float, carried: float = 0.0) -> bool:
+    """Return whether the new version has more such events than by chance, with the probability ``p``.
+
+    ``carried`` is what earlier steps have won; see `carried_on`.
+    """
+    if not 0 < share < 1 or not new:
+        return False
+    return math.log1p(carried) + log_capital(new, old, share, tolerance) >= -math.log(p)
+
+
+def carried_on(gate: Gate, number: int, evidence: Evidence, share: float, carried: float) -> float:
+    """Return what the bets of a gate carry to the next step.
+
+    At each step, one bet of the same size begins, and those of earlier steps go on. So a version that is a
+    little worse at each step is found, and so is one that is worse at the last step alone.
+    """
+    if gate.metric == "latency":
+        return 0.0  # its bound may be another one at each step
+    if not 0 < share < 1:
+        return carried + 1
+    if gate.metric == "prometheus":
+        new, old = evidence.polls.get(number, (0, 0))[:2]
+        share, tolerance = 0.5, 0.0
+    else:
+        new, old, tolerance = evidence.new.failed, evidence.old.failed, gate.tolerance
+    return (carried + 1) * math.exp(min(log_capital(new, old, share, tolerance), MOST_LOG))
+
+
+def least_polls(p: float) -> int:
+    """Return after how many comparisons a version that is always worse is found, given ``p``."""
+    return next(n for n in range(1, 1000) if is_worse(n, 0, 0.5, 0.0, p))
 
 
 def judge(
-    gate: Gate, number: int, evidence: Evidence, share: float, p: float, for_s: float | None
+    gate: Gate,
+    number: int,
+    evidence: Evidence,
+    share: float,
+    p: float,
+    for_s: float | None = None,
+    carried: float = 0.0,
 ) -> Finding:
     """Return the finding of a gate; ``number`` is its place in the plan."""
     if gate.metric == "prometheus":
-        return _polled(gate, evidence.polls.get(number), p)
+        return _polled(gate, evidence.polls.get(number), p, carried)
     if gate.metric == "latency":
         return _slow(gate, evidence, share, p, for_s)
     new, old = evidence.new, evidence.old
     text = f"{_of(new.failed, new.requests)} failed, {_of(old.failed, old.requests, 'the old one')} did"
-    return Finding(is_worse(new.failed, old.failed, share, gate.tolerance, p), f"{text}{_within(for_s)}")
+    worse = is_worse(new.failed, old.failed, share, gate.tolerance, p, carried)
+    return Finding(worse, f"{text}{_within(for_s)}")
 
 
 def _within(for_s: float | None) -> str:
@@ -123,7 +160,7 @@ def _slow(gate: Gate, evidence: Evidence, share: float, p: float, for_s: float |
     return Finding(worse, text)
 
 
-def _polled(gate: Gate, polls: tuple[int, int, float, float] | None, p: float) -> Finding:
+def _polled(gate: Gate, polls: tuple[int, int, float, float] | None, p: float, carried: float) -> Finding:
     if polls is None:
         return Finding(False, f"{gate.query} has not been compared yet")
     worse, not_worse, new, old = polls
@@ -131,4 +168,4 @@ def _polled(gate: Gate, polls: tuple[int, int, float, float] | None, p: float) -
         f"{gate.query} was larger for the new version in {worse} of {worse + not_worse} comparisons, last "
         f"{shown(new)} beside {shown(old)}"
     )
-    return Finding(is_worse(worse, not_worse, 0.5, 0.0, p), text)
+    return Finding(is_worse(worse, not_worse, 0.5, 0.0, p, carried), text)

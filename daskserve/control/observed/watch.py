@@ -226,6 +226,9 @@ class WorkerWatch:
             address = ActorAddress(actor["name"], worker, actor["incarnation"])
             if actor["kind"] == ActorKind.CONTROLLER:
                 is_ours = address.incarnation < self._epoch
+            elif actor["kind"] == ActorKind.BUILDER:
+                # Its controller removes it; it has no record.
+                is_ours = address.incarnation < self._epoch << EPOCH_BITS
             else:
                 is_ours = address.incarnation < self._newest_incarnation
             if is_ours and address not in known:

@@ -22,6 +22,7 @@ from daskserve.common.types import (
     WorkerAddress,
     described,
 )
+from daskserve.control.records.declared import ConfigRecord, DeclarationRecord
 from daskserve.control.records.events import EventsRecord
 from daskserve.control.records.proxy import ProxyRecord
 from daskserve.control.records.revisions import RevisionRecord
@@ -340,6 +341,8 @@ class AppRecord:
     last_error, failed, tried
         Why the last deploy failed, the name of the deployment that did not come up, and the names of all
         deployments that it had, until the next deploy.
+    is_declared : bool
+        Whether a configuration file has deployed it, so that the next file may remove it.
     """
 
     KIND: ClassVar[str] = "app"
@@ -354,6 +357,7 @@ class AppRecord:
     failed: str = ""
     is_deleting: bool = False
     tried: Sequence[str] = field(default_factory=list)
+    is_declared: bool = False
 
     @property
     def key(self) -> str:
@@ -452,6 +456,8 @@ Record: TypeAlias = (
     | ProxyRecord
     | GoalRecord
     | CapacityRecord
+    | ConfigRecord
+    | DeclarationRecord
     | RevisionRecord
     | EventsRecord
 )

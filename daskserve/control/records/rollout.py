@@ -95,6 +95,8 @@ class RolloutState:
         The number of the step whose traffic the new version has; -1: none.
     since : float
         When the phase began, in seconds since the epoch.
+    carried : tuple of float
+        What the bets of each gate have won at the steps before the one that is served.
     why : str
         Why it has ended, with figures.
     """
@@ -106,18 +108,20 @@ class RolloutState:
     served: int = -1
     since: float = 0.0
     began_at: float = 0.0
+    carried: tuple[float, ...] = ()
     why: str = ""
     stable: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
     def from_plain(cls, values: Mapping[str, Any]) -> RolloutState:
         """Return the state from the plain values that `to_plain` returned."""
-        changed = {**values, "names": tuple(values["names"]), "phase": RolloutPhase(values["phase"])}
-        return cls(**changed)
+        tuples = {name: tuple(values[name]) for name in ("names", "carried")}
+        return cls(**{**values, **tuples, "phase": RolloutPhase(values["phase"])})
 
     def to_plain(self) -> dict[str, Any]:
         """Return the state as plain values."""
-        return {**asdict(self), "names": list(self.names), "phase": self.phase.value}
+        lists = {"names": list(self.names), "carried": list(self.carried)}
+        return {**asdict(self), **lists, "phase": self.phase.value}
 
     @property
     def is_active(self) -> bool:

@@ -17,6 +17,7 @@ from daskserve.common.types import (
 )
 from daskserve.control.records.applications import Applications
 from daskserve.control.records.bundles import places_of
+from daskserve.control.records.declared import ConfigRecord, DeclarationRecord, Declared
 from daskserve.control.records.events import EventLog, EventsRecord
 from daskserve.control.records.proxy import ProxyRecord
 from daskserve.control.records.records import (
@@ -47,10 +48,9 @@ class State:
         self.goals: dict[str, GoalRecord] = {}
         self.capacity = CapacityRecord()
         self.apps = Applications()
+        self.declared = Declared()
         self.revisions = Revisions()
         self.events = EventLog()
-        #: Size of all code, with that of parcels.
-        self.code_bytes = 0
         self._replicas_of: dict[BackendTag, dict[ReplicaTag, None]] = {}
         self._replicas_on: dict[WorkerAddress, dict[ReplicaTag, None]] = {}
         #: The number of bundles, which may be more than the replicas: of all backends, and of each.
@@ -73,7 +73,8 @@ class State:
         """Return all records by their keys in the store."""
         kinds = (self.backends, self.codes, self.endpoints, self.replicas, self.proxies, self.goals)
         found: dict[str, Record] = {record.key: record for kind in kinds for record in kind.values()}
-        found.update({each.key: each for kind in (self.apps, self.revisions, self.events) for each in kind})
+        listed = (self.apps, self.declared, self.revisions, self.events)
+        found.update({each.key: each for kind in listed for each in kind})
         if self.capacity != CapacityRecord():
             found[self.capacity.key] = self.capacity
         return found
@@ -159,9 +160,11 @@ class State:
         elif isinstance(record, CodeRecord):
             self.codes[record.name] = record
             self._codes_of.setdefault(record.backend, {})[record.name] = None
-            self.code_bytes += record.size_bytes
+            self.revisions.code_bytes += record.size_bytes
         elif isinstance(record, AppRecord):
             self.apps.keep(record)
+        elif isinstance(record, ConfigRecord | DeclarationRecord):
+            self.declared.keep(record)
         elif isinstance(record, GoalRecord):
             self.goals[record.goal_id] = record
         elif isinstance(record, ProxyRecord):
@@ -190,11 +193,13 @@ class State:
             code = self.codes.pop(name, None)
             if code is not None:
                 self._drop(self._codes_of, code.backend, name)
-                self.code_bytes -= code.size_bytes
+                self.revisions.code_bytes -= code.size_bytes
         elif kind == "app":
             self.apps.forget(name)
         elif kind == "goal":
             self.goals.pop(name, None)
+        elif kind in (ConfigRecord.KIND, DeclarationRecord.KIND):
+            self.declared.forget(kind, name)
         elif kind == "proxy":
             self.proxies.pop(name, None)
         elif kind == "capacity":

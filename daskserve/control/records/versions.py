@@ -1,7 +1,8 @@
 """The versions of deployments' replicas: the version of the code and a mark of the options. Pure.
 
 The version of a replica is all that is known about the options that it was started with. So a deployment with
-options that are fixed for the life of a replica has a mark of them in its version.
+options that are fixed for the life of a replica has a mark of them in its version. A restart is an update to
+the same code, so the number of restarts is a second mark.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 MARK: Final = re.compile(r"\+[0-9a-f]{8}$")
+RESTARTS: Final = re.compile(r"~([0-9]+)$")
 
 
 def marked(version: str, options: Mapping[str, Any]) -> str:
@@ -22,5 +24,16 @@ def marked(version: str, options: Mapping[str, Any]) -> str:
 
 
 def unmarked(version: str) -> str:
-    """Return a version without its mark, if it has one."""
-    return MARK.sub("", version)
+    """Return a version without its marks, if it has any."""
+    return MARK.sub("", unrestarted(version))
+
+
+def restarted(version: str) -> str:
+    """Return the version of the replicas after one more restart."""
+    found = RESTARTS.search(version)
+    return f"{unrestarted(version)}~{1 if found is None else int(found[1]) + 1}"
+
+
+def unrestarted(version: str) -> str:
+    """Return a version without the mark of restarts."""
+    return RESTARTS.sub("", version)

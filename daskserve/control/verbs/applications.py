@@ -10,12 +10,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from daskserve.common.types import ALL_HTTP_METHODS, BackendTag, GoalId, described, split_deployment_tag
+from daskserve.control.records.declared import ConfigRecord
 from daskserve.control.records.records import AppRecord, BackendRecord, Change
 from daskserve.control.records.state import State
 from daskserve.control.verbs import backends as backend_verbs
 from daskserve.control.verbs import endpoints as endpoint_state
 from daskserve.control.verbs import goals
 from daskserve.control.verbs.backends import Outcome
+from daskserve.control.verbs.declaring import NO_CONFIGS, declared
 from daskserve.control.verbs.failed_deploys import application_not_found
 from daskserve.errors import AlreadyRegisteredError, BadRequestError
 from daskserve.options.route_variables import shape_of
@@ -41,6 +43,7 @@ def deploy(
     expected: Mapping[str, str] | None = None,
     by: str = "",
     unloadable: Collection[BackendTag] = (),
+    configs: Mapping[str, ConfigRecord] = NO_CONFIGS,
 ) -> Deployed:
     """Deploy applications in one change; a repeated call, or one that changes nothing, is without a change.
 
@@ -50,6 +53,9 @@ def deploy(
         The ids of the calls whose applications this one may replace, by name; empty: there must be none.
     unloadable
         The backends whose code cannot be loaded, and is replaced even by that of the same version.
+    configs : dict
+        The declared configurations from which applications were built, by name. An application without one
+        is no longer declared.
 
     Raises
     ------
@@ -74,11 +80,13 @@ def deploy(
             now=now,
             by=by,
             unloadable=unloadable,
+            is_declared=spec.name in configs,
         )
         found.change.update(outcome.change)
         found.goals[spec.name] = outcome.goal
         found.updating[spec.name] = outcome.is_update
         found.tags += [each.spec.tag for each in spec.deployments]
+    found.change.update(declared(state, configs, found.goals, by=by, now=now))
     return found
 
 
@@ -146,6 +154,7 @@ def _deploy(
     now: float,
     by: str,
     unloadable: Collection[BackendTag],
+    is_declared: bool,
 ) -> Outcome:
     existing = state.apps.get(spec.name)
     is_new = existing is None or existing.is_deleting
@@ -185,21 +194,29 @@ def _deploy(
         deployments={each.name: each.spec.tag for each in spec.deployments},
         request_id=spec.request_id,
         deployed_at=now,
+        is_declared=is_declared,
     )
     is_same = existing is not None and not is_new and _is_same(existing, app)
     if existing is not None and is_same and not change:
-        return Outcome(_settled(state, existing, spec.request_id), existing.goal, is_update=False)
+        return Outcome(_settled(state, existing, app), existing.goal, is_update=False)
     goals.open_goal(state, change, app, *wanted, goal_id=goal_id, limits=spec, now=now, number=number, by=by)
     return Outcome(change, goal_id)
 
 
-def _settled(state: State, existing: AppRecord, request_id: str) -> Change:
+def _settled(state: State, existing: AppRecord, wanted: AppRecord) -> Change:
     """Return the change of a deploy that equals the current one, or the pending one.
 
     A failed deploy is forgotten once the running version is deployed again. The application belongs to the
     last call that has deployed it, and stays if an earlier one takes its own change back.
     """
-    settled = replace(existing, last_error="", failed="", tried=[], request_id=request_id)
+    settled = replace(
+        existing,
+        last_error="",
+        failed="",
+        tried=[],
+        request_id=wanted.request_id,
+        is_declared=wanted.is_declared,
+    )
     members = (state.backends[tag] for tag in existing.tags if tag in state.backends)
     change: Change = {each.key: replace(each, last_error="") for each in members if each.last_error}
     if settled == existing:
@@ -207,7 +224,7 @@ def _settled(state: State, existing: AppRecord, request_id: str) -> Change:
     change[existing.key] = settled
     pending = state.goals.get(existing.goal or "")
     if pending is not None:
-        change[pending.key] = replace(pending, request_id=request_id)
+        change[pending.key] = replace(pending, request_id=wanted.request_id)
     return change
 
 
@@ -218,7 +235,14 @@ def _is_same(existing: AppRecord, wanted: AppRecord) -> bool:
 
 
 def delete(
-    state: State, name: str, *, goal_id: GoalId, request_id: str | None = None, by: str = ""
+    state: State,
+    name: str,
+    *,
+    goal_id: GoalId,
+    request_id: str | None = None,
+    by: str = "",
+    now: float = 0.0,
+    number: int | None = None,
 ) -> Outcome:
     """Stop an application, the ingress first, and remove it; ignore an unknown name.
 
@@ -226,20 +250,21 @@ def delete(
     ignore an application that another call has deployed.
     """
     app = state.apps.get(name)
-    if app is None or request_id not in (None, app.request_id):
+    if request_id is not None and (app is None or request_id != app.request_id):
         return Outcome({}, None, is_update=False)
-    if app.is_deleting:
-        return Outcome({}, app.goal, is_update=False)
+    undeclared = declared(state, {}, {name: None}, by=by, now=now)
+    if app is None or app.is_deleting:
+        return Outcome(undeclared, None if app is None else app.goal, is_update=False)
     members = [state.backends[tag] for tag in state.apps.members(name)]
     _check_unused(state, app, members)
     if not members:
-        return Outcome({app.key: None}, None)
-    change: Change = {}
+        return Outcome({app.key: None, **undeclared}, None)
+    change: Change = dict(undeclared)
     if app.ingress in state.endpoints and not state.endpoints[app.ingress].is_legacy:
         change[f"endpoint/{app.ingress}"] = None
     leaving = [replace(each, is_deleting=True) for each in members]
     gone = replace(app, is_deleting=True, failed="")
-    goals.open_goal(state, change, gone, *leaving, goal_id=goal_id, by=by)
+    goals.open_goal(state, change, gone, *leaving, goal_id=goal_id, number=number, by=by)
     return Outcome(change, goal_id)
 
 

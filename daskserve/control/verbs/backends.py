@@ -14,7 +14,7 @@ from daskserve.common.types import BackendTag, EndpointTag, GoalId, described, s
 from daskserve.control.records import config_ids
 from daskserve.control.records.records import BackendRecord, Change, CodeRecord
 from daskserve.control.records.state import State
-from daskserve.control.records.versions import marked, unmarked
+from daskserve.control.records.versions import marked, unmarked, unrestarted
 from daskserve.control.scaling import recorded as scaling
 from daskserve.control.verbs import goals
 from daskserve.control.verbs.failed_deploys import not_found
@@ -189,6 +189,8 @@ def deployed(
     _check_version(spec, existing)
     _check_owner(state, spec.tag, application)
     version = _told_apart(record, existing)
+    if existing is not None and unrestarted(existing.version) == version and not existing.is_deleting:
+        version = existing.version
     code = replace(code, name=f"{spec.tag}@{version}")
     record = replace(record, version=version, code_key=code.name)
     if existing is not None and not existing.is_deleting:
@@ -261,7 +263,7 @@ def _told_apart(record: BackendRecord, existing: BackendRecord | None) -> str:
     if record.place_options == _PLAIN_PLACE:
         return record.version
     # Earlier releases marked a version only where the one before it had other options.
-    known = None if existing is None else (existing.version, existing.place_options)
+    known = None if existing is None else (unrestarted(existing.version), existing.place_options)
     if known == (record.version, record.place_options):
         return record.version
     return marked(record.version, record.place_options)

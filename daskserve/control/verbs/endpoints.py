@@ -52,7 +52,7 @@ def _application_of(state: State, endpoint: EndpointRecord) -> str:
     return "" if backend is None else backend.application
 
 
-def _application_at(state: State, route: str | None) -> str | None:
+def application_at(state: State, route: str | None) -> str | None:
     """Return the application whose route matches the same paths now, or will once it is deployed."""
     if route is None:
         return None
@@ -63,7 +63,7 @@ def _application_at(state: State, route: str | None) -> str | None:
 
 def check_application_route(state: State, route: str | None, *, what: str, application: str = "") -> None:
     """Raise `AlreadyRegisteredError` if another application has a route, or will have it."""
-    owner = _application_at(state, route)
+    owner = application_at(state, route)
     if owner not in (None, application):
         raise AlreadyRegisteredError(
             f"Cannot {what} at route '{route}': it is in use by application '{owner}'. Choose another route, "
@@ -75,7 +75,7 @@ def check_route(state: State, route: str | None, *, what: str, application: str)
     """Raise `AlreadyRegisteredError` unless an application may have a route."""
     check_application_route(state, route, what=what, application=application)
     holder = _holder_of(state, route)
-    if holder is not None and _application_at(state, route) is None:
+    if holder is not None and application_at(state, route) is None:
         raise AlreadyRegisteredError(
             f"Cannot {what} at route '{route}': it is in use by endpoint '{holder.name}'"
             f"{'' if route == holder.route else f', as {holder.route!r}'}. Choose another route, or delete "

@@ -8,7 +8,7 @@ from typing import Any
 
 from daskserve.common.formatting import shown
 from daskserve.common.types import ReplicaState
-from daskserve.control.observed.rollout_evidence import Evidence, Finding, judge
+from daskserve.control.observed.rollout_evidence import Evidence, Finding, carried_on, judge, least_polls
 from daskserve.control.records.records import BackendRecord, GoalRecord
 from daskserve.control.records.rollout import RolloutEvent, RolloutPhase, RolloutState
 from daskserve.control.records.state import State
@@ -51,12 +51,36 @@ class Decision:
     error: RolloutError | None = None
 
 
+def _probability(config: RolloutConfig) -> float:
+    """Return the probability of a false alarm of one gate at one step."""
+    return config.false_alarm / (max(1, len(config.gates)) * len(config.steps))
+
+
+def missing(config: RolloutConfig, evidence: Evidence, share: float) -> str:
+    """Return how many requests or comparisons a step lacks; empty if it has enough."""
+    requests = evidence.new.requests
+    if share > 0 and requests < config.min_requests:
+        return f"{requests} of {config.min_requests} requests have ended"
+    if 0 < share < 1:
+        least = least_polls(_probability(config))
+        for number, gate in enumerate(config.gates):
+            count = sum(evidence.polls.get(number, (0, 0))[:2])
+            if gate.metric == "prometheus" and count < least:
+                return f"{count} of {least} comparisons of {gate.query} are made"
+    return ""
+
+
 def findings(
-    config: RolloutConfig, evidence: Evidence, share: float, for_s: float | None = None
+    config: RolloutConfig,
+    rollout: RolloutState,
+    evidence: Evidence,
+    share: float,
+    for_s: float | None = None,
 ) -> list[Finding]:
     """Return the findings of all gates; their texts have the time of the step, if it is given."""
-    p = config.false_alarm / (max(1, len(config.gates)) * len(config.steps))
-    return [judge(gate, n, evidence, share, p, for_s) for n, gate in enumerate(config.gates)]
+    p = _probability(config)
+    carried = rollout.carried or (0.0,) * len(config.gates)
+    return [judge(gate, n, evidence, share, p, for_s, carried[n]) for n, gate in enumerate(config.gates)]
 
 
 def decide(
@@ -78,7 +102,7 @@ def decide(
     rollout, config = backend.canary, backend.config.rollout
     assert rollout is not None
     assert config is not None
-    for each in findings(config, evidence, share, for_s):
+    for each in findings(config, rollout, evidence, share, for_s):
         if each.is_worse:
             new, old = rollout.names
             error = RolloutError(
@@ -90,7 +114,9 @@ def decide(
     if rollout.phase is RolloutPhase.STARTING:
         if not is_ready:
             return Decision(rollout, f"{number}: the replicas of version '{rollout.names[0]}' start")
-        served = rollout.moved(RolloutEvent.READY, wall)
+        served = replace(
+            rollout.moved(RolloutEvent.READY, wall), carried=_carried(config, rollout, evidence, share)
+        )
         return Decision(served, f"{number}: {config.steps[rollout.step]} of the traffic")
     has = "no part" if rollout.served < 0 else config.steps[rollout.served]
     text = f"{number}: version '{rollout.names[0]}' has {has} of the traffic"
@@ -100,10 +126,20 @@ def decide(
         return Decision(rollout, f"{text}; it waits to be promoted or aborted")
     if for_s < config.pause_s:
         return Decision(rollout, f"{text}, for at least {shown(config.pause_s)} s")
-    requests = evidence.new.requests
-    if share > 0 and requests < config.min_requests:
-        return Decision(rollout, f"{text}; {requests} of {config.min_requests} requests have ended")
+    if lacks := missing(config, evidence, share):
+        return Decision(rollout, f"{text}; {lacks}")
     return Decision(promoted(rollout, config, wall), text)
+
+
+def _carried(
+    config: RolloutConfig, rollout: RolloutState, evidence: Evidence, share: float
+) -> tuple[float, ...]:
+    """Return what each gate carries from the step that was served to the next one."""
+    if rollout.served < 0:
+        return (0.0,) * len(config.gates)
+    return tuple(
+        carried_on(gate, n, evidence, share, rollout.carried[n]) for n, gate in enumerate(config.gates)
+    )
 
 
 def promoted(

@@ -8,12 +8,14 @@ from daskserve.control.records.records import BackendRecord, Change
 from daskserve.control.records.state import State
 from daskserve.control.scaling.recorded import scaled
 from daskserve.control.verbs import backends as backend_verbs
-from daskserve.errors import ExternalScalerDisabledError, NotFoundError
+from daskserve.errors import BadRequestError, ExternalScalerDisabledError, NotFoundError
 
 REASON = "asked for by the external scaler"
 
 
-def scale(state: State, name: str, number: int, wall: float, *, application: str = "") -> Change:
+def scale(
+    state: State, name: str, number: int, wall: float, *, application: str = "", by: str = ""
+) -> Change:
     """Return the change that sets the target number; an empty change if it is already set.
 
     The client or the scheduler's HTTP route has checked the number.
@@ -21,8 +23,12 @@ def scale(state: State, name: str, number: int, wall: float, *, application: str
     Parameters
     ----------
     application : str
-        The application of the deployment ``name``. Backends and deployments outside of applications belong
-        to the default application, or to one of their own name. Empty: ``name`` is a tag.
+        The application of the deployment ``name``; without a name, its ingress. Backends and deployments
+        outside of applications belong to the default application, or to one of their own name. Empty:
+        ``name`` is a tag.
+    by : str
+        The operator who asks for it, to whom no deployment is closed that has a number of its own. Empty: an
+        external scaler.
 
     Raises
     ------
@@ -32,25 +38,32 @@ def scale(state: State, name: str, number: int, wall: float, *, application: str
         It does not allow external scaling.
     """
     backend = named_deployment(state, name, application)
-    if not backend.is_scaled_externally:
+    if by and backend.autoscaling is not None and not backend.autoscaling.dry_run:
+        raise BadRequestError(
+            f"{capitalized(backend.display_name)} is autoscaled, so the number would not last; change "
+            "min_replicas and max_replicas of its autoscaling_config instead."
+        )
+    if not by and not backend.is_scaled_externally:
         raise ExternalScalerDisabledError(
             f"{capitalized(backend.display_name)} does not allow external scaling; set "
             "external_scaler_enabled=True in its config, or in serve.run()."
         )
     if number == backend.full_replicas:
         return {}
-    changed = scaled(backend, number, REASON, wall)
+    changed = scaled(backend, number, f"asked for by {by}" if by else REASON, wall)
     return {changed.key: changed}
 
 
 def named_deployment(state: State, name: str, application: str = "") -> BackendRecord:
     """Return the backend that `scale` means by a name; raise `NotFoundError` if there is none."""
-    return backend_verbs.find(state, _tag_of(state, name, application) if application else name)
+    return backend_verbs.find(state, tag_of(state, name, application) if application else name)
 
 
-def _tag_of(state: State, name: str, application: str) -> BackendTag:
+def tag_of(state: State, name: str, application: str) -> BackendTag:
     """Return the tag of an application's deployment; raise `NotFoundError` if there is none."""
     app = state.apps.get(application)
+    if not name and app is not None and app.deployments:
+        return app.ingress
     own = {} if app is None else {n: tag for n, tag in app.deployments.items() if not _is_actor(state, tag)}
     if name in own:
         return own[name]

@@ -66,12 +66,12 @@ def _rollout(backend: BackendRecord, running: Iterable[ReplicaRecord]) -> dict[s
     assert plan is not None
     new, old = running_of(backend, running)
     split = split_of(backend, new, old)
-    shadow = percent_of(plan.shadow) / 100 if new else 0.0
+    shadow = percent_of(plan.shadow) / 100
     return {
         "key": split.key,
         "share": split.share,
         "names": list(rollout.names),
         "sticky": plan.sticky,
         "new": _published(backend, new),
-        **({"shadow": shadow, "compare": plan.compare} if shadow else {}),
+        **({"shadow": shadow if new else 0.0, "compare": plan.compare} if shadow else {}),
     }

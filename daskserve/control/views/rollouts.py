@@ -12,7 +12,7 @@ from daskserve.control.records.records import BackendRecord, ReplicaRecord
 from daskserve.control.records.rollout import RolloutPhase
 from daskserve.control.records.state import State
 from daskserve.control.records.two_versions import running_of, split_of
-from daskserve.control.verbs.rollout_plan import findings
+from daskserve.control.verbs.rollout_plan import findings, missing
 from daskserve.errors import NotFoundError
 from daskserve.options.rollout import percent_of
 
@@ -33,10 +33,10 @@ def rollout_text(observed: Observed, backend: BackendRecord, replicas: Iterable[
         found.append(f"replicas for {plan.steps[rollout.step]} start")
     elif rollout.phase is RolloutPhase.PAUSED or plan.pause_s is None:
         found.append("paused until it is promoted or aborted")
-    elif evidence.new.requests < plan.min_requests and split.share:
-        found.append(f"{evidence.new.requests} of {plan.min_requests} requests have ended")
+    elif lacks := missing(plan, evidence, split.share):
+        found.append(lacks)
     if evidence.new.requests:
-        found += [each.text for each in findings(plan, evidence, split.share)]
+        found += [each.text for each in findings(plan, rollout, evidence, split.share)]
     return "; ".join(found)
 
 
@@ -79,7 +79,7 @@ def rollout_status(state: State, observed: Observed, backend: BackendRecord) -> 
         "min_requests": plan.min_requests,
         "gates": [
             {"metric": gate.metric, "is_worse": each.is_worse, "text": each.text}
-            for gate, each in zip(plan.gates, findings(plan, evidence, split.share), strict=True)
+            for gate, each in zip(plan.gates, findings(plan, rollout, evidence, split.share), strict=True)
         ],
         "shadowed": asdict(shadowed) if percent_of(plan.shadow) else None,
         "waiting": observed.notes_of(backend.tag).waiting or "",

@@ -35,32 +35,45 @@ class Patterns:
     ----------
     includes, excludes
         Patterns of names, or of paths relative to a folder. Those of folders exclude all that is in them.
+    configuration
+        Path of a file that is watched as well, and that no deployment reads; empty if there is none.
     """
 
     folders: tuple[str, ...]
     includes: tuple[str, ...] = INCLUDES
     excludes: tuple[str, ...] = EXCLUDES
+    configuration: str = ""
 
     @classmethod
     def of(
-        cls, folders: Sequence[str], includes: Sequence[str] = (), excludes: Sequence[str] = ()
+        cls,
+        folders: Sequence[str],
+        includes: Sequence[str] = (),
+        excludes: Sequence[str] = (),
+        configuration: str = "",
     ) -> Patterns:
         """Return the defaults with more patterns; an included one is no longer excluded."""
         return cls(
             tuple(dict.fromkeys(os.path.abspath(each) for each in folders)),
             (*INCLUDES, *includes),
             (*(each for each in EXCLUDES if each not in includes), *excludes),
+            configuration and os.path.abspath(configuration),
         )
 
     def snapshot(self) -> Snapshot:
         """Return the state of all files."""
         found: dict[str, tuple[int, int, int]] = {}
-        for root in self.folders:
-            for entry in self._files(root, root):
-                with suppress(OSError):  # it is gone already
-                    facts = entry.stat()
-                    found[entry.path] = (facts.st_mtime_ns, facts.st_size, facts.st_ino)
+        paths = [entry.path for root in self.folders for entry in self._files(root, root)]
+        for path in (*paths, self.configuration) if self.configuration else paths:
+            with suppress(OSError):  # it is gone already
+                facts = os.stat(path)
+                found[path] = (facts.st_mtime_ns, facts.st_size, facts.st_ino)
         return found
+
+    def other_files(self) -> list[str]:
+        """Return the watched files that are neither modules nor the configuration, sorted."""
+        names = self.snapshot().keys() - {self.configuration}
+        return sorted(name for name in names if not name.endswith(".py"))
 
     def _files(self, root: str, folder: str) -> Iterator[os.DirEntry[str]]:
         try:
@@ -101,7 +114,7 @@ class FileWatch:
         self._ended = ended
         self._clock = clock
         self._seen = patterns.snapshot()
-        self._notifications = _notifications(patterns.folders, ended)
+        self._notifications = _notifications(patterns.folders, patterns.configuration, ended)
 
     def wait(self) -> list[str]:
         """Return the files that have changed since the last call; an empty list once the watch has ended."""
@@ -130,13 +143,21 @@ class FileWatch:
         return changed_files(before, seen)
 
 
-def _notifications(folders: Sequence[str], ended: threading.Event) -> Iterator[object] | None:
+def _notifications(
+    folders: Sequence[str], configuration: str, ended: threading.Event
+) -> Iterator[object] | None:
     """Return an iterator that advances when something changes in the folders, and now and then."""
     if find_spec("watchfiles") is None:
         return None
     from watchfiles import watch
 
     found: Iterator[object] = watch(
-        *folders, watch_filter=None, stop_event=ended, debounce=50, rust_timeout=200, yield_on_timeout=True
+        *folders,
+        *([os.path.dirname(configuration)] if configuration else []),
+        watch_filter=None,
+        stop_event=ended,
+        debounce=50,
+        rust_timeout=200,
+        yield_on_timeout=True,
     )
     return found

@@ -282,7 +282,7 @@ class _Revising:
                     self.release(each)
 
     def keep_within_budget(self) -> None:
-        if self.state.code_bytes + self.new_code_bytes() <= self.budget_bytes:
+        if self.state.revisions.code_bytes + self.new_code_bytes() <= self.budget_bytes:
             return
         used = {each.code_key for each in self.state.backends.values()}
         used |= {each.code_key for each in self.change.values() if isinstance(each, BackendRecord)}
@@ -337,7 +337,10 @@ def earlier(revisions: list[RevisionRecord]) -> RevisionRecord | None:
 
 def packed(app: AppRecord, backends: Mapping[str, BackendRecord], methods: Mapping[str, list[str]]) -> bytes:
     """Return the records of an application as bytes."""
-    plain = {name: to_plain(each) for name, each in backends.items()}
+    wanted = {
+        name: replace(each, rollout=None, scalings=(), last_error="") for name, each in backends.items()
+    }
+    plain = {name: to_plain(each) for name, each in wanted.items()}
     return bytes(msgpack.packb({"route": app.route, "backends": plain, "methods": methods}))
 
 

@@ -74,7 +74,8 @@ def rollback(
         del change[key]
     for key, each in list(change.items()):
         if isinstance(each, BackendRecord) and each.key in tags:
-            change[key] = replace(each, is_exact=True)
+            # That version has run before: it takes over at once, without the steps of a rollout.
+            change[key] = replace(each, is_exact=True, rollout=None)
     goal = change.get(f"goal/{goal_id}")
     if isinstance(goal, GoalRecord):
         change[goal.key] = replace(goal, rollback_of=target.number)

@@ -6,7 +6,7 @@ record has one function here. What no record has, such as why a replica died, co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from daskserve.control.records.records import (
     ReplicaRecord,
 )
 from daskserve.control.records.revisions import RevisionRecord, RevisionState
+from daskserve.control.records.rollout import RolloutPhase, RolloutState
 from daskserve.control.records.state import State, display_name
 from daskserve.payload.packed_errors import load_error
 
@@ -167,12 +168,47 @@ def _of_goal(world: _World, _: str, before: Any, after: Record | None) -> Iterat
 def _of_backend(world: _World, tag: str, before: Any, after: Record | None) -> Iterator[Event]:
     if after is None and before is not None and not before.application:
         yield Event(K.DELETED, f"{capitalized(before.display_name)} was deleted", "", tag)
-    if not isinstance(after, BackendRecord) or before is None or not after.scalings:
+    if not isinstance(after, BackendRecord):
         return
-    if after.scalings[-1:] != before.scalings[-1:]:
+    if after.rollout is not None:
+        yield from _of_rollout(after, None if before is None else before.rollout, after.rollout)
+    if before is not None and after.scalings and after.scalings[-1:] != before.scalings[-1:]:
         _, old, new, why = after.scalings[-1]
         text = f"{capitalized(after.display_name)} was scaled from {old} to {new} replicas: {why}"
         yield Event(K.SCALED, text, after.application, tag)
+
+
+_OF_PHASES: Mapping[RolloutPhase, EventKind] = {
+    RolloutPhase.STARTING: K.ROLLOUT_STEP,
+    RolloutPhase.SERVING: K.ROLLOUT_STEP,
+    RolloutPhase.PAUSED: K.ROLLOUT_PAUSED,
+    RolloutPhase.COMPLETED: K.ROLLOUT_COMPLETED,
+    RolloutPhase.ROLLED_BACK: K.ROLLOUT_TAKEN_BACK,
+    RolloutPhase.ABORTED: K.ROLLOUT_TAKEN_BACK,
+}
+
+
+def _of_rollout(backend: BackendRecord, before: RolloutState | None, after: RolloutState) -> Iterator[Event]:
+    if before is not None and before.mark == after.mark:
+        return
+    new, old = after.names
+    plan = backend.config.rollout
+    steps = [] if plan is None else plan.steps
+    number = f"step {after.step + 1} of {len(steps)}"
+    words = {
+        RolloutPhase.STARTING: f"{number}: the replicas of version '{new}' start",
+        RolloutPhase.SERVING: f"{number}: version '{new}' has {_nth(steps, after.served)} of the traffic",
+        RolloutPhase.PAUSED: f"{number}: paused",
+        RolloutPhase.COMPLETED: f"version '{new}' has all traffic",
+        RolloutPhase.ROLLED_BACK: f"version '{old}' has all traffic: {after.why}",
+        RolloutPhase.ABORTED: f"version '{old}' has all traffic: {after.why}",
+    }
+    text = f"Rollout of {backend.display_name}, {words[after.phase]}"
+    yield Event(_OF_PHASES[after.phase], text, backend.application, backend.tag)
+
+
+def _nth(steps: Sequence[str], number: int) -> str:
+    return str(steps[number]) if 0 <= number < len(steps) else "no part"
 
 
 def _of_replica(world: _World, tag: str, before: Any, after: Record | None) -> Iterator[Event]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -25,6 +25,7 @@ from daskserve.common.types import (
     BodyUse,
     EndpointTag,
     Envelope,
+    EnvelopeKind,
     Message,
     Reachability,
     Receive,
@@ -37,9 +38,15 @@ from daskserve.data.caller.routing.contact import ControllerContact
 from daskserve.data.caller.routing.load_reports import LoadReports
 from daskserve.data.caller.routing.metrics import CallMetrics
 from daskserve.data.caller.routing.replica_set import ReplicaSet, check_queue
-from daskserve.data.caller.routing.shadow import Shadow, ShadowBudget
+from daskserve.data.caller.routing.shadow import (
+    Answer,
+    AnswerComparer,
+    Shadow,
+    ShadowBudget,
+    send_with_copies,
+)
 from daskserve.data.caller.routing.suspects import Suspects
-from daskserve.data.caller.routing.versions import Versions, candidate_of
+from daskserve.data.caller.routing.versions import OLD, Versions, candidate_of
 from daskserve.data.caller.routing.waiting_calls import WaitingCalls
 from daskserve.errors import NotFoundError, RequestTimeoutError, ServeError, UnavailableError
 from daskserve.loops.tasks import TaskSet
@@ -193,7 +200,31 @@ class Router:
         replicas = self._routers.replica_set(backend)
         if replicas.versions is None:
             return replicas.send(envelope, receive, send)
-        return replicas.versions.send(envelope, receive, send, shard_key, self._routers.rng)
+        versions, rng = replicas.versions, self._routers.rng
+        chosen = versions.choose(envelope, shard_key, rng)
+        if chosen == OLD and replicas.candidate is not None and versions.is_copied(envelope, rng):
+            return self._send_compared(versions, replicas.candidate.tag, envelope, receive, send)
+        return versions.send(chosen, envelope, receive, send)
+
+    async def _send_compared(
+        self, versions: Versions, candidate: BackendTag, envelope: Envelope, receive: Receive, send: Send
+    ) -> None:
+        """Send a request to the old version and a copy to the new one, and compare the answers."""
+        old, new = Answer(), Answer()
+
+        def note(message: Message) -> Awaitable[None]:
+            old.note(message)
+            return send(message)
+
+        copy = self._routers.send_shadow(candidate, envelope, new)
+        try:
+            await send_with_copies([copy], partial(versions.send, OLD), envelope, receive, note)
+        except Exception as error:
+            old.error = error
+            raise
+        finally:
+            if not copy.task.cancelling():
+                self._routers.compare(versions.comparer, envelope, old, new, copy)
 
     async def _send_when_known(
         self, envelope: Envelope, receive: Receive, send: Send, shard_key: str
@@ -212,29 +243,9 @@ class Router:
     ) -> None:
         if envelope.is_direct:
             envelope = replace(envelope, is_direct=False)  # the copies need the messages
-        copied = replace(envelope, has_started=bool)
-        copies = [self._routers.send_shadow(shadow, copied) for shadow in shadows]
-        if not envelope.has_body:
-            for copy in copies:
-                copy.put({"type": "http.request", "body": b"", "more_body": False})
-
-        async def receive_and_copy() -> Message:
-            message = await receive()
-            if envelope.has_body:
-                for copy in copies:
-                    copy.put(message)
-            return message
-
-        try:
-            await self._send_to(backend, envelope, receive_and_copy, send, shard_key)
-        except asyncio.CancelledError:
-            # The copy of an endless stream would never end.
-            for copy in copies:
-                copy.task.cancel()
-            raise
-        finally:
-            for copy in copies:
-                copy.end()
+        copies = [self._routers.send_shadow(shadow, envelope) for shadow in shadows]
+        send_to = partial(self._send_to, backend, shard_key=shard_key)
+        await send_with_copies(copies, send_to, envelope, receive, send)
 
 
 class Routers:
@@ -361,7 +372,7 @@ class Routers:
             new.update(rollout["new"])
             if before is None or before.key != rollout["key"]:
                 versions = Versions(rollout, replicas.tag, replicas.send, new.send, self.clock.now)
-                replicas.split(new, versions)
+                replicas.split(new, versions.after(before))
         if new.is_starving:
             self._contact.watch()
         for router in self._routers.values():
@@ -380,9 +391,18 @@ class Routers:
                 found += router.calls.samples(instance, router.endpoint)
         return found
 
-    def send_shadow(self, backend: BackendTag, envelope: Envelope) -> Shadow:
+    def send_shadow(self, backend: BackendTag, envelope: Envelope, answer: Answer | None = None) -> Shadow:
         """Send a copy of a request; put the request's messages into the returned shadow."""
-        return Shadow(backend, envelope, self.replica_set(backend).send, self._shadows, self._shadow_budget)
+        copied = replace(envelope, has_started=bool, call=None)
+        send_to = self.replica_set(backend).send
+        return Shadow(backend, copied, send_to, self._shadows, self._shadow_budget, answer)
+
+    def compare(
+        self, comparer: AnswerComparer, envelope: Envelope, old: Answer, new: Answer, copy: Shadow
+    ) -> None:
+        """Compare the answers of a request and of its copy, in the background."""
+        name = envelope.head["path" if envelope.kind is EnvelopeKind.HTTP else "method"]
+        self._shadows.spawn(comparer.compare(name, old, new, copy.task), "compare")
 
     def _forget_worker(self, worker: str) -> None:
         for each in self._sets.values():

@@ -1,4 +1,4 @@
-"""Shadows: copies of requests whose responses are discarded.
+"""Shadows: copies of requests whose responses are discarded, or compared with those of the originals.
 
 A shadow must never affect the caller of the original. It gets each message that the original reads, and the
 original never waits for it. A shadow that falls too far behind is cancelled.
@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from daskserve.common.types import BackendTag, Envelope, Message, Receive, Send
 from daskserve.loops.deadlines import until
 from daskserve.loops.tasks import TaskSet
-from daskserve.payload.pickling import message_bytes
+from daskserve.payload.error_text import summary_of
+from daskserve.payload.importing import import_definition
+from daskserve.payload.pickling import load, message_bytes
 
 logger = logging.getLogger("daskserve.router")
 
@@ -22,6 +26,14 @@ logger = logging.getLogger("daskserve.router")
 MAX_BEHIND_BYTES = 1024 * 1024
 #: Maximum size of the larger bodies, gathered before they are sent, that all shadows of a process hold.
 MAX_WHOLE_BYTES = 64 * 1024 * 1024
+
+#: Maximum size of each of two answers that are compared.
+MAX_COMPARED_BYTES = 1024 * 1024
+#: Maximum number of shadowed requests of one rollout and process whose answers are awaited.
+MAX_PENDING = 16
+#: Number of differences that are kept, and the characters of each, and of each of its answers.
+KEPT_DIFFERENCES = 10
+MAX_SAMPLE, MAX_SHOWN = 300, 100
 
 SendTo = Callable[[Envelope, Receive, Send], Coroutine[Any, Any, None]]
 
@@ -44,6 +56,8 @@ class Shadow:
         The set that owns the task of the copy.
     room : ShadowBudget, optional
         Shared by all shadows of the process; without it, larger bodies cancel the copy.
+    answer : Answer, optional
+        Keeps what the copy is answered with.
     """
 
     def __init__(
@@ -53,7 +67,9 @@ class Shadow:
         send_to: SendTo,
         tasks: TaskSet,
         room: ShadowBudget | None = None,
+        answer: Answer | None = None,
     ) -> None:
+        self._answer = answer
         self._room = room or ShadowBudget(0)
         self._whole_bytes = 0
         self._backend = backend
@@ -100,14 +116,175 @@ class Shadow:
 
     async def _run(self, envelope: Envelope, send_to: SendTo) -> None:
         try:
-            sending = send_to(envelope, self._receive, _drop)
+            sending = send_to(envelope, self._receive, _drop if self._answer is None else self._answer.send)
             if envelope.deadline is not None:
                 sending = until(envelope.deadline, sending, "The deadline of the request has passed.")
             await sending
         except Exception as error:
             # A shadow must never affect the caller.
+            if self._answer is not None:
+                self._answer.error = error
             logger.debug("A shadow request to %s failed: %r", self._backend, error)
 
 
 async def _drop(message: Message) -> None:
     pass
+
+
+async def send_with_copies(
+    copies: Sequence[Shadow], send_to: SendTo, envelope: Envelope, receive: Receive, send: Send
+) -> None:
+    """Send a request, and give its copies what it reads."""
+    if not envelope.has_body:
+        for copy in copies:
+            copy.put({"type": "http.request", "body": b"", "more_body": False})
+
+    async def receive_and_copy() -> Message:
+        message = await receive()
+        if envelope.has_body:
+            for copy in copies:
+                copy.put(message)
+        return message
+
+    try:
+        await send_to(envelope, receive_and_copy, send)
+    except asyncio.CancelledError:
+        # The copy of an endless stream would never end.
+        for copy in copies:
+            copy.task.cancel()
+        raise
+    finally:
+        for copy in copies:
+            copy.end()
+
+
+class Answer:
+    """What a request was answered with, up to `MAX_COMPARED_BYTES`; see `HTTPAnswer` for HTTP."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+        self._messages: list[Message] = []
+        self._bytes = 0
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of it is kept."""
+        return self._bytes <= MAX_COMPARED_BYTES
+
+    def note(self, message: Message) -> None:
+        """Keep a message, unless they are too many by now."""
+        self._bytes += message_bytes(message)
+        if self.is_whole:
+            self._messages.append(message)
+
+    async def send(self, message: Message) -> None:
+        """Take a message as the caller would."""
+        self.note(message)
+
+    def value(self) -> Any:
+        """Return the response, the value of a call, or the values of a stream; raise the error if it failed.
+
+        Calls user code to unpickle.
+        """
+        if self.error is not None:
+            raise self.error
+        start = next((each for each in self._messages if each["type"] == "http.response.start"), None)
+        if start is not None:
+            bodies = (each.get("body", b"") for each in self._messages)
+            return HTTPAnswer(start["status"], tuple(map(tuple, start["headers"])), b"".join(bodies))
+        values = [load(each["payload"]) for each in self._messages if "payload" in each]
+        return values[0] if len(values) == 1 else values
+
+
+@dataclass(frozen=True, slots=True)
+class HTTPAnswer:
+    """An HTTP response, for a function that compares two of them."""
+
+    status: int
+    headers: tuple[tuple[bytes, bytes], ...]
+    body: bytes
+
+
+class AnswerComparer:
+    """Compares the answers of shadowed requests in a thread, one after another.
+
+    Parameters
+    ----------
+    path : str or None
+        Import path of the function that returns whether two answers are equal.
+    """
+
+    def __init__(self, path: str | None) -> None:
+        self.path = path
+        self.compared = self.different = 0
+        #: The last differences.
+        self.samples: deque[str] = deque(maxlen=KEPT_DIFFERENCES)
+        self._pending = 0
+        self._turn = asyncio.Lock()
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another request may be compared; others are not even copied."""
+        return self._pending < MAX_PENDING
+
+    async def compare(self, name: str, old: Answer, new: Answer, copy: asyncio.Task[None]) -> None:
+        """Compare two answers once the copy has its own."""
+        self._pending += 1
+        try:
+            await asyncio.wait([copy])
+            if copy.cancelled() or not (old.is_whole and new.is_whole):
+                return
+            async with self._turn:
+                difference = await asyncio.to_thread(self._difference, old, new)
+            self.compared += 1
+            if difference:
+                self.different += 1
+                self.samples.append(f"{name}: {difference}"[:MAX_SAMPLE])
+        finally:
+            self._pending -= 1
+
+    def _difference(self, old: Answer, new: Answer) -> str:
+        """Return the difference between two answers; empty if there is none."""
+        before, after = _shown_value(old), _shown_value(new)
+        if isinstance(before, Exception) or isinstance(after, Exception):
+            is_equal = _kind_of(before) == _kind_of(after)
+        else:
+            try:
+                is_equal = bool(
+                    _equal(before, after)
+                    if self.path is None
+                    else import_definition(self.path)(before, after)
+                )
+            except Exception as error:  # user code may raise anything
+                return f"{self.path or 'the comparison'} raised {summary_of(error)}"
+        return "" if is_equal else f"{_short(before)} != {_short(after)}"
+
+    def plain(self) -> list[Any]:
+        """Return the totals and the last differences as plain values."""
+        return [self.compared, self.different, list(self.samples)]
+
+
+def _shown_value(answer: Answer) -> Any:
+    try:
+        return answer.value()
+    except Exception as error:  # of user code, or of unpickling
+        return error
+
+
+def _kind_of(value: Any) -> str:
+    """Return the class of an error, which may be packed; empty for anything else."""
+    return summary_of(value).partition(":")[0] if isinstance(value, Exception) else ""
+
+
+def _equal(before: Any, after: Any) -> Any:
+    if isinstance(before, HTTPAnswer) and isinstance(after, HTTPAnswer):
+        return (before.status, before.body) == (after.status, after.body)
+    return before == after
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, Exception):
+        return summary_of(value)[:MAX_SHOWN]
+    if isinstance(value, HTTPAnswer):
+        return f"{value.status} {value.body[:MAX_SHOWN]!r}"
+    return repr(value)[:MAX_SHOWN]

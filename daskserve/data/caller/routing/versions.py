@@ -10,10 +10,11 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from http.cookies import CookieError, SimpleCookie
-from typing import Any, TypeAlias
+from typing import Any
 
 from daskserve.common.types import BackendTag, Envelope, EnvelopeKind, Message, Receive, Send, described
 from daskserve.data.caller.routing.choice import shard_draw
+from daskserve.data.caller.routing.shadow import AnswerComparer, SendTo
 from daskserve.errors import NotFoundError, ServeError, http_status_of
 from daskserve.loops.deadlines import is_over
 from daskserve.payload.packed_errors import known_of
@@ -34,10 +35,6 @@ def candidate_of(tag: BackendTag) -> BackendTag:
 def backend_of(tag: BackendTag) -> BackendTag:
     """Return the backend of a replica set."""
     return tag.removesuffix(_SUFFIX)
-
-
-#: Sends a request to a replica of one version.
-SendTo: TypeAlias = Callable[[Envelope, Receive, Send], Coroutine[Any, Any, None]]
 
 
 class VersionCounter:
@@ -79,19 +76,41 @@ class Versions:
         self._share: float = value["share"]
         self._names: list[str] = value["names"]
         self._sticky: str | None = value["sticky"]
+        self._shadow: float = value.get("shadow", 0.0)
+        self.comparer = AnswerComparer(value.get("compare"))
         self._counters = {NEW: VersionCounter(), OLD: VersionCounter()}
 
-    def send(
-        self, envelope: Envelope, receive: Receive, send: Send, shard_key: str, rng: random.Random
-    ) -> Coroutine[Any, Any, None]:
-        """Send a request to the version that it names, or that is drawn for it; only the latter counts."""
-        named = self._named(envelope)
-        if named is not None:
-            return self._send_to[named](envelope, receive, send)
+    def after(self, before: Versions | None) -> Versions:
+        """Go on with the comparisons of an earlier step of the same rollout."""
+        if before is not None and self._rollout_of(before.key) == self._rollout_of(self.key):
+            self.comparer = before.comparer
+        return self
+
+    @staticmethod
+    def _rollout_of(key: str) -> str:
+        return key.partition("/")[0]
+
+    def choose(self, envelope: Envelope, shard_key: str, rng: random.Random) -> str | None:
+        """Return the version that is drawn for a request; None if the request names one."""
+        if self._named(envelope) is not None:
+            return None
         key = shard_key or self._session_of(envelope)
         # Of its own, so that it is independent of the draw of the backend by the same key.
         number = shard_draw(f"{key}\n{self._tag}") if key else rng.random()
-        version = NEW if number < self._share else OLD
+        return NEW if number < self._share else OLD
+
+    def is_copied(self, envelope: Envelope, rng: random.Random) -> bool:
+        """Return whether a request to the old version is copied to the new one."""
+        if not self._shadow or _is_socket(envelope) or not self.comparer.has_room:
+            return False
+        return rng.random() < self._shadow
+
+    def send(
+        self, version: str | None, envelope: Envelope, receive: Receive, send: Send
+    ) -> Coroutine[Any, Any, None]:
+        """Send a request to the version drawn for it, or that it names; only the former counts."""
+        if version is None:
+            return self._send_to[self._named(envelope) or OLD](envelope, receive, send)
         return self._count(version, envelope, receive, send)
 
     def _named(self, envelope: Envelope) -> str | None:
@@ -131,7 +150,7 @@ class Versions:
     async def _count(self, version: str, envelope: Envelope, receive: Receive, send: Send) -> None:
         """Send a request, and count how it ends; one whose caller leaves is not counted."""
         counter, began, has_failed = self._counters[version], self._now(), False
-        is_socket = envelope.kind is EnvelopeKind.HTTP and envelope.head.get("type") == "websocket"
+        is_socket = _is_socket(envelope)
 
         def note(message: Message) -> Awaitable[None]:
             nonlocal has_failed
@@ -164,9 +183,14 @@ class Versions:
     def plain(self) -> dict[str, Any] | None:
         """Return the totals for the controller; None if no request has ended."""
         new, old = self._counters[NEW], self._counters[OLD]
-        if not (new.requests or old.requests):
+        if not (new.requests or old.requests or self.comparer.compared):
             return None
-        return {"key": self.key, "new": new.plain(), "old": old.plain()}
+        found = {"key": self.key, "new": new.plain(), "old": old.plain()}
+        return {**found, "shadowed": self.comparer.plain()} if self.comparer.compared else found
+
+
+def _is_socket(envelope: Envelope) -> bool:
+    return envelope.kind is EnvelopeKind.HTTP and envelope.head.get("type") == "websocket"
 
 
 def _header(envelope: Envelope, name: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""The route for external scaling, over a socket, with controllers that answer, fail and hang."""
+"""The routes of the REST API, over a socket, with controllers that answer, fail and hang."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import dask.config
 import pytest
 from distributed.http.routing import RoutingApplication
 from tornado.httpclient import AsyncHTTPClient, HTTPResponse
@@ -18,12 +19,20 @@ from tornado.testing import bind_unused_port
 from tornado.web import RequestHandler
 
 from daskserve.cluster.scheduler.controllers import Instance
-from daskserve.cluster.scheduler.http import scale_route
-from daskserve.cluster.scheduler.http.scale_route import MAX_BODY_BYTES, ScaleRoute
+from daskserve.cluster.scheduler.http.api import access, handler
+from daskserve.cluster.scheduler.http.api.access import ControllerAccess
+from daskserve.cluster.scheduler.http.api.handler import Api
+from daskserve.cluster.scheduler.http.api.operations import MAX_CONFIG_BYTES, OPERATIONS, SMALL_BYTES
 from daskserve.cluster.scheduler.http.site_guard import SiteGuard
 from daskserve.cluster.store.errors import StoreUnavailableError
 from daskserve.common.types import ActorAddress
-from daskserve.errors import ActorLostError, ExternalScalerDisabledError, NotFoundError, StaleEpochError
+from daskserve.errors import (
+    ActorLostError,
+    ExternalScalerDisabledError,
+    NotFoundError,
+    StaleEpochError,
+    UnavailableError,
+)
 
 ReplicaRequest = Callable[[int], Awaitable[Any]]
 GOOD = json.dumps({"target_num_replicas": 3}).encode()
@@ -33,6 +42,7 @@ class Hosts:
     """Fake Hosts; the test decides per incarnation what a controller answers."""
 
     def __init__(self) -> None:
+        self.verbs: list[str] = []
         self.calls: list[tuple[str, int, Mapping[str, Any]]] = []
         self.answer: ReplicaRequest = self.echo_number
 
@@ -40,7 +50,8 @@ class Hosts:
         return self.calls[-1][2]["number"]
 
     async def call(self, address: ActorAddress, verb: str, **message: Any) -> Any:
-        assert verb == "scale"
+        message.pop("request_id", None)
+        self.verbs.append(verb)
         self.calls.append((address.name, address.incarnation, message))
         return await self.answer(address.incarnation)
 
@@ -66,7 +77,8 @@ class Site:
         self.instances = {"one": instance("one"), "two words": instance("two words")}
         scheduler: Any = SimpleNamespace(http_application=self.application, address="tcp://10.0.0.1:8786")
         self.guard = SiteGuard(scheduler)
-        self.route = ScaleRoute(scheduler, self.instances, self.hosts, self.guard)  # type: ignore[arg-type]
+        called = ControllerAccess(self.instances, self.hosts)  # type: ignore[arg-type]
+        self.api = Api(scheduler, called, self.guard)
         self.prefix = prefix
 
     @asynccontextmanager
@@ -75,8 +87,8 @@ class Site:
         sock, self.port = bind_unused_port()
         server.add_socket(sock)
         self.client: AsyncHTTPClient = SimpleAsyncHTTPClient(force_instance=True)
-        self.route.route.install()
-        self.route.route.install()
+        self.api.install()
+        self.api.install()
         try:
             yield self
         finally:
@@ -88,12 +100,21 @@ class Site:
         self, body: bytes | None = GOOD, path: str = "one/default/b", method: str = "POST", **headers: str
     ) -> HTTPResponse:
         name, application, deployment = path.split("/")
-        url = (
-            f"http://127.0.0.1:{self.port}{self.prefix}/daskserve/{name}/api/v1/applications/{application}"
-            f"/deployments/{deployment}/scale"
-        )
+        below = f"api/v1/applications/{application}/deployments/{deployment}/scale"
+        return await self.ask(f"/daskserve/{name}/{below}", method, body, **headers)
+
+    async def ask(
+        self, path: str, method: str = "GET", body: bytes | None = None, **headers: str
+    ) -> HTTPResponse:
+        named = {name.replace("_", "-"): each for name, each in headers.items()}
         return await self.client.fetch(
-            url, method=method, body=body, headers=headers, raise_error=False, request_timeout=5
+            f"http://127.0.0.1:{self.port}{self.prefix}{path}",
+            method=method,
+            body=body,
+            headers=named,
+            raise_error=False,
+            request_timeout=5,
+            allow_nonstandard_methods=True,
         )
 
 
@@ -155,7 +176,7 @@ async def test_each_kind_of_refusal_has_its_status(site: Site) -> None:
 
 
 async def test_a_body_that_is_too_large_is_refused(site: Site) -> None:
-    fitting = GOOD + b" " * (MAX_BODY_BYTES - len(GOOD))
+    fitting = GOOD + b" " * (SMALL_BYTES - len(GOOD))
     assert (await site.send(fitting)).code == 200
     for body in (fitting + b" ", b" " * (10 << 20)):
         reply = await site.send(body)
@@ -198,7 +219,7 @@ async def test_a_lost_controller_is_replaced_and_the_call_retried(error: Excepti
 async def test_a_call_to_a_hanging_controller_is_cancelled_once_it_is_replaced(
     monkeypatch: pytest.MonkeyPatch, site: Site
 ) -> None:
-    monkeypatch.setattr(scale_route, "CHECK_S", 0.01)
+    monkeypatch.setattr(access, "CHECK_S", 0.01)
     was_cancelled = asyncio.Event()
 
     async def hang(incarnation: int) -> Any:
@@ -216,7 +237,7 @@ async def test_a_call_to_a_hanging_controller_is_cancelled_once_it_is_replaced(
 
 
 async def test_no_controller_in_time_gives_503(monkeypatch: pytest.MonkeyPatch, site: Site) -> None:
-    monkeypatch.setattr(scale_route, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(access, "PATIENCE_S", 0.1)
     site.instances["one"] = instance("one", None)
     reply = await site.send()
     assert (reply.code, reply.headers["Retry-After"]) == (503, "1")
@@ -233,7 +254,7 @@ async def test_no_controller_in_time_gives_503(monkeypatch: pytest.MonkeyPatch, 
 async def test_an_instance_that_ends_during_the_request_gives_404(
     monkeypatch: pytest.MonkeyPatch, site: Site
 ) -> None:
-    monkeypatch.setattr(scale_route, "CHECK_S", 0.01)
+    monkeypatch.setattr(access, "CHECK_S", 0.01)
     entry = site.instances["one"]
 
     async def end(_: int) -> None:
@@ -248,7 +269,155 @@ async def test_an_instance_that_ends_during_the_request_gives_404(
 async def test_the_route_is_removed(site: Site) -> None:
     rules = site.application.default_router.rules
     count = len(rules)
-    site.route.route.uninstall()
-    site.route.route.uninstall()
-    assert len(rules) == count - 1
+    site.api.uninstall()
+    site.api.uninstall()
+    assert len(rules) < count
     assert (await site.send()).code == 404
+
+
+class Answers:
+    """Answers each verb with a fixed value."""
+
+    def __init__(self, site: Site, **values: Any) -> None:
+        self._site = site
+        self._values = values
+        site.hosts.answer = self
+
+    async def __call__(self, incarnation: int) -> Any:
+        return self._values[self._site.hosts.verbs[-1]]
+
+
+async def test_without_a_name_the_common_instance_is_meant(site: Site) -> None:
+    Answers(site, details={"version": 3, "details": {"applications": {}}})
+    reply = await site.ask("/api/serve/applications/")
+    assert (reply.code, "Several run; name one" in message_of(reply)) == (404, True)
+    site.instances["daskserve"] = instance("daskserve")
+    for path in (
+        "/api/serve/applications/",
+        "/api/serve/applications",
+        "/daskserve/one/api/serve/applications/",
+    ):
+        reply = await site.ask(f"{path}?api_type=declarative")
+        assert (reply.code, json.loads(reply.body), reply.headers["ETag"]) == (
+            200,
+            {"applications": {}},
+            '"3"',
+        )
+    assert [name for name, _, _ in site.hosts.calls] == [
+        "daskserve/controller",
+        "daskserve/controller",
+        "one/controller",
+    ]
+    assert site.hosts.calls[0][2] == {"api_type": "declarative"}
+
+
+async def test_a_configuration_is_put_as_text_with_the_version_that_it_is_based_on(site: Site) -> None:
+    Answers(site, apply_text={"version": 4, "deleted": [], "warnings": []}, plan_text={"version": 3})
+    path = "/daskserve/one/api/serve/applications/"
+    headers = {"If_Match": '"3"', "Content_Type": "application/json; charset=utf-8", "User_Agent": "tool"}
+    reply = await site.ask(f"{path}?merge=true&version=abc", "PUT", b"{}", **headers)
+    assert (reply.code, reply.headers["ETag"]) == (200, '"4"')
+    assert site.hosts.calls[-1][2] == {
+        "text": "{}",
+        "name": "body.json",
+        "merge": True,
+        "expected_version": 3,
+        "by": "tool at 127.0.0.1",
+        "version": "abc",
+    }
+    assert (await site.ask(f"{path}?dry_run=true", "PUT", b"a: 1")).code == 200
+    assert site.hosts.verbs[-1] == "plan_text"
+    assert site.hosts.calls[-1][2] == {"text": "a: 1", "name": "body.yaml", "merge": False}
+    for query, given, body, text in (
+        ("", {"If_Match": "three"}, b"{}", "must be the ETag"),
+        ("?merge=perhaps", {}, b"{}", "merge='perhaps' must be true or false"),
+        ("", {}, b"\xff", "not UTF-8"),
+        ("", {}, b" " * (MAX_CONFIG_BYTES + 1), f"more than {MAX_CONFIG_BYTES} bytes"),
+    ):
+        reply = await site.ask(f"{path}{query}", "PUT", body, **given)
+        assert (reply.code, text in message_of(reply)) == (400, True)
+
+
+async def test_each_operation_answers_and_refuses_pages_of_other_sites(site: Site) -> None:
+    changed = {"goal": "g", "version": 1}
+    Answers(
+        site,
+        details={"version": 1, "details": {"applications": {"shop": {"name": "shop"}}}},
+        apply_text=changed,
+        plan_text=changed,
+        get_config=changed,
+        delete_applications=changed,
+        delete_application=changed,
+        history={},
+        rollback=changed,
+        restart=changed,
+        scale=3,
+        config_schema={},
+        events={"events": [], "next": 0},
+    )
+    for each in OPERATIONS:
+        path = each.path.replace("{application}", "shop").replace("{deployment}", "d")
+        body = None if each.method in ("GET", "DELETE") else GOOD if each.body == "number" else b"{}"
+        assert (await site.ask(f"/daskserve/one{path}", each.method, body)).code == 200, each.path
+        reply = await site.ask(f"/daskserve/one{path}", each.method, body, Origin="http://evil.example")
+        assert reply.code == 403
+    assert (await site.ask("/daskserve/one/api/serve/events", "PATCH", b"")).code == 405
+
+
+async def test_changes_can_be_switched_off_but_for_scaling(site: Site) -> None:
+    Answers(site, scale=3, get_config={"version": 1})
+    with dask.config.set({"daskserve.scheduler.http-changes": False}):
+        for method in ("PUT", "DELETE"):
+            body = b"{}" if method == "PUT" else None
+            reply = await site.ask("/daskserve/one/api/serve/applications/", method, body)
+            assert (reply.code, "http-changes is false" in message_of(reply)) == (403, True)
+        assert (await site.ask("/daskserve/one/api/serve/config")).code == 200
+        assert (await site.send()).code == 200
+
+
+async def test_events_are_streamed_from_where_a_client_has_left_off(
+    monkeypatch: pytest.MonkeyPatch, site: Site
+) -> None:
+    waits = [
+        {"events": [{"number": 8, "kind": "deployed"}], "next": 8},
+        UnavailableError("the controller is being replaced"),
+        {"events": [{"number": 9, "kind": "scaled"}], "next": 9},
+        NotFoundError("the instance has ended"),
+    ]
+
+    async def answer(_: int) -> Any:
+        found = waits.pop(0)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    monkeypatch.setattr(handler, "RETRY_AFTER_S", 0)
+    monkeypatch.setattr(access, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(handler, "SILENCE_S", 0.2)
+    site.hosts.answer = answer
+    monkeypatch.setattr(access, "PATIENCE_S", 0.2)
+    stream = {"Accept": "text/event-stream", "Last_Event_ID": "7"}
+    reply = await site.ask("/daskserve/one/api/serve/events?application=shop", **stream)
+    assert reply.headers["Content-Type"] == "text/event-stream"
+    assert site.hosts.calls[0][2] == {"after": 7, "application": "shop"}
+    assert site.hosts.calls[-1][2]["after"] == 9
+    text = reply.body.decode()
+    assert 'id: 8\nevent: deployed\ndata: {"number": 8, "kind": "deployed"}\n\n' in text
+    assert "id: 9\nevent: scaled" in text
+    assert site.api.streams == 0
+    monkeypatch.setattr(handler, "MAX_STREAMS", 0)
+    assert (await site.ask("/daskserve/one/api/serve/events", **stream)).code == 503
+
+
+async def test_the_document_names_every_operation_and_the_page_needs_no_other_site(site: Site) -> None:
+    found = json.loads((await site.ask("/daskserve/openapi.json")).body)
+    assert found["openapi"] == "3.1.0"
+    named = {(path, method.upper()) for path, each in found["paths"].items() for method in each}
+    assert named == {(each.path, each.method) for each in OPERATIONS}
+    ids = [each["operationId"] for path in found["paths"].values() for each in path.values()]
+    assert len(set(ids)) == len(ids)
+    page = await site.ask("/daskserve/api")
+    assert page.headers["Content-Security-Policy"].startswith("default-src 'none'")
+    assert b"/api/serve/plan" in page.body
+    assert b"://" not in page.body
+    assert (await site.ask("/daskserve/api", Origin="http://evil.example")).code == 403

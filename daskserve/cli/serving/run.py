@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import sys
@@ -12,15 +13,23 @@ from typing import Any
 import click
 import dask.config
 
-from daskserve.cli.http_options import given_http_options, http_options
 from daskserve.cli.instance import address_option
 from daskserve.cli.output import errors_as_messages
-from daskserve.cli.process import env_file_option, log_level_option, use_env_file, use_log_level
+from daskserve.cli.serving.http_options import given_http_options, http_options
+from daskserve.cli.serving.process import env_file_option, log_level_option, use_env_file, use_log_level
+from daskserve.cli.serving.targets import (
+    Served,
+    check_file_options,
+    environment_options,
+    given_environment,
+    served_file,
+    served_path,
+)
 from daskserve.client.hosting.hosting import HostingMode, host
 from daskserve.client.hosting.reloading.files import Patterns
-from daskserve.client.hosting.sources import Source
 from daskserve.client.verbs.applications import RunTarget
 from daskserve.common.types import DEFAULT_APPLICATION
+from daskserve.config_file.reading import is_config_file
 
 #: The words for how old replicas make way when a file has changed.
 ROLLING_UPDATE, RECREATE = "rolling-update", "recreate"
@@ -92,6 +101,7 @@ def reload_options(command: Callable[..., Any]) -> Callable[..., Any]:
     type=click.IntRange(1),
     help="Number of replicas of the ingress, each in a process of its own.",
 )
+@environment_options
 @env_file_option
 @log_level_option
 @address_option
@@ -137,10 +147,11 @@ def run(
     reload_strategy: str,
     **others: Any,
 ) -> None:
-    """Serve the application TARGET, given as module:name, until Ctrl-C.
+    """Serve the application TARGET, given as module:name, or those of a configuration file, until Ctrl-C.
 
-    TARGET is a FastAPI, Starlette or other ASGI application, what .bind() returns, or a function that builds
-    one of these from the arguments KEY=VALUE. Modules are found in the current directory, or in --app-dir.
+    TARGET names a FastAPI, Starlette or other ASGI application, what .bind() returns, or a function that
+    builds one of these from the arguments KEY=VALUE. Modules are found in the current directory, or in
+    --app-dir.
 
     Without --address, a local Dask cluster is started, which ends with the command. Its worker imports the
     module, and the port opens once the application is up. With --address, the workers must be able to import
@@ -151,32 +162,42 @@ def run(
     With --reload, a saved file replaces the application on the same port, without losing a request. Code that
     cannot be imported, or does not start, is reported, and the version from before keeps serving.
     """
-    if target.endswith((".yaml", ".yml", ".json")):
-        raise click.ClickException(
-            f"TARGET is the file {target!r}, but there are no configuration files. Give an import path, such "
-            "as module:app."
-        )
     check_uses(blocking=blocking, restore=restore, reload=reload, watched=others)
-    use_env_file(env_file)
+    if is_config_file(target):
+        check_file_options(target, arguments)
     use_log_level(log_level)
+    variables = use_env_file(env_file)
     sys.path.insert(0, os.path.abspath(app_dir))
+    cluster = address or dask.config.get("scheduler-address", None)
+    ingress = {} if workers is None else {"num_replicas": workers, "isolation": "process"}
+
+    def find() -> Served:
+        if is_config_file(target):
+            found = served_file(target, timeout_s)
+        else:
+            pairs = None if factory else parsed(arguments)
+            # The workers of a cluster that runs already do not have this process's variables.
+            environment = given_environment(others, variables if cluster else {})
+            path = RunTarget(target, name, route_prefix, pairs)
+            found = served_path(path, environment, is_factory=factory, timeout_s=timeout_s)
+        return dataclasses.replace(found, source=dataclasses.replace(found.source, ingress=ingress))
+
     with errors_as_messages(), sigterm_as_interrupt():
-        pairs = parsed(arguments)
-        targets = (RunTarget(target, name, route_prefix, None if factory else pairs),)
-        ingress = {} if workers is None else {"num_replicas": workers, "isolation": "process"}
+        served = find()
         stay = HostingMode(
             blocking,
             replace,
             restore,
-            files_to_watch(app_dir, others) if reload else None,
+            files_to_watch(target, app_dir, others) if reload else None,
             reload_strategy == RECREATE,
         )
         host(
-            Source(targets, timeout_s, ingress, is_factory=factory),
-            given_http_options(others),
-            address=address or dask.config.get("scheduler-address", None),
+            served.source,
+            {**served.http_options, **given_http_options(others)},
+            address=cluster,
             stay=stay,
             report=click.echo,
+            reread=lambda: find().source,
         )
 
 
@@ -192,11 +213,11 @@ def check_uses(*, blocking: bool, restore: bool, reload: bool, watched: Mapping[
         raise click.UsageError(f"{option} says which files --reload watches; add --reload.")
 
 
-def files_to_watch(app_dir: str, watched: Mapping[str, Any]) -> Patterns:
+def files_to_watch(target: str, app_dir: str, watched: Mapping[str, Any]) -> Patterns:
     """Return the files that --reload watches."""
-    return Patterns.of(
-        watched["reload_dirs"] or (app_dir,), watched["reload_includes"], watched["reload_excludes"]
-    )
+    configuration = target if is_config_file(target) else ""
+    folders = watched["reload_dirs"] or (app_dir,)
+    return Patterns.of(folders, watched["reload_includes"], watched["reload_excludes"], configuration)
 
 
 def parsed(arguments: tuple[str, ...]) -> Mapping[str, str]:

@@ -1,0 +1,290 @@
+"""``daskserve deploy``, ``diff`` and ``config``: configurations of instances."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from daskserve.cli.instance import connected, instance_options, known
+from daskserve.cli.output import (
+    CommandError,
+    ExitCode,
+    coloured,
+    errors_as_messages,
+    json_option,
+    print_json,
+)
+from daskserve.cli.serving.run import parsed
+from daskserve.client.client import Client
+from daskserve.client.functions.http_differences import differences
+from daskserve.client.functions.instances import start
+from daskserve.client.views.plan import Plan
+from daskserve.common import settings
+from daskserve.common.types import DEFAULT_APPLICATION
+from daskserve.config_file.model import ApplicationConfig, InstanceConfig
+from daskserve.config_file.reading import is_config_file, read
+from daskserve.config_file.references import resolved
+from daskserve.config_file.writing import to_yaml, without_places
+from daskserve.errors import NotRunningError
+from daskserve.loops.blocking import finish
+
+#: The colours of signs at the beginning of a line of a plan.
+_COLOURS: Mapping[str, str] = {"+": "green", "-": "red", "!": "red", "~": "yellow"}
+
+
+@dataclass(frozen=True, slots=True)
+class Declaration:
+    """What a command's target declares, and where it comes from."""
+
+    config: InstanceConfig
+    warnings: list[str]
+    source: str
+
+
+def target_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the target of a command, a file or an import path, and its options."""
+    options = (
+        click.argument("target"),
+        click.argument("arguments", nargs=-1, metavar="[KEY=VALUE]..."),
+        click.option(
+            "--name",
+            "application",
+            default=DEFAULT_APPLICATION,
+            show_default=True,
+            help="Name of the application, if TARGET is an import path.",
+        ),
+        click.option(
+            "--route-prefix",
+            default="/",
+            show_default=True,
+            help="Path prefix of its HTTP requests, if TARGET is an import path.",
+        ),
+        click.option(
+            "--merge",
+            is_flag=True,
+            help="Leave all that the file does not name as it is. Default: what an earlier file has brought "
+            "and this one does not name is deleted.",
+        ),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def declaration(target: str, arguments: tuple[str, ...], application: str, route_prefix: str) -> Declaration:
+    """Return what a target declares: a configuration file, ``-`` for standard input, or an import path."""
+    if target == "-" or is_config_file(target):
+        if arguments:
+            raise click.UsageError("KEY=VALUE belongs to import paths; write it as args in the file.")
+        text = sys.stdin.read() if target == "-" else _text_of(target)
+        found = read(text, "-" if target == "-" else target)
+        return Declaration(found.config, found.warnings, "standard input" if target == "-" else target)
+    one = ApplicationConfig(
+        name=application, import_path=target, route_prefix=route_prefix, args=dict(parsed(arguments))
+    )
+    return Declaration(InstanceConfig(applications=[one]), [], target)
+
+
+def _text_of(file: str) -> str:
+    try:
+        return Path(file).read_text(encoding="utf-8")
+    except OSError as error:
+        raise click.UsageError(f"The file {file!r} cannot be read: {error.strerror}.") from None
+
+
+@click.command()
+@target_options
+@instance_options
+@click.option("--dry-run", is_flag=True, help="Show what it would change, and change nothing.")
+@click.option("--wait", is_flag=True, help="Return once all applications run, or have failed.")
+@click.option(
+    "--timeout-s",
+    type=click.FloatRange(0, min_open=True),
+    help="With --wait: how long, in seconds. The deploy then continues.",
+)
+@click.option("--version", metavar="GIT_SHA", default="", help="Version of the file, for the history.")
+@json_option
+def deploy(
+    target: str,
+    arguments: tuple[str, ...],
+    application: str,
+    route_prefix: str,
+    merge: bool,
+    address: str | None,
+    name: str | None,
+    dry_run: bool,
+    wait: bool,
+    timeout_s: float | None,
+    version: str,
+    as_json: bool,
+) -> None:
+    """Deploy TARGET: a configuration file (YAML, JSON or TOML; - is standard input), or an import path.
+
+    Shows what changes, and returns as soon as the instance has accepted it: exit code 0. If no instance runs,
+    a detached one is started, with the file's HTTP options. If an application cannot be built, nothing
+    changes: exit code 1. The workers must be able to import the applications.
+
+    An import path is like a file with one application, and --merge.
+    """
+    with errors_as_messages():
+        wanted = declaration(target, arguments, application, route_prefix)
+        merge = merge or (wanted.source == target and not is_config_file(target))
+        _warn(wanted.warnings)
+        with _instance_for(wanted.config, address, name, may_start=not dry_run) as client:
+            plan = Plan(0, {}) if client is None else client.plan_config(wanted.config, merge=merge)
+            if client is None:
+                raise NotRunningError(
+                    "No instance runs there, so all would be new. Deploy without --dry-run."
+                )
+            _show(plan, as_json=as_json and (dry_run or bool(plan.failed)))
+            if plan.failed:
+                raise _not_built(plan, "Nothing was changed.")
+            if dry_run:
+                return
+            number = client.deploy_config(
+                wanted.config,
+                merge=merge,
+                expected_version=plan.version,
+                source=wanted.source,
+                version=version,
+            )
+            found: dict[str, Any] = {"version": number, "plan": plan.to_plain()}
+            if wait:
+                found["applications"] = client.wait_for_config(number, timeout_s=timeout_s)
+            _tell(found, as_json=as_json)
+
+
+def _tell(found: dict[str, Any], *, as_json: bool) -> None:
+    """Print how a deploy has ended, and exit with 1 if an application has failed."""
+    apps = found.get("applications", {})
+    failed = {name: each["message"] for name, each in apps.items() if each["status"] == "DEPLOY_FAILED"}
+    if as_json:
+        print_json(found)
+    else:
+        click.echo(f"Version {found['version']} is accepted.")
+        for name, each in apps.items():
+            click.echo(coloured(f"{name}: {each['status']}"))
+    if failed:
+        text = "\n".join(f"Application {name!r} failed: {why}" for name, why in failed.items())
+        raise CommandError(text, ExitCode.FAILED, "DeployError")
+
+
+@click.command()
+@target_options
+@instance_options
+@click.option("--exit-code", is_flag=True, help="Exit with 4 if there are changes.")
+@json_option
+def diff(
+    target: str,
+    arguments: tuple[str, ...],
+    application: str,
+    route_prefix: str,
+    merge: bool,
+    address: str | None,
+    name: str | None,
+    exit_code: bool,
+    as_json: bool,
+) -> None:
+    """Show what `daskserve deploy TARGET` would change: what restarts, what is reconfigured, what goes.
+
+    A worker builds the applications for that. If one cannot be built, the exit code is 1.
+    """
+    with errors_as_messages():
+        wanted = declaration(target, arguments, application, route_prefix)
+        merge = merge or (wanted.source == target and not is_config_file(target))
+        _warn(wanted.warnings)
+        with connected(address, name) as client:
+            plan = client.plan_config(wanted.config, merge=merge)
+            _warn_of_http(client, wanted.config)
+        _show(plan, as_json=as_json)
+        if plan.failed:
+            raise _not_built(plan)
+    if exit_code and plan.has_changes:
+        click.get_current_context().exit(ExitCode.CHANGES)
+
+
+@click.command()
+@instance_options
+@click.option("-n", "--name", "application", metavar="APP", help="Show only this application.")
+@json_option
+def config(address: str | None, name: str | None, application: str | None, as_json: bool) -> None:
+    """Show the configuration that was deployed, as a file which deploys to the same.
+
+    References to variables and secrets are shown as they are. Applications of programs are not in it; see
+    `daskserve build --running`.
+    """
+    with errors_as_messages(), connected(address, name) as client:
+        found = client.get_config(application)
+    apps = [each["config"] for each in found["applications"].values()]
+    whole = without_places({**({} if application else found["instance"]), "applications": apps})
+    if as_json:
+        print_json({**whole, "version": found["version"]})
+    else:
+        click.echo(to_yaml(whole), nl=False)
+
+
+@contextmanager
+def _instance_for(
+    config: InstanceConfig, address: str | None, name: str | None, *, may_start: bool
+) -> Iterator[Client | None]:
+    """Yield a client of the running instance, or of a new one; None if there is none and may be none."""
+    try:
+        with connected(address, name) as client:
+            _warn_of_http(client, config)
+            yield client
+            return
+    except NotRunningError:
+        if name is not None:
+            raise
+    if not may_start:
+        yield None
+        return
+    client = start(
+        detached=True,
+        address=known(address),
+        http_options=_http(config),
+        proxy_location=resolved(config, settings.process_variables()).proxy_location,
+    )
+    try:
+        click.echo(f"Started instance {client.instance_name!r}: {', '.join(client.http_urls())}", err=True)
+        yield client
+    finally:
+        client.disconnect()
+
+
+def _http(config: InstanceConfig) -> dict[str, Any]:
+    return dict(resolved(config, settings.process_variables()).http_options)
+
+
+def _warn_of_http(client: Client, config: InstanceConfig) -> None:
+    """Say which HTTP options of a file are not in force, because they act when the instance starts."""
+    given = _http(config)
+    found = finish(differences(client._verbs, given)) if given else ""
+    if found:
+        _warn([f"HTTP options act when the instance starts; in force, {found}."])
+
+
+def _warn(warnings: list[str]) -> None:
+    for each in warnings:
+        click.secho(f"Warning: {each}", err=True, fg="yellow")
+
+
+def _not_built(plan: Plan, more: str = "") -> CommandError:
+    names = ", ".join(map(repr, plan.failed))
+    return CommandError(f"Cannot be deployed: {names}. {more}".rstrip(), ExitCode.FAILED, "DeployError")
+
+
+def _show(plan: Plan, *, as_json: bool) -> None:
+    if as_json:
+        print_json(plan.to_plain())
+        return
+    if click.get_current_context().params.get("as_json"):
+        return
+    for line in str(plan).splitlines():
+        click.secho(line, fg=_COLOURS.get(line.strip()[:1]))

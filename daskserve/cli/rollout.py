@@ -1,0 +1,106 @@
+"""``daskserve rollout``: look at a rollout, pause, promote or abort it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import click
+
+from daskserve.cli.instance import connected, instance_options
+from daskserve.cli.output import ExitCode, coloured, errors_as_messages, json_option, print_json
+from daskserve.client.client import Client
+from daskserve.common.formatting import shown
+
+#: The states in which the new version was taken back.
+TAKEN_BACK = ("ROLLED_BACK", "ABORTED")
+
+
+@click.group()
+def rollout() -> None:
+    """Look at the rollout of a new version, pause, promote or abort it.
+
+    A deployment is named APP/DEPLOYMENT, or DEPLOYMENT alone in the default application.
+    """
+
+
+def _target(command: Callable[..., Any]) -> Callable[..., Any]:
+    named = click.argument("target", metavar="APP/DEPLOYMENT")
+    return named(instance_options(json_option(command)))
+
+
+@rollout.command()
+@_target
+def status(target: str, address: str | None, name: str | None, as_json: bool) -> None:
+    """Show how far a rollout is, with the figures of its gates, or how the last one ended.
+
+    Exits with 1 if the new version was taken back.
+    """
+    found = _show(address, name, as_json, lambda client: client.rollout_status(**named(target)))
+    if found["state"] in TAKEN_BACK:
+        click.get_current_context().exit(ExitCode.FAILED)
+
+
+@rollout.command()
+@_target
+def pause(target: str, address: str | None, name: str | None, as_json: bool) -> None:
+    """Keep a rollout at its present step; its gates stay in force."""
+    _show(address, name, as_json, lambda client: client.pause_rollout(**named(target)))
+
+
+@rollout.command()
+@_target
+@click.option("--full", is_flag=True, help="Skip all other steps.")
+def promote(target: str, address: str | None, name: str | None, as_json: bool, full: bool) -> None:
+    """Let a rollout go on to its next step, whatever it waits for."""
+    _show(address, name, as_json, lambda client: client.promote_rollout(**named(target), full=full))
+
+
+@rollout.command()
+@_target
+def abort(target: str, address: str | None, name: str | None, as_json: bool) -> None:
+    """Give the old version all traffic, and take the change back."""
+    _show(address, name, as_json, lambda client: client.abort_rollout(**named(target)))
+
+
+def named(target: str) -> dict[str, str]:
+    """Return the name of a deployment, and its application if the target names one."""
+    application, _, name = target.rpartition("/")
+    return {"name": name, "application": application}
+
+
+def _show(
+    address: str | None, name: str | None, as_json: bool, verb: Callable[[Client], dict[str, Any]]
+) -> dict[str, Any]:
+    with errors_as_messages(), connected(address, name) as client:
+        found = verb(client)
+    if as_json:
+        print_json(found)
+    else:
+        click.echo(coloured("\n".join(lines_of(found))))
+    return found
+
+
+def lines_of(found: Mapping[str, Any]) -> Iterator[str]:
+    """Return the lines that show the state of a rollout."""
+    yield f"{found['deployment']}: version '{found['version']}' beside '{found['stable']}': {found['state']}"
+    if found["why"]:
+        yield f"  {found['why']}"
+    if "steps" not in found:
+        return
+    steps, share = found["steps"], shown(100 * found["share"])
+    yield f"  step {found['step']} of {len(steps)} ({' -> '.join(steps)}), {share} % of the traffic"
+    for each in ("candidate", "stable"):
+        requests = found["requests"][each]
+        yield (
+            f"  {each}: {found['replicas'][each]} replicas, {requests['ended']} requests at this step, "
+            f"{requests['failed']} failed"
+        )
+    for gate in found["gates"]:
+        yield f"  {gate['metric']}: {'worse' if gate['is_worse'] else 'not worse'}: {gate['text']}"
+    shadowed = found["shadowed"]
+    if shadowed is not None:
+        yield f"  shadowed: {shadowed['different']} of {shadowed['compared']} answers differ"
+        yield from (f"    {each}" for each in shadowed["samples"])
+    if found["waiting"]:
+        yield f"  waits: {found['waiting']}"

@@ -1,0 +1,1 @@
+"""Commands that start what serves: ``daskserve run`` and ``daskserve start``."""

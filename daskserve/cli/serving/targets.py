@@ -1,0 +1,141 @@
+"""What ``daskserve run`` serves: the application of an import path, or those of a configuration file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from daskserve.client.hosting.sources import Source
+from daskserve.client.verbs.applications import RunTarget
+from daskserve.common import settings
+from daskserve.config_file.model import ApplicationConfig
+from daskserve.config_file.reading import read
+from daskserve.config_file.references import resolved
+from daskserve.errors import BadRequestError
+
+#: Options that a configuration file has itself, by the names of their parameters.
+_IN_THE_FILE = ("name", "route_prefix", "factory", "runtime_env", "runtime_env_json", "working_dir")
+
+
+def environment_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add Ray Serve's options for the environment of replicas to a command."""
+    for add in (
+        click.option(
+            "--working-dir",
+            help="Folder or zip file that is sent along to replicas, each in a process of its own.",
+        ),
+        click.option(
+            "--runtime-env-json",
+            metavar="JSON",
+            help='Environment of replicas, such as \'{"env_vars": {"A": "1"}, "packages": ["numpy"]}\'.',
+        ),
+        click.option(
+            "--runtime-env",
+            type=click.Path(exists=True, dir_okay=False),
+            help="YAML file with the environment of replicas.",
+        ),
+    ):
+        command = add(command)
+    return command
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What a command serves, with the HTTP options that its file has."""
+
+    source: Source
+    http_options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def check_file_options(name: str, arguments: tuple[str, ...]) -> None:
+    """Raise `click.UsageError` for options of the running command that a configuration file has itself."""
+    context = click.get_current_context()
+    for each in _IN_THE_FILE:
+        if context.get_parameter_source(each) is ParameterSource.COMMANDLINE:
+            option = f"--{each.replace('_', '-')}"
+            raise click.UsageError(f"{option} belongs to an import path; the file {name!r} has its own.")
+    if arguments:
+        raise click.UsageError(f"The file {name!r} has its own args; leave {' '.join(arguments)} out.")
+
+
+def served_file(name: str, timeout_s: float | None) -> Served:
+    """Return what a configuration file describes; print its warnings.
+
+    Raises
+    ------
+    ConfigFileError
+        The file has faults.
+    BadRequestError
+        It cannot be read.
+    """
+    try:
+        text = Path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadRequestError(f"The file {name!r} cannot be read: {error}") from error
+    found = read(text, name)
+    for warning in found.warnings:
+        click.secho(f"Warning: {warning}", fg="yellow", err=True)
+    whole = resolved(found.config, settings.process_variables())
+    http = dict(whole.http_options)
+    if whole.proxy_location is not None:
+        http["location"] = whole.proxy_location
+    capacity = None if whole.target_capacity is None else float(whole.target_capacity)
+    return Served(Source(tuple(whole.applications), timeout_s, capacity=capacity), http)
+
+
+def served_path(
+    target: RunTarget, environment: Mapping[str, Any], *, is_factory: bool, timeout_s: float | None
+) -> Served:
+    """Return what an import path names, with an environment for its replicas if there is one."""
+    if not environment:
+        return Served(Source((target,), timeout_s, is_factory=is_factory))
+    if is_factory:
+        raise click.UsageError(
+            "--factory takes no environment; let the function be the app of a serve.deployment(env=...)."
+        )
+    config = ApplicationConfig(
+        name=target.name,
+        route_prefix=target.route_prefix,
+        import_path=target.target,
+        args=_literal(dict(target.args or {})),
+        env=_literal(dict(environment)),
+    )
+    return Served(Source((config,), timeout_s))
+
+
+def given_environment(values: Mapping[str, Any], variables: Mapping[str, str]) -> dict[str, Any]:
+    """Return the environment of replicas that a command asks for, with more variables."""
+    found: dict[str, Any] = {}
+    if values["runtime_env"] is not None:
+        import yaml
+
+        found = yaml.safe_load(Path(values["runtime_env"]).read_text(encoding="utf-8"))
+    if values["runtime_env_json"] is not None:
+        if found:
+            raise click.UsageError("Give either --runtime-env or --runtime-env-json, not both.")
+        try:
+            found = json.loads(values["runtime_env_json"])
+        except ValueError as error:
+            raise click.UsageError(f"--runtime-env-json is not JSON: {error}.") from error
+    if not isinstance(found, dict):
+        raise click.UsageError(f"The environment of replicas must be a mapping, got {found!r}.")
+    if values["working_dir"] is not None:
+        found = {**found, "working_dir": values["working_dir"]}
+    if variables:
+        found = {**found, "env_vars": {**variables, **found.get("env_vars", {})}}
+    return found
+
+
+def _literal(value: Any) -> Any:
+    """Return a value whose texts a configuration does not take for references to variables."""
+    if isinstance(value, str):
+        return value.replace("${", "$${")
+    if isinstance(value, Mapping):
+        return {key: _literal(each) for key, each in value.items()}
+    return [_literal(each) for each in value] if isinstance(value, list) else value

@@ -1,0 +1,97 @@
+"""The actor that builds applications for the controller, in a thread of a worker's process.
+
+User code runs there, and never in the process of the controller or the scheduler. Its start is the build, and
+the specs are the facts that it reports; then the controller removes it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from contextvars import copy_context
+from functools import partial
+from typing import Any
+
+from daskserve.cluster.protocols.base import ActorContext, Verb
+from daskserve.common.types import ActorRequest, Envelope
+from daskserve.errors import BadRequestError, ServeError
+from daskserve.loops.threads import start_daemon
+from daskserve.options.start_messages import BuilderStart
+from daskserve.payload.parcels import Parcel
+from daskserve.telemetry.table import MetricSample
+
+
+class Builder:
+    """See the module."""
+
+    def __init__(self, context: ActorContext) -> None:
+        self._context = context
+        self._configs = BuilderStart.decode(context.spec.payload).configs
+        self._stage = ("waiting for a thread", context.clock.now())
+        self.verbs: Mapping[str, Verb] = {}
+
+    def stage(self) -> tuple[str, float]:
+        """Return which application is being built, and since when."""
+        return self._stage
+
+    async def start(self) -> dict[str, Any]:
+        """Build the applications in order; return for each its spec, or its error."""
+        return {"built": [await self._built(each) for each in self._configs]}
+
+    async def _built(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        self._stage = (
+            f"building {config['name']!r} from {config['import_path']!r}",
+            self._context.clock.now(),
+        )
+        try:
+            built = await self._in_thread(partial(_build, config, self._context.spec.instance))
+            for each in built.spec.deployments:
+                parcel = Parcel.labelled(each.spec.code)
+                if parcel is not None and each.spec.parts:
+                    await self._context.cluster.send_parcel(parcel, each.spec.parts)
+        except (ServeError, TypeError) as error:
+            return {"error": str(error), "user_traceback": getattr(error, "user_traceback", "")}
+        return {"spec": built.spec.to_plain()}
+
+    async def _in_thread(self, function: Callable[[], Any]) -> Any:
+        """Run a function in a thread that does not keep the process alive, should it never end."""
+        loop = asyncio.get_running_loop()
+        outcome: asyncio.Future[Any] = loop.create_future()
+
+        def tell(setting: Callable[[Any], None], value: Any) -> None:
+            if not outcome.done():
+                setting(value)
+
+        def run() -> None:
+            try:
+                setting, value = outcome.set_result, function()
+            except BaseException as error:
+                # A user's module may raise anything; it must not end the thread silently.
+                setting, value = outcome.set_exception, error
+            with suppress(RuntimeError):  # the loop has ended meanwhile
+                loop.call_soon_threadsafe(tell, setting, value)
+
+        # In this context, the user's module finds the worker with Dask's own get_worker().
+        start_daemon("daskserve-build", partial(copy_context().run, run))
+        return await outcome
+
+    async def stop(self, grace_s: float) -> None:
+        """Do nothing: code that is being imported cannot be interrupted."""
+
+    def handle(self, envelope: Envelope) -> ActorRequest:
+        raise BadRequestError("What builds applications takes no requests.")
+
+    def samples(self) -> list[MetricSample]:
+        """Return no metrics."""
+        return []
+
+
+def _build(config: Mapping[str, Any], instance: str) -> Any:
+    # Imported in this thread: a worker that builds nothing does not need the client's code.
+    from daskserve.client.definitions.code_digest import shares_ids
+    from daskserve.client.hosting.building import build_configured
+    from daskserve.config_file.model import ApplicationConfig
+
+    shares_ids.set(True)
+    return build_configured(ApplicationConfig(**config), instance, None)

@@ -1,0 +1,59 @@
+"""Starts an instance that stays, as ``daskserve start`` does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from daskserve.client.client import Client
+from daskserve.client.functions.connecting import dial_connection
+from daskserve.client.functions.forms import Form, blocking
+from daskserve.client.functions.http_differences import differences
+from daskserve.client.functions.instances import checked_http, start_with
+from daskserve.client.instance.connection import InstanceConnection
+from daskserve.common.types import DEFAULT_INSTANCE
+from daskserve.errors import AlreadyRunningError
+
+
+@dataclass(frozen=True, slots=True)
+class DetachedInstance:
+    """A detached instance.
+
+    Attributes
+    ----------
+    is_new : bool
+        Whether this call has started it.
+    differences : str
+        The HTTP options that one that ran already has otherwise.
+    """
+
+    client: Client
+    is_new: bool
+    differences: str = ""
+
+
+async def _start_detached(
+    form: Form[Any], http_options: Mapping[str, Any], *, address: str | None, store: str
+) -> DetachedInstance:
+    """Start the detached instance of a cluster, or find it; without an address, start a cluster, too."""
+    options = checked_http(http_options)
+    if address is None:
+        return DetachedInstance(await start_with(form, options, detached=True, store=store), True)
+    # Not by its address: the connection outlives a start that finds an instance.
+    cluster_connection = await dial_connection(form, address)
+    try:
+        started = await start_with(
+            form, options, detached=True, store=store, dask_client=cluster_connection.client
+        )
+        return DetachedInstance(started, True)
+    except AlreadyRunningError:
+        found = InstanceConnection(cluster_connection, DEFAULT_INSTANCE, is_guest=True)
+        different = await differences(form.verbs(found), http_options)
+        return DetachedInstance(form.client(found), False, different)
+    except BaseException:
+        await cluster_connection.disconnect(asynchronous=form.asynchronous)
+        raise
+
+
+start_detached = blocking(_start_detached)

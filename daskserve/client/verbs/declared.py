@@ -1,0 +1,156 @@
+"""The client's methods for configurations: what files declare, instead of programs."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from daskserve.client.instance.connection import Verbs, this_program
+from daskserve.client.views.plan import Plan
+from daskserve.config_file.model import InstanceConfig
+from daskserve.errors import RequestTimeoutError
+from daskserve.options.bounds import checked_number
+
+
+class DeclaringVerbs(Verbs):
+    """Methods of a `Client` that deploy configurations and show them."""
+
+    async def deploy_config(
+        self,
+        config: InstanceConfig,
+        *,
+        merge: bool = False,
+        expected_version: int | None = None,
+        source: str = "",
+        version: str = "",
+    ) -> int:
+        """Deploy a configuration, and return its number as soon as the instance has accepted it.
+
+        Workers import the applications and deploy them afterwards; `wait_for_config` waits for that. An
+        application that cannot be built keeps its version from before. Applications that an earlier
+        configuration has brought and this one does not name are deleted.
+
+        Parameters
+        ----------
+        config : InstanceConfig
+            What `daskserve.config_file.reading.read` returns of a file.
+        merge : bool
+            Leave all that the configuration does not name as it is.
+        expected_version : int, optional
+            The number of the configuration that this one is based on; see `get_config`.
+        source, version : str
+            The name of the file and its version, such as a Git commit, for the history.
+
+        Raises
+        ------
+        VersionConflictError
+            There is a newer configuration than ``expected_version``.
+        BadRequestError
+            A name is used twice, or a route by something else.
+        """
+        await self._share()
+        answer = await self._call(
+            "apply_config",
+            config=config.to_plain(),
+            merge=merge,
+            expected_version=expected_version,
+            by=this_program(),
+            source=source,
+            version=version,
+            request_id=uuid.uuid4().hex,
+        )
+        return int(answer["version"])
+
+    async def plan_config(self, config: InstanceConfig, *, merge: bool = False) -> Plan:
+        """Return what `deploy_config` would change; print it to read it. Workers build it for that."""
+        return Plan.of(await self._call("plan_config", config=config.to_plain(), merge=merge))
+
+    async def get_config(self, application: str | None = None) -> dict[str, Any]:
+        """Return what configurations have declared, of all applications or of one.
+
+        References to variables and secrets are as they are in the file.
+
+        Raises
+        ------
+        NotFoundError
+            There is no such application, or a program has deployed it.
+        """
+        return dict(await self._call("get_config", name=application))
+
+    async def wait_for_config(
+        self, version: int, *, names: Sequence[str] | None = None, timeout_s: float | None = None
+    ) -> dict[str, Mapping[str, str]]:
+        """Return the ``status`` and ``message`` of a configuration's applications once none is in progress.
+
+        Parameters
+        ----------
+        version : int
+            What `deploy_config` returned.
+        names : sequence of str, optional
+            Default: all applications that it has declared.
+
+        Raises
+        ------
+        RequestTimeoutError
+            A `TimeoutError`: it took longer than ``timeout_s``. The deploy continues.
+        """
+        clock = self._connection.cluster_connection.clock
+        deadline = None if timeout_s is None else clock.now() + timeout_s
+        while True:
+            left_s = 25.0 if deadline is None else max(0.0, min(25.0, deadline - clock.now()))
+            found = await self._call("wait_for_config", version=version, names=names, timeout_s=left_s)
+            if found["is_done"]:
+                return dict(found["applications"])
+            if deadline is not None and clock.now() >= deadline:
+                waiting = {
+                    name: each["message"] or each["status"]
+                    for name, each in found["applications"].items()
+                    if each["status"] in ("BUILDING", "DEPLOYING")
+                }
+                text = "; ".join(f"{name}: {why}" for name, why in waiting.items())
+                raise RequestTimeoutError(f"The configuration is not deployed after {timeout_s} s: {text}")
+
+    async def scale_deployment(self, application: str, deployment: str | None, number: int) -> int:
+        """Set the number of replicas of a deployment, until it is deployed with other options.
+
+        Parameters
+        ----------
+        deployment : str or None
+            None: the application's ingress.
+
+        Raises
+        ------
+        NotFoundError
+            There is no such application or deployment.
+        BadRequestError
+            The number is less than 1, or the deployment is autoscaled.
+        """
+        number, by = checked_number(number), this_program()
+        answer = await self._call(
+            "scale", application=application, name=deployment or "", number=number, by=by
+        )
+        return int(answer)
+
+    async def restart(
+        self, application: str, deployment: str | None = None, *, blocking: bool = True
+    ) -> None:
+        """Replace the replicas of an application, or of one of its deployments, by ones of the same code.
+
+        They are replaced as in an update, so that no request is lost.
+
+        Raises
+        ------
+        NotFoundError
+            There is no such application or deployment.
+        """
+        answer = await self._call(
+            "restart",
+            application=application,
+            deployment=deployment,
+            by=this_program(),
+            request_id=uuid.uuid4().hex,
+        )
+        goal = answer["goal"]
+        if blocking and goal is not None:
+            await self._run(self._connection.calls.wait_until_reached(goal, None))

@@ -1,0 +1,224 @@
+"""Answers requests of the REST API, and streams events."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from distributed import Scheduler
+from tornado.iostream import StreamClosedError
+from tornado.web import stream_request_body
+
+from daskserve.cluster.scheduler.http.api.access import ControllerAccess
+from daskserve.cluster.scheduler.http.api.openapi import DOCUMENT_PATH, PAGE_PATH, document, page
+from daskserve.cluster.scheduler.http.api.operations import Asked, Operation, by_path
+from daskserve.cluster.scheduler.http.route import GuardedHandler, SchedulerRoute
+from daskserve.cluster.scheduler.http.site_guard import BODY, SiteGuard
+from daskserve.common import settings
+from daskserve.errors import BadRequestError, ServeError, UnavailableError, http_status_of
+
+#: Value of the ``Retry-After`` header.
+RETRY_AFTER_S = 1
+#: Streams of events at a time; one more is refused with 503.
+MAX_STREAMS = 50
+#: How long a stream is silent at most: then it has a comment, so that proxies keep it.
+SILENCE_S = 15.0
+#: Characters of a client's own name that are recorded.
+NAME_LENGTH = 60
+_ETAG = re.compile(r'(?:W/)?"(\d+)"')
+
+
+class Api:
+    """The routes of the REST API.
+
+    Attributes
+    ----------
+    streams : int
+        The number of open streams of events.
+    """
+
+    def __init__(self, scheduler: Scheduler, access: ControllerAccess, guard: SiteGuard) -> None:
+        self.access = access
+        self.streams = 0
+        arguments = {"api": self, "guard": guard}
+        self._routes = [
+            SchedulerRoute(
+                scheduler,
+                next(iter(operations.values())).pattern,
+                ApiHandler,
+                {**arguments, "operations": operations},
+            )
+            for operations in by_path().values()
+        ]
+        for path in (f"{PAGE_PATH}/?", re.escape(DOCUMENT_PATH)):
+            self._routes.append(SchedulerRoute(scheduler, path, DocumentHandler, {"guard": guard}))
+
+    def install(self) -> None:
+        """Add the routes; idempotent."""
+        for each in self._routes:
+            each.install()
+
+    def uninstall(self) -> None:
+        """Remove the routes; idempotent."""
+        for each in self._routes:
+            each.uninstall()
+
+
+@stream_request_body
+class ApiHandler(GuardedHandler):
+    """Answers one path."""
+
+    def initialize(self, api: Api, guard: SiteGuard, operations: Mapping[str, Operation]) -> None:
+        self._guard = guard
+        self._api = api
+        self._operations = operations
+        self._body = bytearray()
+        self._limit = max(each.max_body_bytes for each in operations.values())
+        self._is_too_large = False
+        self._version: int | None = None
+
+    def data_received(self, chunk: bytes) -> None:
+        # Excess bytes are read and dropped: a client that is still sending would not see the answer.
+        self._is_too_large = self._is_too_large or len(self._body) + len(chunk) > self._limit
+        if not self._is_too_large:
+            self._body += chunk
+
+    async def _respond(self, **path: str | None) -> None:
+        if self.is_refused():
+            return
+        operation = self._operations.get(self.request.method or "")
+        if operation is None:
+            self.write_error(405)
+            return
+        try:
+            instance = path.pop("instance", None)
+            asked = self._asked(operation, {name: each or "" for name, each in path.items()})
+            if not self._is_allowed(operation):
+                return
+            verb, message = operation.verb(asked)
+            if verb == "events" and "text/event-stream" in self.request.headers.get("Accept", ""):
+                await self._stream(instance, message)
+                return
+            value = await self._api.access.call(instance, verb, message, operation.may_take_s)
+            body = operation.answer(asked, value)
+        except ServeError as error:
+            self.answer(http_status_of(error), {"message": str(error)})
+        else:
+            if operation.is_conditional and isinstance(value, Mapping):
+                self._version = value.get("version")
+            self.answer(200, body)
+
+    get = put = post = delete = _respond
+
+    def _asked(self, operation: Operation, path: Mapping[str, str]) -> Asked:
+        if self._is_too_large or len(self._body) > operation.max_body_bytes:
+            self._guard.refusals[BODY] += 1
+            raise BadRequestError(f"the body has more than {operation.max_body_bytes} bytes")
+        agent = self.request.headers.get("User-Agent", "")[:NAME_LENGTH]
+        return Asked(
+            path,
+            {name: self.get_query_argument(name) for name in self.request.query_arguments},
+            bytes(self._body),
+            self.request.headers.get("Content-Type", ""),
+            self._expected() if operation.is_conditional else None,
+            f"{agent or 'a program'} at {self.request.remote_ip}",
+        )
+
+    def _expected(self) -> int | None:
+        """Return the version in ``If-Match``; None without it, and for ``*``."""
+        given = self.request.headers.get("If-Match", "*").strip()
+        if given == "*":
+            return None
+        found = _ETAG.fullmatch(given)
+        if found is None:
+            raise BadRequestError(f"If-Match: {given!r} must be the ETag of one answer, such as '\"3\"'.")
+        return int(found[1])
+
+    def _is_allowed(self, operation: Operation) -> bool:
+        """Return whether the request may be made over HTTP; otherwise it was answered with 403."""
+        if not operation.changes or operation.is_guarded or settings.scheduler().http_changes:
+            return True
+        text = "Requests over HTTP change nothing here: daskserve.scheduler.http-changes is false in the "
+        self.answer(403, {"message": f"{text}scheduler's Dask configuration."})
+        return False
+
+    async def _stream(self, instance: str | None, message: dict[str, Any]) -> None:
+        """Send events until the client leaves."""
+        if self._api.streams >= MAX_STREAMS:
+            raise UnavailableError(f"There are {MAX_STREAMS} streams of events already; retry later.")
+        last = self.request.headers.get("Last-Event-ID", "")
+        if last.isascii() and last.isdigit():
+            message["after"] = int(last)
+        found = await self._api.access.call(instance, "events", message)
+        self._api.streams += 1
+        try:
+            self.set_header("Content-Type", "text/event-stream")
+            self.set_header("Cache-Control", "no-store")
+            self.write(f"retry: {1000 * RETRY_AFTER_S}\n\n")
+            while True:
+                for each in found["events"]:
+                    self.write(f"id: {each['number']}\nevent: {each['kind']}\ndata: {json.dumps(each)}\n\n")
+                if not found["events"]:
+                    self.write(":\n\n")
+                await self.flush()
+                message["after"] = found["next"]
+                try:
+                    found = await self._api.access.call(
+                        instance, "events", {**message, "wait_s": SILENCE_S}, SILENCE_S
+                    )
+                except UnavailableError:
+                    found = {"events": [], "next": message["after"]}
+                    await asyncio.sleep(RETRY_AFTER_S)
+        except (StreamClosedError, ServeError):
+            pass  # the client has left, or the instance has ended
+        finally:
+            self._api.streams -= 1
+            self.finish()
+
+    def on_connection_close(self) -> None:
+        """Do nothing: the next write of a stream finds that it is closed."""
+
+    def answer(self, status: int, body: Any) -> None:
+        if status == UnavailableError.http_status:
+            self.set_header("Retry-After", str(RETRY_AFTER_S))
+        self.set_etag_header()  # Tornado does so for GET only
+        super().answer(status, body)
+
+    def compute_etag(self) -> str | None:
+        return None if self._version is None else f'"{self._version}"'
+
+    def check_etag_header(self) -> bool:
+        """Return False: the state of what runs changes under one version of what is declared."""
+        return False
+
+    def set_etag_header(self) -> None:
+        """Set the version of what is declared, also for answers to changes."""
+        etag = self.compute_etag()
+        if etag is not None:
+            self.set_header("ETag", etag)
+
+    def write_error(self, status_code: int, **kwargs: Any) -> None:
+        if status_code == 405:
+            self.set_header("Allow", ", ".join(sorted(self._operations)))
+            self._reason = "Method Not Allowed"
+        self.answer(status_code, {"message": self._reason})
+
+
+class DocumentHandler(GuardedHandler):
+    """Answers with the OpenAPI document, or its page."""
+
+    def initialize(self, guard: SiteGuard) -> None:
+        self._guard = guard
+
+    def get(self) -> None:
+        if self.is_refused():
+            return
+        if self.request.path.endswith(DOCUMENT_PATH):
+            self.answer(200, document())
+        else:
+            self.set_header("Content-Type", "text/html; charset=utf-8")
+            self.set_header("Content-Security-Policy", "default-src 'none'; style-src 'unsafe-inline'")
+            self.finish(page())

@@ -1,0 +1,330 @@
+"""The table of the REST API: paths, methods, and the verbs of the controller that they call.
+
+The handler, the OpenAPI document and its page are made from it. The paths and the shapes of what Ray Serve
+has, too, are Ray Serve's.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from daskserve.errors import BadRequestError
+from daskserve.options.bounds import KEY, number_in
+
+#: Maximum size of a body that is a number or a few fields; a valid one has less than a hundred bytes.
+SMALL_BYTES = 4096
+#: Maximum size of a configuration; one of a thousand applications has about 500 KB.
+MAX_CONFIG_BYTES = 8 << 20
+#: How long a plan may take: its applications are built, which imports their modules.
+PLAN_S = 600.0
+#: The endings by which a body of a content type is read.
+_ENDINGS: Mapping[str, str] = {"application/json": "json", "application/toml": "toml"}
+
+Message: TypeAlias = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request.
+
+    Attributes
+    ----------
+    path : dict
+        The names in the path.
+    query : dict
+        The last value of each parameter.
+    expected : int or None
+        The version in ``If-Match``.
+    by : str
+        Who asks.
+    """
+
+    path: Mapping[str, str]
+    query: Mapping[str, str]
+    body: bytes = b""
+    content_type: str = ""
+    expected: int | None = None
+    by: str = ""
+
+    def flag(self, name: str) -> bool:
+        """Return a parameter that is true or false."""
+        value = self.query.get(name, "false").lower()
+        if value not in ("true", "false", "1", "0", ""):
+            raise BadRequestError(f"The parameter {name}={value!r} must be true or false.")
+        return value in ("true", "1", "")
+
+    def number(self, name: str) -> int | None:
+        """Return a parameter that is a number; None without it."""
+        value = self.query.get(name)
+        if value is None:
+            return None
+        if not value.isascii() or not value.isdigit():
+            raise BadRequestError(f"The parameter {name}={value!r} must be a number.")
+        return int(value)
+
+    def fields(self) -> Mapping[str, Any]:
+        """Return the fields of a body, which may be empty."""
+        try:
+            found = json.loads(self.body or b"{}")
+        except (ValueError, RecursionError):
+            raise BadRequestError("the body is not JSON") from None
+        if not isinstance(found, dict):
+            raise BadRequestError("the body must be a JSON object")
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One method of one path.
+
+    Attributes
+    ----------
+    path : str
+        With names in braces.
+    verb : callable
+        Returns the verb of the controller for a request, and its message.
+    answer : callable
+        Returns the body of the answer.
+    body : str
+        What the body is: ``configuration``, ``number``, ``revision``, or nothing.
+    query : dict
+        The parameters, each with its type and description.
+    is_conditional : bool
+        Whether ``If-Match`` counts, or the answer has an ``ETag``.
+    is_guarded : bool
+        Whether the verb has a guard of its own against changes over HTTP.
+    """
+
+    method: str
+    path: str
+    summary: str
+    verb: Callable[[Asked], tuple[str, Message]]
+    answer: Callable[[Asked, Any], Any] = lambda asked, value: value
+    body: str = ""
+    query: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    is_conditional: bool = False
+    is_guarded: bool = False
+    may_take_s: float = 0.0
+
+    @property
+    def changes(self) -> bool:
+        """Whether it changes what runs."""
+        return self.method != "GET" and not self.path.endswith("/plan")
+
+    @property
+    def max_body_bytes(self) -> int:
+        """The size of a body up to which it is read."""
+        return MAX_CONFIG_BYTES if self.body == "configuration" else SMALL_BYTES
+
+    @property
+    def pattern(self) -> str:
+        """A regular expression for the path below the scheduler's prefix, with or without an instance."""
+        named = re.sub(r"\{(\w+)\}", r"(?P<\1>[^/]+)", self.path.rstrip("/"))
+        return f"(?:/daskserve/(?P<instance>[^/]+))?{named}/?"
+
+
+def _text(asked: Asked) -> Message:
+    ending = _ENDINGS.get(asked.content_type.partition(";")[0].strip().lower(), "yaml")
+    try:
+        text = asked.body.decode()
+    except UnicodeDecodeError:
+        raise BadRequestError("the body is not UTF-8") from None
+    return {"text": text, "name": f"body.{ending}", "merge": asked.flag("merge")}
+
+
+def _put(asked: Asked) -> tuple[str, Message]:
+    if asked.flag("dry_run"):
+        return "plan_text", _text(asked)
+    more = {"expected_version": asked.expected, "by": asked.by, "version": asked.query.get("version", "")}
+    return "apply_text", {**_text(asked), **more, "request_id": uuid.uuid4().hex}
+
+
+def _change(verb: str, *names: str) -> Callable[[Asked], tuple[str, Message]]:
+    """Return a function for a verb that changes what is named in the path, once for each request."""
+
+    def message(asked: Asked) -> tuple[str, Message]:
+        found: Message = {name: asked.path[name] for name in names}
+        return verb, {**found, "by": asked.by, "request_id": uuid.uuid4().hex}
+
+    return message
+
+
+def _scale(asked: Asked) -> tuple[str, Message]:
+    name = asked.path.get("deployment", "")
+    return "scale", {"application": asked.path["application"], "name": name, "number": number_in(asked.body)}
+
+
+def _scaled(asked: Asked, number: Any) -> Any:
+    what = asked.path.get("deployment", "The ingress")
+    text = f"{what} of application {asked.path['application']} is to have {number} replicas."
+    return {KEY: number, "message": text}
+
+
+def _rollback(asked: Asked) -> tuple[str, Message]:
+    revision = asked.fields().get("revision")
+    if revision is not None and (isinstance(revision, bool) or not isinstance(revision, int)):
+        raise BadRequestError(f"revision must be a number, got {revision!r}")
+    message = {"app": asked.path["application"], "revision": revision, "by": asked.by}
+    return "rollback", {**message, "request_id": uuid.uuid4().hex}
+
+
+def _events(asked: Asked) -> tuple[str, Message]:
+    message: Message = {"after": asked.number("after"), "application": asked.query.get("application")}
+    limit = asked.number("limit")
+    return "events", message | ({} if limit is None else {"limit": limit})
+
+
+def _accepted(asked: Asked, value: Any) -> Any:
+    return {"accepted": True, **({"goal": value["goal"]} if value.get("goal") else {})}
+
+
+def _delete(asked: Asked) -> tuple[str, Message]:
+    return "delete_application", {
+        "name": asked.path["application"],
+        "by": asked.by,
+        "expected_version": asked.expected,
+    }
+
+
+ALL = "/api/serve/applications/"
+ONE = "/api/serve/applications/{application}"
+_MERGE: Mapping[str, tuple[str, str]] = {
+    "merge": ("boolean", "Leave all that the configuration does not name as it is.")
+}
+
+OPERATIONS: Sequence[Operation] = (
+    Operation(
+        "GET",
+        ALL,
+        "What runs, in Ray Serve's shape. The ETag is the version of what is declared.",
+        lambda asked: ("details", {"api_type": asked.query.get("api_type")}),
+        lambda asked, value: value["details"],
+        query={"api_type": ("string", "Only applications of files (declarative) or programs (imperative).")},
+        is_conditional=True,
+    ),
+    Operation(
+        "PUT",
+        ALL,
+        "Deploy a configuration: JSON, YAML or TOML, by Content-Type. Returns once it is accepted.",
+        _put,
+        body="configuration",
+        query={
+            **_MERGE,
+            "dry_run": ("boolean", "Return the plan of what would change, and change nothing."),
+            "version": ("string", "Version of the file, such as a Git commit, for the history."),
+        },
+        is_conditional=True,
+        may_take_s=PLAN_S,
+    ),
+    Operation(
+        "DELETE",
+        ALL,
+        "Delete all applications, also those of programs. The instance stays.",
+        lambda asked: (
+            "delete_applications",
+            {"by": asked.by, "expected_version": asked.expected, "request_id": uuid.uuid4().hex},
+        ),
+        is_conditional=True,
+    ),
+    Operation(
+        "POST",
+        "/api/serve/plan",
+        "The plan of what a configuration would change.",
+        lambda asked: ("plan_text", _text(asked)),
+        body="configuration",
+        query=_MERGE,
+        may_take_s=PLAN_S,
+    ),
+    Operation(
+        "GET",
+        "/api/serve/config",
+        "What is declared, with references to variables and secrets as they are in the file.",
+        lambda asked: ("get_config", {"is_masked": True}),
+        is_conditional=True,
+    ),
+    Operation(
+        "GET",
+        "/api/serve/schema",
+        "The JSON Schema of configurations.",
+        lambda asked: ("config_schema", {}),
+    ),
+    Operation(
+        "GET",
+        ONE,
+        "One application, in Ray Serve's shape.",
+        lambda asked: ("details", {"name": asked.path["application"]}),
+        lambda asked, value: value["details"]["applications"][asked.path["application"]],
+        is_conditional=True,
+    ),
+    Operation("DELETE", ONE, "Delete an application.", _delete, _accepted, is_conditional=True),
+    Operation(
+        "GET",
+        f"{ONE}/history",
+        "The last revisions of an application: who, when, what changed, how it ended.",
+        lambda asked: ("history", {"app": asked.path["application"]}),
+    ),
+    Operation(
+        "POST",
+        f"{ONE}/rollback",
+        "Deploy an earlier revision again; by default the last one that ran.",
+        _rollback,
+        _accepted,
+        body="revision",
+    ),
+    Operation(
+        "POST",
+        f"{ONE}/restart",
+        "Replace all replicas of an application by ones of the same code.",
+        _change("restart", "application"),
+        _accepted,
+    ),
+    Operation(
+        "POST",
+        f"{ONE}/deployments/{{deployment}}/restart",
+        "Replace the replicas of a deployment by ones of the same code.",
+        _change("restart", "application", "deployment"),
+        _accepted,
+    ),
+    Operation(
+        "POST",
+        "/api/v1/applications/{application}/deployments/{deployment}/scale",
+        "Set the number of replicas of a deployment with external_scaler_enabled.",
+        _scale,
+        _scaled,
+        body="number",
+        is_guarded=True,
+    ),
+    Operation(
+        "POST",
+        "/api/v1/applications/{application}/scale",
+        "Set the number of replicas of an application's ingress with external_scaler_enabled.",
+        _scale,
+        _scaled,
+        body="number",
+        is_guarded=True,
+    ),
+    Operation(
+        "GET",
+        "/api/serve/events",
+        "What has happened, oldest first; with Accept: text/event-stream, as server-sent events.",
+        _events,
+        query={
+            "after": ("integer", "The number of the last event that was seen. Default: the newest ones."),
+            "application": ("string", "Only those of this application."),
+            "limit": ("integer", "How many at most."),
+        },
+    ),
+)
+
+
+def by_path() -> dict[str, dict[str, Operation]]:
+    """Return the operations by path and method."""
+    found: dict[str, dict[str, Operation]] = {}
+    for each in OPERATIONS:
+        found.setdefault(each.path, {})[each.method] = each
+    return found

@@ -1,0 +1,47 @@
+"""Configurations as they are shown to whoever asks: without secrets that are written out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from daskserve.options.autoscaling import AutoscalingConfig
+from daskserve.options.base import Masked
+from daskserve.options.environment import Environment
+from daskserve.options.http import HTTPOptions
+from daskserve.options.secrets import masked
+
+#: The functions that hide secrets, by the option's name.
+_HIDING: Mapping[str, Any] = {
+    name: each.show
+    for model in (AutoscalingConfig, Environment, HTTPOptions)
+    for name, field in model.model_fields.items()
+    for each in field.metadata
+    if isinstance(each, Masked)
+}
+
+
+def shown(config: Any) -> Any:
+    """Return plain values of a configuration without literal secrets and without the places of references."""
+    if isinstance(config, Mapping):
+        return {
+            name: _hidden(_HIDING[name], each) if name in _HIDING and each is not None else shown(each)
+            for name, each in config.items()
+            if name != "references"
+        }
+    if isinstance(config, list | tuple):
+        return [shown(each) for each in config]
+    return masked(config)
+
+
+def _hidden(hide: Any, value: Any) -> Any:
+    """Return a secret as it is shown: references stay."""
+    if isinstance(value, str) and value.startswith("${"):
+        return value
+    if isinstance(value, Mapping) and isinstance(hide(value), Mapping):
+        found = hide(value)
+        return {
+            name: each if isinstance(each, str) and each.startswith("${") else found.get(name)
+            for name, each in value.items()
+        }
+    return hide(value)

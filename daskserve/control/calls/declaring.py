@@ -1,0 +1,211 @@
+"""The verbs for the declared configuration: what files say, instead of programs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from daskserve.cluster.protocols.base import verb
+from daskserve.common import settings
+from daskserve.config_file.hiding import shown
+from daskserve.control.calls.deciding import DecidingVerbs
+from daskserve.control.core import MAX_WAIT_S
+from daskserve.control.declared import apply as applying
+from daskserve.control.declared import views
+from daskserve.control.declared.plan import completed, planned
+from daskserve.control.verbs import restart as restart_verb
+from daskserve.control.verbs.goals import ChangeLimits
+from daskserve.loops.tasks import pause
+
+
+class DeclaringVerbs(DecidingVerbs):
+    """See the module."""
+
+    @verb
+    async def apply_config(
+        self,
+        config: Mapping[str, Any],
+        merge: bool = False,
+        expected_version: int | None = None,
+        by: str = "",
+        source: str = "",
+        version: str = "",
+        request_id: str = "",
+    ) -> dict[str, Any]:
+        """Declare a configuration, and return its number before anything is built from it.
+
+        Parameters
+        ----------
+        config : dict
+            The plain values of a `daskserve.config_file.model.InstanceConfig`.
+        expected_version : int, optional
+            The number of the declaration that the caller has read.
+        source, version : str
+            The name of the file, and its version.
+        """
+        origin = applying.Origin(by, source, version)
+        return await self._apply(config, merge, expected_version, origin, request_id)
+
+    @verb
+    async def delete_applications(
+        self, by: str = "", expected_version: int | None = None, request_id: str = ""
+    ) -> dict[str, Any]:
+        """Delete all applications, those of programs as well, in one change."""
+        return await self._apply(
+            {applying.APPLICATIONS: []},
+            False,
+            expected_version,
+            applying.Origin(by),
+            request_id,
+            is_whole=True,
+        )
+
+    async def _apply(
+        self,
+        config: Mapping[str, Any],
+        merge: bool,
+        expected: int | None,
+        origin: applying.Origin,
+        request_id: str,
+        *,
+        is_whole: bool = False,
+    ) -> dict[str, Any]:
+        async with self._deciding([request_id] if request_id else ()):
+            applied = applying.apply(
+                self._core.state,
+                config,
+                merges=merge,
+                expected=expected,
+                request_id=request_id,
+                origin=origin,
+                now=self._core.clock.wall(),
+                new_goal=self._goal_id,
+                is_whole=is_whole,
+            )
+            await self._core.writer.commit(applied.change)
+        self._core.loop.poke(applied.tags or None)
+        return {"version": applied.number, "deleted": applied.deleted}
+
+    @verb
+    async def apply_text(
+        self,
+        text: str,
+        name: str,
+        merge: bool = False,
+        expected_version: int | None = None,
+        by: str = "",
+        version: str = "",
+        request_id: str = "",
+    ) -> dict[str, Any]:
+        """Declare the configuration in the text of a file; the answer has the warnings about it."""
+        found = await asyncio.to_thread(_read, text, name)
+        answer = await self.apply_config(
+            found.config.to_plain(),
+            merge=merge,
+            expected_version=expected_version,
+            by=by,
+            source=name,
+            version=version,
+            request_id=request_id,
+        )
+        return {**answer, "warnings": found.warnings}
+
+    @verb
+    async def plan_config(self, config: Mapping[str, Any], merge: bool = False) -> dict[str, Any]:
+        """Return what a configuration would change; its applications are built for that, in workers."""
+        core = self._core
+        applying.check_routes(
+            core.state,
+            config[applying.APPLICATIONS],
+            []
+            if merge
+            else applying.to_delete(core.state, [each["name"] for each in config["applications"]]),
+        )
+        built = await core.building.builders.build(config[applying.APPLICATIONS])
+        apps = {}
+        for name, each in built.items():
+            apps[name] = planned(core.state, name, each, core.observed.unloadable.keys())
+            await pause()  # a thousand take half a second
+        return completed(core.state, config, apps, merges=merge)
+
+    @verb
+    async def plan_text(self, text: str, name: str, merge: bool = False) -> dict[str, Any]:
+        """Return what the configuration in the text of a file would change."""
+        found = await asyncio.to_thread(_read, text, name)
+        return {**await self.plan_config(found.config.to_plain(), merge=merge), "warnings": found.warnings}
+
+    @verb
+    async def restart(
+        self,
+        application: str,
+        deployment: str | None = None,
+        by: str = "",
+        request_id: str = "",
+    ) -> dict[str, Any]:
+        """Replace the replicas of an application, or of one deployment, by ones of the same code."""
+        request_id = request_id or self._goal_id()
+        async with self._deciding([request_id]):
+            outcome = restart_verb.restart(
+                self._core.state,
+                application,
+                deployment,
+                goal_id=self._goal_id(),
+                request_id=request_id,
+                limits=ChangeLimits(None, settings.timeouts().change_s),
+                now=self._core.clock.wall(),
+                by=by,
+            )
+            await self._core.writer.commit(outcome.change)
+        self._core.loop.poke(self._core.state.apps.members(application))
+        return {"goal": outcome.goal}
+
+    @verb
+    async def config_schema(self) -> dict[str, Any]:
+        """Return the JSON Schema of configurations."""
+        return await asyncio.to_thread(_schema)
+
+    @verb
+    async def get_config(self, name: str | None = None, is_masked: bool = False) -> dict[str, Any]:
+        """Return what is declared, of one application or of all, perhaps without literal secrets."""
+        found = views.config(self._core.state, name)
+        return shown(found) if is_masked else found
+
+    @verb
+    async def wait_for_config(
+        self, version: int, names: Sequence[str] | None = None, timeout_s: float = MAX_WAIT_S
+    ) -> dict[str, Any]:
+        """Return when the applications of a declaration run or have failed, or after at most 30 s.
+
+        Parameters
+        ----------
+        version : int
+            The number of the declaration.
+        names : sequence of str, optional
+            Default: all applications that it has declared.
+        """
+        core = self._core
+        deadline = core.clock.now() + min(timeout_s, MAX_WAIT_S)
+        while True:
+            ended = core.goal_ended
+            found = views.progress(core.state, version, names, core.building.waiting)
+            left_s = deadline - core.clock.now()
+            if found["is_done"] or left_s <= 0:
+                return found
+            try:
+                await core.clock.wait_for(ended.wait(), left_s)
+            except TimeoutError:
+                pass
+
+
+def _read(text: str, name: str) -> Any:
+    # Imported here, in a thread: only requests over HTTP bring text.
+    from daskserve.config_file.reading import read
+
+    return read(text, name)
+
+
+def _schema() -> dict[str, Any]:
+    from daskserve.config_file.json_schema import json_schema
+
+    return json_schema()

@@ -1,0 +1,1 @@
+"""The declared configuration: accepting it, planning and building it, and showing it."""

@@ -1,0 +1,178 @@
+"""The verb that declares a configuration. Pure: it returns the change to the state, or raises.
+
+Accepting a configuration builds nothing: it writes what is wanted, and removes what is no longer wanted.
+`daskserve.control.declared.building` then builds and deploys what has no result yet, until it has one.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from daskserve.common.types import BackendTag, GoalId
+from daskserve.control.records.declared import ConfigRecord
+from daskserve.control.records.records import Change
+from daskserve.control.records.state import State
+from daskserve.control.verbs import applications as app_verbs
+from daskserve.control.verbs import endpoints as endpoint_state
+from daskserve.control.verbs import goals
+from daskserve.control.verbs.declaring import next_declaration
+from daskserve.control.verbs.target_capacity import set_target_capacity
+from daskserve.errors import AlreadyRegisteredError, BadRequestError, VersionConflictError
+
+#: The key of a configuration that holds its applications.
+APPLICATIONS = "applications"
+CAPACITY = "target_capacity"
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Who declares: the program, the name of the file, and the version of the file."""
+
+    by: str = ""
+    source: str = ""
+    version: str = ""
+
+
+@dataclass(slots=True)
+class Applied:
+    """The change, the number of the declaration, and what it removes."""
+
+    change: Change
+    number: int
+    deleted: list[str] = field(default_factory=list)
+    tags: list[BackendTag] = field(default_factory=list)
+
+
+def apply(
+    state: State,
+    config: Mapping[str, Any],
+    *,
+    merges: bool,
+    expected: int | None,
+    request_id: str,
+    origin: Origin,
+    now: float,
+    new_goal: Callable[[], GoalId],
+    is_whole: bool = False,
+) -> Applied:
+    """Declare the applications of a configuration; a repeated call changes nothing.
+
+    Parameters
+    ----------
+    config : dict
+        The plain values of a `daskserve.config_file.model.InstanceConfig`.
+    merges : bool
+        Whether all that the configuration does not name stays. Otherwise the applications that earlier
+        ones have brought are removed if it does not name them.
+    expected : int, optional
+        The number of the declaration that the caller has read.
+    is_whole : bool
+        Whether applications of programs are removed, too.
+
+    Raises
+    ------
+    VersionConflictError
+        There is a newer declaration.
+    AlreadyRegisteredError
+        A route belongs to something that no configuration has brought.
+    BadRequestError
+        Two applications have one name or route, or what is to be removed is in use.
+    """
+    last = state.declared.last
+    if request_id and request_id == last.request_id:
+        return Applied({}, last.number)
+    check_version(state, expected)
+    wanted = {each["name"]: each for each in config[APPLICATIONS]}
+    leaving = [] if merges else to_delete(state, wanted, is_whole=is_whole)
+    check_routes(state, config[APPLICATIONS], leaving)
+    instance = {name: each for name, each in config.items() if name != APPLICATIONS}
+    if merges:
+        instance = {**last.instance, **instance}
+    record = next_declaration(
+        state,
+        now=now,
+        request_id=request_id,
+        instance=instance,
+        by=origin.by,
+        source=origin.source,
+        version=origin.version,
+    )
+    change: Change = {}
+    if not merges or config.get(CAPACITY) is not None:
+        change.update(set_target_capacity(state, config.get(CAPACITY), now))
+    applied = Applied(change, record.number, leaving)
+    for number, name in enumerate(leaving, goals.next_number(state)):
+        applied.tags += state.apps.members(name)
+        deletion = app_verbs.delete(state, name, goal_id=new_goal(), by=origin.by, now=now, number=number)
+        change.update(deletion.change)
+    change[record.key] = record
+    for each in wanted.values():
+        config_record = _declared(state, each, record.number, origin, now)
+        change[config_record.key] = config_record
+    return applied
+
+
+def _declared(
+    state: State, config: Mapping[str, Any], number: int, origin: Origin, now: float
+) -> ConfigRecord:
+    known = state.declared.configs.get(config["name"], ConfigRecord(config["name"], config, number))
+    return replace(
+        known,
+        config=config,
+        generation=number,
+        declared_at=now,
+        by=origin.by,
+        source=origin.source,
+        version=origin.version,
+    )
+
+
+def check_version(state: State, expected: int | None) -> None:
+    """Raise `VersionConflictError` if the declaration is not the one that a caller has read."""
+    last = state.declared.last
+    if expected is None or expected == last.number:
+        return
+    at = datetime.datetime.fromtimestamp(last.declared_at, datetime.UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    who = f", by {last.by or 'another program'} at {at}" if last.number else ""
+    raise VersionConflictError(
+        f"The configuration has version {last.number}{who}, and not version {expected}, which this change is "
+        "based on. Read it again, and make the change to that."
+    )
+
+
+def to_delete(state: State, wanted: Collection[str], *, is_whole: bool = False) -> list[str]:
+    """Return the applications that a configuration has brought and the next one does not name."""
+    apps = (each for each in state.apps if not each.is_deleting)
+    brought = {each.name for each in apps if each.is_declared or is_whole}
+    return sorted((brought | state.declared.configs.keys()) - set(wanted))
+
+
+def check_routes(state: State, configs: Sequence[Mapping[str, Any]], leaving: Collection[str]) -> None:
+    """Raise an error for names and routes that can never be deployed.
+
+    Routes may move between applications of configurations: one is deployed once the other has left its route.
+    """
+    names = [each["name"] for each in configs]
+    twice = sorted({each for each in names if names.count(each) > 1}) if len(set(names)) < len(names) else []
+    if twice:
+        raise BadRequestError(f"Application {twice[0]!r} is in the configuration twice; name it once.")
+    routes: dict[str, str] = {}
+    for each in configs:
+        name, route = each["name"], each.get("route_prefix", "/")
+        if route is None:
+            continue
+        route = endpoint_state.normalise_route(route)
+        other = routes.setdefault(route, name)
+        if other != name:
+            raise AlreadyRegisteredError(
+                f"Applications {other!r} and {name!r} have the same route {route!r}; give each its own."
+            )
+        try:
+            endpoint_state.check_route(state, route, what=f"deploy application '{name}'", application=name)
+        except AlreadyRegisteredError:
+            owner = endpoint_state.application_at(state, route)
+            if owner not in names and owner not in leaving:
+                raise

@@ -1,0 +1,357 @@
+"""Building what is declared: the loop that turns configurations into deployments.
+
+It acts on the level: an application is built while its record has no result of its generation. So a
+controller that is lost leaves either the old application or the new one, and its successor builds again.
+
+User code is imported in workers only, several applications at a time. If a worker is lost meanwhile, or an
+import hangs, the applications that were built with it are built one by one, so that one alone fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import random
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from daskserve.cluster.protocols.base import EPOCH_BITS, ActorSpec, Cluster
+from daskserve.common.clock import Clock
+from daskserve.common.formatting import shown
+from daskserve.common.types import ActorAddress, ActorKind, GoalId, WorkerAddress
+from daskserve.control.declared.settling import Built, settled, waits_for_route
+from daskserve.control.observed.observed import Observed
+from daskserve.control.records.declared import ConfigRecord
+from daskserve.control.records.state import State
+from daskserve.control.records.writer import Writer
+from daskserve.errors import (
+    ActorLostError,
+    RequestTimeoutError,
+    ServeError,
+    StaleEpochError,
+    UnavailableError,
+)
+from daskserve.loops.tasks import TaskSet
+from daskserve.options.specs import ApplicationSpec
+from daskserve.options.start_messages import BuilderStart
+
+logger = logging.getLogger("daskserve.controller")
+
+#: Time in seconds within which one application must be built, which includes the import of its modules.
+BUILD_S = 300.0
+#: Number of applications that one worker builds at a time, in one thread.
+BATCH = 50
+#: Number of builds under way at a time.
+MAX_BUILDS = 4
+#: How often an application is built again after its worker was lost.
+MAX_LOSSES = 3
+#: Pause before a build that could not begin, or whose worker was lost, is tried again; it doubles each time.
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
+#: Interval at which the loop looks without being woken.
+LOOK_S = 5.0
+
+
+class Builders:
+    """Builds applications in workers."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        observed: Observed,
+        *,
+        epoch: int,
+        next_worker: Callable[[], WorkerAddress | None],
+    ) -> None:
+        self._cluster = cluster
+        self._observed = observed
+        self._next_worker = next_worker
+        self._incarnations = itertools.count((epoch << EPOCH_BITS) + 1)
+        self._room = asyncio.Semaphore(MAX_BUILDS)
+
+    async def build(self, configs: Sequence[Mapping[str, Any]]) -> dict[str, Built]:
+        """Return for each application its spec, or why it cannot be built.
+
+        Raises
+        ------
+        UnavailableError
+            There is no worker, or several were lost.
+        """
+        batches = [configs[start : start + BATCH] for start in range(0, len(configs), BATCH)]
+        found: dict[str, Built] = {}
+        for each in await asyncio.gather(*map(self._build, batches)):
+            found |= each
+        return found
+
+    async def _build(self, configs: Sequence[Mapping[str, Any]]) -> dict[str, Built]:
+        try:
+            return await self.build_batch(configs)
+        except (RequestTimeoutError, UnavailableError) as error:
+            if len(configs) > 1 and not isinstance(error, NoWorkerError):
+                return dict([pair for each in configs for pair in (await self._build([each])).items()])
+            if isinstance(error, RequestTimeoutError | ActorLostError):
+                return {configs[0]["name"]: str(error)}
+            raise
+
+    async def build_batch(self, configs: Sequence[Mapping[str, Any]]) -> dict[str, Built]:
+        """Build a few applications in one worker.
+
+        Raises
+        ------
+        RequestTimeoutError
+            One of them took too long.
+        ActorLostError, UnavailableError
+            The worker was lost, or there is none.
+        """
+        async with self._room:
+            worker = self._worker()
+            incarnation = next(self._incarnations)
+            name = f"{self._cluster.instance}/{ActorKind.BUILDER}/{incarnation}"
+            spec = ActorSpec(
+                kind=ActorKind.BUILDER,
+                name=name,
+                incarnation=incarnation,
+                instance=self._cluster.instance,
+                start_timeout_s=BUILD_S,
+                payload=BuilderStart(list(configs)).encode(),
+            )
+            try:
+                facts = await self._cluster.create(spec, worker)
+            except RequestTimeoutError as error:
+                what = str(error).rpartition(": it was still ")[2]
+                raise RequestTimeoutError(
+                    f"{what[:1].upper()}{what[1:].removesuffix('.')} did not end within {shown(BUILD_S)} s. "
+                    "A module must not wait or serve when it is imported; see whether it does."
+                ) from None
+            finally:
+                await self._remove(ActorAddress(name, worker, incarnation))
+        return {config["name"]: _result(each) for config, each in zip(configs, facts["built"], strict=True)}
+
+    def _worker(self) -> WorkerAddress:
+        """Return the worker that gets the next replica, or any other if none has room."""
+        found = self._next_worker()
+        if found is not None:
+            return found
+        others = sorted(each.address for each in self._observed.cleared_workers() if each.is_available)
+        if not others:
+            raise NoWorkerError("There is no worker that could build the application.")
+        return others[0]
+
+    async def _remove(self, address: ActorAddress) -> None:
+        try:
+            await self._cluster.destroy(address, 0)
+        except (ServeError, OSError) as error:
+            logger.info("%s could not be removed, and is an orphan: %s", address.name, error)
+
+
+class NoWorkerError(UnavailableError):
+    """There is no worker that could build an application."""
+
+
+def _result(built: Mapping[str, Any]) -> Built:
+    if "error" in built:
+        return f"{built['error']}\n{built['user_traceback']}".strip()
+    return ApplicationSpec.from_plain(built["spec"])
+
+
+class Building:
+    """The loop; see the module.
+
+    Parameters
+    ----------
+    writer
+        The lock and the path of changes.
+    new_goal
+        Returns the id of a new goal.
+    poke
+        Wakes the reconcile loop for some backends.
+    """
+
+    def __init__(
+        self,
+        builders: Builders,
+        state: State,
+        observed: Observed,
+        clock: Clock,
+        writer: Writer,
+        *,
+        new_goal: Callable[[], GoalId],
+        poke: Callable[[Collection[str]], None],
+    ) -> None:
+        self.builders = builders
+        self._state = state
+        self._observed = observed
+        self._clock = clock
+        self._writer = writer
+        self._new_goal = new_goal
+        self._poke = poke
+        self._wake = asyncio.Event()
+        self._tasks = TaskSet(logger)
+        #: The applications that are being built, or have been and wait for a route.
+        self._busy: set[str] = set()
+        #: By application: how often its worker was lost, and when it may be built again.
+        self._losses: dict[str, int] = {}
+        self._not_before: dict[str, float] = {}
+        #: Why applications wait, for the status.
+        self.waiting: dict[str, str] = {}
+        #: Specs that wait for a route that another application of a configuration leaves.
+        self._ready: dict[str, tuple[ConfigRecord, ApplicationSpec]] = {}
+
+    def wake(self) -> None:
+        """Look at once."""
+        self._wake.set()
+
+    async def stop(self) -> None:
+        """Cancel the builds under way."""
+        await self._tasks.close(timeout_s=2)
+
+    async def run(self) -> None:
+        """Run until cancelled, or replaced by a newer controller."""
+        while True:
+            self._wake.clear()
+            try:
+                await self._deploy_ready()
+                self._begin()
+            except StaleEpochError:
+                return
+            except (ServeError, OSError) as error:
+                logger.warning("The declared configuration is not deployed yet: %s", error)
+            now = self._clock.now()
+            pauses = [at - now for name, at in self._not_before.items() if name not in self._busy]
+            try:
+                await self._clock.wait_for(self._wake.wait(), max(0.05, min([LOOK_S, *pauses])))
+            except TimeoutError:
+                pass
+
+    def _begin(self) -> None:
+        """Begin to build what has no result."""
+        now, configs = self._clock.now(), self._state.declared.configs
+        unsettled = {each.name for each in configs.values() if not each.is_settled}
+        for known in (self._losses, self._not_before, self.waiting):
+            for name in known.keys() - unsettled:
+                known.pop(name)
+        due = [
+            each
+            for each in configs.values()
+            if not each.is_settled
+            and each.name not in self._busy
+            and self._not_before.get(each.name, 0) <= now
+        ]
+        # One at a time: one that ends its worker must not end the builds of the others.
+        is_busy = not self._busy.isdisjoint(self._losses.keys() - self._ready.keys())
+        alone = [[each] for each in due if each.name in self._losses][: 0 if is_busy else 1]
+        together = [each for each in due if each.name not in self._losses]
+        batches = [together[start : start + BATCH] for start in range(0, len(together), BATCH)]
+        for batch in (*alone, *batches):
+            self._busy.update(each.name for each in batch)
+            self._tasks.spawn(self._build(batch), "build")
+
+    async def _build(self, records: Sequence[ConfigRecord]) -> None:
+        try:
+            try:
+                built = await self.builders.build_batch([each.config for each in records])
+            except (UnavailableError, RequestTimeoutError) as error:
+                built = self._failed(records, error)
+            if built:
+                await self._settle(
+                    {each.name: (each, built[each.name]) for each in records if each.name in built}
+                )
+        except StaleEpochError:
+            pass  # the loop ends, too
+        except (ServeError, OSError) as error:
+            logger.warning("The result of a build could not be written, and it is built again: %s", error)
+            self._pause(records)
+        finally:
+            self._busy.difference_update(each.name for each in records if each.name not in self._ready)
+            self._wake.set()
+
+    def _failed(self, records: Sequence[ConfigRecord], error: ServeError) -> dict[str, Built]:
+        """Return the results of a batch that failed as a whole: none for what is to be built again."""
+        is_alone = len(records) == 1
+        if isinstance(error, RequestTimeoutError) and is_alone:
+            return {records[0].name: str(error)}
+        if not isinstance(error, NoWorkerError):
+            for each in records:
+                self._losses[each.name] = self._losses.get(each.name, 0) + is_alone
+        lost = self._losses.get(records[0].name, 0)
+        if is_alone and isinstance(error, ActorLostError) and lost > MAX_LOSSES:
+            return {records[0].name: f"The worker that imported the application ended, {lost} times: {error}"}
+        for each in records:
+            self.waiting[each.name] = str(error)
+        self._pause(records if is_alone or isinstance(error, NoWorkerError) else ())
+        return {}
+
+    def _pause(self, records: Sequence[ConfigRecord]) -> None:
+        for each in records:
+            pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** self._losses.get(each.name, 0))
+            self._not_before[each.name] = self._clock.now() + pause_s
+
+    async def _settle(self, built: Mapping[str, tuple[ConfigRecord, Built]]) -> None:
+        """Deploy what was built, and record why the rest was not."""
+        waiting = {name: spec for name, (_, spec) in self._ready.items()}
+        waiting |= {name: spec for name, (_, spec) in built.items() if not isinstance(spec, str)}
+        try:
+            async with self._writer:
+                if self._writer.is_detached:
+                    return
+                outcome = settled(
+                    self._state,
+                    built,
+                    waiting,
+                    new_goal=self._new_goal,
+                    now=self._clock.wall(),
+                    unloadable=self._observed.unloadable.keys(),
+                )
+                await self._writer.commit(outcome.change)
+        except (UnavailableError, OSError):
+            raise
+        except ServeError:
+            if len(built) == 1:
+                raise
+            for name, each in built.items():
+                await self._settle({name: each})
+            return
+        for name, (record, spec) in built.items():
+            if name in outcome.waits and not isinstance(spec, str):
+                self._ready[name] = (record, spec)
+                self.waiting[name] = outcome.waits[name]
+            else:
+                self._ready.pop(name, None)
+                self._busy.discard(name)
+        self._poke(outcome.tags)
+
+    async def _deploy_ready(self) -> None:
+        """Deploy what has waited for a route and can have it, or never will."""
+        for name, (record, _) in list(self._ready.items()):
+            if self._state.declared.configs.get(name) != record:
+                del self._ready[name]  # it was declared anew, and is built again
+                self._busy.discard(name)
+        specs = {name: spec for name, (_, spec) in self._ready.items()}
+        ready = [name for name, spec in specs.items() if waits_for_route(self._state, spec, specs) is None]
+        if ready:
+            await self._settle({name: self._ready[name] for name in ready})
+
+
+def building_for(
+    cluster: Cluster,
+    clock: Clock,
+    rng: random.Random,
+    state: State,
+    observed: Observed,
+    writer: Writer,
+    *,
+    epoch: int,
+    next_worker: Callable[[], WorkerAddress | None],
+    poke: Callable[[Collection[str]], None],
+) -> Building:
+    """Return the loop of a controller."""
+    builders = Builders(cluster, observed, epoch=epoch, next_worker=next_worker)
+    return Building(
+        builders,
+        state,
+        observed,
+        clock,
+        writer,
+        new_goal=lambda: f"{rng.getrandbits(128):032x}",
+        poke=poke,
+    )

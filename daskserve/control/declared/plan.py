@@ -1,0 +1,167 @@
+"""The plan: what a configuration would change, compared with what is deployed. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from daskserve.control.declared.apply import CAPACITY, to_delete
+from daskserve.control.records.records import BackendRecord
+from daskserve.control.records.state import State
+from daskserve.control.records.versions import unmarked
+from daskserve.control.verbs import backends as backend_verbs
+from daskserve.control.verbs import endpoints as endpoint_state
+from daskserve.errors import ServeError
+from daskserve.options.actor import ActorOptions
+from daskserve.options.backend import BackendConfig
+from daskserve.options.base import Effect, Options, effect_of
+from daskserve.options.secrets import masked
+from daskserve.options.specs import ApplicationSpec, DeploymentSpec
+
+#: What happens to an application.
+NEW, CHANGED, UNCHANGED, DELETED, FAILED = "new", "changed", "unchanged", "deleted", "failed"
+#: What happens to a deployment, the strongest first: its word is that of its strongest change.
+RESTARTS, RECONFIGURED, SCALED, AT_ONCE, GOES = "restarts", "reconfigured", "scaled", "at once", "goes"
+_STRENGTH = (NEW, GOES, RESTARTS, RECONFIGURED, SCALED, AT_ONCE, UNCHANGED)
+_WORDS: Mapping[Effect, str] = {
+    Effect.REPLACES: RESTARTS,
+    Effect.TOLD: RECONFIGURED,
+    Effect.AT_ONCE: AT_ONCE,
+}
+#: The options that change the number of replicas.
+_COUNTS = frozenset({"num_replicas", "autoscaling_config"})
+
+
+def plan(
+    state: State,
+    config: Mapping[str, Any],
+    built: Mapping[str, ApplicationSpec | str],
+    *,
+    merges: bool,
+    unloadable: Collection[str] = (),
+) -> dict[str, Any]:
+    """Return what a configuration would change, in plain values.
+
+    Parameters
+    ----------
+    config : dict
+        The plain values of a `daskserve.config_file.model.InstanceConfig`.
+    built : dict
+        By application: its spec, or why it cannot be built.
+    """
+    apps = {name: planned(state, name, each, unloadable) for name, each in built.items()}
+    return completed(state, config, apps, merges=merges)
+
+
+def completed(
+    state: State, config: Mapping[str, Any], apps: dict[str, dict[str, Any]], *, merges: bool
+) -> dict[str, Any]:
+    """Return the plan of a configuration whose applications are `planned`."""
+    leaving = [] if merges else to_delete(state, apps)
+    for name in leaving:
+        app = state.apps.get(name)
+        deployments = {} if app is None else {each: _change(GOES) for each in app.deployments}
+        apps[name] = {"action": DELETED, "deployments": deployments}
+    found = {"version": state.declared.last.number, "applications": apps, "options": []}
+    wanted, now = config.get(CAPACITY), state.capacity.percent
+    if wanted != now and not (merges and wanted is None):
+        found["options"] = [{"option": CAPACITY, "old": now, "new": wanted}]
+    changes = any(each["action"] not in (UNCHANGED, FAILED) for each in apps.values())
+    found["has_changes"] = changes or bool(found["options"])
+    found["has_faults"] = any(each["action"] == FAILED for each in apps.values())
+    return found
+
+
+def _change(action: str, changes: list[dict[str, Any]] | None = None) -> dict[str, Any]:
+    return {"action": action, "changes": changes or []}
+
+
+def planned(
+    state: State, name: str, spec: ApplicationSpec | str, unloadable: Collection[str] = ()
+) -> dict[str, Any]:
+    """Return what would change of one application, given its spec, or why it cannot be built."""
+    if isinstance(spec, str):
+        return {"action": FAILED, "message": spec, "deployments": {}}
+    app = state.apps.get(name)
+    is_new = app is None or app.is_deleting or not app.deployments
+    try:
+        deployments = {
+            each.name: _deployment(state, name, each, unloadable)
+            for each in spec.deployments
+            if not each.actor_of
+        }
+    except ServeError as error:
+        return {"action": FAILED, "message": str(error), "deployments": {}}
+    route = None if spec.route is None else endpoint_state.normalise_route(spec.route)
+    found: dict[str, Any] = {"action": NEW, "deployments": deployments, "route": [None, route]}
+    if app is None or is_new:
+        return found
+    kept = {each.name for each in spec.deployments}
+    for each in app.deployments:
+        backend = state.backends.get(app.deployments[each])
+        if each not in kept and not (backend is not None and backend.actor_of):
+            deployments[each] = _change(GOES)
+    is_same = app.route == route and all(each["action"] == UNCHANGED for each in deployments.values())
+    found["action"] = UNCHANGED if is_same and not app.last_error else CHANGED
+    found["route"] = [app.route, route]
+    if not app.is_declared:
+        found["message"] = "It was deployed by a program, and will belong to the configuration."
+    elif app.last_error:
+        found["message"] = "Its last deploy failed."
+    return found
+
+
+def _deployment(
+    state: State, application: str, spec: DeploymentSpec, unloadable: Collection[str]
+) -> dict[str, Any]:
+    existing = state.backends.get(spec.spec.tag)
+    wanted = backend_verbs.deployed(
+        state, spec.spec, now=0.0, application=application, member=spec, unloadable=unloadable
+    )
+    if existing is None or existing.is_deleting:
+        return _change(NEW)
+    if wanted is None:
+        return _change(UNCHANGED)
+    changes = _differences(existing, wanted[0])
+    actions = {each["effect"] for each in changes}
+    action = next((each for each in _STRENGTH if each in actions), UNCHANGED)
+    return _change(action, changes)
+
+
+def _differences(old: BackendRecord, new: BackendRecord) -> list[dict[str, Any]]:
+    """Return what differs between two records of a deployment, each with its effect on running replicas."""
+    found = []
+    if unmarked(old.version) != unmarked(new.version):
+        versions = (old.user_version, new.user_version)
+        shown = {"old": versions[0], "new": versions[1]} if versions != (None, None) else {}
+        found.append({"option": "code", "effect": RESTARTS, **shown})
+    found += _options(ActorOptions, old.actor_options, new.actor_options, {Effect.TOLD: RESTARTS})
+    if old.env != new.env:
+        # Its values may be secrets.
+        found.append({"option": "env", "effect": RESTARTS})
+    if old.user_config != new.user_config:
+        # It is the user's own, and stays pickled here.
+        found.append({"option": "user_config", "effect": RECONFIGURED})
+    found += _options(BackendConfig, old.config, new.config, {})
+    if old.needs != new.needs:
+        found.append({"option": "what it calls", "effect": RESTARTS})
+    if old.version != new.version and not any(each["effect"] == RESTARTS for each in found):
+        found.append({"option": "code", "effect": RESTARTS})
+    return found
+
+
+def _options(
+    model: type[Options], old: Options, new: Options, words: Mapping[Effect, str]
+) -> list[dict[str, Any]]:
+    plain = old.model_dump(mode="json", fallback=repr), new.model_dump(mode="json", fallback=repr)
+    hidden = model._masked_field()
+    found = []
+    for name, field in model.model_fields.items():
+        values = [each.get(name) for each in plain]
+        if values[0] == values[1] or name in ("user_config", "internal_metadata"):
+            continue
+        effect = effect_of(field)
+        word = SCALED if name in _COUNTS else words.get(effect, _WORDS[effect])
+        show = hidden.get(name, masked)
+        found.append({"option": name, "effect": word, "old": show(values[0]), "new": show(values[1])})
+    return found

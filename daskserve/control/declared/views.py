@@ -1,0 +1,83 @@
+"""What is declared, and how far it is deployed, as plain values. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from daskserve.control.records.declared import ConfigRecord
+from daskserve.control.records.records import GoalState
+from daskserve.control.records.state import State
+from daskserve.control.verbs.failed_deploys import application_not_found
+from daskserve.errors import NotFoundError
+
+
+def config(state: State, name: str | None = None) -> dict[str, Any]:
+    """Return what is declared, and who has declared it.
+
+    Raises
+    ------
+    NotFoundError
+        There is no such application, or no configuration has brought it.
+    """
+    declared, last = state.declared, state.declared.last
+    names = sorted(declared.configs) if name is None else [name]
+    if name is not None and name not in declared.configs:
+        app = state.apps.get(name)
+        if app is None or app.is_deleting:
+            raise application_not_found(state, name)
+        raise NotFoundError(
+            f"Application '{name}' was deployed by a program, and has no configuration. To have one, run "
+            f"`daskserve build --running {name}`."
+        )
+    return {
+        "version": last.number,
+        "declared_at": last.declared_at,
+        "by": last.by,
+        "source": last.source,
+        "git_version": last.version,
+        "instance": dict(last.instance),
+        "applications": {each: _application(declared.configs[each]) for each in names},
+    }
+
+
+def _application(record: ConfigRecord) -> dict[str, Any]:
+    return {
+        "config": dict(record.config),
+        "version": record.generation,
+        "declared_at": record.declared_at,
+        "by": record.by,
+        "source": record.source,
+        "git_version": record.version,
+        "error": record.error,
+    }
+
+
+def progress(
+    state: State, version: int, names: Sequence[str] | None, waiting: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return how far the applications of a declaration are deployed.
+
+    ``waiting`` says why some are not built yet.
+    """
+    configs = state.declared.configs
+    chosen = [name for name, each in configs.items() if each.generation == version]
+    found = {name: _progress_of(state, name, waiting) for name in (chosen if names is None else names)}
+    is_done = all(each["status"] not in ("BUILDING", "DEPLOYING") for each in found.values())
+    return {"is_done": is_done, "is_current": version == state.declared.last.number, "applications": found}
+
+
+def _progress_of(state: State, name: str, waiting: Mapping[str, str]) -> dict[str, str]:
+    record, app = state.declared.configs.get(name), state.apps.get(name)
+    if record is None and (app is None or app.is_deleting):
+        return {"status": "DELETED", "message": "It was deleted meanwhile."}
+    if record is not None and not record.is_settled:
+        return {"status": "BUILDING", "message": waiting.get(name, "")}
+    if record is not None and record.error:
+        return {"status": "DEPLOY_FAILED", "message": record.error}
+    if app is not None and app.goal is not None:
+        return {"status": "DEPLOYING", "message": ""}
+    goal = None if record is None else state.goals.get(record.goal)
+    if app is None or app.last_error or (goal is not None and goal.state is GoalState.FAILED):
+        return {"status": "DEPLOY_FAILED", "message": "" if app is None else app.last_error}
+    return {"status": "RUNNING", "message": ""}

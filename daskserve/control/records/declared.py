@@ -1,0 +1,114 @@
+"""What configuration files have declared: one record per application, and one about the last change of them.
+
+See `daskserve.control.records.records`, and `daskserve.control.declared.apply`, which writes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigRecord:
+    """The declared configuration of one application.
+
+    The application is built and deployed while ``settled`` is not ``generation``.
+
+    Attributes
+    ----------
+    config : dict
+        The plain values of a `daskserve.config_file.model.ApplicationConfig`, with references to variables
+        and secrets as they are in the file.
+    generation : int
+        The number of the declaration that has set it last.
+    settled : int
+        The generation that was deployed, or could not be built.
+    error : str
+        Why that generation could not be deployed, with the traceback of user code.
+    goal : str
+        The goal of its deploy; empty if that has changed nothing.
+    declared_at : float
+        In seconds since the epoch.
+    by, source, version : str
+        The program that declared it, the name of the file, and the version of the file, such as a Git commit.
+    """
+
+    KIND: ClassVar[str] = "config"
+
+    name: str
+    config: Mapping[str, Any] = field(repr=False)
+    generation: int
+    settled: int = 0
+    error: str = ""
+    goal: str = ""
+    declared_at: float = 0.0
+    by: str = ""
+    source: str = ""
+    version: str = ""
+
+    @property
+    def key(self) -> str:
+        return f"{self.KIND}/{self.name}"
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether there is nothing to build."""
+        return self.settled == self.generation
+
+
+@dataclass(frozen=True, slots=True)
+class DeclarationRecord:
+    """The last change of what is declared; see `ConfigRecord`.
+
+    Attributes
+    ----------
+    number : int
+        Grows with each change: the version that clients compare.
+    request_id : str
+        Id of the client's call, which tells its retry from a second call.
+    instance : dict
+        The plain values of a `daskserve.config_file.model.InstanceConfig`, without the applications.
+    """
+
+    KIND: ClassVar[str] = "declaration"
+
+    number: int = 0
+    request_id: str = ""
+    instance: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    declared_at: float = 0.0
+    by: str = ""
+    source: str = ""
+    version: str = ""
+
+    @property
+    def key(self) -> str:
+        return f"{self.KIND}/last"
+
+
+class Declared:
+    """The records of an instance's declared configuration. Only `State.apply` changes it."""
+
+    def __init__(self) -> None:
+        self.configs: dict[str, ConfigRecord] = {}
+        self.last = DeclarationRecord()
+
+    def __iter__(self) -> Iterator[ConfigRecord | DeclarationRecord]:
+        yield from self.configs.values()
+        if self.last.number:
+            yield self.last
+
+    def keep(self, record: ConfigRecord | DeclarationRecord) -> None:
+        """Add a record."""
+        if isinstance(record, ConfigRecord):
+            self.configs[record.name] = record
+        else:
+            self.last = record
+
+    def forget(self, kind: str, name: str) -> None:
+        """Remove a record."""
+        if kind == ConfigRecord.KIND:
+            self.configs.pop(name, None)
+        else:
+            self.last = DeclarationRecord()

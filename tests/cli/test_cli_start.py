@@ -1,0 +1,133 @@
+"""``daskserve start``, ``controller-health`` and ``completion``: what they print, and how they exit."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner
+from tables import each_case
+
+import daskserve as serve
+from daskserve.cli import completion, instance
+from daskserve.cli.main import main
+from daskserve.cli.serving import start
+from daskserve.client.hosting.detached import DetachedInstance
+from daskserve.testing import local_instance
+
+
+@contextmanager
+def local(monkeypatch: pytest.MonkeyPatch) -> Iterator[serve.Client]:
+    with local_instance() as client:
+        monkeypatch.setattr(instance, "connect", lambda **_: serve.connect())
+        yield client
+
+
+def test_an_instance_is_started_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+    found = [""]
+
+    def start_detached(options: dict[str, Any], **how: Any) -> DetachedInstance:
+        given.update(options=options, **how)
+        return DetachedInstance(serve.connect(), not found[0], found[0])
+
+    monkeypatch.setattr(start, "start_detached", start_detached)
+    with local(monkeypatch):
+        call = [
+            "start",
+            "-a",
+            "tcp://h:1",
+            "--store",
+            "sqlite:///s",
+            "--http-port",
+            "0",
+            "--max-headers",
+            "9",
+        ]
+        result = CliRunner().invoke(main, call)
+        assert (result.exit_code, result.output) == (0, "Instance 'local' runs.\n")
+        assert given == {
+            "options": {"port": 0, "max_headers": 9},
+            "address": "tcp://h:1",
+            "store": "sqlite:///s",
+        }
+        found[0] = "max_headers is 100 instead of 9"
+        result = CliRunner().invoke(main, [*call, "--json"])
+        assert result.exit_code == 0
+        assert json.loads(result.stdout)["is_new"] is False
+        assert result.stderr == (
+            "Warning: An instance is already running; its HTTP options do not change: --max-headers is 100 "
+            "instead of 9.\n"
+        )
+
+
+def test_the_controller_says_that_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    with local(monkeypatch) as client:
+        result = CliRunner().invoke(main, ["controller-health", "-a", "tcp://h:1", "--json"])
+        found = json.loads(result.stdout)
+        assert (result.exit_code, found["is_alive"], found["epoch"]) == (0, True, client.status().epoch)
+        assert 0 <= found["event_loop_delay_s"] < 5
+        text = CliRunner().invoke(main, ["controller-health", "-a", "tcp://h:1"]).output
+        assert text.startswith("The controller runs on ")
+
+
+def test_a_controller_that_does_not_answer_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def hang(*_: Any, **__: Any) -> None:
+        await asyncio.sleep(60)
+
+    with local(monkeypatch) as client:
+        monkeypatch.setattr(type(client._connection.calls), "call", hang)
+        arguments = ["controller-health", "-a", "tcp://h:1", "--timeout-s", "0.05"]
+        result = CliRunner().invoke(main, arguments)
+        assert (result.exit_code, result.stdout) == (1, "")
+        assert "did not answer within 0.05 s" in result.stderr
+        result = CliRunner().invoke(main, [*arguments, "--json"])
+        assert (result.exit_code, json.loads(result.stdout)["is_alive"]) == (1, False)
+        monkeypatch.undo()
+
+
+@each_case("shell", ["bash", "zsh", "fish"])
+def test_a_shell_gets_a_script(shell: str) -> None:
+    result = CliRunner().invoke(main, ["completion", shell])
+    assert result.exit_code == 0, result.output
+    assert "_DASKSERVE_COMPLETE" in result.stdout
+
+
+def completed(*words: str) -> list[str]:
+    found = CliRunner(env={"COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1)}).invoke(
+        main, prog_name="daskserve", env={"_DASKSERVE_COMPLETE": "bash_complete"}
+    )
+    return [line.partition(",")[2] for line in found.output.splitlines()]
+
+
+def test_commands_and_their_options_are_completed() -> None:
+    assert completed("daskserve", "sta") == ["start", "status"]
+    assert completed("daskserve", "run", "--reload-s") == ["--reload-strategy"]
+    assert completed("daskserve", "run", "--reload-strategy", "rec") == ["recreate"]
+
+
+def test_completing_a_command_imports_no_other() -> None:
+    code = (
+        "import os, sys; from daskserve.cli.main import main\n"
+        "try: main(prog_name='daskserve')\n"
+        "finally: print(sorted(each for each in sys.modules if each.startswith('daskserve.cli')))"
+    )
+    variables = {"_DASKSERVE_COMPLETE": "bash_complete", "COMP_WORDS": "daskserve s", "COMP_CWORD": "1"}
+    found = subprocess.run(
+        [sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=False
+    )
+    assert found.stdout.splitlines()[-1] == "['daskserve.cli', 'daskserve.cli.main']", found.stderr
+
+
+@each_case("address", ["", "tcp://127.0.0.1:1", "http://127.0.0.1:1"])
+def test_names_that_are_not_known_soon_are_not_completed(address: str) -> None:
+    context = click.Context(main)
+    context.params["address"] = address
+    assert completion.complete_applications(context, click.Argument(["app"]), "s") == []

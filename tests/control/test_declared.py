@@ -1,0 +1,284 @@
+"""Declared configurations on a real controller in virtual time: building, deploying, removing, conflicts."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from controller_harness import Stage, boom, staged
+from scripted_builder import config, instance_config
+
+from daskserve.errors import AlreadyRegisteredError, BadRequestError, NotFoundError, VersionConflictError
+
+
+async def declare(stage: Stage, *applications: Any, merge: bool = False, **message: Any) -> dict[str, Any]:
+    """Declare applications, wait until they run or have failed, and return how far each is."""
+    options = message.pop("options", {})
+    answer = await stage.call(
+        "apply_config", config=instance_config(*applications, **options), merge=merge, **message
+    )
+    found: dict[str, Any] = {"is_done": False}
+    while not found["is_done"]:
+        found = await stage.call("wait_for_config", version=answer["version"])
+    return {"version": answer["version"], "deleted": list(answer["deleted"]), **found["applications"]}
+
+
+def versions(stage: Stage) -> dict[str, str]:
+    """Return the versions that serve, by application."""
+    return {
+        tag.rpartition("#")[0].partition("/")[0]: each.message.code.decode()
+        for tag, each in stage.running.items()
+    }
+
+
+async def until_gone(stage: Stage, *names: str) -> None:
+    await stage.until(lambda: {f"app/{name}" for name in names}.isdisjoint(stage.stored("app")))
+
+
+@staged()
+async def test_what_is_declared_is_built_and_runs(stage: Stage) -> None:
+    found = await declare(stage, config("shop"), config("mail"))
+    assert found["version"] == 1
+    assert found["shop"] == found["mail"] == {"status": "RUNNING", "message": ""}
+    assert stage.script.built == [["shop", "mail"]]
+    assert versions(stage) == {"shop": "1", "mail": "1"}
+    assert sorted(await stage.published("routes")) == ["/mail", "/shop"]
+
+
+@staged()
+async def test_what_the_next_file_does_not_name_goes_and_what_a_program_has_deployed_stays(
+    stage: Stage,
+) -> None:
+    await stage.run("own", {"front": ()}, route="/own")
+    await declare(stage, config("shop"), config("mail"))
+    found = await declare(stage, config("mail", "2"))
+    assert found["deleted"] == ["shop"]
+    await until_gone(stage, "shop")
+    assert versions(stage) == {"own": "1", "mail": "2"}
+    assert sorted((await stage.call("get_config"))["applications"]) == ["mail"]
+
+
+@staged()
+async def test_a_merge_updates_what_it_names_and_leaves_the_rest(stage: Stage) -> None:
+    await declare(stage, config("shop"), config("mail"), options={"target_capacity": 50.0})
+    found = await declare(stage, config("mail", "2"), config("news"), merge=True)
+    assert found["deleted"] == []
+    assert versions(stage) == {"shop": "1", "mail": "2", "news": "1"}
+    assert (await stage.call("status"))["target_capacity"] == 50.0
+
+
+@staged()
+async def test_the_same_file_again_changes_nothing_but_is_built_again_because_its_modules_may_have_changed(
+    stage: Stage,
+) -> None:
+    await declare(stage, config("shop"))
+    found = await declare(stage, config("shop"))
+    assert (found["version"], found["shop"]["status"]) == (2, "RUNNING")
+    assert (len(stage.script.built), len(stage.started)) == (2, 1)
+
+
+@staged()
+async def test_a_repeated_call_is_one_change_even_if_it_expects_the_version_before(stage: Stage) -> None:
+    message = {"config": instance_config(config("shop")), "expected_version": 0, "request_id": "one"}
+    answers = [await stage.call("apply_config", **message) for _ in range(2)]
+    assert [each["version"] for each in answers] == [1, 1]
+
+
+@staged()
+async def test_whoever_has_not_read_the_newest_version_is_told_who_has_changed_it(stage: Stage) -> None:
+    await declare(stage, config("shop"), by="ann")
+    await declare(stage, config("shop", "2"), by="ben", expected_version=1)
+    with pytest.raises(VersionConflictError, match=r"version 2, by ben at .* not version 1"):
+        await declare(stage, config("shop", "3"), expected_version=1)
+    assert versions(stage) == {"shop": "2"}
+
+
+@staged()
+async def test_what_cannot_be_built_says_so_and_the_version_before_keeps_serving(stage: Stage) -> None:
+    await declare(stage, config("shop"))
+
+    async def refuse(name: str, worker: str) -> str | None:
+        return f"{name} is broken"
+
+    stage.script.before = refuse
+    found = await declare(stage, config("shop", "2"), config("new"))
+    assert found["shop"] == {"status": "DEPLOY_FAILED", "message": "shop is broken\nTraceback: line 1"}
+    assert versions(stage) == {"shop": "1"}
+    for name in ("shop", "new"):
+        status = await stage.app_status(name)
+        assert (status["status"], status["message"]) == (
+            "DEPLOY_FAILED",
+            f"{name} is broken\nTraceback: line 1",
+        )
+    await asyncio.sleep(300)
+    assert len(stage.script.built) == 2
+    stage.script.before = None
+    found = await declare(stage, config("shop", "2"))
+    assert (found["shop"]["status"], versions(stage)) == ("RUNNING", {"shop": "2"})
+    await until_gone(stage, "new")
+
+
+@staged()
+async def test_a_version_that_does_not_come_up_is_taken_back_and_is_not_tried_again(stage: Stage) -> None:
+    await declare(stage, config("shop"))
+    stage.start = boom("no")
+    found = await declare(stage, config("shop", "2"))
+    assert found["shop"]["status"] == "DEPLOY_FAILED"
+    assert "no" in found["shop"]["message"]
+    started = len(stage.started)
+    await asyncio.sleep(300)
+    assert (len(stage.started), versions(stage)) == (started, {"shop": "1"})
+
+
+@staged()
+async def test_an_import_that_hangs_fails_alone_and_says_so(stage: Stage) -> None:
+    async def hang(name: str, worker: str) -> str | None:
+        if name == "slow":
+            await asyncio.Event().wait()
+        return None
+
+    stage.script.before = hang
+    found = await declare(stage, config("shop"), config("slow"))
+    assert found["shop"]["status"] == "RUNNING"
+    assert found["slow"]["status"] == "DEPLOY_FAILED"
+    assert "uilding 'slow' from 'slow:app' did not end within 300 s" in found["slow"]["message"]
+
+
+@staged(workers=4)
+async def test_an_import_that_ends_its_worker_fails_after_some_workers(stage: Stage) -> None:
+    lost: list[str] = []
+
+    async def exit_worker(name: str, worker: str) -> str | None:
+        if name == "fatal":
+            lost.append(worker)
+            stage.cluster.add_worker()
+            stage.cluster.remove_worker(worker)
+            await asyncio.Event().wait()
+        return None
+
+    stage.script.before = exit_worker
+    found = await declare(stage, config("shop"), config("fatal"))
+    assert found["shop"]["status"] == "RUNNING"
+    assert found["fatal"]["status"] == "DEPLOY_FAILED"
+    assert "ended" in found["fatal"]["message"]
+    assert len(lost) == 5  # with the other application, and then alone
+
+
+@staged()
+async def test_a_program_takes_an_application_over_and_a_file_takes_it_back(stage: Stage) -> None:
+    await declare(stage, config("shop"))
+    await stage.run("shop", {"d": ()}, route="/shop", d={"version": "of the program"})
+    assert (await stage.call("get_config"))["applications"] == {}
+    assert (await stage.call("get_config"))["version"] == 2
+    with pytest.raises(NotFoundError, match="deployed by a program"):
+        await stage.call("get_config", name="shop")
+    await declare(stage)
+    assert versions(stage) == {"shop": "of the program"}
+    found = await declare(stage, config("shop"))
+    assert (found["shop"]["status"], versions(stage)) == ("RUNNING", {"shop": "1"})
+    found = await declare(stage)
+    assert found["deleted"] == ["shop"]
+
+
+@staged()
+async def test_a_deleted_application_is_no_longer_declared(stage: Stage) -> None:
+    await declare(stage, config("shop"))
+    await stage.change("delete_application", name="shop")
+    assert (await stage.call("get_config"))["applications"] == {}
+    await asyncio.sleep(60)
+    assert versions(stage) == {}
+
+
+@staged()
+async def test_a_route_moves_from_one_application_to_another(stage: Stage) -> None:
+    await declare(stage, config("a", route="/x"), config("b", route="/y"))
+    found = await declare(stage, config("a", "2", route="/y"), config("b", "2", route="/z"))
+    assert (found["a"]["status"], found["b"]["status"]) == ("RUNNING", "RUNNING")
+    routes = await stage.published("routes")
+    assert {route: each["application"] for route, each in routes.items()} == {"/y": "a", "/z": "b"}
+
+
+@staged()
+async def test_two_applications_cannot_swap_their_routes_at_once(stage: Stage) -> None:
+    await declare(stage, config("a", route="/x"), config("b", route="/y"))
+    found = await declare(stage, config("a", "2", route="/y"), config("b", "2", route="/x"))
+    assert "in use by application 'b'" in found["a"]["message"]
+    assert "in use by application 'a'" in found["b"]["message"]
+    assert versions(stage) == {"a": "1", "b": "1"}
+
+
+@staged()
+async def test_a_configuration_with_a_route_of_a_program_or_with_a_name_twice_is_refused_whole(
+    stage: Stage,
+) -> None:
+    await stage.run("own", {"front": ()}, route="/own")
+    with pytest.raises(AlreadyRegisteredError, match="in use by application 'own'"):
+        await declare(stage, config("shop"), config("other", route="/own/"))
+    with pytest.raises(BadRequestError, match="'shop' is in the configuration twice"):
+        await declare(stage, config("shop"), config("shop"))
+    with pytest.raises(AlreadyRegisteredError, match="have the same route '/x'"):
+        await declare(stage, config("shop", route="/x"), config("other", route="/x"))
+    assert (await stage.call("get_config"))["version"] == 0
+
+
+@staged()
+async def test_while_it_is_built_the_status_says_so(stage: Stage) -> None:
+    gate = asyncio.Event()
+
+    async def wait(name: str, worker: str) -> str | None:
+        await gate.wait()
+        return None
+
+    stage.script.before = wait
+    await stage.call("apply_config", config=instance_config(config("shop")))
+    await asyncio.sleep(1)
+    status = await stage.app_status("shop")
+    assert (status["status"], status["message"], status["route_prefix"]) == (
+        "DEPLOYING",
+        "It is being built.",
+        "/shop",
+    )
+    gate.set()
+
+
+@staged()
+async def test_a_new_controller_builds_what_its_predecessor_has_not(stage: Stage) -> None:
+    gate = asyncio.Event()
+
+    async def wait(name: str, worker: str) -> str | None:
+        await gate.wait()
+        return None
+
+    stage.script.before = wait
+    answer = await stage.call("apply_config", config=instance_config(config("shop")))
+    await asyncio.sleep(1)
+    await stage.crash_controller()
+    gate.set()
+    found: dict[str, Any] = {"is_done": False}
+    while not found["is_done"]:
+        found = await stage.call("wait_for_config", version=answer["version"])
+    assert (found["applications"]["shop"]["status"], versions(stage)) == ("RUNNING", {"shop": "1"})
+    await stage.until(lambda: not [each for each in stage.cluster.actors() if "/builder/" in each.name])
+
+
+@staged()
+async def test_at_every_write_a_lost_controller_leaves_the_old_version_or_the_new_one(stage: Stage) -> None:
+    await declare(stage, config("shop"), config("mail"))
+    for crash_at in range(12):
+        stage.store.commits = 0
+        crashes: list[asyncio.Task[Any]] = []
+
+        def after(records: Any, crash_at: int = crash_at, crashes: Any = crashes) -> None:
+            if stage.store.commits == crash_at + 1 and not crashes:
+                crashes.append(asyncio.create_task(stage.crash_controller()))
+
+        stage.store.after_commit = after
+        version = str(crash_at + 2)
+        stage.cluster.add_worker()
+        found = await declare(stage, config("shop", version), merge=True, request_id=version)
+        stage.store.after_commit = None
+        assert found["shop"]["status"] == "RUNNING", crash_at
+        await stage.until(lambda version=version: versions(stage) == {"shop": version, "mail": "1"})
+        if crashes:
+            await crashes[0]

@@ -1,0 +1,129 @@
+"""Plans: what a configuration would change, and at what cost. Pure."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from typing import Any
+
+from control_harness import app_spec, state_of
+from scripted_builder import config, instance_config
+from tables import each_case
+
+from daskserve.control.declared.apply import Origin, apply
+from daskserve.control.declared.plan import plan
+from daskserve.control.declared.settling import settled
+from daskserve.control.records.state import State
+from daskserve.options.specs import ApplicationSpec
+
+REQUESTS = map(str, itertools.count())
+
+
+def spec(name: str = "shop", **fields: Any) -> ApplicationSpec:
+    """Return an application of two deployments; ``fields`` are those of the ingress, ``d``."""
+    route = fields.pop("route", f"/{name}")
+    request_id = next(REQUESTS)
+    return app_spec(name, {"back": (), "d": ("back",)}, route=route, request_id=request_id, d=fields)
+
+
+def deployed(*specs: ApplicationSpec) -> State:
+    """Return the state after these applications were declared and built."""
+    state = state_of()
+    declared = instance_config(*(config(each.name, route=each.route) for each in specs))
+    options: dict[str, Any] = {"now": 1.0, "new_goal": lambda: next(REQUESTS)}
+    applied = apply(state, declared, merges=False, expected=None, request_id="", origin=Origin(), **options)
+    state.apply(applied.change)
+    built = {each.name: (state.declared.configs[each.name], each) for each in specs}
+    state.apply(settled(state, built, {}, **options).change)
+    return state
+
+
+def planned(state: State, *specs: ApplicationSpec, merges: bool = False, **options: Any) -> dict[str, Any]:
+    built = {each.name: each for each in specs}
+    return plan(state, instance_config(*map(config, built), **options), built, merges=merges)
+
+
+def test_what_is_deployed_already_is_unchanged() -> None:
+    found = planned(deployed(spec()), spec())
+    assert not found["has_changes"]
+    assert found["applications"]["shop"]["action"] == "unchanged"
+    assert {name: each["action"] for name, each in found["applications"]["shop"]["deployments"].items()} == {
+        "back": "unchanged",
+        "d": "unchanged",
+    }
+
+
+@each_case(
+    "fields, action, changes",
+    [
+        ({"version": "2"}, "restarts", [{"option": "code", "effect": "restarts"}]),
+        (
+            {"num_replicas": 3},
+            "scaled",
+            [{"option": "num_replicas", "effect": "scaled", "old": 1, "new": 3}],
+        ),
+        (
+            {"user_config": b"new"},
+            "reconfigured",
+            [{"option": "user_config", "effect": "reconfigured"}],
+        ),
+        (
+            {"actor_options": {"num_cpus": 2.0}},
+            "restarts",
+            [{"option": "num_cpus", "effect": "restarts", "old": 0.1, "new": 2.0}],
+        ),
+        (
+            {"max_queued_requests": 7, "isolation": "process", "env": '{"variables": {"TOKEN": "secret"}}'},
+            "restarts",
+            [
+                {"option": "env", "effect": "restarts"},
+                {"option": "max_queued_requests", "effect": "at once", "old": 1000, "new": 7},
+                {"option": "isolation", "effect": "restarts", "old": "thread", "new": "process"},
+            ],
+        ),
+    ],
+)
+def test_each_change_of_a_deployment_says_what_it_does_to_its_replicas(
+    fields: dict[str, Any], action: str, changes: list[dict[str, Any]]
+) -> None:
+    app = planned(deployed(spec()), spec(**fields))["applications"]["shop"]
+    assert (app["action"], app["deployments"]["back"]["action"]) == ("changed", "unchanged")
+    assert app["deployments"]["d"]["action"] == action
+    found = sorted(app["deployments"]["d"]["changes"], key=lambda each: each["option"])
+    assert found == sorted(changes, key=lambda each: each["option"])
+    assert "secret" not in str(found)
+
+
+def test_applications_and_deployments_that_are_new_or_go_and_a_route_that_moves() -> None:
+    state = deployed(spec("shop"), spec("mail"))
+    without_back = app_spec("shop", {"d": ()}, route="/elsewhere", request_id=next(REQUESTS))
+    found = planned(state, without_back, spec("news"), target_capacity=50.0)
+    apps = found["applications"]
+    assert {name: each["action"] for name, each in apps.items()} == {
+        "shop": "changed",
+        "news": "new",
+        "mail": "deleted",
+    }
+    assert apps["shop"]["route"] == ["/shop", "/elsewhere"]
+    assert apps["shop"]["deployments"]["back"]["action"] == "goes"
+    assert apps["mail"]["deployments"]["d"]["action"] == "goes"
+    assert found["options"] == [{"option": "target_capacity", "old": None, "new": 50.0}]
+    merged = planned(state, spec("news"), merges=True)
+    assert (list(merged["applications"]), merged["options"]) == (["news"], [])
+
+
+def test_what_cannot_be_built_or_deployed_is_a_fault_and_no_change() -> None:
+    state = deployed(spec())
+    found = plan(state, instance_config(config()), {"shop": "it is broken"}, merges=False)
+    assert (found["has_changes"], found["has_faults"]) == (False, True)
+    assert found["applications"]["shop"] == {"action": "failed", "message": "it is broken", "deployments": {}}
+
+
+def test_the_plan_of_a_thousand_applications_takes_less_than_a_second() -> None:
+    names = [f"app-{number}" for number in range(1000)]
+    state = deployed(*map(spec, names))
+    wanted = [spec(name, version="2") for name in names]
+    began = time.process_time()
+    found = planned(state, *wanted)
+    assert time.process_time() - began < 1.0
+    assert {each["action"] for each in found["applications"].values()} == {"changed"}
