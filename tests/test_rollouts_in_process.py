@@ -74,7 +74,7 @@ async def under_load(
 
 
 async def outcome(fails: float, seed: int) -> str:
-    plan = {"steps": ["20%", "50%", "100%"], "pause_s": 5, "min_requests": 300}
+    plan = {"steps": ["50%", "100%"], "pause_s": 2}
     async with under_load(fails, seed, plan) as (client, load):
         state = ""
         while state not in ("COMPLETED", "ROLLED_BACK"):
@@ -89,9 +89,11 @@ async def outcome(fails: float, seed: int) -> str:
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("first", [0, 10, 20])
 @pytest.mark.parametrize(("fails", "expected"), [(0.03, "ROLLED_BACK"), (0.001, "COMPLETED")])
-def test_thirty_rollouts_of_thirty_end_as_they_should(fails: float, expected: str) -> None:
-    assert [run_virtual(outcome, fails, seed) for seed in range(30)] == [expected] * 30
+def test_thirty_rollouts_of_thirty_end_as_they_should(fails: float, expected: str, first: int) -> None:
+    found = [run_virtual(outcome, fails, seed) for seed in range(first, first + 10)]
+    assert found == [expected] * 10
 
 
 def test_a_faulty_version_is_taken_back_under_load() -> None:

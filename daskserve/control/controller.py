@@ -236,6 +236,7 @@ class ReadingVerbs:
             "event_loop_delay_s": round(max(0.0, clock.now() - due), 6),
         }
 
+    @verb
     async def details(self, name: str | None = None, api_type: str | None = None) -> dict[str, Any]:
         """Return what runs in Ray Serve's shape, with the version of what is declared."""
         core = self._core

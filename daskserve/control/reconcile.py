@@ -17,7 +17,6 @@ from typing import Any
 from daskserve.cluster.protocols.base import EPOCH_BITS
 from daskserve.common.clock import Clock, stopwatch
 from daskserve.common.types import Location, UsageReport, WorkerAddress
-from daskserve.control import shutdown_order as departure
 from daskserve.control.acting import ACTION_RETRY_S, Acting, Commit
 from daskserve.control.backend import application as app_state
 from daskserve.control.backend import gangs
@@ -27,6 +26,7 @@ from daskserve.control.observed.observed import Observed
 from daskserve.control.placement.cluster_demand import workers_needed
 from daskserve.control.placement.placement import Demand, place
 from daskserve.control.placement.rebalancing import Rebalancer
+from daskserve.control.proxies import shutdown_order as departure
 from daskserve.control.proxies import step as http_state
 from daskserve.control.proxies.take_over import Listening, ListenRules
 from daskserve.control.records.records import BackendRecord, Change

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
@@ -71,6 +72,8 @@ def _checked_path(value: str | None) -> str | None:
 Share: TypeAlias = Annotated[str, BeforeValidator(_checked_share)]
 #: The default steps.
 STEPS = ("5%", "25%", "100%")
+#: The default of `Gate.detects` by metric.
+DETECTS: Mapping[str, str] = {"error_rate": "2%", "latency": "10%"}
 
 
 class Gate(Options):
@@ -96,6 +99,12 @@ class Gate(Options):
         le=10,
         description="By how much the new version may be worse: 0.1 accepts a tenth more errors or slow "
         "requests, or a tenth larger value.",
+    )
+    detects: Share | None = Field(
+        None,
+        description="The increase that must not go unnoticed, as a share of all requests: a step lasts until "
+        "the new version has ended as many requests as find it. If the old version's own share is larger, "
+        "that counts. None: ``2%`` of failed requests, ``10%`` of slow ones.",
     )
     query: str = Field(
         "",
@@ -144,11 +153,10 @@ class RolloutConfig(Options):
         description="Minimum time in seconds at each step. None: until ``promote``.",
     )
     min_requests: int = Field(
-        500,
+        100,
         ge=0,
-        description="Number of requests that the new version must have ended at a step before the next one. "
-        "With 500, one that fails 3 % of its requests beside one of 0.1 % does not pass. 0: only the time "
-        "counts.",
+        description="Minimum number of requests that the new version must have ended at a step before the "
+        "next one. More are needed if the gates need them, see ``detects``.",
     )
     gates: list[Gate] = Field(
         default_factory=lambda: [Gate()],

@@ -8,7 +8,7 @@ import pytest
 from control_harness import backend, endpoint, replica, state_of
 from controller_harness import Stage, staged
 
-from daskserve.control import shutdown_order as departure
+from daskserve.control.proxies import shutdown_order as departure
 from daskserve.control.records.records import AppRecord
 from daskserve.errors import NotRunningError
 from daskserve.options.http import HTTPOptions

@@ -13,6 +13,7 @@ from tables import each_case
 from daskserve.control.records.records import AppRecord, CodeRecord
 from daskserve.control.verbs.history import revising
 from daskserve.errors import BadRequestError, NotFoundError, ReplicaStartError
+from daskserve.options.backend import BackendMetadata
 from daskserve.testing import run_virtual
 
 GRAPH = {"back": (), "front": ("back",)}
@@ -76,6 +77,16 @@ async def test_a_deploy_that_changes_nothing_is_no_revision(stage: Stage) -> Non
     await run(stage, "1")
     await run(stage, "1")
     assert await states(stage) == {1: "RUNNING"}
+
+
+@staged()
+async def test_facts_that_replicas_tell_of_themselves_make_no_revision(stage: Stage) -> None:
+    await run(stage, "1")
+    facts = BackendMetadata(class_name="Model")
+    await run(stage, "1", both={"internal_metadata": facts})
+    assert await states(stage) == {1: "RUNNING"}
+    await run(stage, "2")
+    assert await states(stage) == {1: "SUPERSEDED", 2: "RUNNING"}
 
 
 @staged()

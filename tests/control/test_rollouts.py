@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+import numpy as np
 import pytest
 from control_harness import Bench, worker
 from tables import each_case
@@ -16,7 +17,13 @@ from tables import each_case
 from daskserve.common.clock import LoopClock
 from daskserve.common.types import ReplicaState as S
 from daskserve.control.observed.observed import Observed
-from daskserve.control.observed.rollout_evidence import Evidence, VersionCounts, is_worse, judge
+from daskserve.control.observed.rollout_evidence import (
+    Evidence,
+    VersionCounts,
+    is_worse,
+    judge,
+    least_requests,
+)
 from daskserve.control.records.encoding import decode, encode
 from daskserve.control.records.rollout import RolloutPhase as P
 from daskserve.control.scaling.rollout_queries import RolloutQueries
@@ -28,7 +35,13 @@ from daskserve.options.rollout import Gate, RolloutConfig
 from daskserve.payload.packed_errors import load_error
 from daskserve.testing import run_virtual
 
-PLAN: Mapping[str, Any] = {"steps": ["10%", "50%", "100%"], "pause_s": 30, "min_requests": 100}
+#: A plan whose steps need no more requests than it says.
+PLAN: Mapping[str, Any] = {
+    "steps": ["10%", "50%", "100%"],
+    "pause_s": 30,
+    "min_requests": 100,
+    "gates": [{"detects": "100%"}],
+}
 
 
 class RolloutBench(Bench):
@@ -278,30 +291,41 @@ def test_expressions_are_compared_for_the_replicas_of_both_versions() -> None:
 # ---- the test of significance
 
 
-def requests(rng: random.Random, count: int, share: float, rates: tuple[float, float]) -> Evidence:
+def requests(rng: np.random.Generator, count: int, share: float, rates: tuple[float, float]) -> Evidence:
     """Return what ``count`` requests leave behind; ``rates`` are those of the new and the old version."""
-    counts = [[0, 0], [0, 0]]
-    for _ in range(count):
-        which = rng.random() >= share
-        counts[which][0] += 1
-        counts[which][1] += rng.random() < rates[which]
-    new, old = (VersionCounts(each[0], each[1], ()) for each in counts)
-    return Evidence(new, old)
+    new = int(rng.binomial(count, share))
+    ended = (new, count - new)
+    both = [VersionCounts(n, int(rng.binomial(n, rate))) for n, rate in zip(ended, rates, strict=True)]
+    return Evidence(*both)
 
 
-@each_case("share", [0.05, 0.1, 0.25])
-def test_three_percent_of_errors_are_found_and_chance_is_not(share: float) -> None:
-    found = dict.fromkeys(((0.03, 0.001), (0.001, 0.001)), 0)
+@each_case("share", [0.05, 0.5])
+def test_three_percent_of_errors_are_found_before_a_step_ends_and_chance_is_not(share: float) -> None:
+    found, p = {0.03: 0, 0.001: 0}, 0.001 / 3
     for seed in range(30):
-        for rates in found:
-            rng, evidence = random.Random(seed), Evidence()
-            while evidence.new.requests < 1000:
-                more = requests(rng, 100, share, rates)
+        for rate in found:
+            rng, evidence, is_found = np.random.default_rng(seed), Evidence(), False
+            while not is_found and evidence.new.requests < least_requests(Gate(), evidence, share, p):
+                more = requests(rng, int(200 / share), share, (rate, 0.001))
                 evidence = Evidence(evidence.new + more.new, evidence.old + more.old)
-                if judge(Gate(), 0, evidence, share, 0.001 / 3, 1.0).is_worse:
-                    found[rates] += 1
-                    break
-    assert found == {(0.03, 0.001): 30, (0.001, 0.001): 0}
+                is_found = judge(Gate(), 0, evidence, share, p).is_worse
+            found[rate] += is_found
+    assert found == {0.03: 30, 0.001: 0}
+
+
+@each_case(
+    "detects, share, rate, least",
+    [
+        ("2%", 0.05, 0.0, 760),
+        ("2%", 0.5, 0.0, 1564),
+        ("10%", 0.05, 0.0, 152),
+        ("2%", 0.05, 0.5, 166),  # twice the errors are found soon where there are many
+        ("2%", 1.0, 0.0, 0),
+    ],
+)
+def test_how_many_requests_a_step_needs(detects: str, share: float, rate: float, least: int) -> None:
+    evidence = Evidence(old=VersionCounts(10_000, int(10_000 * rate)))
+    assert least_requests(Gate(detects=detects), evidence, share, 0.001 / 3) == least
 
 
 def test_looking_again_and_again_does_not_find_a_difference_that_is_not_there() -> None:

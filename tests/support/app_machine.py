@@ -142,7 +142,7 @@ class AppMachine(FaultyWorld):
         only = {} if request is None else {"request_id": f"request-{request}"}
         self._call("delete_application", seconds, name=name, **only)
 
-    @rule(when=lambda self: self.has_apps, name=NAMES, number=OneOf(None, None, 1, 2, 3), seconds=SECONDS)
+    @rule(when=lambda self: self.has_apps, name=NAMES, number=OneOf(None, 1, 2), seconds=SECONDS)
     def roll_back(self, name: str, number: int | None, seconds: float) -> None:
         """Return to an earlier revision, be there one or not."""
         limits = {"timeout_s": TIMEOUT_S, "progress_timeout_s": TIMEOUT_S}

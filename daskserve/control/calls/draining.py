@@ -9,9 +9,9 @@ from typing import Any
 
 from daskserve.cluster.protocols.base import StoreChange, verb
 from daskserve.cluster.protocols.stores import StoreOwnership
-from daskserve.control import shutdown_order as departure
 from daskserve.control.core import ControllerCore
 from daskserve.control.observed.watch import ANSWER_S
+from daskserve.control.proxies import shutdown_order as departure
 from daskserve.errors import ServeError, StaleEpochError
 
 logger = logging.getLogger("daskserve.controller")

@@ -13,16 +13,19 @@ new version is worse, as nobody knows that factor.
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from daskserve.common.formatting import shown
-from daskserve.options.rollout import Gate
+from daskserve.options.rollout import DETECTS, Gate, percent_of
 from daskserve.telemetry.histogram import LATENCY_BUCKETS_S
 
 #: The factors that are bet on.
 FACTORS: Sequence[float] = (1.5, 2, 3, 5, 10, 30, 100)
+#: No step needs more requests than this.
+MOST_REQUESTS = 10_000_000
 #: The largest logarithm of a capital that is carried on.
 MOST_LOG = 100.0
 
@@ -115,6 +118,28 @@ def least_polls(p: float) -> int:
     return next(n for n in range(1, 1000) if is_worse(n, 0, 0.5, 0.0, p))
 
 
+def least_requests(gate: Gate, evidence: Evidence, share: float, p: float) -> int:
+    """Return after how many requests of the new version a gate would have found one that matters.
+
+    That is one with more failed or slow requests by ``detects`` of all, or by as many as the old version has.
+    Even if it was lucky by three standard deviations.
+    """
+    if gate.metric == "prometheus" or not 0 < share < 1:
+        return 0
+    old, events = evidence.old, evidence.old.failed
+    if gate.metric == "latency":
+        events, p = old.slower_than(slow_bucket(gate, old)), p / len(LATENCY_BUCKETS_S)
+    rate = events / old.requests if old.requests else 0.0
+    increase = max(percent_of(gate.detects or DETECTS[gate.metric]) / 100, rate)
+
+    def finds(requests: int) -> bool:
+        more = requests * increase
+        new, before = requests * rate + more - 3 * math.sqrt(more), requests * rate * (1 - share) / share
+        return is_worse(max(0, round(new)), round(before), share, gate.tolerance, p)
+
+    return bisect.bisect_left(range(MOST_REQUESTS), True, lo=1, key=finds)
+
+
 def judge(
     gate: Gate,
     number: int,
@@ -144,18 +169,22 @@ def _of(count: int, requests: int, whose: str = "the new version") -> str:
     return f"{count} of {requests} requests{percent} of {whose}"
 
 
+def slow_bucket(gate: Gate, old: VersionCounts) -> int:
+    """Return the bucket above which a request is slow: at most the rest of the quantile was, before."""
+    limit, buckets = (1 - gate.quantile) * old.requests, len(LATENCY_BUCKETS_S)
+    return next((n for n in range(buckets) if old.slower_than(n) <= limit), buckets - 1)
+
+
 def _slow(gate: Gate, evidence: Evidence, share: float, p: float, for_s: float | None) -> Finding:
-    new, old = evidence.new, evidence.old
-    buckets = len(LATENCY_BUCKETS_S)
-    limit = (1 - gate.quantile) * old.requests
-    # Any bucket may be the one: each has its part of the probability.
-    bucket = next((n for n in range(buckets) if old.slower_than(n) <= limit), buckets - 1)
+    new, old, buckets = evidence.new, evidence.old, len(LATENCY_BUCKETS_S)
+    bucket = slow_bucket(gate, old)
     slow, slow_before = new.slower_than(bucket), old.slower_than(bucket)
     bound = f"{shown(LATENCY_BUCKETS_S[bucket])} s"
     text = (
         f"{_of(slow, new.requests)} took longer than {bound}, "
         f"{_of(slow_before, old.requests, 'the old one')} did{_within(for_s)}"
     )
+    # Any bucket may be the one: each has its part of the probability.
     worse = old.requests > 0 and is_worse(slow, slow_before, share, gate.tolerance, p / buckets)
     return Finding(worse, text)
 

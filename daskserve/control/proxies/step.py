@@ -18,8 +18,8 @@ from dataclasses import dataclass, field, replace
 from typing import Self
 
 from daskserve.common.types import Location, WorkerAddress, WorkerInfo
-from daskserve.control import shutdown_order as departure
 from daskserve.control.observed.observed import Observed
+from daskserve.control.proxies import shutdown_order as departure
 from daskserve.control.records.proxy import ProxyRecord
 from daskserve.control.records.records import Change
 from daskserve.control.records.state import State

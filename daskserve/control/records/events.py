@@ -22,6 +22,9 @@ class EventKind(enum.StrEnum):
     ROLLED_BACK = "ROLLED_BACK"
     DELETING = "DELETING"
     DELETED = "DELETED"
+    CONFIG_DECLARED = "CONFIG_DECLARED"
+    BUILD_FAILED = "BUILD_FAILED"
+    RESTARTING = "RESTARTING"
     SCALED = "SCALED"
     ROLLOUT_STEP = "ROLLOUT_STEP"
     ROLLOUT_PAUSED = "ROLLOUT_PAUSED"
@@ -43,6 +46,7 @@ class EventKind(enum.StrEnum):
 PROBLEMS = frozenset(
     {
         EventKind.DEPLOY_FAILED,
+        EventKind.BUILD_FAILED,
         EventKind.ROLLOUT_TAKEN_BACK,
         EventKind.REPLICA_FAILED,
         EventKind.REPLICA_LOST,

@@ -58,6 +58,8 @@ class RevisionRecord:
         The records of the application, as `daskserve.control.verbs.history.revising` packs them.
     codes : dict
         The names of the codes of its deployments, by tag.
+    config : bytes
+        The declared configuration, packed; empty if a program has deployed it.
     digests : dict
         Digests of the codes whose names do not tell them apart, because the user has named their version.
     is_complete : bool
@@ -82,6 +84,7 @@ class RevisionRecord:
     reason: str = ""
     spec: bytes = field(default=b"", repr=False)
     codes: Mapping[BackendTag, str] = field(default_factory=dict)
+    config: bytes = field(default=b"", repr=False)
     digests: Mapping[BackendTag, str] = field(default_factory=dict)
     is_complete: bool = True
 

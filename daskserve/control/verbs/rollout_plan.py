@@ -8,7 +8,14 @@ from typing import Any
 
 from daskserve.common.formatting import shown
 from daskserve.common.types import ReplicaState
-from daskserve.control.observed.rollout_evidence import Evidence, Finding, carried_on, judge, least_polls
+from daskserve.control.observed.rollout_evidence import (
+    Evidence,
+    Finding,
+    carried_on,
+    judge,
+    least_polls,
+    least_requests,
+)
 from daskserve.control.records.records import BackendRecord, GoalRecord
 from daskserve.control.records.rollout import RolloutEvent, RolloutPhase, RolloutState
 from daskserve.control.records.state import State
@@ -58,11 +65,12 @@ def _probability(config: RolloutConfig) -> float:
 
 def missing(config: RolloutConfig, evidence: Evidence, share: float) -> str:
     """Return how many requests or comparisons a step lacks; empty if it has enough."""
-    requests = evidence.new.requests
-    if share > 0 and requests < config.min_requests:
-        return f"{requests} of {config.min_requests} requests have ended"
+    requests, p = evidence.new.requests, _probability(config)
+    needed = max((least_requests(each, evidence, share, p) for each in config.gates), default=0)
+    if share > 0 and requests < max(needed, config.min_requests):
+        return f"{requests} of {max(needed, config.min_requests)} requests have ended"
     if 0 < share < 1:
-        least = least_polls(_probability(config))
+        least = least_polls(p)
         for number, gate in enumerate(config.gates):
             count = sum(evidence.polls.get(number, (0, 0))[:2])
             if gate.metric == "prometheus" and count < least:

@@ -17,6 +17,7 @@ import msgpack
 
 from daskserve.common.differences import Difference
 from daskserve.common.types import BackendTag
+from daskserve.control.records.declared import ConfigRecord
 from daskserve.control.records.encoding import from_plain
 from daskserve.control.records.records import (
     AppRecord,
@@ -173,6 +174,9 @@ class _Revising:
             self.settle(name, S.DELETED, "")
         number = revisions[-1].number + 1 if revisions else 1
         new = self.revision(self.after, app, goal, number)
+        is_under_way = any(each.state is S.DEPLOYING for each in self.state.revisions.of(name))
+        if not new.changes and not is_under_way and current(revisions) is not None:
+            return  # only what replicas have told of themselves differs
         self.put(new)
         self.trim(name)
 
@@ -187,14 +191,20 @@ class _Revising:
         }
         named = [each for each in backends.values() if each.user_version is not None]
         codes = {each.tag: code for each in named if (code := after.code(each.code_key)) is not None}
-        source = "run" if goal is None or not goal.rollback_of else "rollback"
+        config: ConfigRecord | None = None
+        if app.is_declared:
+            config = after.get(f"config/{app.name}", self.state.declared.configs.get(app.name))
+        is_rollback = goal is not None and bool(goal.rollback_of)
+        is_from_file = config is not None and config.key in after.change and not is_rollback
         return RevisionRecord(
             application=app.name,
             number=number,
             state=S.DEPLOYING,
             at=self.wall,
             by="" if goal is None else goal.by,
-            source=source,
+            source="rollback" if is_rollback else "file" if is_from_file else "run",
+            origin={} if config is None else _origin(config),
+            config=b"" if config is None else bytes(msgpack.packb(dict(config.config))),
             goal="" if goal is None else goal.goal_id,
             request_id="" if goal is None else goal.request_id,
             rollback_of=0 if goal is None else goal.rollback_of,
@@ -232,7 +242,7 @@ class _Revising:
             state = S.FAILED if has_failed else S.SUPERSEDED
             ended = replace(revision, state=state, ended_at=self.wall, reason=text)
             # Nothing returns to what has never run.
-            self.put(replace(ended, is_complete=False, spec=b""))
+            self.put(replace(ended, is_complete=False, spec=b"", config=b""))
             self.release(revision)
         else:
             running = current(self.revisions(name))
@@ -333,6 +343,11 @@ def earlier(revisions: list[RevisionRecord]) -> RevisionRecord | None:
     """
     ran = [each for each in revisions if each.ran_at and each.state in _ENDED and each.is_complete]
     return max(ran, key=lambda each: (each.ended_at, each.number), default=None)
+
+
+def _origin(config: ConfigRecord) -> dict[str, str]:
+    """Return where a declared configuration comes from."""
+    return {name: value for name, value in (("file", config.source), ("version", config.version)) if value}
 
 
 def packed(app: AppRecord, backends: Mapping[str, BackendRecord], methods: Mapping[str, list[str]]) -> bytes:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import msgpack
+
 from daskserve.common.types import BackendTag, GoalId
+from daskserve.control.records.declared import ConfigRecord
 from daskserve.control.records.records import BackendRecord, Change, CodeRecord, GoalRecord
 from daskserve.control.records.revisions import RevisionRecord, RevisionState
 from daskserve.control.records.state import State
 from daskserve.control.verbs import applications as app_verbs
 from daskserve.control.verbs import backends as backend_verbs
+from daskserve.control.verbs.declaring import redeclared
 from daskserve.control.verbs.failed_deploys import application_not_found
 from daskserve.control.verbs.goals import TimeLimits
 from daskserve.control.verbs.history.revising import current, digest_of, earlier, unpacked
@@ -65,7 +69,13 @@ def rollback(
     target = _chosen(name, revisions, number)
     spec = _spec_of(state, target, request_id, limits)
     deployed = app_verbs.deploy(
-        state, [spec], new_goal=lambda: goal_id, now=now, by=by, unloadable=unloadable
+        state,
+        [spec],
+        new_goal=lambda: goal_id,
+        now=now,
+        by=by,
+        unloadable=unloadable,
+        configs=_config_of(state, target, by, now),
     )
     change, tags = deployed.change, {f"backend/{tag}" for tag in deployed.tags}
     # What the store has already stays: the content of a parcel may be nowhere else.
@@ -80,6 +90,19 @@ def rollback(
     if isinstance(goal, GoalRecord):
         change[goal.key] = replace(goal, rollback_of=target.number)
     return Rollback(change, deployed.goals[name], target.number)
+
+
+def _config_of(state: State, revision: RevisionRecord, by: str, now: float) -> Mapping[str, ConfigRecord]:
+    """Return the declared configuration of a revision: what is declared is then what runs.
+
+    So the present file is a change again, and nothing builds it meanwhile.
+    """
+    if not revision.config:
+        return {}
+    name = revision.application
+    record = redeclared(state, name, msgpack.unpackb(revision.config), by=by, now=now)
+    origin = revision.origin
+    return {name: replace(record, source=origin.get("file", ""), version=origin.get("version", ""))}
 
 
 def _is_kept(state: State, code: CodeRecord) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 from daskserve.common.differences import Difference
 from daskserve.common.formatting import capitalized
 from daskserve.common.types import ReplicaState, short_tag
+from daskserve.control.records.declared import ConfigRecord
 from daskserve.control.records.events import Event, EventKind, EventsRecord
 from daskserve.control.records.proxy import ProxyRecord
 from daskserve.control.records.records import (
@@ -28,6 +29,7 @@ from daskserve.control.records.records import (
 from daskserve.control.records.revisions import RevisionRecord, RevisionState
 from daskserve.control.records.rollout import RolloutPhase, RolloutState
 from daskserve.control.records.state import State, display_name
+from daskserve.control.records.versions import unrestarted
 from daskserve.payload.packed_errors import load_error
 
 #: How long events are kept, and how many.
@@ -170,12 +172,21 @@ def _of_backend(world: _World, tag: str, before: Any, after: Record | None) -> I
         yield Event(K.DELETED, f"{capitalized(before.display_name)} was deleted", "", tag)
     if not isinstance(after, BackendRecord):
         return
+    if before is not None and before.version != after.version and _is_same_code(before, after):
+        goal = world.change.get(f"goal/{after.goal}")
+        by = goal.by if isinstance(goal, GoalRecord) else ""
+        text = f"{capitalized(after.display_name)} is restarted"
+        yield Event(K.RESTARTING, text, after.application, tag, by=by)
     if after.rollout is not None:
         yield from _of_rollout(after, None if before is None else before.rollout, after.rollout)
     if before is not None and after.scalings and after.scalings[-1:] != before.scalings[-1:]:
         _, old, new, why = after.scalings[-1]
         text = f"{capitalized(after.display_name)} was scaled from {old} to {new} replicas: {why}"
         yield Event(K.SCALED, text, after.application, tag)
+
+
+def _is_same_code(before: BackendRecord, after: BackendRecord) -> bool:
+    return unrestarted(before.version) == unrestarted(after.version)
 
 
 _OF_PHASES: Mapping[RolloutPhase, EventKind] = {
@@ -251,6 +262,16 @@ def _why(world: _World, replica: ReplicaRecord) -> str:
 # ---- the rest
 
 
+def _of_config(_: _World, name: str, before: Any, after: Record | None) -> Iterator[Event]:
+    if not isinstance(after, ConfigRecord):
+        return
+    if (before is None or before.generation != after.generation) and not after.is_settled:
+        origin = " ".join(filter(None, (after.source, after.version))) or "a file"
+        yield Event(K.CONFIG_DECLARED, f"Application '{name}' is declared by {origin}", name, by=after.by)
+    elif after.error and (before is None or before.error != after.error):
+        yield Event(K.BUILD_FAILED, f"Application '{name}' cannot be deployed: {after.error}", name)
+
+
 def _of_proxy(_: _World, __: str, before: Any, after: Record | None) -> Iterator[Event]:
     known = after if isinstance(after, ProxyRecord) else before
     if known is None:
@@ -297,5 +318,6 @@ _TELLERS: Mapping[str, tuple[Callable[[State, str], Record | None], Teller]] = {
     "replica": (lambda state, name: state.replicas.get(name), _of_replica),
     "proxy": (lambda state, name: state.proxies.get(name), _of_proxy),
     "endpoint": (lambda state, name: state.endpoints.get(name), _of_endpoint),
+    "config": (lambda state, name: state.declared.configs.get(name), _of_config),
     "capacity": (lambda state, _: state.capacity, _of_capacity),
 }

@@ -188,7 +188,7 @@ class Answer:
         """
         if self.error is not None:
             raise self.error
-        start = next((each for each in self._messages if each["type"] == "http.response.start"), None)
+        start = next((each for each in self._messages if "status" in each), None)
         if start is not None:
             bodies = (each.get("body", b"") for each in self._messages)
             return HTTPAnswer(start["status"], tuple(map(tuple, start["headers"])), b"".join(bodies))

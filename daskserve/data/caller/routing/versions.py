@@ -154,7 +154,7 @@ class Versions:
 
         def note(message: Message) -> Awaitable[None]:
             nonlocal has_failed
-            if message["type"] == "http.response.start" and message["status"] >= 500:
+            if message.get("status", 0) >= 500:  # a whole response, or the start of one
                 has_failed = True
             return send(message)
 
