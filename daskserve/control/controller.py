@@ -20,11 +20,11 @@ from daskserve.control.calls.changing import ChangingVerbs
 from daskserve.control.calls.declaring import DeclaringVerbs
 from daskserve.control.calls.draining import DrainingVerbs
 from daskserve.control.calls.history import HistoryVerbs
+from daskserve.control.calls.models import ModelVerbs
 from daskserve.control.calls.rollouts import RolloutVerbs
 from daskserve.control.core import MAX_WAIT_S, ControllerCore
-from daskserve.control.proxies.take_over import listens
-from daskserve.control.records import checkpoint
 from daskserve.control.records.records import GoalRecord, GoalState
+from daskserve.control.records.storing import checkpoint
 from daskserve.control.verbs import backends as backend_verbs
 from daskserve.control.verbs.rollout_plan import serves_rollout
 from daskserve.control.views import applications as app_views
@@ -57,6 +57,7 @@ class Controller:
             DeclaringVerbs,
             ReadingVerbs,
             HistoryVerbs,
+            ModelVerbs,
             DrainingVerbs,
         )
         self.verbs = verbs_of(*(kind(self._core) for kind in kinds))
@@ -141,7 +142,7 @@ class ReadingVerbs:
             if trial.error is not None:
                 raise trial.error
             has_proxies = self._core.http.has_proxies
-            if trial.is_over and (not has_proxies or listens(self._core.state, self._core.observed)):
+            if trial.is_over and (not has_proxies or views.listens(self._core.state, self._core.observed)):
                 return {"urls": self._urls()}
             for proxy in self._core.state.proxies.values() if has_proxies else ():
                 if not proxy.is_leaving and proxy.name in self._core.observed.proxies_failed:

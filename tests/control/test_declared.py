@@ -9,7 +9,16 @@ import pytest
 from controller_harness import Stage, boom, staged
 from scripted_builder import config, instance_config
 
-from daskserve.errors import AlreadyRegisteredError, BadRequestError, NotFoundError, VersionConflictError
+from daskserve.common.types import Location
+from daskserve.errors import (
+    AlreadyRegisteredError,
+    BadRequestError,
+    DeployError,
+    ExternalScalerDisabledError,
+    NotFoundError,
+    VersionConflictError,
+)
+from daskserve.options.http import HTTPOptions
 
 
 async def declare(stage: Stage, *applications: Any, merge: bool = False, **message: Any) -> dict[str, Any]:
@@ -282,3 +291,107 @@ async def test_at_every_write_a_lost_controller_leaves_the_old_version_or_the_ne
         await stage.until(lambda version=version: versions(stage) == {"shop": version, "mail": "1"})
         if crashes:
             await crashes[0]
+
+
+@staged()
+async def test_a_rollback_gives_back_what_was_declared_and_nothing_undoes_it(stage: Stage) -> None:
+    await declare(stage, config("shop"), by="ann", source="serve.yaml", version="abc")
+    await declare(stage, config("shop", "2"), by="ann", source="serve.yaml")
+    answer = await stage.call("rollback", app="shop", by="ben")
+    await stage.calls.complete(answer)
+    await asyncio.sleep(60)
+    assert versions(stage) == {"shop": "1"}
+    found = await stage.call("get_config", name="shop")
+    assert found["version"] == 3
+    assert found["applications"]["shop"]["config"] == config("shop")
+    assert found["applications"]["shop"]["git_version"] == "abc"
+    revisions = (await stage.call("history", app="shop"))["revisions"]
+    assert [each["source"] for each in revisions] == ["file", "file", "rollback"]
+    assert revisions[0]["origin"] == {"file": "serve.yaml", "version": "abc"}
+    with pytest.raises(VersionConflictError, match="by ben"):
+        await declare(stage, config("shop", "3"), expected_version=2)
+    await declare(stage, config("shop", "2"))
+    assert versions(stage) == {"shop": "2"}
+    assert (await declare(stage))["deleted"] == ["shop"]
+
+
+@staged()
+async def test_a_restart_is_an_update_to_the_same_code_and_a_deploy_after_it_changes_nothing(
+    stage: Stage,
+) -> None:
+    await declare(stage, config("shop", num_replicas=2))
+    before = set(stage.running)
+    answers = [
+        await stage.call("restart", application="shop", request_id="once"),
+        await stage.call("restart", application="shop", request_id="once"),
+    ]
+    assert answers[0] == answers[1]
+    await stage.calls.complete(answers[0])
+    assert len(stage.running) == 2
+    assert before.isdisjoint(stage.running)
+    after = set(stage.running)
+    await declare(stage, config("shop", num_replicas=2))
+    assert set(stage.running) == after
+    await stage.calls.complete(await stage.call("restart", application="shop", deployment="d"))
+    assert after.isdisjoint(stage.running)
+    stage.start = boom("no")
+    kept = set(stage.running)
+    with pytest.raises(DeployError):
+        await stage.calls.complete(await stage.call("restart", application="shop"))
+    assert set(stage.running) == kept
+    with pytest.raises(NotFoundError):
+        await stage.call("restart", application="shop", deployment="none")
+
+
+@staged()
+async def test_all_applications_are_deleted_in_one_change(stage: Stage) -> None:
+    await stage.run("own", {"front": ()}, route="/own")
+    await declare(stage, config("shop"))
+    with pytest.raises(VersionConflictError):
+        await stage.call("delete_applications", expected_version=0)
+    found = await stage.call("delete_applications", expected_version=1, by="ann")
+    assert list(found["deleted"]) == ["own", "shop"]
+    await until_gone(stage, "own", "shop")
+
+
+@staged(http=HTTPOptions(location=Location.HEAD_ONLY, port=8000))
+async def test_the_details_have_the_fields_of_ray_serve_and_no_secrets(stage: Stage) -> None:
+    await stage.run("own", {"back": (), "front": ("back",)}, route="/own")
+    secret = {**config("shop"), "env": {"env_vars": {"TOKEN": "hush", "KEY": "${KEY}"}}}
+    await declare(stage, secret)
+    found = await stage.call("details")
+    assert found["version"] == 1
+    details = found["details"]
+    assert {name: each["source"] for name, each in details["applications"].items()} == {
+        "own": "imperative",
+        "shop": "declarative",
+    }
+    shop = details["applications"]["shop"]
+    assert shop["deployed_app_config"]["env"]["env_vars"] == {"TOKEN": "***", "KEY": "${KEY}"}
+    assert shop["deployments"]["d"]["deployment_config"]["num_replicas"] == 1
+    nodes = details["applications"]["own"]["deployment_topology"]["nodes"]
+    assert list(nodes["front"]["outbound_deployments"]) == [{"name": "back", "app_name": "own"}]
+    assert [each["status"] for each in details["proxies"].values()] == ["HEALTHY"]
+    assert [each["route_prefix"] for each in details["target_groups"]] == ["/own", "/shop"]
+    only = await stage.call("details", api_type="imperative")
+    assert list(only["details"]["applications"]) == ["own"]
+    assert list((await stage.call("details", name="shop"))["details"]["applications"]) == ["shop"]
+    assert "hush" not in str(await stage.call("get_config", is_masked=True))
+    for message, error in (({"name": "none"}, NotFoundError), ({"api_type": "other"}, BadRequestError)):
+        with pytest.raises(error):
+            await stage.call("details", **message)
+
+
+@staged()
+async def test_an_operator_scales_what_is_not_autoscaled_until_its_options_change(stage: Stage) -> None:
+    await declare(stage, config("shop"))
+    with pytest.raises(ExternalScalerDisabledError):
+        await stage.call("scale", name="", application="shop", number=3)
+    assert await stage.call("scale", name="", application="shop", number=3, by="ann") == 3
+    await stage.until(lambda: len(stage.running) == 3)
+    await declare(stage, config("shop", num_replicas=2))
+    await stage.until(lambda: len(stage.running) == 2)
+    auto = {"autoscaling_config": {"min_replicas": 1, "max_replicas": 2}}
+    await declare(stage, config("shop", **auto))
+    with pytest.raises(BadRequestError, match="is autoscaled"):
+        await stage.call("scale", name="d", application="shop", number=3, by="ann")

@@ -9,9 +9,9 @@ from typing import Any
 
 from controller_harness import ScriptedReplica, Stage, staged
 
-from daskserve.cluster.protocols.base import EPOCH_BITS, ActorSpec, TaskRequest
+from daskserve.cluster.protocols.base import ANSWER_S, EPOCH_BITS, ActorSpec, TaskRequest
 from daskserve.common.types import ActorKind, Envelope, EnvelopeKind, Load, Location, nothing_to_receive
-from daskserve.control.observed.watch import ANSWER_S, MISSES, PERIOD_S, SWEEP_S
+from daskserve.control.observed.watch import MISSES, PERIOD_S, SWEEP_S
 from daskserve.data.caller.calls.handle import routers_of
 from daskserve.errors import ActorLostError
 from daskserve.options.http import HTTPOptions

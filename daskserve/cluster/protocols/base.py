@@ -88,6 +88,10 @@ LAST_LINES = "last_lines"
 #: Time beyond the grace period after which a stop is abandoned and the actor is removed.
 STOP_MARGIN_S = 10.0
 
+#: Timeout of an answer of `Cluster.inspect`, which takes milliseconds: less than a second, so that a query
+#: each second does not meet the one before.
+ANSWER_S = 0.9
+
 #: A method that `Cluster.call` may reach: ``async``, with plain values as keyword arguments.
 Verb: TypeAlias = Callable[..., Awaitable[Any]]
 VerbT = TypeVar("VerbT", bound=Verb)

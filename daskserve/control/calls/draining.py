@@ -7,10 +7,9 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from daskserve.cluster.protocols.base import StoreChange, verb
+from daskserve.cluster.protocols.base import ANSWER_S, StoreChange, verb
 from daskserve.cluster.protocols.stores import StoreOwnership
 from daskserve.control.core import ControllerCore
-from daskserve.control.observed.watch import ANSWER_S
 from daskserve.control.proxies import shutdown_order as departure
 from daskserve.errors import ServeError, StaleEpochError
 

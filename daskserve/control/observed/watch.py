@@ -15,7 +15,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from daskserve.cluster.protocols.base import EPOCH_BITS, LAST_LINES, Cluster
+from daskserve.cluster.protocols.base import ANSWER_S, EPOCH_BITS, LAST_LINES, Cluster
 from daskserve.common.clock import Clock
 from daskserve.common.types import (
     ActorAddress,
@@ -26,6 +26,7 @@ from daskserve.common.types import (
     short_tag,
 )
 from daskserve.control.observed.observed import Activity, Observed
+from daskserve.control.records.models import ModelReport
 from daskserve.control.records.records import ReplicaRecord
 from daskserve.control.records.state import State
 from daskserve.errors import ActorLostError, ServeError, StaleEpochError, UnavailableError
@@ -34,8 +35,6 @@ from daskserve.loops.tasks import TaskSet
 logger = logging.getLogger("daskserve.controller")
 
 PERIOD_S = 1.0
-#: Timeout of an answer, which takes milliseconds: less than a period, so that each period has its own query.
-ANSWER_S = 0.9
 MISSES = 3
 #: Pause before a worker that could not be restarted is tried again.
 RESTART_RETRY_S = 2.0
@@ -187,6 +186,8 @@ class WorkerWatch:
         if actor.get("is_leaving") and replica.tag not in self._observed.terminating:
             self._observed.terminating.add(replica.tag)
             self._poke([replica.backend])
+        if "models" in actor:
+            self._observed.models[replica.tag] = ModelReport.of(actor["models"])
         if "routing_stats" in actor:
             self._observed.routing_stats[replica.tag] = actor["routing_stats"]
 

@@ -17,6 +17,8 @@ from daskserve.control.views.applications import application_status
 from daskserve.control.views.builds import with_builds
 from daskserve.control.views.views import proxy_state
 from daskserve.errors import BadRequestError
+from daskserve.options.backend import BackendConfig
+from daskserve.options.base import spellings_of
 from daskserve.options.http import HTTPOptions
 from daskserve.options.secrets import masked
 from daskserve.options.start_messages import dump_http
@@ -101,7 +103,6 @@ def details(
         "http_options": _http(http),
         "grpc_options": None,
         "proxies": _proxies(state, observed),
-        "deploy_mode": "MULTI_APP",
         "applications": {name: each for name, each in apps.items() if api_type in (None, each["source"])},
         "target_capacity": state.capacity.percent,
         "target_groups": _target_groups(state, observed, instance),
@@ -193,7 +194,10 @@ def _deployment(
     plain = masked(backend.config.model_dump(mode="json", fallback=repr))
     options = backend.actor_options.model_dump(mode="json", exclude={"workers"})
     demand = backend.actor_options.demand()
-    config = {each: plain[each] for each in _OPTIONS if plain.get(each) is not None}
+    ours = spellings_of(BackendConfig)
+    named = {each: plain.get(ours.get(each, each)) for each in _OPTIONS}
+    named["max_ongoing_requests"] = backend.config.concurrency()
+    config = {each: value for each, value in named.items() if value is not None}
     return {
         "name": name,
         "status": status.get("status", "UPDATING"),
