@@ -217,7 +217,7 @@ def config(address: str | None, name: str | None, application: str | None, as_js
     """Show the configuration that was deployed, as a file which deploys to the same.
 
     References to variables and secrets are shown as they are. Applications of programs are not in it; see
-    `daskserve build --running`.
+    `daskserve build`.
     """
     with errors_as_messages(), connected(address, name) as client:
         found = client.get_config(application)

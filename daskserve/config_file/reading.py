@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from daskserve.common.types import DEFAULT_APPLICATION
 from daskserve.config_file.checking import Checks, places_of_references
 from daskserve.config_file.json_text import parse_json
 from daskserve.config_file.model import InstanceConfig
@@ -97,7 +98,8 @@ def _join(
     for index, each in enumerate(part.get("applications", ())):
         where = (*path, "applications", index) if has_list else path
         references = places_of_references(each, where, document, faults.name)
-        values["applications"].append({**each, "references": references} if references else each)
+        named = {"name": DEFAULT_APPLICATION, **each}  # what is stored by name has one
+        values["applications"].append({**named, "references": references} if references else named)
     others = {name: value for name, value in part.items() if name != "applications"}
     for name, value in others.items():
         if name in values:

@@ -12,8 +12,7 @@ from daskserve.client.definitions.graph import ApplicationGraph
 from daskserve.client.definitions.targets import application_of
 from daskserve.client.hosting.building import users_errors
 from daskserve.common.types import DEFAULT_APPLICATION
-from daskserve.errors import BadRequestError, NotFoundError
-from daskserve.loops.blocking import finish
+from daskserve.errors import BadRequestError
 from daskserve.options.environment import parse_environment
 
 
@@ -109,18 +108,11 @@ def declared(client: Client, names: Sequence[str] = ()) -> dict[str, Any]:
 
     Raises
     ------
-    BadRequestError
-        An application was deployed by a program, which has its code.
+    NotFoundError
+        There is no such application, or it was deployed by a program, which has its code.
     """
-    try:
-        wanted: Sequence[str | None] = names or [None]
-        found = [finish(client._verbs._call("get_config", name=each)) for each in wanted]
-    except NotFoundError as error:
-        if "deployed by a program" not in str(error):
-            raise
-        raise BadRequestError(
-            f"{str(error).partition('.')[0]}. `daskserve build module:name` writes that of its import path."
-        ) from error
+    wanted: Sequence[str | None] = names or [None]
+    found = [client.get_config(each) for each in wanted]
     instance = {} if names else found[0]["instance"]
     applications = [each["config"] for part in found for each in part["applications"].values()]
     return {**instance, "applications": applications}

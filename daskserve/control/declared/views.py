@@ -27,8 +27,8 @@ def config(state: State, name: str | None = None) -> dict[str, Any]:
         if app is None or app.is_deleting:
             raise application_not_found(state, name)
         raise NotFoundError(
-            f"Application '{name}' was deployed by a program, and has no configuration. To have one, run "
-            f"`daskserve build --running {name}`."
+            f"Application '{name}' was deployed by a program, and has no configuration. `daskserve build "
+            "module:name` writes that of its import path."
         )
     return {
         "version": last.number,
