@@ -103,7 +103,6 @@ def details(
         "http_options": _http(http),
         "grpc_options": None,
         "proxies": _proxies(state, observed),
-        "deploy_mode": "MULTI_APP",
         "applications": {name: each for name, each in apps.items() if api_type in (None, each["source"])},
         "target_capacity": state.capacity.percent,
         "target_groups": _target_groups(state, observed, instance),

@@ -351,6 +351,7 @@ async def test_each_operation_answers_and_refuses_pages_of_other_sites(site: Sit
         history={},
         rollback=changed,
         restart=changed,
+        **dict.fromkeys(("rollout_status", "pause_rollout", "promote_rollout", "abort_rollout"), changed),
         scale=3,
         config_schema={},
         events={"events": [], "next": 0},
@@ -421,3 +422,27 @@ async def test_the_document_names_every_operation_and_the_page_needs_no_other_si
     assert b"/api/serve/plan" in page.body
     assert b"://" not in page.body
     assert (await site.ask("/daskserve/api", Origin="http://evil.example")).code == 403
+
+
+async def test_rollouts_are_steered(site: Site) -> None:
+    async def state(_: int) -> Any:
+        return {"state": "SERVING", "snapshot": [1, 2]}
+
+    site.hosts.answer = state
+    path = "/api/serve/applications/shop/deployments/m/rollout"
+    del site.instances["two words"]
+    named = {"name": "m", "application": "shop"}
+    for verb, message in (("pause", {}), ("promote", {"full": False}), ("promote?full=true", {"full": True})):
+        reply = await site.ask(f"{path}/{verb}", "POST")
+        assert (reply.code, json.loads(reply.body)) == (200, {"state": "SERVING"})
+        assert site.hosts.calls[-1][2] == {**named, **message}
+    assert (await site.ask(path)).code == 200
+    assert (await site.ask(f"{path}/abort", "POST")).code == 200
+    assert site.hosts.calls[-1][2].keys() == {*named, "by"}
+    verbs = ["pause_rollout", "promote_rollout", "promote_rollout", "rollout_status", "abort_rollout"]
+    assert site.hosts.verbs == verbs
+
+
+async def test_ray_serves_client_finds_the_version_it_asks_for_first(site: Site) -> None:
+    found = json.loads((await site.ask("/api/ray/version")).body)
+    assert tuple(map(int, found["ray_version"].split("."))) >= (1, 12)

@@ -13,7 +13,14 @@ from tornado.iostream import StreamClosedError
 from tornado.web import stream_request_body
 
 from daskserve.cluster.scheduler.http.api.access import ControllerAccess
-from daskserve.cluster.scheduler.http.api.openapi import DOCUMENT_PATH, PAGE_PATH, document, page
+from daskserve.cluster.scheduler.http.api.openapi import (
+    DOCUMENT_PATH,
+    PAGE_PATH,
+    RAY_VERSION,
+    RAY_VERSION_PATH,
+    document,
+    page,
+)
 from daskserve.cluster.scheduler.http.api.operations import Asked, Operation, by_path
 from daskserve.cluster.scheduler.http.route import GuardedHandler, SchedulerRoute
 from daskserve.cluster.scheduler.http.site_guard import BODY, SiteGuard
@@ -53,7 +60,7 @@ class Api:
             )
             for operations in by_path().values()
         ]
-        for path in (f"{PAGE_PATH}/?", re.escape(DOCUMENT_PATH)):
+        for path in (f"{PAGE_PATH}/?", re.escape(DOCUMENT_PATH), re.escape(RAY_VERSION_PATH)):
             self._routes.append(SchedulerRoute(scheduler, path, DocumentHandler, {"guard": guard}))
 
     def install(self) -> None:
@@ -208,7 +215,7 @@ class ApiHandler(GuardedHandler):
 
 
 class DocumentHandler(GuardedHandler):
-    """Answers with the OpenAPI document, or its page."""
+    """Answers with the OpenAPI document, its page, or the version of Ray Serve's API."""
 
     def initialize(self, guard: SiteGuard) -> None:
         self._guard = guard
@@ -218,6 +225,9 @@ class DocumentHandler(GuardedHandler):
             return
         if self.request.path.endswith(DOCUMENT_PATH):
             self.answer(200, document())
+        elif self.request.path.endswith(RAY_VERSION_PATH):
+            versions = {"version": "4", "ray_version": RAY_VERSION, "ray_commit": "", "session_name": ""}
+            self.answer(200, versions)
         else:
             self.set_header("Content-Type", "text/html; charset=utf-8")
             self.set_header("Content-Security-Policy", "default-src 'none'; style-src 'unsafe-inline'")

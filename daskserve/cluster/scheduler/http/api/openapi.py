@@ -14,6 +14,10 @@ from daskserve.options.bounds import KEY
 PAGE_PATH = "/daskserve/api"
 DOCUMENT_PATH = "/daskserve/openapi.json"
 SCHEMA_PATH = "/api/serve/schema"
+#: Ray Serve's REST client asks for this first.
+RAY_VERSION_PATH = "/api/ray/version"
+#: The release of Ray whose paths and shapes the API has.
+RAY_VERSION = "2.60.0"
 _NOTE = (
     "If several instances run on the cluster, put /daskserve/INSTANCE before the path; without it, the "
     "common instance is meant. Requests of pages of other sites are refused with 403."

@@ -154,6 +154,18 @@ def _change(verb: str, *names: str) -> Callable[[Asked], tuple[str, Message]]:
     return message
 
 
+def _rollout(verb: str) -> Callable[[Asked], tuple[str, Message]]:
+    """Return a function for a verb about the rollout of the deployment in the path."""
+    return lambda asked: (
+        verb,
+        {"name": asked.path["deployment"], "application": asked.path["application"]},
+    )
+
+
+def _without_snapshot(asked: Asked, value: Any) -> Any:
+    return {name: each for name, each in value.items() if name != "snapshot"}
+
+
 def _scale(asked: Asked) -> tuple[str, Message]:
     name = asked.path.get("deployment", "")
     return "scale", {"application": asked.path["application"], "name": name, "number": number_in(asked.body)}
@@ -193,6 +205,7 @@ def _delete(asked: Asked) -> tuple[str, Message]:
 
 ALL = "/api/serve/applications/"
 ONE = "/api/serve/applications/{application}"
+ROLLOUT = f"{ONE}/deployments/{{deployment}}/rollout"
 _MERGE: Mapping[str, tuple[str, str]] = {
     "merge": ("boolean", "Leave all that the configuration does not name as it is.")
 }
@@ -289,6 +302,34 @@ OPERATIONS: Sequence[Operation] = (
         "Replace the replicas of a deployment by ones of the same code.",
         _change("restart", "application", "deployment"),
         _accepted,
+    ),
+    Operation(
+        "GET",
+        ROLLOUT,
+        "How far the rollout of a deployment is, with the figures of its gates, or how the last one ended.",
+        _rollout("rollout_status"),
+    ),
+    Operation(
+        "POST",
+        f"{ROLLOUT}/pause",
+        "Keep a rollout at its present step; its gates stay in force.",
+        _rollout("pause_rollout"),
+        _without_snapshot,
+    ),
+    Operation(
+        "POST",
+        f"{ROLLOUT}/promote",
+        "Let a rollout go on to its next step, whatever it waits for.",
+        lambda asked: ("promote_rollout", {**_rollout("")(asked)[1], "full": asked.flag("full")}),
+        _without_snapshot,
+        query={"full": ("boolean", "Skip all other steps.")},
+    ),
+    Operation(
+        "POST",
+        f"{ROLLOUT}/abort",
+        "Give the old version of a deployment all traffic, and take its change back.",
+        lambda asked: ("abort_rollout", {**_rollout("")(asked)[1], "by": asked.by}),
+        _without_snapshot,
     ),
     Operation(
         "POST",
