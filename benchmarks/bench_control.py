@@ -37,10 +37,10 @@ from daskserve.control.backend.actions import StartReplica
 from daskserve.control.backend.inputs import StepInputs
 from daskserve.control.controller import Controller
 from daskserve.control.observed.observed import Observed
-from daskserve.control.records import checkpoint
-from daskserve.control.records.encoding import encode
 from daskserve.control.records.records import Change
 from daskserve.control.records.state import State
+from daskserve.control.records.storing import checkpoint
+from daskserve.control.records.storing.encoding import encode
 from daskserve.control.verbs import applications as app_verbs
 from daskserve.control.verbs import backends as backend_verbs
 from daskserve.control.views import applications as app_views

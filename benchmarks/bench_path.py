@@ -275,6 +275,7 @@ class Bench:
             gang=(),
             bundles=(),
             is_deployment=False,
+            models=None,
             is_exact=False,
         )
         spec = ActorSpec(ActorKind.REPLICA, ADDRESS.name, 1, "i", start.encode())

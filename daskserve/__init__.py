@@ -60,6 +60,7 @@ if TYPE_CHECKING:
         PlacementGroup,
         ReplicaContext,
         get_deployment_actor_context,
+        get_model,
         get_replica_context,
     )
     from daskserve.data.batching.decorator import batch
@@ -105,7 +106,7 @@ _NAMES: Mapping[str, str] = {
     "data.caller.calls.deployment_actor": "get_deployment_actor",
     "data.batching.decorator": "batch",
     "data.replica.user_code.class_app": "ingress",
-    "context": "get_replica_context get_deployment_actor_context ReplicaContext GangContext "
+    "context": "get_replica_context get_model get_deployment_actor_context ReplicaContext GangContext "
     "PlacementBundle PlacementGroup",
     "common.types": "ReplicaRank",
     "errors": "ServeError",
@@ -163,6 +164,7 @@ __all__ = [
     "get_deployment_actor_context",
     "get_deployment_handle",
     "get_deployment_handle_async",
+    "get_model",
     "get_replica_context",
     "history",
     "history_async",

@@ -22,7 +22,7 @@ from daskserve.common.types import (
     described,
     split_deployment_tag,
 )
-from daskserve.errors import NotInReplicaError
+from daskserve.errors import NotFoundError, NotInReplicaError
 from daskserve.loops.event_loop import running_loop
 from daskserve.loops.pending_call import PendingCall
 from daskserve.telemetry.replica import ReplicaMetrics
@@ -137,6 +137,24 @@ class RankHolder:
         self.rank_info = rank_info
 
 
+class LoadedModels:
+    """The models that a replica has loaded from its ``model_repository``; see `get_model`."""
+
+    def __init__(self) -> None:
+        self.versions: dict[str, dict[str, Any]] = {}
+        self.defaults: dict[str, str] = {}
+
+    def get(self, name: str, version: str | None) -> Any:
+        """Return a model; raise `NotFoundError` if it is not loaded."""
+        versions = self.versions.get(name, {})
+        wanted = self.defaults.get(name) if version is None else str(version)
+        if wanted is None or wanted not in versions:
+            known = ", ".join(f"{each}/{one}" for each, ones in self.versions.items() for one in ones)
+            what = f"Model {name!r}" if version is None else f"Version {version!r} of model {name!r}"
+            raise NotFoundError(f"{what} is not loaded; loaded: {known or 'none'}.")
+        return versions[wanted]
+
+
 @dataclass(frozen=True, slots=True)
 class ReplicaContext:
     """The replica that the current code belongs to.
@@ -172,6 +190,8 @@ class ReplicaContext:
     gang: tuple[ReplicaTag, ...] = ()
     #: The bundles of its placement group; empty without one.
     bundles: tuple[PlacementBundle, ...] = ()
+    #: The models of its ``model_repository``.
+    models: LoadedModels = field(default_factory=LoadedModels)
 
     @property
     def display_name(self) -> str:
@@ -296,6 +316,24 @@ def get_replica_context() -> ReplicaContext:
             "Thread(target=contextvars.copy_context().run, ...)."
         )
     return replica
+
+
+def get_model(name: str, version: str | None = None) -> Any:
+    """Return what ``load_model`` returned for a model of the deployment's ``model_repository``.
+
+    Parameters
+    ----------
+    version : str, optional
+        Default: the default version.
+
+    Raises
+    ------
+    NotFoundError
+        It is not loaded in this replica; an HTTP request gets 404.
+    NotInReplicaError
+        As for `get_replica_context`.
+    """
+    return get_replica_context().models.get(name, version)
 
 
 def get_request_context() -> RequestContext:

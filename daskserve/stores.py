@@ -18,8 +18,8 @@ from daskserve.cluster.store.archive import StoreContents, StoredInstance
 from daskserve.cluster.store.errors import StoreIncompleteError
 from daskserve.common.formatting import capitalized
 from daskserve.common.types import InstanceName, described
-from daskserve.control.records import checkpoint
 from daskserve.control.records.records import AppRecord, BackendRecord, Change, CodeRecord
+from daskserve.control.records.storing import checkpoint
 from daskserve.control.records.versions import unmarked
 from daskserve.errors import AlreadyRunningError, NotFoundError
 from daskserve.payload.parcels import Parcel

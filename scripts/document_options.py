@@ -18,7 +18,7 @@ from daskserve.options.autoscaling import AutoscalingConfig
 from daskserve.options.backend import BackendConfig
 from daskserve.options.base import Options, effect_of
 from daskserve.options.deployment_actor import DeploymentActorConfig
-from daskserve.options.environment import Environment
+from daskserve.options.environment import Environment, ModelRepository
 from daskserve.options.http import HTTPOptions
 from daskserve.options.placement import GangSchedulingConfig
 from daskserve.options.ray_names import TRANSLATED
@@ -32,6 +32,7 @@ MODELS = {
         ActorOptions,
         DeploymentActorConfig,
         GangSchedulingConfig,
+        ModelRepository,
         AutoscalingConfig,
         RolloutConfig,
         Gate,

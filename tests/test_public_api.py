@@ -54,6 +54,7 @@ PUBLIC = {
     "get_deployment_handle",
     "get_deployment_handle_async",
     "ingress",
+    "get_model",
     "get_replica_context",
     "history",
     "history_async",

@@ -23,8 +23,8 @@ from daskserve.cluster.protocols.base import StoreChange
 from daskserve.cluster.store import fsspec as store_fsspec
 from daskserve.cluster.store.errors import StoreError, StoreIncompleteError
 from daskserve.cluster.store.opening import open_store
-from daskserve.control.records.checkpoint import encoded
 from daskserve.control.records.records import AppRecord, BackendRecord, CodeRecord, EndpointRecord
+from daskserve.control.records.storing.checkpoint import encoded
 from daskserve.errors import AlreadyRunningError, BadRequestError, NotFoundError
 from daskserve.options.actor import ActorOptions
 from daskserve.options.backend import BackendConfig

@@ -8,6 +8,7 @@ from dataclasses import asdict
 
 import click
 
+from daskserve.cli.completion import complete_applications
 from daskserve.cli.instance import connected, instance_options
 from daskserve.cli.output import coloured, errors_as_messages, json_option, print_json
 from daskserve.client.views.history import Event
@@ -30,7 +31,9 @@ def _seconds(_: click.Context, __: click.Parameter, value: str | None) -> float 
 
 
 @click.command()
-@click.argument("application", metavar="[APP]", default=DEFAULT_APPLICATION)
+@click.argument(
+    "application", metavar="[APP]", default=DEFAULT_APPLICATION, shell_complete=complete_applications
+)
 @instance_options
 @json_option
 def history(application: str, address: str | None, name: str | None, as_json: bool) -> None:
@@ -44,7 +47,7 @@ def history(application: str, address: str | None, name: str | None, as_json: bo
 
 
 @click.command()
-@click.argument("application", metavar="APP")
+@click.argument("application", metavar="APP", shell_complete=complete_applications)
 @click.argument("revision", type=click.IntRange(1), required=False)
 @instance_options
 @click.option("--wait", is_flag=True, help="Return once it runs, or exit with 1 if it fails.")
@@ -77,7 +80,7 @@ def rollback(
 
 
 @click.command()
-@click.argument("application", metavar="[APP]", required=False)
+@click.argument("application", metavar="[APP]", required=False, shell_complete=complete_applications)
 @instance_options
 @click.option("-f", "--follow", is_flag=True, help="Show new events, too, until Ctrl-C.")
 @click.option("--since", callback=_seconds, help="Only events of this time, such as 90s, 15m or 2h.")
@@ -119,7 +122,7 @@ def _show(found: Iterable[Event], *, as_json: bool, is_stream: bool) -> None:
 
 
 @click.command()
-@click.argument("target", metavar="APP[/DEPLOYMENT]")
+@click.argument("target", metavar="APP[/DEPLOYMENT]", shell_complete=complete_applications)
 @instance_options
 @json_option
 def explain(target: str, address: str | None, name: str | None, as_json: bool) -> None:

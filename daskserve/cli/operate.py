@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from daskserve.cli.completion import complete_applications
 from daskserve.cli.instance import connected, instance_options
 from daskserve.cli.output import errors_as_messages, json_option, print_json
 
@@ -17,7 +18,7 @@ def split_target(target: str) -> tuple[str, str | None]:
 
 
 @click.command()
-@click.argument("target", metavar="APP[/DEPLOYMENT]")
+@click.argument("target", metavar="APP[/DEPLOYMENT]", shell_complete=complete_applications)
 @click.argument("number", metavar="N", type=click.IntRange(1))
 @instance_options
 @json_option
@@ -34,7 +35,7 @@ def scale(target: str, number: int, address: str | None, name: str | None, as_js
 
 
 @click.command()
-@click.argument("target", metavar="APP[/DEPLOYMENT]")
+@click.argument("target", metavar="APP[/DEPLOYMENT]", shell_complete=complete_applications)
 @instance_options
 @click.option("--no-wait", is_flag=True, help="Return before the new replicas run.")
 @json_option
@@ -51,7 +52,7 @@ def restart(target: str, address: str | None, name: str | None, no_wait: bool, a
 
 
 @click.command()
-@click.argument("application", metavar="APP")
+@click.argument("application", metavar="APP", shell_complete=complete_applications)
 @instance_options
 @click.option("--no-wait", is_flag=True, help="Return before its replicas have stopped.")
 @json_option

@@ -7,6 +7,7 @@ from dataclasses import asdict
 
 import click
 
+from daskserve.cli.completion import complete_applications
 from daskserve.cli.instance import connected, instance_options, known, tell
 from daskserve.cli.output import (
     ExitCode,
@@ -24,7 +25,14 @@ from daskserve.errors import BadRequestError, NotRunningError
 
 @click.command()
 @instance_options
-@click.option("-n", "--name", "application", metavar="APP", help="Show only this application.")
+@click.option(
+    "-n",
+    "--name",
+    "application",
+    metavar="APP",
+    shell_complete=complete_applications,
+    help="Show only this application.",
+)
 @click.option("-w", "--watch", "watches", is_flag=True, help="Show it again after each change, until Ctrl-C.")
 @json_option
 def status(

@@ -15,7 +15,7 @@ from typing import Any, Self, TypeVar
 from daskserve.client.classic_handles import classic_handle
 from daskserve.client.ending.leaving import leave_instance
 from daskserve.client.ending.serve_forever import serve_until_ended
-from daskserve.client.instance.connection import InstanceConnection
+from daskserve.client.instance.connection import InstanceConnection, this_program
 from daskserve.client.verbs.applications import ApplicationVerbs
 from daskserve.client.verbs.backends import BackendVerbs
 from daskserve.client.verbs.blocking import method
@@ -23,6 +23,7 @@ from daskserve.client.verbs.declared import DeclaringVerbs
 from daskserve.client.verbs.deployments import DeploymentVerbs
 from daskserve.client.verbs.endpoints import EndpointVerbs
 from daskserve.client.verbs.history import HistoryVerbs
+from daskserve.client.verbs.models import ModelVerbs
 from daskserve.client.verbs.rollouts import RolloutVerbs
 from daskserve.client.views.explanation import Explanation
 from daskserve.client.views.status import Status
@@ -77,6 +78,7 @@ class ClientVerbs(
     DeclaringVerbs,
     HistoryVerbs,
     RolloutVerbs,
+    ModelVerbs,
 ):
     """The verbs of both kinds of client."""
 
@@ -210,7 +212,7 @@ class ClientVerbs(
         BadRequestError
             A `ValueError`: the percentage is not a number from 0 to 100.
         """
-        await self._change("set_target_capacity", percent=checked_capacity(percent))
+        await self._change("set_target_capacity", percent=checked_capacity(percent), by=this_program())
 
     async def rewrite_store(self) -> int:
         """Rewrite all records of the instance to the store, and return their number.
@@ -398,6 +400,10 @@ class Client(InstanceClient):
     rewrite_store = method(ClientVerbs.rewrite_store)
     status = method(ClientVerbs.status)
     controller_health = method(ClientVerbs.controller_health)
+    list_models = method(ClientVerbs.list_models)
+    load_model = method(ClientVerbs.load_model)
+    unload_model = method(ClientVerbs.unload_model)
+    set_default_model = method(ClientVerbs.set_default_model)
     next_status = method(ClientVerbs.next_status)
     instances = method(ClientVerbs.instances)
     explain = method(ClientVerbs.explain)

@@ -22,6 +22,7 @@ from daskserve.control.backend.ranks import rank_info_of
 from daskserve.control.observed.observed import Observed
 from daskserve.control.proxies.step import StartProxy, StopProxy
 from daskserve.control.records.bundles import places_of
+from daskserve.control.records.model_decisions import at_start
 from daskserve.control.records.proxy import ProxyRecord
 from daskserve.control.records.records import ReplicaRecord
 from daskserve.control.records.state import State
@@ -214,6 +215,7 @@ class Acting:
                 gang=replica.gang,
                 bundles=places_of(replica) if replica.bundles else (),
                 is_deployment=backend.is_deployment,
+                models=at_start(self._state.models.get(replica.backend)),
                 is_exact=backend.is_exact,
             ).encode(),
         )

@@ -20,10 +20,11 @@ from daskserve.control.calls.changing import ChangingVerbs
 from daskserve.control.calls.declaring import DeclaringVerbs
 from daskserve.control.calls.draining import DrainingVerbs
 from daskserve.control.calls.history import HistoryVerbs
+from daskserve.control.calls.models import ModelVerbs
 from daskserve.control.calls.rollouts import RolloutVerbs
 from daskserve.control.core import MAX_WAIT_S, ControllerCore
-from daskserve.control.records import checkpoint
 from daskserve.control.records.records import GoalRecord, GoalState
+from daskserve.control.records.storing import checkpoint
 from daskserve.control.verbs import backends as backend_verbs
 from daskserve.control.verbs.rollout_plan import serves_rollout
 from daskserve.control.views import applications as app_views
@@ -56,6 +57,7 @@ class Controller:
             DeclaringVerbs,
             ReadingVerbs,
             HistoryVerbs,
+            ModelVerbs,
             DrainingVerbs,
         )
         self.verbs = verbs_of(*(kind(self._core) for kind in kinds))

@@ -1,7 +1,7 @@
 """The core of a controller: its lifecycle, its view of the workers, and the path of every change.
 
-`daskserve.control.records.writer.Writer` writes a change to the store as one transaction, applies it and
-notifies the listeners.
+`daskserve.control.records.storing.writer.Writer` writes a change to the store as one transaction, applies it
+and notifies the listeners.
 """
 
 from __future__ import annotations
@@ -30,17 +30,18 @@ from daskserve.common.types import (
 )
 from daskserve.control.acting import Acting
 from daskserve.control.declared.building import building_for
+from daskserve.control.observed.model_keeper import ModelKeeper
 from daskserve.control.observed.observed import Observed
 from daskserve.control.observed.watch import WorkerWatch
 from daskserve.control.proxies.step import ProxyRules, is_ready
 from daskserve.control.proxies.store_trial import StoreTrial
 from daskserve.control.proxies.take_over import ListenRules
 from daskserve.control.reconcile import Reconciler
-from daskserve.control.records import checkpoint
 from daskserve.control.records.proxy import ProxyRecord
 from daskserve.control.records.records import BackendRecord, Change, GoalRecord, GoalState, Record
 from daskserve.control.records.state import State
-from daskserve.control.records.writer import Writer
+from daskserve.control.records.storing import checkpoint
+from daskserve.control.records.storing.writer import Writer
 from daskserve.control.scaling.rollout_queries import RolloutQueries
 from daskserve.control.scaling.scaler import Scaler
 from daskserve.control.verbs import endpoints as endpoint_state
@@ -121,7 +122,8 @@ class ControllerCore:
             confirm_reign=self.confirm_reign,
             epoch=self.epoch,
         )
-        self._undoing.append(watch.stop)
+        models = ModelKeeper(self.cluster, self.clock, self.state, self.observed, self.writer)
+        self._undoing += [watch.stop, models.stop]
         watching = asyncio.create_task(watch.run(), name="daskserve-watch-workers")
         reconciling = asyncio.create_task(reconciler.run(), name="daskserve-reconcile")
         # It ends if a newer controller has taken over, and then this one must not act either.
@@ -135,6 +137,7 @@ class ControllerCore:
                 RolloutQueries(self.state, self.observed, self.clock).run(), name="daskserve-rollout-queries"
             ),
             asyncio.create_task(self.building.run(), name="daskserve-build"),
+            asyncio.create_task(models.run(), name="daskserve-models"),
         ]
         noting = TaskSet(logger)
         noting.spawn(self._note_start(), "note-start")

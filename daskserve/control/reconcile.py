@@ -57,8 +57,8 @@ class Reconciler:
     Parameters
     ----------
     commit
-        `daskserve.control.records.writer.Writer.commit`: writes a change to the store, applies it to the
-        state and notifies, or raises and does none of these.
+        `daskserve.control.records.storing.writer.Writer.commit`: writes a change to the store, applies it to
+        the state and notifies, or raises and does none of these.
     lock
         Held while a change is decided and committed, by this loop and by the controller's verbs alike.
     """

@@ -13,6 +13,7 @@ from daskserve.common.types import BodyUse
 from daskserve.options.autoscaling import AutoscalingConfig
 from daskserve.options.base import CONTROLLER_ONLY, REPLACES, ByteCount, Masked, Options
 from daskserve.options.bounds import share_or_number
+from daskserve.options.environment import ModelRepository
 from daskserve.options.placement import Bundle, GangSchedulingConfig, Strategy, check_bundles, check_whole
 from daskserve.options.ray_names import translated
 from daskserve.options.rollout import RolloutConfig
@@ -168,6 +169,11 @@ class BackendConfig(Options):
         description="Maximum time in seconds for a replica to load and construct the callable, and before "
         "that, for its environment to be installed; also for ``reconfigure``. A change whose replica takes "
         "longer fails and is rolled back, see [Slow starts](docs/deployments.md#slow-starts).",
+    )
+    model_repository: Annotated[ModelRepository | None, REPLACES] = Field(
+        None,
+        description="Folder or bucket of models that replicas load and unload while they serve, see "
+        "[Models](docs/models.md).",
     )
     user_config: Any = Field(
         None,

@@ -1,4 +1,4 @@
-"""The environment of a backend: its Python, its packages, its variables and its files.
+"""The environment of a backend: its Python, its packages, its variables and its files; its models.
 
 The client checks the form. On the machine of the replica, `daskserve.data.replica.environment.interpreters`
 finds the Python, `daskserve.data.replica.environment.packages` installs the packages, and
@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AliasChoices, Field, field_validator, model_validator
 
@@ -181,3 +181,40 @@ def _python(value: Any) -> str:
             f"env must be an absolute path, because each worker looks it up for itself; got {text!r}"
         )
     return text
+
+
+class ModelRepository(Options):
+    """A folder of models in versions, ``NAME/VERSION/...``, which the replicas of a deployment load.
+
+    The class of the deployment has ``load_model(name, version, path)``, whose result `daskserve.get_model`
+    returns, and may have ``unload_model(name, version)``.
+    """
+
+    place: ClassVar[str] = "model_repository"
+
+    url: str = Field(
+        description="Folder of the models: a path on the workers, or a URL that fsspec opens, such as "
+        "``s3://bucket/models``. Credentials are those of fsspec's configuration on the workers.",
+        min_length=1,
+    )
+    mode: Literal["poll", "explicit"] = Field(
+        "poll",
+        description="What is loaded. ``poll``: the newest versions of all models in the folder, which is "
+        "read regularly. ``explicit``: what ``client.load_model`` or ``daskserve models`` loads.",
+    )
+    poll_period_s: float = Field(
+        10, ge=1, description="Interval in seconds at which the folder is read, with ``mode='poll'``."
+    )
+    keep_versions: int = Field(
+        1, ge=1, description="Number of the newest versions of each model to load, with ``mode='poll'``."
+    )
+
+    @field_validator("url")
+    @classmethod
+    def _is_absolute(cls, url: str) -> str:
+        if "://" not in url and not url.startswith("/"):
+            raise ValueError(
+                f"{url!r} is a relative path, which means another folder on each worker; give an absolute "
+                "path or a URL"
+            )
+        return url

@@ -105,6 +105,9 @@ class ReplicaStart(StartMessage):
         For a deployment actor: the names of its deployment and of the actor.
     is_deployment : bool
         Whether its backend was deployed as a deployment, and is one to its user.
+    models : dict or None
+        The models with which it starts, as in `daskserve.data.replica.models.Models.want`; None if the
+        controller knows of none yet.
     is_exact : bool
         Whether code by import path must be that which was deployed: the files of a worker must not differ.
     """
@@ -127,6 +130,7 @@ class ReplicaStart(StartMessage):
     gang: Sequence[str]
     bundles: Sequence[tuple[str, Mapping[str, float]]]
     is_deployment: bool
+    models: Mapping[str, Any] | None
     is_exact: bool
 
     @property

@@ -18,6 +18,7 @@ import sysconfig
 import threading
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from contextvars import ContextVar
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -30,6 +31,8 @@ logger = logging.getLogger("daskserve.replica")
 #: The attribute of a module that holds the digest of its file when it was imported.
 _DIGEST = "__daskserve_digest__"
 _INSTALLED = ("site-packages", "dist-packages")
+#: The digests of files before they were imported, by real path: a file may change while it is imported.
+digests_before: ContextVar[Mapping[str, str] | None] = ContextVar("daskserve_digests", default=None)
 MODULE_REMEDY = "Install it on the workers, too, or put its folder on their PYTHONPATH."
 
 
@@ -95,7 +98,7 @@ def have_changed(modules: Iterable[ModuleType]) -> bool:
         # Without a digest, the module may have been imported long ago, by something else.
         before = module.__dict__.get(_DIGEST)
         try:
-            if before is None or (before and before != _digest_of(str(module.__file__))):
+            if before is None or (before and before != digest_of_file(str(module.__file__))):
                 return True
         except OSError:
             return True  # it is gone
@@ -119,18 +122,23 @@ def modules_in(folders: Iterable[str]) -> dict[str, ModuleType]:
 
 
 def file_digest(module: ModuleType) -> str:
-    """Return the digest of a module's file, as it was when this was asked first."""
+    """Return the digest of a module's file, as it was when this was asked first, or `digests_before` it."""
     found: str | None = module.__dict__.get(_DIGEST)
     if found is None:
-        try:
-            found = _digest_of(str(module.__file__))
-        except OSError:  # it is in a ZIP file, or gone
-            found = ""
+        path = str(module.__file__)
+        before = digests_before.get()
+        found = before.get(os.path.realpath(path)) if before else None
+        if found is None:
+            try:
+                found = digest_of_file(path)
+            except OSError:  # it is in a ZIP file, or gone
+                found = ""
         setattr(module, _DIGEST, found)
     return found
 
 
-def _digest_of(name: str) -> str:
+def digest_of_file(name: str) -> str:
+    """Return the digest of a file; raise `OSError` if it cannot be read."""
     with open(name, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()[:16]
 

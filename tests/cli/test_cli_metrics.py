@@ -19,7 +19,7 @@ from click.testing import CliRunner, Result
 from tables import each_case
 
 from daskserve.cli.main import main
-from daskserve.cli.metrics import replace
+from daskserve.cli.metrics.metrics import replace
 from daskserve.telemetry.table import METRICS
 
 pytestmark = pytest.mark.smoke

@@ -191,7 +191,11 @@ def test_a_file_has_variables_of_the_environment(
         ),
         (["serve.yaml", "a=1"], "The file 'serve.yaml' has its own args; leave a=1 out."),
         (["m:app", "--runtime-env-json", "{"], "--runtime-env-json is not JSON"),
+        (["m:app", "--runtime-env-json", "[1]"], "The environment of replicas must be a mapping, got [1]."),
+        (["m:app", "--runtime-env-json", '{"env_vars": 1}'], "env_vars of the environment must be a mapping"),
+        (["m:app", "--runtime-env", __file__], "is not YAML: "),
         (["m:app", "--factory", "--working-dir", "."], "--factory takes no environment"),
+        (["m:app", "--workers", "0"], "0 is not in the range x>=1"),
     ],
 )
 def test_mistakes_are_shown_with_the_options_of_the_command(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import subprocess
 import sys
@@ -131,3 +132,17 @@ def test_names_that_are_not_known_soon_are_not_completed(address: str) -> None:
     context = click.Context(main)
     context.params["address"] = address
     assert completion.complete_applications(context, click.Argument(["app"]), "s") == []
+
+
+def test_names_of_applications_are_completed_from_the_http_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def urlopen(url: str, timeout: float) -> io.BytesIO:
+        asked.append(url)
+        return io.BytesIO(b'{"applications": {"shop": {}, "prices": {}}}')
+
+    monkeypatch.setattr(completion.urllib.request, "urlopen", urlopen)
+    monkeypatch.setenv("DASK_SCHEDULER_ADDRESS", "http://h:8787/status")
+    assert completed("daskserve", "history", "sh") == ["shop"]
+    assert completed("daskserve", "status", "-n", "") == ["shop", "prices"]
+    assert set(asked) == {"http://h:8787/api/serve/applications/"}

@@ -128,6 +128,20 @@ def test_code_that_cannot_be_imported_leaves_the_modules_that_run(folder: Path) 
     assert (sys.modules["shop"], sys.modules["prices"]) == old
 
 
+def test_a_file_that_changes_while_it_is_imported_is_another_one_the_next_time(folder: Path) -> None:
+    text = """
+from pathlib import Path
+PRICE = {}
+Path(__file__).write_text(Path(__file__).with_name("next").read_text())
+"""
+    (folder / "next").write_text("PRICE = 2")
+    (folder / "prices.py").write_text(text.format(1))
+    first = versions(folder)
+    assert sys.modules["prices"].PRICE == 1
+    assert versions(folder)["Shop"] != first["Shop"]
+    assert sys.modules["prices"].PRICE == 2
+
+
 def test_a_deployment_may_end_before_its_successor_starts(folder: Path) -> None:
     source = Source((RunTarget("shop:app"),), project=Project((str(folder),), recreates=True))
     (built,) = source.build("")

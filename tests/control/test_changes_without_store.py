@@ -8,7 +8,7 @@ import pytest
 from controller_harness import ScriptedStore, Stage, play
 
 from daskserve.cluster.protocols.base import StoreChange
-from daskserve.control.records.encoding import CorruptRecordError, decode
+from daskserve.control.records.storing.encoding import CorruptRecordError, decode
 from daskserve.errors import StoreLostError
 
 

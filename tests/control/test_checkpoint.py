@@ -11,9 +11,9 @@ from controller_harness import ScriptedStore, Stage, play
 
 from daskserve.cluster.protocols.base import StoreChange
 from daskserve.cluster.store.opening import MemoryStore
-from daskserve.control.records.checkpoint import restore, write
-from daskserve.control.records.encoding import CorruptRecordError, encode
 from daskserve.control.records.records import Change, CodeRecord
+from daskserve.control.records.storing.checkpoint import restore, write
+from daskserve.control.records.storing.encoding import CorruptRecordError, encode
 from daskserve.errors import StaleEpochError
 
 

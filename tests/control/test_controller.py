@@ -12,8 +12,8 @@ from daskserve.cluster.protocols.base import ActorContext, ActorSpec
 from daskserve.common.types import ActorKind, Location
 from daskserve.control.controller import Controller
 from daskserve.control.core import MAX_WAIT_S, REFRESH_S
-from daskserve.control.records.encoding import encode
 from daskserve.control.records.records import EndpointRecord
+from daskserve.control.records.storing.encoding import encode
 from daskserve.errors import (
     AlreadyRegisteredError,
     BadRequestError,

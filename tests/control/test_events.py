@@ -138,7 +138,8 @@ def test_traffic_and_capacity_are_told() -> None:
     before = EndpointRecord("e", "/e", ("GET",), {"b": 1.0})
     after = EndpointRecord("e", "/e", ("GET",), {"b": 0.5, "c": 0.5})
     state = state_of(backend(), before)
-    (traffic,) = tell(state, {after.key: after})
+    (traffic,) = tell(state, {after.key: after}, **{"": "prog.py"})
+    assert traffic.by == "prog.py"
     assert traffic.message == "The traffic of endpoint 'e' goes to b 50%, c 50%"
     (capacity,) = tell(state, {"capacity/target": CapacityRecord(50.0, "DOWN")})
     assert capacity.message == "The target capacity is 50%"

@@ -7,7 +7,6 @@ from dataclasses import replace
 from control_harness import backend, goal, state_of
 from tables import each_case
 
-from daskserve.control.records.encoding import from_plain
 from daskserve.control.records.records import (
     AppRecord,
     BackendRecord,
@@ -16,6 +15,7 @@ from daskserve.control.records.records import (
     GoalState,
 )
 from daskserve.control.records.state import State
+from daskserve.control.records.storing.encoding import from_plain
 from daskserve.control.verbs.goals import KEPT_GOALS, SWEEP_AT, ChangeLimits, finish, open_goal
 from daskserve.errors import DeletedError, NoCapacityError, SupersededError
 from daskserve.payload.packed_errors import load_error

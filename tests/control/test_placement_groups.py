@@ -21,9 +21,9 @@ from daskserve.control.backend.ranks import ranks_to_change
 from daskserve.control.observed.observed import Observed
 from daskserve.control.placement.placement import TentativeUsage, demand_of
 from daskserve.control.records.bundles import places_of
-from daskserve.control.records.checkpoint import restore
-from daskserve.control.records.encoding import encode
 from daskserve.control.records.records import AppRecord, GoalState, ReplicaRecord
+from daskserve.control.records.storing.checkpoint import restore
+from daskserve.control.records.storing.encoding import encode
 from daskserve.control.views.applications import application_status
 from daskserve.errors import NoCapacityError
 from daskserve.payload.packed_errors import load_error

@@ -23,7 +23,7 @@ from daskserve.control.proxies import step as http_state
 from daskserve.control.records.proxy import ProxyRecord
 from daskserve.control.records.records import CodeRecord, EndpointRecord, Record, to_plain
 from daskserve.control.records.state import State
-from daskserve.control.records.writer import Writer
+from daskserve.control.records.storing.writer import Writer
 from daskserve.errors import ReplicaStartError
 from daskserve.options.autoscaling import AutoscalingConfig
 

@@ -17,8 +17,8 @@ from daskserve.cluster.local.process import LocalProcess
 from daskserve.common.types import Location, ReplicaState
 from daskserve.control.observed.watch import MISSES
 from daskserve.control.reconcile import ACTION_RETRY_S, TICK_S
-from daskserve.control.records.encoding import encode
 from daskserve.control.records.records import BackendRecord, CodeRecord, ReplicaRecord
+from daskserve.control.records.storing.encoding import encode
 from daskserve.errors import (
     ActorLostError,
     BadRequestError,

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from tables import each_case
 
 from daskserve.common.types import ActorAddress, ReplicaState
-from daskserve.control.records.encoding import FORMAT, CorruptRecordError, decode, encode, from_plain
 from daskserve.control.records.proxy import ProxyRecord
 from daskserve.control.records.records import (
     AppRecord,
@@ -26,6 +25,7 @@ from daskserve.control.records.records import (
     ReplicaRecord,
     to_plain,
 )
+from daskserve.control.records.storing.encoding import FORMAT, CorruptRecordError, decode, encode, from_plain
 from daskserve.options.actor import ActorOptions
 from daskserve.options.autoscaling import AutoscalingConfig
 from daskserve.options.backend import BackendConfig, BackendMetadata

@@ -24,8 +24,8 @@ from daskserve.control.observed.rollout_evidence import (
     judge,
     least_requests,
 )
-from daskserve.control.records.encoding import decode, encode
 from daskserve.control.records.rollout import RolloutPhase as P
+from daskserve.control.records.storing.encoding import decode, encode
 from daskserve.control.scaling.rollout_queries import RolloutQueries
 from daskserve.control.verbs import rollouts
 from daskserve.control.views.published import published_backend

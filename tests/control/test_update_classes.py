@@ -42,6 +42,7 @@ VALUES: Mapping[str, Any] = {
     "health_check_period_s": 1.0,
     "health_check_timeout_s": 1.0,
     "health_check_threshold": 1,
+    "model_repository": {"url": "/models"},
     "method_header": True,
     "on_disconnect": "cancel",
     "event_loop": "worker",

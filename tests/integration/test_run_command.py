@@ -65,6 +65,25 @@ async def app(scope, receive, send):
 """
 
 
+#: Holds a port for as long as it runs.
+HOLDER = """
+import socket
+from contextlib import asynccontextmanager
+from fastapi import FastAPI
+
+@asynccontextmanager
+async def lifespan(app):
+    with socket.create_server(("127.0.0.1", {port})):
+        yield
+
+app = FastAPI(lifespan=lifespan)
+
+@app.get("/")
+def root():
+    return "{answer}"
+"""
+
+
 @contextmanager
 def run(folder: Path, *arguments: str) -> Iterator[Program]:
     temporary = folder / "temporary"
@@ -171,3 +190,17 @@ def test_a_saved_file_is_served_on_the_same_port(tmp_path: Path) -> None:
         program.interrupt()
         assert program.wait() == 0, program.report()
         assert program.output.count("Reloaded.") == 2
+
+
+@pytest.mark.nightly
+def test_code_that_holds_a_port_ends_before_its_successor_starts(tmp_path: Path) -> None:
+    with listener() as port:
+        pass
+    (tmp_path / "shop.py").write_text(HOLDER.format(port=port, answer="old"))
+    with run(tmp_path, "shop:app", "--port", "0", "--reload", "--reload-strategy", "recreate") as program:
+        url = url_of(program)
+        with Load(url, "/") as load:
+            (tmp_path / "shop.py").write_text(HOLDER.format(port=port, answer="new"))
+            poll_for(lambda: fetch(url).json == "new", what=program.report)
+            load.more()
+        assert load.failures == []

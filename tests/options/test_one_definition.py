@@ -14,9 +14,9 @@ from tables import each_case
 
 import daskserve as serve
 from daskserve.client.definitions.graph import ApplicationGraph
-from daskserve.control.records.encoding import decode, encode
 from daskserve.control.records.records import BackendRecord
 from daskserve.control.records.state import State
+from daskserve.control.records.storing.encoding import decode, encode
 from daskserve.control.verbs.applications import deploy
 from daskserve.options import base
 from daskserve.options.actor import ActorOptions
@@ -132,6 +132,7 @@ def test_a_start_message_holds_every_default() -> None:
         (),
         (),
         False,
+        None,
         False,
     )
     decoded = ReplicaStart.decode(start.encode())

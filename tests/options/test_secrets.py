@@ -16,8 +16,8 @@ import daskserve as serve
 from daskserve.cluster.protocols.base import ActorSpec
 from daskserve.common.clock import LoopClock
 from daskserve.common.types import ActorKind
-from daskserve.control.records.encoding import decode, encode
 from daskserve.control.records.state import State
+from daskserve.control.records.storing.encoding import decode, encode
 from daskserve.control.scaling.backlog import Backlog
 from daskserve.control.scaling.prometheus import PrometheusQueries
 from daskserve.control.views import views

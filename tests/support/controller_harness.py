@@ -30,8 +30,8 @@ from daskserve.common.types import (
     as_rank_info,
 )
 from daskserve.control.controller import Controller
-from daskserve.control.records.encoding import CorruptRecordError, decode
 from daskserve.control.records.records import Record, ReplicaRecord
+from daskserve.control.records.storing.encoding import CorruptRecordError, decode
 from daskserve.errors import ReplicaStartError
 from daskserve.options.http import HTTPOptions
 from daskserve.options.specs import ApplicationSpec

@@ -39,6 +39,7 @@ def replica_start(
         gang=(),
         bundles=(),
         is_deployment=False,
+        models=None,
         is_exact=False,
     )
 

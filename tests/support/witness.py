@@ -21,7 +21,6 @@ from daskserve.control.observed.lifecycle import PLACED_STATES, WANTED_STATES
 from daskserve.control.placement.placement import demand_of
 from daskserve.control.records.bundles import places_of
 from daskserve.control.records.config_ids import UNKNOWN_CONFIG, is_pausing
-from daskserve.control.records.encoding import decode
 from daskserve.control.records.records import (
     AppRecord,
     BackendRecord,
@@ -33,6 +32,7 @@ from daskserve.control.records.records import (
     Record,
     ReplicaRecord,
 )
+from daskserve.control.records.storing.encoding import decode
 from daskserve.control.scaling.recorded import autoscaling_of, bounds_of
 from daskserve.errors import BadRequestError, NotFoundError
 from daskserve.payload.packed_errors import load_error

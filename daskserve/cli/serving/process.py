@@ -63,7 +63,10 @@ def use_env_file(name: str | None) -> dict[str, str]:
     """Set the variables of a file in this process, and return them."""
     if name is None:
         return {}
-    found = read_variables(Path(name).read_text(encoding="utf-8"), name)
+    try:
+        found = read_variables(Path(name).read_text(encoding="utf-8"), name)
+    except UnicodeDecodeError as error:
+        raise click.UsageError(f"The file {name!r} is not UTF-8: {error}") from error
     set_already = settings.process_variables()
     values = {each: set_already.get(each, value) for each, value in found.items()}
     settings.add_process_variables(values)

@@ -115,7 +115,11 @@ def given_environment(values: Mapping[str, Any], variables: Mapping[str, str]) -
     if values["runtime_env"] is not None:
         import yaml
 
-        found = yaml.safe_load(Path(values["runtime_env"]).read_text(encoding="utf-8"))
+        name = values["runtime_env"]
+        try:
+            found = yaml.safe_load(Path(name).read_text(encoding="utf-8"))
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise click.UsageError(f"The file {name!r} is not YAML: {error}") from error
     if values["runtime_env_json"] is not None:
         if found:
             raise click.UsageError("Give either --runtime-env or --runtime-env-json, not both.")
@@ -125,10 +129,13 @@ def given_environment(values: Mapping[str, Any], variables: Mapping[str, str]) -
             raise click.UsageError(f"--runtime-env-json is not JSON: {error}.") from error
     if not isinstance(found, dict):
         raise click.UsageError(f"The environment of replicas must be a mapping, got {found!r}.")
+    names = found.get("env_vars", {})
+    if not isinstance(names, dict):
+        raise click.UsageError(f"env_vars of the environment must be a mapping, got {names!r}.")
     if values["working_dir"] is not None:
         found = {**found, "working_dir": values["working_dir"]}
     if variables:
-        found = {**found, "env_vars": {**variables, **found.get("env_vars", {})}}
+        found = {**found, "env_vars": {**variables, **names}}
     return found
 
 

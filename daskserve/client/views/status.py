@@ -89,6 +89,7 @@ class BackendStatus(_FromPlain):
 
     ``dead_replicas`` are its last ten replicas that were lost or failed, oldest first. ``kind`` is
     ``"deployment"``, or ``"backend"`` for one of the classic system; ``application`` is that of a deployment.
+    ``models`` are the states of the versions of its models, by name and version.
     """
 
     status: str
@@ -99,6 +100,7 @@ class BackendStatus(_FromPlain):
     dead_replicas: tuple[DeadReplicaStatus, ...] = field(default=(), compare=False)
     kind: str = "deployment"
     application: str = ""
+    models: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     PARTS: ClassVar[Mapping[str, Callable[[Any], Any]]] = {"dead_replicas": _all(DeadReplicaStatus)}
 

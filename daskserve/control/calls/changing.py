@@ -16,6 +16,7 @@ from daskserve.control.verbs import goals, target_capacity
 from daskserve.control.verbs import scale as scale_verb
 from daskserve.control.verbs.backends import Outcome
 from daskserve.control.verbs.goals import ChangeLimits
+from daskserve.control.verbs.history.telling import WHOLE
 from daskserve.options.backend import BackendConfig
 from daskserve.options.specs import ApplicationSpec, BackendSpec
 
@@ -214,17 +215,27 @@ class ChangingVerbs(DecidingVerbs):
 
     # Verbs: endpoints
 
-    async def _change(self, decide: Callable[..., Change], *args: Any, **options: Any) -> dict[str, Any]:
+    async def _change(
+        self, by: str, decide: Callable[..., Change], *args: Any, **options: Any
+    ) -> dict[str, Any]:
         """Make the change that a function decides on; return when the proxies have applied it."""
         async with self._deciding():
-            await self._core.writer.commit(decide(self._core.state, *args, **options))
+            change = decide(self._core.state, *args, **options)
+            await self._core.writer.commit(change, causes={WHOLE: by})
         return {"snapshot": await self._core.barrier()}
 
     @verb
     async def create_endpoint(
-        self, name: str, route: str | None, methods: Sequence[str], backend: str, request_id: str
+        self,
+        name: str,
+        route: str | None,
+        methods: Sequence[str],
+        backend: str,
+        request_id: str,
+        by: str = "",
     ) -> dict[str, Any]:
         return await self._change(
+            by,
             endpoint_state.create_endpoint,
             name,
             route=route,
@@ -234,24 +245,26 @@ class ChangingVerbs(DecidingVerbs):
         )
 
     @verb
-    async def delete_endpoint(self, name: str) -> dict[str, Any]:
-        return await self._change(endpoint_state.delete_endpoint, name)
+    async def delete_endpoint(self, name: str, by: str = "") -> dict[str, Any]:
+        return await self._change(by, endpoint_state.delete_endpoint, name)
 
     @verb
-    async def set_traffic(self, name: str, traffic: Mapping[str, float]) -> dict[str, Any]:
-        return await self._change(endpoint_state.set_traffic, name, traffic)
+    async def set_traffic(self, name: str, traffic: Mapping[str, float], by: str = "") -> dict[str, Any]:
+        return await self._change(by, endpoint_state.set_traffic, name, traffic)
 
     @verb
-    async def shadow_traffic(self, name: str, backend: str, proportion: float) -> dict[str, Any]:
-        return await self._change(endpoint_state.shadow_traffic, name, backend, proportion)
+    async def shadow_traffic(
+        self, name: str, backend: str, proportion: float, by: str = ""
+    ) -> dict[str, Any]:
+        return await self._change(by, endpoint_state.shadow_traffic, name, backend, proportion)
 
     # Verbs: the instance
 
     @verb
-    async def set_target_capacity(self, percent: float | None) -> dict[str, Any]:
+    async def set_target_capacity(self, percent: float | None, by: str = "") -> dict[str, Any]:
         """Set the target capacity; return when routers have applied it, before replicas start or stop."""
         wall = self._core.clock.wall()
-        found = await self._change(target_capacity.set_target_capacity, percent, wall)
+        found = await self._change(by, target_capacity.set_target_capacity, percent, wall)
         self._core.loop.poke()
         return found
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from daskserve.cluster.protocols.base import verb
+from daskserve.common import settings
 from daskserve.common.types import GoalId
 from daskserve.control.calls.deciding import DecidingVerbs
 from daskserve.control.core import MAX_WAIT_S
@@ -41,6 +42,8 @@ class HistoryVerbs(DecidingVerbs):
             Tells the retry of a call from a second call.
         """
         request_id = request_id or self._goal_id()
+        if timeout_s is None and progress_timeout_s is None:
+            progress_timeout_s = settings.timeouts().change_s
         async with self._deciding([request_id]):
             decided = rollback_verb.rollback(
                 self._core.state,

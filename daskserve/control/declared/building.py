@@ -24,7 +24,7 @@ from daskserve.control.declared.settling import Built, settled, waits_for_route
 from daskserve.control.observed.observed import Observed
 from daskserve.control.records.declared import ConfigRecord
 from daskserve.control.records.state import State
-from daskserve.control.records.writer import Writer
+from daskserve.control.records.storing.writer import Writer
 from daskserve.errors import (
     ActorLostError,
     RequestTimeoutError,

@@ -8,14 +8,11 @@ from typing import Any
 from daskserve.control.declared.apply import CAPACITY, to_delete
 from daskserve.control.records.records import BackendRecord
 from daskserve.control.records.state import State
-from daskserve.control.records.versions import unmarked
 from daskserve.control.verbs import backends as backend_verbs
 from daskserve.control.verbs import endpoints as endpoint_state
+from daskserve.control.verbs.differences import CODE, Difference, differences
 from daskserve.errors import ServeError
-from daskserve.options.actor import ActorOptions
-from daskserve.options.backend import BackendConfig
-from daskserve.options.base import Effect, Options, effect_of
-from daskserve.options.secrets import masked
+from daskserve.options.base import Effect
 from daskserve.options.specs import ApplicationSpec, DeploymentSpec
 
 #: What happens to an application.
@@ -130,38 +127,13 @@ def _deployment(
 
 def _differences(old: BackendRecord, new: BackendRecord) -> list[dict[str, Any]]:
     """Return what differs between two records of a deployment, each with its effect on running replicas."""
-    found = []
-    if unmarked(old.version) != unmarked(new.version):
-        versions = (old.user_version, new.user_version)
-        shown = {"old": versions[0], "new": versions[1]} if versions != (None, None) else {}
-        found.append({"option": "code", "effect": RESTARTS, **shown})
-    found += _options(ActorOptions, old.actor_options, new.actor_options, {Effect.TOLD: RESTARTS})
-    if old.env != new.env:
-        # Its values may be secrets.
-        found.append({"option": "env", "effect": RESTARTS})
-    if old.user_config != new.user_config:
-        # It is the user's own, and stays pickled here.
-        found.append({"option": "user_config", "effect": RECONFIGURED})
-    found += _options(BackendConfig, old.config, new.config, {})
-    if old.needs != new.needs:
-        found.append({"option": "what it calls", "effect": RESTARTS})
+    found = [_plain(each) for each in differences(old, new)]
     if old.version != new.version and not any(each["effect"] == RESTARTS for each in found):
-        found.append({"option": "code", "effect": RESTARTS})
+        found.append({"option": CODE, "effect": RESTARTS})
     return found
 
 
-def _options(
-    model: type[Options], old: Options, new: Options, words: Mapping[Effect, str]
-) -> list[dict[str, Any]]:
-    plain = old.model_dump(mode="json", fallback=repr), new.model_dump(mode="json", fallback=repr)
-    hidden = model._masked_field()
-    found = []
-    for name, field in model.model_fields.items():
-        values = [each.get(name) for each in plain]
-        if values[0] == values[1] or name in ("user_config", "internal_metadata"):
-            continue
-        effect = effect_of(field)
-        word = SCALED if name in _COUNTS else words.get(effect, _WORDS[effect])
-        show = hidden.get(name, masked)
-        found.append({"option": name, "effect": word, "old": show(values[0]), "new": show(values[1])})
-    return found
+def _plain(each: Difference) -> dict[str, Any]:
+    effect = SCALED if each.option in _COUNTS else _WORDS[each.effect]
+    shown = {} if each.values is None else {"old": each.values[0], "new": each.values[1]}
+    return {"option": each.option, "effect": effect, **shown}

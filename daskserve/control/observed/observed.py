@@ -24,6 +24,7 @@ from daskserve.common.types import (
 from daskserve.control.observed.lifecycle import ReplicaEvent
 from daskserve.control.observed.loads import Loads
 from daskserve.control.observed.rollout_counts import RolloutCounts
+from daskserve.control.records.models import ModelReport
 from daskserve.control.records.records import BackendRecord, ReplicaRecord
 from daskserve.control.records.two_versions import kept_tag
 from daskserve.options.autoscaling import AutoscalingConfig
@@ -197,6 +198,10 @@ class Observed:
     rank_infos: dict[ReplicaTag, RankInfo] = field(default_factory=dict)
     #: The last result of the user's ``record_routing_stats``.
     routing_stats: dict[ReplicaTag, Mapping[str, Any]] = field(default_factory=dict)
+    #: The models that replicas have loaded, as they last reported them.
+    models: dict[ReplicaTag, ModelReport] = field(default_factory=dict)
+    #: Why the folder of models of a backend cannot be read.
+    model_problems: dict[BackendTag, str] = field(default_factory=dict)
     #: The memory of each backend's steps.
     notes: dict[BackendTag, Notes] = field(default_factory=dict)
     #: Why the last step of a backend failed in a way that nobody expects, until one succeeds.
@@ -374,12 +379,14 @@ class Observed:
         self.notes.pop(tag, None)
         self.forget_rollout(tag)
         self.step_failures.pop(tag, None)
+        self.model_problems.pop(tag, None)
 
     def forget_replica(self, tag: ReplicaTag) -> None:
         """Drop the observations of a replica whose record is gone."""
         levels: tuple[dict[ReplicaTag, Any], ...] = (self.ready, self.failed, self.unhealthy, self.configured)
         self.busy.pop(tag, None)
         self.last_lines.pop(tag, None)
+        self.models.pop(tag, None)
         for each in (*levels, self.reconfigure_failed, self.rank_infos, self.routing_stats):
             each.pop(tag, None)
         self.gone.discard(tag)

@@ -26,6 +26,7 @@ from daskserve.common.types import (
     short_tag,
 )
 from daskserve.control.observed.observed import Activity, Observed
+from daskserve.control.records.models import ModelReport
 from daskserve.control.records.records import ReplicaRecord
 from daskserve.control.records.state import State
 from daskserve.errors import ActorLostError, ServeError, StaleEpochError, UnavailableError
@@ -185,6 +186,8 @@ class WorkerWatch:
         if actor.get("is_leaving") and replica.tag not in self._observed.terminating:
             self._observed.terminating.add(replica.tag)
             self._poke([replica.backend])
+        if "models" in actor:
+            self._observed.models[replica.tag] = ModelReport.of(actor["models"])
         if "routing_stats" in actor:
             self._observed.routing_stats[replica.tag] = actor["routing_stats"]
 

@@ -15,8 +15,8 @@ from daskserve.cluster.protocols.stores import StoreOwnership
 from daskserve.common.clock import Clock
 from daskserve.control.observed.observed import Observed
 from daskserve.control.proxies.take_over import all_run, listens
-from daskserve.control.records.checkpoint import PASSING
 from daskserve.control.records.state import State
+from daskserve.control.records.storing.checkpoint import PASSING
 from daskserve.errors import ServeError, StaleEpochError, StoreTakenError
 from daskserve.loops.tasks import TaskSet
 

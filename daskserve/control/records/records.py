@@ -24,6 +24,7 @@ from daskserve.common.types import (
 )
 from daskserve.control.records.declared import ConfigRecord, DeclarationRecord
 from daskserve.control.records.events import EventsRecord
+from daskserve.control.records.models import ModelsRecord
 from daskserve.control.records.proxy import ProxyRecord
 from daskserve.control.records.revisions import RevisionRecord
 from daskserve.control.records.rollout import RolloutState, replicas_of_step
@@ -460,6 +461,7 @@ Record: TypeAlias = (
     | DeclarationRecord
     | RevisionRecord
     | EventsRecord
+    | ModelsRecord
 )
 #: Store key -> the new record, or None to remove it. One change is one transaction.
 Change: TypeAlias = dict[str, Record | None]

@@ -117,8 +117,6 @@ class Revisions:
         self._of: dict[str, dict[int, RevisionRecord]] = {}
         #: How many revisions need a code, by its name.
         self._needing: Counter[str] = Counter()
-        #: Size of all code of the instance, with that of parcels.
-        self.code_bytes = 0
 
     def __iter__(self) -> Iterator[RevisionRecord]:
         return (each for found in self._of.values() for each in found.values())

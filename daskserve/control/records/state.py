@@ -19,6 +19,7 @@ from daskserve.control.records.applications import Applications
 from daskserve.control.records.bundles import places_of
 from daskserve.control.records.declared import ConfigRecord, DeclarationRecord, Declared
 from daskserve.control.records.events import EventLog, EventsRecord
+from daskserve.control.records.models import ModelsRecord
 from daskserve.control.records.proxy import ProxyRecord
 from daskserve.control.records.records import (
     AppRecord,
@@ -36,16 +37,47 @@ from daskserve.control.records.revisions import RevisionRecord, Revisions
 _REPLICA = "replica/"
 
 
+class Codes(dict[str, CodeRecord]):
+    """All code by name, with an index by backend; ``size_bytes`` is its size, with that of parcels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.size_bytes = 0
+        self._of: dict[BackendTag, dict[str, None]] = {}
+
+    def keep(self, code: CodeRecord) -> None:
+        """Add a record."""
+        self.forget(code.name)
+        self[code.name] = code
+        self._of.setdefault(code.backend, {})[code.name] = None
+        self.size_bytes += code.size_bytes
+
+    def forget(self, name: str) -> None:
+        """Remove a record, if it is there."""
+        code = self.pop(name, None)
+        if code is not None:
+            self.size_bytes -= code.size_bytes
+            names = self._of[code.backend]
+            del names[name]
+            if not names:
+                del self._of[code.backend]
+
+    def of(self, backend: BackendTag) -> list[CodeRecord]:
+        """Return the records of a backend."""
+        return [self[name] for name in self._of.get(backend, ())]
+
+
 class State:
     """The target state, and the recorded part of the actual state."""
 
     def __init__(self) -> None:
         self.backends: dict[BackendTag, BackendRecord] = {}
-        self.codes: dict[str, CodeRecord] = {}
+        self.codes = Codes()
         self.endpoints: dict[EndpointTag, EndpointRecord] = {}
         self.replicas: dict[ReplicaTag, ReplicaRecord] = {}
         self.proxies: dict[str, ProxyRecord] = {}
         self.goals: dict[str, GoalRecord] = {}
+        self.models: dict[BackendTag, ModelsRecord] = {}
         self.capacity = CapacityRecord()
         self.apps = Applications()
         self.declared = Declared()
@@ -56,7 +88,6 @@ class State:
         #: The number of bundles, which may be more than the replicas: of all backends, and of each.
         self._bundles_on: dict[WorkerAddress, int] = {}
         self._workers_of: dict[BackendTag, dict[WorkerAddress, int]] = {}
-        self._codes_of: dict[BackendTag, dict[str, None]] = {}
         self._used: dict[WorkerAddress, dict[str, float]] = {}
         self._autoscaled: set[BackendTag] = set()
         self._endpoints_of: dict[BackendTag, dict[EndpointTag, None]] = {}
@@ -71,7 +102,15 @@ class State:
 
     def records(self) -> dict[str, Record]:
         """Return all records by their keys in the store."""
-        kinds = (self.backends, self.codes, self.endpoints, self.replicas, self.proxies, self.goals)
+        kinds = (
+            self.backends,
+            self.codes,
+            self.endpoints,
+            self.replicas,
+            self.proxies,
+            self.goals,
+            self.models,
+        )
         found: dict[str, Record] = {record.key: record for kind in kinds for record in kind.values()}
         listed = (self.apps, self.declared, self.revisions, self.events)
         found.update({each.key: each for kind in listed for each in kind})
@@ -103,7 +142,7 @@ class State:
 
     def codes_of(self, backend: BackendTag) -> list[CodeRecord]:
         """Return the code records of a backend: the current one, and during a change an older one too."""
-        return [self.codes[name] for name in self._codes_of.get(backend, ())]
+        return self.codes.of(backend)
 
     def count_on(self, worker: WorkerAddress, backend: BackendTag | None = None) -> int:
         """Return the number of bundles on a worker, of one backend or of all; most replicas are one."""
@@ -158,9 +197,7 @@ class State:
             if record.autoscaling is not None:
                 self._autoscaled.add(record.tag)
         elif isinstance(record, CodeRecord):
-            self.codes[record.name] = record
-            self._codes_of.setdefault(record.backend, {})[record.name] = None
-            self.revisions.code_bytes += record.size_bytes
+            self.codes.keep(record)
         elif isinstance(record, AppRecord):
             self.apps.keep(record)
         elif isinstance(record, ConfigRecord | DeclarationRecord):
@@ -171,6 +208,8 @@ class State:
             self.proxies[record.tag] = record
         elif isinstance(record, CapacityRecord):
             self.capacity = record
+        elif isinstance(record, ModelsRecord):
+            self.models[record.backend] = record
         elif isinstance(record, RevisionRecord):
             self.revisions.keep(record)
         elif isinstance(record, EventsRecord):
@@ -190,10 +229,7 @@ class State:
                 self.apps.remove(backend)
             self._autoscaled.discard(name)
         elif kind == "code":
-            code = self.codes.pop(name, None)
-            if code is not None:
-                self._drop(self._codes_of, code.backend, name)
-                self.revisions.code_bytes -= code.size_bytes
+            self.codes.forget(name)
         elif kind == "app":
             self.apps.forget(name)
         elif kind == "goal":
@@ -204,6 +240,8 @@ class State:
             self.proxies.pop(name, None)
         elif kind == "capacity":
             self.capacity = CapacityRecord()
+        elif kind == "models":
+            self.models.pop(name, None)
         elif kind == "revision":
             self.revisions.forget(name)
         elif kind == "event":

@@ -6,9 +6,9 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
 from daskserve.common.types import BackendTag, ReplicaState
-from daskserve.control.records.encoding import from_plain
 from daskserve.control.records.records import BackendRecord, ReplicaRecord
 from daskserve.control.records.state import State
+from daskserve.control.records.storing.encoding import from_plain
 
 
 def stable_of(backend: BackendRecord) -> BackendRecord | None:

@@ -14,7 +14,6 @@ from typing import Any, Protocol, TypeAlias
 
 from daskserve.common.formatting import capitalized
 from daskserve.common.types import BackendTag, GoalId, ReplicaState, described
-from daskserve.control.records.encoding import from_plain
 from daskserve.control.records.records import (
     AppRecord,
     BackendRecord,
@@ -26,6 +25,7 @@ from daskserve.control.records.records import (
     to_plain,
 )
 from daskserve.control.records.state import State, display_name
+from daskserve.control.records.storing.encoding import from_plain
 from daskserve.control.records.versions import unmarked
 from daskserve.control.scaling.recorded import taken_back
 from daskserve.control.verbs import endpoints as endpoint_state

@@ -14,7 +14,7 @@ from daskserve.control.records.records import AppRecord, BackendRecord, ReplicaR
 from daskserve.control.records.state import State
 from daskserve.control.verbs import goals
 from daskserve.control.views import views
-from daskserve.control.views.messages import message_of
+from daskserve.control.views.messages import message_of, with_models
 
 #: The trigger of a deployment whose actor does not run.
 ACTOR_FAILED = "DEPLOYMENT_ACTOR_FAILED"
@@ -92,7 +92,7 @@ def deployment_status(
     message = (
         app.last_error
         if word == "DEPLOY_FAILED"
-        else message_of(observed, backend, facts.replicas, wall)
+        else with_models(state, observed, backend.tag, message_of(observed, backend, facts.replicas, wall))
         or facts.internal_error
         or (trigger == ACTOR_FAILED and facts.actor_message(wall))
     )

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from daskserve.common.formatting import shown, shown_size
-from daskserve.common.types import ReplicaState
+from daskserve.common.types import BackendTag, ReplicaState
 from daskserve.control.backend import progress
 from daskserve.control.backend.step import NEW_WORKER_S
 from daskserve.control.observed.observed import KEPT_DEAD, DeadReplica, Observed
 from daskserve.control.placement.placement import capacity
+from daskserve.control.records.model_decisions import text_of
 from daskserve.control.records.records import BackendRecord, ReplicaRecord
+from daskserve.control.records.state import State
 from daskserve.control.views.rollouts import rollout_text
 
 #: Replicas that take longer to be placed or to start are told of.
@@ -57,6 +59,13 @@ def message_of(
     parts = [each.partition("\n") for each in found]
     text = "\n".join(["; ".join(first for first, _, _ in parts), *(more for _, _, more in parts if more)])
     return text or backend.last_error
+
+
+def with_models(state: State, observed: Observed, tag: BackendTag, message: str) -> str:
+    """Return a message with what the status says of a deployment's models."""
+    text = text_of(state.models.get(tag), observed.model_problems.get(tag, ""))
+    first, line, rest = message.partition("\n")
+    return "; ".join(filter(None, (first, text))) + line + rest
 
 
 def slow_text(

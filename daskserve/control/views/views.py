@@ -20,7 +20,7 @@ from daskserve.control.records.state import State
 from daskserve.control.verbs import backends as backend_verbs
 from daskserve.control.verbs import endpoints as endpoint_state
 from daskserve.control.verbs.failed_deploys import not_found
-from daskserve.control.views.messages import message_of
+from daskserve.control.views.messages import message_of, with_models
 from daskserve.control.views.published import published_backend
 from daskserve.options.environment import Environment
 from daskserve.options.secrets import masked
@@ -39,7 +39,13 @@ def backend_status(state: State, observed: Observed, backend: BackendRecord, wal
         "wanted": backend.num_replicas,
         "running": running,
         "version": backend.user_version or UNVERSIONED,
-        "message": message_of(observed, backend, replicas, wall),
+        "message": with_models(state, observed, backend.tag, message_of(observed, backend, replicas, wall)),
+        "models": {
+            name: {version: each["state"] for version, each in versions.items()}
+            for name, versions in (
+                state.models[backend.tag].models if backend.tag in state.models else {}
+            ).items()
+        },
         "dead_replicas": dead_replicas(observed, backend.tag),
     }
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from daskserve.common.types import Envelope, RankInfo
+from daskserve.data.replica.models import Models
 from daskserve.data.replica.requests.replica_request import ReplicaRequest
 from daskserve.data.replica.requests.slots import Slots
 from daskserve.data.replica.user_code.construction import Stage
@@ -24,6 +25,10 @@ class UserCode(Protocol):
     #: The present stage of the start, and since when it has a time limit; 0: since its beginning.
     stage: Stage
     stage_since: float
+
+    @property
+    def models(self) -> Models:
+        """What it has loaded from its ``model_repository``."""
 
     @property
     def loss(self) -> str:

@@ -22,12 +22,20 @@ from daskserve.common.types import (
     as_rank_info,
     short_tag,
 )
-from daskserve.context import HasConnection, PlacementBundle, RankHolder, ReplicaContext, current_replica
+from daskserve.context import (
+    HasConnection,
+    LoadedModels,
+    PlacementBundle,
+    RankHolder,
+    ReplicaContext,
+    current_replica,
+)
 from daskserve.data.replica.code_protocol import CLOSE_GRACE_S
 from daskserve.data.replica.errors.log import FailureLog, keep_loggers_enabled, log_error
 from daskserve.data.replica.errors.rules import rule_in
 from daskserve.data.replica.execution.executor import UserExecutor
 from daskserve.data.replica.health import probe_liveness
+from daskserve.data.replica.models import ReplicaModels
 from daskserve.data.replica.requests.batches import ReplicaBatches
 from daskserve.data.replica.requests.calls import CallRequest, request_class_for
 from daskserve.data.replica.requests.chained_values import filled
@@ -65,6 +73,7 @@ from daskserve.telemetry.user import UserSample
 logger = logging.getLogger("daskserve.replica")
 
 RECORDING = Stage(f"running {METADATA}()", f"failed in {METADATA}()")
+LOADING_MODELS = Stage("loading its models", "could not load its models")
 CHECKING = Stage("running its first health check", "failed its first health check")
 
 
@@ -101,6 +110,8 @@ class LocalCode:
         self._user_config: bytes | None = None
         self._stats = StatsRecorder(start.replica_tag, self._parts, context.clock, AUTOSCALING)
         self._failures = FailureLog(start.replica_tag)
+        self._loaded = LoadedModels()
+        self.models = ReplicaModels(self._loaded, start.config.model_repository)  # type: ignore[arg-type]
         self._batches = ReplicaBatches(
             self._parts, start.config.max_batch_size, start.config.batch_wait_timeout, metrics, self._failures
         )
@@ -159,6 +170,8 @@ class LocalCode:
                 self.stage = RECORDING
                 request = await self._run(executor, servable.hook(METADATA))
                 metadata = await executor.run_sync(as_plain, request)
+            self.stage = LOADING_MODELS
+            await self.models.start(executor, servable, start.models)
             executor.is_watched = True
             self.stage = CHECKING
             check = self.probe(construction)
@@ -214,6 +227,7 @@ class LocalCode:
             kind=self._start.kind,
             gang=tuple(self._start.gang),
             bundles=tuple(PlacementBundle(*each) for each in self._start.bundles),
+            models=self._loaded,
         )
         self._executor.context.run(current_replica.set, replica)
         self._executor.context.run(enter_app, servable_object)
@@ -390,6 +404,7 @@ class LocalCode:
             return
         stopped = f"Replica {short_tag(self._start.replica_tag)!r} was stopped."
         executor.abort_runs(ActorLostError(stopped, is_planned=is_planned))
+        await self.models.close()
         self._set_current_replica(None)
         # Cancelled code may clean up.
         await self._context.clock.wait_for(self.slots.wait_until_idle(), CLOSE_GRACE_S)

@@ -162,6 +162,15 @@ class Replica:
                 )
 
     @verb
+    async def want_models(self, wanted: Mapping[str, Any]) -> None:
+        """Load the wanted versions of models and unload others, after this has returned.
+
+        See `daskserve.data.replica.models.Models`.
+        """
+        self._check_open()
+        await self._code.models.want(wanted)
+
+    @verb
     async def statistics(self) -> dict[str, Any]:
         """Return the replica's counts; those that end in ``_total`` never decrease."""
         load = self.load()
@@ -226,6 +235,8 @@ class Replica:
         facts["ongoing"] = max(0, load.ongoing - self._code.abandoned) + load.queued
         if self._code.is_leaving:
             facts["is_leaving"] = True
+        if models := self._code.models.facts():
+            facts["models"] = models
         if stats := self._code.routing_stats():
             facts["routing_stats"] = stats
         if self._reconfigures_since is not None:

@@ -173,6 +173,7 @@ class Plant:
             gang=(),
             bundles=(),
             is_deployment=False,
+            models=None,
             is_exact=False,
         )
         spec = ActorSpec(ActorKind.REPLICA, f"i/replica/{tag}", 1, "i", start.encode())

@@ -9,19 +9,28 @@ such as one with a large model in a class that is whole, keep running while a fi
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 from daskserve.client.definitions.code_digest import names_one_of
 from daskserve.client.definitions.graph import digest_of
+from daskserve.client.hosting.reloading.files import Patterns
 from daskserve.client.verbs.applications import BuiltApplication
 from daskserve.internals.cloudpickle import release_class_ids, take_class_ids
 from daskserve.options.backend import BackendConfig
 from daskserve.options.specs import ApplicationSpec, DeploymentSpec
-from daskserve.payload.importing import ImportPath, file_digest, forget, modules_in
+from daskserve.payload.importing import (
+    ImportPath,
+    digest_of_file,
+    digests_before,
+    file_digest,
+    forget,
+    modules_in,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +55,8 @@ class Project:
     def imported(self) -> Iterator[None]:
         """Import the project again inside a ``with`` block; if it raises, keep what was imported before."""
         with ImportPath.lock:
+            # A file that changes while it is imported is then another one than the next time.
+            before = digests_before.set(self._digests())
             gone = forget(modules_in(self.folders))
             classes = release_class_ids(gone)
             try:
@@ -55,6 +66,15 @@ class Project:
                 sys.modules.update(gone)
                 take_class_ids(classes)
                 raise
+            finally:
+                digests_before.reset(before)
+
+    def _digests(self) -> dict[str, str]:
+        found = {}
+        for name in Patterns(self.folders).snapshot():
+            with suppress(OSError):  # it is gone already
+                found[os.path.realpath(name)] = digest_of_file(name)
+        return found
 
     def modules(self) -> dict[str, str]:
         """Return the digests of the project's modules that this process has imported."""

@@ -10,7 +10,7 @@ from typing import Any
 from daskserve.common.differences import Difference
 from daskserve.control.records.records import BackendRecord
 from daskserve.control.records.versions import unmarked
-from daskserve.options.base import Options
+from daskserve.control.verbs import differences as verbs
 from daskserve.options.environment import Environment
 from daskserve.options.secrets import HIDDEN, masked
 
@@ -27,34 +27,30 @@ def differences(name: str, before: BackendRecord | None, after: BackendRecord | 
             version = unmarked((after or before).version)  # type: ignore[union-attr]
             yield Difference(name, "created", "", version) if after else Difference(name, "removed", version)
         return
-    if before.version != after.version and unmarked(before.version) != unmarked(after.version):
-        yield Difference(name, "code", unmarked(before.version), unmarked(after.version))
-    for old, new in ((before.config, after.config), (before.actor_options, after.actor_options)):
-        yield from _of_options(name, old, new)
-    if before.user_config != after.user_config:
-        yield Difference(name, "user_config", _digest(before.user_config), _digest(after.user_config))
-    if before.env != after.env:
-        yield Difference(name, "env", _environment(before.env), _environment(after.env))
+    for each in verbs.differences(before, after):
+        yield from _as_texts(name, each, before, after)
 
 
-def _of_options(name: str, before: Options, after: Options) -> Iterator[Difference]:
-    old, new = before.model_dump(exclude_defaults=True), after.model_dump(exclude_defaults=True)
-    for option in sorted(old.keys() | new.keys()):
-        if option == "internal_metadata" or old.get(option) == new.get(option):
-            continue
-        one, other = old.get(option), new.get(option)
+def _as_texts(
+    name: str, each: verbs.Difference, before: BackendRecord, after: BackendRecord
+) -> Iterator[Difference]:
+    if each.option == verbs.CODE:
+        yield Difference(name, each.option, unmarked(before.version), unmarked(after.version))
+    elif each.option == verbs.ENV:
+        yield Difference(name, each.option, _environment(before.env), _environment(after.env))
+    elif each.option == verbs.USER_CONFIG:
+        yield Difference(name, each.option, _digest(before.user_config), _digest(after.user_config))
+    elif each.values is None:
+        yield Difference(name, each.option)
+    else:
+        one, other = each.values
         if isinstance(one, Mapping) and isinstance(other, Mapping):
             for key in sorted(one.keys() | other.keys(), key=str):
                 if one.get(key) != other.get(key):
-                    what = f"{option}.{key}"
+                    what = f"{each.option}.{key}"
                     yield Difference(name, what, _shown(key, one.get(key)), _shown(key, other.get(key)))
-            continue
-        yield Difference(name, option, _default(before, option, one), _default(after, option, other))
-
-
-def _default(options: Options, option: str, value: Any) -> str:
-    """Return the text of an option, that of its default if it is not set."""
-    return _shown(option, getattr(options, option, None) if value is None else value)
+        else:
+            yield Difference(name, each.option, _shown(each.option, one), _shown(each.option, other))
 
 
 def _shown(name: str, value: Any) -> str:

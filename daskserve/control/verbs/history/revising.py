@@ -18,7 +18,6 @@ import msgpack
 from daskserve.common.differences import Difference
 from daskserve.common.types import BackendTag
 from daskserve.control.records.declared import ConfigRecord
-from daskserve.control.records.encoding import from_plain
 from daskserve.control.records.records import (
     AppRecord,
     BackendRecord,
@@ -32,6 +31,7 @@ from daskserve.control.records.records import (
 )
 from daskserve.control.records.revisions import RevisionRecord, RevisionState
 from daskserve.control.records.state import State
+from daskserve.control.records.storing.encoding import from_plain
 from daskserve.control.verbs.history.differences import differences
 from daskserve.payload.packed_errors import load_error
 
@@ -292,7 +292,7 @@ class _Revising:
                     self.release(each)
 
     def keep_within_budget(self) -> None:
-        if self.state.revisions.code_bytes + self.new_code_bytes() <= self.budget_bytes:
+        if self.state.codes.size_bytes + self.new_code_bytes() <= self.budget_bytes:
             return
         used = {each.code_key for each in self.state.backends.values()}
         used |= {each.code_key for each in self.change.values() if isinstance(each, BackendRecord)}

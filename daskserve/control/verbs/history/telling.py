@@ -42,7 +42,7 @@ MAX_TEXT = 500
 MAX_CHANGES = 5
 
 K = EventKind
-#: The key of the cause of a whole change.
+#: The key of the program that asked for a whole change, among the causes.
 WHOLE = ""
 _STOPPING = frozenset({ReplicaState.SHOULD_STOP, ReplicaState.STOPPING})
 
@@ -300,13 +300,13 @@ def _of_endpoint(world: _World, name: str, before: Any, after: Record | None) ->
         return
     shares = ", ".join(f"{short_tag(tag)} {share:.0%}" for tag, share in new.items()) or "nobody"
     text = f"The traffic of endpoint '{short_tag(name)}' goes to {shares}"
-    yield Event(K.TRAFFIC_SET, text, world.application(name), subject=name)
+    yield Event(K.TRAFFIC_SET, text, world.application(name), subject=name, by=world.causes.get(WHOLE, ""))
 
 
-def _of_capacity(_: _World, __: str, before: Any, after: Record | None) -> Iterator[Event]:
+def _of_capacity(world: _World, __: str, before: Any, after: Record | None) -> Iterator[Event]:
     percent = after.percent if isinstance(after, CapacityRecord) else None
     text = "100% of all replicas" if percent is None else f"{percent:g}%"
-    yield Event(K.TARGET_CAPACITY_SET, f"The target capacity is {text}")
+    yield Event(K.TARGET_CAPACITY_SET, f"The target capacity is {text}", by=world.causes.get(WHOLE, ""))
 
 
 Teller = Callable[[_World, str, Any, "Record | None"], Iterator[Event]]

@@ -25,11 +25,13 @@ _OURS = re.compile(rf"(files-)?[0-9a-f]{{20}}|{DRAFT}.*")
 _DAY_S = 86400
 
 
-def hold(folder: Path) -> None:
-    """Keep a folder from being deleted until this process ends."""
+def hold(folder: Path) -> int | None:
+    """Keep a folder from being deleted until this process ends, or closes the returned descriptor."""
     with contextlib.suppress(OSError):  # a file system without locks
-        # The descriptor is left open on purpose.
-        fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_SH | fcntl.LOCK_NB)
+        descriptor = os.open(folder, os.O_RDONLY)
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return descriptor
+    return None
 
 
 def mark_used(folder: Path) -> None:

@@ -14,7 +14,7 @@ import asyncio
 import contextvars
 import itertools
 import logging
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -36,6 +36,7 @@ from daskserve.common.types import (
 from daskserve.data.replica.code_protocol import CLOSE_GRACE_S
 from daskserve.data.replica.environment.interpreters import interpreter_of
 from daskserve.data.replica.local_code import parts_of
+from daskserve.data.replica.models import Models
 from daskserve.data.replica.process.metrics import ReportedMetrics, keep_asking_for_metrics
 from daskserve.data.replica.process.runner import ChildRunner
 from daskserve.data.replica.requests.replica_request import ReplicaRequest
@@ -83,6 +84,20 @@ class ForwardedRequest(ReplicaRequest):
         return None
 
 
+class ChildModels(Models):
+    """The models in a child process, as they were when it was last asked."""
+
+    def __init__(self, call: Callable[..., Awaitable[Any]]) -> None:
+        self._call = call
+        self.known: Mapping[str, Any] = {}
+
+    async def want(self, wanted: Mapping[str, Any]) -> None:
+        await self._call("want_models", wanted=wanted)
+
+    def facts(self) -> Mapping[str, Any]:
+        return self.known
+
+
 class ChildCode:
     """A `daskserve.data.replica.code_protocol.UserCode` that runs in a child process.
 
@@ -108,7 +123,7 @@ class ChildCode:
         self._queued = 0
         self._reported = ReportedMetrics()
         self._stats = ChildStats(context.clock)
-        self._routing_stats: Mapping[str, Any] = {}
+        self.models = ChildModels(self._call)
         self._asking: asyncio.Task[None] | None = None
         self._waiting: asyncio.Task[None] | None = None
         #: Whether the child's process has got SIGTERM.
@@ -268,7 +283,8 @@ class ChildCode:
         """Return the counts of the child, and keep its metrics for `samples`."""
         found: dict[str, Any] = await self._call("statistics", has_stats=self._stats.is_wanted)
         self._stats.record(found.pop("custom", {}))
-        self._routing_stats = found.pop("routing_stats")
+        self._stats.routing = found.pop("routing_stats")
+        self.models.known = found.pop("models")
         self._reported = ReportedMetrics(
             found.pop("samples"), found.pop("user_samples"), found["latency_counts"]
         )
@@ -289,7 +305,7 @@ class ChildCode:
 
     def routing_stats(self) -> Mapping[str, Any]:
         """Return what the user's ``record_routing_stats`` returned, as last read."""
-        return self._routing_stats
+        return self._stats.routing
 
     def samples(self, own: list[MetricSample]) -> list[MetricSample]:
         """Return the replica's metrics, those of the child as last read."""

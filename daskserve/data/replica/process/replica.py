@@ -59,6 +59,7 @@ class ChildReplica(Replica):
         """Return the replica's counts, the metrics of this process, and custom autoscaling metrics."""
         stats = {"custom": self.metrics().get("custom", {})} if has_stats else {}
         stats["routing_stats"] = self._code.routing_stats()
+        stats["models"] = self._code.models.facts()
         return {**await super().statistics(), **tell(self.samples(), self.user_samples()), **stats}
 
     @verb

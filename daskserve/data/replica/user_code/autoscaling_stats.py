@@ -66,6 +66,8 @@ class ChildStats:
     """The values of a child process, read with its other metrics while the controller wants them."""
 
     def __init__(self, clock: Clock) -> None:
+        #: The statistics for routing.
+        self.routing: Mapping[str, Any] = {}
         self._clock = clock
         self._values: Mapping[str, float] = {}
         self._recorded_at = self._wanted_at = -math.inf

@@ -17,9 +17,9 @@ from types import MappingProxyType
 from typing import Self, TypeAlias
 
 from daskserve.cluster.protocols.base import Store
-from daskserve.control.records import checkpoint
 from daskserve.control.records.records import Change
 from daskserve.control.records.state import State
+from daskserve.control.records.storing import checkpoint
 from daskserve.errors import StaleEpochError
 
 logger = logging.getLogger("daskserve.controller")

@@ -16,7 +16,7 @@ from typing import Any
 import click
 import dask.config
 
-from daskserve.cli.grafana import grafana
+from daskserve.cli.metrics.grafana import grafana
 from daskserve.common.formatting import shown
 from daskserve.errors import ServeError
 from daskserve.telemetry.table import SECTIONS

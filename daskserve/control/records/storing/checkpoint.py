@@ -6,9 +6,9 @@ import logging
 from collections.abc import Collection, Mapping
 
 from daskserve.cluster.protocols.base import Store, StoreChange
-from daskserve.control.records.encoding import CorruptRecordError, decode, encode
 from daskserve.control.records.records import Change, CodeRecord, Record
 from daskserve.control.records.state import State
+from daskserve.control.records.storing.encoding import CorruptRecordError, decode, encode
 from daskserve.payload.parcels import Parcel
 
 logger = logging.getLogger("daskserve.controller")

@@ -1,0 +1,1 @@
+"""``daskserve metrics``: Prometheus and Grafana."""

@@ -1,0 +1,100 @@
+"""``daskserve models``: the models of a deployment with a ``model_repository``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from daskserve.cli.instance import connected, instance_options
+from daskserve.cli.output import coloured, errors_as_messages, json_option, print_json
+from daskserve.client.views.table import table
+from daskserve.common.types import DEFAULT_APPLICATION
+from daskserve.options.specs import deployment_tag
+
+
+@click.group()
+def models() -> None:
+    """List, load and unload the models of a deployment.
+
+    DEPLOYMENT is APP/NAME, or NAME in the default application.
+    """
+
+
+def deployment_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the argument of a deployment, and the options that select a running instance, to a command."""
+    return click.argument("deployment")(instance_options(command))
+
+
+def tag_of(deployment: str) -> str:
+    """Return the tag of a deployment given as APP/NAME or NAME."""
+    application, slash, name = deployment.partition("/")
+    return deployment_tag(application, name) if slash else deployment_tag(DEFAULT_APPLICATION, deployment)
+
+
+@models.command(name="list")
+@deployment_options
+@json_option
+def list_(deployment: str, address: str | None, name: str | None, as_json: bool) -> None:
+    """List the models of DEPLOYMENT: what is loaded, has failed, or is in its folder.
+
+    Exits with 1 if a version has failed to load.
+    """
+    with errors_as_messages(), connected(address, name) as client:
+        found = client.list_models(tag_of(deployment))
+    if as_json:
+        print_json(found)
+    else:
+        rows = [
+            (model, version, each["state"], "yes" if each["is_default"] else "", each["reason"])
+            for model, versions in sorted(found.items())
+            for version, each in versions.items()
+        ]
+        text = table(("MODEL", "VERSION", "STATE", "DEFAULT", "REASON"), rows) if rows else "No models."
+        click.echo(coloured(text))
+    if any(each["state"] == "FAILED" for versions in found.values() for each in versions.values()):
+        click.get_current_context().exit(1)
+
+
+@models.command()
+@deployment_options
+@click.argument("model")
+@click.argument("version", required=False)
+@click.option("--no-default", is_flag=True, help="Leave the default version as it is.")
+@click.option("--timeout-s", type=click.FloatRange(0), help="How long to wait. Default: as long as it takes.")
+def load(
+    deployment: str,
+    model: str,
+    version: str | None,
+    no_default: bool,
+    timeout_s: float | None,
+    address: str | None,
+    name: str | None,
+) -> None:
+    """Load VERSION of MODEL, by default the newest, in all replicas of DEPLOYMENT, and wait for it."""
+    with errors_as_messages(), connected(address, name) as client:
+        loaded = client.load_model(
+            tag_of(deployment), model, version, default=not no_default, timeout_s=timeout_s
+        )
+    click.echo(f"Version {loaded} of model {model} is loaded.")
+
+
+@models.command()
+@deployment_options
+@click.argument("model")
+@click.argument("version", required=False)
+def unload(deployment: str, model: str, version: str | None, address: str | None, name: str | None) -> None:
+    """Unload VERSION of MODEL, or all of its versions, from the replicas of DEPLOYMENT."""
+    with errors_as_messages(), connected(address, name) as client:
+        client.unload_model(tag_of(deployment), model, version)
+
+
+@models.command()
+@deployment_options
+@click.argument("model")
+@click.argument("version")
+def default(deployment: str, model: str, version: str, address: str | None, name: str | None) -> None:
+    """Make VERSION, which is loaded, the default version of MODEL."""
+    with errors_as_messages(), connected(address, name) as client:
+        client.set_default_model(tag_of(deployment), model, version)

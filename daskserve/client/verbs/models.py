@@ -1,0 +1,109 @@
+"""The client's verbs for the models of deployments with a ``model_repository``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from daskserve.client.instance.connection import Verbs
+from daskserve.errors import DeployError, NotFoundError, RequestTimeoutError
+
+#: How long one call waits for a version.
+WAIT_S = 25.0
+
+
+class ModelVerbs(Verbs):
+    """See the module. ``deployment`` is the tag of a deployment, such as ``"shop/Model"``."""
+
+    async def list_models(self, deployment: str) -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
+        """Return the models of a deployment by name and version.
+
+        Each version has its ``state``, the ``reason`` of a failure, and ``is_default``. The states are
+        AVAILABLE (in the folder, not loaded), LOADING, READY and FAILED.
+
+        Raises
+        ------
+        BadRequestError
+            The deployment has no ``model_repository``, or that cannot be read.
+        NotFoundError
+            There is no such deployment.
+        """
+        found: Mapping[str, Mapping[str, Mapping[str, Any]]] = await self._call(
+            "list_models", name=deployment
+        )
+        return found
+
+    async def load_model(
+        self,
+        deployment: str,
+        model: str,
+        version: str | None = None,
+        *,
+        default: bool = True,
+        timeout_s: float | None = None,
+    ) -> str:
+        """Load a version of a model in all replicas, and return its name once all of them have it.
+
+        Replicas that start later load it before they serve. If a replica cannot load it, it is unloaded
+        everywhere, and the default version from before keeps serving.
+
+        Parameters
+        ----------
+        version : str, optional
+            Default: the newest version in the folder.
+        default : bool
+            Whether it becomes the default version once it is loaded.
+        timeout_s : float, optional
+            How long to wait; after that, loading continues.
+
+        Raises
+        ------
+        NotFoundError
+            The folder has no such version, or it was unloaded meanwhile.
+        DeployError
+            A replica could not load it; the message says why.
+        RequestTimeoutError
+            A `TimeoutError`: it took longer than ``timeout_s``.
+        """
+        answer = await self._call(
+            "load_model", name=deployment, model=model, version=version, is_default=default
+        )
+        chosen = str(answer["version"])
+        left_s = float("inf") if timeout_s is None else timeout_s
+        while True:
+            wait_s = max(0.0, min(WAIT_S, left_s))
+            found = await self._call(
+                "wait_for_model", name=deployment, model=model, version=chosen, timeout_s=wait_s
+            )
+            left_s -= wait_s
+            what = f"Version {chosen} of model {model!r}"
+            if found["state"] == "READY":
+                return chosen
+            if found["state"] == "FAILED":
+                raise DeployError(f"{what} could not be loaded: {found['reason']}")
+            if not found["state"]:
+                raise NotFoundError(f"{what} was unloaded before it was ready.")
+            if left_s <= 0:
+                raise RequestTimeoutError(f"{what} was not loaded within {timeout_s} s; loading continues.")
+
+    async def unload_model(self, deployment: str, model: str, version: str | None = None) -> None:
+        """Unload a version of a model, or all, from all replicas; return before they have done it.
+
+        If it was the default version, the newest of those that are loaded becomes that.
+
+        Raises
+        ------
+        NotFoundError
+            It is not loaded.
+        """
+        await self._call("unload_model", name=deployment, model=model, version=version)
+
+    async def set_default_model(self, deployment: str, model: str, version: str) -> None:
+        """Set the default version of a model, one that is loaded.
+
+        Raises
+        ------
+        NotFoundError
+            It is not loaded.
+        """
+        await self._call("set_default_model", name=deployment, model=model, version=version)

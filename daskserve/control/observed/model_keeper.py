@@ -1,0 +1,177 @@
+"""Keeps the models of replicas as they are wanted: reads folders, writes records, and tells replicas.
+
+It reads levels: the records, and what replicas report with their health. So a new controller goes on where
+the last one was, and a replica that missed a call gets it again a second later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+
+from daskserve.cluster.protocols.base import Cluster
+from daskserve.common.clock import Clock
+from daskserve.common.types import BackendTag, ReplicaState, ReplicaTag, short_tag
+from daskserve.control.observed.observed import Observed
+from daskserve.control.records.model_decisions import Folder, adopted, is_met, polled, settled, target
+from daskserve.control.records.models import ModelReport, ModelsRecord
+from daskserve.control.records.records import BackendRecord, Change, ReplicaRecord
+from daskserve.control.records.state import State
+from daskserve.control.records.storing.writer import Writer
+from daskserve.errors import ServeError, StaleEpochError
+from daskserve.loops.tasks import TaskSet
+from daskserve.options.environment import ModelRepository
+from daskserve.payload.model_files import list_models, state_of_version
+
+logger = logging.getLogger("daskserve.controller")
+
+#: Interval of the steps; replicas report as often.
+PERIOD_S = 1.0
+#: Time limits of the reading of a folder, and of a call to a replica, which only takes note.
+LIST_S, CALL_S = 60.0, 5.0
+
+
+class ModelKeeper:
+    """One per controller."""
+
+    def __init__(
+        self, cluster: Cluster, clock: Clock, state: State, observed: Observed, writer: Writer
+    ) -> None:
+        self._cluster = cluster
+        self._clock = clock
+        self._state = state
+        self._observed = observed
+        self._writer = writer
+        self._tasks = TaskSet(logger)
+        self._busy: set[str] = set()
+        self._read_at: dict[BackendTag, float] = {}
+        #: What the folders had when they were last read.
+        self._folders: dict[BackendTag, Folder] = {}
+        #: What new versions consisted of when a folder was last read.
+        self._seen: dict[BackendTag, Mapping[str, str]] = {}
+
+    async def run(self) -> None:
+        """Run until cancelled."""
+        while True:
+            try:
+                await self.step()
+            except StaleEpochError:
+                return  # the reconcile loop tells of it
+            except (ServeError, OSError) as error:
+                logger.warning("A step of the models failed and is retried: %s", error)
+            await self._clock.sleep(PERIOD_S)
+
+    async def stop(self) -> None:
+        """Cancel what is under way."""
+        await self._tasks.close(timeout_s=2)
+
+    async def step(self) -> None:
+        """Write what follows from the folders and the replicas, then tell the replicas."""
+        backends = {
+            tag: each
+            for tag, each in self._state.backends.items()
+            if each.config.model_repository is not None and not each.is_deleting
+        }
+        for gone in self._read_at.keys() - backends.keys():
+            del self._read_at[gone]
+            self._folders.pop(gone, None)
+            self._seen.pop(gone, None)
+        if self._changes(backends):
+            async with self._writer:
+                await self._writer.note(self._changes(backends))
+        for tag, backend in backends.items():
+            repository = backend.config.model_repository
+            if repository is not None and repository.mode == "poll":
+                self._read_if_due(tag, repository)
+            if (record := self._state.models.get(tag)) is not None:
+                self._tell(record)
+
+    def _changes(self, backends: Mapping[BackendTag, BackendRecord]) -> Change:
+        change: Change = {each.key: None for tag, each in self._state.models.items() if tag not in backends}
+        for tag, backend in backends.items():
+            repository, before = backend.config.model_repository, self._state.models.get(tag)
+            record, reports = before or ModelsRecord(tag), self._reports(backend)
+            polls = repository is not None and repository.mode == "poll"
+            keep = repository.keep_versions if repository is not None and polls else None
+            if before is None and keep is not None:
+                if None in reports.values():
+                    continue  # it may have loaded something in its start
+                record = adopted(record, reports)
+            if keep is not None and tag in self._folders:
+                record = polled(record, self._folders[tag], keep)
+            record = settled(record, reports, keep)
+            if record != (before or ModelsRecord(tag)):
+                change[record.key] = record
+        return change
+
+    def _running(self, tag: BackendTag) -> list[ReplicaRecord]:
+        return [each for each in self._state.replicas_of(tag) if each.state is ReplicaState.RUNNING]
+
+    def _reports(self, backend: BackendRecord) -> dict[ReplicaTag, ModelReport | None]:
+        running = [each for each in self._running(backend.tag) if each.version == backend.version]
+        return {short_tag(each.tag): self._observed.models.get(each.tag) for each in running}
+
+    def _tell(self, record: ModelsRecord) -> None:
+        wanted = target(record)
+        for replica in self._running(record.backend):
+            report = self._observed.models.get(replica.tag)
+            if report is not None and not is_met(wanted, report) and replica.tag not in self._busy:
+                self._busy.add(replica.tag)
+                self._tasks.spawn(self._call(replica, wanted), "models")
+
+    async def _call(self, replica: ReplicaRecord, wanted: Mapping[str, object]) -> None:
+        try:
+            call = self._cluster.call(
+                replica.address(self._cluster.instance), "want_models", wanted=dict(wanted)
+            )
+            await self._clock.wait_for(call, CALL_S)
+        except (ServeError, OSError, TimeoutError) as error:
+            logger.info("Replica %s was not told of its models: %s", short_tag(replica.tag), error)
+        finally:
+            self._busy.discard(replica.tag)
+
+    def _read_if_due(self, tag: BackendTag, repository: ModelRepository) -> None:
+        now = self._clock.now()
+        if (
+            f"read {tag}" in self._busy
+            or now < self._read_at.get(tag, now)
+            or tag not in self._state.backends
+        ):
+            return
+        self._read_at[tag] = now + repository.poll_period_s
+        self._busy.add(f"read {tag}")
+        self._tasks.spawn(self._read(tag, repository), "models")
+
+    async def _read(self, tag: BackendTag, repository: ModelRepository) -> None:
+        known = self._state.models.get(tag)
+        before, seen = self._seen.get(tag, {}), {} if known is None else known.models
+        try:
+            self._folders[tag], self._seen[tag] = await self._clock.wait_for(
+                asyncio.to_thread(read_folder, repository, seen, before), LIST_S
+            )
+        except Exception as error:  # file systems raise errors of many libraries
+            problem = f"{type(error).__name__}: {error}"[:300]
+            self._observed.model_problems[tag] = f"the model repository cannot be read: {problem}"
+        else:
+            self._observed.model_problems.pop(tag, None)
+        finally:
+            self._busy.discard(f"read {tag}")
+
+
+def read_folder(
+    repository: ModelRepository, known: Mapping[str, Mapping[str, object]], before: Mapping[str, str]
+) -> tuple[Folder, Mapping[str, str]]:
+    """Return what is in a folder, and what the new ones among the newest versions consist of.
+
+    A new version is not whole until two readings in a row agree, because someone may still be writing it.
+    """
+    versions = list_models(repository.url)
+    states = {
+        f"{name}/{version}": state_of_version(repository.url, name, version)
+        for name, found in versions.items()
+        for version in found[-repository.keep_versions :]
+        if version not in known.get(name, {})
+    }
+    whole = frozenset(key for key, state in states.items() if before.get(key) == state)
+    return Folder(versions, whole), states

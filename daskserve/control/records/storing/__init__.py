@@ -1,0 +1,1 @@
+"""How records are written to the store, and read from it."""

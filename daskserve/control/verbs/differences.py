@@ -1,0 +1,58 @@
+"""What differs between two records of a deployment, with the effect on its running replicas. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from daskserve.control.records.records import BackendRecord
+from daskserve.control.records.versions import unmarked
+from daskserve.options.actor import ActorOptions
+from daskserve.options.backend import BackendConfig
+from daskserve.options.base import Effect, Options, effect_of
+from daskserve.options.secrets import masked
+
+#: What is no option of one of the models.
+CODE, ENV, USER_CONFIG, CALLS = "code", "env", "user_config", "what it calls"
+_NO_EFFECTS: Mapping[Effect, Effect] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One difference; ``values`` are the old and the new one, masked, or None if they are not for people."""
+
+    option: str
+    effect: Effect
+    values: tuple[Any, Any] | None = None
+
+
+def differences(old: BackendRecord, new: BackendRecord) -> list[Difference]:
+    """Return what differs between two records of a deployment."""
+    found = []
+    if unmarked(old.version) != unmarked(new.version):
+        versions = (old.user_version, new.user_version)
+        found.append(Difference(CODE, Effect.REPLACES, None if versions == (None, None) else versions))
+    found += _of_options(ActorOptions, old.actor_options, new.actor_options, {Effect.TOLD: Effect.REPLACES})
+    if old.env != new.env:
+        found.append(Difference(ENV, Effect.REPLACES))  # its values may be secrets
+    if old.user_config != new.user_config:
+        found.append(Difference(USER_CONFIG, Effect.TOLD))  # it is the user's own, and stays pickled here
+    found += _of_options(BackendConfig, old.config, new.config, _NO_EFFECTS)
+    if old.needs != new.needs:
+        found.append(Difference(CALLS, Effect.REPLACES))
+    return found
+
+
+def _of_options(
+    model: type[Options], old: Options, new: Options, effects: Mapping[Effect, Effect]
+) -> Iterator[Difference]:
+    plain = old.model_dump(mode="json", fallback=repr), new.model_dump(mode="json", fallback=repr)
+    hidden = model._masked_field()
+    for name, field in model.model_fields.items():
+        one, other = (each.get(name) for each in plain)
+        if one == other or name in ("user_config", "internal_metadata"):
+            continue
+        effect = effect_of(field)
+        show = hidden.get(name, masked)
+        yield Difference(name, effects.get(effect, effect), (show(one), show(other)))

@@ -1,0 +1,231 @@
+"""The models that a replica has loaded from its ``model_repository``, and those that it should have.
+
+The controller says which versions are wanted, as often as it likes. A replica loads what is missing, one
+after another and while it serves, then changes the default versions, then unloads the rest. A version that
+fails to load is not tried again until the controller counts another attempt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import hashlib
+import logging
+import os
+import shutil
+import uuid
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from daskserve.common import settings
+from daskserve.context import LoadedModels
+from daskserve.data.replica.environment.kept_folders import DRAFT, delete_unused, hold, mark_used
+from daskserve.data.replica.execution.executor import UserExecutor
+from daskserve.data.replica.user_code.definitions import is_async
+from daskserve.data.replica.user_code.servable import Servable
+from daskserve.errors import BadRequestError
+from daskserve.payload.model_files import file_system, fingerprint, list_models
+from daskserve.payload.packed_errors import packed_here
+
+logger = logging.getLogger("daskserve.replica")
+
+LOAD, UNLOAD = "load_model", "unload_model"
+
+
+class Models(Protocol):
+    """The models of user code, in this process or in a child process."""
+
+    async def want(self, wanted: Mapping[str, Any]) -> None:
+        """Take note of the wanted versions; return before they are loaded.
+
+        They are ``{name: {"versions": {version: attempt}, "default": version}}``.
+        """
+
+    def facts(self) -> Mapping[str, Any]:
+        """Return what is loaded, the defaults, and the errors with their attempts; empty without models."""
+
+
+class ReplicaModels(Models):
+    """The models in the replica's own process."""
+
+    def __init__(self, loaded: LoadedModels, repository: Mapping[str, Any] | None) -> None:
+        self._loaded = loaded
+        self._repository = repository
+        self._parts: tuple[UserExecutor, Servable] | None = None
+        self._wanted: Mapping[str, Any] | None = None
+        self._errors: dict[str, tuple[int, str]] = {}
+        self._task: asyncio.Task[None] | None = None
+        #: Descriptors that keep downloads.
+        self._held: dict[str, int] = {}
+
+    async def start(
+        self, executor: UserExecutor, servable: Servable, wanted: Mapping[str, Any] | None
+    ) -> None:
+        """Load the models with which the replica starts; raise if one fails.
+
+        ``wanted`` is None if the controller does not know of any yet: then the repository is read here.
+        """
+        if self._repository is None:
+            return
+        if not servable.has_hook(LOAD):
+            raise BadRequestError(
+                "It has model_repository, but its class has no load_model(name, version, path) method."
+            )
+        if wanted is None:
+            wanted = await asyncio.to_thread(_newest, self._repository)
+        for name, each in wanted.items():
+            for version in each["versions"]:
+                await self._load(executor, servable, name, version)
+            if each["default"] in each["versions"]:
+                self._loaded.defaults[name] = each["default"]
+        self._parts = executor, servable
+
+    async def want(self, wanted: Mapping[str, Any]) -> None:
+        self._wanted = wanted
+        if self._parts is not None and (self._task is None or self._task.done()):
+            self._task = asyncio.create_task(self._apply(*self._parts), name="daskserve-models")
+
+    def facts(self) -> Mapping[str, Any]:
+        if self._repository is None:
+            return {}
+        return {
+            "loaded": {name: list(versions) for name, versions in self._loaded.versions.items()},
+            "defaults": dict(self._loaded.defaults),
+            "errors": {key: list(each) for key, each in self._errors.items()},
+        }
+
+    async def close(self) -> None:
+        """Stop loading."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+        for key in list(self._held):
+            self._release(*key.split("/", 1))
+
+    async def _apply(self, executor: UserExecutor, servable: Servable) -> None:
+        while (wanted := self._wanted) is not None:
+            self._wanted = None
+            await self._load_missing(executor, servable, wanted)
+            for name, each in wanted.items():
+                if each["default"] in self._loaded.versions.get(name, {}):
+                    self._loaded.defaults[name] = each["default"]
+            for name, versions in list(self._loaded.versions.items()):
+                for version in set(versions) - set(wanted.get(name, {}).get("versions", ())):
+                    await self._unload(executor, servable, name, version)
+
+    async def _load_missing(
+        self, executor: UserExecutor, servable: Servable, wanted: Mapping[str, Any]
+    ) -> None:
+        tries = {
+            (name, version): int(attempt)
+            for name, each in wanted.items()
+            for version, attempt in each["versions"].items()
+        }
+        known = {f"{name}/{version}" for name, version in tries}
+        self._errors = {key: each for key, each in self._errors.items() if key in known}
+        for (name, version), attempt in tries.items():
+            key = f"{name}/{version}"
+            if version in self._loaded.versions.get(name, {}):
+                continue
+            if key in self._errors and self._errors[key][0] >= attempt:
+                continue
+            try:
+                await self._load(executor, servable, name, version)
+            except Exception as error:  # user code may raise anything; the status shows it
+                packed = packed_here(error)
+                logger.error("Version %s of model %s could not be loaded\n%s", version, name, packed.text)
+                self._errors[key] = attempt, packed.summary
+                packed.error = None  # it refers to the user's object
+            else:
+                self._errors.pop(key, None)
+
+    async def _load(self, executor: UserExecutor, servable: Servable, name: str, version: str) -> None:
+        assert self._repository is not None
+        path, held = await asyncio.to_thread(fetched, self._repository["url"], name, version)
+        if held is not None:
+            self._release(name, version)
+            self._held[f"{name}/{version}"] = held
+        try:
+            model = await _call(executor, servable, LOAD, name, version, path)
+        except BaseException:
+            self._release(name, version)
+            raise
+        self._loaded.versions.setdefault(name, {})[version] = model
+        logger.info("Version %s of model %s is loaded", version, name)
+
+    async def _unload(self, executor: UserExecutor, servable: Servable, name: str, version: str) -> None:
+        versions = self._loaded.versions[name]
+        del versions[version]  # new requests do not find it any more
+        if self._loaded.defaults.get(name) == version:
+            del self._loaded.defaults[name]
+        if not versions:
+            del self._loaded.versions[name]
+        if servable.has_hook(UNLOAD):
+            try:
+                await _call(executor, servable, UNLOAD, name, version)
+            except Exception as error:  # of user code; the version is not used any more
+                packed = packed_here(error)
+                logger.error(
+                    "unload_model() failed for version %s of model %s\n%s", version, name, packed.text
+                )
+                packed.error = None
+        self._release(name, version)
+        logger.info("Version %s of model %s is unloaded", version, name)
+
+    def _release(self, name: str, version: str) -> None:
+        """Let a downloaded version be deleted some day."""
+        held = self._held.pop(f"{name}/{version}", None)
+        if held is not None:
+            os.close(held)
+
+
+async def _call(executor: UserExecutor, servable: Servable, hook: str, *args: str) -> Any:
+    """Call a method of the user's class beside its requests."""
+    method = servable.hook(hook)
+    if is_async(method):
+        return await executor.run_async(method, *args)
+    return await executor.run_sync(method, *args, threads=executor.aside)
+
+
+def _newest(repository: Mapping[str, Any]) -> Mapping[str, Any]:
+    if repository["mode"] != "poll":
+        return {}
+    found = list_models(repository["url"])
+    return {
+        name: {
+            "versions": dict.fromkeys(versions[-repository["keep_versions"] :], 0),
+            "default": versions[-1],
+        }
+        for name, versions in found.items()
+    }
+
+
+def fetched(url: str, name: str, version: str) -> tuple[str, int | None]:
+    """Return the local path of a version, which is downloaded if it is elsewhere; this may take long.
+
+    Downloads are kept with the environments of replicas, and deleted like them. The descriptor that comes
+    with the path keeps a download from that until it is closed.
+    """
+    files, root = file_system(url)
+    place = f"{root}/{name}/{version}"
+    if not files.isdir(place):
+        raise FileNotFoundError(f"There is no folder {name}/{version} in the model repository.")
+    if "file" in (files.protocol if isinstance(files.protocol, (tuple, list)) else (files.protocol,)):
+        return place, None
+    key = hashlib.sha256(f"{url}\n{place}\n{fingerprint(files, place)}".encode()).hexdigest()[:20]
+    process = settings.process()
+    folder = process.environments / key
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with open(folder.parent / "models.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # one download serves all replicas of this machine
+        if not folder.is_dir():
+            draft = folder.with_name(f"{DRAFT}{uuid.uuid4().hex}")
+            try:
+                files.get(f"{place}/", f"{draft}/", recursive=True)
+                draft.rename(folder)
+            finally:
+                shutil.rmtree(draft, ignore_errors=True)
+        mark_used(folder)
+        held = hold(folder)
+        delete_unused(folder, process.environments_days)
+    return str(folder), held
