@@ -105,7 +105,8 @@ def nearly_equal(old: float, new: float) -> bool:
 
 
 def halved(version: str, shift: float, small: float, **options: Any) -> serve.Application:
-    @serve.deployment(name="m", version=version, **options)
+    # Virtual time runs ahead of threads that are busy, so probes of theirs would fail.
+    @serve.deployment(name="m", version=version, liveness=None, **options)
     def answer(value: float) -> float:
         if value == 13:
             raise Fault(version)

@@ -77,7 +77,7 @@ def folder_of(name: str) -> str | None:
     first = name.partition(".")[0]
     module = sys.modules.get(first)
     try:
-        found = module.__spec__ if module is not None else importlib.util.find_spec(first)
+        found = getattr(module, "__spec__", None) if module is not None else importlib.util.find_spec(first)
     except ValueError:  # it has none, as __main__ may have
         found = None
     file = getattr(module, "__file__", None) or getattr(found, "origin", None)

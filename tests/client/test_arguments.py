@@ -127,9 +127,6 @@ def test_a_wrong_or_doubled_location_is_an_error() -> None:
 @each_case(
     ("function", "name", "text"),
     [
-        ("start", "grpc_options", "there are no gRPC proxies"),
-        ("start", "logging_config", "configure Python's logging on the workers"),
-        ("start", "controller_options", "the controller runs in one of Dask's workers"),
         ("run", "logging_config", "configure Python's logging on the workers"),
         ("run", "controller_options", "the controller runs in one of Dask's workers"),
         ("run_many", "proxy_location", "use 'location' of http_options"),
@@ -138,10 +135,9 @@ def test_a_wrong_or_doubled_location_is_an_error() -> None:
 def test_arguments_that_only_ray_serve_has_say_what_to_use_instead(
     function: str, name: str, text: str
 ) -> None:
-    arguments = [] if function == "start" else [None]
     match = rf"serve.{function}\(\) has no argument '{name}'. That is Ray Serve's name: .*{text}"
     with pytest.raises(TypeError, match=match):
-        getattr(serve, function)(*arguments, **{name: {}})
+        getattr(serve, function)(None, **{name: {}})
 
 
 def test_arguments_of_ray_serve_that_are_none_are_left_out() -> None:

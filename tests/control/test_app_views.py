@@ -172,13 +172,15 @@ def test_what_takes_longer_than_30_s_is_told(records: list[Record], message: str
 
 
 def test_a_restart_loop_is_named_as_one() -> None:
-    dead = tuple(DeadReplica(f"b#{n}", "it is broken", 40.0 + 20 * n) for n in range(3))
+    dead = tuple(DeadReplica(f"b#{n}", "it is broken", 40.0 + 20 * n, version="v1") for n in range(3))
     assert status(*HEALTHY, observed=Observed(notes={"b": Notes(dead=dead[:2])}))["message"] == ""
     together = tuple(replace(each, at=40.0) for each in dead)
     assert status(*HEALTHY, observed=Observed(notes={"b": Notes(dead=together)}))["message"] == ""
     found = status(*HEALTHY, observed=Observed(notes={"b": Notes(dead=dead)}))
     assert found["message"] == "back: it has restarted 3 times in 40 s, last because it is broken"
-    many = tuple(DeadReplica(f"b#{n}", "it is broken", 10.0 * n) for n in range(10))
+    of_another_version = tuple(replace(each, version="v0") for each in dead)
+    assert status(*HEALTHY, observed=Observed(notes={"b": Notes(dead=of_another_version)}))["message"] == ""
+    many = tuple(DeadReplica(f"b#{n}", "it is broken", 10.0 * n, version="v1") for n in range(10))
     found = status(*HEALTHY, observed=Observed(notes={"b": Notes(dead=many, failures=4, waiting="broken")}))
     assert found["message"] == "back: broken; it has restarted 10 times or more in 1 min"
 

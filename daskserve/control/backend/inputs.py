@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from daskserve.common.types import WorkerAddress
 from daskserve.control.backend.actions import Action
@@ -74,7 +74,7 @@ class Step:
 
     def note_death(self, replica: ReplicaRecord, death: DeadReplica) -> None:
         """Keep why a replica ends that should have run."""
-        self.notes.dead += (death,)
+        self.notes.dead += (replace(death, version=replica.version),)
         self.causes[replica.key] = death.reason
 
     def wake(self, at: float) -> None:

@@ -87,6 +87,8 @@ class DeadReplica:
     at: float
     user_traceback: str = ""
     last_lines: tuple[str, ...] = ()
+    #: The version of its code; a restart loop is one of a version.
+    version: str = ""
 
 
 class Activity(NamedTuple):

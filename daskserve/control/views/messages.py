@@ -109,7 +109,7 @@ def loop_text(dead: Sequence[DeadReplica], backend: BackendRecord, wall: float, 
     ``has_reason`` says that the reason is told elsewhere. What one event ends, such as the loss of a worker,
     counts once.
     """
-    lately = [each for each in dead if wall - each.at < LOOP_S]
+    lately = [each for each in dead if wall - each.at < LOOP_S and each.version == backend.version]
     times = {each.at for each in lately}
     if len(times) < min(max(LOOP_RESTARTS, backend.num_replicas), KEPT_DEAD):
         return ""

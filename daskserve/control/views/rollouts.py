@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
+from daskserve.common.formatting import shown
 from daskserve.control.observed.observed import Observed
 from daskserve.control.observed.rollout_evidence import Evidence, VersionCounts
 from daskserve.control.records.records import BackendRecord, ReplicaRecord
@@ -91,4 +92,4 @@ def _counted(counts: VersionCounts) -> dict[str, int]:
 
 
 def _percent(share: float) -> str:
-    return f"{round(100 * share, 3):g} %"
+    return f"{shown(round(100 * share, 3))} %"

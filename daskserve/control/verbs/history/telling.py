@@ -11,7 +11,7 @@ from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
 from daskserve.common.differences import Difference
-from daskserve.common.formatting import capitalized
+from daskserve.common.formatting import capitalized, shown
 from daskserve.common.types import ReplicaState, short_tag
 from daskserve.control.records.declared import ConfigRecord
 from daskserve.control.records.events import Event, EventKind, EventsRecord
@@ -307,7 +307,7 @@ def _of_endpoint(world: _World, name: str, before: Any, after: Record | None) ->
 
 def _of_capacity(world: _World, __: str, before: Any, after: Record | None) -> Iterator[Event]:
     percent = after.percent if isinstance(after, CapacityRecord) else None
-    text = "100% of all replicas" if percent is None else f"{percent:g}%"
+    text = "100% of all replicas" if percent is None else f"{shown(percent)}%"
     yield Event(K.TARGET_CAPACITY_SET, f"The target capacity is {text}", by=world.causes.get(WHOLE, ""))
 
 
