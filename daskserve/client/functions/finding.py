@@ -79,10 +79,6 @@ async def _connect(
         raise
 
 
-#: Its body, for other functions.
-connect_with = _connect
-
-
 async def _instances(form: Form[Any], address: str) -> list[InstanceName]:
     """Return the names of the instances on the cluster of a Dask scheduler, sorted."""
     cluster_connection = await dial_connection(form, address)

@@ -16,14 +16,12 @@ from daskserve.client.client import ClientVerbs
 from daskserve.client.definitions.specs import check_name, packed_middlewares
 from daskserve.client.functions.connecting import find_connection, launch
 from daskserve.client.functions.finding import (
-    connect_with,
     find_configured,
     find_default,
     named_instance,
     of_default,
 )
 from daskserve.client.functions.forms import ClientT, Form, awaitable, blocking
-from daskserve.client.functions.http_differences import differences
 from daskserve.client.functions.local import running_instance
 from daskserve.client.functions.ray_options import check_ray_options
 from daskserve.client.instance.calls import ControllerCalls, wait_for_http
@@ -69,9 +67,6 @@ async def _start(
 ) -> ClientT:
     """Start an instance and return its client once every proxy listens.
 
-    If a detached instance runs already, this returns a client of it; its HTTP options do not change, and a
-    warning names those that differ.
-
     ``start`` blocks, and the methods of its `Client` do. ``await start_async(...)`` returns an `AsyncClient`.
 
     Without ``dask_client`` and ``address``, the instance uses Dask's default client of this process. If there
@@ -107,7 +102,7 @@ async def _start(
     Raises
     ------
     AlreadyRunningError
-        An instance of this name is already running, which is not the detached one.
+        A detached instance is already running.
     ClusterUnreachableError, VersionMismatchError, InstanceError
         The cluster cannot be reached, has no matching daskserve version, or has no worker.
     PortInUseError
@@ -124,25 +119,16 @@ async def _start(
         tracing_config=tracing_config,
         controller_options=controller_options,
     )
-    try:
-        return await start_with(
-            form,
-            options,
-            detached=detached,
-            dask_client=dask_client,
-            address=address,
-            store=store,
-            name=name,
-            dashboard=dashboard,
-        )
-    except AlreadyRunningError:
-        if not detached:
-            raise
-    client = await connect_with(form, dask_client=dask_client, address=address)
-    different = await differences(form.verbs(client._connection), options)
-    if different:
-        warn_caller(f"A detached instance is already running; its HTTP options do not change: {different}.")
-    return client
+    return await start_with(
+        form,
+        options,
+        detached=detached,
+        dask_client=dask_client,
+        address=address,
+        store=store,
+        name=name,
+        dashboard=dashboard,
+    )
 
 
 start = blocking(_start)

@@ -86,7 +86,7 @@ class LogFile(TakesRecords):
 def open_file() -> int:
     """Return the descriptor of a new file without a name."""
     if hasattr(os, "memfd_create"):
-        return os.memfd_create("daskserve-log")
+        return os.memfd_create("replica-log")
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())
 
