@@ -69,6 +69,7 @@ def test_handles_reach_replicas_from_outside(client: serve.Client) -> None:
     assert (client.get_handle("doubler").remote(array).result(20) == array * 2).all()
 
 
+@pytest.mark.nightly
 def test_a_splice_is_encrypted_on_both_sides(
     encrypted: Client, client: serve.Client, security: Security, tmp_path: Path
 ) -> None:

@@ -31,6 +31,7 @@ def test_a_model_is_changed_and_served_again(tmp_path: Path, monkeypatch: pytest
     assert "RUNNING" in status["text/html"]
 
 
+@pytest.mark.nightly
 def test_a_batch_runs_beside_live_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scores, live, is_complete, *_ = run("batch-beside-live", tmp_path, monkeypatch)
     assert scores["text/plain"] == "(1000, [0, 1, 4, 9])"
@@ -38,6 +39,7 @@ def test_a_batch_runs_beside_live_calls(tmp_path: Path, monkeypatch: pytest.Monk
     assert is_complete["text/plain"] == "True"
 
 
+@pytest.mark.nightly
 def test_autoscaling_is_simulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     requests, results, plot, changes = run("simulate-autoscaling", tmp_path, monkeypatch)
     assert requests["text/plain"].endswith(" requests'")

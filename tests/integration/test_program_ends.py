@@ -149,7 +149,8 @@ print("ended", flush=True)
 """
 
 
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.nightly), signal.SIGTERM])
+@pytest.mark.nightly
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_blocking_run_shuts_down_on_a_signal(number: signal.Signals, tmp_path: Path) -> None:
     """Ctrl-C and the signal of a process manager are the regular ways to end it."""
     program = Program(["-c", BLOCKING], tmp_path)

@@ -142,7 +142,7 @@ def test_a_replaced_application_is_given_back_only_if_asked_to(
     assert shop() == "5", "somebody else has deployed it meanwhile"
 
 
-@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("end", [pytest.param(signal.SIGINT, marks=pytest.mark.nightly), signal.SIGKILL])
 def test_an_instance_serves_others_after_the_program_that_started_it(
     end: signal.Signals, external: ExternalCluster
 ) -> None:

@@ -85,6 +85,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.nightly
 def test_a_killed_program_leaves_the_queue(external: ExternalCluster) -> None:
     async def hold(request: Any) -> str:
         await asyncio.sleep(600 if request.query_params.get("long") else 2)

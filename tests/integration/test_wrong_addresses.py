@@ -105,6 +105,7 @@ def test_a_closed_dask_client_is_reported(external: ExternalCluster) -> None:
     external.assert_clean(10)
 
 
+@pytest.mark.nightly
 def test_calls_fail_soon_after_the_scheduler_is_lost(tmp_path: Path) -> None:
     """When the cluster dies and nobody waits for it, calls fail within seconds and shutdown still works."""
     with ExitStack() as stack:
