@@ -36,6 +36,8 @@ from daskserve.errors import (
 
 ReplicaRequest = Callable[[int], Awaitable[Any]]
 GOOD = json.dumps({"target_num_replicas": 3}).encode()
+#: Bodies by kind.
+BODIES = {"number": GOOD, "model": b'{"version": "1"}'}
 
 
 class Hosts:
@@ -352,13 +354,14 @@ async def test_each_operation_answers_and_refuses_pages_of_other_sites(site: Sit
         rollback=changed,
         restart=changed,
         **dict.fromkeys(("rollout_status", "pause_rollout", "promote_rollout", "abort_rollout"), changed),
+        **dict.fromkeys(("list_models", "load_model", "unload_model", "set_default_model")),
         scale=3,
         config_schema={},
         events={"events": [], "next": 0},
     )
     for each in OPERATIONS:
-        path = each.path.replace("{application}", "shop").replace("{deployment}", "d")
-        body = None if each.method in ("GET", "DELETE") else GOOD if each.body == "number" else b"{}"
+        path = each.path.replace("{application}", "shop").replace("{deployment}", "d").replace("{model}", "m")
+        body = None if each.method in ("GET", "DELETE") else BODIES.get(each.body, b"{}")
         assert (await site.ask(f"/daskserve/one{path}", each.method, body)).code == 200, each.path
         reply = await site.ask(f"/daskserve/one{path}", each.method, body, Origin="http://evil.example")
         assert reply.code == 403
@@ -422,6 +425,23 @@ async def test_the_document_names_every_operation_and_the_page_needs_no_other_si
     assert b"/api/serve/plan" in page.body
     assert b"://" not in page.body
     assert (await site.ask("/daskserve/api", Origin="http://evil.example")).code == 403
+
+
+async def test_models_are_loaded_and_unloaded(site: Site) -> None:
+    Answers(site, list_models={}, load_model={"version": "2"}, unload_model=None, set_default_model=None)
+    del site.instances["two words"]
+    path = "/api/serve/applications/shop/deployments/m/models"
+    assert (await site.ask(path)).code == 200
+    reply = await site.ask(f"{path}/three/load", "POST", b'{"default": false}')
+    assert (reply.code, json.loads(reply.body)) == (200, {"version": "2"})
+    message = {"name": "shop/m", "model": "three", "version": None}
+    assert site.hosts.calls[-1][2] == {**message, "is_default": False}
+    assert (await site.ask(f"{path}/three/unload", "POST", b"")).code == 200
+    assert site.hosts.calls[-1][2] == message
+    assert (await site.ask(f"{path}/three/default", "POST", b'{"version": "1"}')).code == 200
+    assert site.hosts.calls[-1][2] == {**message, "version": "1"}
+    for verb, body in (("load", b'{"version": 2}'), ("load", b'{"default": 1}'), ("default", b"{}")):
+        assert (await site.ask(f"{path}/three/{verb}", "POST", body)).code == 400
 
 
 async def test_rollouts_are_steered(site: Site) -> None:

@@ -43,6 +43,14 @@ _BODIES: Mapping[str, Mapping[str, Any]] = {
             "schema": {"type": "object", "properties": {"revision": {"type": "integer", "minimum": 1}}}
         }
     },
+    "model": {
+        "application/json": {
+            "schema": {
+                "type": "object",
+                "properties": {"version": {"type": "string"}, "default": {"type": "boolean"}},
+            }
+        }
+    },
 }
 
 

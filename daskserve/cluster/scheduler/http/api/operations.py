@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 
 from daskserve.errors import BadRequestError
 from daskserve.options.bounds import KEY, number_in
+from daskserve.options.specs import deployment_tag
 
 #: Maximum size of a body that is a number or a few fields; a valid one has less than a hundred bytes.
 SMALL_BYTES = 4096
@@ -91,7 +92,7 @@ class Operation:
     answer : callable
         Returns the body of the answer.
     body : str
-        What the body is: ``configuration``, ``number``, ``revision``, or nothing.
+        What the body is: ``configuration``, ``number``, ``revision``, ``model``, or nothing.
     query : dict
         The parameters, each with its type and description.
     is_conditional : bool
@@ -162,6 +163,25 @@ def _rollout(verb: str) -> Callable[[Asked], tuple[str, Message]]:
     )
 
 
+def _models(verb: str) -> Callable[[Asked], tuple[str, Message]]:
+    """Return a function for a verb about the models of the deployment in the path."""
+
+    def message(asked: Asked) -> tuple[str, Message]:
+        found: Message = {"name": deployment_tag(asked.path["application"], asked.path["deployment"])}
+        if "model" not in asked.path:
+            return verb, found
+        fields, found["model"] = asked.fields(), asked.path["model"]
+        version, is_default = fields.get("version"), fields.get("default", True)
+        if not isinstance(version, str | None) or (version is None and verb == "set_default_model"):
+            raise BadRequestError(f"version must be a text, got {version!r}")
+        if not isinstance(is_default, bool):
+            raise BadRequestError(f"default must be true or false, got {is_default!r}")
+        found["version"] = version
+        return verb, found | ({"is_default": is_default} if verb == "load_model" else {})
+
+    return message
+
+
 def _without_snapshot(asked: Asked, value: Any) -> Any:
     return {name: each for name, each in value.items() if name != "snapshot"}
 
@@ -192,7 +212,7 @@ def _events(asked: Asked) -> tuple[str, Message]:
 
 
 def _accepted(asked: Asked, value: Any) -> Any:
-    return {"accepted": True, **({"goal": value["goal"]} if value.get("goal") else {})}
+    return {"accepted": True, **({"goal": value["goal"]} if value and value.get("goal") else {})}
 
 
 def _delete(asked: Asked) -> tuple[str, Message]:
@@ -206,6 +226,7 @@ def _delete(asked: Asked) -> tuple[str, Message]:
 ALL = "/api/serve/applications/"
 ONE = "/api/serve/applications/{application}"
 ROLLOUT = f"{ONE}/deployments/{{deployment}}/rollout"
+MODELS = f"{ONE}/deployments/{{deployment}}/models"
 _MERGE: Mapping[str, tuple[str, str]] = {
     "merge": ("boolean", "Leave all that the configuration does not name as it is.")
 }
@@ -330,6 +351,35 @@ OPERATIONS: Sequence[Operation] = (
         "Give the old version of a deployment all traffic, and take its change back.",
         lambda asked: ("abort_rollout", {**_rollout("")(asked)[1], "by": asked.by}),
         _without_snapshot,
+    ),
+    Operation(
+        "GET",
+        MODELS,
+        "The models of a deployment with a model_repository, and the versions of each with their states.",
+        _models("list_models"),
+    ),
+    Operation(
+        "POST",
+        f"{MODELS}/{{model}}/load",
+        "Have all replicas load a version of a model, by default the newest; returns once it is accepted.",
+        _models("load_model"),
+        body="model",
+    ),
+    Operation(
+        "POST",
+        f"{MODELS}/{{model}}/unload",
+        "Have all replicas unload a version of a model, by default all versions.",
+        _models("unload_model"),
+        _accepted,
+        body="model",
+    ),
+    Operation(
+        "POST",
+        f"{MODELS}/{{model}}/default",
+        "Set the default version of a model.",
+        _models("set_default_model"),
+        _accepted,
+        body="model",
     ),
     Operation(
         "POST",
