@@ -108,6 +108,7 @@ def test_start_refuses_invalid_arguments(external: ExternalCluster) -> None:
         serve.start(http_options=NO_SERVER, dask_client=external.client)
 
 
+@pytest.mark.nightly
 def test_clusters_without_workers_or_with_busy_workers_are_refused(tmp_path: Path) -> None:
     """No worker, then no free task thread; with a free one the same call works."""
     with ExitStack() as stack:

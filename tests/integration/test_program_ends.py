@@ -100,6 +100,7 @@ def test_a_local_cluster_ends_with_its_program(
     assert not is_listening(url)
 
 
+@pytest.mark.nightly
 def test_a_detached_instance_outlives_its_creator(external: ExternalCluster) -> None:
     """Another process connects to it with ``connect`` and shuts it down."""
     source = SERVING.format(arguments="detached=True, address=sys.argv[1]")

@@ -136,6 +136,7 @@ def test_a_draining_replica_ends_although_its_controller_died(tmp_path: Path) ->
         poll_for(lambda: "held" not in client.list_backends())
 
 
+@pytest.mark.nightly
 def test_a_stopped_controller_is_replaced_and_is_harmless_when_resumed(dask: Client) -> None:
     with serve.start(dask_client=dask, **EPHEMERAL) as client:
         serve_pids(client)

@@ -108,6 +108,7 @@ def test_a_lost_worker_fails_only_begun_requests(
     poll_for(lambda: clean_cluster.client.run_on_scheduler(splices) <= 2)
 
 
+@pytest.mark.nightly
 def test_nothing_is_left_when_the_dask_client_is_closed(
     clean_cluster: ExternalCluster, tmp_path: Path
 ) -> None:

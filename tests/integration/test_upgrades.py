@@ -104,7 +104,8 @@ def test_an_instance_keeps_its_store_until_another_one_serves_and_goes_on_withou
         new.shutdown()
 
 
-@pytest.mark.parametrize("when", ["at its claim", pytest.param("at any moment", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("when", ["at its claim", "at any moment"])
 def test_a_cluster_that_is_killed_while_it_takes_over_leaves_one_that_serves(
     when: str, tmp_path: Path
 ) -> None:
