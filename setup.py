@@ -102,6 +102,7 @@ setup(
         "daskserve.data.caller",
         "daskserve.data.caller.calls",
         "daskserve.data.caller.routing",
+        "daskserve.data.caller.routing.suspects",
         "daskserve.data.replica",
         "daskserve.data.replica.environment",
         "daskserve.data.replica.errors",

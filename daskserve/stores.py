@@ -146,7 +146,7 @@ def restore(
     ----------
     force
         Whether to do so even if a process uses the store. An instance that runs there is fenced: it
-        serves on, and has to be started anew to take what was restored.
+        keeps serving, and must be restarted to use the restored records.
 
     Raises
     ------
@@ -162,7 +162,7 @@ def restore(
     if not force and archive.exists(url) and (user := archive.user_at(url, list(chosen))):
         raise AlreadyRunningError(
             f"The store {url} is in use by {user}. End the instance first (daskserve shutdown, and stop its "
-            "scheduler); or pass force=..., and start the instance anew afterwards."
+            "scheduler); or pass force=..., and restart the instance afterwards."
         )
     for name, each in chosen.items():
         _put(url, name, each, may_lack=_covers(url, chosen))

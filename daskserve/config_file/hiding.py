@@ -1,4 +1,4 @@
-"""Configurations as they are shown to whoever asks: without secrets that are written out."""
+"""Masks the secrets in a configuration before it is shown."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def parse_json(text: str, faults: Faults) -> Document:
 
 
 class _Reading:
-    """Reads values with `json`'s own decoder, and what is around them by itself."""
+    """Parses a document and records the position of each value. Scalars are decoded by `json`."""
 
     def __init__(self, text: str, faults: Faults) -> None:
         self.document = Document()

@@ -46,7 +46,7 @@ from daskserve.control.scaling.rollout_queries import RolloutQueries
 from daskserve.control.scaling.scaler import Scaler
 from daskserve.control.verbs import endpoints as endpoint_state
 from daskserve.control.verbs import goals
-from daskserve.control.verbs.history.recording import HistoryRecorder
+from daskserve.control.verbs.history.recorder import HistoryRecorder
 from daskserve.control.views import views
 from daskserve.control.views.published import published_backend
 from daskserve.control.views.readiness import unready

@@ -1,4 +1,4 @@
-"""The events of an instance: what is told, in which order, and how much is kept."""
+"""The events of an instance: their texts, their order, and how many are kept."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from daskserve.control.observed.lifecycle import ReplicaEvent, move
 from daskserve.control.records.events import Event, EventKind, EventsRecord
 from daskserve.control.records.records import CapacityRecord, Change, EndpointRecord
 from daskserve.control.records.state import State
-from daskserve.control.verbs.history import telling
-from daskserve.control.verbs.history.reading import events_after
-from daskserve.control.verbs.history.telling import KEPT_EVENTS, KEPT_S, SWEPT, noted, told
+from daskserve.control.verbs.history import events as history_events
+from daskserve.control.verbs.history.events import KEPT_EVENTS, KEPT_S, SWEPT, as_row, events_of
+from daskserve.control.verbs.history.views import events_after
 from daskserve.errors import ReplicaStartError
 
 
 def tell(state: State, change: Change, **causes: str) -> list[Event]:
     by_key = {key.replace("_", "/", 1): why for key, why in causes.items()}
-    found = told(state, change, by_key, wall=1.0, number=1)
+    found = events_of(state, change, by_key, wall=1.0, number=1)
     rows = [each for each in found.values() if isinstance(each, EventsRecord)]
     return [Event(*entry) for row in rows for entry in row.entries]
 
@@ -154,7 +154,7 @@ def test_backends_of_the_classic_system_have_events_of_their_own() -> None:
 def test_no_more_than_ten_thousand_are_kept_and_each_change_removes_few() -> None:
     state = State()
     for number in range(0, KEPT_EVENTS + 200, 2):
-        change = noted(state, [Event("A", f"{number}"), Event("B", "")], wall=1.0, number=1)
+        change = as_row(state, [Event("A", f"{number}"), Event("B", "")], wall=1.0, number=1)
         assert len(change) <= 2 + SWEPT
         state.apply(change)
     assert KEPT_EVENTS - 2 <= state.events.count <= KEPT_EVENTS
@@ -164,13 +164,13 @@ def test_no_more_than_ten_thousand_are_kept_and_each_change_removes_few() -> Non
 def test_events_of_yesterday_are_neither_kept_nor_shown() -> None:
     state = State()
     for number in range(50):
-        state.apply(noted(state, [Event("A", f"{number}")], wall=100.0, number=1))
+        state.apply(as_row(state, [Event("A", f"{number}")], wall=100.0, number=1))
     late = 101.0 + KEPT_S
     assert events_after(state, None, wall=late)["events"] == []
-    state.apply(noted(state, [Event("B", "")], wall=late, number=1))
+    state.apply(as_row(state, [Event("B", "")], wall=late, number=1))
     assert state.events.count == 50 - SWEPT + 1
     for _ in range(2):
-        state.apply(noted(state, [Event("B", "")], wall=late, number=1))
+        state.apply(as_row(state, [Event("B", "")], wall=late, number=1))
     assert state.events.count == 3
 
 
@@ -178,7 +178,7 @@ def test_events_are_read_page_by_page() -> None:
     state = State()
     for number in range(10):
         both = [Event("A", f"{number}", "one"), Event("A", f"{number}", "two")]
-        state.apply(noted(state, both, wall=1.0, number=1))
+        state.apply(as_row(state, both, wall=1.0, number=1))
     seen, after = [], 0
     while True:
         page = events_after(state, after, application="two", limit=3, wall=1.0)
@@ -196,7 +196,7 @@ def test_events_are_read_page_by_page() -> None:
 async def test_a_mistake_in_the_history_holds_up_no_change(
     stage: Stage, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with patch.object(telling, "_OF_REVISIONS", {}):
+    with patch.object(history_events, "_OF_REVISIONS", {}):
         await stage.run("shop", {"front": ()})
     assert len(stage.running) == 1
     assert "The history of a change could not be written" in caplog.text

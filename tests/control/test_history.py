@@ -11,7 +11,7 @@ from controller_harness import CrashingStore, ScriptedReplica, Stage, staged
 from tables import each_case
 
 from daskserve.control.records.records import AppRecord, CodeRecord
-from daskserve.control.verbs.history import revising
+from daskserve.control.verbs.history import revisions as history_revisions
 from daskserve.errors import BadRequestError, NotFoundError, ReplicaStartError
 from daskserve.options.backend import BackendMetadata
 from daskserve.testing import run_virtual
@@ -208,7 +208,7 @@ async def test_the_history_of_a_deleted_application_is_kept_for_a_while(stage: S
     await stage.change("delete_application", name="default")
     await stage.until(lambda: not stage.stored("app"))
     assert stage.stored("code")
-    with patch.object(revising, "KEPT_DELETED_S", -1.0):
+    with patch.object(history_revisions, "KEPT_DELETED_S", -1.0):
         await stage.run("other", graph={"front": ()}, route="/other")
     assert sorted(stage.stored("revision")) == ["revision/other/1"]
     assert sorted(stage.stored("code")) == ["code/other/front@1"]

@@ -97,7 +97,8 @@ async def _start(
     dashboard : bool
         Whether a local cluster that this call creates has Dask's dashboard (if bokeh is installed).
     grpc_options, logging_config, tracing_config, controller_options
-        Ray Serve's names, for programs that pass them: what cannot matter is warned of, the rest refused.
+        Accepted for compatibility with Ray Serve. Options without any effect cause a warning; others raise
+        `TypeError`.
 
     Raises
     ------

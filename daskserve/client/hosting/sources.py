@@ -1,4 +1,4 @@
-"""What a command serves: the applications that it is told to build, here or in a worker."""
+"""The applications that a command serves, built in this process or in a worker."""
 
 from __future__ import annotations
 

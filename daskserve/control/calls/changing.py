@@ -16,7 +16,7 @@ from daskserve.control.verbs import goals, target_capacity
 from daskserve.control.verbs import scale as scale_verb
 from daskserve.control.verbs.backends import Outcome
 from daskserve.control.verbs.goals import ChangeLimits
-from daskserve.control.verbs.history.telling import WHOLE
+from daskserve.control.verbs.history.events import WHOLE
 from daskserve.options.backend import BackendConfig
 from daskserve.options.specs import ApplicationSpec, BackendSpec
 

@@ -11,7 +11,7 @@ from daskserve.control.calls.deciding import DecidingVerbs
 from daskserve.control.core import MAX_WAIT_S
 from daskserve.control.verbs.goals import ChangeLimits
 from daskserve.control.verbs.history import rollback as rollback_verb
-from daskserve.control.verbs.history.reading import MAX_EVENTS, events_after, history_of
+from daskserve.control.verbs.history.views import MAX_EVENTS, events_after, history_of
 
 
 class HistoryVerbs(DecidingVerbs):

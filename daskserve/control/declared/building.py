@@ -324,7 +324,7 @@ class Building:
         """Deploy what has waited for a route and can have it, or never will."""
         for name, (record, _) in list(self._ready.items()):
             if self._state.declared.configs.get(name) != record:
-                del self._ready[name]  # it was declared anew, and is built again
+                del self._ready[name]  # a newer configuration was declared, which is built next
                 self._busy.discard(name)
         specs = {name: spec for name, (_, spec) in self._ready.items()}
         ready = [name for name, spec in specs.items() if waits_for_route(self._state, spec, specs) is None]

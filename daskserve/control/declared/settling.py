@@ -39,7 +39,7 @@ def settled(
 ) -> Settled:
     """Deploy what was built, in one change, and record why the rest cannot be deployed.
 
-    What was declared anew meanwhile has no result.
+    An application that was declared again in the meantime has no result yet.
 
     Parameters
     ----------

@@ -19,7 +19,7 @@ from daskserve.common.clock import LoopClock
 from daskserve.common.types import ActorAddress, Envelope, EnvelopeKind, Load, Message, Receive, Send
 from daskserve.data.caller.routing.contact import ControllerContact
 from daskserve.data.caller.routing.replica_set import ReplicaSet
-from daskserve.data.caller.routing.suspects import (
+from daskserve.data.caller.routing.suspects.suspects import (
     REFUSAL_S,
     SWEEP_S,
     TRIAL_WAIT_S,

@@ -1,4 +1,4 @@
-"""The files of a project, and which of them have changed. What is looked at is decided by `Patterns`."""
+"""Finds the files of a project that have changed. `Patterns` selects the files."""
 
 from __future__ import annotations
 

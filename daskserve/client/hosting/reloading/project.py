@@ -1,4 +1,4 @@
-"""Builds the applications of a project anew, as versions that depend on the files that their code uses.
+"""Rebuilds the applications of a project. Each version depends on the files that its code uses.
 
 Problem: the code of a deployment travels by value as far as it is decorated, and by the names of modules
 otherwise. So equal code may stand for two versions of a project. Choice: a deployment whose code names a

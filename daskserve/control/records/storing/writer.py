@@ -149,7 +149,7 @@ class Writer:
         # A record that was damaged meanwhile is still in memory.
         damaged = {*unreadable, *self._store.problems()} - stored.keys()
         if saved := {key: known[key] for key in sorted(damaged) if key in known}:
-            logger.warning("Stored records were damaged and are written anew: %s", ", ".join(saved))
+            logger.warning("Stored records were damaged and are rewritten: %s", ", ".join(saved))
             await checkpoint.write(self._store, self._epoch, dict(saved), must_last=False)
         difference: Change = {key: None for key in known if key not in stored and key not in damaged}
         difference.update({key: each for key, each in stored.items() if each != known.get(key)})

@@ -17,7 +17,7 @@ from daskserve.control.verbs import backends as backend_verbs
 from daskserve.control.verbs.declaring import redeclared
 from daskserve.control.verbs.failed_deploys import application_not_found
 from daskserve.control.verbs.goals import TimeLimits
-from daskserve.control.verbs.history.revising import current, digest_of, earlier, unpacked
+from daskserve.control.verbs.history.revisions import current, digest_of, earlier, unpacked
 from daskserve.errors import BadRequestError, NotFoundError
 from daskserve.options.specs import ApplicationSpec, DeploymentSpec
 

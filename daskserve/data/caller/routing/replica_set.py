@@ -27,8 +27,8 @@ from daskserve.data.caller.routing.metrics import ReplicaSetMetrics
 from daskserve.data.caller.routing.queued_request import QueuedRequest
 from daskserve.data.caller.routing.replay import Replay
 from daskserve.data.caller.routing.replica_pool import PooledReplica, ReplicaPool
-from daskserve.data.caller.routing.suspect_queue import SuspectQueue
-from daskserve.data.caller.routing.suspects import Suspects, SuspectTrial
+from daskserve.data.caller.routing.suspects.suspect_queue import SuspectQueue
+from daskserve.data.caller.routing.suspects.suspects import Suspects, SuspectTrial
 from daskserve.data.caller.routing.versions import Versions, backend_of
 from daskserve.data.caller.routing.waiting_calls import WaitingCalls
 from daskserve.errors import (

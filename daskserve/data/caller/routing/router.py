@@ -45,7 +45,7 @@ from daskserve.data.caller.routing.shadow import (
     ShadowBudget,
     send_with_copies,
 )
-from daskserve.data.caller.routing.suspects import Suspects
+from daskserve.data.caller.routing.suspects.suspects import Suspects
 from daskserve.data.caller.routing.versions import OLD, Versions, candidate_of
 from daskserve.data.caller.routing.waiting_calls import WaitingCalls
 from daskserve.errors import NotFoundError, RequestTimeoutError, ServeError, UnavailableError

@@ -1,6 +1,6 @@
 """The suspect requests to one backend that wait for a replica.
 
-See `daskserve.data.caller.routing.suspects`.
+See `daskserve.data.caller.routing.suspects.suspects`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from daskserve.common.types import Envelope
 from daskserve.data.caller.routing.availability import ReplicaAvailability
 from daskserve.data.caller.routing.replay import Replay
 from daskserve.data.caller.routing.replica_pool import PooledReplica, ReplicaPool
-from daskserve.data.caller.routing.suspects import Suspects, SuspectTrial, target_of
+from daskserve.data.caller.routing.suspects.suspects import Suspects, SuspectTrial, target_of
 from daskserve.errors import ActorLostError, ReplicaBusyError
 
 #: After this many requests in a row without a replica, the others are not tried: thousands may wait.

@@ -6,8 +6,8 @@ from typing import Any
 
 from daskserve.control.records.state import State
 from daskserve.control.verbs.failed_deploys import application_not_found
-from daskserve.control.verbs.history.revising import current
-from daskserve.control.verbs.history.telling import KEPT_S
+from daskserve.control.verbs.history.events import KEPT_S
+from daskserve.control.verbs.history.revisions import current
 
 #: Events of one answer.
 MAX_EVENTS = 1000

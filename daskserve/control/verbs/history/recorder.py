@@ -11,8 +11,8 @@ from daskserve.common.clock import Clock
 from daskserve.control.records.events import Event, EventKind
 from daskserve.control.records.records import Change
 from daskserve.control.records.state import State
-from daskserve.control.verbs.history.revising import revised
-from daskserve.control.verbs.history.telling import noted, told
+from daskserve.control.verbs.history.events import as_row, events_of
+from daskserve.control.verbs.history.revisions import revised
 
 logger = logging.getLogger("daskserve.controller")
 
@@ -40,7 +40,7 @@ class HistoryRecorder:
         wall = self._clock.wall()
         try:
             more = revised(self._state, change, wall, self._budget_bytes)
-            more |= told(self._state, change | more, causes, wall=wall, number=self._first)
+            more |= events_of(self._state, change | more, causes, wall=wall, number=self._first)
         except Exception:
             # A mistake in the history must not hold up the change that it is about.
             logger.exception("The history of a change could not be written: %s", ", ".join(sorted(change)))
@@ -52,4 +52,4 @@ class HistoryRecorder:
         what = "starts the instance" if self._epoch == 1 else "takes over"
         text = f"Controller {self._epoch} {what} on worker {worker}"
         event = Event(EventKind.CONTROLLER_STARTED, text)
-        return noted(self._state, [event], wall=self._clock.wall(), number=self._first)
+        return as_row(self._state, [event], wall=self._clock.wall(), number=self._first)

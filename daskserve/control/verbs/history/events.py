@@ -66,7 +66,7 @@ class _World:
         return "" if backend is None else backend.application
 
 
-def told(state: State, change: Change, causes: Mapping[str, str], *, wall: float, number: int) -> Change:
+def events_of(state: State, change: Change, causes: Mapping[str, str], *, wall: float, number: int) -> Change:
     """Return the row of events of a change, and which old rows go.
 
     Parameters
@@ -80,13 +80,13 @@ def told(state: State, change: Change, causes: Mapping[str, str], *, wall: float
     events: list[Event] = []
     for key, after in change.items():
         kind, _, name = key.partition("/")
-        if kind in _TELLERS:
-            before_of, tell = _TELLERS[kind]
-            events += tell(world, name, before_of(state, name), after)
-    return noted(state, events, wall=wall, number=number)
+        if kind in _EVENTS_BY_KIND:
+            before_of, derive = _EVENTS_BY_KIND[kind]
+            events += derive(world, name, before_of(state, name), after)
+    return as_row(state, events, wall=wall, number=number)
 
 
-def noted(state: State, events: list[Event], *, wall: float, number: int) -> Change:
+def as_row(state: State, events: list[Event], *, wall: float, number: int) -> Change:
     """Return the row of some events, and which old rows go."""
     if not events:
         return {}
@@ -333,7 +333,7 @@ def _of_models(world: _World, name: str, before: Any, after: Record | None) -> I
 
 Teller = Callable[[_World, str, Any, "Record | None"], Iterator[Event]]
 #: What finds the record before the change, and what tells of the difference, by the kind of record.
-_TELLERS: Mapping[str, tuple[Callable[[State, str], Record | None], Teller]] = {
+_EVENTS_BY_KIND: Mapping[str, tuple[Callable[[State, str], Record | None], Teller]] = {
     "revision": (lambda state, name: state.revisions.get(name), _of_revision),
     "goal": (lambda state, name: state.goals.get(name), _of_goal),
     "backend": (lambda state, name: state.backends.get(name), _of_backend),

@@ -1,0 +1,1 @@
+"""Requests that may have killed their replica, which are tried again alone."""
