@@ -54,7 +54,12 @@ class _Reading:
             return self._object(index, path)
         if self._text[index : index + 1] == "[":
             return self._array(index, path)
-        found: tuple[Any, int] = self._decoder.raw_decode(self._text, index)
+        try:
+            found: tuple[Any, int] = self._decoder.raw_decode(self._text, index)
+        except json.JSONDecodeError:
+            raise
+        except ValueError:  # Python reads no integer of more than 4,300 digits
+            raise self._error("This number has too many digits", index) from None
         return found
 
     def _object(self, index: int, path: Path) -> tuple[dict[str, Any], int]:

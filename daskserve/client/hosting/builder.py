@@ -15,7 +15,7 @@ from typing import Any
 
 from daskserve.cluster.protocols.base import ActorContext, Verb
 from daskserve.common.types import ActorRequest, Envelope
-from daskserve.errors import BadRequestError, ServeError
+from daskserve.errors import BadRequestError, ReplicaStartError, ServeError, UnavailableError
 from daskserve.loops.threads import start_daemon
 from daskserve.options.start_messages import BuilderStart
 from daskserve.payload.parcels import Parcel
@@ -50,6 +50,8 @@ class Builder:
                 parcel = Parcel.labelled(each.spec.code)
                 if parcel is not None and each.spec.parts:
                     await self._context.cluster.send_parcel(parcel, each.spec.parts)
+        except UnavailableError:
+            raise  # another worker may build it
         except (ServeError, TypeError) as error:
             return {"error": str(error), "user_traceback": getattr(error, "user_traceback", "")}
         return {"spec": built.spec.to_plain()}
@@ -66,9 +68,12 @@ class Builder:
         def run() -> None:
             try:
                 setting, value = outcome.set_result, function()
-            except BaseException as error:
-                # A user's module may raise anything; it must not end the thread silently.
+            except Exception as error:
                 setting, value = outcome.set_exception, error
+            except BaseException as error:
+                # On the worker's event loop it would end that loop, or count as a cancellation.
+                text = f"The code raised {type(error).__name__} while it was imported; correct it."
+                setting, value = outcome.set_exception, ReplicaStartError(text)
             with suppress(RuntimeError):  # the loop has ended meanwhile
                 loop.call_soon_threadsafe(tell, setting, value)
 

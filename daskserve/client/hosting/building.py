@@ -24,11 +24,12 @@ from daskserve.client.definitions.targets import application_of
 from daskserve.client.hosting.reloading.project import Project
 from daskserve.client.verbs.applications import BuiltApplication, RunTarget, build
 from daskserve.common import settings
+from daskserve.common.formatting import shown
 from daskserve.common.types import InstanceName, split_import_path
 from daskserve.config_file.model import ApplicationConfig
 from daskserve.config_file.references import resolved
 from daskserve.data.replica.environment.working_dir import local_folder
-from daskserve.errors import BadRequestError, ReplicaStartError
+from daskserve.errors import BadRequestError, ReplicaStartError, UnavailableError
 from daskserve.internals.cloudpickle import release_class_ids
 from daskserve.payload.importing import (
     MODULE_REMEDY,
@@ -39,6 +40,8 @@ from daskserve.payload.importing import (
     modules_in,
 )
 
+#: How long a build waits for another import, which may hang.
+LOCK_S = 20.0
 #: The modules whose frames lead from here to the user's module.
 _ON_THE_WAY = ("daskserve.", "importlib", "pydantic.")
 
@@ -93,6 +96,20 @@ def build_configured(
 
 
 @contextmanager
+def _import_lock() -> Iterator[None]:
+    """Hold the lock of imports; raise `UnavailableError` if another import has it for long."""
+    if not ImportPath.lock.acquire(timeout=LOCK_S):
+        raise UnavailableError(
+            f"Another import in this process has not ended for {shown(LOCK_S)} s. A module must not wait or "
+            "serve when it is imported; restart the worker if it hangs."
+        )
+    try:
+        yield
+    finally:
+        ImportPath.lock.release()
+
+
+@contextmanager
 def _current(config: ApplicationConfig) -> Iterator[Callable[[], Mapping[str, str]]]:
     """Import an application in a ``with`` block, again if a file of its project has changed since.
 
@@ -103,7 +120,7 @@ def _current(config: ApplicationConfig) -> Iterator[Callable[[], Mapping[str, st
         yield dict
         return
     project = Project((folder,))
-    with ImportPath.lock:
+    with _import_lock():
         if have_changed(modules_in([folder]).values()):
             with project.imported():
                 yield project.modules
@@ -123,7 +140,7 @@ def _importing_from(config: ApplicationConfig) -> Iterator[ApplicationConfig]:
         return
     folder = local_folder(environment.working_dir, settings.process().environments)
     local = environment.model_copy(update={"working_dir": str(folder)})
-    with ImportPath.lock:
+    with _import_lock():
         # Other modules of the same names, but for those that are installed, are out of the way meanwhile.
         tops = {each.stem for each in folder.iterdir()} - {"__main__", "daskserve"}
         tops = {each for each in tops if each not in sys.modules or folder_of(each) is not None}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from typing import Any
 
 from daskserve.client.instance.connection import Verbs, this_program
@@ -41,7 +42,8 @@ class RolloutVerbs(Verbs):
         self, name: str, application: str = "", *, full: bool = False
     ) -> dict[str, Any]:
         """Let a rollout go on to its next step, whatever it waits for; with ``full``, to its end."""
-        return await self._steer("promote_rollout", name=name, application=application, full=full)
+        message = {"name": name, "application": application, "full": full}
+        return await self._steer("promote_rollout", **message, request_id=uuid.uuid4().hex)
 
     async def abort_rollout(self, name: str, application: str = "") -> dict[str, Any]:
         """Give the old version all traffic, and take the change back; when this returns, it has it here."""

@@ -11,6 +11,7 @@ import os
 import tempfile
 import threading
 from collections import OrderedDict, deque
+from contextlib import suppress
 from datetime import datetime
 from typing import Any, Protocol, TypeAlias
 
@@ -74,7 +75,8 @@ class LogFile(TakesRecords):
     def take(self, record: logging.LogRecord) -> None:
         """Write a record as a line."""
         data = f"{_line(_entry(record))}\n".encode(errors="replace")
-        with self._lock:
+        # A full disk must not fail the user's call of a logger.
+        with self._lock, suppress(OSError):
             if self._size + len(data) > FILE_BYTES:
                 kept = os.pread(self._descriptor, KEPT_BYTES, max(0, self._size - KEPT_BYTES))
                 os.pwrite(self._descriptor, kept, 0)

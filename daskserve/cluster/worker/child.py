@@ -135,9 +135,9 @@ class ChildProcess:
         InstanceError
             The interpreter cannot be run, or exited before it reported its versions.
         """
+        log = recent_log.open_file()
         ours, theirs = socket.socketpair()
         lifeline_end, lifeline = os.pipe()
-        log = recent_log.open_file()
         try:
             with theirs:
                 try:

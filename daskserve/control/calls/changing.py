@@ -183,7 +183,9 @@ class ChangingVerbs(DecidingVerbs):
         expected_version: int | None = None,
     ) -> dict[str, Any]:
         async with self._deciding():
-            check_version(self._core.state, expected_version)
+            app = self._core.state.apps.get(name)
+            if app is not None and not app.is_deleting:  # else it may be the retry of a call that was lost
+                check_version(self._core.state, expected_version)
             outcome = app_verbs.delete(
                 self._core.state,
                 name,

@@ -41,9 +41,13 @@ class RolloutVerbs(DecidingVerbs):
         return await self._change(name, application, rollouts.pause)
 
     @verb
-    async def promote_rollout(self, name: str, application: str = "", full: bool = False) -> dict[str, Any]:
+    async def promote_rollout(
+        self, name: str, application: str = "", full: bool = False, request_id: str = ""
+    ) -> dict[str, Any]:
         return await self._change(
-            name, application, lambda backend, wall: rollouts.promote(backend, wall, full=full)
+            name,
+            application,
+            lambda backend, wall: rollouts.promote(backend, wall, full=full, request_id=request_id),
         )
 
     @verb

@@ -68,6 +68,8 @@ class Builders:
         self._next_worker = next_worker
         self._incarnations = itertools.count((epoch << EPOCH_BITS) + 1)
         self._room = asyncio.Semaphore(MAX_BUILDS)
+        #: The workers in whose process an import hangs, which cannot be interrupted; others go elsewhere.
+        self._hanging: set[WorkerAddress] = set()
 
     async def build(self, configs: Sequence[Mapping[str, Any]]) -> dict[str, Built]:
         """Return for each application its spec, or why it cannot be built.
@@ -117,7 +119,11 @@ class Builders:
             )
             try:
                 facts = await self._cluster.create(spec, worker)
+            except UnavailableError:
+                self._hanging.add(worker)
+                raise
             except RequestTimeoutError as error:
+                self._hanging.add(worker)
                 what = str(error).rpartition(": it was still ")[2]
                 raise RequestTimeoutError(
                     f"{what[:1].upper()}{what[1:].removesuffix('.')} did not end within {shown(BUILD_S)} s. "
@@ -128,14 +134,15 @@ class Builders:
         return {config["name"]: _result(each) for config, each in zip(configs, facts["built"], strict=True)}
 
     def _worker(self) -> WorkerAddress:
-        """Return the worker that gets the next replica, or any other if none has room."""
-        found = self._next_worker()
-        if found is not None:
-            return found
-        others = sorted(each.address for each in self._observed.cleared_workers() if each.is_available)
-        if not others:
+        """Return the worker that gets the next replica, or any other if none has room, or an import hangs."""
+        known = sorted(each.address for each in self._observed.cleared_workers() if each.is_available)
+        if not known:
             raise NoWorkerError("There is no worker that could build the application.")
-        return others[0]
+        self._hanging.intersection_update(known)
+        found = self._next_worker()
+        if found is not None and found not in self._hanging:
+            return found
+        return next((each for each in known if each not in self._hanging), found or known[0])
 
     async def _remove(self, address: ActorAddress) -> None:
         try:

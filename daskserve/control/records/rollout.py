@@ -99,6 +99,8 @@ class RolloutState:
         What the bets of each gate have won at the steps before the one that is served.
     why : str
         Why it has ended, with figures.
+    promoted_by : str
+        Id of the call that promoted it last, which tells a retry from a second call.
     """
 
     rollout_id: str
@@ -110,6 +112,7 @@ class RolloutState:
     began_at: float = 0.0
     carried: tuple[float, ...] = ()
     why: str = ""
+    promoted_by: str = ""
     stable: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     @classmethod

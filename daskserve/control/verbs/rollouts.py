@@ -27,12 +27,19 @@ def pause(backend: BackendRecord, wall: float) -> Change:
     return {backend.key: replace(backend, rollout=rollout.moved(RolloutEvent.PAUSE, wall))}
 
 
-def promote(backend: BackendRecord, wall: float, *, full: bool) -> Change:
-    """Let a rollout go on to its next step, paused or not; with ``full``, to its end."""
+def promote(backend: BackendRecord, wall: float, *, full: bool, request_id: str = "") -> Change:
+    """Let a rollout go on to its next step, paused or not; with ``full``, to its end.
+
+    The retry of a call changes nothing.
+    """
+    if request_id and backend.rollout is not None and backend.rollout.promoted_by == request_id:
+        return {}
     rollout, plan = _going_on(backend, "promote"), backend.config.rollout
     assert plan is not None
     after = promoted(rollout, plan, wall, full=full)
-    return {} if after is rollout else {backend.key: replace(backend, rollout=after)}
+    if after is rollout:
+        return {}
+    return {backend.key: replace(backend, rollout=replace(after, promoted_by=request_id))}
 
 
 def abort(state: State, backend: BackendRecord, wall: float, by: str) -> Change:

@@ -15,6 +15,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, Protocol
 
 from daskserve.common import settings
@@ -215,8 +216,12 @@ def fetched(url: str, name: str, version: str) -> tuple[str, int | None]:
     key = hashlib.sha256(f"{url}\n{place}\n{fingerprint(files, place)}".encode()).hexdigest()[:20]
     process = settings.process()
     folder = process.environments / key
+    with suppress(FileNotFoundError):
+        mark_used(folder)
+        return str(folder), hold(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with open(folder.parent / "models.lock", "w") as lock:
+    lock_file = folder.with_name(f"{DRAFT}{key}.lock")
+    with open(lock_file, "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # one download serves all replicas of this machine
         if not folder.is_dir():
             draft = folder.with_name(f"{DRAFT}{uuid.uuid4().hex}")

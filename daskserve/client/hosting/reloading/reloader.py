@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from daskserve.client.hosting.reloading.files import FileWatch, Patterns
-from daskserve.errors import ReplicaStartError, ServeError
+from daskserve.errors import ReplicaStartError
 from daskserve.payload.shown_errors import shortened
 
 #: Number of files that a line names.
@@ -75,7 +75,8 @@ class Reloader:
         """Report the error of a change, unless a newer one has taken its place."""
         try:
             yield
-        except (ServeError, ValueError, TypeError, OSError) as error:
+        except Exception as error:
+            # Whatever a build raises: the next change is followed.
             if number != self._newest or self._ended.is_set():
                 return
             text = str(error)

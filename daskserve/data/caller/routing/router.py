@@ -216,6 +216,7 @@ class Router:
             old.note(message)
             return send(message)
 
+        versions.comparer.begin()
         copy = self._routers.send_shadow(candidate, envelope, new)
         try:
             await send_with_copies([copy], partial(versions.send, OLD), envelope, receive, note)
@@ -223,7 +224,9 @@ class Router:
             old.error = error
             raise
         finally:
-            if not copy.task.cancelling():
+            if copy.task.cancelling():
+                versions.comparer.skip()
+            else:
                 self._routers.compare(versions.comparer, envelope, old, new, copy)
 
     async def _send_when_known(
@@ -357,9 +360,17 @@ class Routers:
         rollout = None if value is None else value.get("rollout")
         if rollout is not None or replicas.versions is not None:
             self._update_versions(replicas, value, rollout)
+        elif (new := self._sets.get(candidate_of(replicas.tag))) is not None:
+            self._update_left(new, value)
         if replicas.is_starving:
             self._contact.watch()
         self.largest_body_bytes = max(each.max_body_bytes or 0 for each in self._sets.values())
+
+    def _update_left(self, new: ReplicaSet, value: Any) -> None:
+        """Apply the state of a backend to the set of an ended rollout, until its requests have ended."""
+        new.update(value)
+        if not (new.waiting or new.in_flight):
+            self._sets.pop(new.tag).close()
 
     def _update_versions(self, replicas: ReplicaSet, value: Any, rollout: Mapping[str, Any] | None) -> None:
         """Apply what the controller published of a rollout, or that it has ended."""

@@ -227,9 +227,16 @@ class AnswerComparer:
         """Whether another request may be compared; others are not even copied."""
         return self._pending < MAX_PENDING
 
+    def begin(self) -> None:
+        """Count a request that is copied; `compare` or `skip` follows."""
+        self._pending += 1
+
+    def skip(self) -> None:
+        """Note that a copied request is not compared."""
+        self._pending -= 1
+
     async def compare(self, name: str, old: Answer, new: Answer, copy: asyncio.Task[None]) -> None:
         """Compare two answers once the copy has its own."""
-        self._pending += 1
         try:
             await asyncio.wait([copy])
             if copy.cancelled() or not (old.is_whole and new.is_whole):
@@ -246,7 +253,7 @@ class AnswerComparer:
     def _difference(self, old: Answer, new: Answer) -> str:
         """Return the difference between two answers; empty if there is none."""
         before, after = _shown_value(old), _shown_value(new)
-        if isinstance(before, Exception) or isinstance(after, Exception):
+        if isinstance(before, BaseException) or isinstance(after, BaseException):
             is_equal = _kind_of(before) == _kind_of(after)
         else:
             try:
@@ -255,7 +262,8 @@ class AnswerComparer:
                     if self.path is None
                     else import_definition(self.path)(before, after)
                 )
-            except Exception as error:  # user code may raise anything
+            except BaseException as error:
+                # User code may raise anything, and this thread runs nothing else.
                 return f"{self.path or 'the comparison'} raised {summary_of(error)}"
         return "" if is_equal else f"{_short(before)} != {_short(after)}"
 
@@ -267,13 +275,13 @@ class AnswerComparer:
 def _shown_value(answer: Answer) -> Any:
     try:
         return answer.value()
-    except Exception as error:  # of user code, or of unpickling
+    except BaseException as error:  # of user code, or of unpickling; this thread runs nothing else
         return error
 
 
 def _kind_of(value: Any) -> str:
     """Return the class of an error, which may be packed; empty for anything else."""
-    return summary_of(value).partition(":")[0] if isinstance(value, Exception) else ""
+    return summary_of(value).partition(":")[0] if isinstance(value, BaseException) else ""
 
 
 def _equal(before: Any, after: Any) -> Any:
@@ -283,7 +291,7 @@ def _equal(before: Any, after: Any) -> Any:
 
 
 def _short(value: Any) -> str:
-    if isinstance(value, Exception):
+    if isinstance(value, BaseException):
         return summary_of(value)[:MAX_SHOWN]
     if isinstance(value, HTTPAnswer):
         return f"{value.status} {value.body[:MAX_SHOWN]!r}"

@@ -29,7 +29,11 @@ def hold(folder: Path) -> int | None:
     """Keep a folder from being deleted until this process ends, or closes the returned descriptor."""
     with contextlib.suppress(OSError):  # a file system without locks
         descriptor = os.open(folder, os.O_RDONLY)
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            os.close(descriptor)
+            raise
         return descriptor
     return None
 

@@ -28,6 +28,8 @@ from daskserve.errors import BadRequestError
 #: Folders that are not packed.
 LEFT_OUT = frozenset({".git", ".hg", ".svn", "__pycache__", ".venv", "venv", "node_modules", ".mypy_cache"})
 MAX_BYTES = 512 << 20
+#: Size of the unpacked files of an archive.
+MAX_UNPACKED_BYTES = 8 * MAX_BYTES
 #: The time in each entry: the same files are the same bytes.
 _TIME = (1980, 1, 1, 0, 0, 0)
 
@@ -73,6 +75,12 @@ def unpack(archive: Any, root: Path) -> Path:
         tempfile.TemporaryDirectory(prefix=DRAFT, dir=root) as made,
         zipfile.ZipFile(io.BytesIO(archive)) as packed,
     ):
+        size_bytes = sum(each.file_size for each in packed.infolist())
+        if size_bytes > MAX_UNPACKED_BYTES:
+            raise BadRequestError(
+                f"The files of working_dir have {size_bytes} bytes when they are unpacked; at most "
+                f"{MAX_UNPACKED_BYTES} are allowed."
+            )
         draft = Path(made, "files")
         draft.mkdir(0o700)
         for each in packed.infolist():

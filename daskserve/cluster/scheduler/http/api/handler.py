@@ -21,7 +21,7 @@ from daskserve.cluster.scheduler.http.api.openapi import (
     document,
     page,
 )
-from daskserve.cluster.scheduler.http.api.operations import Asked, Operation, by_path
+from daskserve.cluster.scheduler.http.api.operations import NUMBER, PLAN_S, Asked, Operation, by_path
 from daskserve.cluster.scheduler.http.route import GuardedHandler, SchedulerRoute
 from daskserve.cluster.scheduler.http.site_guard import BODY, SiteGuard
 from daskserve.common import settings
@@ -31,11 +31,13 @@ from daskserve.errors import BadRequestError, ServeError, UnavailableError, http
 RETRY_AFTER_S = 1
 #: Streams of events at a time; one more is refused with 503.
 MAX_STREAMS = 50
+#: How long a client may take to read what it was sent; then its stream ends, and it may connect again.
+FLUSH_S = 60.0
 #: How long a stream is silent at most: then it has a comment, so that proxies keep it.
 SILENCE_S = 15.0
 #: Characters of a client's own name that are recorded.
 NAME_LENGTH = 60
-_ETAG = re.compile(r'(?:W/)?"(\d+)"')
+_ETAG = re.compile(r'(?:W/)?"([0-9]{1,18})"')
 
 
 class Api:
@@ -109,7 +111,8 @@ class ApiHandler(GuardedHandler):
             if verb == "events" and "text/event-stream" in self.request.headers.get("Accept", ""):
                 await self._stream(instance, message)
                 return
-            value = await self._api.access.call(instance, verb, message, operation.may_take_s)
+            may_take_s = PLAN_S if verb == "plan_text" else 0.0
+            value = await self._api.access.call(instance, verb, message, may_take_s)
             body = operation.answer(asked, value)
         except ServeError as error:
             self.answer(http_status_of(error), {"message": str(error)})
@@ -157,20 +160,29 @@ class ApiHandler(GuardedHandler):
         if self._api.streams >= MAX_STREAMS:
             raise UnavailableError(f"There are {MAX_STREAMS} streams of events already; retry later.")
         last = self.request.headers.get("Last-Event-ID", "")
-        if last.isascii() and last.isdigit():
+        if NUMBER.fullmatch(last):
             message["after"] = int(last)
-        found = await self._api.access.call(instance, "events", message)
         self._api.streams += 1
         try:
-            self.set_header("Content-Type", "text/event-stream")
-            self.set_header("Cache-Control", "no-store")
-            self.write(f"retry: {1000 * RETRY_AFTER_S}\n\n")
+            found = await self._api.access.call(instance, "events", message)
+            await self._send_events(instance, message, found)
+        finally:
+            self._api.streams -= 1
+
+    async def _send_events(
+        self, instance: str | None, message: dict[str, Any], found: Mapping[str, Any]
+    ) -> None:
+        self.set_header("Content-Type", "text/event-stream")
+        self.set_header("Cache-Control", "no-store")
+        self.write(f"retry: {1000 * RETRY_AFTER_S}\n\n")
+        try:
             while True:
                 for each in found["events"]:
                     self.write(f"id: {each['number']}\nevent: {each['kind']}\ndata: {json.dumps(each)}\n\n")
                 if not found["events"]:
                     self.write(":\n\n")
-                await self.flush()
+                async with asyncio.timeout(FLUSH_S):
+                    await self.flush()
                 message["after"] = found["next"]
                 try:
                     found = await self._api.access.call(
@@ -179,10 +191,9 @@ class ApiHandler(GuardedHandler):
                 except UnavailableError:
                     found = {"events": [], "next": message["after"]}
                     await asyncio.sleep(RETRY_AFTER_S)
-        except (StreamClosedError, ServeError):
-            pass  # the client has left, or the instance has ended
+        except (StreamClosedError, ServeError, TimeoutError):
+            pass  # the client has left, or reads nothing, or the instance has ended
         finally:
-            self._api.streams -= 1
             self.finish()
 
     def on_connection_close(self) -> None:

@@ -21,6 +21,10 @@ from daskserve.options.specs import deployment_tag
 SMALL_BYTES = 4096
 #: Maximum size of a configuration; one of a thousand applications has about 500 KB.
 MAX_CONFIG_BYTES = 8 << 20
+#: A number that a request names: one that fits into 64 bits.
+NUMBER = re.compile("[0-9]{1,18}")
+#: Characters of a wrong value that an error shows.
+MAX_SHOWN = 40
 #: How long a plan may take: its applications are built, which imports their modules.
 PLAN_S = 600.0
 #: The endings by which a body of a content type is read.
@@ -64,8 +68,8 @@ class Asked:
         value = self.query.get(name)
         if value is None:
             return None
-        if not value.isascii() or not value.isdigit():
-            raise BadRequestError(f"The parameter {name}={value!r} must be a number.")
+        if not NUMBER.fullmatch(value):
+            raise BadRequestError(f"The parameter {name}={value[:MAX_SHOWN]!r} must be a number.")
         return int(value)
 
     def fields(self) -> Mapping[str, Any]:
@@ -110,12 +114,11 @@ class Operation:
     query: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     is_conditional: bool = False
     is_guarded: bool = False
-    may_take_s: float = 0.0
 
     @property
     def changes(self) -> bool:
-        """Whether it changes what runs."""
-        return self.method != "GET" and not self.path.endswith("/plan")
+        """Whether it changes what runs, or imports code, as a plan does."""
+        return self.method != "GET"
 
     @property
     def max_body_bytes(self) -> int:
@@ -199,8 +202,9 @@ def _scaled(asked: Asked, number: Any) -> Any:
 
 def _rollback(asked: Asked) -> tuple[str, Message]:
     revision = asked.fields().get("revision")
-    if revision is not None and (isinstance(revision, bool) or not isinstance(revision, int)):
-        raise BadRequestError(f"revision must be a number, got {revision!r}")
+    is_number = isinstance(revision, int) and not isinstance(revision, bool) and abs(revision) < 10**18
+    if revision is not None and not is_number:
+        raise BadRequestError(f"revision must be a number, got {str(revision)[:MAX_SHOWN]!r}")
     message = {"app": asked.path["application"], "revision": revision, "by": asked.by}
     return "rollback", {**message, "request_id": uuid.uuid4().hex}
 
@@ -253,7 +257,6 @@ OPERATIONS: Sequence[Operation] = (
             "version": ("string", "Version of the file, such as a Git commit, for the history."),
         },
         is_conditional=True,
-        may_take_s=PLAN_S,
     ),
     Operation(
         "DELETE",
@@ -272,7 +275,6 @@ OPERATIONS: Sequence[Operation] = (
         lambda asked: ("plan_text", _text(asked)),
         body="configuration",
         query=_MERGE,
-        may_take_s=PLAN_S,
     ),
     Operation(
         "GET",
@@ -341,7 +343,10 @@ OPERATIONS: Sequence[Operation] = (
         "POST",
         f"{ROLLOUT}/promote",
         "Let a rollout go on to its next step, whatever it waits for.",
-        lambda asked: ("promote_rollout", {**_rollout("")(asked)[1], "full": asked.flag("full")}),
+        lambda asked: (
+            "promote_rollout",
+            {**_rollout("")(asked)[1], "full": asked.flag("full"), "request_id": uuid.uuid4().hex},
+        ),
         _without_snapshot,
         query={"full": ("boolean", "Skip all other steps.")},
     ),
