@@ -136,7 +136,9 @@ async def compared(compare: Any) -> dict[str, Any]:
         return found
 
 
-@each_case("compare, different", [(None, 13), (nearly_equal, 2), ("builtins:no_such_function", 13)])
+@each_case(
+    "compare, different", [(None, 13), (nearly_equal, 2), ("builtins:no_such_function", 13), ("sys:exit", 13)]
+)
 def test_answers_of_copies_are_compared_and_differences_are_kept(compare: Any, different: int) -> None:
     found = run_virtual(compared, compare)
     assert found["different"] == different
@@ -144,4 +146,4 @@ def test_answers_of_copies_are_compared_and_differences_are_kept(compare: Any, d
         assert found["samples"] == ("__call__: 5.5 != 10.5", "__call__: 6.0 != 11.0")
     else:
         assert len(found["samples"]) == 10
-        assert ("no_such_function" in found["samples"][0]) == (compare is not None)
+        assert ("raised" in found["samples"][0]) == (compare is not None)

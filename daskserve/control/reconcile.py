@@ -21,7 +21,7 @@ from daskserve.control.acting import ACTION_RETRY_S, Acting, Commit
 from daskserve.control.backend import application as app_state
 from daskserve.control.backend import gangs
 from daskserve.control.backend import step as backend_state
-from daskserve.control.backend.inputs import Step, StepInputs
+from daskserve.control.backend.inputs import Step, StepInputs, unplaced
 from daskserve.control.observed.observed import Observed
 from daskserve.control.placement.cluster_demand import workers_needed
 from daskserve.control.placement.placement import Demand, place
@@ -216,7 +216,7 @@ class Reconciler:
             gangs.demand_of_gang(backend, gang)
             for tag, notes in self._observed.notes.items()
             if notes.waiting is not None and (backend := self._state.backends.get(tag)) is not None
-            for gang in gangs.by_gang(backend_state.unplaced(self._state.replicas_of(tag)))
+            for gang in gangs.by_gang(unplaced(self._state.replicas_of(tag)))
         ]
         more = workers_needed(waiting, self._observed.workers.values()) if waiting else 0
         retiring = self._observed.retiring()

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
+from daskserve.client.hosting import building
 from daskserve.client.hosting.building import build_path
 from daskserve.client.verbs.applications import RunTarget
-from daskserve.errors import BadRequestError, ReplicaStartError
+from daskserve.config_file.model import ApplicationConfig
+from daskserve.errors import BadRequestError, ReplicaStartError, UnavailableError
+from daskserve.payload.importing import ImportPath
 
 MODULE = """
 import pydantic
@@ -91,3 +95,26 @@ def test_an_error_of_the_users_code_shows_the_users_lines(
     assert first in next(line for line in lines if "File " in line)
     assert any(last in line for line in lines[-12:])
     assert not any("importlib" in line for line in lines)
+
+
+def test_a_build_does_not_wait_for_an_import_that_hangs(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(building, "LOCK_S", 0.05)
+    is_held, is_over = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        with ImportPath.lock:
+            is_held.set()
+            is_over.wait(20)
+
+    thread = threading.Thread(target=hang)
+    thread.start()
+    assert is_held.wait(20)
+    try:
+        with pytest.raises(UnavailableError, match="Another import in this process"):
+            building.build_configured(ApplicationConfig(import_path="project:build"))
+    finally:
+        is_over.set()
+        thread.join()
+    assert building.build_configured(ApplicationConfig(import_path="project:build")).spec.name == "default"

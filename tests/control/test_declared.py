@@ -395,3 +395,29 @@ async def test_an_operator_scales_what_is_not_autoscaled_until_its_options_chang
     await declare(stage, config("shop", **auto))
     with pytest.raises(BadRequestError, match="is autoscaled"):
         await stage.call("scale", name="d", application="shop", number=3, by="ann")
+
+
+@staged(workers=3)
+async def test_builds_avoid_a_worker_in_which_an_import_hangs(stage: Stage) -> None:
+    workers: dict[str, str] = {}
+
+    async def hang(name: str, worker: str) -> str | None:
+        workers[name] = worker
+        if name == "slow":
+            await asyncio.Event().wait()
+        return None
+
+    stage.script.before = hang
+    await declare(stage, config("slow"))
+    for name in ("shop", "mail"):
+        await declare(stage, config(name), merge=True)
+    assert workers["slow"] not in (workers["shop"], workers["mail"])
+
+
+@staged()
+async def test_the_retry_of_a_delete_is_no_conflict(stage: Stage) -> None:
+    await declare(stage, config("shop"))
+    for _ in range(2):
+        await stage.call("delete_application", name="shop", expected_version=1)
+    await until_gone(stage, "shop")
+    await stage.call("delete_application", name="shop", expected_version=1)

@@ -270,7 +270,7 @@ async def test_a_new_controller_reads_the_history(stage: Stage) -> None:
     assert await roll_back(stage) == 1
 
 
-@each_case("crash_at", range(1, 12))
+@each_case("crash_at", range(1, 10))
 def test_a_rollback_is_whole_wherever_the_controller_dies(crash_at: int) -> None:
     async def main() -> None:
         store = CrashingStore(crash_at=0)
@@ -282,6 +282,7 @@ def test_a_rollback_is_whole_wherever_the_controller_dies(crash_at: int) -> None
             store.crash_at = store.commits + crash_at
             assert await roll_back(stage, request_id="one") == 1
             await stage.clock.sleep(60)
+            assert len(set(store.epochs)) == 2, "the controller was not lost"
             assert versions(stage) == ["1", "1"]
             assert list((await states(stage)).values()) == ["SUPERSEDED", "ROLLED_BACK", "RUNNING"]
             records = stage.store.records()
@@ -304,3 +305,34 @@ async def test_only_what_a_rollback_deploys_must_have_the_files_of_its_revision(
     await run(stage, "3")
     await stage.until(lambda: versions(stage) == ["3", "3"])
     assert {each.message.is_exact for each in stage.running.values()} == {False}
+
+
+@staged()
+async def test_a_restart_takes_no_code_from_the_history_of_others(stage: Stage) -> None:
+    for number in range(1, 4):
+        await run(stage, str(number), graph={"front": ()})
+    big = {"front": {"code": b"x" * (1200 << 10)}}
+    await stage.run("big", graph={"front": ()}, route="/big", **big)
+    answer = await stage.call("restart", application="big")
+    await stage.calls.wait_for_goal(answer["goal"], None)
+    assert all(each["can_return"] for each in (await revisions(stage)).values())
+
+
+@staged()
+async def test_a_version_that_ends_like_a_mark_is_another_version(stage: Stage) -> None:
+    await run(stage, "1.0~1")
+    await run(stage, "1.0")
+    assert versions(stage) == ["1.0", "1.0"]
+    with pytest.raises(BadRequestError, match="reserved"):
+        await run(stage, "1.0~restart1")
+
+
+@staged()
+async def test_the_retry_of_a_rollback_that_failed_fails_again(stage: Stage) -> None:
+    await run(stage, "1")
+    await run(stage, "2")
+    stage.start = failing
+    for _ in range(2):
+        with pytest.raises(ReplicaStartError):
+            await roll_back(stage, request_id="once")
+    assert await states(stage) == {1: "SUPERSEDED", 2: "RUNNING", 3: "FAILED"}

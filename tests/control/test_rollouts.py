@@ -191,6 +191,54 @@ def test_pause_promote_and_abort() -> None:
         rollouts.promote(bench.state.backends["b"], bench.wall, full=True)
 
 
+def test_the_retry_of_a_promotion_changes_nothing() -> None:
+    bench = RolloutBench()
+    for full in (False, True):
+        before = bench.state.backends["b"]
+        change = rollouts.promote(before, bench.wall, full=full, request_id=f"call {full}")
+        assert change
+        bench.state.apply(change)
+        bench.after(1)
+        bench.after(1)
+        again = rollouts.promote(bench.state.backends["b"], bench.wall, full=full, request_id=f"call {full}")
+        assert again == {}
+    assert bench.phase is P.COMPLETED
+
+
+@each_case("needs", [{"min_requests": 1000}, {"min_requests": 0, "gates": []}])
+def test_a_version_whose_replicas_are_lost_does_not_go_on(needs: Mapping[str, Any]) -> None:
+    bench = RolloutBench({**PLAN, "steps": ["10%"], **needs})
+    bench.answer((5, 0), (50, 0))
+    (new,) = (each for each in bench.state.replicas_of("b") if each.version == "2")
+    bench.observed.failed[new.tag] = RuntimeError("it died")
+    bench.now += 31
+    bench.wall += 31
+    bench.step()
+    assert (bench.share(), bench.phase) == (0.0, P.SERVING)
+
+
+@each_case(
+    ("plan", "new"),
+    [
+        ({**PLAN, "gates": [{"detects": "100%"}]}, (200, 200)),
+        ({**PLAN, "steps": ["10%"]}, (200, 0)),
+    ],
+)
+def test_the_end_of_a_rollout_starts_no_surplus_replicas(
+    plan: Mapping[str, Any], new: tuple[int, int]
+) -> None:
+    bench = RolloutBench(plan)
+    bench.answer(new, (1000, 1))
+    bench.now += 31
+    bench.wall += 31
+    for _ in range(20):
+        bench.step()
+        assert len([each for each in bench.state.replicas_of("b") if each.state is not S.STOPPING]) <= 5
+    bench.settle()
+    assert bench.phase in (P.ROLLED_BACK, P.COMPLETED)
+    assert sum(bench.running().values()) == 4
+
+
 def test_full_promotion_ends_a_rollout_by_an_ordinary_update() -> None:
     bench = RolloutBench()
     bench.state.apply(rollouts.promote(bench.state.backends["b"], bench.wall, full=True))

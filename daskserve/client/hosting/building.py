@@ -43,7 +43,7 @@ from daskserve.payload.importing import (
 #: How long a build waits for another import, which may hang.
 LOCK_S = 20.0
 #: The modules whose frames lead from here to the user's module.
-_ON_THE_WAY = ("daskserve.", "importlib", "pydantic.")
+_ON_THE_WAY = ("daskserve.", "contextlib", "importlib", "pydantic.")
 
 
 def build_path(target: RunTarget, instance: InstanceName, timeout_s: float | None) -> BuiltApplication:

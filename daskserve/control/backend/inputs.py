@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 
-from daskserve.common.types import WorkerAddress
+from daskserve.common.types import ReplicaState, WorkerAddress
 from daskserve.control.backend.actions import Action
 from daskserve.control.observed.observed import DeadReplica, Notes, Observed
 from daskserve.control.records.records import BackendRecord, Change, ReplicaRecord
@@ -80,3 +80,8 @@ class Step:
     def wake(self, at: float) -> None:
         """Schedule another step at that time at the latest."""
         self.wake_at = at if self.wake_at is None else min(self.wake_at, at)
+
+
+def unplaced(replicas: Iterable[ReplicaRecord]) -> list[ReplicaRecord]:
+    """Return the replicas that wait for workers."""
+    return [each for each in replicas if each.state is ReplicaState.SHOULD_START]

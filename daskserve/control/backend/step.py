@@ -19,7 +19,7 @@ from daskserve.common.types import ReplicaState, ReplicaTag, WorkerAddress
 from daskserve.control.backend import application as app_state
 from daskserve.control.backend import gangs, progress, rollout_steps
 from daskserve.control.backend.actions import ReconfigureReplica, StartReplica, StopReplica
-from daskserve.control.backend.inputs import Step, StepInputs
+from daskserve.control.backend.inputs import Step, StepInputs, unplaced
 from daskserve.control.backend.ranks import all_know_theirs, has_wrong_rank_info, ranks_to_change
 from daskserve.control.backend.reconfiguring import next_to_reconfigure
 from daskserve.control.backend.start_results import lost_error, start_error, with_facts
@@ -184,7 +184,7 @@ class _Stepper:
             return
         notes.failures += 1
         notes.unloadable = str(error) if isinstance(error, CodeLoadError) else None
-        pause_s = min(MAX_START_RETRY_S, START_RETRY_S * 2 ** (notes.failures - 1))
+        pause_s = min(MAX_START_RETRY_S, START_RETRY_S * 2 ** min(notes.failures - 1, 10))
         notes.retry_at = self.inputs.now + pause_s
         notes.waiting = goals.text_of(
             error, f"a replica failed to start, trying again in {shown(pause_s)} s: "
@@ -459,11 +459,6 @@ class _Stepper:
             self.apply(done)
 
 
-def unplaced(replicas: Iterable[ReplicaRecord]) -> list[ReplicaRecord]:
-    """Return the replicas that wait for workers."""
-    return [each for each in replicas if each.state is ReplicaState.SHOULD_START]
-
-
 def _go_on(stepper: _Stepper) -> None:
     """Bring a rollout forward, or take it back."""
     backend, inputs = stepper.backend, stepper.inputs
@@ -488,8 +483,10 @@ def _run(
     stepper.scale()
     stepper.check_deadline()
     _go_on(stepper)
-    stepper.close_gap()
-    stepper.finish()
+    # At the end of a rollout, it has the replicas of one version only; the next step sees those of both.
+    if backend.canary is None or stepper.backend.canary is not None:
+        stepper.close_gap()
+        stepper.finish()
     return stepper.step, stepper.backend
 
 

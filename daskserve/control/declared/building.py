@@ -223,6 +223,9 @@ class Building:
                 return
             except (ServeError, OSError) as error:
                 logger.warning("The declared configuration is not deployed yet: %s", error)
+            except Exception:
+                # Nothing else would say why no configuration is deployed any more.
+                logger.exception("A step of the declared configuration failed and is retried")
             now = self._clock.now()
             pauses = [at - now for name, at in self._not_before.items() if name not in self._busy]
             try:
@@ -290,7 +293,7 @@ class Building:
 
     def _pause(self, records: Sequence[ConfigRecord]) -> None:
         for each in records:
-            pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** self._losses.get(each.name, 0))
+            pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** min(10, self._losses.get(each.name, 0)))
             self._not_before[each.name] = self._clock.now() + pause_s
 
     async def _settle(self, built: Mapping[str, tuple[ConfigRecord, Built]]) -> None:

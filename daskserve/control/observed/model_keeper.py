@@ -60,6 +60,8 @@ class ModelKeeper:
                 return  # the reconcile loop tells of it
             except (ServeError, OSError) as error:
                 logger.warning("A step of the models failed and is retried: %s", error)
+            except Exception:
+                logger.exception("A step of the models failed and is retried")
             await self._clock.sleep(PERIOD_S)
 
     async def stop(self) -> None:

@@ -14,7 +14,8 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 MARK: Final = re.compile(r"\+[0-9a-f]{8}$")
-RESTARTS: Final = re.compile(r"~([0-9]+)$")
+#: No user may name a version so, see `daskserve.control.verbs.backends`.
+RESTARTS: Final = re.compile(r"~restart([0-9]+)$")
 
 
 def marked(version: str, options: Mapping[str, Any]) -> str:
@@ -31,7 +32,7 @@ def unmarked(version: str) -> str:
 def restarted(version: str) -> str:
     """Return the version of the replicas after one more restart."""
     found = RESTARTS.search(version)
-    return f"{unrestarted(version)}~{1 if found is None else int(found[1]) + 1}"
+    return f"{unrestarted(version)}~restart{1 if found is None else int(found[1]) + 1}"
 
 
 def unrestarted(version: str) -> str:

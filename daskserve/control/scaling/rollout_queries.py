@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 from collections.abc import Iterable
 
@@ -16,6 +17,8 @@ from daskserve.control.records.two_versions import running_of, split_of
 from daskserve.control.scaling.fetching import HTTPFetcher
 from daskserve.control.scaling.prometheus import Fetch, PrometheusQueries
 from daskserve.options.rollout import Gate
+
+logger = logging.getLogger("daskserve.controller")
 
 #: Interval of the checks which comparisons are due.
 CHECK_S = 1.0
@@ -41,7 +44,10 @@ class RolloutQueries:
         try:
             while True:
                 await self._clock.sleep(CHECK_S)
-                await self.compare()
+                try:
+                    await self.compare()
+                except Exception:
+                    logger.exception("The comparisons of rollouts failed and are retried")
         finally:
             if fetcher is not None:
                 fetcher.close()

@@ -14,7 +14,7 @@ from daskserve.common.types import BackendTag, EndpointTag, GoalId, described, s
 from daskserve.control.records import config_ids
 from daskserve.control.records.records import BackendRecord, Change, CodeRecord
 from daskserve.control.records.state import State
-from daskserve.control.records.versions import marked, unmarked, unrestarted
+from daskserve.control.records.versions import RESTARTS, marked, unmarked, unrestarted
 from daskserve.control.scaling import recorded as scaling
 from daskserve.control.verbs import goals
 from daskserve.control.verbs.failed_deploys import not_found
@@ -235,7 +235,8 @@ def _check_owner(state: State, tag: BackendTag, application: str) -> None:
 
 def _check_version(spec: BackendSpec, existing: BackendRecord | None) -> None:
     """Raise `BadRequestError` for a reserved version, or a ``prev_version`` that is not the current one."""
-    if spec.user_version is not None and spec.user_version in RESERVED_VERSIONS:
+    given = spec.user_version
+    if given is not None and (given in RESERVED_VERSIONS or RESTARTS.search(given)):
         raise BadRequestError(f"Version {spec.user_version!r} is reserved; name another one.")
     if spec.prev_version is None:
         return

@@ -20,8 +20,8 @@ from daskserve.control.records.records import BackendRecord, GoalRecord
 from daskserve.control.records.rollout import RolloutEvent, RolloutPhase, RolloutState
 from daskserve.control.records.state import State
 from daskserve.control.records.versions import unmarked
-from daskserve.errors import RolloutError, ServeError
-from daskserve.options.rollout import RolloutConfig
+from daskserve.errors import ReplicaStartError, RequestTimeoutError, RolloutError, ServeError
+from daskserve.options.rollout import RolloutConfig, percent_of
 
 
 def begun(
@@ -130,11 +130,15 @@ def decide(
     text = f"{number}: version '{rollout.names[0]}' has {has} of the traffic"
     if rollout.phase is RolloutPhase.PAUSED:
         return Decision(rollout, f"{text}; paused until it is promoted or aborted")
+    if not is_ready:
+        return Decision(rollout, f"{text}; its replicas are replaced")
     if config.pause_s is None:
         return Decision(rollout, f"{text}; it waits to be promoted or aborted")
     if for_s < config.pause_s:
         return Decision(rollout, f"{text}, for at least {shown(config.pause_s)} s")
-    if lacks := missing(config, evidence, share):
+    # The share may be another one while a version has no replica.
+    planned = percent_of(config.steps[rollout.served]) / 100 if rollout.served >= 0 else 0.0
+    if lacks := missing(config, evidence, planned):
         return Decision(rollout, f"{text}; {lacks}")
     return Decision(promoted(rollout, config, wall), text)
 
@@ -166,7 +170,8 @@ def ended_rollout(backend: BackendRecord, error: ServeError, wall: float) -> Rol
     rollout = backend.canary
     if rollout is None:
         return None
-    is_abort = not isinstance(error, RolloutError) or bool(error.by)
+    has_failed = isinstance(error, RolloutError | ReplicaStartError | RequestTimeoutError)
+    is_abort = not has_failed or bool(getattr(error, "by", ""))
     return rollout.moved(RolloutEvent.ABORT if is_abort else RolloutEvent.FAILED, wall, str(error))
 
 

@@ -371,10 +371,13 @@ async def test_each_operation_answers_and_refuses_pages_of_other_sites(site: Sit
 async def test_changes_can_be_switched_off_but_for_scaling(site: Site) -> None:
     Answers(site, scale=3, get_config={"version": 1})
     with dask.config.set({"daskserve.scheduler.http-changes": False}):
-        for method in ("PUT", "DELETE"):
-            body = b"{}" if method == "PUT" else None
-            reply = await site.ask("/daskserve/one/api/serve/applications/", method, body)
-            assert (reply.code, "http-changes is false" in message_of(reply)) == (403, True)
+        for each in OPERATIONS:
+            if each.method == "GET" or each.path.endswith("/scale"):
+                continue
+            path = each.path.replace("{application}", "shop").replace("{deployment}", "d")
+            body = None if each.method == "DELETE" else b"{}"
+            reply = await site.ask(f"/daskserve/one{path.replace('{model}', 'm')}", each.method, body)
+            assert (reply.code, "http-changes is false" in message_of(reply)) == (403, True), each.path
         assert (await site.ask("/daskserve/one/api/serve/config")).code == 200
         assert (await site.send()).code == 200
 
@@ -425,6 +428,16 @@ async def test_the_document_names_every_operation_and_the_page_needs_no_other_si
     assert b"/api/serve/plan" in page.body
     assert b"://" not in page.body
     assert (await site.ask("/daskserve/api", Origin="http://evil.example")).code == 403
+
+
+async def test_numbers_that_are_too_large_are_refused(site: Site) -> None:
+    del site.instances["two words"]
+    digits, path = "9" * 31, "/api/serve/applications"
+    assert (await site.ask(f"/api/serve/events?after={digits}")).code == 400
+    assert (await site.ask(f"{path}/", "PUT", b"{}", **{"If-Match": f'"{digits}"'})).code == 400
+    body = f'{{"revision": {digits}}}'.encode()
+    assert (await site.ask(f"{path}/shop/rollback", "POST", body)).code == 400
+    assert site.hosts.verbs == []
 
 
 async def test_models_are_loaded_and_unloaded(site: Site) -> None:

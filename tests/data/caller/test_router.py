@@ -1507,3 +1507,33 @@ async def test_a_deletion_can_wait_for_the_calls_that_learn_where_to_go() -> Non
     assert router.only.waiting == 1
     for task in stage.sent:
         task.cancel()
+
+
+# ---- rollouts
+
+
+async def test_what_waits_for_a_new_version_gets_the_replicas_that_come_after_the_rollout(
+    stage: Stage,
+) -> None:
+    router = stage.endpoint({"b": 1.0})
+    new = {
+        "replicas": [["n1", "worker-of-n1", 1]],
+        "concurrency": 1,
+        "max_queued": 100,
+        "max_crash_retries": 1,
+    }
+    rollout = {"key": "r/0/1.0", "share": 1.0, "names": ["2", "1"], "sticky": None, "new": new}
+    stage.publish("r1", rollout=rollout)
+    sent = [stage.send(router, GET) for _ in range(2)]
+    await quiet()
+    assert stage.replicas.asked == ["n1"]
+    stage.publish()
+    stage.replicas.finish("n1")
+    await quiet()
+    assert [each.done() for each in sent] == [True, False]
+    stage.publish("r9")
+    await quiet()
+    assert stage.replicas.asked == ["n1", "r9"]
+    stage.replicas.finish("r9")
+    await quiet()
+    assert all(each.done() for each in sent)

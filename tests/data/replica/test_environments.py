@@ -290,3 +290,13 @@ def test_variables_alone_keep_the_workers_python() -> None:
     found = asyncio.run(interpreter_of(text, {"B": "2"}))
     assert found.is_own
     assert found.variables == {"A": "1", "B": "2"}
+
+
+def test_an_archive_that_grows_too_large_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "bomb.zip"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as packed:
+        packed.writestr("zeros", b"0" * 10_000)
+    monkeypatch.setattr(working_dir, "MAX_UNPACKED_BYTES", 9_999)
+    with pytest.raises(BadRequestError, match="have 10000 bytes when they are unpacked"):
+        working_dir.unpack(path.read_bytes(), tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == []

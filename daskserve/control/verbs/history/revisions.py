@@ -298,8 +298,12 @@ class _Revising:
         used |= {each.code_key for each in self.change.values() if isinstance(each, BackendRecord)}
         names = {*self.state.codes, *(key.removeprefix("code/") for key in self.change if key[:5] == "code/")}
         kept = {name: code.size_bytes for name in names - used if (code := self.after.code(name)) is not None}
-        total = sum(kept.values())
         everywhere = [each for name in self.applications() for each in self.revisions(name)]
+        for each in everywhere:
+            if each.state not in _ENDED:  # what runs needs it, so it is no history
+                for name in kept.keys() & set(each.codes.values()):
+                    del kept[name]
+        total = sum(kept.values())
         for each in sorted(everywhere, key=lambda each: each.at):
             if total <= self.budget_bytes:
                 return

@@ -18,7 +18,7 @@ from daskserve.control.verbs.declaring import redeclared
 from daskserve.control.verbs.failed_deploys import application_not_found
 from daskserve.control.verbs.goals import TimeLimits
 from daskserve.control.verbs.history.revisions import current, digest_of, earlier, unpacked
-from daskserve.errors import BadRequestError, NotFoundError
+from daskserve.errors import BadRequestError, DeployError, NotFoundError
 from daskserve.options.specs import ApplicationSpec, DeploymentSpec
 
 
@@ -64,8 +64,11 @@ def rollback(
         raise application_not_found(state, name)
     repeated = next((each for each in revisions if each.request_id == request_id), None)
     if repeated is not None:
-        is_pending = repeated.state is RevisionState.DEPLOYING
-        return Rollback({}, repeated.goal if is_pending else None, repeated.rollback_of)
+        goal_of = repeated.goal if repeated.goal in state.goals else None
+        if goal_of is None and repeated.state is RevisionState.FAILED:
+            raise DeployError(repeated.reason)
+        is_running = repeated.state is RevisionState.RUNNING
+        return Rollback({}, None if is_running else goal_of, repeated.rollback_of)
     target = _chosen(name, revisions, number)
     spec = _spec_of(state, target, request_id, limits)
     deployed = app_verbs.deploy(
