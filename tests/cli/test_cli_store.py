@@ -82,7 +82,7 @@ def test_a_store_in_use_needs_force(url: str, tmp_path: Path) -> None:
         found = run("restore", tmp_path / "b", url)
         assert found.exit_code == 1
         assert "is in use by another process" in found.output
-        assert "or pass --force, and start the instance anew" in found.output
+        assert "or pass --force, and restart the instance afterwards" in found.output
         assert run("restore", tmp_path / "b", url, "--force").exit_code == 0
         await store.close()
 
