@@ -201,7 +201,7 @@ def __getattr__(name: str) -> Any:
     ):
         home = "classic"
     if home is None:
-        from daskserve.options.ray_names import missing_name
+        from daskserve.options.fields.ray_names import missing_name
 
         raise missing_name(__name__, name)
     if importlib.util.find_spec("daskserve.proxies") is None:

@@ -17,7 +17,7 @@ from daskserve.data.replica.local_code import LocalCode
 from daskserve.data.replica.process.code import ChildCode
 from daskserve.data.replica.replica import Replica
 from daskserve.errors import BadRequestError, ServeError
-from daskserve.options.secrets import read_secret
+from daskserve.options.fields.secrets import read_secret
 from daskserve.options.start_messages import ProxyStart, ReplicaStart
 from daskserve.payload.importing import call_imported
 from daskserve.payload.pickling import load_bytes

@@ -138,7 +138,7 @@ _HOMES: Mapping[str, str] = dict.fromkeys(__all__, "client.functions.classic") |
 def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is None:
-        from daskserve.options.ray_names import missing_name
+        from daskserve.options.fields.ray_names import missing_name
 
         raise missing_name(__name__, name)
     value = getattr(importlib.import_module(f"daskserve.{home}"), name)

@@ -12,9 +12,9 @@ from daskserve.autoscaling import AutoscalingContext
 from daskserve.common.types import Location as ProxyLocation
 from daskserve.options.autoscaling import AutoscalingConfig
 from daskserve.options.deployment_actor import DeploymentActorConfig
+from daskserve.options.fields.ray_names import missing_name
 from daskserve.options.http import HTTPOptions
 from daskserve.options.placement import GangSchedulingConfig
-from daskserve.options.ray_names import missing_name
 
 __all__ = [
     "AutoscalingConfig",

@@ -17,7 +17,7 @@ from daskserve.errors import (
 )
 from daskserve.errors import BadRequestError as RayServeConfigException
 from daskserve.errors import ServeError as RayServeException
-from daskserve.options.ray_names import missing_name
+from daskserve.options.fields.ray_names import missing_name
 
 __all__ = [
     "BackPressureError",

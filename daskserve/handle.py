@@ -13,7 +13,7 @@ from daskserve.data.caller.calls.handle import Handle as DeploymentHandle
 from daskserve.data.caller.calls.replica_choice import ReplicaSelection
 from daskserve.data.caller.calls.response import Response as DeploymentResponse
 from daskserve.data.caller.calls.response_stream import ResponseGenerator as DeploymentResponseGenerator
-from daskserve.options.ray_names import missing_name
+from daskserve.options.fields.ray_names import missing_name
 
 __all__ = [
     "DeploymentBroadcastResponse",

@@ -16,7 +16,7 @@ from daskserve.client.views.status import DeploymentStatus as DeploymentStatusOv
 from daskserve.client.views.status import Status as ServeStatus
 from daskserve.config_file.model import ApplicationConfig, DeploymentOverride, InstanceConfig
 from daskserve.config_file.reading import checked
-from daskserve.options.ray_names import missing_name
+from daskserve.options.fields.ray_names import missing_name
 
 __all__ = [
     "ApplicationStatusOverview",

@@ -16,12 +16,12 @@ from daskserve.common.types import Location
 from daskserve.options.actor import ActorOptions
 from daskserve.options.autoscaling import AutoscalingConfig
 from daskserve.options.backend import BackendConfig
-from daskserve.options.base import Options, effect_of
 from daskserve.options.deployment_actor import DeploymentActorConfig
 from daskserve.options.environment import Environment, ModelRepository
+from daskserve.options.fields.base import Options, effect_of
+from daskserve.options.fields.ray_names import TRANSLATED
 from daskserve.options.http import HTTPOptions
 from daskserve.options.placement import GangSchedulingConfig
-from daskserve.options.ray_names import TRANSLATED
 from daskserve.options.rollout import Gate, RolloutConfig
 
 #: The models whose options the page lists, by name.

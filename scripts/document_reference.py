@@ -23,7 +23,7 @@ from daskserve.common import settings
 from daskserve.config_file import ray_keys
 from daskserve.config_file.model import ApplicationConfig, InstanceConfig
 from daskserve.config_file.ray_keys import RayKey
-from daskserve.options.ray_names import INSTEAD, OTHER_NAMES
+from daskserve.options.fields.ray_names import INSTEAD, OTHER_NAMES
 
 #: The parts of the configuration file.
 FILE_MODELS: dict[str, type[Any]] = {each.__name__: each for each in (InstanceConfig, ApplicationConfig)}

@@ -12,7 +12,7 @@ import pytest
 import daskserve as serve
 from daskserve.data.replica.user_code.definitions import HOOKS
 from daskserve.options.actor import ActorOptions
-from daskserve.options.ray_names import TRANSLATED
+from daskserve.options.fields.ray_names import TRANSLATED
 
 TEXT = (Path(__file__).parent.parent / "docs/deployments.md").read_text()
 

@@ -13,12 +13,12 @@ from daskserve.common.settings import ChannelSettings, Timeouts
 from daskserve.control.scaling import fetching
 from daskserve.data.caller.routing import replay
 from daskserve.data.replica.environment import working_dir
-from daskserve.options import secrets
 from daskserve.options.autoscaling import AutoscalingConfig
 from daskserve.options.backend import BackendConfig
-from daskserve.options.base import Options
 from daskserve.options.deployment_actor import DeploymentActorConfig
 from daskserve.options.environment import Environment
+from daskserve.options.fields import secrets
+from daskserve.options.fields.base import Options
 from daskserve.options.http import HTTPOptions
 from daskserve.options.queues import QueueOptions
 from daskserve.proxies.exchange.limits.limits import LIMITS

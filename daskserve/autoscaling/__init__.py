@@ -7,6 +7,6 @@ from daskserve.autoscaling.context import (
     Policy,
     Sample,
 )
-from daskserve.options.bounds import Bounds
+from daskserve.options.fields.bounds import Bounds
 
 __all__ = ["AutoscalingContext", "Bounds", "CustomPolicy", "Decision", "Policy", "Sample"]

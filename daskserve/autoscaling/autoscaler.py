@@ -27,7 +27,7 @@ from daskserve.autoscaling.loading import CallablePolicy, load_policy
 from daskserve.autoscaling.results import as_decision
 from daskserve.common.types import BackendTag, ReplicaTag
 from daskserve.options.autoscaling import AutoscalingConfig
-from daskserve.options.bounds import Bounds
+from daskserve.options.fields.bounds import Bounds
 
 #: Maximum number of samples kept, whatever the look-back period and the sampling rate.
 MOST_SAMPLES = 4096

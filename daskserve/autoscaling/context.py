@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from daskserve.common.types import BackendTag, ReplicaTag
-from daskserve.options.bounds import Bounds
+from daskserve.options.fields.bounds import Bounds
 
 if TYPE_CHECKING:
     from daskserve.options.autoscaling import AutoscalingConfig

@@ -12,7 +12,7 @@ from daskserve.autoscaling import custom, latency, load, promql, queue, schedule
 from daskserve.autoscaling.context import AutoscalingContext
 from daskserve.common.types import split_import_path
 from daskserve.options.autoscaling import AutoscalingConfig
-from daskserve.options.secrets import masked
+from daskserve.options.fields.secrets import masked
 
 #: A policy as users write it: its answer is not checked yet.
 CallablePolicy: TypeAlias = Callable[..., Any]

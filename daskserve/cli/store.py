@@ -1,4 +1,4 @@
-"""``daskserve store``: back up, restore, check and list the stores of instances."""
+"""``daskserve store`` and ``rewrite-store``: back up, restore, check, list and rewrite stores."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from daskserve import stores
+from daskserve.cli.instance import instance_options, tell
 from daskserve.cli.output import errors_as_messages
 from daskserve.client.views.table import table
 
@@ -106,3 +107,10 @@ def end(found: stores.StoreReport, text: str) -> None:
     click.echo("\n".join(filter(None, (str(found), text))))
     if not found.is_sound:
         click.get_current_context().exit(1)
+
+
+@click.command(name="rewrite-store")
+@instance_options
+def rewrite_store(address: str | None, name: str | None) -> None:
+    """Rewrite all records of the instance on a cluster after its store was removed, moved or replaced."""
+    tell(address, name, lambda client: f"{client.rewrite_store()} records written.")

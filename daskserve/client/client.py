@@ -31,7 +31,7 @@ from daskserve.common.formatting import shown
 from daskserve.common.types import GoalId, InstanceName, SnapshotId
 from daskserve.data.caller.calls.handle import Handle
 from daskserve.errors import ServeError, UnavailableError
-from daskserve.options.bounds import checked_capacity
+from daskserve.options.fields.bounds import checked_capacity
 from daskserve.payload.shown_errors import shows_errors
 
 ShownT = TypeVar("ShownT")

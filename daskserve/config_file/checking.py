@@ -15,9 +15,9 @@ from daskserve.config_file.references import has_references, references_in
 from daskserve.options.actor import ActorOptions
 from daskserve.options.autoscaling import BUILT_IN_POLICIES, RAY_DEFAULT_POLICIES
 from daskserve.options.backend import BackendConfig
-from daskserve.options.base import Options, names_of
 from daskserve.options.deployment_actor import DeploymentActorConfig
 from daskserve.options.environment import Environment
+from daskserve.options.fields.base import Options, names_of
 from daskserve.options.http import HTTPOptions
 from daskserve.options.route_variables import check_part_name, check_route, shape_of
 

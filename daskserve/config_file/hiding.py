@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from daskserve.options.autoscaling import AutoscalingConfig
-from daskserve.options.base import Masked
 from daskserve.options.environment import Environment
+from daskserve.options.fields.base import Masked
+from daskserve.options.fields.secrets import masked
 from daskserve.options.http import HTTPOptions
-from daskserve.options.secrets import masked
 
 #: The functions that hide secrets, by the option's name.
 _HIDING: Mapping[str, Any] = {

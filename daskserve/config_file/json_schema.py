@@ -16,9 +16,9 @@ from daskserve.config_file.model import ApplicationConfig, InstanceConfig
 from daskserve.config_file.ray_keys import RayKey
 from daskserve.options.actor import ActorOptions
 from daskserve.options.backend import BackendConfig
-from daskserve.options.base import Options, spellings_of
 from daskserve.options.deployment_actor import DeploymentActorConfig
 from daskserve.options.environment import Environment
+from daskserve.options.fields.base import Options, spellings_of
 from daskserve.options.http import HTTPOptions
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"

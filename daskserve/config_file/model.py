@@ -14,7 +14,7 @@ from typing import Any, Self, TypeAlias
 from pydantic import AliasChoices, ConfigDict, Field
 
 from daskserve.common.types import DEFAULT_APPLICATION
-from daskserve.options.base import Options
+from daskserve.options.fields.base import Options
 
 #: Says where each reference stands: the way to it, with slashes, and ``serve.yaml:12:7``.
 Places: TypeAlias = dict[str, str]

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from daskserve.config_file.places import Path
 from daskserve.config_file.references import has_references
-from daskserve.options.base import Options, names_of, spellings_of
+from daskserve.options.fields.base import Options, names_of, spellings_of
 
 #: How much of a wrong value a fault shows.
 SHOWN = 60

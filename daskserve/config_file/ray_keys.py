@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from daskserve.options.ray_names import INSTEAD
+from daskserve.options.fields.ray_names import INSTEAD
 
 
 def _is_empty(value: Any) -> bool:

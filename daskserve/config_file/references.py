@@ -14,8 +14,8 @@ from daskserve.config_file.model import ApplicationConfig, InstanceConfig
 from daskserve.config_file.places import Path
 from daskserve.errors import ConfigFileError
 from daskserve.options.autoscaling import AutoscalingConfig
-from daskserve.options.base import Masked
 from daskserve.options.environment import Environment
+from daskserve.options.fields.base import Masked
 from daskserve.options.http import HTTPOptions
 
 _REFERENCE = re.compile(r"\$(?:(\$)(?=\{)|\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\})")

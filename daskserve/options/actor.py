@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 from pydantic import Field, field_validator, model_validator
 
-from daskserve.options.base import Amount, ByteCount, Options, parse_typed
-from daskserve.options.ray_names import INSTEAD
+from daskserve.options.fields.base import Amount, ByteCount, Options, parse_typed
+from daskserve.options.fields.ray_names import INSTEAD
 
 #: The amount of its accelerator's resource that a replica takes, so that many replicas can share one.
 ACCELERATOR_SHARE = 0.001

@@ -10,10 +10,10 @@ from pydantic import AliasChoices, ConfigDict, Field, field_validator, model_val
 
 from daskserve.common.formatting import shown
 from daskserve.common.types import split_import_path
-from daskserve.options.base import Masked, Options, Secret
-from daskserve.options.bounds import UP, Bounds, share_of
+from daskserve.options.fields.base import Masked, Options, Secret
+from daskserve.options.fields.bounds import UP, Bounds, share_of
+from daskserve.options.fields.secrets import masked
 from daskserve.options.queues import QueueOptions, queue_options_of
-from daskserve.options.secrets import masked
 
 #: Policies that come with daskserve. Any other string is an import path.
 BUILT_IN_POLICIES = (

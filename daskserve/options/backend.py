@@ -11,13 +11,13 @@ from pydantic import AfterValidator, AliasChoices, Field, ValidationInfo, field_
 from daskserve.common.formatting import as_whole
 from daskserve.common.types import BodyUse
 from daskserve.options.autoscaling import AutoscalingConfig
-from daskserve.options.base import CONTROLLER_ONLY, REPLACES, ByteCount, Masked, Options
-from daskserve.options.bounds import share_or_number
 from daskserve.options.environment import ModelRepository
+from daskserve.options.fields.base import CONTROLLER_ONLY, REPLACES, ByteCount, Masked, Options
+from daskserve.options.fields.bounds import share_or_number
+from daskserve.options.fields.ray_names import translated
+from daskserve.options.fields.secrets import masked
 from daskserve.options.placement import Bundle, GangSchedulingConfig, Strategy, check_bundles, check_whole
-from daskserve.options.ray_names import translated
 from daskserve.options.rollout import RolloutConfig
-from daskserve.options.secrets import masked
 
 #: Concurrency of a replica whose callable is a plain function, and of one that is ``async def``.
 SYNC_CONCURRENCY = 8

@@ -11,7 +11,7 @@ from pydantic import Field, field_validator
 from daskserve.errors import BadRequestError
 from daskserve.options.actor import ActorOptions
 from daskserve.options.backend import BackendConfig
-from daskserve.options.base import Options, parse_options
+from daskserve.options.fields.base import Options, parse_options
 
 #: Calls that an actor runs at once if all its methods are ``async def``.
 ASYNC_CALLS = 1000

@@ -17,8 +17,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import AliasChoices, Field, field_validator, model_validator
 
 from daskserve.errors import BadRequestError
-from daskserve.options.base import Masked, Options, Secret, parse_typed
-from daskserve.options.secrets import each_hidden
+from daskserve.options.fields.base import Masked, Options, Secret, parse_typed
+from daskserve.options.fields.secrets import each_hidden
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 
 from daskserve.common.types import EVERY_ADDRESS, Location
-from daskserve.options.base import ByteCount, Masked, Options, Secret
-from daskserve.options.secrets import hidden
+from daskserve.options.fields.base import ByteCount, Masked, Options, Secret
+from daskserve.options.fields.secrets import hidden
 
 
 class HTTPOptions(Options):

@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, Field, field_validator
 
 from daskserve.common.formatting import shown
 from daskserve.options.actor import ActorOptions
-from daskserve.options.base import Options, as_bytes
+from daskserve.options.fields.base import Options, as_bytes
 
 #: How bundles that are placed together lie to each other.
 Strategy: TypeAlias = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]

@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import SplitResult, unquote, urlsplit
 
 from daskserve.common.formatting import shown
-from daskserve.options.secrets import SecretOption, checked_secret, masked, read_secret
+from daskserve.options.fields.secrets import SecretOption, checked_secret, masked, read_secret
 
 REDIS_SCHEMES = ("redis", "rediss", "unix")
 #: Kombu's schemes, and whether they use TLS.
@@ -39,7 +39,7 @@ class QueueOptions:
     ----------
     broker_url : str or reference
         ``redis://``, ``rediss://``, ``unix://`` or ``amqp://`` (``amqps://``), as Celery and Kombu write it,
-        or a reference to it (`daskserve.options.secrets`).
+        or a reference to it (`daskserve.options.fields.secrets`).
     queue_name : str
         The queue; with Redis, the key of the list.
     rabbitmq_management_url : str or reference, optional

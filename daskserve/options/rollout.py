@@ -11,8 +11,8 @@ from pydantic import AfterValidator, BeforeValidator, Field, field_validator, mo
 
 from daskserve.common.formatting import as_whole, shown
 from daskserve.common.types import split_import_path
-from daskserve.options.base import Masked, Options, Secret
-from daskserve.options.secrets import masked
+from daskserve.options.fields.base import Masked, Options, Secret
+from daskserve.options.fields.secrets import masked
 
 #: The header of an HTTP request that names the version to answer it.
 VERSION_HEADER = "X-Serve-Version"

@@ -13,9 +13,9 @@ import yaml
 from click.testing import CliRunner, Result
 
 import daskserve as serve
-from daskserve.cli import deploy as cli_deploy
-from daskserve.cli import operate as cli_operate
 from daskserve.cli.main import main
+from daskserve.cli.verbs import deploy as cli_deploy
+from daskserve.cli.verbs import operate as cli_operate
 from daskserve.testing import local_instance
 
 CODE = """

@@ -12,8 +12,9 @@ from click.testing import CliRunner, Result
 from tables import each_case
 
 import daskserve as serve
-from daskserve.cli import history as history_module
 from daskserve.cli.main import main
+from daskserve.cli.verbs import operate
+from daskserve.cli.views import history as history_module
 from daskserve.client.client import Client
 from daskserve.testing import local_instance
 
@@ -41,6 +42,7 @@ def connected(shop: Client, monkeypatch: pytest.MonkeyPatch) -> None:
         yield shop
 
     monkeypatch.setattr(history_module, "connected", connect)
+    monkeypatch.setattr(operate, "connected", connect)
 
 
 def call(*arguments: str) -> Result:
@@ -110,6 +112,7 @@ def test_followed_events_are_one_object_for_each_line(shop: Client, monkeypatch:
         yield Followed()
 
     monkeypatch.setattr(history_module, "connected", connect)
+    monkeypatch.setattr(operate, "connected", connect)
     found = call("events", "--follow", "--json")
     assert len([json.loads(line) for line in found.stdout.splitlines()]) == 4
     assert asked[1]["after"] == shop._events(None, limit=2).next

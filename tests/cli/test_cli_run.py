@@ -13,9 +13,10 @@ from click.testing import CliRunner, Result
 from tables import each_case
 
 import daskserve as serve
-from daskserve.cli import instance, status
+from daskserve.cli import instance
 from daskserve.cli.main import main
 from daskserve.cli.serving import run
+from daskserve.cli.verbs import operate
 from daskserve.client.hosting.hosting import HostingMode
 from daskserve.client.hosting.reloading.files import EXCLUDES, INCLUDES, Patterns
 from daskserve.client.hosting.sources import Source
@@ -215,7 +216,7 @@ def test_other_commands_need_an_address(command: str) -> None:
 
 def test_a_shutdown_asks_on_a_terminal_and_needs_yes_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     def shut_down(*arguments: str, answer: str = "", is_terminal: bool = False) -> Result:
-        monkeypatch.setattr(status, "is_terminal", lambda: is_terminal)
+        monkeypatch.setattr(operate, "is_terminal", lambda: is_terminal)
         return CliRunner().invoke(main, ["shutdown", "-a", "tcp://host:1", *arguments], input=answer)
 
     with local_instance() as client:

@@ -12,8 +12,8 @@ from tables import each_case
 
 import daskserve as serve
 from daskserve.cli import instance
-from daskserve.cli import status as cli_status
 from daskserve.cli.main import main
+from daskserve.cli.views import status as cli_status
 from daskserve.client.functions.finding import named_instance
 from daskserve.client.views.status import ApplicationStatus, BackendStatus, Status
 from daskserve.errors import ClusterUnreachableError, NotRunningError

@@ -14,7 +14,7 @@ from daskserve.config_file.json_schema import json_schema
 from daskserve.config_file.reading import read
 from daskserve.options.autoscaling import AutoscalingConfig
 from daskserve.options.backend import BackendConfig
-from daskserve.options.base import names_of
+from daskserve.options.fields.base import names_of
 from daskserve.options.http import HTTPOptions
 from daskserve.schema import DeploymentSchema, ServeApplicationSchema, ServeDeploySchema
 

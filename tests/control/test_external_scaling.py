@@ -19,7 +19,7 @@ from daskserve.errors import (
     http_status_of,
 )
 from daskserve.options.backend import BackendConfig
-from daskserve.options.bounds import MOST_REPLICAS, checked_number, number_in
+from daskserve.options.fields.bounds import MOST_REPLICAS, checked_number, number_in
 
 OPEN = {"external_scaler_enabled": True}
 

@@ -12,7 +12,7 @@ from daskserve.common.types import ReplicaState as S
 from daskserve.control.backend.actions import ReconfigureReplica, StartReplica
 from daskserve.control.verbs import backends as backend_verbs
 from daskserve.options.backend import BackendConfig
-from daskserve.options.base import Effect, effect_of
+from daskserve.options.fields.base import Effect, effect_of
 
 #: Another value than the default of each option of a backend.
 VALUES: Mapping[str, Any] = {

@@ -12,7 +12,7 @@ from tables import each_case
 
 from daskserve.errors import BadRequestError
 from daskserve.options.autoscaling import AutoscalingConfig
-from daskserve.options.bounds import DOWN, UP, Bounds, checked_capacity, share_of
+from daskserve.options.fields.bounds import DOWN, UP, Bounds, checked_capacity, share_of
 
 
 @each_case(

@@ -18,9 +18,9 @@ from daskserve.control.records.records import BackendRecord
 from daskserve.control.records.state import State
 from daskserve.control.records.storing.encoding import decode, encode
 from daskserve.control.verbs.applications import deploy
-from daskserve.options import base
 from daskserve.options.actor import ActorOptions
 from daskserve.options.backend import BackendConfig
+from daskserve.options.fields import base
 from daskserve.options.http import HTTPOptions
 from daskserve.options.specs import ApplicationSpec, BackendSpec
 from daskserve.options.start_messages import (

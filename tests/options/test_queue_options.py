@@ -11,8 +11,8 @@ from tables import each_case
 from daskserve.autoscaling.loading import load_policy
 from daskserve.options.autoscaling import AutoscalingConfig
 from daskserve.options.backend import BackendConfig
+from daskserve.options.fields.secrets import masked
 from daskserve.options.queues import QueueOptions
-from daskserve.options.secrets import masked
 
 SECRET = "s3cr3t"
 REDIS = {"broker_url": f"redis://user:{SECRET}@h:6379/0", "queue_name": "tasks"}

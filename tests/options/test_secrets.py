@@ -25,9 +25,9 @@ from daskserve.data.replica.environment.interpreters import interpreter_of
 from daskserve.errors import BadRequestError
 from daskserve.options.autoscaling import AutoscalingConfig
 from daskserve.options.environment import Environment
+from daskserve.options.fields.secrets import MAX_BYTES, checked_secret, hidden, is_reference, read_secret
 from daskserve.options.http import HTTPOptions
 from daskserve.options.queues import QueueOptions
-from daskserve.options.secrets import MAX_BYTES, checked_secret, hidden, is_reference, read_secret
 from daskserve.options.start_messages import ProxyStart
 
 VALUE = "hunter2"

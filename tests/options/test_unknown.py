@@ -12,8 +12,8 @@ import daskserve as serve
 from daskserve.options.actor import ActorOptions
 from daskserve.options.autoscaling import AutoscalingConfig
 from daskserve.options.backend import BackendConfig
-from daskserve.options.base import Options, parse_options
 from daskserve.options.environment import Environment
+from daskserve.options.fields.base import Options, parse_options
 from daskserve.options.http import HTTPOptions
 
 

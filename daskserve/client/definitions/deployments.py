@@ -9,11 +9,11 @@ from typing import Any, Self, TypeAlias
 from daskserve.data.replica.user_code.definitions import inspect_definition, python_methods
 from daskserve.options.actor import ActorOptions, parse_actor_options
 from daskserve.options.backend import BackendConfig
-from daskserve.options.base import parse_options, spellings_of
 from daskserve.options.deployment_actor import DeploymentActorConfig
 from daskserve.options.environment import parse_environment
+from daskserve.options.fields.base import parse_options, spellings_of
+from daskserve.options.fields.ray_names import TRANSLATED
 from daskserve.options.placement import check_covered
-from daskserve.options.ray_names import TRANSLATED
 from daskserve.options.route_variables import check_part_name
 
 #: The option whose default depends on the callable.

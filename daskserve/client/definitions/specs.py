@@ -16,8 +16,8 @@ from daskserve.data.replica.user_code.definitions import CallableFacts, inspect_
 from daskserve.errors import BadRequestError
 from daskserve.options.actor import ActorOptions
 from daskserve.options.backend import BackendConfig, BackendMetadata
-from daskserve.options.base import parse_options, parse_typed
 from daskserve.options.environment import Environment, parse_environment
+from daskserve.options.fields.base import parse_options, parse_typed
 from daskserve.options.http import HTTPOptions
 from daskserve.options.placement import check_covered
 from daskserve.options.route_variables import check_not_reserved, check_variables

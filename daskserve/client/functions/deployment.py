@@ -32,9 +32,9 @@ from daskserve.errors import BadRequestError
 from daskserve.loops.blocking import finish
 from daskserve.options.actor import ActorOptions, parse_actor_options
 from daskserve.options.backend import BackendConfig
-from daskserve.options.base import names_of
 from daskserve.options.deployment_actor import DeploymentActorConfig
 from daskserve.options.environment import parse_environment
+from daskserve.options.fields.base import names_of
 from daskserve.options.route_variables import check_part_name, check_route
 
 

@@ -17,7 +17,7 @@ from daskserve.client.instance.calls import run_on
 from daskserve.client.instance.connection import InstanceConnection
 from daskserve.client.verbs.blocking import blocking_form
 from daskserve.cluster.protocols.base import ClientConnection
-from daskserve.options.ray_names import INSTEAD
+from daskserve.options.fields.ray_names import INSTEAD
 from daskserve.payload.shown_errors import shows_errors
 
 P = ParamSpec("P")

@@ -35,9 +35,9 @@ from daskserve.common import settings
 from daskserve.common.types import DEFAULT_INSTANCE, InstanceName
 from daskserve.context import current_replica
 from daskserve.errors import AlreadyRunningError, ClosedError
-from daskserve.options.base import parse_options
+from daskserve.options.fields.base import parse_options
+from daskserve.options.fields.secrets import masked
 from daskserve.options.http import HTTPOptions
-from daskserve.options.secrets import masked
 from daskserve.options.start_messages import ControllerStart
 
 logger = logging.getLogger("daskserve.api")

@@ -19,7 +19,7 @@ from daskserve.client.instance.connection import InstanceConnection
 from daskserve.common import settings
 from daskserve.common.types import InstanceName, Location
 from daskserve.context import current_replica
-from daskserve.options.base import parse_options
+from daskserve.options.fields.base import parse_options
 from daskserve.options.http import HTTPOptions
 from daskserve.options.start_messages import ControllerStart
 

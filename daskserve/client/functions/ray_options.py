@@ -6,7 +6,7 @@ from typing import Any
 
 from daskserve.client.warning import warn_caller
 from daskserve.config_file import ray_keys
-from daskserve.options.ray_names import INSTEAD
+from daskserve.options.fields.ray_names import INSTEAD
 
 
 def check_ray_options(function: str, **given: Any) -> None:

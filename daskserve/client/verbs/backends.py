@@ -14,8 +14,8 @@ from daskserve.common import settings
 from daskserve.common.types import GoalId
 from daskserve.options.actor import ActorOptions
 from daskserve.options.backend import BackendConfig
-from daskserve.options.base import parse_options
-from daskserve.options.bounds import checked_number
+from daskserve.options.fields.base import parse_options
+from daskserve.options.fields.bounds import checked_number
 
 
 class BackendVerbs(Verbs):

@@ -10,7 +10,7 @@ from daskserve.client.instance.connection import Verbs, this_program
 from daskserve.client.views.plan import Plan
 from daskserve.config_file.model import InstanceConfig
 from daskserve.errors import RequestTimeoutError
-from daskserve.options.bounds import checked_number
+from daskserve.options.fields.bounds import checked_number
 
 
 class DeclaringVerbs(Verbs):

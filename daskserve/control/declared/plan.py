@@ -12,7 +12,7 @@ from daskserve.control.verbs import backends as backend_verbs
 from daskserve.control.verbs import endpoints as endpoint_state
 from daskserve.control.verbs.differences import CODE, Difference, differences
 from daskserve.errors import ServeError
-from daskserve.options.base import Effect
+from daskserve.options.fields.base import Effect
 from daskserve.options.specs import ApplicationSpec, DeploymentSpec
 
 #: What happens to an application.

@@ -32,8 +32,8 @@ from daskserve.control.records.versions import unmarked
 from daskserve.options.actor import ActorOptions
 from daskserve.options.autoscaling import AutoscalingConfig
 from daskserve.options.backend import BackendConfig
-from daskserve.options.base import Options
-from daskserve.options.bounds import share_of
+from daskserve.options.fields.base import Options
+from daskserve.options.fields.bounds import share_of
 from daskserve.payload.parcels import Parcel
 
 

@@ -11,8 +11,8 @@ from typing import Protocol
 
 from daskserve.common.clock import Clock
 from daskserve.common.formatting import shown
+from daskserve.options.fields.secrets import masked
 from daskserve.options.queues import QueueOptions
-from daskserve.options.secrets import masked
 
 logger = logging.getLogger("daskserve.autoscaling")
 

@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 from daskserve.common.clock import Clock
-from daskserve.options.secrets import SecretOption, masked, read_secret
+from daskserve.options.fields.secrets import SecretOption, masked, read_secret
 
 logger = logging.getLogger("daskserve.autoscaling")
 
@@ -27,7 +27,7 @@ class PrometheusQueries:
     ----------
     address : str or reference
         Address of the server, such as ``http://prometheus:9090``; a path before ``/api`` is kept. A reference
-        to it (`daskserve.options.secrets`) is read before each poll.
+        to it (`daskserve.options.fields.secrets`) is read before each poll.
     queries : mapping
         The expressions by name.
     fetch : callable

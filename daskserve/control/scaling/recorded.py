@@ -7,7 +7,7 @@ from dataclasses import replace
 from daskserve.control.records.records import BackendRecord
 from daskserve.control.scaling import external
 from daskserve.options.autoscaling import AutoscalingConfig
-from daskserve.options.bounds import Bounds
+from daskserve.options.fields.bounds import Bounds
 
 #: Number of changes of the target number that are kept for each backend.
 KEPT_SCALINGS = 10

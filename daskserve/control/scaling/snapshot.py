@@ -9,7 +9,7 @@ from daskserve.autoscaling.context import Sample
 from daskserve.control.records.records import BackendRecord
 from daskserve.control.scaling.recorded import bounds_of
 from daskserve.options.autoscaling import AutoscalingConfig
-from daskserve.options.bounds import Bounds
+from daskserve.options.fields.bounds import Bounds
 
 
 @dataclass(frozen=True, slots=True)

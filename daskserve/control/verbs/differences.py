@@ -10,8 +10,8 @@ from daskserve.control.records.records import BackendRecord
 from daskserve.control.records.versions import unmarked
 from daskserve.options.actor import ActorOptions
 from daskserve.options.backend import BackendConfig
-from daskserve.options.base import Effect, Options, effect_of
-from daskserve.options.secrets import masked
+from daskserve.options.fields.base import Effect, Options, effect_of
+from daskserve.options.fields.secrets import masked
 
 #: What is no option of one of the models.
 CODE, ENV, USER_CONFIG, CALLS = "code", "env", "user_config", "what it calls"

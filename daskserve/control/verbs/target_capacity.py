@@ -7,7 +7,7 @@ from dataclasses import replace
 from daskserve.control.records.records import BackendRecord, CapacityRecord, Change
 from daskserve.control.records.state import State
 from daskserve.control.scaling.recorded import autoscaling_of, within_bounds
-from daskserve.options.bounds import DOWN, UP
+from daskserve.options.fields.bounds import DOWN, UP
 
 
 def set_target_capacity(state: State, percent: float | None, wall: float) -> Change:

@@ -18,9 +18,9 @@ from daskserve.control.views.builds import with_builds
 from daskserve.control.views.views import proxy_state
 from daskserve.errors import BadRequestError
 from daskserve.options.backend import BackendConfig
-from daskserve.options.base import spellings_of
+from daskserve.options.fields.base import spellings_of
+from daskserve.options.fields.secrets import masked
 from daskserve.options.http import HTTPOptions
-from daskserve.options.secrets import masked
 from daskserve.options.start_messages import dump_http
 
 DECLARATIVE, IMPERATIVE = "declarative", "imperative"

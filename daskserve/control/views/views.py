@@ -23,7 +23,7 @@ from daskserve.control.verbs.failed_deploys import not_found
 from daskserve.control.views.messages import message_of, with_models
 from daskserve.control.views.published import published_backend
 from daskserve.options.environment import Environment
-from daskserve.options.secrets import masked
+from daskserve.options.fields.secrets import masked
 
 UNVERSIONED = "Unversioned"
 

@@ -12,7 +12,7 @@ from daskserve.control.records.records import BackendRecord
 from daskserve.control.records.versions import unmarked
 from daskserve.control.verbs import differences as verbs
 from daskserve.options.environment import Environment
-from daskserve.options.secrets import HIDDEN, masked
+from daskserve.options.fields.secrets import HIDDEN, masked
 
 #: Longest text of a value.
 MAX_VALUE = 120

@@ -17,7 +17,7 @@ from daskserve.common import settings
 from daskserve.data.replica.environment.packages import install
 from daskserve.errors import BadRequestError
 from daskserve.options.environment import Environment, Interpreter
-from daskserve.options.secrets import read_secret
+from daskserve.options.fields.secrets import read_secret
 
 #: Names of the root environment of a conda installation.
 _BASE_NAMES = frozenset({"base", "root"})

@@ -9,7 +9,7 @@ from typing import Any
 
 from daskserve._version import __version__
 from daskserve.cluster.scheduler.http.api.operations import OPERATIONS, Operation
-from daskserve.options.bounds import KEY
+from daskserve.options.fields.bounds import KEY
 
 PAGE_PATH = "/daskserve/api"
 DOCUMENT_PATH = "/daskserve/openapi.json"

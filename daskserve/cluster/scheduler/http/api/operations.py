@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from daskserve.errors import BadRequestError
-from daskserve.options.bounds import KEY, number_in
+from daskserve.options.fields.bounds import KEY, number_in
 from daskserve.options.specs import deployment_tag
 
 #: Maximum size of a body that is a number or a few fields; a valid one has less than a hundred bytes.

@@ -1,4 +1,4 @@
-"""``daskserve scale``, ``restart`` and ``delete``: what operators do to what runs."""
+"""``daskserve scale``, ``restart``, ``delete``, ``rollback``, ``shutdown``: operations on what runs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import click
 
 from daskserve.cli.completion import complete_applications
 from daskserve.cli.instance import connected, instance_options
-from daskserve.cli.output import errors_as_messages, json_option, print_json
+from daskserve.cli.output import errors_as_messages, is_terminal, json_option, print_json
+from daskserve.client.client import Client
+from daskserve.client.views.status import Status
+from daskserve.errors import NotRunningError
 
 
 def split_target(target: str) -> tuple[str, str | None]:
@@ -64,6 +67,70 @@ def delete(application: str, address: str | None, name: str | None, no_wait: boo
     with errors_as_messages(), connected(address, name) as client:
         client.delete_application(application, blocking=not no_wait)
     _tell({"application": application, "deleted": True}, as_json)
+
+
+@click.command()
+@click.argument("application", metavar="APP", shell_complete=complete_applications)
+@click.argument("revision", type=click.IntRange(1), required=False)
+@instance_options
+@click.option("--wait", is_flag=True, help="Return once it runs, or exit with 1 if it fails.")
+@click.option(
+    "--timeout-s",
+    type=click.FloatRange(0, min_open=True),
+    help="Time in seconds after which the rollback, if it is not complete, is taken back.",
+)
+@json_option
+def rollback(
+    application: str,
+    revision: int | None,
+    address: str | None,
+    name: str | None,
+    wait: bool,
+    timeout_s: float | None,
+    as_json: bool,
+) -> None:
+    """Deploy an earlier revision of APP again; by default, the last one that ran before.
+
+    The rollback is a revision, too, so it can be rolled back.
+    """
+    with errors_as_messages(), connected(address, name) as client:
+        number = client.rollback(application, revision, timeout_s=timeout_s, blocking=wait)
+    if as_json:
+        print_json({"application": application, "rollback_of": number, "is_complete": wait})
+    else:
+        state = "runs again" if wait else "is being deployed again"
+        click.echo(f"Revision {number} of application {application!r} {state}.")
+
+
+@click.command()
+@instance_options
+@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+def shutdown(address: str | None, name: str | None, yes: bool) -> None:
+    """End the instance on a cluster, with all its applications.
+
+    Asks first on a terminal. Elsewhere, --yes is needed. Without an instance there is nothing to end.
+    """
+    with errors_as_messages():
+        try:
+            with connected(address, name) as client:
+                if not yes:
+                    confirm_end(client)
+                client.shutdown()
+        except NotRunningError:
+            if name is not None:
+                raise
+            click.echo(str(Status()))
+
+
+def confirm_end(client: Client) -> None:
+    """Ask whether to end an instance; raise if the answer is no, or if there is no terminal."""
+    found = client.status()
+    alone = sorted(tag for tag, each in found.backends.items() if not each.application)
+    serves = ", ".join([*map(repr, found.applications), *alone]) or "nothing"
+    what = f"instance {client.instance_name!r}, which serves {serves}"
+    if not is_terminal():
+        raise click.ClickException(f"This ends {what}. Add --yes, because there is no terminal to ask on.")
+    click.confirm(f"End {what}?", abort=True)
 
 
 def _tell(found: dict[str, Any], as_json: bool) -> None:

@@ -1,4 +1,4 @@
-"""``daskserve status``, ``shutdown`` and ``rewrite-store``: commands about a whole instance."""
+"""``daskserve status``: what runs, once or whenever it changes."""
 
 from __future__ import annotations
 
@@ -8,19 +8,18 @@ from dataclasses import asdict
 import click
 
 from daskserve.cli.completion import complete_applications
-from daskserve.cli.instance import connected, instance_options, known, tell
+from daskserve.cli.instance import connected, instance_options, known
 from daskserve.cli.output import (
     ExitCode,
     coloured,
     errors_as_messages,
-    is_terminal,
     json_option,
     print_json,
 )
 from daskserve.client.client import Client
 from daskserve.client.functions.finding import instances
 from daskserve.client.views.status import Status
-from daskserve.errors import BadRequestError, NotRunningError
+from daskserve.errors import BadRequestError
 
 
 @click.command()
@@ -104,41 +103,3 @@ def watch(client: Client, application: str | None, *, as_json: bool) -> None:
             click.echo(f"{coloured(str(found))}\n")
     except KeyboardInterrupt:
         return
-
-
-@click.command()
-@instance_options
-@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
-def shutdown(address: str | None, name: str | None, yes: bool) -> None:
-    """End the instance on a cluster, with all its applications.
-
-    Asks first on a terminal. Elsewhere, --yes is needed. Without an instance there is nothing to end.
-    """
-    with errors_as_messages():
-        try:
-            with connected(address, name) as client:
-                if not yes:
-                    confirm_end(client)
-                client.shutdown()
-        except NotRunningError:
-            if name is not None:
-                raise
-            click.echo(str(Status()))
-
-
-def confirm_end(client: Client) -> None:
-    """Ask whether to end an instance; raise if the answer is no, or if there is no terminal."""
-    found = client.status()
-    alone = sorted(tag for tag, each in found.backends.items() if not each.application)
-    serves = ", ".join([*map(repr, found.applications), *alone]) or "nothing"
-    what = f"instance {client.instance_name!r}, which serves {serves}"
-    if not is_terminal():
-        raise click.ClickException(f"This ends {what}. Add --yes, because there is no terminal to ask on.")
-    click.confirm(f"End {what}?", abort=True)
-
-
-@click.command(name="rewrite-store")
-@instance_options
-def rewrite_store(address: str | None, name: str | None) -> None:
-    """Rewrite all records of the instance on a cluster after its store was removed, moved or replaced."""
-    tell(address, name, lambda client: f"{client.rewrite_store()} records written.")

@@ -1,4 +1,4 @@
-"""``daskserve history``, ``rollback``, ``events`` and ``explain``: what happened to an instance, and why."""
+"""``daskserve history``, ``events`` and ``explain``: what happened to an instance, and why."""
 
 from __future__ import annotations
 
@@ -44,39 +44,6 @@ def history(application: str, address: str | None, name: str | None, as_json: bo
         print_json(asdict(found))
     else:
         click.echo(coloured(str(found)))
-
-
-@click.command()
-@click.argument("application", metavar="APP", shell_complete=complete_applications)
-@click.argument("revision", type=click.IntRange(1), required=False)
-@instance_options
-@click.option("--wait", is_flag=True, help="Return once it runs, or exit with 1 if it fails.")
-@click.option(
-    "--timeout-s",
-    type=click.FloatRange(0, min_open=True),
-    help="Time in seconds after which the rollback, if it is not complete, is taken back.",
-)
-@json_option
-def rollback(
-    application: str,
-    revision: int | None,
-    address: str | None,
-    name: str | None,
-    wait: bool,
-    timeout_s: float | None,
-    as_json: bool,
-) -> None:
-    """Deploy an earlier revision of APP again; by default, the last one that ran before.
-
-    The rollback is a revision, too, so it can be rolled back.
-    """
-    with errors_as_messages(), connected(address, name) as client:
-        number = client.rollback(application, revision, timeout_s=timeout_s, blocking=wait)
-    if as_json:
-        print_json({"application": application, "rollback_of": number, "is_complete": wait})
-    else:
-        state = "runs again" if wait else "is being deployed again"
-        click.echo(f"Revision {number} of application {application!r} {state}.")
 
 
 @click.command()

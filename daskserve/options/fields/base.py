@@ -27,8 +27,8 @@ from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError
 from pydantic_core.core_schema import no_info_wrap_validator_function
 
 from daskserve.errors import WrongTypeError
-from daskserve.options.ray_names import INSTEAD, TRANSLATED
-from daskserve.options.secrets import HIDDEN, checked_secret, masked
+from daskserve.options.fields.ray_names import INSTEAD, TRANSLATED
+from daskserve.options.fields.secrets import HIDDEN, checked_secret, masked
 
 #: Number of valid options that the error lists.
 NEAREST = 3
@@ -81,7 +81,7 @@ def _as_number(value: Any) -> Any:
 ByteCount = Annotated[
     int, BeforeValidator(as_bytes), WithJsonSchema({"anyOf": [{"type": "integer"}, {"type": "string"}]})
 ]
-#: The type of an option that holds a secret or a reference to one; see `daskserve.options.secrets`.
+#: The type of an option that holds a secret or a reference to one; see `daskserve.options.fields.secrets`.
 Secret = Annotated[str | dict[str, str], BeforeValidator(checked_secret)]
 #: The type of an option that is an amount of a resource: neither text nor a bool.
 Amount = Annotated[float, BeforeValidator(_as_number)]

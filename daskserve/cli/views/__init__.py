@@ -1,0 +1,1 @@
+"""What the command prints of an instance: status, history, events."""
