@@ -116,6 +116,7 @@ setup(
         "daskserve.loops",
         "daskserve.options",
         "daskserve.options.fields",
+        "daskserve.pages",
         "daskserve.payload",
         "daskserve.proxies",
         "daskserve.proxies.exchange",
