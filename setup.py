@@ -128,6 +128,7 @@ setup(
         "daskserve.proxies.server",
         "daskserve.simulation",
         "daskserve.telemetry",
+        "daskserve.telemetry.logs",
     ],
     entry_points={"console_scripts": ["daskserve = daskserve.cli.main:main"]},
     package_data={

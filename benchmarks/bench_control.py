@@ -308,6 +308,7 @@ async def creations(folder: Path) -> tuple[list[float], list[tuple[int, int]]]:
                 start_id="",
                 opens_with_route=False,
                 history_bytes=1 << 28,
+                logging=None,
             ).encode()
         )
         view = cluster.process("w0")

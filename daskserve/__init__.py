@@ -76,6 +76,7 @@ if TYPE_CHECKING:
     from daskserve.options.deployment_actor import DeploymentActorConfig
     from daskserve.options.environment import Environment
     from daskserve.options.http import HTTPOptions
+    from daskserve.options.logging import LoggingConfig
     from daskserve.options.placement import GangSchedulingConfig
 
 #: The public names by module. Loaded on first use: importing daskserve must cost little and start nothing.
@@ -93,6 +94,7 @@ _NAMES: Mapping[str, str] = {
     "client.verbs.applications": "RunTarget",
     "client.definitions.deployments": "Deployment Application",
     "options.http": "HTTPOptions",
+    "options.logging": "LoggingConfig",
     "options.backend": "BackendConfig",
     "options.actor": "ActorOptions",
     "options.autoscaling": "AutoscalingConfig",
@@ -135,6 +137,7 @@ __all__ = [
     "GangSchedulingConfig",
     "HTTPOptions",
     "Handle",
+    "LoggingConfig",
     "PlacementBundle",
     "PlacementGroup",
     "ReplicaContext",

@@ -21,6 +21,7 @@ from daskserve.options.fields.secrets import read_secret
 from daskserve.options.start_messages import ProxyStart, ReplicaStart
 from daskserve.payload.importing import call_imported
 from daskserve.payload.pickling import load_bytes
+from daskserve.proxies.ingress.access import AccessLog
 from daskserve.proxies.ingress.app import IngressApp, build_app
 from daskserve.proxies.ingress.bodies import BodyGate
 from daskserve.proxies.ingress.forwarded import ForwardedHeaders
@@ -29,6 +30,7 @@ from daskserve.proxies.server.health import health_server
 from daskserve.proxies.server.life import HTTPServer
 from daskserve.proxies.server.listen import can_share_ports, check_ports
 from daskserve.proxies.server.tls import server_context
+from daskserve.telemetry.logs.records import Tags
 from daskserve.telemetry.table import MetricSample
 
 if TYPE_CHECKING:
@@ -125,6 +127,7 @@ class ProxyActor:
             ),
             unready=lambda: self._unready,
             is_store_taken=lambda: self._is_store_taken,
+            access_log=self._access_log(),
         )
         app = build_app(self._ingress, middlewares)
         if options.trusted_forwarders:
@@ -153,6 +156,13 @@ class ProxyActor:
         if self._health is not None:
             self._health.start()
         return {"port": self._server.port, "urls": list(self._server.urls)}
+
+    def _access_log(self) -> AccessLog | None:
+        logs = self._context.logs
+        if logs is None:
+            return None
+        found = logs.configure("proxy", Tags(component="proxy"), self._start.logging)
+        return AccessLog(logs, self._context.clock, is_on=found is not None and found.enable_access_log)
 
     async def stop(self, grace_s: float) -> None:
         """Close the port, and let running requests finish for up to ``grace_s``.

@@ -14,6 +14,7 @@ from daskserve.options.autoscaling import AutoscalingConfig
 from daskserve.options.deployment_actor import DeploymentActorConfig
 from daskserve.options.fields.ray_names import missing_name
 from daskserve.options.http import HTTPOptions
+from daskserve.options.logging import LoggingConfig
 from daskserve.options.placement import GangSchedulingConfig
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "DeploymentActorConfig",
     "GangSchedulingConfig",
     "HTTPOptions",
+    "LoggingConfig",
     "ProxyLocation",
 ]
 

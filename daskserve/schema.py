@@ -17,11 +17,13 @@ from daskserve.client.views.status import Status as ServeStatus
 from daskserve.config_file.model import ApplicationConfig, DeploymentOverride, InstanceConfig
 from daskserve.config_file.reading import checked
 from daskserve.options.fields.ray_names import missing_name
+from daskserve.options.logging import LoggingConfig
 
 __all__ = [
     "ApplicationStatusOverview",
     "DeploymentSchema",
     "DeploymentStatusOverview",
+    "LoggingConfig",
     "ServeApplicationSchema",
     "ServeDeploySchema",
     "ServeStatus",

@@ -28,6 +28,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "events": ("daskserve.cli.views.history:events", "Show what happened, and why."),
     "explain": ("daskserve.cli.views.history:explain", "Explain a deployment's number of replicas."),
     "history": ("daskserve.cli.views.history:history", "Show the last versions of an application."),
+    "logs": ("daskserve.cli.views.logs:logs", "Show the logs of all workers, in the order of time."),
     "metrics": ("daskserve.cli.metrics.metrics:metrics", "Set up Prometheus and Grafana for daskserve."),
     "restart": ("daskserve.cli.verbs.operate:restart", "Restart the replicas of an application."),
     "rewrite-store": ("daskserve.cli.store:rewrite_store", "Rewrite the records of an instance."),

@@ -217,6 +217,11 @@ def http_defaults() -> dict[str, Any]:
     return _section("daskserve.http")
 
 
+def logging_defaults() -> dict[str, Any] | None:
+    """Return defaults for `daskserve.options.logging.LoggingConfig`, from ``daskserve.logging.*``."""
+    return _section("daskserve.logging") or None
+
+
 def process_variables() -> dict[str, str]:
     """Return this process's environment variables, which its child processes inherit."""
     return dict(os.environ)

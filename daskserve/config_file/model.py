@@ -15,6 +15,7 @@ from pydantic import AliasChoices, ConfigDict, Field
 
 from daskserve.common.types import DEFAULT_APPLICATION
 from daskserve.options.fields.base import Options
+from daskserve.options.logging import LoggingConfig
 
 #: Says where each reference stands: the way to it, with slashes, and ``serve.yaml:12:7``.
 Places: TypeAlias = dict[str, str]
@@ -61,6 +62,9 @@ class ApplicationConfig(Options):
         description="One policy that decides for all its deployments with an ``autoscaling_config``: "
         "``policy_function``, an import path, and ``policy_kwargs``.",
     )
+    logging_config: LoggingConfig | None = Field(
+        None, description="How its deployments log, see [Logging](docs/logging.md)."
+    )
     deployments: list[DeploymentOverride] = Field(
         default_factory=list,
         description="Options that win over those of the code. Without an option, that of the code counts.",
@@ -82,6 +86,11 @@ class InstanceConfig(Options):
         None,
         description="Ray Serve's name of ``location`` in ``http_options``: ``EveryNode``, ``HeadOnly`` or "
         "``Disabled``.",
+    )
+    logging_config: LoggingConfig | None = Field(
+        None,
+        description="How the instance logs, see [Logging](docs/logging.md). For the proxies and the "
+        "controller, it acts when the instance starts.",
     )
     target_capacity: Any = Field(
         None,

@@ -46,15 +46,11 @@ def _is_default_router(value: Any) -> bool:
     return _is_empty(name) or "PowerOfTwo" in str(name)
 
 
-_LOGGING = RayKey(
-    "it comes with the next version; until then, configure Python's logging on the workers", _always
-)
 _ONE_ADDRESS = RayKey("all applications of an instance have one address, which is in http_options")
 
 INSTANCE: Mapping[str, RayKey] = {
     "grpc_options": _instead("grpc_options", _has_no_services),
     "controller_options": _instead("controller_options", _always),
-    "logging_config": _LOGGING,
     "tracing_config": _instead("tracing_config", _always),
     "host": RayKey("write it in http_options"),
     "port": RayKey("write it in http_options"),
@@ -75,11 +71,9 @@ HTTP: Mapping[str, RayKey] = {
 APPLICATION: Mapping[str, RayKey] = {
     "host": _ONE_ADDRESS,
     "port": _ONE_ADDRESS,
-    "logging_config": _LOGGING,
     "tracing_config": _instead("tracing_config", _always),
 }
 DEPLOYMENT: Mapping[str, RayKey] = {
-    "logging_config": _LOGGING,
     "tracing_config": _instead("tracing_config", _always),
     "request_router_config": _instead("request_router_config", _is_default_router),
     "backpressure_config": _instead("backpressure_config"),

@@ -99,6 +99,9 @@ def _join(
         where = (*path, "applications", index) if has_list else path
         references = places_of_references(each, where, document, faults.name)
         named = {"name": DEFAULT_APPLICATION, **each}  # what is stored by name has one
+        if has_list and part.get("logging_config"):
+            # The instance may run already; its deployments log by the file.
+            named["logging_config"] = {**part["logging_config"], **(each.get("logging_config") or {})}
         values["applications"].append({**named, "references": references} if references else named)
     others = {name: value for name, value in part.items() if name != "applications"}
     for name, value in others.items():

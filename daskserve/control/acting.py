@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 from daskserve.cluster.protocols.base import STOP_MARGIN_S, ActorSpec, Cluster
 from daskserve.common.clock import Clock
@@ -35,7 +35,8 @@ from daskserve.errors import (
     ServeError,
     UnavailableError,
 )
-from daskserve.options.start_messages import ProxyStart, ReplicaStart, dump_config
+from daskserve.options.backend import BackendConfig
+from daskserve.options.start_messages import OptionValues, ProxyStart, ReplicaStart, dump_config_in
 
 logger = logging.getLogger("daskserve.controller")
 
@@ -76,6 +77,7 @@ class Acting:
         poke: Callable[[Iterable[str] | None], None],
         announce: Callable[[Iterable[str]], object],
         debug: bool,
+        logging_config: Mapping[str, Any] | None = None,
     ) -> None:
         self._cluster = cluster
         self._clock = clock
@@ -87,6 +89,7 @@ class Acting:
         self._poke = poke
         self.announce = announce
         self._debug = debug
+        self._logging = logging_config
         self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._told: UsageReport | None = None
 
@@ -202,7 +205,7 @@ class Acting:
                 backend_tag=replica.backend,
                 replica_tag=replica.tag,
                 code=code.code,
-                config=backend.config,
+                config=cast(BackendConfig, OptionValues(dump_config_in(backend.config, self._logging))),
                 concurrency=backend.config.concurrency(),
                 user_config=backend.user_config,
                 environment=backend.env,
@@ -250,7 +253,7 @@ class Acting:
                 "reconfigure",
                 user_config=backend.user_config,
                 concurrency=backend.config.concurrency(),
-                config=dump_config(backend.config),
+                config=dump_config_in(backend.config, self._logging),
                 rank_info=rank_info,
                 patience_s=patience_s,
             )

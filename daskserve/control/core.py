@@ -55,6 +55,7 @@ from daskserve.loops.tasks import TaskSet
 from daskserve.options.http import HTTPOptions
 from daskserve.options.start_messages import ControllerStart, ProxyStart
 from daskserve.payload.importing import call_imported
+from daskserve.telemetry.logs.records import Tags
 from daskserve.telemetry.table import MetricSample
 
 logger = logging.getLogger("daskserve.controller")
@@ -84,6 +85,8 @@ class ControllerCore:
         self._reconciler: Reconciler | None = None
         #: Functions that `stop` calls, the last one first.
         self._undoing: list[Callable[[], Awaitable[object]]] = []
+        if context.logs is not None:
+            context.logs.configure("controller", Tags(component="controller"), self._start.logging)
 
     # Lifecycle
 
@@ -179,6 +182,7 @@ class ControllerCore:
             poke=self._poke,
             announce=lambda tags: self._notify(f"backend/{tag}" for tag in tags),
             debug=self.http.debug,
+            logging_config=self._start.logging,
         )
         self._undoing += [acting.stop, self.trial.stop]
         return Reconciler(
@@ -251,6 +255,7 @@ class ControllerCore:
             reuse_port=self.http.location is Location.EVERY_WORKER or hasattr(socket, "SO_REUSEPORT"),
             claims_port=not shares,
             public_host=proxy.host,
+            logging=self._start.logging,
         )
 
     # Workers

@@ -16,6 +16,7 @@ from daskserve.options.fields.base import CONTROLLER_ONLY, REPLACES, ByteCount, 
 from daskserve.options.fields.bounds import share_or_number
 from daskserve.options.fields.ray_names import translated
 from daskserve.options.fields.secrets import masked
+from daskserve.options.logging import LoggingConfig
 from daskserve.options.placement import Bundle, GangSchedulingConfig, Strategy, check_bundles, check_whole
 from daskserve.options.rollout import RolloutConfig
 
@@ -211,6 +212,11 @@ class BackendConfig(Options):
     health_check_timeout_s: float = Field(10, gt=0, description="Timeout of a health probe, in seconds.")
     health_check_threshold: int = Field(
         3, ge=1, description="Number of consecutive failed probes after which a replica is replaced."
+    )
+    logging_config: LoggingConfig | None = Field(
+        None,
+        description="How the deployment logs, see [Logging](docs/logging.md); what it does not set is as "
+        "for its application or instance. A change is applied without a restart.",
     )
     method_header: bool = Field(
         False,

@@ -37,6 +37,14 @@ def dump_config(config: BackendConfig) -> dict[str, Any]:
     return config.for_replicas(mode="json")
 
 
+def dump_config_in(config: BackendConfig, logging: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the same for a replica of an instance that logs in some way."""
+    found = dump_config(config)
+    if logging is not None:
+        found["logging_config"] = {**logging, **(found["logging_config"] or {})}
+    return found
+
+
 def dump_http(options: HTTPOptions) -> dict[str, Any]:
     """Return all HTTP options except the middlewares, as plain values."""
     return options.model_dump(mode="json", exclude={"middlewares"})
@@ -161,6 +169,8 @@ class ProxyStart(StartMessage):
         Whether the port must be free of every other listener; False if others of the instance share it.
     public_host : str
         The host name in the proxy's URLs if ``options.host`` means every address.
+    logging : dict or None
+        How the instance logs: the fields of `daskserve.options.logging.LoggingConfig` that are set.
     """
 
     OPTIONS: ClassVar[Mapping[str, Any]] = {"options": dump_http}
@@ -170,6 +180,7 @@ class ProxyStart(StartMessage):
     reuse_port: bool
     claims_port: bool
     public_host: str
+    logging: Mapping[str, Any] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +214,8 @@ class ControllerStart(StartMessage):
         Whether the proxies start only once there is a route.
     history_bytes : int
         How much code is kept that only old revisions of applications need.
+    logging : dict or None
+        As in `ProxyStart`.
     """
 
     OPTIONS: ClassVar[Mapping[str, Any]] = {"http": dump_http}
@@ -213,3 +226,4 @@ class ControllerStart(StartMessage):
     start_id: str
     opens_with_route: bool
     history_bytes: int
+    logging: Mapping[str, Any] | None

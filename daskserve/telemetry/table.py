@@ -213,6 +213,15 @@ SECTIONS: Mapping[str, Sequence[MetricSpec]] = {
             "HTTP requests to the scheduler that were refused: of another site, or with too large a body.",
         ),
     ),
+    "Logs, in each worker": (
+        MetricSpec(
+            "log_records_dropped",
+            _C,
+            ("reason",),
+            "Log records that were lost: handlers (queue) or the access log (access) were too slow, or a "
+            "file or standard output could not be written.",
+        ),
+    ),
     "In every process": (MetricSpec("build_info", _G, ("version",), "1; the version is daskserve's."),),
 }
 

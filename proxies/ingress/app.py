@@ -22,6 +22,7 @@ from daskserve.errors import ActorLostError, RequestTimeoutError
 from daskserve.loops.deadlines import until
 from daskserve.payload.packed_errors import is_logged, known_of
 from daskserve.proxies.asgi import JSON, ASGIApp, Headers, Scope, send_whole
+from daskserve.proxies.ingress.access import AccessLog
 from daskserve.proxies.ingress.bodies import BodyGate, BodyKeeper, is_refused
 from daskserve.proxies.ingress.errors import reply_to
 from daskserve.proxies.ingress.metrics import READYZ, SYSTEM_ROUTES, IngressMetrics
@@ -120,6 +121,8 @@ class IngressApp:
         Returns the names of the backends that should run and have no replica; None if that is not known.
     is_store_taken : callable, optional
         Returns whether another cluster has taken over the store of this instance.
+    access_log : AccessLog, optional
+        Takes each request that has ended.
     """
 
     def __init__(
@@ -133,7 +136,9 @@ class IngressApp:
         bodies: BodyGate | None = None,
         unready: Callable[[], Collection[str] | None] = tuple,
         is_store_taken: Callable[[], bool] = bool,
+        access_log: AccessLog | None = None,
     ) -> None:
+        self._access_log = access_log
         self._unready = unready
         self._is_store_taken = is_store_taken
         self._bodies = bodies
@@ -199,6 +204,8 @@ class IngressApp:
                 seconds = stopwatch() - started
                 method = "WEBSOCKET" if scope["type"] == "websocket" else scope["method"]
                 self.metrics.observe(request.route, method, response.status, seconds, request.cause)
+                if self._access_log is not None:
+                    self._access_log.note(request, scope, seconds)
                 if response.status:
                     self._responses[response.status // 100 % 10] += 1
                 else:

@@ -28,6 +28,8 @@ class Route:
         The part of the path that it matched; empty for ``"/"``.
     path_params : mapping or None
         The values of its variables; None if it has none.
+    access_log : bool or None
+        Whether its requests are in the access log; None if its deployment does not say.
     """
 
     route: str
@@ -36,6 +38,7 @@ class Route:
     application: str = ""
     prefix: str = ""
     path_params: Mapping[str, Any] | None = None
+    access_log: bool | None = None
 
 
 class RouteTable:
@@ -65,7 +68,10 @@ class RouteTable:
             prefix = normalize_prefix(written)
             methods = frozenset(str(method).upper() for method in target["methods"])
             application = str(target.get("application", ""))
-            self._routes[prefix] = Route(prefix or "/", str(target["endpoint"]), methods, application, prefix)
+            endpoint, access_log = str(target["endpoint"]), target.get("access_log")
+            self._routes[prefix] = Route(
+                prefix or "/", endpoint, methods, application, prefix, access_log=access_log
+            )
         self._max_segments = max((prefix.count("/") for prefix in self._routes), default=0)
         self._tree = _Segment.tree(self._routes) if any(map(has_variables, self._routes)) else None
 

@@ -220,15 +220,14 @@ applications:
     assert [each.split(" is not used")[0] for each in found.warnings] == [
         "serve.yaml:3:43: num_cpus",
         "serve.yaml:4:1: grpc_options",
-        "serve.yaml:5:1: logging_config",
         "serve.yaml:8:17: config",
-        "serve.yaml:10:15: logging_config",
         "serve.yaml:10:35: route_prefix",
         "serve.yaml:10:75: object_store_memory",
     ]
     plain: dict[str, Any] = found.config.to_plain()
     assert plain["applications"][0]["env"] == {"env_vars": {"A": "b"}}
-    assert plain["applications"][0]["deployments"] == [{"name": "D", "ray_actor_options": {}}]
+    (deployment,) = plain["applications"][0]["deployments"]
+    assert deployment == {"name": "D", "logging_config": {}, "ray_actor_options": {}}
 
 
 def test_several_documents_are_one_file() -> None:

@@ -388,6 +388,7 @@ def test_a_controller_that_fails_to_start_raises_the_reason() -> None:
                     start_id="",
                     opens_with_route=False,
                     history_bytes=1 << 20,
+                    logging=None,
                 ).encode(),
             )
             process = stage.cluster.process(stage.cluster.workers()[0].address)

@@ -51,6 +51,7 @@ def test_everything_in_an_earlier_store_runs_and_can_be_changed(url: str) -> Non
             start_id="test",
             opens_with_route=False,
             history_bytes=1 << 20,
+            logging=None,
         )
         async with cluster:
             await cluster.start(message.encode())

@@ -242,6 +242,7 @@ async def start_late(connection: DaskConnection) -> None:
             start_id="",
             opens_with_route=False,
             history_bytes=1 << 20,
+            logging=None,
         ).encode(),
         store="memory://",
         timeout_s=10.0,

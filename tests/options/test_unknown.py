@@ -15,6 +15,7 @@ from daskserve.options.backend import BackendConfig
 from daskserve.options.environment import Environment
 from daskserve.options.fields.base import Options, parse_options
 from daskserve.options.http import HTTPOptions
+from daskserve.options.logging import LoggingConfig
 
 
 def message_of(model: type[Options], **options: Any) -> str:
@@ -90,7 +91,7 @@ def test_an_option_under_both_its_names_is_refused(
         (ActorOptions, "label_selector", "declare a resource on such workers"),
         (ActorOptions, "fallback_strategy", "list all workers that are good enough in 'workers'"),
         (BackendConfig, "accelerator_type", "It belongs in actor_options."),
-        (BackendConfig, "logging_config", "configure Python's logging"),
+        (LoggingConfig, "log_dir", "Did you mean 'logs_dir'?"),
         (BackendConfig, "request_router_config", "leave it out"),
         (BackendConfig, "max_surge_percentage", "Did you mean 'max_surge_percent'?"),
         (HTTPOptions, "prot", "Did you mean 'port'?"),

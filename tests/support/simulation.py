@@ -169,6 +169,7 @@ class Simulation:
             start_id="",
             opens_with_route=False,
             history_bytes=1 << 20,
+            logging=None,
         )
         self.reports = LoadReports(
             cast(Any, self.cluster.program), self.cluster.program.clock, cast(Any, self.queues)

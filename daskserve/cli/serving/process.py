@@ -44,6 +44,58 @@ def log_level_option(command: Callable[..., Any]) -> Callable[..., Any]:
     )(command)
 
 
+def log_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options of ``logging_config`` to a command; `use_log_options` applies them."""
+    for add in (
+        click.option(
+            "--logs-dir",
+            type=click.Path(file_okay=False),
+            help="Folder of log files on the hosts of the workers. Default: no files.",
+        ),
+        click.option(
+            "--log-encoding",
+            type=click.Choice(["text", "json"], case_sensitive=False),
+            help="Encoding of the access log and of what replicas log.  [default: text]",
+        ),
+        click.option(
+            "--access-log/--no-access-log",
+            default=None,
+            help="Whether each request is one line on standard output.",
+        ),
+    ):
+        command = add(command)
+    return command
+
+
+def use_log_options(
+    values: Mapping[str, Any], in_file: Mapping[str, Any] | None = None, *, is_access_log_on: bool = False
+) -> None:
+    """Log as the options say, over a configuration file, over ``daskserve.logging`` of Dask's configuration.
+
+    Parameters
+    ----------
+    in_file : dict
+        The ``logging_config`` of the file.
+    is_access_log_on : bool
+        Whether there is an access log if neither says so.
+    """
+    import dask.config
+
+    given = {
+        "enable_access_log": values["access_log"],
+        "encoding": values["log_encoding"],
+        "logs_dir": values["logs_dir"],
+    }
+    found = {**(settings.logging_defaults() or {}), **(in_file or {})}
+    found |= {name: value for name, value in given.items() if value is not None}
+    if is_access_log_on:
+        found.setdefault("enable_access_log", True)
+        if found.get("logs_dir"):
+            found.setdefault("output", "both")
+    if found:
+        dask.config.set({"daskserve.logging": found})
+
+
 def read_variables(text: str, name: str) -> dict[str, str]:
     """Return the variables in the text of a file; raise `click.UsageError` for a line that is none."""
     found = {}

@@ -16,7 +16,14 @@ import dask.config
 from daskserve.cli.instance import address_option
 from daskserve.cli.output import errors_as_messages
 from daskserve.cli.serving.http_options import given_http_options, http_options
-from daskserve.cli.serving.process import env_file_option, log_level_option, use_env_file, use_log_level
+from daskserve.cli.serving.process import (
+    env_file_option,
+    log_level_option,
+    log_options,
+    use_env_file,
+    use_log_level,
+    use_log_options,
+)
 from daskserve.cli.serving.targets import (
     Served,
     check_file_options,
@@ -104,6 +111,7 @@ def reload_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @environment_options
 @env_file_option
 @log_level_option
+@log_options
 @address_option
 @http_options
 @click.option(
@@ -184,6 +192,7 @@ def run(
 
     with errors_as_messages(), sigterm_as_interrupt():
         served = find()
+        use_log_options(others, served.logging_config, is_access_log_on=True)
         stay = HostingMode(
             blocking,
             replace,

@@ -10,7 +10,7 @@ import dask.config
 from daskserve.cli.instance import address_option, connected, instance_options
 from daskserve.cli.output import ExitCode, errors_as_messages, json_option, print_json, spelled
 from daskserve.cli.serving.http_options import given_http_options, http_options
-from daskserve.cli.serving.process import log_level_option, use_log_level
+from daskserve.cli.serving.process import log_level_option, log_options, use_log_level, use_log_options
 from daskserve.client.hosting.detached import DetachedInstance, start_detached
 from daskserve.errors import UnavailableError
 
@@ -25,6 +25,7 @@ from daskserve.errors import UnavailableError
     "are on the scheduler's host. An instance that finds records there restores what they describe.",
 )
 @log_level_option
+@log_options
 @http_options
 @json_option
 def start(address: str | None, store: str, log_level: str | None, as_json: bool, **others: Any) -> None:
@@ -36,6 +37,7 @@ def start(address: str | None, store: str, log_level: str | None, as_json: bool,
     If an instance runs already, its HTTP options stay, and a warning names those that differ.
     """
     use_log_level(log_level)
+    use_log_options(others)
     known_address = address or dask.config.get("scheduler-address", None)
     given = given_http_options(others)
     with errors_as_messages():

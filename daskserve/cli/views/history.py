@@ -20,7 +20,7 @@ WAIT_S = 20.0
 _UNITS: Mapping[str, float] = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
-def _seconds(_: click.Context, __: click.Parameter, value: str | None) -> float | None:
+def as_seconds(_: click.Context, __: click.Parameter, value: str | None) -> float | None:
     """Return a time such as ``90s``, ``15m``, ``2h`` or ``1d`` in seconds."""
     if value is None:
         return None
@@ -50,7 +50,7 @@ def history(application: str, address: str | None, name: str | None, as_json: bo
 @click.argument("application", metavar="[APP]", required=False, shell_complete=complete_applications)
 @instance_options
 @click.option("-f", "--follow", is_flag=True, help="Show new events, too, until Ctrl-C.")
-@click.option("--since", callback=_seconds, help="Only events of this time, such as 90s, 15m or 2h.")
+@click.option("--since", callback=as_seconds, help="Only events of this time, such as 90s, 15m or 2h.")
 @click.option(
     "--limit",
     type=click.IntRange(1, 1000),

@@ -10,6 +10,7 @@ from daskserve.client.definitions.deployments import Deployment
 from daskserve.config_file.model import ApplicationConfig
 from daskserve.errors import BadRequestError
 from daskserve.options.environment import Environment, parse_environment
+from daskserve.options.logging import LoggingConfig, over
 
 #: In front of a path on the machine of the worker that builds the application.
 LOCAL = "local://"
@@ -28,6 +29,7 @@ class Overrides:
         self._env = environment_of(config.env)
         self._is_scaled_from_outside = config.external_scaler_enabled
         self._policy = config.autoscaling_policy
+        self._logging = config.logging_config
 
     def check(self, names: Sequence[str]) -> None:
         """Raise `BadRequestError` if there are options for a deployment that the code does not have."""
@@ -63,12 +65,19 @@ class Overrides:
         env = merged(self._env, environment_of(own))
         if env is not None:
             options["env"] = env
-        changed = deployment.options(**options)
+        changed = logging_in(deployment.options(**options), self._logging)
         scaling = changed.config.autoscaling_config
         if self._policy is None or scaling is None:
             return changed
         policy = {"policy": self._policy, "group": self._application}
         return changed.options(autoscaling_config={**scaling.model_dump(exclude_unset=True), **policy})
+
+
+def logging_in(deployment: Deployment, outer: LoggingConfig | None) -> Deployment:
+    """Return a deployment that logs as its application says where it does not say so itself."""
+    if outer is None:
+        return deployment
+    return deployment.options(logging_config=over(deployment.config.logging_config, outer))
 
 
 def environment_of(value: Any) -> Environment | None:

@@ -22,6 +22,7 @@ from daskserve.common import settings
 from daskserve.common.types import DEFAULT_APPLICATION
 from daskserve.data.caller.calls.handle import Handle
 from daskserve.options.http import HTTPOptions
+from daskserve.options.logging import LoggingConfig
 
 
 async def _run(
@@ -35,6 +36,7 @@ async def _run(
     http_options: HTTPOptions | Mapping[str, Any] | None = None,
     timeout_s: float | None = None,
     external_scaler_enabled: bool = False,
+    logging_config: LoggingConfig | Mapping[str, Any] | None = None,
     local: bool = False,
     _local_testing_mode: bool = False,
     _blocking: bool = True,
@@ -73,6 +75,8 @@ async def _run(
         its deployment.
     external_scaler_enabled : bool
         Whether programs may set the number of replicas of the application's deployments; see `scale`.
+    logging_config : LoggingConfig or dict, optional
+        How the deployments of the application log, unless they say so themselves.
     local : bool
         Whether to run it in this process, without a cluster, HTTP or child processes: one replica of each
         deployment, whatever its options say about replicas, resources and environments. Such an application
@@ -92,7 +96,7 @@ async def _run(
     SupersededError, DeletedError
         Another call deployed or deleted the application before this one was complete.
     """
-    one = RunTarget(target, name, route_prefix, args, external_scaler_enabled)
+    one = RunTarget(target, name, route_prefix, args, external_scaler_enabled, logging_config)
     (handle,) = await _run_many(
         form,
         [one],

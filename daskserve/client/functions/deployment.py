@@ -106,7 +106,6 @@ FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 RAY_OPTIONS = (
     "placement_group_bundle_label_selector",
     "backpressure_config",
-    "logging_config",
     "request_router_config",
 )
 

@@ -38,6 +38,7 @@ from daskserve.errors import AlreadyRunningError, ClosedError
 from daskserve.options.fields.base import parse_options
 from daskserve.options.fields.secrets import masked
 from daskserve.options.http import HTTPOptions
+from daskserve.options.logging import LoggingConfig, over
 from daskserve.options.start_messages import ControllerStart
 
 logger = logging.getLogger("daskserve.api")
@@ -60,8 +61,8 @@ async def _start(
     store: str = "memory://",
     name: str | None = None,
     dashboard: bool = True,
+    logging_config: LoggingConfig | Mapping[str, Any] | None = None,
     grpc_options: Any = None,
-    logging_config: Any = None,
     tracing_config: Any = None,
     controller_options: Any = None,
 ) -> ClientT:
@@ -96,7 +97,10 @@ async def _start(
         up. Set it to find the records in a durable store again.
     dashboard : bool
         Whether a local cluster that this call creates has Dask's dashboard (if bokeh is installed).
-    grpc_options, logging_config, tracing_config, controller_options
+    logging_config : LoggingConfig or dict, optional
+        How the instance logs, over ``daskserve.logging`` of Dask's configuration. None, and nothing there: as
+        Python's ``logging`` is configured in the workers, without an access log.
+    grpc_options, tracing_config, controller_options
         Accepted for compatibility with Ray Serve. Options without any effect cause a warning; others raise
         `TypeError`.
 
@@ -116,7 +120,6 @@ async def _start(
     check_ray_options(
         "serve.start()",
         grpc_options=grpc_options,
-        logging_config=logging_config,
         tracing_config=tracing_config,
         controller_options=controller_options,
     )
@@ -129,6 +132,7 @@ async def _start(
         store=store,
         name=name,
         dashboard=dashboard,
+        logging_config=logging_config,
     )
 
 
@@ -148,6 +152,7 @@ async def start_with(
     dashboard: bool = True,
     is_default: bool = False,
     opens_with_route: bool = False,
+    logging_config: LoggingConfig | Mapping[str, Any] | None = None,
 ) -> ClientT:
     """Start an instance with checked arguments; see `start`.
 
@@ -158,6 +163,7 @@ async def start_with(
     opens_with_route : bool
         Whether the proxies start only once there is a route, so that this does not wait for them.
     """
+    logs = instance_logging(logging_config)
     for risk in options.risks():
         warn_caller(risk)
     middlewares = packed_middlewares(options)
@@ -176,7 +182,13 @@ async def start_with(
             cluster_connection.owning_instances.add(instance)
         cluster_connection.started.add(instance, is_owned=not detached)
         starting = _start_on(
-            cluster_connection, instance, options, middlewares, message, opens_with_route=opens_with_route
+            cluster_connection,
+            instance,
+            options,
+            middlewares,
+            message,
+            opens_with_route=opens_with_route,
+            logs=logs,
         )
         await form.run(cluster_connection, starting)
         return form.client(InstanceConnection(cluster_connection, instance, is_owner=not detached))
@@ -187,6 +199,17 @@ async def start_with(
         if address is not None:
             await cluster_connection.disconnect(instance, asynchronous=form.asynchronous)
         raise
+
+
+def instance_logging(given: LoggingConfig | Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Return how an instance logs: the fields that are set here or in Dask's configuration."""
+    defaults = settings.logging_defaults()
+    if given is None and defaults is None:
+        return None
+    own = None if given is None else parse_options(LoggingConfig, given, what="logging_config")
+    outer = None if defaults is None else parse_options(LoggingConfig, defaults, what="daskserve.logging")
+    found = over(own, outer)
+    return None if found is None else found.model_dump(mode="json")
 
 
 def _check_instance_name(name: str | None, detached: bool, store: str) -> None:
@@ -263,6 +286,7 @@ async def _start_on(
     message: Mapping[str, Any],
     *,
     opens_with_route: bool,
+    logs: Mapping[str, Any] | None,
 ) -> None:
     timeouts = settings.timeouts()
     controller = ControllerStart(
@@ -272,6 +296,7 @@ async def _start_on(
         start_id=message["start_id"],
         opens_with_route=opens_with_route,
         history_bytes=settings.controller().history_bytes,
+        logging=logs,
     )
     await start_instance(
         cluster_connection,

@@ -55,6 +55,7 @@ async def running_cluster(
         start_id="local",
         opens_with_route=False,
         history_bytes=settings.controller().history_bytes,
+        logging=None,
     )
     cluster = LocalCluster(load_factories(), workers=workers, instance=instance)
     try:

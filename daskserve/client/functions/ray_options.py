@@ -21,7 +21,6 @@ def check_ray_options(function: str, **given: Any) -> None:
         if value is None:
             continue
         text = f"{name} of {function} is Ray Serve's name: {INSTEAD[name]}."
-        # In a file, which may be for another system too, a wish about logs is only warned of.
-        if name == "logging_config" or not ray_keys.INSTANCE[name].is_harmless(value):
+        if not ray_keys.INSTANCE[name].is_harmless(value):
             raise TypeError(text)
         warn_caller(text)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from daskserve.client.definitions.deployments import Deployment
 from daskserve.client.definitions.graph import ApplicationGraph
+from daskserve.client.definitions.overrides import logging_in
 from daskserve.client.definitions.targets import application_of
 from daskserve.client.instance.connection import this_program
 from daskserve.client.verbs.handles import HandleVerbs
@@ -26,6 +27,8 @@ from daskserve.common.types import (
 from daskserve.context import current_replica
 from daskserve.data.caller.calls.handle import Handle
 from daskserve.errors import BadRequestError, DeployError, NotFoundError, RequestTimeoutError, ServeError
+from daskserve.options.fields.base import parse_options
+from daskserve.options.logging import LoggingConfig
 from daskserve.options.route_variables import check_part_name, check_route
 from daskserve.options.specs import ApplicationSpec, deployment_tag
 
@@ -42,6 +45,7 @@ class RunTarget:
     route_prefix: str | None = "/"
     args: Mapping[str, Any] | None = None
     external_scaler_enabled: bool = False
+    logging_config: LoggingConfig | Mapping[str, Any] | None = None
 
 
 def application_in(tag: BackendTag) -> str:
@@ -60,10 +64,11 @@ class ApplicationVerbs(HandleVerbs):
         route_prefix: str | None = "/",
         args: Mapping[str, Any] | None = None,
         external_scaler_enabled: bool = False,
+        logging_config: LoggingConfig | Mapping[str, Any] | None = None,
         timeout_s: float | None = None,
     ) -> Handle:
         """Deploy an application and return its handle once it answers requests; see `daskserve.run`."""
-        one = RunTarget(target, name, route_prefix, args, external_scaler_enabled)
+        one = RunTarget(target, name, route_prefix, args, external_scaler_enabled, logging_config)
         (handle,) = await self.run_many([one], timeout_s=timeout_s)
         return handle
 
@@ -256,7 +261,7 @@ def build(
             route=each.route_prefix,
             request_id=uuid.uuid4().hex,
             timeout_s=timeout_s,
-            changed=scaled_from_outside if each.external_scaler_enabled else None,
+            changed=_changed_by(each),
             instance=instance,
             is_local=is_local,
         )
@@ -264,9 +269,19 @@ def build(
     return built
 
 
-def scaled_from_outside(name: str, deployment: Deployment) -> Deployment:
-    """Return a deployment whose number of replicas external programs may set."""
-    return deployment.options(external_scaler_enabled=True)
+def _changed_by(target: RunTarget) -> Callable[[str, Deployment], Deployment] | None:
+    """Return the function that gives the deployments of an application what its target says of all."""
+    logs = target.logging_config
+    outer = None if logs is None else parse_options(LoggingConfig, logs, what="logging_config")
+    if outer is None and not target.external_scaler_enabled:
+        return None
+
+    def changed(name: str, deployment: Deployment) -> Deployment:
+        found = logging_in(deployment, outer)
+        # External programs may set the number of its replicas.
+        return found.options(external_scaler_enabled=True) if target.external_scaler_enabled else found
+
+    return changed
 
 
 def check_targets(targets: Sequence[Any]) -> None:

@@ -1,4 +1,4 @@
-"""The client's methods for the history of an instance: revisions, rollback and events."""
+"""The client's methods for the history of an instance: revisions, rollback, events and logs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import uuid
 
 from daskserve.client.instance.connection import Verbs, this_program
 from daskserve.client.views.history import Event, Events, History
+from daskserve.client.views.logs import Logs
 from daskserve.common import settings
 from daskserve.common.types import DEFAULT_APPLICATION
 
@@ -102,3 +103,50 @@ class HistoryVerbs(Verbs):
         """Return events with the number to go on from; wait for up to ``wait_s`` if there are none."""
         message = {"after": after, "application": name, "limit": limit, "since_s": since_s, "wait_s": wait_s}
         return Events.of(await self._call("events", **message))
+
+    async def logs(
+        self,
+        application: str | None = None,
+        deployment: str | None = None,
+        replica: str | None = None,
+        *,
+        since_s: float | None = None,
+        level: str | None = None,
+        grep: str | None = None,
+        limit: int = 1000,
+        after: str | None = None,
+        wait_s: float = 0.0,
+    ) -> Logs:
+        """Return log records of all workers, in the order of their times: the newest that are in memory.
+
+        Parameters
+        ----------
+        application, deployment, replica : str, optional
+            Only those of one application, deployment or replica: its tag, or the part after ``#``.
+        since_s : float, optional
+            Only those of the last seconds.
+        level : str, optional
+            The lowest level, such as ``"WARNING"``.
+        grep : str, optional
+            A text that the message or the traceback contains.
+        limit : int
+            How many at most, up to 10,000.
+        after : str, optional
+            ``next`` of an earlier answer: what came later, the oldest first if it is more than ``limit``.
+        wait_s : float
+            How long to wait, at most 30 s, if there are none.
+        """
+        return Logs.of(
+            await self._call(
+                "logs",
+                application=application,
+                deployment=deployment,
+                replica=replica,
+                since_s=since_s,
+                level=level,
+                grep=grep,
+                limit=limit,
+                after=after,
+                wait_s=wait_s,
+            )
+        )

@@ -6,24 +6,36 @@ which its parent reads after the child has died, however it died.
 
 from __future__ import annotations
 
+import itertools
+import json
 import logging
 import os
 import tempfile
 import threading
+import time
 from collections import OrderedDict, deque
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from typing import Any, Protocol, TypeAlias
 
 from daskserve.common.types import ReplicaTag
 from daskserve.context import current_replica
+from daskserve.telemetry.logs.formats import traceback_of
+from daskserve.telemetry.logs.process import ProcessLogs
+from daskserve.telemetry.logs.records import ACCESS, MAX_TEXT, Access, Entry, Plain, Tags
+from daskserve.telemetry.logs.ring import Query
 
+#: The attributes of records whose names differ from those of tags.
+_ATTRIBUTES: Mapping[str, str] = {"component": "component_name"}
 #: Number of lines that are kept for each replica, and the length of each.
 LINES, LENGTH = 20, 300
 #: Number of replicas of which a process keeps lines.
 REPLICAS = 200
 #: Size at which a child's file begins again with its last part, and the size of that.
-FILE_BYTES, KEPT_BYTES = 64 << 10, 8 << 10
+FILE_BYTES, KEPT_BYTES = 1 << 20, 256 << 10
+#: Maximum size of the records in one answer of a process.
+ANSWER_BYTES = 4 << 20
 
 #: When a record was made, its level, logger, message and arguments, and the class of its exception.
 _Entry: TypeAlias = tuple[float, str, str, Any, Any, str]
@@ -64,17 +76,27 @@ class RecentLog(TakesRecords):
 
 
 class LogFile(TakesRecords):
-    """A child's own lines, in a file that its parent has opened."""
+    """A child's own records, as lines of JSON in a file that its parent has opened."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self._size = 0
+        self._numbers = itertools.count(int(time.time() * 1e6))
         # A destructor within `take` may log, too.
         self._lock = threading.RLock()
 
     def take(self, record: logging.LogRecord) -> None:
         """Write a record as a line."""
-        data = f"{_line(_entry(record))}\n".encode(errors="replace")
+        tags = Tags(*(str(getattr(record, _ATTRIBUTES.get(name, name), "")) for name in Tags._fields))
+        traceback_of(record)
+        self._write(Entry(record, tags, next(self._numbers)).plain())
+
+    def take_access(self, access: Access) -> None:
+        """Write a line of the access log."""
+        self._write({**access.plain(), "number": next(self._numbers)})
+
+    def _write(self, plain: Plain) -> None:
+        data = f"{json.dumps(plain)}\n".encode(errors="replace")
         # A full disk must not fail the user's call of a logger.
         with self._lock, suppress(OSError):
             if self._size + len(data) > FILE_BYTES:
@@ -95,10 +117,54 @@ def open_file() -> int:
 
 def read_file(descriptor: int) -> tuple[str, ...]:
     """Return the last lines of a child's file."""
+    found = read_rows(descriptor, LINES * MAX_TEXT)
+    return tuple(map(_line_of, [each for each in found if each["logger"] != ACCESS][-LINES:]))
+
+
+def read_rows(descriptor: int, max_bytes: int = FILE_BYTES) -> list[Plain]:
+    """Return the last records of a child's file."""
     size = os.fstat(descriptor).st_size
-    start = max(0, size - KEPT_BYTES)
-    lines = os.pread(descriptor, KEPT_BYTES, start).decode(errors="replace").splitlines()
-    return tuple(lines[1 if start else 0 :][-LINES:])
+    start = max(0, size - max_bytes)
+    found: list[Plain] = []
+    for line in os.pread(descriptor, max_bytes, start).split(b"\n"):
+        with suppress(ValueError):  # the part of one at the beginning, or at the end
+            found.append(json.loads(line))
+    return found
+
+
+def answer_of(
+    worker: str,
+    logs: ProcessLogs,
+    files: Sequence[tuple[str, int]],
+    query: Query,
+    after: Mapping[str, int] | None,
+) -> dict[str, Any]:
+    """Return the records that a query wants of this process, and of files of its child processes."""
+    sources: list[tuple[str, Sequence[Plain], int]] = []
+    known = after or {}
+    rows: Sequence[Plain] = list(logs.ring.rows(known.get(worker)))
+    sources.append((worker, rows, rows[-1]["number"] if rows else known.get(worker, 0)))
+    for name, descriptor in files:
+        with suppress(OSError):  # closed meanwhile
+            rows = read_rows(descriptor)
+            sources.append((name, rows, rows[-1]["number"] if rows else 0))
+    found, left = [], ANSWER_BYTES
+    for source, rows, last in sources:
+        chosen = query.select(rows, None if after is None else known.get(source, 0))
+        if after is not None and len(chosen) == query.limit:
+            last = chosen[-1]["number"]
+        if after is None:
+            chosen.reverse()  # the newest are kept
+        kept: list[Plain] = []
+        for each in chosen:
+            left -= len(each["message"]) + len(each["exception"]) + 300
+            if left < 0:
+                if after is not None:
+                    last = kept[-1]["number"] if kept else known.get(source, 0)
+                break
+            kept.append(each)
+        found.append({"source": source, "rows": kept, "last": last})
+    return {"sources": found, "dropped": logs.losses(), "problems": logs.problems()}
 
 
 def _entry(record: logging.LogRecord) -> _Entry:
@@ -111,6 +177,12 @@ def _entry(record: logging.LogRecord) -> _Entry:
         record.args,
         "" if kind is None else kind.__name__,
     )
+
+
+def _line_of(plain: Plain) -> str:
+    # The last line of a traceback begins with the class.
+    kind = plain["exception"].strip().rpartition("\n")[2].partition(":")[0].rpartition(".")[2]
+    return _line((plain["time"], plain["level"], plain["logger"], plain["message"], None, kind))
 
 
 def _line(entry: _Entry) -> str:

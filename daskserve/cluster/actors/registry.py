@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from daskserve.cluster.actors.recent_log import RecentLog
+from daskserve.cluster.actors.recent_log import RecentLog, answer_of
 from daskserve.cluster.channel.kept_results import KeptResults
 from daskserve.cluster.protocols.base import (
     LAST_LINES,
@@ -26,6 +26,7 @@ from daskserve.cluster.protocols.base import (
     ActorSpec,
     Hosted,
     ReportsHealth,
+    ReportsLogs,
     ReportsMetrics,
     ReportsStart,
     TaskRequest,
@@ -51,6 +52,8 @@ from daskserve.common.types import (
 from daskserve.errors import ActorLostError, BadRequestError, RequestTimeoutError, UnavailableError
 from daskserve.loops.tasks import TaskSet, is_cancelling
 from daskserve.telemetry.collector import PROCESS
+from daskserve.telemetry.logs.process import ProcessLogs
+from daskserve.telemetry.logs.ring import Query
 
 logger = logging.getLogger("daskserve.host")
 
@@ -121,6 +124,8 @@ class ActorRegistry:
         Called after an actor started or stopped.
     broken_routes : callable, optional
         Returns the workers that this process does not reach directly for an instance, each with its route.
+    logs : ProcessLogs, optional
+        The logs of this process.
     recent_log : RecentLog, optional
         Has the last log lines of the actors, which are reported with their failures.
 
@@ -143,7 +148,9 @@ class ActorRegistry:
         on_change: Callable[[], None] = _nothing,
         broken_routes: Callable[[InstanceName], Mapping[WorkerAddress, Reachability]] = lambda _: {},
         recent_log: RecentLog | None = None,
+        logs: ProcessLogs | None = None,
     ) -> None:
+        self._logs = logs or ProcessLogs()
         self.worker = worker
         self.entries: dict[str, Entry] = {}
         self.kept = KeptResults(worker)
@@ -304,6 +311,13 @@ class ActorRegistry:
             for entry in self.entries.values()
             if entry.spec.instance == instance
         ]
+
+    @verb
+    async def logs(self, query: Mapping[str, Any], after: Mapping[str, int] | None) -> dict[str, Any]:
+        """Return the last log records of this process and of the child processes of its replicas."""
+        replicas = [each.actor for each in self.entries.values() if isinstance(each.actor, ReportsLogs)]
+        files = [found for each in replicas if (found := each.log_file()) is not None]
+        return await asyncio.to_thread(answer_of, self.worker, self._logs, files, Query(**query), after)
 
     @verb
     async def kept_result(self, token: str) -> Payload:

@@ -39,6 +39,7 @@ from daskserve.errors import ServeError
 from daskserve.loops.thread_calls import CallInbox, LoopQueues, ThreadCalls
 from daskserve.loops.threads import StartThread, start_daemon
 from daskserve.payload.parcels import Parcel
+from daskserve.telemetry.logs.process import ProcessLogs
 from daskserve.telemetry.table import Source
 
 T = TypeVar("T")
@@ -80,6 +81,8 @@ class ContextWith(Generic[ViewT_co]):
     inbox: CallInbox | None = None
     #: Starts the first thread of user code; in a child process, that is its main thread.
     start_thread: StartThread = start_daemon
+    #: The logs of this process; None if it keeps none of its own.
+    logs: ProcessLogs | None = None
 
 
 #: The key of an unhealthy actor's last log lines in what `Cluster.inspect` returns, and the attribute of an
@@ -155,6 +158,14 @@ class ReportsHealth(Protocol):
 
     def health(self) -> Mapping[str, Any]:
         """Return ``is_healthy`` and ``detail``, and what else `Cluster.inspect` should tell of the actor."""
+
+
+@runtime_checkable
+class ReportsLogs(Protocol):
+    """An actor whose code may log in another process, as a replica's does."""
+
+    def log_file(self) -> tuple[str, int] | None:
+        """Return a name, and the descriptor of the file to which its process logs; None without one."""
 
 
 @runtime_checkable

@@ -182,6 +182,11 @@ class ChildProcess:
         """A verb phrase that says how the process ended; valid once `ended` is set."""
         return fate_of(self._process.returncode)
 
+    @property
+    def log_file(self) -> int | None:
+        """The descriptor of the file to which the child logs; None once it has ended."""
+        return self._log
+
     def last_lines(self) -> tuple[str, ...]:
         """Return the last lines that the child's code has logged, also after its end."""
         return self._last_lines if self._log is None else recent_log.read_file(self._log)

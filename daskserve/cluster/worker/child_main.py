@@ -29,12 +29,14 @@ from daskserve.cluster.channel.channel import Channel, Dispatch
 from daskserve.cluster.channel.wire.segments import Segments
 from daskserve.cluster.channel.wire.transport import SocketTransport
 from daskserve.cluster.worker.log_thread import LogThread
+from daskserve.cluster.worker.tagging import mark_output
 from daskserve.common import settings
 from daskserve.internals.python import run_exit_functions
 from daskserve.loops.event_loop import new_event_loop
 from daskserve.loops.forks import ForkGuard
 from daskserve.loops.termination import on_sigterm
 from daskserve.loops.threads import MainThread, StartThread
+from daskserve.telemetry.logs.process import process_logs
 
 #: Interval at which a child checks for a new parent process; needed only if a fork holds its lifeline open.
 PARENT_CHECK_S = 1.0
@@ -96,7 +98,12 @@ def _run(factory: Factory, log: int | None, pair: socket.socket, lifeline: int) 
     forks.open()
     if settings.process().log_thread:
         recent = None if log is None else LogFile(log)
-        LogThread(recent=recent).open()  # the exit functions flush it
+        logs = LogThread(recent=recent)
+        logs.open()  # the exit functions flush it
+        mark_output(logs.logs, logs.take_print)
+        if recent is not None:
+            logs.logs.keep_access = recent.take_access
+        process_logs.set(logs.logs)
     # Python's own handler would raise an error in a request or in the loop of user code.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     leave = _ReplacedFirst(settings.process().termination_grace_s)

@@ -15,7 +15,7 @@ import asyncio
 import logging
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from distributed import Client, Worker, get_worker
@@ -41,6 +41,7 @@ from daskserve.cluster.worker.log_thread import LogThread
 from daskserve.cluster.worker.nannies import HOST_ATTRIBUTE
 from daskserve.cluster.worker.reconnect import Reconnection
 from daskserve.cluster.worker.retirement import Retirement
+from daskserve.cluster.worker.tagging import mark_output
 from daskserve.cluster.worker.user_clients import UserClients
 from daskserve.cluster.worker.worker_view import CurrentClient, WorkerView
 from daskserve.common import settings
@@ -78,6 +79,7 @@ class Host:
         self._tuning = InterpreterTuning(self._has_replicas)
         recent = RecentLog()
         self._logs = LogThread(recent=recent)
+        self._unmark_output: Callable[[], None] = lambda: None
         self._forks = ForkGuard(self._peers)
         self._children = ChildProcesses()
         #: Dask's clients for user code; None until `open`.
@@ -96,6 +98,7 @@ class Host:
             on_change=self._tuning.objects_changed,
             broken_routes=lambda instance: self._open_connection.cluster(instance).routes.broken(),
             recent_log=recent,
+            logs=self._logs.logs,
         )
         self._reconnection = Reconnection(self._worker, self.registry, settings.scheduler().grace_s)
         grace_s = settings.process().termination_grace_s
@@ -149,6 +152,8 @@ class Host:
                 self._children.open()
                 if settings.process().log_thread:
                     self._logs.open()
+                    self._unmark_output = mark_output(self._logs.logs, self._logs.take_print)
+                    PROCESS.add(self._logs.logs)
             await asyncio.gather(client, self.retirement.open(has_process=has_process))
         self._reconnection.starts.update(starts)
         return {"pid": os.getpid(), "version": __version__, **facts_of_server(self._worker)}
@@ -193,6 +198,8 @@ class Host:
         self._tuning.close()
         self._forks.close()
         self._children.close()
+        self._unmark_output()
+        PROCESS.remove(self._logs.logs)
         await asyncio.to_thread(self._logs.close)
         if self.connection is not None:
             self._reconnection.close()
@@ -220,6 +227,12 @@ class Host:
         connection = self._open_connection
         cluster = connection.cluster(spec.instance)
         context = ActorContext(
-            spec, cluster, connection.clock, connection.rng, self._worker.address, connection.inbox
+            spec,
+            cluster,
+            connection.clock,
+            connection.rng,
+            self._worker.address,
+            connection.inbox,
+            logs=self._logs.logs if self._logs.is_open else None,
         )
         return self._factories[spec.kind](context)

@@ -24,13 +24,19 @@ import os
 import queue
 import sys
 import threading
+import time
 import traceback
 from collections import deque
 from typing import NamedTuple
 
 from daskserve.cluster.actors.recent_log import TakesRecords
+from daskserve.cluster.worker.tagging import tags_of
 from daskserve.common.formatting import shown
 from daskserve.internals.python import CallHandlers, intercept_records, stop_intercepting
+from daskserve.telemetry.logs.formats import traceback_of
+from daskserve.telemetry.logs.process import ProcessLogs
+from daskserve.telemetry.logs.records import MAX_TEXT, PRINTED, Entry, Tags
+from daskserve.telemetry.logs.settings import LOGGERS
 
 logger = logging.getLogger("daskserve.logging")
 
@@ -44,6 +50,10 @@ REPORT_EVERY = 1000
 #: Maximum time for the handlers to receive the queued records when the process or daskserve ends.
 FLUSH_S = 2.0
 
+#: How long lines of the access log are gathered: each waking of the thread takes the interpreter lock from an
+#: event loop.
+GATHER_S = 0.02
+
 #: Types of arguments that cannot change before the message is formatted.
 _PLAIN = frozenset({str, int, float, bool, type(None)})
 
@@ -53,22 +63,38 @@ class _QueuedRecord(NamedTuple):
     record: logging.LogRecord
     context: contextvars.Context
     has_permit: bool
+    tags: Tags
+    kept: Entry
+    #: Whether it is a line that user code has printed, which no handler gets.
+    is_print: bool = False
+
+
+class _Drain:
+    """In the queue: lines of the access log wait."""
 
 
 class LogThread:
-    """Calls the handlers for all log records of this process in a separate thread."""
+    """Calls the handlers for all log records of this process in a separate thread.
+
+    Parameters
+    ----------
+    logs : ProcessLogs, optional
+        Writes the records, beside the handlers.
+    """
 
     def __init__(
         self,
         max_records: int = MAX_RECORDS,
         max_tracebacks: int = MAX_TRACEBACKS,
         recent: TakesRecords | None = None,
+        logs: ProcessLogs | None = None,
     ) -> None:
         self._max_records = max_records
+        self.logs = ProcessLogs() if logs is None else logs
         #: Keeps the last records for the status.
         self._recent = recent
         # Unlike the other queues, this one may be used by a destructor that runs within its own methods.
-        self._queue: queue.SimpleQueue[_QueuedRecord | threading.Event | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_QueuedRecord | _Drain | threading.Event | None] = queue.SimpleQueue()
         #: One for each further record that may keep its exception. Its methods are atomic, as the queue's.
         self._permits = deque([True] * max_tracebacks)
         self._formatter = logging.Formatter()
@@ -78,6 +104,11 @@ class LogThread:
         self._received = 0
         self._original: CallHandlers
         self._intercept: CallHandlers
+
+    @property
+    def is_open(self) -> bool:
+        """Whether records pass through this thread."""
+        return self._thread is not None
 
     def open(self) -> None:
         """Begin; idempotent."""
@@ -92,6 +123,8 @@ class LogThread:
         self._intercept = intercept
         self._original = intercept_records(intercept)
         self._thread = thread
+        self.logs.open()
+        self.logs.wake = lambda: self._queue.put(_Drain())
         thread.start()
         atexit.register(self._end_process, thread)
 
@@ -109,6 +142,7 @@ class LogThread:
         stop_intercepting(self._intercept, self._original)
         self._thread = None
         self._queue.put(None)
+        self.logs.close()
 
     def _end_process(self, thread: threading.Thread) -> None:
         if os.getpid() != self._pid:
@@ -128,8 +162,13 @@ class LogThread:
         # A fork has no such thread. A handler that logs must not feed the queue.
         if thread is None or os.getpid() != self._pid or threading.get_ident() == thread.ident:
             return False
+        logs = self.logs
+        tags = tags_of(record, logs)
+        if logs.is_below_level(record, tags):
+            return True
+        tags.mark(record)
         if self._queue.qsize() >= self._max_records:
-            self._dropped += 1
+            self._drop()
             return True
         has_permit = False
         if record.exc_info:
@@ -141,11 +180,31 @@ class LogThread:
                 record.exc_text = record.exc_text or self._formatter.formatException(record.exc_info)
                 record.exc_info = None
         record = _with_final_message(record)
+        kept = logs.ring.add(record, tags)
         if self._recent is not None:
             self._recent.take(record)
-        entry = _QueuedRecord(source, record, contextvars.copy_context(), has_permit)
-        self._queue.put(entry)
+        self._queue.put(_QueuedRecord(source, record, contextvars.copy_context(), has_permit, tags, kept))
         return True
+
+    def take_print(self, text: str, tags: Tags) -> None:
+        """Keep a line that user code has printed, and have it written to a file if there is one."""
+        record = logging.makeLogRecord({"name": PRINTED, "levelno": logging.INFO, "levelname": "INFO"})
+        record.msg = text
+        tags.mark(record)
+        kept = self.logs.ring.add(record, tags)
+        if self._recent is not None:
+            self._recent.take(record)
+        if self._thread is None or os.getpid() != self._pid:
+            return
+        if self._queue.qsize() >= self._max_records:
+            self._drop()
+            return
+        context = contextvars.Context()
+        self._queue.put(_QueuedRecord(logger, record, context, False, tags, kept, is_print=True))
+
+    def _drop(self) -> None:
+        self._dropped += 1
+        self.logs.dropped["queue"] += 1
 
     # ---- in the thread
 
@@ -154,22 +213,38 @@ class LogThread:
             if isinstance(entry, threading.Event):
                 self._report_dropped()
                 entry.set()
+            elif isinstance(entry, _Drain):
+                time.sleep(GATHER_S)
+                self._drain()
             else:
                 self._call_handlers(entry)
             del entry  # an idle thread must not keep a traceback alive
 
     def _call_handlers(self, entry: _QueuedRecord) -> None:
         try:
-            entry.context.run(self._original, entry.logger, entry.record)
+            entry.context.run(self._handle, entry)
         except Exception:
-            # Handlers report their own errors; this one is of a filter, or of a handler that does not.
-            if logging.raiseExceptions and sys.stderr is not None:
-                traceback.print_exc()
+            _report_error()
         if entry.has_permit:
             self._permits.append(True)
         self._received += 1
         if self._received % REPORT_EVERY == 0 or self._queue.empty():
             self._report_dropped()
+
+    def _handle(self, entry: _QueuedRecord) -> None:
+        source, record = entry.logger, entry.record
+        if record.exc_info:
+            entry.kept.exception = traceback_of(record)[-MAX_TEXT:]
+        has_handlers = _has_handlers(source)
+        is_written = self.logs.write(record, entry.tags, has_handlers=has_handlers, is_print=entry.is_print)
+        if not is_written and not entry.is_print:
+            self._original(source, record)
+
+    def _drain(self) -> None:
+        try:
+            self.logs.drain(self._original)
+        except Exception:
+            _report_error()
 
     def _report_dropped(self) -> None:
         count, self._dropped = self._dropped, 0
@@ -177,6 +252,27 @@ class LogThread:
             logger.warning(
                 "Dropped %d log records: the handlers of logging are slower than the records", count
             )
+
+
+def _has_handlers(source: logging.Logger) -> bool:
+    """Return whether a logger has handlers; for daskserve's loggers, those of the root do not count.
+
+    ``logging.warning("...")`` gives the root a handler, without its author knowing.
+    """
+    if not source.name.startswith(LOGGERS):
+        return source.hasHandlers()
+    each: logging.Logger | None = source
+    while each is not None and each.parent is not None:
+        if each.handlers:
+            return True
+        each = each.parent if each.propagate else None
+    return False
+
+
+def _report_error() -> None:
+    # Handlers report their own errors; this one is of a filter, or of a handler that does not.
+    if logging.raiseExceptions and sys.stderr is not None:
+        traceback.print_exc()
 
 
 def _with_final_message(record: logging.LogRecord) -> logging.LogRecord:

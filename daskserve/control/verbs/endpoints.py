@@ -271,7 +271,17 @@ def routes(state: State) -> dict[str, Any]:
         application = _application_of(state, endpoint)
         if application:
             table[route]["application"] = application
+        access_log = _access_log_of(state, endpoint)
+        if access_log is not None:
+            table[route]["access_log"] = access_log
     return table
+
+
+def _access_log_of(state: State, endpoint: EndpointRecord) -> bool | None:
+    """Return whether requests are in the access log; None if the deployment does not say."""
+    backend = state.backends.get(endpoint.name)
+    config = None if backend is None else backend.config.logging_config
+    return None if config is None else config.to_plain().get("enable_access_log")
 
 
 def published_routes(state: State) -> dict[str, Any]:

@@ -50,6 +50,10 @@ class UserCode(Protocol):
     def last_lines(self) -> tuple[str, ...]:
         """The last lines that its own process has logged; empty if it has none of its own."""
 
+    @property
+    def log_file(self) -> int | None:
+        """The descriptor of the file to which its own process logs; None if it has none of its own."""
+
     async def start(self) -> Mapping[str, Any]:
         """Load, construct and probe the user code, and return facts about it; raise if that fails."""
 

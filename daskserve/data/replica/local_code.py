@@ -35,6 +35,7 @@ from daskserve.data.replica.errors.log import FailureLog, keep_loggers_enabled, 
 from daskserve.data.replica.errors.rules import rule_in
 from daskserve.data.replica.execution.executor import UserExecutor
 from daskserve.data.replica.health import probe_liveness
+from daskserve.data.replica.logs import ReplicaLogs
 from daskserve.data.replica.models import ReplicaModels
 from daskserve.data.replica.requests.batches import ReplicaBatches
 from daskserve.data.replica.requests.calls import CallRequest, request_class_for
@@ -88,6 +89,7 @@ class LocalCode:
 
     loss = ""
     last_lines: tuple[str, ...] = ()  # the worker has them
+    log_file: int | None = None
     is_leaving = False
     stage_since = 0.0
 
@@ -111,6 +113,7 @@ class LocalCode:
         self._stats = StatsRecorder(start.replica_tag, self._parts, context.clock, AUTOSCALING)
         self._failures = FailureLog(start.replica_tag)
         self._loaded = LoadedModels()
+        self._logs = ReplicaLogs(context.logs, start, context.clock)
         self.models = ReplicaModels(self._loaded, start.config.model_repository)  # type: ignore[arg-type]
         self._batches = ReplicaBatches(
             self._parts, start.config.max_batch_size, start.config.batch_wait_timeout, metrics, self._failures
@@ -209,6 +212,7 @@ class LocalCode:
         }
         self._serving.has_method_header = start.config.method_header
         self._serving.on_disconnect = start.config.on_disconnect
+        self._serving.note_call = self._logs.note
 
     def _set_current_replica(self, servable_object: Any) -> None:
         assert self._executor is not None
@@ -310,9 +314,11 @@ class LocalCode:
         await self._allow_app_threads(executor, servable, concurrency)
         self._set_current_replica(servable.target)
         self._batches.reconfigure(options.max_batch_size, options.batch_wait_timeout)
+        self._logs.configure(config.get("logging_config"))
         if self._serving is not None:
             self._serving.has_method_header = options.method_header
             self._serving.on_disconnect = options.on_disconnect
+            self._serving.note_call = self._logs.note
 
     async def probe(self, construction: Construction | None = None) -> None:
         """Return if user code can run, and the user's ``check_health`` does not fail.
@@ -421,6 +427,7 @@ class LocalCode:
         if self._executor is not None:
             await self._executor.close(CLOSE_GRACE_S)
         self._servable = None
+        self._logs.close()
 
     def __repr__(self) -> str:
         return f"the code of {self._start.replica_tag}"

@@ -247,6 +247,11 @@ class Replica:
             facts[LAST_LINES] = lines
         return facts
 
+    def log_file(self) -> tuple[str, int] | None:
+        """Return the file with the logs of its child process; see `ReportsLogs`."""
+        found = self._code.log_file
+        return None if found is None else (self._start.replica_tag, found)
+
     # ---- stop
 
     async def send_away(self) -> None:

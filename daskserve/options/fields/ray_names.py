@@ -25,7 +25,6 @@ INSTEAD: Mapping[str, str] = {
     "workers, and ask for it in 'placement_group_bundles'",
     "placement_group_fallback_strategy": "Dask's workers have no labels; list all workers that are good "
     "enough in 'workers' of actor_options",
-    "logging_config": "configure Python's logging on the workers",
     "tracing_config": "user code may use any tracing library on the workers; leave it out",
     "grpc_options": "there are no gRPC proxies; use HTTP, or handles from Python",
     "controller_options": "the controller runs in one of Dask's workers; leave it out",
@@ -60,7 +59,6 @@ OTHER_NAMES: Mapping[str, str] = {
     "AutoscalingPolicy": "give the function, or its import path, as 'policy' of autoscaling_config",
     "GangPlacementStrategy": "write 'PACK' or 'SPREAD'",
     "GangRuntimeFailurePolicy": "write 'RESTART_GANG'",
-    "LoggingConfig": "configure Python's logging on the workers",
     "TracingConfig": "user code may use any tracing library on the workers; leave it out",
     "ApplicationStatus": "a status is text, such as 'RUNNING'; see serve.status()",
     "DeploymentStatus": "a status is text, such as 'HEALTHY'; see serve.status()",

@@ -183,6 +183,11 @@ class ChildCode:
         """The last lines that the child has logged."""
         return () if self._child is None else self._child.last_lines()
 
+    @property
+    def log_file(self) -> int | None:
+        """The descriptor of the file to which the child logs, while it runs."""
+        return None if self._child is None else self._child.log_file
+
     async def _start_child(self, child: ChildProcess) -> Mapping[str, Any]:
         spec = self._context.spec
         unprobed = {**vars(self._start.config), **UNPROBED}

@@ -33,6 +33,7 @@ from daskserve.data.replica.replica import Replica
 from daskserve.errors import UnavailableError
 from daskserve.loops.threads import StartThread
 from daskserve.payload.pickling import load_bytes
+from daskserve.telemetry.logs.process import process_logs
 
 
 class ChildReplica(Replica):
@@ -146,7 +147,15 @@ class ReplicaServer:
         view = self._view = ChildView(instance, load_bytes(access), payload.buffers)
         spec = ActorSpec(ActorKind.REPLICA, name, incarnation, instance, bytes(payload.data))
         # User code sees only those parts of the view that handles and clients need.
-        context = ContextWith(spec, view, LoopClock(), system_rng(), worker, start_thread=self._start_thread)
+        context = ContextWith(
+            spec,
+            view,
+            LoopClock(),
+            system_rng(),
+            worker,
+            start_thread=self._start_thread,
+            logs=process_logs.get(),
+        )
         environments = settings.process().environments
         archives_folder.set(environments)
         prefix = Path(sys.prefix)

@@ -12,6 +12,7 @@ from daskserve.context import RequestContext
 from daskserve.data.replica.execution.message_pipe import open_pipe
 from daskserve.data.replica.requests.accept_batch import BatchItem
 from daskserve.data.replica.requests.replica_request import LocalRequest, set_context, start_next
+from daskserve.data.replica.requests.states import LATE, LEFT, WAITING, RequestEvent
 from daskserve.data.replica.requests.streaming import (
     finish_stream,
     finish_stream_in_thread,
@@ -21,6 +22,9 @@ from daskserve.data.replica.requests.streaming import (
 from daskserve.data.replica.user_code.definitions import CALL, Method
 from daskserve.data.replica.user_code.responses import Unfinished
 from daskserve.errors import ServeError, StreamOptionError
+
+#: What the access log has as the status of a call whose caller left.
+CANCELLED = 499
 
 
 def _request_context(envelope: Envelope) -> RequestContext:
@@ -61,6 +65,23 @@ class CallRequest(LocalRequest):
 
     def message(self, value: Any) -> Message | None:
         return {"type": "call.result", "payload": value}
+
+    def answered(self) -> None:
+        super().answered()
+        if self.code.note_call is not None:
+            self._note(200)
+
+    def _close(self, event: RequestEvent) -> None:
+        was_begun = self.state != WAITING
+        super()._close(event)
+        if was_begun and self.code.note_call is not None:
+            self._note(CANCELLED if event in (LEFT, LATE) else 500)
+
+    def _note(self, status: int) -> None:
+        head, note = self.envelope.head, self.code.note_call
+        assert note is not None
+        method = head.get("method") or CALL
+        note(method, head.get("request_id") or "", status, stopwatch() - self._began)
 
 
 async def _submit(request: CallRequest, method: Method) -> None:

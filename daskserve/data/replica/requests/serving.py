@@ -47,6 +47,8 @@ class ServingCode:
         self.place: Mapping[str, Any] = {}
         #: The option ``on_disconnect``.
         self.on_disconnect: str | None = None
+        #: Takes the calls that have ended, for the access log; None without one.
+        self.note_call: Callable[[str, str, int, float], None] | None = None
 
     async def arguments_of(self, receive: Receive) -> Message:
         """Return the message with the arguments of a reserved call; raise if the replica stops before."""

@@ -1,0 +1,103 @@
+"""``daskserve logs``: the log records of all workers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import click
+
+from daskserve.cli.completion import complete_applications
+from daskserve.cli.instance import connected, instance_options
+from daskserve.cli.output import errors_as_messages, json_option, print_json
+from daskserve.cli.serving.process import LOG_LEVELS
+from daskserve.cli.views.history import as_seconds
+from daskserve.client.views.logs import LogRecord, Logs
+
+#: How long one call waits for new records.
+WAIT_S = 20.0
+_COLOURS: Mapping[str, str] = {"WARNING": "yellow", "ERROR": "red", "CRITICAL": "red"}
+
+
+@click.command()
+@click.argument(
+    "target", metavar="[APP[/DEPLOYMENT[/REPLICA]]]", required=False, shell_complete=complete_applications
+)
+@instance_options
+@click.option("-f", "--follow", is_flag=True, help="Show new records, too, until Ctrl-C.")
+@click.option("--since", callback=as_seconds, help="Only records of this time, such as 90s, 15m or 2h.")
+@click.option(
+    "--level",
+    type=click.Choice(list(LOG_LEVELS), case_sensitive=False),
+    help="Only records of this level, and of those above it.",
+)
+@click.option("--grep", metavar="TEXT", help="Only records whose message or traceback contains this text.")
+@click.option(
+    "--limit",
+    type=click.IntRange(1, 10_000),
+    default=1000,
+    show_default=True,
+    help="Maximum number of past records, the newest.",
+)
+@json_option
+def logs(
+    target: str | None,
+    address: str | None,
+    name: str | None,
+    follow: bool,
+    since: float | None,
+    level: str | None,
+    grep: str | None,
+    limit: int,
+    as_json: bool,
+) -> None:
+    """Show the log records of all workers that are still in memory, in the order of their times.
+
+    REPLICA is the tag of a replica, or its part after "#". With --json, prints one list; with --follow, one
+    object per line. Workers that do not answer, and records that were lost, are named on standard error.
+    """
+    application, _, rest = (target or "").partition("/")
+    deployment, _, replica = rest.partition("/")
+    wanted: dict[str, Any] = {
+        "application": application or None,
+        "deployment": deployment or None,
+        "replica": replica or None,
+        "level": "debug" if level == "trace" else level,
+        "grep": grep,
+        "limit": limit,
+    }
+    told: set[str] = set()
+    with errors_as_messages(), connected(address, name) as client:
+        found = client.logs(**wanted, since_s=since)
+        _show(found, as_json=as_json, is_stream=follow)
+        _tell(found, told)
+        while follow:
+            found = client.logs(**wanted, after=found.next, wait_s=WAIT_S)
+            _show(found, as_json=as_json, is_stream=True)
+            _tell(found, told)
+
+
+def _show(found: Iterable[LogRecord], *, as_json: bool, is_stream: bool) -> None:
+    if as_json and not is_stream:
+        print_json([asdict(each) for each in found])
+        return
+    for each in found:
+        if as_json:
+            print_json(asdict(each), is_line=True)
+        else:
+            click.secho(str(each), fg=_COLOURS.get(each.level))
+
+
+def _tell(found: Logs, told: set[str]) -> None:
+    """Say once what is missing."""
+    notes = [f"Worker {worker} is missing: {reason}." for worker, reason in found.missing.items()]
+    for worker, losses in found.dropped.items():
+        counts = ", ".join(f"{count} ({reason})" for reason, count in losses.items())
+        notes.append(f"Worker {worker} has lost log records: {counts}.")
+    for worker, problems in found.problems.items():
+        notes += [f"Worker {worker} cannot write {problem}." for problem in problems]
+    for each in notes:
+        if each not in told:
+            told.add(each)
+            click.secho(each, fg="yellow", err=True)

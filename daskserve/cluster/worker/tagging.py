@@ -1,0 +1,140 @@
+"""Where the current code comes from: its replica, its request, and lines that it prints."""
+
+from __future__ import annotations
+
+import io
+import logging
+import sys
+import threading
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, TextIO
+
+from daskserve.common.types import split_deployment_tag
+from daskserve.context import current_replica, current_request
+from daskserve.telemetry.logs.formats import json_of, place_of
+from daskserve.telemetry.logs.process import ProcessLogs
+from daskserve.telemetry.logs.records import PRINTED, Tags
+
+#: Length at which a line that user code prints is cut.
+MAX_LINE = 8192
+#: Lines that are begun at a time; further ones are written as they come.
+MAX_BEGUN = 1000
+
+_WORKER, _PROXY, _CONTROLLER = Tags(), Tags(component="proxy"), Tags(component="controller")
+_names = lru_cache(1024)(split_deployment_tag)
+
+
+def tags_of(record: logging.LogRecord, logs: ProcessLogs) -> Tags:
+    """Return where a record comes from that the current code makes."""
+    found = current_tags()
+    if found is not None:
+        return found
+    name = record.name
+    if name.startswith("daskserve."):
+        if name.startswith("daskserve.prox"):
+            return _PROXY
+        return _CONTROLLER if name.startswith("daskserve.control") else _WORKER
+    if name.startswith(("distributed", "tornado", "asyncio")):
+        return _WORKER
+    return logs.only_replica() or _WORKER
+
+
+def current_tags() -> Tags | None:
+    """Return the replica and the request that the current code runs for; None outside of replicas."""
+    replica = current_replica.get()
+    if replica is None:
+        return None
+    application, deployment = _names(replica.backend_tag)
+    request = current_request.get()
+    if request is None:
+        return Tags(application, deployment, replica.replica_tag, component="replica")
+    return Tags(
+        application, deployment, replica.replica_tag, request.request_id, "", request.route, "replica"
+    )
+
+
+class TaggedOutput(io.TextIOBase):
+    """Standard output that marks the lines of replicas, and keeps them with the log.
+
+    A line is written once it is complete, or flushed. Everything else passes through.
+    """
+
+    def __init__(self, stream: TextIO, logs: ProcessLogs, take: Callable[[str, Tags], None]) -> None:
+        self.stream = stream
+        self._logs = logs
+        self._take = take
+        #: The beginnings of lines, by replica and thread.
+        self._begun: dict[tuple[str, int], str] = {}
+
+    def write(self, text: str) -> int:
+        """Write a text; the lines of a replica with its name."""
+        tags = current_tags()
+        if tags is None:
+            return self.stream.write(text)
+        key = (tags.replica, threading.get_ident())
+        *lines, rest = (self._begun.pop(key, "") + text).split("\n")
+        if len(rest) > MAX_LINE or (rest and len(self._begun) >= MAX_BEGUN):
+            lines, rest = [*lines, rest], ""
+        if rest:
+            self._begun[key] = rest
+        for line in lines:
+            self._write_line(line, tags)
+        return len(text)
+
+    def _write_line(self, line: str, tags: Tags) -> None:
+        settings = self._logs.has_prefix(tags)
+        if settings is None:
+            marked = line
+        elif settings.encoding == "JSON":
+            record = logging.makeLogRecord({"name": PRINTED, "levelname": "INFO", "msg": line})
+            marked = json_of(record, tags, settings)
+        else:
+            place = place_of(tags.application, tags.deployment, tags.replica)
+            marked = f"{place}: {line}"
+        if settings is None or settings.to_stdout:
+            self.stream.write(f"{marked}\n")
+        self._take(line[:MAX_LINE], tags)
+
+    def flush(self) -> None:
+        """Flush the stream, with the line that this replica has begun."""
+        tags = current_tags()
+        if tags is not None:
+            begun = self._begun.pop((tags.replica, threading.get_ident()), "")
+            if begun:
+                self._write_line(begun, tags)
+        self.stream.flush()
+
+    def writable(self) -> bool:
+        return True
+
+    def isatty(self) -> bool:
+        return self.stream.isatty()
+
+    def fileno(self) -> int:
+        return self.stream.fileno()
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self.stream.encoding
+
+    @property
+    def errors(self) -> str | None:  # type: ignore[override]
+        return self.stream.errors
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+def mark_output(logs: ProcessLogs, take: Callable[[str, Tags], None]) -> Callable[[], None]:
+    """Mark what replicas print from now on; return what undoes this."""
+    before = sys.stdout
+    if before is None or isinstance(before, TaggedOutput):
+        return lambda: None
+    marked = sys.stdout = TaggedOutput(before, logs, take)
+
+    def undo() -> None:
+        if sys.stdout is marked:  # else other code has replaced it meanwhile
+            sys.stdout = before
+
+    return undo

@@ -1,0 +1,189 @@
+"""The verb that gathers the logs of an instance from all workers."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import json
+import logging
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+from daskserve.cluster.actors.calls import host_of
+from daskserve.cluster.protocols.base import ANSWER_S, verb
+from daskserve.control.core import MAX_WAIT_S, ControllerCore
+from daskserve.errors import BadRequestError, ServeError
+from daskserve.telemetry.logs.ring import Query
+
+#: Most records of one answer.
+MAX_RECORDS = 10_000
+#: Workers that are asked at a time, so that few answers are in memory.
+WORKERS_AT_A_TIME = 32
+#: Time in which all workers answer, or are named.
+ALL_S = 10.0
+#: Interval at which workers are asked while a call waits for records.
+ASK_EVERY_S = 0.5
+#: Most bytes of a cursor, unpacked.
+MAX_CURSOR = 4 << 20
+
+
+class LogVerbs:
+    """See the module."""
+
+    def __init__(self, core: ControllerCore) -> None:
+        self._core = core
+
+    @verb
+    async def logs(
+        self,
+        application: str | None = None,
+        deployment: str | None = None,
+        replica: str | None = None,
+        since_s: float | None = None,
+        level: str | None = None,
+        grep: str | None = None,
+        limit: int = 1000,
+        after: str | None = None,
+        wait_s: float = 0.0,
+    ) -> dict[str, Any]:
+        """Return log records in the order of their times, and a cursor after which the next call continues.
+
+        Parameters
+        ----------
+        replica : str, optional
+            The tag of a replica, or its part after ``#``.
+        since_s : float, optional
+            Only those of the last seconds.
+        level : str, optional
+            The lowest level.
+        grep : str, optional
+            A text that the message or the traceback contains.
+        after : str, optional
+            The cursor of an earlier answer: what came later, the oldest first if it is more than ``limit``.
+            None: the newest.
+        wait_s : float
+            How long to wait, at most 30 s, if there are none.
+
+        Returns
+        -------
+        dict
+            ``records``, ``next``, ``missing`` (workers that did not answer, with the reason), ``dropped``
+            (how many records each worker lost, by the reason) and ``problems`` (files that are not written).
+        """
+        if level is not None and level.upper() not in logging.getLevelNamesMapping():
+            raise BadRequestError(f"level={level!r} is not a level of logging, such as 'WARNING'")
+        if not 0 < limit <= MAX_RECORDS:
+            raise BadRequestError(f"limit={limit!r} must be from 1 to {MAX_RECORDS}")
+        since = None if since_s is None else self._core.clock.wall() - since_s
+        query = Query(application, deployment, replica, since, level, grep, limit)
+        cursor = None if after is None else unpacked(after)
+        deadline = self._core.clock.now() + min(wait_s, MAX_WAIT_S)
+        while True:
+            found = await self._gather(query, cursor)
+            left_s = deadline - self._core.clock.now()
+            if found["records"] or left_s <= 0:
+                return {**found, "next": packed(found["next"])}
+            cursor = found["next"]
+            await self._core.clock.sleep(min(ASK_EVERY_S, left_s))
+
+    async def _gather(self, query: Query, cursor: Mapping[str, int] | None) -> dict[str, Any]:
+        gathered = Gathered(query.limit, cursor)
+        asking = asyncio.Semaphore(WORKERS_AT_A_TIME)
+
+        async def ask(worker: str) -> None:
+            async with asking:
+                call = self._core.cluster.call(
+                    host_of(worker),
+                    "logs",
+                    query=query.plain(),
+                    after=None if cursor is None else dict(cursor),
+                )
+                try:
+                    gathered.add(worker, await self._core.clock.wait_for(call, ANSWER_S))
+                except TimeoutError:
+                    gathered.missing[worker] = "it does not answer"
+                except (ServeError, OSError) as error:
+                    gathered.missing[worker] = str(error)
+
+        workers = sorted(self._core.observed.workers)
+        tasks = [asyncio.create_task(ask(worker)) for worker in workers]
+        try:
+            await self._core.clock.wait_for(asyncio.gather(*tasks), ALL_S)
+        except TimeoutError:
+            for worker in workers:
+                if worker not in gathered.answered:
+                    gathered.missing.setdefault(worker, "there was no time left to ask it")
+        finally:
+            for task in tasks:
+                task.cancel()
+        return gathered.result()
+
+
+class Gathered:
+    """The answers of the workers, merged. Pure."""
+
+    def __init__(self, limit: int, cursor: Mapping[str, int] | None) -> None:
+        self._limit = limit
+        self._cursor = cursor
+        self._records: list[dict[str, Any]] = []
+        self._last: dict[str, int] = dict(cursor or {})
+        self.missing: dict[str, str] = {}
+        self.answered: set[str] = set()
+        self._dropped: dict[str, Mapping[str, int]] = {}
+        self._problems: dict[str, list[str]] = {}
+
+    def add(self, worker: str, answer: Mapping[str, Any]) -> None:
+        """Add the answer of a worker, and drop what is beyond the limit."""
+        self.answered.add(worker)
+        for each in answer["sources"]:
+            source = each["source"]
+            self._last[source] = each["last"]
+            self._records += [{**row, "worker": worker, "source": source} for row in each["rows"]]
+        if answer["dropped"]:
+            self._dropped[worker] = answer["dropped"]
+        if answer["problems"]:
+            self._problems[worker] = answer["problems"]
+        self._cut()
+
+    def _cut(self) -> None:
+        self._records.sort(key=lambda each: each["time"])
+        if self._cursor is None:
+            del self._records[: max(0, len(self._records) - self._limit)]
+            return
+        for row in self._records[self._limit :]:
+            # The next call gets it.
+            self._last[row["source"]] = min(self._last[row["source"]], row["number"] - 1)
+        del self._records[self._limit :]
+
+    def result(self) -> dict[str, Any]:
+        """Return the answer, with an unpacked cursor."""
+        return {
+            "records": [
+                {name: value for name, value in each.items() if name not in ("number", "source")}
+                for each in self._records
+            ],
+            "next": self._last,
+            "missing": self.missing,
+            "dropped": self._dropped,
+            "problems": self._problems,
+        }
+
+
+def packed(cursor: Mapping[str, int]) -> str:
+    """Return a cursor as a text for URLs."""
+    return base64.urlsafe_b64encode(zlib.compress(json.dumps(cursor).encode())).decode()
+
+
+def unpacked(text: str) -> dict[str, int]:
+    """Return a cursor; raise `BadRequestError` if the text is none."""
+    try:
+        reader = zlib.decompressobj()
+        data = reader.decompress(base64.urlsafe_b64decode(text.encode()), MAX_CURSOR)
+        found = json.loads(data) if not reader.unconsumed_tail else None
+    except (ValueError, zlib.error, binascii.Error, RecursionError):
+        found = None
+    if not isinstance(found, dict) or not all(type(each) is int for each in found.values()):
+        raise BadRequestError(f"after={text[:40]!r} is not a cursor: pass 'next' of an earlier answer")
+    return found

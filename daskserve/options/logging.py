@@ -1,0 +1,86 @@
+"""How an instance, an application or a deployment logs."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer
+
+from daskserve.options.fields.base import ByteCount, Options
+
+
+class LoggingConfig(Options):
+    """How an instance, an application or a deployment logs.
+
+    A field that is not set is as in the next larger one of these.
+    """
+
+    place: ClassVar[str] = "logging_config"
+
+    encoding: Literal["TEXT", "JSON"] = Field(
+        "TEXT", description="``TEXT``, or ``JSON``: one object in each line."
+    )
+    log_level: str = Field(
+        "INFO",
+        description="Lowest level of the records of the loggers ``daskserve`` and ``ray.serve``, as a name "
+        "or a number. Other loggers have their own levels.",
+    )
+    logs_dir: str | None = Field(
+        None,
+        description="Folder of log files on the hosts of the workers, one for each replica, and for each "
+        "process with proxies or the controller. None: no files.",
+    )
+    enable_access_log: bool = Field(True, description="Whether each request is one line when it has ended.")
+    additional_log_standard_attrs: list[str] = Field(
+        default_factory=list,
+        description="Attributes of Python's ``LogRecord`` that records have, too, such as ``funcName``.",
+    )
+    output: Literal["stdout", "files", "both"] | None = Field(
+        None,
+        description="Where records go. None: to files if there is ``logs_dir``, else to standard output, "
+        "which gets only what no handler of yours takes.",
+    )
+    max_file_bytes: ByteCount = Field(
+        64 << 20, ge=4096, description="Size at which a log file begins anew, in bytes."
+    )
+    max_files: int = Field(5, ge=0, le=1000, description="How many old files are kept of each.")
+
+    @field_validator("encoding", mode="before")
+    @classmethod
+    def _in_capitals(cls, value: Any) -> Any:
+        return value.upper() if isinstance(value, str) else value
+
+    @field_validator("log_level", mode="before")
+    @classmethod
+    def _is_a_level(cls, value: Any) -> Any:
+        names = logging.getLevelNamesMapping()
+        if isinstance(value, int) and not isinstance(value, bool):
+            value = logging.getLevelName(value)
+        if not isinstance(value, str) or value.upper() not in names:
+            raise ValueError(f"{value!r} is not a level of logging; give one of {', '.join(sorted(names))}")
+        return value.upper()
+
+    @field_validator("additional_log_standard_attrs")
+    @classmethod
+    def _exist(cls, names: list[str]) -> list[str]:
+        known = {*vars(logging.makeLogRecord({})), "message", "asctime"}
+        unknown = [each for each in names if each not in known]
+        if unknown:
+            raise ValueError(
+                f"{unknown[0]!r} is not an attribute of LogRecord; it has {', '.join(sorted(known))}"
+            )
+        return list(dict.fromkeys(names))
+
+    @model_serializer(mode="wrap")
+    def _only_what_is_set(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {name: value for name, value in handler(self).items() if name in self.model_fields_set}
+
+    def over(self, outer: LoggingConfig | None) -> LoggingConfig:
+        """Return this config with the fields of a larger one where it sets none."""
+        return self if outer is None else LoggingConfig(**{**outer.model_dump(), **self.model_dump()})
+
+
+def over(inner: LoggingConfig | None, outer: LoggingConfig | None) -> LoggingConfig | None:
+    """Return a config over another one; either may be missing."""
+    return outer if inner is None else inner.over(outer)

@@ -1,0 +1,163 @@
+"""Log records as text and as JSON, one per line."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Callable
+from datetime import datetime
+from typing import Any
+
+from daskserve.telemetry.logs.records import Access, Plain, Tags
+from daskserve.telemetry.logs.settings import LogSettings
+
+#: The attributes that Python's `logging` gives every record.
+STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+#: The attributes that `daskserve.telemetry.logs.records.Tags.mark` gives a record.
+_OURS = frozenset((*Tags._fields, "component_name"))
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f\x80-\x9f]")
+_TRACEBACKS = logging.Formatter()
+
+
+def clock(seconds: float) -> str:
+    """Return a time as Ray Serve's logs have it: local, with milliseconds."""
+    when = datetime.fromtimestamp(seconds)
+    return f"{when:%Y-%m-%d %H:%M:%S},{when.microsecond // 1000:03d}"
+
+
+def place_of(application: str, deployment: str, replica: str) -> str:
+    """Return the replica or what else logs, briefly: ``app/Model#abc``."""
+    if not replica:
+        return "/".join(filter(None, (application, deployment)))
+    return f"{application}/{deployment}#{replica.rpartition('#')[2]}"
+
+
+def without_control(text: str) -> str:
+    """Return a text that does not control a terminal; line breaks and tabs stay."""
+    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+
+
+def text_of(record: logging.LogRecord, tags: Tags, settings: LogSettings) -> str:
+    """Return a record as text, with its traceback."""
+    head = f"{record.levelname} {clock(record.created)}"
+    place = place_of(tags.application, tags.deployment, tags.replica) or tags.component
+    more = "".join(
+        f" {name}={getattr(record, name, None)}" for name in settings.additional_log_standard_attrs
+    )
+    request = f" {tags.request_id}" if tags.request_id else ""
+    text = f"{head} {place}{request}{more} -- {_message(record)}"
+    found = traceback_of(record)
+    return f"{text}\n{found}" if found else text
+
+
+def json_of(record: logging.LogRecord, tags: Tags, settings: LogSettings) -> str:
+    """Return a record as a JSON object, with the attributes that user code has given it."""
+    found: dict[str, Any] = {
+        "levelname": record.levelname,
+        "asctime": clock(record.created),
+        "timestamp_ns": int(record.created * 1e9),
+        "message": _message(record),
+        "logger": record.name,
+        "filename": record.filename,
+        "lineno": record.lineno,
+        "process": record.process,
+        **_of_tags(tags),
+    }
+    for name, value in vars(record).items():
+        if name not in STANDARD and name not in _OURS and name not in found:
+            found[name] = value
+    for name in settings.additional_log_standard_attrs:
+        found.setdefault(name, getattr(record, name, None))
+    text = traceback_of(record)
+    if text:
+        found["exc_text"] = text
+    return _dumped(found)
+
+
+def access_text(access: Access) -> str:
+    """Return a line of the access log as uvicorn writes it; that of a call as other records of a replica."""
+    if not access.replica:
+        return f"INFO:     {access.message}"
+    tags = access.tags
+    place = place_of(tags.application, tags.deployment, tags.replica)
+    return f"INFO {clock(access.time)} {place} {access.request_id} -- {access.message}"
+
+
+def access_json(access: Access) -> str:
+    """Return a line of the access log as a JSON object."""
+    found = access.plain()
+    return _dumped(
+        {
+            "levelname": "INFO",
+            "asctime": clock(access.time),
+            "timestamp_ns": int(access.time * 1e9),
+            "message": found["message"],
+            "logger": found["logger"],
+            **_of_tags(access.tags),
+            **found["access"],
+        }
+    )
+
+
+def traceback_of(record: logging.LogRecord) -> str:
+    """Return the traceback of a record's exception, which is formatted once."""
+    if record.exc_info and not record.exc_text:
+        record.exc_text = _TRACEBACKS.formatException(record.exc_info)
+    return record.exc_text or ""
+
+
+def as_record(access: Access) -> logging.LogRecord:
+    """Return a line of the access log as a record, for handlers."""
+    record = logging.makeLogRecord(
+        {
+            "name": "daskserve.access",
+            "levelno": logging.INFO,
+            "levelname": "INFO",
+            "msg": access.message,
+            "created": access.time,
+            **access.plain()["access"],
+        }
+    )
+    access.tags.mark(record)
+    return record
+
+
+def line_of(plain: Plain) -> str:
+    """Return the plain values of an entry as text for a person."""
+    place = place_of(plain["application"], plain["deployment"], plain["replica"]) or plain["component"]
+    request = f" {plain['request_id']}" if plain["request_id"] else ""
+    text = f"{clock(plain['time'])} {plain['level']} {place}{request} -- {plain['message']}"
+    return without_control(f"{text}\n{plain['exception']}" if plain["exception"] else text)
+
+
+def _of_tags(tags: Tags) -> dict[str, str]:
+    found = {name: value for name, value in tags._asdict().items() if value and name != "component"}
+    return {**found, "component_name": tags.component}
+
+
+def _message(record: logging.LogRecord) -> str:
+    try:
+        return record.getMessage()
+    except Exception as error:  # of the arguments, which do not fit the message
+        return f"{record.msg} ({type(error).__name__} in its arguments)"
+
+
+def _shown(value: Any) -> str:
+    try:
+        return repr(value)
+    except Exception as error:  # of user code
+        return f"<{type(value).__name__}: {type(error).__name__} in its repr>"
+
+
+def _dumped(found: dict[str, Any]) -> str:
+    dump: Callable[..., str] = json.dumps
+    try:
+        return dump(found, default=_shown)
+    except (ValueError, TypeError, RecursionError):  # an object that contains itself, or keys of other types
+        return dump(
+            {name: value if type(value) in _PLAIN else _shown(value) for name, value in found.items()}
+        )
+
+
+_PLAIN = (str, int, float, bool, type(None))

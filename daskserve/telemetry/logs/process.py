@@ -1,0 +1,247 @@
+"""The logs of one process: what is written where, for each replica, the proxies and the controller.
+
+The thread of `daskserve.cluster.worker.log_thread` writes; everything else only adds records and settings.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import socket
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from daskserve.telemetry.logs.formats import access_json, access_text, as_record, json_of, text_of
+from daskserve.telemetry.logs.records import ACCESS, Access, Tags
+from daskserve.telemetry.logs.ring import Ring
+from daskserve.telemetry.logs.settings import LOGGERS, LogSettings, merged
+from daskserve.telemetry.logs.sinks import FileSink, Sink, StreamSink
+from daskserve.telemetry.table import MetricSample
+
+#: Maximum number of lines of the access log that wait for the thread; later ones are dropped.
+MAX_PENDING = 10_000
+#: The level of daskserve's own loggers in a process where no instance has settings.
+DEFAULT_LEVEL = logging.INFO
+
+Layer: TypeAlias = Mapping[str, Any] | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    tags: Tags
+    settings: LogSettings | None
+
+
+class ProcessLogs:
+    """See the module.
+
+    Attributes
+    ----------
+    wake : callable
+        Has `drain` called soon, in the thread that writes.
+    dropped : dict
+        How many records were lost, by the reason.
+    """
+
+    def __init__(self, stdout: Sink | None = None, now: Callable[[], float] = time.monotonic) -> None:
+        self.ring = Ring()
+        self.wake: Callable[[], object] = self.drain
+        self.dropped: dict[str, int] = defaultdict(int)
+        self.keep_access: Callable[[Access], object] = self.ring.add_access
+        self._now = now
+        self._stdout = stdout or StreamSink()
+        self._files: dict[Path, FileSink] = {}
+        #: What is known of replicas, by tag, and of proxies and the controller, by the name of the actor.
+        self._sources: dict[str, _Source] = {}
+        self._pending: deque[Access] = deque()
+        self._is_awake = False
+        self._levels: dict[str, int] = {}
+
+    # ---- settings
+
+    def configure(self, source: str, tags: Tags, *layers: Layer) -> LogSettings | None:
+        """Set what is done with the records of a replica, a proxy or a controller; return the settings."""
+        found = merged(*layers)
+        self._sources = {**self._sources, source: _Source(tags, found)}
+        self._set_levels()
+        return found
+
+    def forget(self, source: str) -> None:
+        """Drop the settings of an actor that is gone; idempotent."""
+        self._sources = {name: each for name, each in self._sources.items() if name != source}
+        self._set_levels()
+        used = {path for each in self._sources.values() if (path := _path(each.settings, each.tags))}
+        # The thread that writes may be about to use one; it opens it again.
+        for path in [path for path in self._files if path not in used]:
+            sink = self._files.pop(path)
+            self.dropped["file"] += sink.lost
+            sink.close()
+
+    def open(self) -> None:
+        """Have the records of daskserve's own loggers made from `DEFAULT_LEVEL` on."""
+        self._set_levels()
+
+    def close(self) -> None:
+        """Give the loggers their levels back, and close the files."""
+        for name, level in self._levels.items():
+            logger = logging.getLogger(name)
+            if logger.level == level:
+                logger.setLevel(logging.NOTSET)
+        self._levels = {}
+        for sink in self._files.values():
+            sink.close()
+
+    def _set_levels(self) -> None:
+        levels = [each.settings.level for each in self._sources.values() if each.settings is not None]
+        level = min(levels, default=DEFAULT_LEVEL)
+        for name in LOGGERS:
+            logger = logging.getLogger(name)
+            # A level that an operator or user code has set stays.
+            if logger.level in (logging.NOTSET, self._levels.get(name)):
+                logger.setLevel(level)
+                self._levels[name] = level
+
+    # ---- where code logs
+
+    def only_replica(self) -> Tags | None:
+        """Return where code comes from that runs in a thread of its own, if there is only one replica."""
+        found = None
+        for each in self._sources.values():
+            if each.tags.replica:
+                if found is not None:
+                    return None
+                found = each.tags
+        return found
+
+    def is_below_level(self, record: logging.LogRecord, tags: Tags) -> bool:
+        """Return whether a record of daskserve's loggers is below the level of its replica or instance."""
+        settings = self._settings(tags)
+        return settings is not None and record.levelno < settings.level and record.name.startswith(LOGGERS)
+
+    def access(self, access: Access) -> None:
+        """Take a line of the access log, in less than a microsecond."""
+        pending = self._pending
+        if len(pending) >= MAX_PENDING:
+            self.dropped["access"] += 1
+            return
+        pending.append(access)
+        if not self._is_awake:
+            self._is_awake = True
+            self.wake()
+
+    def has_prefix(self, tags: Tags) -> LogSettings | None:
+        """Return the settings of a replica, if what it prints is to be marked."""
+        return self._settings(tags)
+
+    # ---- in the thread that writes
+
+    def write(
+        self, record: logging.LogRecord, tags: Tags, *, has_handlers: bool, is_print: bool = False
+    ) -> bool:
+        """Write a record; return whether standard output has it, so that no other handler is needed."""
+        settings = self._settings(tags)
+        if settings is None:
+            return False
+        to_stdout = settings.to_stdout and not has_handlers and not is_print
+        path = _path(settings, tags)
+        if not to_stdout and path is None:
+            return False
+        line = (json_of if settings.encoding == "JSON" else text_of)(record, tags, settings)
+        if path is not None:
+            self._file(path, settings).write([line])
+        if to_stdout:
+            self._stdout.write([line])
+        return to_stdout
+
+    def drain(self, call_handlers: Callable[[logging.Logger, logging.LogRecord], None] | None = None) -> None:
+        """Write the lines of the access log that wait.
+
+        If the logger ``daskserve.access`` has handlers of its own, they get the lines instead of standard
+        output.
+        """
+        self._is_awake = False
+        pending = self._pending
+        taken = [pending.popleft() for _ in range(len(pending))]
+        logger = logging.getLogger(ACCESS)
+        passes_on = call_handlers is not None and bool(logger.handlers)
+        lines: dict[Path | None, list[str]] = defaultdict(list)
+        sizes: dict[Path, LogSettings] = {}
+        for access in taken:
+            self.keep_access(access)
+            tags = access.tags
+            settings = self._settings(tags)
+            if settings is None:
+                continue
+            path = _path(settings, tags)
+            to_stdout = settings.to_stdout and not passes_on
+            if path is not None or to_stdout:
+                line = (access_json if settings.encoding == "JSON" else access_text)(access)
+                if path is not None:
+                    lines[path].append(line)
+                    sizes[path] = settings
+                if to_stdout:
+                    lines[None].append(line)
+            if passes_on and call_handlers is not None:
+                call_handlers(logger, as_record(access))
+        for each, texts in lines.items():
+            (self._stdout if each is None else self._file(each, sizes[each])).write(texts)
+
+    def _settings(self, tags: Tags) -> LogSettings | None:
+        source = self._sources.get(tags.replica or tags.component)
+        if source is None and not tags.replica:
+            # Of the worker: as the proxy or the controller in it, if there is one.
+            source = self._sources.get("proxy") or self._sources.get("controller")
+        return None if source is None else source.settings
+
+    def _file(self, path: Path, settings: LogSettings) -> FileSink:
+        sink = self._files.get(path)
+        if sink is None:
+            sink = FileSink(path, settings.max_file_bytes, settings.max_files, self._now)
+            self._files[path] = sink
+        return sink
+
+    # ---- for metrics and the status
+
+    def losses(self) -> dict[str, int]:
+        """Return how many records were lost, by the reason."""
+        found = dict(self.dropped)
+        for reason, lost in (
+            ("stdout", self._stdout.lost),
+            ("file", sum(each.lost for each in tuple(self._files.values()))),
+        ):
+            if lost:
+                found[reason] = found.get(reason, 0) + lost
+        return found
+
+    def problems(self) -> list[str]:
+        """Return why files cannot be written now."""
+        return [f"{each.path}: {each.problem}" for each in tuple(self._files.values()) if each.problem]
+
+    def samples(self) -> Iterable[MetricSample]:
+        """Return the metrics; see `daskserve.telemetry.table.Source`."""
+        return [("log_records_dropped", (reason,), count) for reason, count in self.losses().items()]
+
+
+#: The logs of a child process; None in other processes, whose actors are given theirs.
+process_logs: ContextVar[ProcessLogs | None] = ContextVar("daskserve_process_logs", default=None)
+
+_UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
+
+
+def _path(settings: LogSettings | None, tags: Tags) -> Path | None:
+    if settings is None or settings.folder is None:
+        return None
+    parts: tuple[str, ...]
+    if tags.replica:
+        parts = ("replica", tags.application, tags.deployment, tags.replica.rpartition("#")[2])
+    else:
+        # A host may have several workers, and several hosts one folder.
+        parts = (tags.component, socket.gethostname(), str(os.getpid()))
+    name = "_".join(_UNSAFE.sub("-", each) for each in parts)
+    return Path(settings.folder).expanduser() / f"{name[:200]}.log"

@@ -1,0 +1,173 @@
+"""A log record with the fields of its replica and request, and one line of the access log.
+
+Both are made within the code that logs, or on the loop of a proxy, so making one takes about a microsecond:
+the text is formatted by whoever reads it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Any, NamedTuple, TypeAlias
+
+from daskserve.common.types import split_deployment_tag
+
+#: The logger of the access log.
+ACCESS = "daskserve.access"
+#: The name in the place of a logger for what user code prints.
+PRINTED = "stdout"
+#: Maximum length of a message and of a traceback that is kept in memory.
+MAX_TEXT = 8192
+
+Plain: TypeAlias = dict[str, Any]
+
+_PHRASES: Mapping[int, str] = {each.value: each.phrase for each in HTTPStatus} | {
+    499: "Client Closed Request"
+}
+
+
+class Tags(NamedTuple):
+    """Where a record comes from; every field is empty if it is not known."""
+
+    application: str = ""
+    deployment: str = ""
+    replica: str = ""
+    request_id: str = ""
+    trace_id: str = ""
+    route: str = ""
+    #: ``replica``, ``proxy``, ``controller`` or ``worker``.
+    component: str = "worker"
+
+    def mark(self, record: logging.LogRecord) -> None:
+        """Add the fields to a record as attributes; those that user code has set itself stay."""
+        known = vars(record)
+        for name, value in zip(self._fields, self, strict=True):
+            known.setdefault("component_name" if name == "component" else name, value)
+
+
+class Entry:
+    """A log record that is kept."""
+
+    __slots__ = ("args", "exception", "level", "levelno", "logger", "msg", "number", "tags", "time")
+
+    def __init__(self, record: logging.LogRecord, tags: Tags, number: int) -> None:
+        self.number = number
+        self.time = record.created
+        self.level = record.levelname
+        self.levelno = record.levelno
+        self.logger = record.name
+        msg, args = record.msg, record.args
+        if not args:
+            msg = str(msg)
+            if len(msg) > MAX_TEXT:
+                msg = f"{msg[:MAX_TEXT]}..."
+        elif len(str(msg)) > MAX_TEXT or any(type(each) is str and len(each) > MAX_TEXT for each in args):
+            msg, args = f"{_message(msg, args)[:MAX_TEXT]}...", None
+        self.msg, self.args = msg, args
+        self.tags = tags
+        #: The name of the exception's class, until the traceback is formatted.
+        kind = record.exc_info[0] if record.exc_info else None
+        self.exception = (record.exc_text or "")[-MAX_TEXT:] or ("" if kind is None else kind.__name__)
+
+    @property
+    def message(self) -> str:
+        """The text, without the exception."""
+        return _message(self.msg, self.args)
+
+    def plain(self) -> Plain:
+        """Return plain values."""
+        return {
+            "number": self.number,
+            "time": self.time,
+            "level": self.level,
+            "logger": self.logger,
+            "message": self.message,
+            "exception": self.exception,
+            **self.tags._asdict(),
+        }
+
+
+class Access(NamedTuple):
+    """One request that has ended: of a proxy, or a call at its replica.
+
+    Attributes
+    ----------
+    method : str
+        The method of HTTP, ``WebSocket``, or ``CALL``.
+    target : bytes
+        The path with its query as the client sent it, or the name of the method that was called.
+    status : int
+        Of HTTP; for a call 200 if it returned, 500 if it raised, and 499 if it was cancelled.
+    backend : str
+        The tag of the deployment.
+    """
+
+    time: float
+    method: str
+    target: bytes
+    query: bytes
+    status: int
+    seconds: float
+    client: tuple[str, int] | None = None
+    http_version: str = ""
+    request_id: str = ""
+    trace_id: str = ""
+    route: str = ""
+    backend: str = ""
+    replica: str = ""
+
+    @property
+    def message(self) -> str:
+        """The line, as uvicorn has it for HTTP, and Ray Serve for calls."""
+        target = _printable(self.target + (b"?" + self.query if self.query else b""))
+        if self.method == "CALL":
+            return f"CALL {target} {CALL_RESULTS.get(self.status, 'ERROR')} {1000 * self.seconds:.1f}ms"
+        client = "" if self.client is None else f"{self.client[0]}:{self.client[1]}"
+        version = f" HTTP/{self.http_version}" if self.method != "WebSocket" else ""
+        status = f"{self.status} {_PHRASES.get(self.status, '')}".rstrip()
+        return f'{client} - "{self.method} {target}{version}" {status}'
+
+    @property
+    def tags(self) -> Tags:
+        """Where it comes from."""
+        application, deployment = split_deployment_tag(self.backend) if self.backend else ("", "")
+        component = "replica" if self.replica else "proxy"
+        return Tags(
+            application, deployment, self.replica, self.request_id, self.trace_id, self.route, component
+        )
+
+    def plain(self) -> Plain:
+        """Return plain values, as of a record."""
+        return {
+            "time": self.time,
+            "level": "INFO",
+            "logger": ACCESS,
+            "message": self.message,
+            "exception": "",
+            **self.tags._asdict(),
+            "access": {
+                "method": self.method,
+                "path": _printable(self.target),
+                "status": self.status,
+                "duration_s": round(self.seconds, 6),
+                "client": None if self.client is None else self.client[0],
+            },
+        }
+
+
+#: What the line of a call says of its end.
+CALL_RESULTS: Mapping[int, str] = {200: "OK", 499: "CANCELLED", 500: "ERROR"}
+
+
+def _message(msg: Any, args: Any) -> str:
+    try:
+        return str(msg) % args if args else str(msg)
+    except Exception:  # the arguments do not fit the message; the handlers report it
+        return str(msg)
+
+
+def _printable(text: bytes) -> str:
+    found = text.decode("latin-1")
+    # A client must not write lines of its own, nor control a terminal.
+    return found if found.isascii() and found.isprintable() else found.encode("unicode_escape").decode()

@@ -1,0 +1,128 @@
+"""The last log records of a process, in memory, and how they are searched."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from daskserve.telemetry.logs.records import Access, Entry, Plain, Tags
+
+#: How many records a process keeps, and about how many bytes of text.
+MAX_ENTRIES, MAX_BYTES = 20_000, 8 << 20
+#: What an entry takes beside its text.
+_OVERHEAD = 400
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """Which records are wanted.
+
+    Attributes
+    ----------
+    after : dict
+        The number of the last record that is known, by source; a source that it does not name has all.
+    since : float or None
+        Only those made since then, in seconds since the epoch.
+    level : str
+        The lowest level.
+    grep : str
+        A text that the message or the traceback contains.
+    limit : int
+        How many at most; the newest, or with ``after`` the oldest.
+    """
+
+    application: str | None = None
+    deployment: str | None = None
+    replica: str | None = None
+    since: float | None = None
+    level: str | None = None
+    grep: str | None = None
+    limit: int = 1000
+
+    def plain(self) -> Mapping[str, Any]:
+        """Return plain values."""
+        return asdict(self)
+
+    def select(self, entries: Iterable[Plain], after: int | None = None) -> list[Plain]:
+        """Return the wanted ones, in the order in which they were made.
+
+        Parameters
+        ----------
+        after : int, optional
+            Those with higher numbers, the oldest first if there are more than ``limit``. None: the newest.
+        """
+        levelno = 0 if self.level is None else logging.getLevelNamesMapping().get(self.level.upper(), 0)
+        found: deque[Plain] = deque(maxlen=self.limit)
+        for each in entries:
+            if after is not None:
+                if each["number"] <= after:
+                    continue
+                if len(found) == self.limit:
+                    break
+            if self._fits(each, levelno):
+                found.append(each)
+        return list(found)
+
+    def _fits(self, entry: Plain, levelno: int) -> bool:
+        if self.since is not None and entry["time"] < self.since:
+            return False
+        if levelno and logging.getLevelNamesMapping().get(entry["level"], 0) < levelno:
+            return False
+        for name, wanted in (("application", self.application), ("deployment", self.deployment)):
+            if wanted is not None and entry[name] != wanted:
+                return False
+        replica = entry["replica"]
+        if self.replica is not None and self.replica not in (replica, replica.rpartition("#")[2]):
+            return False
+        return self.grep is None or self.grep in entry["message"] or self.grep in entry["exception"]
+
+
+class Ring:
+    """The last records of this process. Any thread may add some."""
+
+    def __init__(self, max_entries: int = MAX_ENTRIES, max_bytes: int = MAX_BYTES) -> None:
+        self._entries: deque[tuple[int, int, Entry | Access]] = deque()
+        self._max_entries, self._max_bytes = max_entries, max_bytes
+        self._bytes = 0
+        #: Higher than those of a process that had this address before.
+        self._numbers = itertools.count(int(time.time() * 1e6))
+
+    def add(self, record: logging.LogRecord, tags: Tags) -> Entry:
+        """Keep a record."""
+        entry = Entry(record, tags, next(self._numbers))
+        size = len(entry.msg) + len(entry.exception) if type(entry.msg) is str else 0
+        for each in entry.args if type(entry.args) is tuple else ():
+            size += len(each) if type(each) is str else 0
+        self._append((entry.number, size + _OVERHEAD, entry))
+        return entry
+
+    def add_access(self, access: Access) -> None:
+        """Keep a line of the access log."""
+        self._append((next(self._numbers), _OVERHEAD + len(access.target) + len(access.query), access))
+
+    def _append(self, row: tuple[int, int, Entry | Access]) -> None:
+        entries = self._entries
+        entries.append(row)
+        self._bytes += row[1]
+        while self._bytes > self._max_bytes or len(entries) > self._max_entries:
+            try:
+                self._bytes -= entries.popleft()[1]
+            except IndexError:  # another thread was faster
+                return
+
+    def rows(self, after: int | None = None) -> Iterator[Plain]:
+        """Yield the entries as plain values, oldest first."""
+        rows = tuple(self._entries)
+        if after is not None:
+            new = itertools.takewhile(lambda row: row[0] > after, reversed(rows))
+            rows = tuple(new)[::-1]
+        for number, _, entry in rows:
+            yield {**entry.plain(), "number": number}
+
+    def __len__(self) -> int:
+        return len(self._entries)

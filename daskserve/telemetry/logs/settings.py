@@ -1,0 +1,55 @@
+"""What a process knows of `daskserve.options.logging.LoggingConfig`: plain values, read without pydantic."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+#: The loggers whose level is that of ``log_level``: daskserve's own, and the one that Ray Serve's users take.
+LOGGERS = ("daskserve", "ray.serve")
+
+
+@dataclass(frozen=True, slots=True)
+class LogSettings:
+    """The fields of `daskserve.options.logging.LoggingConfig`, with its defaults."""
+
+    encoding: str = "TEXT"
+    log_level: str = "INFO"
+    logs_dir: str | None = None
+    enable_access_log: bool = True
+    additional_log_standard_attrs: tuple[str, ...] = ()
+    output: str | None = None
+    max_file_bytes: int = 64 << 20
+    max_files: int = 5
+    level: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "level", logging.getLevelNamesMapping()[self.log_level])
+
+    @property
+    def to_stdout(self) -> bool:
+        """Whether records go to standard output."""
+        return self.output in ("stdout", "both") or (self.output is None and self.logs_dir is None)
+
+    @property
+    def folder(self) -> str | None:
+        """The folder of the files; None without files."""
+        return None if self.output == "stdout" else self.logs_dir
+
+
+_NAMES = {each.name for each in fields(LogSettings) if each.init}
+
+
+def merged(*layers: Mapping[str, Any] | None) -> LogSettings | None:
+    """Return settings from the fields that are set, each layer over the ones before; None without any."""
+    given = [each for each in layers if each is not None]
+    if not given:
+        return None
+    found: dict[str, Any] = {}
+    for each in given:
+        found |= {name: value for name, value in each.items() if name in _NAMES}
+    if "additional_log_standard_attrs" in found:
+        found["additional_log_standard_attrs"] = tuple(found["additional_log_standard_attrs"])
+    return LogSettings(**found)

@@ -1,0 +1,50 @@
+"""The access log of a proxy: one line for each request that has ended."""
+
+from __future__ import annotations
+
+from daskserve.common.clock import Clock
+from daskserve.proxies.asgi import Scope
+from daskserve.proxies.ingress.metrics import CLIENT_GONE
+from daskserve.proxies.ingress.request import IngressRequest
+from daskserve.telemetry.logs.process import ProcessLogs
+from daskserve.telemetry.logs.records import Access
+
+#: The client of a request over a socket without addresses.
+_NO_CLIENT = ("", 0)
+
+
+class AccessLog:
+    """Passes requests on to the logs of the process.
+
+    Parameters
+    ----------
+    is_on : bool
+        Whether requests are logged whose application does not say.
+    """
+
+    def __init__(self, logs: ProcessLogs, clock: Clock, *, is_on: bool) -> None:
+        self._logs = logs
+        self._clock = clock
+        self._is_on = is_on
+
+    def note(self, request: IngressRequest, scope: Scope, seconds: float) -> None:
+        """Take a request that has ended."""
+        route = request.route
+        if not (self._is_on if route.access_log is None else route.access_log):
+            return
+        self._logs.access(
+            Access(
+                self._clock.wall(),
+                "WebSocket" if scope["type"] == "websocket" else scope["method"],
+                scope.get("raw_path") or scope["path"].encode("utf-8", "replace"),
+                scope.get("query_string", b""),
+                request.response.status or CLIENT_GONE,
+                seconds,
+                scope.get("client") or _NO_CLIENT,
+                scope.get("http_version", ""),
+                request.response.request_id.decode("latin-1"),
+                "",
+                route.route,
+                route.endpoint,
+            )
+        )
