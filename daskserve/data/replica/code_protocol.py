@@ -18,6 +18,17 @@ from daskserve.telemetry.user import UserSample
 CLOSE_GRACE_S = 1.0
 
 
+class LoggingProcess(Protocol):
+    """The process of user code, as far as its logs matter."""
+
+    @property
+    def log_file(self) -> int | None:
+        """The descriptor of the file to which it logs; None once it has ended."""
+
+    def last_lines(self) -> tuple[str, ...]:
+        """Return the last lines that it has logged, also after its end."""
+
+
 class UserCode(Protocol):
     """The user code of one replica: in this process (`LocalCode`) or in a child process (`ChildCode`)."""
 
@@ -47,12 +58,8 @@ class UserCode(Protocol):
         """How many times user code was found blocking its event loop."""
 
     @property
-    def last_lines(self) -> tuple[str, ...]:
-        """The last lines that its own process has logged; empty if it has none of its own."""
-
-    @property
-    def log_file(self) -> int | None:
-        """The descriptor of the file to which its own process logs; None if it has none of its own."""
+    def process(self) -> LoggingProcess | None:
+        """Its own process; None if it has none of its own, or none yet."""
 
     async def start(self) -> Mapping[str, Any]:
         """Load, construct and probe the user code, and return facts about it; raise if that fails."""

@@ -243,14 +243,16 @@ class Replica:
             facts["busy"] = RECONFIGURING.doing, self._context.clock.now() - self._reconfigures_since
         if loss:
             facts |= {"is_healthy": False, "detail": loss}
-        if not facts["is_healthy"] and (lines := self._code.last_lines):
+        process = self._code.process
+        if not facts["is_healthy"] and process is not None and (lines := process.last_lines()):
             facts[LAST_LINES] = lines
         return facts
 
     def log_file(self) -> tuple[str, int] | None:
         """Return the file with the logs of its child process; see `ReportsLogs`."""
-        found = self._code.log_file
-        return None if found is None else (self._start.replica_tag, found)
+        process = self._code.process
+        file = None if process is None else process.log_file
+        return None if file is None else (self._start.replica_tag, file)
 
     # ---- stop
 

@@ -33,7 +33,7 @@ from daskserve.common.types import (
     Send,
     short_tag,
 )
-from daskserve.data.replica.code_protocol import CLOSE_GRACE_S
+from daskserve.data.replica.code_protocol import CLOSE_GRACE_S, LoggingProcess
 from daskserve.data.replica.environment.interpreters import interpreter_of
 from daskserve.data.replica.local_code import parts_of
 from daskserve.data.replica.models import Models
@@ -179,14 +179,9 @@ class ChildCode:
         return {**facts, "child_pid": child.pid}
 
     @property
-    def last_lines(self) -> tuple[str, ...]:
-        """The last lines that the child has logged."""
-        return () if self._child is None else self._child.last_lines()
-
-    @property
-    def log_file(self) -> int | None:
-        """The descriptor of the file to which the child logs, while it runs."""
-        return None if self._child is None else self._child.log_file
+    def process(self) -> LoggingProcess | None:
+        """The child, whose logs the worker reads."""
+        return self._child
 
     async def _start_child(self, child: ChildProcess) -> Mapping[str, Any]:
         spec = self._context.spec

@@ -69,19 +69,20 @@ class CallRequest(LocalRequest):
     def answered(self) -> None:
         super().answered()
         if self.code.note_call is not None:
-            self._note(200)
+            _note(self, 200)
 
     def _close(self, event: RequestEvent) -> None:
         was_begun = self.state != WAITING
         super()._close(event)
         if was_begun and self.code.note_call is not None:
-            self._note(CANCELLED if event in (LEFT, LATE) else 500)
+            _note(self, CANCELLED if event in (LEFT, LATE) else 500)
 
-    def _note(self, status: int) -> None:
-        head, note = self.envelope.head, self.code.note_call
-        assert note is not None
-        method = head.get("method") or CALL
-        note(method, head.get("request_id") or "", status, stopwatch() - self._began)
+
+def _note(request: CallRequest, status: int) -> None:
+    head, note = request.envelope.head, request.code.note_call
+    assert note is not None
+    method = head.get("method") or CALL
+    note(method, head.get("request_id") or "", status, stopwatch() - request._began)
 
 
 async def _submit(request: CallRequest, method: Method) -> None:
