@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from daskserve.cluster.protocols.base import Cluster
@@ -53,12 +53,6 @@ class BackendQueue(Protocol):
         """Whether requests wait although there are no replicas."""
 
 
-class CountsCalls(Protocol):
-    """What sends the calls of one endpoint; a `Router`."""
-
-    calls: dict[BackendTag, CallMetrics]
-
-
 class LoadReports:
     """Reports the queues of one process and instance.
 
@@ -66,8 +60,8 @@ class LoadReports:
     ----------
     queues : mapping
         The queue of each backend; backends may be added later.
-    routers : mapping, optional
-        By endpoint, what has counted the calls that are reported while somebody watches the live metrics.
+    calls : callable
+        Returns what was counted of calls, by endpoint and caller, to report while somebody watches.
     """
 
     def __init__(
@@ -75,12 +69,12 @@ class LoadReports:
         cluster: Cluster,
         clock: Clock,
         queues: Mapping[BackendTag, BackendQueue],
-        routers: Mapping[EndpointTag, CountsCalls] | None = None,
+        calls: Callable[[], Mapping[EndpointTag, Mapping[BackendTag, CallMetrics]]] = dict,
     ) -> None:
         self._cluster = cluster
         self._clock = clock
         self._queues = queues
-        self._routers = routers or {}
+        self._calls = calls
         self._is_watched = False
         self._name = uuid.uuid4().hex
         self._is_urgent = asyncio.Event()
@@ -150,8 +144,8 @@ class LoadReports:
         """Return the totals of the calls by caller and endpoint, and the requests that wait, by backend."""
         calls = [
             [caller, endpoint, each.begun, each.failed]
-            for endpoint, router in self._routers.items()
-            for caller, each in router.calls.items()
+            for endpoint, callers in self._calls().items()
+            for caller, each in callers.items()
             if each.begun
         ]
         queued: dict[BackendTag, int] = {}

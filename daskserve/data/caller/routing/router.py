@@ -288,7 +288,9 @@ class Routers:
         self.largest_body_bytes = 0
         self._shadows = TaskSet(logger)
         self._shadow_budget = ShadowBudget()
-        self._reports = LoadReports(cluster, clock, self._sets, self._routers)
+        self._reports = LoadReports(
+            cluster, clock, self._sets, lambda: {tag: each.calls for tag, each in self._routers.items()}
+        )
         self._contact = ControllerContact(listener, clock, self._starving)
         #: The workers that do not answer the controller.
         self._silent: frozenset[WorkerAddress] = frozenset()
