@@ -20,6 +20,8 @@ T = TypeVar("T")
 #: Seconds from an arbitrary start, for measuring durations in metrics. It is not for decisions. The event
 #: loop's clock is too coarse for this, because uvloop's counts whole milliseconds.
 stopwatch = time.perf_counter
+#: The time of log records, in seconds since the epoch.
+time_of_day = time.time
 
 
 class Clock(Protocol):

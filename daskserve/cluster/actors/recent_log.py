@@ -12,13 +12,13 @@ import logging
 import os
 import tempfile
 import threading
-import time
 from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from typing import Any, Protocol, TypeAlias
 
+from daskserve.common.clock import time_of_day
 from daskserve.common.types import ReplicaTag
 from daskserve.context import current_replica
 from daskserve.telemetry.logs.formats import traceback_of
@@ -81,7 +81,7 @@ class LogFile(TakesRecords):
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self._size = 0
-        self._numbers = itertools.count(int(time.time() * 1e6))
+        self._numbers = itertools.count(int(time_of_day() * 1e6))
         # A destructor within `take` may log, too.
         self._lock = threading.RLock()
 

@@ -9,7 +9,6 @@ import logging
 import os
 import re
 import socket
-import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from daskserve.common.clock import stopwatch
 from daskserve.telemetry.logs.formats import access_json, access_text, as_record, json_of, text_of
 from daskserve.telemetry.logs.records import ACCESS, Access, Tags
 from daskserve.telemetry.logs.ring import Ring
@@ -49,7 +49,7 @@ class ProcessLogs:
         How many records were lost, by the reason.
     """
 
-    def __init__(self, stdout: Sink | None = None, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, stdout: Sink | None = None, now: Callable[[], float] = stopwatch) -> None:
         self.ring = Ring()
         self.wake: Callable[[], object] = self.drain
         self.dropped: dict[str, int] = defaultdict(int)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import logging
-import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from daskserve.common.clock import time_of_day
 from daskserve.telemetry.logs.records import Access, Entry, Plain, Tags
 
 #: How many records a process keeps, and about how many bytes of text.
@@ -90,7 +90,7 @@ class Ring:
         self._max_entries, self._max_bytes = max_entries, max_bytes
         self._bytes = 0
         #: Higher than those of a process that had this address before.
-        self._numbers = itertools.count(int(time.time() * 1e6))
+        self._numbers = itertools.count(int(time_of_day() * 1e6))
 
     def add(self, record: logging.LogRecord, tags: Tags) -> Entry:
         """Keep a record."""
