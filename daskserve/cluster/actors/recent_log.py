@@ -23,7 +23,7 @@ from daskserve.common.types import ReplicaTag
 from daskserve.context import current_replica
 from daskserve.telemetry.logs.formats import traceback_of
 from daskserve.telemetry.logs.process import ProcessLogs
-from daskserve.telemetry.logs.records import ACCESS, MAX_TEXT, Access, Entry, Plain, Tags
+from daskserve.telemetry.logs.records import ACCESS, MAX_TEXT, TAG_NAMES, Access, Entry, Plain, Tags
 from daskserve.telemetry.logs.ring import Query
 
 #: The attributes of records whose names differ from those of tags.
@@ -87,7 +87,7 @@ class LogFile(TakesRecords):
 
     def take(self, record: logging.LogRecord) -> None:
         """Write a record as a line."""
-        tags = Tags(*(str(getattr(record, _ATTRIBUTES.get(name, name), "")) for name in Tags._fields))
+        tags = Tags(*(str(getattr(record, _ATTRIBUTES.get(name, name), "")) for name in TAG_NAMES))
         traceback_of(record)
         self._write(Entry(record, tags, next(self._numbers)).plain())
 

@@ -22,7 +22,11 @@ MAX_LINE = 8192
 MAX_BEGUN = 1000
 
 _WORKER, _PROXY, _CONTROLLER = Tags(), Tags(component="proxy"), Tags(component="controller")
-_names = lru_cache(1024)(split_deployment_tag)
+
+
+@lru_cache(1024)
+def _names(tag: str) -> tuple[str, str]:
+    return split_deployment_tag(tag)
 
 
 def tags_of(record: logging.LogRecord, logs: ProcessLogs) -> Tags:

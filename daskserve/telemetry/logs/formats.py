@@ -9,15 +9,14 @@ from collections.abc import Callable
 from datetime import datetime
 from typing import Any
 
-from daskserve.telemetry.logs.records import Access, Plain, Tags
+from daskserve.telemetry.logs.records import TAG_NAMES, Access, Plain, Tags
 from daskserve.telemetry.logs.settings import LogSettings
 
 #: The attributes that Python's `logging` gives every record.
 STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 #: The attributes that `daskserve.telemetry.logs.records.Tags.mark` gives a record.
-_OURS = frozenset((*Tags._fields, "component_name"))
+_OURS = frozenset((*TAG_NAMES, "component_name"))
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f\x80-\x9f]")
-_TRACEBACKS = logging.Formatter()
 
 
 def clock(seconds: float) -> str:
@@ -103,7 +102,7 @@ def access_json(access: Access) -> str:
 def traceback_of(record: logging.LogRecord) -> str:
     """Return the traceback of a record's exception, which is formatted once."""
     if record.exc_info and not record.exc_text:
-        record.exc_text = _TRACEBACKS.formatException(record.exc_info)
+        record.exc_text = logging.Formatter().formatException(record.exc_info)
     return record.exc_text or ""
 
 
@@ -132,7 +131,7 @@ def line_of(plain: Plain) -> str:
 
 
 def _of_tags(tags: Tags) -> dict[str, str]:
-    found = {name: value for name, value in tags._asdict().items() if value and name != "component"}
+    found = {name: value for name, value in tags.plain().items() if value and name != "component"}
     return {**found, "component_name": tags.component}
 
 

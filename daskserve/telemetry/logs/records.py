@@ -27,6 +27,18 @@ _PHRASES: Mapping[int, str] = {each.value: each.phrase for each in HTTPStatus} |
 }
 
 
+#: The names of the fields of `Tags`.
+TAG_NAMES = (
+    "application",
+    "deployment",
+    "replica",
+    "request_id",
+    "trace_id",
+    "route",
+    "component",
+)
+
+
 class Tags(NamedTuple):
     """Where a record comes from; every field is empty if it is not known."""
 
@@ -39,10 +51,14 @@ class Tags(NamedTuple):
     #: ``replica``, ``proxy``, ``controller`` or ``worker``.
     component: str = "worker"
 
+    def plain(self) -> dict[str, str]:
+        """Return the fields by name."""
+        return dict(zip(TAG_NAMES, self, strict=True))
+
     def mark(self, record: logging.LogRecord) -> None:
         """Add the fields to a record as attributes; those that user code has set itself stay."""
         known = vars(record)
-        for name, value in zip(self._fields, self, strict=True):
+        for name, value in zip(TAG_NAMES, self, strict=True):
             known.setdefault("component_name" if name == "component" else name, value)
 
 
@@ -84,7 +100,7 @@ class Entry:
             "logger": self.logger,
             "message": self.message,
             "exception": self.exception,
-            **self.tags._asdict(),
+            **self.tags.plain(),
         }
 
 
@@ -145,7 +161,7 @@ class Access(NamedTuple):
             "logger": ACCESS,
             "message": self.message,
             "exception": "",
-            **self.tags._asdict(),
+            **self.tags.plain(),
             "access": {
                 "method": self.method,
                 "path": _printable(self.target),

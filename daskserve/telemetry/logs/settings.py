@@ -39,7 +39,7 @@ class LogSettings:
         return None if self.output == "stdout" else self.logs_dir
 
 
-_NAMES = {each.name for each in fields(LogSettings) if each.init}
+_NAMES = frozenset(each.name for each in fields(LogSettings) if each.init)
 
 
 def merged(*layers: Mapping[str, Any] | None) -> LogSettings | None:
