@@ -1,4 +1,4 @@
-"""Answers requests of the REST API, and streams events."""
+"""Answers requests of the REST API, and streams events and logs."""
 
 from __future__ import annotations
 
@@ -36,10 +36,14 @@ MAX_STREAMS = 50
 FLUSH_S = 60.0
 #: How long a stream is silent at most: then it has a comment, so that proxies keep it.
 SILENCE_S = 15.0
+#: How long the workers may take to answer with their logs, and how long a request may wait for new ones.
+LOGS_S, MAX_WAIT_S = 10.0, 30
 #: Characters of a client's own name that are recorded.
 NAME_LENGTH = 60
+#: A comment, which keeps a stream open.
+SILENT = ":\n\n"
 #: The verbs whose answers can be followed.
-_STREAMS = frozenset(("events", "live_metrics"))
+_STREAMS = frozenset(("events", "live_metrics", "logs"))
 _ETAG = re.compile(r'(?:W/)?"([0-9]{1,18})"')
 
 
@@ -118,6 +122,8 @@ class ApiHandler(GuardedHandler):
                 await self._stream(instance, verb, message)
                 return
             may_take_s = PLAN_S if verb == "plan_text" else 0.0
+            if verb == "logs":
+                may_take_s = LOGS_S + min(message["wait_s"], MAX_WAIT_S)
             value = await self._api.access.call(instance, verb, message, may_take_s)
             body = operation.answer(asked, value)
         except ServeError as error:
@@ -173,12 +179,14 @@ class ApiHandler(GuardedHandler):
                 self._api.streams -= 1
             return
         last = self.request.headers.get("Last-Event-ID", "")
-        if NUMBER.fullmatch(last):
+        if verb == "logs" and last:
+            message["after"] = last
+        elif NUMBER.fullmatch(last):
             message["after"] = int(last)
         self._api.streams += 1
         try:
-            found = await self._api.access.call(instance, "events", message)
-            await self._send_events(instance, message, found)
+            found = await self._api.access.call(instance, verb, message)
+            await self._send_rows(instance, verb, message, found)
         finally:
             self._api.streams -= 1
 
@@ -193,7 +201,7 @@ class ApiHandler(GuardedHandler):
                         await self.flush()
                     number, text = await feed.after(number)
             except (StreamClosedError, ServeError, TimeoutError):
-                pass  # as in `_send_events`
+                pass  # as in `_send_rows`
             finally:
                 self.finish()
 
@@ -202,25 +210,23 @@ class ApiHandler(GuardedHandler):
         self.set_header("Cache-Control", "no-store")
         self.write(f"retry: {1000 * RETRY_AFTER_S}\n\n")
 
-    async def _send_events(
-        self, instance: str | None, message: dict[str, Any], found: Mapping[str, Any]
+    async def _send_rows(
+        self, instance: str | None, verb: str, message: dict[str, Any], found: Mapping[str, Any]
     ) -> None:
         self._begin_stream()
+        message.pop("since_s", None)  # of the first answer
         try:
             while True:
-                for each in found["events"]:
-                    self.write(f"id: {each['number']}\nevent: {each['kind']}\ndata: {json.dumps(each)}\n\n")
-                if not found["events"]:
-                    self.write(":\n\n")
+                self.write(_event_texts(found) if verb == "events" else _log_texts(found))
                 async with asyncio.timeout(FLUSH_S):
                     await self.flush()
                 message["after"] = found["next"]
                 try:
                     found = await self._api.access.call(
-                        instance, "events", {**message, "wait_s": SILENCE_S}, SILENCE_S
+                        instance, verb, {**message, "wait_s": SILENCE_S}, SILENCE_S
                     )
                 except UnavailableError:
-                    found = {"events": [], "next": message["after"]}
+                    found = {"events": [], "records": [], "next": message["after"]}
                     await asyncio.sleep(RETRY_AFTER_S)
         except (StreamClosedError, ServeError, TimeoutError):
             pass  # the client has left, or reads nothing, or the instance has ended
@@ -274,3 +280,18 @@ class DocumentHandler(GuardedHandler):
             self.set_header("Content-Type", "text/html; charset=utf-8")
             self.set_header("Content-Security-Policy", "default-src 'none'; style-src 'unsafe-inline'")
             self.finish(page())
+
+
+def _event_texts(found: Mapping[str, Any]) -> str:
+    texts = [
+        f"id: {each['number']}\nevent: {each['kind']}\ndata: {json.dumps(each)}\n\n" for each in found["events"]
+    ]
+    return "".join(texts) or SILENT
+
+
+def _log_texts(found: Mapping[str, Any]) -> str:
+    texts = [f"event: log\ndata: {json.dumps(each)}\n\n" for each in found["records"]]
+    if texts:
+        # The cursor is after all of them, and long.
+        texts[-1] = f"id: {found['next']}\n{texts[-1]}"
+    return "".join(texts) or SILENT

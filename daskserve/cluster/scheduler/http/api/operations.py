@@ -217,6 +217,15 @@ def _events(asked: Asked) -> tuple[str, Message]:
     return "events", message | ({} if limit is None else {"limit": limit})
 
 
+def _logs(asked: Asked) -> tuple[str, Message]:
+    names = ("application", "deployment", "replica", "level", "grep", "after")
+    message: Message = {name: asked.query.get(name) or None for name in names}
+    message["since_s"] = asked.number("since_s")
+    message["wait_s"] = asked.number("wait_s") or 0
+    limit = asked.number("limit")
+    return "logs", message | ({} if limit is None else {"limit": limit})
+
+
 def _accepted(asked: Asked, value: Any) -> Any:
     return {"accepted": True, **({"goal": value["goal"]} if value and value.get("goal") else {})}
 
@@ -415,6 +424,24 @@ OPERATIONS: Sequence[Operation] = (
             "after": ("integer", "The number of the last event that was seen. Default: the newest ones."),
             "application": ("string", "Only those of this application."),
             "limit": ("integer", "How many at most."),
+        },
+    ),
+    Operation(
+        "GET",
+        "/api/serve/logs",
+        "The log records of all workers, in the order of their times, and a cursor; with Accept: "
+        "text/event-stream, the new ones, too.",
+        _logs,
+        query={
+            "application": ("string", "Only those of this application."),
+            "deployment": ("string", "Only those of this deployment."),
+            "replica": ("string", "Only those of this replica: its tag, or the part after #."),
+            "since_s": ("integer", "Only those of the last seconds."),
+            "level": ("string", "The lowest level, such as WARNING."),
+            "grep": ("string", "A text that the message or the traceback contains."),
+            "limit": ("integer", "How many at most. Default: 1000."),
+            "after": ("string", "The cursor of an earlier answer, next: what came later."),
+            "wait_s": ("integer", "How long to wait for records, at most 30 seconds."),
         },
     ),
     Operation(

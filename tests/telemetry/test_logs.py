@@ -1,0 +1,213 @@
+"""The logs of a process: settings, lines, files, and the last records in memory."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+from tables import each_case
+
+from daskserve.options.logging import LoggingConfig, over
+from daskserve.telemetry.logs import process as process_module
+from daskserve.telemetry.logs.formats import access_json, access_text, json_of, line_of, text_of
+from daskserve.telemetry.logs.process import ProcessLogs
+from daskserve.telemetry.logs.records import MAX_TEXT, Access, Tags
+from daskserve.telemetry.logs.ring import Query, Ring
+from daskserve.telemetry.logs.settings import LogSettings, merged
+from daskserve.telemetry.logs.sinks import RETRY_S, FileSink, StreamSink
+
+REPLICA = Tags("shop", "Model", "shop/Model#abc", "r1", "", "/x", "replica")
+PROXY = Tags(component="proxy")
+
+
+class Lines:
+    """A sink in memory."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.lost = 0
+
+    def write(self, lines: Any) -> None:
+        self.lines += lines
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def record(text: str = "x", *args: object, **attributes: Any) -> logging.LogRecord:
+    made = logging.LogRecord("mine", logging.INFO, "file.py", 3, text, args, None)
+    vars(made).update(attributes)
+    return made
+
+
+def access(**fields: Any) -> Access:
+    values: dict[str, Any] = {"client": ("1.2.3.4", 5), "http_version": "1.1", **fields}
+    return Access(0.0, values.pop("method", "GET"), values.pop("target", b"/a"), b"", 200, 0.0123, **values)
+
+
+def test_a_field_that_is_not_set_is_as_in_what_is_larger() -> None:
+    inner = LoggingConfig(log_level=10)
+    whole = over(inner, LoggingConfig(encoding="json", log_level="ERROR"))  # type: ignore[arg-type]
+    assert whole is not None
+    assert whole.to_plain() == {"encoding": "JSON", "log_level": "DEBUG"}
+    assert over(None, inner) is inner and over(inner, None) is inner
+    assert merged(None, None) is None
+    found = merged({"encoding": "JSON", "logs_dir": "/l"}, None, {"encoding": "TEXT", "later": 1})
+    assert found == LogSettings(encoding="TEXT", logs_dir="/l")
+    assert not found.to_stdout
+
+
+@each_case(
+    ("wrong", "text"),
+    [
+        ({"log_level": "LOUD"}, "is not a level"),
+        ({"log_level": 1.5}, "is not a level"),
+        ({"encoding": "XML"}, "TEXT"),
+        ({"additional_log_standard_attrs": ["nme"]}, "not an attribute of LogRecord"),
+        ({"max_file_bytes": 1}, "4096"),
+        ({"nonsense": 1}, "nonsense"),
+    ],
+)
+def test_a_wrong_config_says_so(wrong: dict[str, Any], text: str) -> None:
+    with pytest.raises((ValidationError, ValueError), match=text):
+        LoggingConfig(**wrong)
+
+
+def test_a_record_is_one_json_object_whatever_it_holds() -> None:
+    loop: list[Any] = []
+    loop.append(loop)
+    marked = record("%s is", 1, mine={"a": 1}, odd=loop, deployment="my own", key={(1, 2): 3})
+    REPLICA.mark(marked)
+    assert marked.__dict__["deployment"] == "my own"
+    settings = LogSettings(additional_log_standard_attrs=("funcName", "name"))
+    found = json.loads(json_of(marked, REPLICA, settings))
+    assert found["message"] == "1 is" and found["request_id"] == "r1" and found["name"] == "mine"
+    assert found["component_name"] == "replica" and found["replica"] == "shop/Model#abc"
+    assert "\n" not in json_of(record("two\nlines"), REPLICA, settings)
+    assert "TypeError in its arguments" in text_of(record("%d", "x"), PROXY, settings)
+
+
+def test_a_client_cannot_write_lines_nor_control_a_terminal() -> None:
+    found = access(target=b"/a\r\nINFO: me\x1b[2J\xff")
+    assert access_text(found) == (
+        'INFO:     1.2.3.4:5 - "GET /a\\r\\nINFO: me\\x1b[2J\\xff HTTP/1.1" 200 OK'
+    )
+    assert json.loads(access_json(found))["status"] == 200
+    plain = {**found.plain(), "message": "a\x1b[2Jb\rc"}
+    assert line_of(plain).endswith("a\\x1b[2Jb\\x0dc")
+    call = access(method="CALL", target=b"go", client=None, backend="shop/Model", replica="shop/Model#abc")
+    assert access_text(call).endswith("shop/Model#abc  -- CALL go OK 12.3ms")
+
+
+def test_a_file_begins_anew_and_keeps_some_old_ones(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "a.log"
+    sink = FileSink(path, 100, 2, lambda: 0.0)
+    for number in range(20):
+        sink.write([f"line {number} {'x' * 30}"])
+    sink.close()
+    names = sorted(each.name for each in path.parent.iterdir())
+    assert names == ["a.log", "a.log.1", "a.log.2"]
+    assert all(each.stat().st_size <= 100 for each in path.parent.iterdir())
+    assert "line 19" in path.read_text()
+    again = FileSink(path, 100, 0, lambda: 0.0)
+    again.write(["y" * 90])
+    again.write(["z" * 90])
+    again.close()
+    assert path.read_text() == "z" * 90 + "\n"
+
+
+def test_a_disk_that_is_full_loses_lines_and_is_tried_again(tmp_path: Path) -> None:
+    now = [0.0]
+    full = FileSink(Path("/dev/full"), 1 << 20, 0, lambda: now[0])
+    full.write(["a", "b"])
+    full.write(["c"])
+    assert full.lost == 3 and "No space left" in full.problem
+    full.path = tmp_path / "free.log"
+    now[0] += RETRY_S
+    full.write(["d"])
+    full.close()
+    assert full.lost == 3 and full.problem == "" and full.path.read_text() == "d\n"
+    with open("/dev/full", "w", encoding="ascii") as stream:
+        sink = StreamSink(lambda: stream)
+        sink.write(["€"])
+        assert sink.lost == 1
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    StreamSink(lambda: None).write(["x"])
+
+
+def test_each_replica_logs_by_its_own_settings(tmp_path: Path) -> None:
+    out = Lines()
+    logs = ProcessLogs(out)
+    logs.configure("shop/Model#abc", REPLICA, {"encoding": "JSON", "log_level": "WARNING"})
+    logs.configure("proxy", PROXY, {"logs_dir": str(tmp_path), "output": "both"})
+    assert logs.only_replica() == REPLICA
+    ours = record()
+    ours.name = "ray.serve.mine"
+    assert logs.is_below_level(ours, REPLICA) and not logs.is_below_level(ours, PROXY)
+    assert not logs.is_below_level(record(), REPLICA)  # a logger of the user's
+    assert logs.write(record("hello"), REPLICA, has_handlers=False)
+    assert json.loads(out.lines.pop())["message"] == "hello"
+    assert not logs.write(record("hello"), REPLICA, has_handlers=True)
+    assert logs.write(record("of the proxy"), PROXY, has_handlers=False)
+    assert not logs.write(record("of nobody"), Tags(replica="other#1"), has_handlers=False)
+    logs.wake = lambda: None
+    logs.access(access())
+    logs.access(access(backend="shop/Model", replica="shop/Model#abc", method="CALL"))
+    logs.drain()
+    assert out.lines[1].startswith("INFO:     1.2.3.4") and json.loads(out.lines[2])["method"] == "CALL"
+    (file,) = tmp_path.iterdir()
+    assert "of the proxy" in file.read_text() and "GET /a" in file.read_text()
+    logs.forget("shop/Model#abc")
+    assert logs.only_replica() is None
+    logs.close()
+    assert logging.getLogger("ray.serve").level == logging.NOTSET
+
+
+def test_lines_that_nobody_writes_are_dropped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_module, "MAX_PENDING", 3)
+    logs = ProcessLogs(Lines())
+    woken: list[int] = []
+    logs.wake = lambda: woken.append(1)
+    for _ in range(5):
+        logs.access(access())
+    assert woken == [1]
+    assert list(logs.samples()) == [("log_records_dropped", ("access",), 2)]
+    logs.drain()
+    assert len(logs.ring) == 3
+
+
+def test_memory_is_bounded_by_number_and_by_size() -> None:
+    ring = Ring(max_entries=5, max_bytes=10_000)
+    for number in range(9):
+        ring.add(record("%s", number), REPLICA)
+    assert [each["message"] for each in ring.rows()] == list("45678")
+    ring.add(record("y" * 1_000_000), REPLICA)
+    *_, last = ring.rows()
+    assert len(last["message"]) == MAX_TEXT + 3
+    ring.add(record("%s%s", "z" * 1_000_000, "a"), REPLICA)
+    assert len(ring) == 1
+
+
+def test_a_query_finds_the_newest_or_what_came_later() -> None:
+    ring = Ring()
+    for number in range(10):
+        made = record("%s", number)
+        made.levelname = "ERROR" if number % 2 else "INFO"
+        ring.add(made, REPLICA if number < 8 else PROXY)
+    rows = list(ring.rows())
+
+    def texts(after: int | None = None, **fields: Any) -> str:
+        return "".join(each["message"] for each in Query(**fields).select(rows, after))
+
+    assert texts(limit=3) == "789"
+    assert texts(level="warning") == "13579"
+    assert texts(application="shop", limit=2) == "67"
+    assert texts(replica="abc") == texts(replica="shop/Model#abc") == texts(deployment="Model") == "01234567"
+    assert texts(grep="4") == "4"
+    assert texts(rows[2]["number"], limit=3) == "345"
+    assert [each["message"] for each in ring.rows(rows[7]["number"])] == ["8", "9"]
