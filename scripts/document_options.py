@@ -21,6 +21,7 @@ from daskserve.options.environment import Environment, ModelRepository
 from daskserve.options.fields.base import Options, effect_of
 from daskserve.options.fields.ray_names import TRANSLATED
 from daskserve.options.http import HTTPOptions
+from daskserve.options.logging import LoggingConfig
 from daskserve.options.placement import GangSchedulingConfig
 from daskserve.options.rollout import Gate, RolloutConfig
 
@@ -38,6 +39,7 @@ MODELS = {
         Gate,
         Environment,
         HTTPOptions,
+        LoggingConfig,
     )
 }
 #: Set by daskserve itself; not an option.
